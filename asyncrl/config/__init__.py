@@ -1,0 +1,1 @@
+"""The one typed tree of options and every check of it."""

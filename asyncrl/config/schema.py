@@ -1,0 +1,200 @@
+"""Every option of a run: its name, type, default and meaning. Nothing else in asyncrl declares options.
+
+Read top to bottom it is the configuration reference. Where users of verl's fully asynchronous trainer know a key of the
+same meaning, it keeps that name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class ModelConfig:
+    path: str = "???"  # Hugging Face checkpoint folder: the policy to start from, its tokenizer and chat template
+
+
+@dataclass
+class DataConfig:
+    train_files: list[str] = field(default_factory=list)  # JSONL or Parquet
+    validation_files: list[str] = field(default_factory=list)
+    prompt_key: str = "prompt"  # column with a string, or with a list of chat messages
+    answer_key: str = "answer"
+    shuffle: bool = True  # a new order in each epoch, from `seed`
+    epochs: int = 0  # 0: as many as the steps need
+    max_prompt_tokens: int = 0  # 0: the engine's context less max_response_tokens
+    overlong_prompts: str = "error"  # error | drop (counted)
+    apply_chat_template: bool = True  # false: message contents are joined as they are
+
+
+@dataclass
+class EngineConfig:
+    name: str = "native"
+    slots: int = 32  # samples generated at once per replica
+    max_context_tokens: int = 0  # 0: the model's max_position_embeddings
+    prefill_chunk_tokens: int = 512  # prompts are prefilled in chunks of at most this many tokens
+    deterministic: bool = False  # fixed-shape decoding: equal bits whatever else is in the batch
+    dtype: str = "float32"
+    device: str = "auto"  # auto | cpu | cuda
+    threads: int = 1  # CPU threads per replica
+
+
+@dataclass
+class RolloutConfig:
+    n: int = 8  # samples per prompt
+    min_group_size: int = 2  # a group that failures leave smaller is dropped
+    replicas: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_response_tokens: int = 256
+    stop_strings: list[str] = field(default_factory=list)
+    agent_loop: str = "asyncrl.rollouter.agent_loops.single_turn:SingleTurn"  # import path
+    agent_loop_args: dict[str, Any] = field(default_factory=dict)
+    max_concurrent_groups: int = 0  # 0: enough to fill every slot, and one more per replica
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+@dataclass
+class RewardConfig:
+    function: str = "???"  # import path, `package.module:function`
+    args: dict[str, Any] = field(default_factory=dict)  # further keyword arguments
+    workers: int = 1  # processes
+    timeout_s: float = 10.0  # per group; the worker is killed then, and the group tried once more sample by sample
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = 1e-6
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    schedule: str = "constant"  # constant | linear | cosine
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.0  # of lr, where linear and cosine end
+    grad_clip: float = 1.0  # global norm; 0: none
+
+
+@dataclass
+class TrainerConfig:
+    backend: str = "torch"
+    ranks: int = 1
+    total_steps: int = 100
+    mini_batch_groups: int = 16  # groups per optimizer step (verl: ppo_mini_batch_size)
+    max_tokens_per_micro_batch: int = 8192
+    logprob_chunk_tokens: int = 1024  # rows of logits held at once
+    mixed_precision: str = "no"  # no | bfloat16
+    activation_checkpointing: bool = False
+    cpu_offload: bool = False
+    device: str = "auto"
+    threads: int = 1  # CPU threads per rank
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+@dataclass
+class AlgorithmConfig:
+    name: str = "grpo"
+    normalize_by_std: bool = True  # false: advantages are only centred (Dr. GRPO)
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    loss_aggregation: str = "token_mean"  # token_mean | sequence_mean
+    epochs: int = 1  # optimizer epochs per batch
+    importance_cap: float = 2.0  # truncates exp(proximal − behaviour); 0: no correction
+    kl_coef: float = 0.0  # against the reference model; 0: no reference is held
+    kl_estimator: str = "k3"  # k1 | k2 | k3
+    reference_path: str = ""  # empty: model.path
+    entropy_coef: float = 0.0
+    filter_zero_variance: bool = True  # groups of equal rewards are dropped (counted) and refilled
+    overlong: str = "keep"  # keep | mask | penalize: samples that ran into max_response_tokens
+    overlong_penalty: float = 0.5  # taken from the reward when penalize
+
+
+@dataclass
+class AsyncTrainingConfig:
+    staleness_threshold: float = 0.0
+    trigger_parameter_sync_step: int = 1  # train steps between parameter syncs
+    require_batches: int = 1  # mini batches per train step
+    partial_rollout: bool = True  # at a sync: true cuts samples and continues them, false lets them finish first
+
+
+@dataclass
+class DeadlinesConfig:
+    plan_s: float = 60.0
+    pause_s: float = 600.0  # with pause `wait` this includes the longest sample
+    unload_s: float = 60.0
+    transfer_s: float = 600.0
+    verify_s: float = 60.0
+    commit_s: float = 60.0
+    reload_s: float = 60.0
+    resume_s: float = 60.0
+
+
+@dataclass
+class ParamSyncConfig:
+    transport: str = "auto"  # auto | shared_memory
+    staging: str = "bucket"  # bucket: arriving buckets are written straight into the live weights
+    bucket_bytes: int = 32 * 1024 * 1024
+    pause: str = "auto"  # auto | abort | keep | wait; auto: abort with partial_rollout, else wait
+    kv: str = "unload"  # keep | recompute | unload
+    checksum: bool = True
+    deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
+
+
+@dataclass
+class ValidationConfig:
+    every_versions: int = 0  # 0: only before the first and after the last step, and only with data.validation_files
+    samples: int = 1  # per prompt
+    temperature: float = 1.0
+    max_prompts: int = 0  # 0: all
+
+
+@dataclass
+class CheckpointConfig:
+    every_steps: int = 0  # 0: only at the end
+    export_hf: bool = True  # a Hugging Face folder beside the final checkpoint
+
+
+@dataclass
+class WandbConfig:
+    mode: str = "offline"  # offline | online | disabled
+    project: str = "asyncrl"
+    entity: str = ""
+    tags: list[str] = field(default_factory=list)
+
+
+@dataclass
+class ReportingConfig:
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    console_every_s: float = 10.0
+    trajectories_per_step: int = 2  # sampled trajectories written to trajectories.jsonl; 0: none
+    report: bool = True  # report.html at the end
+
+
+@dataclass
+class RayConfig:
+    address: str = ""  # empty: RAY_ADDRESS, else a cluster of this machine's own
+    cpus_per_rank: float = 1.0
+    cpus_per_replica: float = 1.0
+    temp_dir: str = ""  # of a cluster started here
+    placement_timeout_s: float = 30.0
+
+
+@dataclass
+class Config:
+    name: str = "run"
+    run_dir: str = "runs/${name}"
+    seed: int = 0
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    async_training: AsyncTrainingConfig = field(default_factory=AsyncTrainingConfig)
+    param_sync: ParamSyncConfig = field(default_factory=ParamSyncConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    reporting: ReportingConfig = field(default_factory=ReportingConfig)
+    ray: RayConfig = field(default_factory=RayConfig)

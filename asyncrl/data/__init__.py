@@ -1,0 +1,1 @@
+"""Prompt sources: JSONL and Parquet files, generated tasks, a shuffled order that resumes."""

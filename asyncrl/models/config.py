@@ -1,0 +1,102 @@
+"""What a checkpoint's ``config.json`` says of its model, in the few fields that the native decoder needs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class CheckpointError(ValueError):
+    """A checkpoint folder is missing, incomplete, damaged, or of a model that cannot be built."""
+
+
+# architecture → (biases on q, k and v; norms on q and k)
+_FAMILIES = {
+    "Qwen2ForCausalLM": (True, False),
+    "MiMoForCausalLM": (True, False),
+    "Qwen3ForCausalLM": (False, True),
+    "LlamaForCausalLM": (False, False),
+}
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes of a decoder. ``raw`` is the whole config.json, kept so that an export loses nothing."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: bool
+    num_mtp_layers: int
+    dtype: str
+    raw: dict[str, Any]
+
+    @classmethod
+    def load(cls, path: str | Path) -> DecoderConfig:
+        """Read ``path/config.json``. Raises CheckpointError naming what is missing or not supported."""
+        file = Path(path) / "config.json"
+        if not file.is_file():
+            raise CheckpointError(f"{path}: no config.json there; expected a Hugging Face checkpoint folder")
+        try:
+            raw = json.loads(file.read_text())
+        except json.JSONDecodeError as e:
+            raise CheckpointError(f"{file}: not valid JSON ({e})") from None
+        return cls.from_dict(raw, where=str(file))
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any], where: str = "config") -> DecoderConfig:
+        text: dict[str, Any] = {**raw, **raw.get("text_config", {})}
+        architecture = (raw.get("architectures") or ["?"])[0]
+        if architecture not in _FAMILIES:
+            raise CheckpointError(
+                f"{where}: architecture {architecture} is not one the native decoder builds ({', '.join(_FAMILIES)})"
+            )
+        qkv_bias, qk_norm = _FAMILIES[architecture]
+        if architecture in ("Qwen3ForCausalLM", "LlamaForCausalLM"):
+            qkv_bias = bool(text.get("attention_bias", False))
+        if text.get("use_sliding_window"):
+            raise CheckpointError(f"{where}: use_sliding_window is set; the native decoder has full attention only")
+        # transformers 5 writes rope_parameters, 4 wrote rope_theta and rope_scaling
+        rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        if rope_type not in ("default", "linear", "llama3"):
+            raise CheckpointError(f"{where}: rope type {rope_type!r} is not supported (default, linear, llama3)")
+        try:
+            heads = int(text["num_attention_heads"])
+            return cls(
+                architecture=architecture,
+                vocab_size=int(text["vocab_size"]),
+                hidden_size=int(text["hidden_size"]),
+                intermediate_size=int(text["intermediate_size"]),
+                num_layers=int(text["num_hidden_layers"]),
+                num_heads=heads,
+                num_kv_heads=int(text.get("num_key_value_heads") or heads),
+                head_dim=int(text.get("head_dim") or text["hidden_size"] // heads),
+                rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
+                rope_theta=float(rope.get("rope_theta", text.get("rope_theta", 10000.0))),
+                rope_scaling=None if rope_type == "default" else {**rope, "rope_type": rope_type},
+                max_position_embeddings=int(text["max_position_embeddings"]),
+                tie_word_embeddings=bool(text.get("tie_word_embeddings", False)),
+                qkv_bias=qkv_bias,
+                o_bias=bool(text.get("attention_bias", False)) and architecture == "LlamaForCausalLM",
+                qk_norm=qk_norm,
+                num_mtp_layers=int(text.get("num_nextn_predict_layers") or text.get("mtp_num_hidden_layers") or 0),
+                dtype=str(text.get("dtype") or text.get("torch_dtype") or "float32"),
+                raw=raw,
+            )
+        except KeyError as e:
+            raise CheckpointError(f"{where}: field {e} is missing") from None

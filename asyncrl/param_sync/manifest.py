@@ -1,0 +1,74 @@
+"""What a sync session will send: names, shapes, dtypes and roles, known before any data moves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Role = Literal["target", "draft"]
+
+#: bytes of one element; these names cross process and environment borders instead of library dtypes
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+
+
+class ManifestError(ValueError):
+    """Sender and receiver do not agree on what is to be sent. Raised at plan time, before anything is paused."""
+
+
+class TensorSpec(NamedTuple):
+    """One tensor as its safetensors file names it. ``tied_to`` names the tensor whose storage it shares: such a tensor
+    is listed, so that nobody misses it, but not sent."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    role: Role = "target"
+    tied_to: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All tensors of a session, in the order in which they are exported."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    def __post_init__(self) -> None:
+        names = [t.name for t in self.tensors]
+        if len(set(names)) != len(names):
+            twice = sorted({n for n in names if names.count(n) > 1})
+            raise ManifestError(f"a manifest names each tensor once; named twice: {', '.join(twice[:4])}")
+        for t in self.tensors:
+            if t.dtype not in DTYPE_BYTES:
+                raise ManifestError(f"{t.name}: dtype {t.dtype!r} is not one that travels ({', '.join(DTYPE_BYTES)})")
+
+    def __iter__(self) -> Iterator[TensorSpec]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def sent(self) -> Sequence[TensorSpec]:
+        return [t for t in self.tensors if t.tied_to is None]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.sent())

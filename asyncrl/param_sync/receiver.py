@@ -1,0 +1,57 @@
+"""The receiving end of a sync session inside each engine worker: the seam that every engine implements."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from asyncrl.param_sync.manifest import Manifest
+from asyncrl.sample import PolicyVersion
+
+
+class TensorPart(NamedTuple):
+    """A piece of a tensor inside a bucket: ``nbytes`` at ``offset`` of the bucket are the tensor's bytes from
+    ``start`` on (a whole tensor has start 0 and nbytes of its spec)."""
+
+    name: str
+    start: int
+    nbytes: int
+    offset: int
+
+
+class Bucket(NamedTuple):
+    """One flat buffer of many tensors. ``data`` is only valid until `Receiver.take` returns: the buffer is used again.
+
+    The key (session, sender, sequence) is unique; ``checksum`` is xxh3_64 of the used bytes, or None when off."""
+
+    session: str
+    sender: int
+    sequence: int
+    parts: tuple[TensorPart, ...]
+    data: memoryview
+    checksum: int | None
+
+
+class Receiver(Protocol):
+    """One per engine worker; all workers of a tensor-parallel replica read the same bucket.
+
+    Called in this order, from one thread: ``open`` once, ``take`` per bucket, ``verify``, ``commit``; ``abort`` at any
+    point instead. ``open`` runs while generation goes on and touches nothing; ``take`` runs under pause.
+    """
+
+    def open(self, session: str, manifest: Manifest) -> None:
+        """Check every name, shape and dtype against the live parameters. Raises ManifestError naming both sides."""
+
+    def take(self, bucket: Bucket) -> None:
+        """Copy the bucket's tensors to where they belong."""
+
+    def verify(self) -> None:
+        """All of the manifest has arrived, whole. Raises SyncError naming what is missing."""
+
+    def commit(self, version: PolicyVersion) -> None:
+        """The new weights are the live ones, target and draft alike."""
+
+    def abort(self) -> None:
+        """Forget the session. Whether the live weights are still whole is for `intact` to say."""
+
+    def intact(self) -> bool:
+        """Whether the live weights are those of one version (False after an abort amid staging ``bucket``)."""

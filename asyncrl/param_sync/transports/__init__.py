@@ -1,0 +1,1 @@
+"""How buckets travel: shared memory on one machine."""

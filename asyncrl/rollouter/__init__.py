@@ -1,0 +1,1 @@
+"""The rollouter pool: engines, router, agent loops, rewards and the rollout loop."""

@@ -1,0 +1,1 @@
+"""How one sample comes about: a single answer, or several turns with an environment."""

@@ -1,0 +1,1 @@
+"""What generates: engines behind the one interface of `asyncrl.rollouter.engine`."""

@@ -1,0 +1,1 @@
+"""The clock, spans, counters and the one metrics sink's interface."""

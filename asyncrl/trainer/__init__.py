@@ -1,0 +1,1 @@
+"""The trainer pool: batches, advantages, losses, backends, checkpoints and the training loop."""

@@ -1,0 +1,125 @@
+"""The backend seam: what the training loop asks of a training framework. SPMD: every rank makes the same calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from asyncrl.param_sync.manifest import Manifest
+
+
+@dataclass
+class TrainBatch:
+    """Sequences of one rank, packed: ``B`` of them, ``T`` tokens with prompts, ``R`` response tokens.
+
+    ``tokens`` int32 [T]; sequence b owns tokens cu_seqlens[b]:cu_seqlens[b+1] (int64 [B+1]). The response columns run
+    over all sequences in order: ``rows`` int64 [R] is the packed place whose logits draw the token (the place before
+    it), ``targets`` int32 [R] that token, ``row_offsets`` int64 [B+1] who owns which. ``loss_mask`` bool [R],
+    ``columns``: float32 [R] by name (``behaviour_logprobs``, ``advantages``, later ``proximal_logprobs``,
+    ``reference_logprobs``), ``sequence_columns``: [B] by name (``rewards``, ``sequence_weight`` …).
+    """
+
+    tokens: np.ndarray
+    cu_seqlens: np.ndarray
+    rows: np.ndarray
+    targets: np.ndarray
+    row_offsets: np.ndarray
+    loss_mask: np.ndarray
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
+    sequence_columns: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [B], prompt and response."""
+        return np.diff(self.cu_seqlens)
+
+    def select(self, sequences: Sequence[int]) -> TrainBatch:
+        """The batch of these sequences, in this order."""
+        starts, row_starts = self.cu_seqlens, self.row_offsets
+        token_ix = [np.arange(starts[b], starts[b + 1]) for b in sequences]
+        row_ix = [np.arange(row_starts[b], row_starts[b + 1]) for b in sequences]
+        cu = np.concatenate([[0], np.cumsum([len(x) for x in token_ix])]).astype(np.int64)
+        ro = np.concatenate([[0], np.cumsum([len(x) for x in row_ix])]).astype(np.int64)
+        shift = np.concatenate(
+            [np.full(len(r), cu[i] - starts[b]) for i, (b, r) in enumerate(zip(sequences, row_ix))] or [[]]
+        )
+        tok = np.concatenate(token_ix or [[]]).astype(np.int64)
+        row = np.concatenate(row_ix or [[]]).astype(np.int64)
+        return TrainBatch(
+            tokens=self.tokens[tok],
+            cu_seqlens=cu,
+            rows=self.rows[row] + shift.astype(np.int64),
+            targets=self.targets[row],
+            row_offsets=ro,
+            loss_mask=self.loss_mask[row],
+            columns={k: v[row] for k, v in self.columns.items()},
+            sequence_columns={k: v[np.asarray(sequences, dtype=np.int64)] for k, v in self.sequence_columns.items()},
+        )
+
+
+@dataclass
+class LossOutput:
+    """``loss``: the sum over this micro-batch's tokens, each weighted so that the sum over all micro-batches and ranks,
+    divided by the global denominator, is the batch's loss. ``sums``: further scalars that add up over micro-batches and
+    ranks; ``extremes``: scalars of which the maximum counts."""
+
+    loss: Tensor
+    sums: dict[str, Tensor]
+    extremes: dict[str, Tensor] = field(default_factory=dict)
+
+
+#: (logprobs [R], entropy [R], micro-batch) → LossOutput
+LossFunction = Callable[[Tensor, Tensor, TrainBatch], LossOutput]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """float32 [R] each."""
+
+    logprobs: np.ndarray
+    entropy: np.ndarray
+
+
+class Backend(Protocol):
+    """``export``, ``logprobs``, ``train_step`` and ``state`` are collective: called by every rank, in the same order."""
+
+    rank: int
+    world_size: int
+
+    def manifest(self) -> Manifest: ...
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the manifest that travels, whole, in its order; collective on all ranks, yielding on senders
+        only. The tensor is valid until the next one is asked for."""
+        ...
+
+    def logprobs(self, batch: TrainBatch, temperature: float) -> Scores:
+        """Score this rank's batch without gradient, under the current weights."""
+        ...
+
+    def train_step(
+        self, batch: TrainBatch, loss: LossFunction, global_denominator: float, temperature: float
+    ) -> Mapping[str, float]:
+        """One optimizer step over this rank's batch. The backend cuts it into micro-batches; the gradient is that of
+        (sum of losses over all ranks) / global_denominator. Returns global figures: the sums divided by the
+        denominator, the extremes, ``loss``, ``grad_norm``, ``lr``."""
+        ...
+
+    def state(self) -> Mapping[str, Any]: ...
+
+    def save(self, path: Path) -> None:
+        """Write weights, optimizer, schedule and random state to a folder; collective."""
+
+    def load(self, path: Path) -> None:
+        """Read what `save` wrote, at any number of ranks; collective."""
+
+    def export_hf(self, path: Path) -> None:
+        """Write a Hugging Face checkpoint; collective, files from rank 0."""

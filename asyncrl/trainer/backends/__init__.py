@@ -1,0 +1,1 @@
+"""Training frameworks behind the one interface of `asyncrl.trainer.backend`."""
