@@ -1,0 +1,219 @@
+"""What the values of a `Config` must fulfil, and what follows from them: decided before any actor starts."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from asyncrl.config.load import ConfigError, known_keys
+from asyncrl.config.schema import Config
+
+#: (pause, kv) pairs of a sync that leave no KV of unknown meaning behind; see docs/architecture.md
+LEGAL_PAUSE_KV = {
+    ("abort", "keep"),
+    ("abort", "recompute"),
+    ("abort", "unload"),
+    ("keep", "keep"),
+    ("keep", "recompute"),
+    ("wait", "keep"),
+    ("wait", "recompute"),
+    ("wait", "unload"),
+}
+
+_CHOICES = {
+    "data.overlong_prompts": ("error", "drop"),
+    "rollout.engine.name": ("native",),
+    "rollout.engine.dtype": ("float32", "bfloat16"),
+    "rollout.engine.device": ("auto", "cpu", "cuda"),
+    "trainer.backend": ("torch",),
+    "trainer.mixed_precision": ("no", "bfloat16"),
+    "trainer.device": ("auto", "cpu", "cuda"),
+    "trainer.optimizer.schedule": ("constant", "linear", "cosine"),
+    "algorithm.loss_aggregation": ("token_mean", "sequence_mean"),
+    "algorithm.kl_estimator": ("k1", "k2", "k3"),
+    "algorithm.overlong": ("keep", "mask", "penalize"),
+    "param_sync.transport": ("auto", "shared_memory"),
+    "param_sync.staging": ("bucket",),
+    "param_sync.pause": ("auto", "abort", "keep", "wait"),
+    "param_sync.kv": ("keep", "recompute", "unload"),
+    "reporting.wandb.mode": ("offline", "online", "disabled"),
+}
+
+_AT_LEAST = {
+    "rollout.n": 1,
+    "rollout.min_group_size": 1,
+    "rollout.replicas": 1,
+    "rollout.max_response_tokens": 1,
+    "rollout.top_k": 0,
+    "rollout.engine.slots": 1,
+    "rollout.engine.prefill_chunk_tokens": 1,
+    "rollout.engine.threads": 1,
+    "rollout.max_concurrent_groups": 0,
+    "reward.workers": 1,
+    "trainer.ranks": 1,
+    "trainer.total_steps": 1,
+    "trainer.mini_batch_groups": 1,
+    "trainer.max_tokens_per_micro_batch": 1,
+    "trainer.logprob_chunk_tokens": 1,
+    "trainer.threads": 1,
+    "trainer.optimizer.lr": 0,
+    "trainer.optimizer.warmup_steps": 0,
+    "trainer.optimizer.grad_clip": 0,
+    "algorithm.epochs": 1,
+    "algorithm.clip_low": 0,
+    "algorithm.clip_high": 0,
+    "algorithm.importance_cap": 0,
+    "algorithm.kl_coef": 0,
+    "async_training.staleness_threshold": 0,
+    "async_training.trigger_parameter_sync_step": 1,
+    "async_training.require_batches": 1,
+    "param_sync.bucket_bytes": 4096,
+    "validation.every_versions": 0,
+    "validation.samples": 1,
+    "checkpoint.every_steps": 0,
+    "reporting.console_every_s": 0,
+    "reporting.trajectories_per_step": 0,
+}
+
+_POSITIVE = ["reward.timeout_s", "ray.placement_timeout_s"]
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Figures that follow from a Config, in one place.
+
+    ``groups_per_step``: what one train step consumes. ``groups_per_version``: G of the admission formula.
+    ``staleness_bound``: no trained token is older by more versions than this. ``pause``: with auto resolved."""
+
+    groups_per_step: int
+    groups_per_version: int
+    staleness_threshold: Fraction
+    staleness_bound: int
+    total_groups: int
+    pause: str
+    max_concurrent_groups: int
+
+
+def derive(config: Config) -> Derived:
+    per_step = config.trainer.mini_batch_groups * config.async_training.require_batches
+    threshold = Fraction(str(config.async_training.staleness_threshold))
+    pause = config.param_sync.pause
+    if pause == "auto":
+        pause = "abort" if config.async_training.partial_rollout else "wait"
+    slots = config.rollout.engine.slots * config.rollout.replicas
+    return Derived(
+        groups_per_step=per_step,
+        groups_per_version=per_step * config.async_training.trigger_parameter_sync_step,
+        staleness_threshold=threshold,
+        staleness_bound=math.ceil(threshold),
+        total_groups=per_step * config.trainer.total_steps,
+        pause=pause,
+        max_concurrent_groups=config.rollout.max_concurrent_groups
+        or math.ceil(slots / config.rollout.n) + config.rollout.replicas,
+    )
+
+
+def check(config: Config, cpus: int | None = None) -> Derived:
+    """Raise ConfigError with every problem found, else return the derived figures.
+
+    ``cpus``: those of the machine that is to run everything; None when the run joins a cluster (placement judges)."""
+    problems = list(_problems(config, cpus))
+    if problems:
+        raise ConfigError(problems)
+    return derive(config)
+
+
+def local_cpus() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _problems(c: Config, cpus: int | None) -> Iterator[str]:
+    for key, choices in _CHOICES.items():
+        if (value := _get(c, key)) not in choices:
+            yield f"{key}: expected one of {', '.join(choices)}; found {value!r}"
+    for key, least in _AT_LEAST.items():
+        if (value := _get(c, key)) < least:
+            yield f"{key}: expected at least {least}, found {value}"
+    for key in [*_POSITIVE, *(k for k in known_keys() if k.startswith("param_sync.deadlines."))]:
+        if (value := _get(c, key)) <= 0:
+            yield f"{key}: expected more than 0 seconds, found {value}"
+    yield from _rollout_problems(c)
+    yield from _file_problems(c)
+    for key in ("reward.function", "rollout.agent_loop"):
+        if str(_get(c, key)).count(":") != 1:
+            yield f"{key}: expected an import path package.module:name, found {_get(c, key)!r}"
+    pause = c.param_sync.pause
+    if pause != "auto" and pause in ("abort", "keep") and not c.async_training.partial_rollout:
+        yield (
+            f"param_sync.pause: {pause} leaves samples that span versions, but async_training.partial_rollout is "
+            "false; use wait (or auto)"
+        )
+    if pause == "auto":
+        pause = "abort" if c.async_training.partial_rollout else "wait"
+    if (pause, c.param_sync.kv) not in LEGAL_PAUSE_KV:
+        yield f"param_sync.kv: {c.param_sync.kv} does not go with pause {pause}; requests that stay need their KV"
+    if cpus is not None:
+        yield from _cpu_problems(c, cpus)
+
+
+def _rollout_problems(c: Config) -> Iterator[str]:
+    r, a = c.rollout, c.algorithm
+    if not 0 < r.top_p <= 1:
+        yield f"rollout.top_p: expected 0 < top_p ≤ 1, found {r.top_p}"
+    if not 0 <= r.min_p < 1:
+        yield f"rollout.min_p: expected 0 ≤ min_p < 1, found {r.min_p}"
+    if r.temperature <= 0:
+        yield f"rollout.temperature: expected more than 0 (training samples must be drawn), found {r.temperature}"
+    if r.min_group_size > r.n:
+        yield f"rollout.min_group_size: expected at most rollout.n = {r.n}, found {r.min_group_size}"
+    if a.name == "grpo" and r.n < 2:
+        yield f"rollout.n: grpo compares the samples of a group and needs at least 2, found {r.n}"
+    if not 0 <= a.clip_low < 1:
+        yield f"algorithm.clip_low: expected 0 ≤ clip_low < 1, found {a.clip_low}"
+    if len(c.trainer.optimizer.betas) != 2:
+        yield f"trainer.optimizer.betas: expected two numbers, found {c.trainer.optimizer.betas}"
+    need = derive(c).groups_per_step * r.min_group_size
+    if need < c.trainer.ranks:
+        yield f"trainer.ranks: a step of at least {need} samples cannot feed {c.trainer.ranks} ranks"
+
+
+def _file_problems(c: Config) -> Iterator[str]:
+    if not (Path(c.model.path) / "config.json").is_file():
+        yield (
+            f"model.path: no checkpoint at {c.model.path} (expected a folder with config.json); "
+            "`python -m asyncrl.models.make_checkpoint --out DIR` makes a small one"
+        )
+    if c.algorithm.reference_path and not (Path(c.algorithm.reference_path) / "config.json").is_file():
+        yield f"algorithm.reference_path: no checkpoint at {c.algorithm.reference_path}"
+    if not c.data.train_files:
+        yield "data.train_files: expected at least one JSONL or Parquet file, found none"
+    for key in ("train_files", "validation_files"):
+        for file in getattr(c.data, key):
+            if not Path(file).is_file():
+                yield f"data.{key}: no such file: {file}"
+
+
+def _cpu_problems(c: Config, cpus: int) -> Iterator[str]:
+    ranks, replicas = c.trainer.ranks * c.ray.cpus_per_rank, c.rollout.replicas * c.ray.cpus_per_replica
+    if ranks > cpus:
+        yield (
+            f"trainer.ranks: {c.trainer.ranks} ranks of {c.ray.cpus_per_rank:g} CPUs need {ranks:g}, this machine has "
+            f"{cpus}; use fewer ranks or a smaller ray.cpus_per_rank"
+        )
+    elif ranks + replicas > cpus:
+        yield (
+            f"rollout.replicas: {ranks:g} CPUs of ranks and {replicas:g} of replicas are more than this machine's "
+            f"{cpus}; use fewer of them, or smaller ray.cpus_per_rank and ray.cpus_per_replica"
+        )
+
+
+def _get(config: Config, key: str):  # type: ignore[no-untyped-def]
+    value = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value

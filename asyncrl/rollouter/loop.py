@@ -1,0 +1,247 @@
+"""The rollout loop: prompts in, finished groups out, as many at a time as the staleness budget and the slots allow.
+
+budget ──► prompt ──► n agent loops ──► rewards ──► group ──► queue
+                          │                 │          └─ equal rewards: dropped, refilled
+                          └ failed samples ─┴ fewer than min_group_size left: dropped
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import xxhash
+
+from asyncrl.config.checks import Derived
+from asyncrl.config.schema import Config
+from asyncrl.rollouter.agent_loops.base import AgentLoop, Completion, GenerationFailed
+from asyncrl.rollouter.engine import Request, SamplingParams
+from asyncrl.rollouter.outbox import Outbox
+from asyncrl.rollouter.rewards.pool import RewardResult
+from asyncrl.rollouter.router import Router
+from asyncrl.rollouter.tokenizer import PromptTokenizer
+from asyncrl.sample import Group, Prompt, Sample
+from asyncrl.telemetry.recorder import Recorder, now_s
+
+
+class QueueClient(Protocol):
+    """The rollouter's side of the sample queue."""
+
+    async def issue(self, uids: Sequence[str]) -> int: ...
+    async def put(self, groups: Sequence[bytes], now_s: float) -> None: ...
+    async def drop(self, drops: Sequence[tuple[str, str]]) -> None: ...
+
+
+class Rewards(Protocol):
+    async def score(self, items: Sequence[tuple[Prompt, str]]) -> Sequence[RewardResult]: ...
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """A sample that did not come about, and why: the reasons are what drops are counted by."""
+
+    reason: str
+    message: str
+
+
+def random_key(seed: int, uid: str, sample: int) -> int:
+    """63 bits that name one sample's stream of random numbers, the same in every process and run."""
+    return xxhash.xxh3_64_intdigest(f"{seed}/{uid}/{sample}") >> 1
+
+
+class RolloutLoop:
+    """One per run, on one asyncio loop. ``prompts`` may end (then no group starts any more) or be endless."""
+
+    def __init__(
+        self,
+        config: Config,
+        derived: Derived,
+        tokenizer: PromptTokenizer,
+        agent_loop: AgentLoop,
+        prompts: Iterator[Prompt],
+        max_prompt_tokens: int,
+        router: Router,
+        rewards: Rewards,
+        queue: QueueClient,
+        recorder: Recorder,
+    ) -> None:
+        self._config = config
+        self._derived = derived
+        self._tokenizer = tokenizer
+        self._agent_loop = agent_loop
+        self._prompts = prompts
+        self._max_prompt_tokens = max_prompt_tokens
+        self._router = router
+        self._rewards = rewards
+        self._queue = queue
+        self._recorder = recorder
+        self._sampling = SamplingParams(
+            temperature=config.rollout.temperature,
+            top_p=config.rollout.top_p,
+            top_k=config.rollout.top_k,
+            min_p=config.rollout.min_p,
+            stop_token_ids=tokenizer.stop_token_ids,
+            stop_strings=tuple(config.rollout.stop_strings),
+        )
+        self._finished: Outbox[bytes] = Outbox(lambda groups: queue.put(groups, now_s()))
+        self._drops: Outbox[tuple[str, str]] = Outbox(queue.drop)
+        self._places = asyncio.Semaphore(derived.max_concurrent_groups)
+
+    async def run(self) -> None:
+        """Until the queue is closed. Raises what a group's task, an outbox or the queue raised."""
+        async with asyncio.TaskGroup() as tasks:
+            carriers = [tasks.create_task(self._finished.run()), tasks.create_task(self._drops.run())]
+            async with asyncio.TaskGroup() as groups:
+                await self._issue(lambda prompt: groups.create_task(self._group(prompt)))
+            for task in carriers:
+                task.cancel()
+
+    async def validate(self, prompts: Sequence[Prompt]) -> dict[str, float]:
+        """Answer each prompt ``validation.samples`` times beside the training samples, behind them in priority.
+
+        Returns the means of the reward and of what it reports, under ``validation/``."""
+        v = self._config.validation
+        sampling = SamplingParams(
+            v.temperature, stop_token_ids=self._sampling.stop_token_ids, stop_strings=self._sampling.stop_strings
+        )
+        with self._recorder.span("rollout/validate", prompts=len(prompts)):
+            answers = await asyncio.gather(
+                *(self._samples(p, v.samples, sampling, f"validation/{p.uid}", priority=1) for p in prompts)
+            )
+            judged = await self._score([(p, s) for p, group in zip(prompts, answers) for s in group])
+        scored = [s for s in judged if isinstance(s, Sample)]
+        values: dict[str, float] = {
+            "validation/samples": len(scored),
+            "validation/failed": len(judged) - len(scored),
+        }
+        if scored:
+            values["validation/reward"] = float(np.mean([s.reward for s in scored]))
+            for name in sorted({k for s in scored for k in s.metrics}):
+                values[f"validation/{name}"] = float(np.mean([s.metrics.get(name, 0.0) for s in scored]))
+        return values
+
+    # -- starting groups -------------------------------------------------------------------------------------------
+
+    async def _issue(self, start: Callable[[Prompt], Any]) -> None:
+        upcoming: list[Prompt] = []
+        while True:
+            await self._places.acquire()
+            wanted = 1
+            while not self._places.locked():
+                await self._places.acquire()
+                wanted += 1
+            while len(upcoming) < wanted and (prompt := next(self._prompts, None)) is not None:
+                upcoming.append(prompt)
+            if not upcoming:
+                return
+            issued = await self._queue.issue([p.uid for p in upcoming[:wanted]])
+            if issued == 0:
+                return
+            for prompt in upcoming[:issued]:
+                start(prompt)
+            del upcoming[:issued]
+            for _ in range(wanted - issued):
+                self._places.release()
+
+    async def _group(self, prompt: Prompt) -> None:
+        issued_s = now_s()
+        try:
+            r = self._config.rollout
+            made = await self._samples(prompt, r.n, self._sampling, prompt.uid, priority=0)
+        finally:
+            self._places.release()
+        judged = await self._score([(prompt, s) for s in made])
+        failed = [s for s in judged if isinstance(s, _Failed)]
+        samples = [s for s in judged if isinstance(s, Sample) and s.loss_mask.any()]
+        for f in failed:
+            self._recorder.count(f"rollout/failed_samples/{f.reason}")
+        self._count(samples)
+        if reason := self._drop_reason(samples, failed):
+            self._recorder.count(f"rollout/dropped_groups/{reason}")
+            self._drops.add((prompt.uid, reason))
+            return
+        times = {"issued_s": issued_s, "finished_s": now_s()}
+        tokens = self._tokenizer.encode(prompt)
+        group = Group.from_samples(prompt.uid, prompt.prompt_id, prompt.epoch, tokens, samples, times)
+        self._finished.add(group.to_bytes())
+
+    def _drop_reason(self, samples: Sequence[Sample], failed: Sequence[_Failed]) -> str | None:
+        if len(samples) < self._config.rollout.min_group_size:
+            return failed[0].reason if failed else "too_small"
+        rewards = {s.reward for s in samples}
+        if self._config.algorithm.filter_zero_variance and len(rewards) == 1:
+            self._recorder.count("rollout/zero_variance_groups")
+            return "zero_variance"
+        return None
+
+    def _count(self, samples: Sequence[Sample]) -> None:
+        """What generation gives, before any filter: the honest accuracy of the policy at work."""
+        self._recorder.count("rollout/groups")
+        self._recorder.count("rollout/samples", len(samples))
+        for s in samples:
+            self._recorder.count("rollout/sum/reward", s.reward)
+            for name, value in s.metrics.items():
+                self._recorder.count(f"rollout/sum/{name}", value)
+
+    # -- one group's samples ---------------------------------------------------------------------------------------
+
+    async def _samples(
+        self, prompt: Prompt, n: int, sampling: SamplingParams, group: str, priority: int
+    ) -> list[Sample | _Failed]:
+        tokens = self._tokenizer.encode(prompt)
+        if len(tokens) > self._max_prompt_tokens:
+            message = f"prompt of {len(tokens)} tokens, at most {self._max_prompt_tokens} leave room for the response"
+            return [_Failed("prompt_too_long", message)] * n
+        return await asyncio.gather(
+            *(self._sample(prompt, tokens, index, sampling, group, priority) for index in range(n))
+        )
+
+    async def _sample(
+        self, prompt: Prompt, tokens: np.ndarray, index: int, sampling: SamplingParams, group: str, priority: int
+    ) -> Sample | _Failed:
+        calls, drawn = 0, 0
+
+        async def generate(response: np.ndarray, max_new_tokens: int) -> Completion:
+            nonlocal calls, drawn
+            calls += 1
+            completion = await self._router.generate(
+                Request(
+                    id=f"{group}/{index}/{calls}",
+                    group=group,
+                    tokens=np.concatenate([tokens, response]),
+                    shared_prefix=len(tokens),
+                    key=random_key(self._config.seed, group, index),
+                    position=drawn,
+                    max_new_tokens=max_new_tokens,
+                    sampling=sampling,
+                    priority=priority,
+                )
+            )
+            drawn += len(completion.tokens)
+            return completion
+
+        try:
+            return await self._agent_loop.run(prompt, index, generate)
+        except GenerationFailed as e:
+            return _Failed("generation_failed", str(e))
+
+    async def _score(self, made: Sequence[tuple[Prompt, Sample | _Failed]]) -> list[Sample | _Failed]:
+        """The samples with their rewards and metrics; one whose reward cannot be had becomes a failed one."""
+        judged: list[Sample | _Failed] = [s for _, s in made]
+        places = [i for i, s in enumerate(judged) if isinstance(s, Sample)]
+        if not places:
+            return judged
+        texts = self._tokenizer.decode_batch([judged[i].tokens for i in places])  # type: ignore[union-attr]
+        with self._recorder.span("rollout/reward", samples=len(places)):
+            results = await self._rewards.score([(made[i][0], text) for i, text in zip(places, texts)])
+        for i, result in zip(places, results, strict=True):
+            sample = judged[i]
+            assert isinstance(sample, Sample)
+            if result.error is not None:
+                judged[i] = _Failed(result.error, result.message)
+            else:
+                sample.reward, sample.metrics = result.reward, dict(result.metrics)
+        return judged

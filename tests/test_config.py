@@ -1,0 +1,121 @@
+"""Configuration: every problem is found before anything starts, in one line that names the key."""
+
+import pytest
+
+from asyncrl.config.checks import check, derive
+from asyncrl.config.load import ConfigError, load_config, to_yaml
+
+REQUIRED = ["model.path=ckpt", "reward.function=package.module:score"]
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "ckpt/config.json").write_text("{}")
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    return [*REQUIRED, "data.train_files=[train.jsonl]"]
+
+
+def problems(overrides, cpus=None) -> list[str]:
+    with pytest.raises(ConfigError) as e:
+        check(load_config(None, overrides), cpus)
+    return e.value.problems
+
+
+def test_overrides_reach_nested_options():
+    config = load_config(None, [*REQUIRED, "rollout.n=3", "trainer.optimizer.lr=2e-4", "reward.args.strict=true"])
+    assert (config.rollout.n, config.trainer.optimizer.lr, config.reward.args) == (3, 2e-4, {"strict": True})
+
+
+def test_yaml_written_out_reads_back_equal(tmp_path):
+    config = load_config(None, [*REQUIRED, "name=again", "rollout.stop_strings=[a,b]"])
+    (tmp_path / "c.yaml").write_text(to_yaml(config))
+    assert load_config(tmp_path / "c.yaml") == config
+
+
+def test_a_file_extends_another_and_overrides_win(tmp_path):
+    (tmp_path / "base.yaml").write_text("model: {path: m}\nreward: {function: 'a:b'}\nrollout: {n: 2, top_p: 0.5}\n")
+    (tmp_path / "more.yaml").write_text("extends: base.yaml\nrollout:\n  n: 4\ntrainer:\n  optimizer:\n    lr: 1e-3\n")
+    config = load_config(tmp_path / "more.yaml", ["rollout.n=6"])
+    assert (config.rollout.n, config.rollout.top_p, config.trainer.optimizer.lr) == (6, 0.5, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("rollout.replica=3", "rollout.replica: unknown key; did you mean rollout.replicas?"),
+        ("staleness_threshold=1", "did you mean async_training.staleness_threshold?"),
+        ("rollout.n=many", "rollout.n: expected int, found 'many'"),
+        ("rollout=3", "rollout: expected a group of options, found 3"),
+        ("rollout.n", "expected key.path=value"),
+    ],
+)
+def test_a_bad_override_is_one_line_naming_the_key(override, expected):
+    with pytest.raises(ConfigError) as e:
+        load_config(None, [*REQUIRED, override])
+    assert len(e.value.problems) == 1
+    assert expected in e.value.problems[0]
+
+
+def test_missing_values_and_files_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.path: must be given"):
+        load_config(None, [])
+    with pytest.raises(ConfigError, match="no such config file"):
+        load_config(tmp_path / "absent.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [1,\n")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_config(tmp_path / "bad.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("rollout.replicas=0", "rollout.replicas: expected at least 1, found 0"),
+        ("rollout.temperature=0", "rollout.temperature: expected more than 0"),
+        ("rollout.top_p=1.5", "rollout.top_p"),
+        ("rollout.n=1", "grpo compares the samples of a group"),
+        ("algorithm.kl_estimator=k9", "algorithm.kl_estimator: expected one of k1, k2, k3; found 'k9'"),
+        ("param_sync.deadlines.plan_s=0", "param_sync.deadlines.plan_s: expected more than 0"),
+        ("model.path=nowhere", "model.path: no checkpoint at nowhere"),
+        ("data.train_files=[absent.jsonl]", "data.train_files: no such file: absent.jsonl"),
+        ("reward.function=no_colon", "reward.function: expected an import path"),
+    ],
+)
+def test_impossible_values_are_refused(files, override, expected):
+    assert any(expected in p for p in problems([*files, override]))
+
+
+def test_pause_and_kv_must_fit_each_other_and_partial_rollout(files):
+    assert "param_sync.kv" in problems([*files, "param_sync.pause=keep", "param_sync.kv=unload"])[0]
+    cut = problems([*files, "param_sync.pause=abort", "async_training.partial_rollout=false"])
+    assert "use wait" in cut[0]
+
+
+def test_more_ranks_than_cpus_are_refused_on_one_machine(files):
+    assert "trainer.ranks: 3 ranks" in problems([*files, "trainer.ranks=3"], cpus=2)[0]
+    assert "rollout.replicas" in problems([*files, "rollout.replicas=2"], cpus=2)[0]
+    check(load_config(None, [*files, "rollout.replicas=2", "ray.cpus_per_replica=0.5"]), cpus=2)
+
+
+def test_all_problems_are_told_at_once(files):
+    assert len(problems([*files, "rollout.replicas=0", "rollout.temperature=0", "trainer.total_steps=0"])) == 3
+
+
+def test_derived_figures(files):
+    config = load_config(
+        None,
+        [
+            *files,
+            "trainer.mini_batch_groups=4",
+            "async_training.require_batches=2",
+            "async_training.trigger_parameter_sync_step=3",
+            "async_training.staleness_threshold=0.1",
+            "trainer.total_steps=5",
+            "async_training.partial_rollout=false",
+        ],
+    )
+    d = derive(config)
+    assert (d.groups_per_step, d.groups_per_version, d.total_groups, d.staleness_bound) == (8, 24, 40, 1)
+    assert d.staleness_threshold * 10 == 1  # exactly a tenth
+    assert d.pause == "wait"

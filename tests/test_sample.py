@@ -1,0 +1,72 @@
+"""Groups: columns, one buffer, no copies."""
+
+import numpy as np
+import pytest
+
+from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
+
+
+def sample(index=0, length=5, versions=((0, 0),), **kw) -> Sample:
+    return Sample(
+        index=index,
+        tokens=np.arange(length, dtype=np.int32),
+        logprobs=-np.ones(length, dtype=np.float32),
+        loss_mask=kw.pop("loss_mask", np.ones(length, dtype=bool)),
+        spans=[VersionSpan(start, PolicyVersion(0, v)) for start, v in versions],
+        finish=FinishReason.STOP,
+        **kw,
+    )
+
+
+def group(*samples) -> Group:
+    return Group.from_samples(
+        "e0-1", "row 1", 0, np.array([7, 8, 9]), samples or [sample(0), sample(1, 2)], {"issued_s": 1}
+    )
+
+
+def test_a_group_comes_back_from_its_buffer_equal_and_without_a_copy():
+    extras = {"experts": np.arange(6, dtype=np.int16).reshape(3, 2)}
+    before = group(
+        sample(0, 4, ((0, 3), (2, 4)), reward=1.0, metrics={"ok": 1.0}, extras=extras), sample(2, 1, extras=extras)
+    )
+    data = before.to_bytes()
+    after = Group.from_buffer(data)
+    for name in Group._COLUMNS:
+        np.testing.assert_array_equal(getattr(after, name), getattr(before, name))
+    assert (after.uid, after.prompt_id, after.times) == ("e0-1", "row 1", {"issued_s": 1})
+    assert after.spans(0) == [VersionSpan(0, PolicyVersion(0, 3)), VersionSpan(2, PolicyVersion(0, 4))]
+    np.testing.assert_array_equal(after.extras["experts"][0][3:], extras["experts"])
+    assert np.isnan(after.metrics["ok"][1])
+    assert np.shares_memory(after.tokens, np.frombuffer(data, np.uint8))
+    assert after.num_tokens == 5 + 2 * 3
+
+
+@pytest.mark.parametrize("cut", [3, 20, 200])
+def test_a_damaged_buffer_is_refused(cut):
+    data = group().to_bytes()
+    with pytest.raises(ValueError, match="group"):
+        Group.from_buffer(data[:cut] if cut != 200 else data[:-64])
+    with pytest.raises(ValueError, match="not a group"):
+        Group.from_buffer(b"nope" + data[4:])
+
+
+def test_staleness_counts_from_the_oldest_trained_token():
+    assert group(sample(0, 4, ((0, 3), (2, 5)))).oldest_version() == (0, 3)
+    masked = np.array([False, False, True, True])
+    assert group(sample(0, 4, ((0, 3), (2, 5)), loss_mask=masked)).oldest_version() == (0, 5)
+    with pytest.raises(ValueError, match="no trained token"):
+        group(sample(0, 2, loss_mask=np.zeros(2, bool))).oldest_version()
+
+
+def test_columns_must_agree():
+    bad = sample()
+    bad.logprobs = bad.logprobs[:-1]
+    with pytest.raises(ValueError, match="5 tokens, 4 logprobs"):
+        group(bad)
+    with pytest.raises(ValueError, match="no samples"):
+        Group.from_samples("u", "p", 0, np.zeros(1), [])
+
+
+def test_versions_order_by_lineage_then_number():
+    assert PolicyVersion(1, 0) > PolicyVersion(0, 99)
+    assert str(PolicyVersion(2, 7)) == "2.7"
