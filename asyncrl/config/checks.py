@@ -25,7 +25,6 @@ LEGAL_PAUSE_KV = {
 }
 
 _CHOICES = {
-    "data.overlong_prompts": ("error", "drop"),
     "rollout.engine.name": ("native",),
     "rollout.engine.dtype": ("float32", "bfloat16"),
     "rollout.engine.device": ("auto", "cpu", "cuda"),
@@ -53,6 +52,7 @@ _AT_LEAST = {
     "rollout.engine.prefill_chunk_tokens": 1,
     "rollout.engine.threads": 1,
     "rollout.max_concurrent_groups": 0,
+    "rollout.max_consecutive_drops": 1,
     "reward.workers": 1,
     "trainer.ranks": 1,
     "trainer.total_steps": 1,

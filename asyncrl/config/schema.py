@@ -23,8 +23,7 @@ class DataConfig:
     answer_key: str = "answer"
     shuffle: bool = True  # a new order in each epoch, from `seed`
     epochs: int = 0  # 0: as many as the steps need
-    max_prompt_tokens: int = 0  # 0: the engine's context less max_response_tokens
-    overlong_prompts: str = "error"  # error | drop (counted)
+    max_prompt_tokens: int = 0  # longer ones are dropped, counted; 0: the context less max_response_tokens
     apply_chat_template: bool = True  # false: message contents are joined as they are
 
 
@@ -54,6 +53,7 @@ class RolloutConfig:
     agent_loop: str = "asyncrl.rollouter.agent_loops.single_turn:SingleTurn"  # import path
     agent_loop_args: dict[str, Any] = field(default_factory=dict)
     max_concurrent_groups: int = 0  # 0: enough to fill every slot, and one more per replica
+    max_consecutive_drops: int = 1000  # so many groups dropped in a row end the run: nothing would ever be trained
     engine: EngineConfig = field(default_factory=EngineConfig)
 
 

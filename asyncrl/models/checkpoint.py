@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,49 +23,51 @@ TOKENIZER_FILES = (
 ).split()
 
 
-def read_tensors(path: str | Path) -> dict[str, Tensor]:
-    """All tensors of the folder's safetensors files. Raises CheckpointError naming a missing or damaged file."""
+def tensor_files(path: str | Path) -> list[Path]:
+    """The folder's safetensors files. Raises CheckpointError if there are none, or one that the index names is not."""
     folder = Path(path)
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
     else:
-        files = [f.name for f in sorted(folder.glob("*.safetensors"))]
+        files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"{folder}: no *.safetensors files there")
-    tensors: dict[str, Tensor] = {}
-    for name in files:
-        file = folder / name
+    for file in files:
         if not file.is_file():
             raise CheckpointError(f"{file}: named by {index.name}, but missing")
-        try:
-            with safe_open(str(file), framework="pt") as f:
-                tensors |= {key: f.get_tensor(key) for key in f.keys()}  # noqa: SIM118 (not a dict)
-        except SafetensorError as e:
-            raise CheckpointError(f"{file}: truncated or damaged ({e})") from None
+    return files
+
+
+def read_tensors(path: str | Path) -> dict[str, Tensor]:
+    """All tensors of the folder's safetensors files. Raises CheckpointError naming a missing or damaged file."""
+    tensors: dict[str, Tensor] = {}
+    for file in tensor_files(path):
+        with _opened(file) as f:
+            tensors |= {key: f.get_tensor(key) for key in f.keys()}  # noqa: SIM118 (not a dict)
     return tensors
+
+
+def check_checkpoint(path: str | Path) -> DecoderConfig:
+    """Compare config.json with the headers of the tensor files, without reading a tensor; returns the config.
+
+    Raises CheckpointError for a damaged file and for missing, unknown or misshapen tensors."""
+    config = DecoderConfig.load(path)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in tensor_files(path):
+        with _opened(file) as f:
+            shapes |= {key: tuple(f.get_slice(key).get_shape()) for key in f.keys()}  # noqa: SIM118 (not a dict)
+    _compare(path, config, shapes)
+    return config
 
 
 def load_decoder(path: str | Path, dtype: torch.dtype = torch.float32) -> Decoder:
     """Build the decoder that ``path`` holds. Raises CheckpointError listing missing, unknown or misshapen tensors."""
     config = DecoderConfig.load(path)
     tensors = read_tensors(path)
+    _compare(path, config, {name: tuple(t.shape) for name, t in tensors.items()})
     with torch.device("meta"):
         model = Decoder(config)
-    expected = dict(model.named_parameters())  # a tied head is named once, as the embedding
-    if config.tie_word_embeddings:
-        tensors.pop("lm_head.weight", None)
-    missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
-    unknown = [n for n in unknown if not n.endswith("rotary_emb.inv_freq")]
-    shapes = [
-        f"{n}: config says {tuple(expected[n].shape)}, file has {tuple(tensors[n].shape)}"
-        for n in sorted(expected.keys() & tensors.keys())
-        if expected[n].shape != tensors[n].shape
-    ]
-    for what, names in (("missing", missing), ("unknown", unknown), ("misshapen", shapes)):
-        if names:
-            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-            raise CheckpointError(f"{path}: {what} tensors: {', '.join(names[:4])}{more}")
     model = model.to_empty(device="cpu").to(dtype)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
@@ -71,6 +75,35 @@ def load_decoder(path: str | Path, dtype: torch.dtype = torch.float32) -> Decode
         for name, p in model.named_parameters():
             p.copy_(tensors[name])
     return model
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(str(file), framework="pt") as f:
+            yield f
+    except SafetensorError as e:
+        raise CheckpointError(f"{file}: truncated or damaged ({e})") from None
+
+
+def _compare(path: str | Path, config: DecoderConfig, found: Mapping[str, tuple[int, ...]]) -> None:
+    with torch.device("meta"):
+        expected = {name: tuple(p.shape) for name, p in Decoder(config).named_parameters()}
+    ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    unknown = found.keys() - expected.keys() - ignored
+    differences = {
+        "missing": sorted(expected.keys() - found.keys()),
+        "unknown": sorted(name for name in unknown if not name.endswith("rotary_emb.inv_freq")),
+        "misshapen": [
+            f"{name} (config says {expected[name]}, file has {found[name]})"
+            for name in sorted(expected.keys() & found.keys())
+            if expected[name] != found[name]
+        ],
+    }
+    for what, names in differences.items():
+        if names:
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            raise CheckpointError(f"{path}: {what} tensors: {', '.join(names[:4])}{more}")
 
 
 def is_draft(name: str) -> bool:

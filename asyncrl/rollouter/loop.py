@@ -8,6 +8,7 @@ budget ──► prompt ──► n agent loops ──► rewards ──► grou
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -33,6 +34,7 @@ class QueueClient(Protocol):
     async def issue(self, uids: Sequence[str]) -> int: ...
     async def put(self, groups: Sequence[bytes], now_s: float) -> None: ...
     async def drop(self, drops: Sequence[tuple[str, str]]) -> None: ...
+    async def close(self, reason: str) -> None: ...
 
 
 class Rewards(Protocol):
@@ -45,6 +47,10 @@ class _Failed:
 
     reason: str
     message: str
+
+
+class NothingToTrain(RuntimeError):
+    """Group after group is dropped: the run would go on for ever without training."""
 
 
 def random_key(seed: int, uid: str, sample: int) -> int:
@@ -89,13 +95,18 @@ class RolloutLoop:
         self._finished: Outbox[bytes] = Outbox(lambda groups: queue.put(groups, now_s()))
         self._drops: Outbox[tuple[str, str]] = Outbox(queue.drop)
         self._places = asyncio.Semaphore(derived.max_concurrent_groups)
+        self._drops_in_a_row: Counter[str] = Counter()
 
     async def run(self) -> None:
         """Until the queue is closed. Raises what a group's task, an outbox or the queue raised."""
         async with asyncio.TaskGroup() as tasks:
             carriers = [tasks.create_task(self._finished.run()), tasks.create_task(self._drops.run())]
             async with asyncio.TaskGroup() as groups:
-                await self._issue(lambda prompt: groups.create_task(self._group(prompt)))
+                prompts_ended = await self._issue(lambda prompt: groups.create_task(self._group(prompt)))
+            await self._finished.emptied()
+            await self._drops.emptied()
+            if prompts_ended:
+                await self._queue.close("the prompts ended")
             for task in carriers:
                 task.cancel()
 
@@ -125,7 +136,8 @@ class RolloutLoop:
 
     # -- starting groups -------------------------------------------------------------------------------------------
 
-    async def _issue(self, start: Callable[[Prompt], Any]) -> None:
+    async def _issue(self, start: Callable[[Prompt], Any]) -> bool:
+        """Until the prompts end (True) or the queue is closed (False)."""
         upcoming: list[Prompt] = []
         while True:
             await self._places.acquire()
@@ -136,10 +148,10 @@ class RolloutLoop:
             while len(upcoming) < wanted and (prompt := next(self._prompts, None)) is not None:
                 upcoming.append(prompt)
             if not upcoming:
-                return
+                return True
             issued = await self._queue.issue([p.uid for p in upcoming[:wanted]])
             if issued == 0:
-                return
+                return False
             for prompt in upcoming[:issued]:
                 start(prompt)
             del upcoming[:issued]
@@ -160,13 +172,24 @@ class RolloutLoop:
             self._recorder.count(f"rollout/failed_samples/{f.reason}")
         self._count(samples)
         if reason := self._drop_reason(samples, failed):
-            self._recorder.count(f"rollout/dropped_groups/{reason}")
-            self._drops.add((prompt.uid, reason))
+            self._drop(prompt, reason, failed)
             return
+        self._drops_in_a_row.clear()
         times = {"issued_s": issued_s, "finished_s": now_s()}
         tokens = self._tokenizer.encode(prompt)
         group = Group.from_samples(prompt.uid, prompt.prompt_id, prompt.epoch, tokens, samples, times)
         self._finished.add(group.to_bytes())
+
+    def _drop(self, prompt: Prompt, reason: str, failed: Sequence[_Failed]) -> None:
+        self._drops.add((prompt.uid, reason))
+        self._drops_in_a_row[reason] += 1
+        if self._drops_in_a_row.total() >= self._config.rollout.max_consecutive_drops:
+            counts = ", ".join(f"{n} × {reason}" for reason, n in self._drops_in_a_row.most_common())
+            last = f"; the last one: {failed[0].message}" if failed and failed[0].message else ""
+            raise NothingToTrain(
+                f"the last {self._drops_in_a_row.total()} groups were all dropped ({counts}){last}. "
+                "Look at the task, the reward, or algorithm.filter_zero_variance"
+            )
 
     def _drop_reason(self, samples: Sequence[Sample], failed: Sequence[_Failed]) -> str | None:
         if len(samples) < self._config.rollout.min_group_size:

@@ -16,9 +16,12 @@ class Outbox(Generic[T]):
         self._deliver = deliver
         self._items: list[T] = []
         self._filled = asyncio.Event()
+        self._empty = asyncio.Event()
+        self._empty.set()
 
     def add(self, item: T) -> None:
         self._items.append(item)
+        self._empty.clear()
         self._filled.set()
 
     async def run(self) -> None:
@@ -27,3 +30,9 @@ class Outbox(Generic[T]):
             self._filled.clear()
             items, self._items = self._items, []
             await self._deliver(items)
+            if not self._items:
+                self._empty.set()
+
+    async def emptied(self) -> None:
+        """Wait until everything added so far is delivered."""
+        await self._empty.wait()

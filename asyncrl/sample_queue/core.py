@@ -25,6 +25,10 @@ class QueueError(RuntimeError):
     """A caller broke the life cycle above, or the run failed elsewhere; the message says which."""
 
 
+class QueueClosed(QueueError):
+    """What was asked for will never come: no group starts any more. The message is the reason given."""
+
+
 class ConservationError(QueueError):
     """Groups are not all accounted for: a bug, and a reason to stop at once."""
 
@@ -117,12 +121,14 @@ class SampleQueue:
     # -- the trainer's side ----------------------------------------------------------------------------------------
 
     async def lease(self, step: int, count: int, now_s: float) -> tuple[list[Leased], list[bytes]]:
-        """The next ``count`` groups in the order of issue, once all of them are finished; they belong to ``step``."""
+        """The next ``count`` groups in the order of issue, once all of them are finished; they belong to ``step``.
+
+        Raises QueueClosed if the queue was closed before they were."""
         async with self._changed:
-            await self._wait_until(lambda: self._closed is not None or self._front(count) is not None)
+            await self._wait_until(lambda: self._front(count) is not None or self._closed is not None)
             front = self._front(count)
             if front is None:
-                raise QueueError(f"step {step} waits for {count} groups, but the queue was closed: {self._closed}")
+                raise QueueClosed(str(self._closed))
             leased = []
             for uid in front:
                 entry = self._entries[uid]

@@ -88,8 +88,12 @@ class Scores:
     entropy: np.ndarray
 
 
+class NonFiniteError(ArithmeticError):
+    """A loss or a gradient norm that is not finite; the optimizer step was not taken."""
+
+
 class Backend(Protocol):
-    """``export``, ``logprobs``, ``train_step`` and ``state`` are collective: called by every rank, in the same order."""
+    """``export``, ``logprobs``, ``train_step`` and ``state`` are collective: called by all ranks, in the same order."""
 
     rank: int
     world_size: int
@@ -105,12 +109,17 @@ class Backend(Protocol):
         """Score this rank's batch without gradient, under the current weights."""
         ...
 
+    def reference_logprobs(self, batch: TrainBatch, temperature: float) -> np.ndarray:
+        """float32 [R]: this rank's batch under the frozen reference model; collective. RuntimeError if none is held."""
+        ...
+
     def train_step(
         self, batch: TrainBatch, loss: LossFunction, global_denominator: float, temperature: float
     ) -> Mapping[str, float]:
         """One optimizer step over this rank's batch. The backend cuts it into micro-batches; the gradient is that of
         (sum of losses over all ranks) / global_denominator. Returns global figures: the sums divided by the
-        denominator, the extremes, ``loss``, ``grad_norm``, ``lr``."""
+        denominator, the extremes, ``loss``, ``grad_norm``, ``lr``. Raises NonFiniteError instead of stepping on a loss
+        or gradient norm that is not finite."""
         ...
 
     def state(self) -> Mapping[str, Any]: ...
@@ -123,3 +132,6 @@ class Backend(Protocol):
 
     def export_hf(self, path: Path) -> None:
         """Write a Hugging Face checkpoint; collective, files from rank 0."""
+
+    def close(self) -> None:
+        """Leave the process group."""

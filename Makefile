@@ -1,0 +1,37 @@
+# `make quickstart` and `make test` are all that a newcomer needs; both make the environment first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+export OMP_NUM_THREADS = 1
+
+CHECKPOINT = checkpoints/arith-mimo
+DATA = data/arithmetic
+
+.PHONY: venv quickstart test lint format clean
+
+venv:
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/make_venv.sh
+
+quickstart: venv $(CHECKPOINT)/model.safetensors $(DATA)/train.jsonl
+	$(BIN)/python -m asyncrl.fully_async_main --config configs/quickstart.yaml
+
+$(CHECKPOINT)/model.safetensors: | venv
+	$(BIN)/python -m asyncrl.models.make_checkpoint --out $(CHECKPOINT)
+
+$(DATA)/train.jsonl: | venv
+	$(BIN)/python -m asyncrl.data.arithmetic --out $(DATA)
+
+test: venv
+	$(BIN)/python -m pytest -q
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy asyncrl
+
+format: venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf runs checkpoints data

@@ -1,0 +1,78 @@
+"""The run on one page: config → pools → both loops → supervise → close.
+
+python -m asyncrl.fully_async_main --config configs/quickstart.yaml rollout.n=8
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from asyncrl.config.checks import local_cpus
+from asyncrl.config.load import ConfigError, load_config, to_yaml
+from asyncrl.config.schema import Config
+
+EXIT_CONFIG = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 trained to the end, 1 failed, 2 refused by its config, 128 + n after signal n."""
+    parser = argparse.ArgumentParser(prog="asyncrl", description="Asynchronous RL post-training of a language model.")
+    parser.add_argument("--config", help="YAML file of options, see configs/")
+    parser.add_argument("--print-config", action="store_true", help="print the whole configuration and exit")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="such as rollout.n=8")
+    args = parser.parse_args(argv)
+    try:
+        config = load_config(args.config, args.overrides)
+        if args.print_config:
+            print(to_yaml(config), end="")
+            return 0
+        return asyncio.run(run(config))
+    except ConfigError as e:
+        for problem in e.problems:
+            print(f"config: {problem}", file=sys.stderr)
+        return EXIT_CONFIG
+
+
+async def run(config: Config) -> int:
+    """The whole run; returns the exit status. Raises ConfigError before any actor is started."""
+    from asyncrl.cluster import Cluster, joins_a_cluster
+    from asyncrl.monitor import Monitor
+    from asyncrl.param_sync.group import ParameterSyncGroup
+    from asyncrl.preflight import preflight
+    from asyncrl.reporting.sinks import open_hub
+    from asyncrl.run_folder import RunFolder
+    from asyncrl.supervision import Ending, on_signals, together
+    from asyncrl.telemetry.recorder import Recorder
+    from asyncrl.trainer.loop import TrainLoop
+
+    found = preflight(config, cpus=None if joins_a_cluster(config) else local_cpus())
+    folder = RunFolder.create(config)
+    recorder, ending = Recorder("driver"), Ending()
+    hub = open_hub(config, folder)
+    cluster = Cluster(config, found)
+    try:
+        with on_signals(ending.interrupt):
+            await ending.unless_interrupted(cluster.start())
+            monitor = Monitor(config, hub, recorder, cluster)
+            sync = ParameterSyncGroup(
+                config.param_sync, found.derived.pause, cluster.senders, cluster.receivers, recorder
+            )
+            trainer = TrainLoop(
+                config, found.derived, cluster.queue, cluster.ranks, sync, monitor, recorder, folder.path
+            )
+            ending.on_interrupt(trainer.stop)
+            await together(trainer.run(), beside=[cluster.rollouter.run(), monitor.run()])
+    except Exception as e:
+        ending.failed(e)
+    finally:
+        await cluster.close()
+        hub.close(ending.failure)
+        folder.finish(ending)
+    return ending.exit_status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

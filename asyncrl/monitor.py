@@ -1,0 +1,139 @@
+"""Watches the run: drains every actor's recorder each second, makes a step's metrics, validates, keeps the summary."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol
+
+from asyncrl.config.schema import Config
+from asyncrl.reporting.hub import Hub
+from asyncrl.reporting.trajectories import Decode, sampled_rows
+from asyncrl.sample import Group
+from asyncrl.telemetry.intervals import Activity
+from asyncrl.telemetry.recorder import Batch, Recorder, now_s
+from asyncrl.trainer.loop import Progress
+
+DRAIN_EVERY_S = 1.0
+
+
+class Watched(Protocol):
+    """The parts of a running system that the monitor asks."""
+
+    rank_names: list[str]
+    replica_names: list[str]
+    queue: Any  # stats()
+    rollouter: Any  # validate()
+    ranks: Any  # first_groups(count)
+
+    def drains(self) -> list[Callable[[], Awaitable[Batch]]]: ...
+
+
+class Monitor:
+    """The training loop's `Hooks`. ``run()`` beside the loop keeps spans and counters coming."""
+
+    def __init__(self, config: Config, hub: Hub, own: Recorder, watched: Watched, decode: Decode) -> None:
+        self._config, self._hub, self._own, self._watched, self._decode = config, hub, own, watched, decode
+        self._activity = Activity()
+        self._window: Counter[str] = Counter()  # counters since the last step
+        self._totals: Counter[str] = Counter()  # and of all training
+        self._began_s = self._window_s = now_s()
+        self._draining = asyncio.Lock()
+        self._validation: asyncio.Task[dict[str, float]] | None = None
+        self._summary: dict[str, Any] = {}
+
+    async def run(self) -> None:
+        while True:
+            await self._drain()
+            await asyncio.sleep(DRAIN_EVERY_S)
+
+    # -- the training loop's hooks ---------------------------------------------------------------------------------
+
+    async def on_version(self, progress: Progress) -> None:
+        """Validate where the config asks for it: before and after training while it waits, between beside it."""
+        if not self._config.data.validation_files:
+            first = last = due = False
+        else:
+            first, last = progress.step == 0, progress.step == self._config.trainer.total_steps
+            every = self._config.validation.every_versions
+            due = bool(every) and progress.version.number % every == 0
+        if self._validation is not None and (first or last or due):
+            await self._validation
+        if first or last:
+            values = await self._validate(progress.step)
+            name = "after" if last else "before"
+            self._summary |= {f"{k.removeprefix('validation/')}_{name}": v for k, v in values.items()}
+        elif due:
+            self._validation = asyncio.create_task(self._validate(progress.step))
+        if progress.step == 0:
+            await self._drain()
+            self._began_s = self._window_s = now_s()
+            self._window.clear()
+            self._totals.clear()
+
+    async def on_step(self, progress: Progress, metrics: Mapping[str, float]) -> None:
+        values = dict(metrics) | await self._window_metrics() | await self._watched.queue.stats()
+        values["fully_async/version"] = progress.version.number
+        self._hub.metrics(progress.step, values)
+        if k := self._config.reporting.trajectories_per_step:
+            groups = [Group.from_buffer(b) for b in await self._watched.ranks.first_groups(k)]
+            self._hub.trajectories(sampled_rows(progress.step, groups, self._decode, k))
+        self._summary |= {
+            "steps": progress.step,
+            "version": str(progress.version),
+            "duration_s": self._window_s - self._began_s,
+            "overlap": self.overlap(self._began_s, self._window_s),
+            "samples": self._totals["rollout/samples"],
+            "tokens": self._totals["rollout/tokens"],
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """Figures of the whole run; ``duration_s`` and ``overlap`` are of training, without start-up and validation."""
+        return dict(self._summary)
+
+    # -- windows of time -------------------------------------------------------------------------------------------
+
+    def overlap(self, since_s: float, until_s: float) -> float:
+        """Share of the window in which the trainer computes while at least half of the rollouter's slots generate."""
+        training = self._activity.share(["trainer/step"], since_s, until_s)
+        if not training:
+            return 0.0
+        return training * self._activity.overlap(["trainer/step"], ["rollout/half_busy"], since_s, until_s)
+
+    async def _window_metrics(self) -> dict[str, float]:
+        """Idle shares, rates and rollout figures of the time since the last step."""
+        await self._drain()
+        since, until = self._window_s, now_s()
+        counters, self._window, self._window_s = self._window, Counter(), until
+        seconds = max(until - since, 1e-9)
+        busy = self._activity.share
+        values = {
+            "perf/step_s": seconds,
+            "perf/rollout_tokens_per_s": counters["rollout/tokens"] / seconds,
+            "perf/trainer_tokens_per_s": counters["trainer/tokens"] / seconds,
+            "fully_async/trainer/idle_ratio": 1 - busy(["trainer/step"], since, until, self._watched.rank_names),
+            "fully_async/rollouter/idle_ratio": 1
+            - busy(["rollout/generate"], since, until, self._watched.replica_names),
+            "fully_async/overlap": self.overlap(since, until),
+        }
+        if samples := counters["rollout/samples"]:
+            sums = {k.removeprefix("rollout/sum/"): v for k, v in counters.items() if k.startswith("rollout/sum/")}
+            values |= {f"rollout/{name}": total / samples for name, total in sums.items()}
+        if groups := counters["rollout/groups"]:
+            values["rollout/zero_variance"] = counters["rollout/zero_variance_groups"] / groups
+        return values | {k: v for k, v in self._totals.items() if k.startswith("rollout/failed_samples/")}
+
+    async def _drain(self) -> None:
+        async with self._draining:
+            batches = await asyncio.gather(*(drain() for drain in self._watched.drains()))
+            for batch in [*batches, self._own.drain()]:
+                self._activity.add(batch)
+                self._window.update(batch.counters)
+                self._totals.update(batch.counters)
+                self._hub.spans(batch)
+
+    async def _validate(self, step: int) -> dict[str, float]:
+        values = await self._watched.rollouter.validate()
+        self._hub.metrics(step, values)
+        return values

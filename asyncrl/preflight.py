@@ -1,0 +1,80 @@
+"""Looks at all that a run needs before any actor starts: checkpoint, tokenizer, data, import paths, context."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+from asyncrl.config.checks import Derived, check
+from asyncrl.config.load import ConfigError
+from asyncrl.config.schema import Config
+from asyncrl.data.prompts import DataError, load_prompts
+from asyncrl.models.checkpoint import check_checkpoint
+from asyncrl.models.config import CheckpointError, DecoderConfig
+from asyncrl.rollouter.agent_loops.base import load_object
+from asyncrl.rollouter.tokenizer import PromptTokenizer
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What was found: the derived figures of the config, and those of model and data.
+
+    ``context_tokens``: prompt and response at most; ``max_prompt_tokens``: what that leaves for the prompt."""
+
+    derived: Derived
+    model: DecoderConfig
+    context_tokens: int
+    max_prompt_tokens: int
+    train_prompts: int
+    validation_prompts: int
+
+
+def preflight(config: Config, cpus: int | None) -> Preflight:
+    """Raises ConfigError with one line per problem, each naming the key that leads to it."""
+    derived = check(config, cpus)
+    problems: list[str] = []
+    model: DecoderConfig | None = None
+    try:
+        model = check_checkpoint(config.model.path)
+        if config.algorithm.reference_path:
+            check_checkpoint(config.algorithm.reference_path)
+        PromptTokenizer(config.model.path, config.data.apply_chat_template)
+    except CheckpointError as e:
+        problems.append(f"model.path: {e}")
+    counts = dict.fromkeys(("train_files", "validation_files"), 0)
+    for key in counts:
+        try:
+            counts[key] = len(load_prompts(getattr(config.data, key), config.data)) if getattr(config.data, key) else 0
+        except DataError as e:
+            problems.append(f"data.{key}: {e}")
+    for key, path in (("reward.function", config.reward.function), ("rollout.agent_loop", config.rollout.agent_loop)):
+        try:
+            if not callable(found := load_object(path)):
+                problems.append(f"{key}: {path} is {type(found).__name__}, expected something callable")
+            elif key == "rollout.agent_loop" and not inspect.iscoroutinefunction(getattr(found, "run", None)):
+                problems.append(
+                    f"{key}: {path} has no `async def run`, see asyncrl.rollouter.agent_loops.base.AgentLoop"
+                )
+        except ImportError as e:
+            problems.append(f"{key}: {e}")
+    context = config.rollout.engine.max_context_tokens or (model.max_position_embeddings if model else 0)
+    if model and context > model.max_position_embeddings:
+        problems.append(
+            f"rollout.engine.max_context_tokens: {context} is more than the model's {model.max_position_embeddings}"
+        )
+    room = context - config.rollout.max_response_tokens
+    if model and room < 1:
+        problems.append(
+            f"rollout.max_response_tokens: {config.rollout.max_response_tokens} leaves no room for a prompt in a context "
+            f"of {context}"
+        )
+    if problems or model is None:
+        raise ConfigError(problems)
+    return Preflight(
+        derived=derived,
+        model=model,
+        context_tokens=context,
+        max_prompt_tokens=min(config.data.max_prompt_tokens or room, room),
+        train_prompts=counts["train_files"],
+        validation_prompts=counts["validation_files"],
+    )

@@ -1,0 +1,28 @@
+"""The sinks of a run, as its config asks for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.schema import Config
+from asyncrl.reporting.console import Console
+from asyncrl.reporting.hub import Hub
+from asyncrl.reporting.jsonl import JsonlSink
+from asyncrl.reporting.timeline import Timeline
+from asyncrl.reporting.trajectories import TrajectoryFile
+from asyncrl.reporting.wandb_sink import WandbSink
+
+
+def open_hub(config: Config, run_dir: Path, recorded_config: dict[str, Any]) -> Hub:
+    """Console, files of the run folder, and wandb unless it is disabled."""
+    r = config.reporting
+    sinks: list[Any] = [
+        Console(config.trainer.total_steps, r.console_every_s),
+        JsonlSink(run_dir),
+        Timeline(run_dir),
+        TrajectoryFile(run_dir),
+    ]
+    if r.wandb.mode != "disabled":
+        sinks.append(WandbSink(r.wandb, config.name, run_dir, recorded_config))
+    return Hub(sinks)

@@ -1,0 +1,118 @@
+"""Engine replicas and the rollouter as Ray actors around their Ray-free cores."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+
+from asyncrl.config.checks import Derived
+from asyncrl.config.schema import Config
+from asyncrl.ray_client import ActorClient
+from asyncrl.rollouter.engine import Capabilities, EventBatch, Request
+from asyncrl.telemetry.recorder import Batch, Recorder
+
+
+@ray.remote(max_concurrency=1000)
+class EngineReplicaActor:
+    """One engine in a process of its own: generation for the rollouter, and a sync session's replica side."""
+
+    def __init__(self, config: Config, name: str) -> None:
+        import torch
+
+        torch.set_num_threads(config.rollout.engine.threads)
+        self._config = config
+        self._recorder = Recorder(name)
+        self._engine: Any = None
+
+    async def start(self) -> Capabilities:
+        from asyncrl.rollouter.engines.native.engine import NativeEngine
+        from asyncrl.rollouter.tokenizer import PromptTokenizer
+
+        tokenizer = PromptTokenizer(self._config.model.path, self._config.data.apply_chat_template)
+        self._engine = NativeEngine(
+            self._config.model.path, self._config.rollout.engine, recorder=self._recorder, tokenizer=tokenizer.hf
+        )
+        return self._engine.capabilities()
+
+    async def submit(self, requests: Sequence[Request]) -> None:
+        await self._engine.submit(requests)
+
+    async def events(self) -> EventBatch:
+        return await self._engine.events()
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        await self._engine.abort(ids)
+
+    async def drain(self) -> Batch:
+        return self._recorder.drain()
+
+
+@ray.remote(num_cpus=0, max_concurrency=1000)
+class RollouterActor:
+    """The rollout loop, its router and its reward workers."""
+
+    def __init__(
+        self, config: Config, derived: Derived, max_prompt_tokens: int, queue: Any, replicas: Mapping[str, Any]
+    ):
+        self._config, self._derived, self._max_prompt_tokens = config, derived, max_prompt_tokens
+        self._recorder = Recorder("rollouter")
+        self._queue = ActorClient(queue)
+        self._replicas = {name: ActorClient(handle) for name, handle in replicas.items()}
+
+    async def start(self) -> None:
+        from asyncrl.data.order import PromptOrder
+        from asyncrl.data.prompts import load_prompts
+        from asyncrl.rollouter.agent_loops.base import load_object
+        from asyncrl.rollouter.loop import RolloutLoop
+        from asyncrl.rollouter.rewards.pool import RewardPool
+        from asyncrl.rollouter.router import Router
+        from asyncrl.rollouter.tokenizer import PromptTokenizer
+
+        config = self._config
+        tokenizer = PromptTokenizer(config.model.path, config.data.apply_chat_template)
+        agent_loop = load_object(config.rollout.agent_loop)(
+            tokenizer, config.rollout.max_response_tokens, **config.rollout.agent_loop_args
+        )
+        prompts = load_prompts(config.data.train_files, config.data)
+        order = PromptOrder(prompts, config.seed, config.data.shuffle, config.data.epochs)
+        self._router = Router(self._replicas)
+        self._rewards = RewardPool(config.reward)
+        await self._rewards.start()
+        self._loop = RolloutLoop(
+            config,
+            self._derived,
+            tokenizer,
+            agent_loop,
+            order,
+            self._max_prompt_tokens,
+            self._router,
+            self._rewards,
+            self._queue,  # type: ignore[arg-type]
+            self._recorder,
+        )
+
+    async def run(self) -> None:
+        """Serve and roll out until the queue is closed."""
+        serving = asyncio.create_task(self._router.run())
+        rolling = asyncio.create_task(self._loop.run())
+        done, _ = await asyncio.wait([serving, rolling], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+
+    async def validate(self) -> dict[str, float]:
+        from asyncrl.data.prompts import load_prompts
+
+        prompts = load_prompts(self._config.data.validation_files, self._config.data)
+        return await self._loop.validate(prompts[: self._config.validation.max_prompts or None])
+
+    async def set_routable(self, names: Sequence[str]) -> None:
+        await self._router.set_routable(names)
+
+    async def drain(self) -> Batch:
+        return self._recorder.drain()
+
+    async def close(self) -> None:
+        await self._rewards.close()

@@ -1,0 +1,94 @@
+"""Trainer ranks as Ray actors, and all of them together as the training loop sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+
+from asyncrl.config.schema import Config
+from asyncrl.ray_client import ActorClient
+from asyncrl.telemetry.recorder import Batch, Recorder
+
+T = TypeVar("T")
+
+
+@ray.remote
+class TrainerRankActor:
+    """One rank. All its computing is done by one thread of its own, so that telemetry answers meanwhile."""
+
+    def __init__(self, config: Config, rank: int, world_size: int) -> None:
+        import torch
+
+        torch.set_num_threads(config.trainer.threads)
+        self._config, self._rank, self._world_size = config, rank, world_size
+        self._recorder = Recorder(f"trainer/{rank}")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._core: Any = None
+        self._payload: Sequence[bytes] = []
+
+    async def rendezvous(self) -> str:
+        """An address on this rank's node at which the ranks can meet."""
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as s:
+            s.bind((host, 0))
+            return f"tcp://{host}:{s.getsockname()[1]}"
+
+    async def start(self, init_method: str) -> None:
+        def build() -> None:
+            from asyncrl.trainer.rank import TrainerRank
+
+            self._core = TrainerRank(self._config, self._rank, self._world_size, init_method, self._recorder)
+
+        await self._compute(build)
+
+    async def train(self, step: int, payload: Sequence[bytes]) -> dict[str, float]:
+        self._payload = payload
+        return await self._compute(lambda: self._core.train(step, payload))
+
+    async def first_groups(self, count: int) -> list[bytes]:
+        """The first groups of the last batch, for people to look at."""
+        return list(self._payload[:count])
+
+    async def save(self, path: Path) -> None:
+        await self._compute(lambda: self._core.save(path))
+
+    async def export_hf(self, path: Path) -> None:
+        await self._compute(lambda: self._core.export_hf(path))
+
+    async def drain(self) -> Batch:
+        return self._recorder.drain()
+
+    async def _compute(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+class RankGroup:
+    """Every rank makes the same call at the same time; the first exception of any is raised at once."""
+
+    def __init__(self, ranks: Sequence[ActorClient]) -> None:
+        self._ranks = list(ranks)
+
+    async def start(self) -> None:
+        init_method = await self._ranks[0].rendezvous()
+        await self._all(lambda rank: rank.start(init_method))
+
+    async def train(self, step: int, payload: Any) -> dict[str, float]:
+        return (await self._all(lambda rank: rank.train(step, payload)))[0]
+
+    async def first_groups(self, count: int) -> list[bytes]:
+        return await self._ranks[0].first_groups(count)
+
+    async def save(self, path: Path) -> None:
+        await self._all(lambda rank: rank.save(path))
+
+    async def export_hf(self, path: Path) -> None:
+        await self._all(lambda rank: rank.export_hf(path))
+
+    async def _all(self, call: Callable[[ActorClient], Any]) -> list[Any]:
+        return await asyncio.gather(*(call(rank) for rank in self._ranks))
