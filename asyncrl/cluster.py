@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import ray
@@ -11,13 +12,17 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.config.checks import local_cpus
+from asyncrl.config.load import ConfigError
 from asyncrl.config.schema import Config
 from asyncrl.preflight import Preflight
 from asyncrl.ray_client import ActorClient
-from asyncrl.rollouter.actors import EngineReplicaActor, RollouterActor
+from asyncrl.rollouter.actors import EngineReplicaActor, RollouterActor, SyncedReplica
+from asyncrl.rollouter.engine import Capabilities
 from asyncrl.sample_queue.actor import SampleQueueActor
-from asyncrl.trainer.actors import TrainerRankActor
+from asyncrl.telemetry.recorder import Batch
+from asyncrl.trainer.actors import QueueOfRay, RankGroup, TrainerRankActor
 
+CALLS_AT_ONCE = 1000  # of one actor: most of them wait on a condition
 OBJECT_STORE_BYTES = 512 * 1024 * 1024  # of a cluster started here: batches pass through it, nothing stays
 
 
@@ -40,37 +45,52 @@ class Cluster:
         self._started_ray = False
 
     async def start(self) -> None:
+        """Raises PlacementError, ConfigError (the engine cannot do what is asked of it), or what an actor raised."""
         config, derived = self._config, self._preflight.derived
         await asyncio.to_thread(self._init_ray)
         trainers = self._reserve("trainer", config.trainer.ranks, config.ray.cpus_per_rank)
         rollouts = self._reserve("rollout", config.rollout.replicas, config.ray.cpus_per_replica)
         await asyncio.gather(self._placed(trainers, "trainer"), self._placed(rollouts, "rollout"))
-        self.ranks = [
-            self._actor(TrainerRankActor, trainers, rank, config.trainer.threads, config, rank, config.trainer.ranks)
-            for rank in range(config.trainer.ranks)
-        ]
-        self.replicas = {
-            f"replica/{i}": self._actor(
-                EngineReplicaActor, rollouts, i, config.rollout.engine.threads, config, f"replica/{i}"
+        self.rank_names = [f"trainer/{i}" for i in range(config.trainer.ranks)]
+        self.replica_names = [f"replica/{i}" for i in range(config.rollout.replicas)]
+        self.senders: dict[str, Any] = {
+            name: self._place(
+                TrainerRankActor, trainers, i, config.trainer.threads, name, config, i, config.trainer.ranks
             )
-            for i in range(config.rollout.replicas)
+            for i, name in enumerate(self.rank_names)
         }
+        self.replicas = {
+            name: self._place(EngineReplicaActor, rollouts, i, config.rollout.engine.threads, name, config, name)
+            for i, name in enumerate(self.replica_names)
+        }
+        self.ranks = RankGroup(list(self.senders.values()))
+        self.receivers: dict[str, Any] = {name: SyncedReplica(replica) for name, replica in self.replicas.items()}
         threshold = derived.staleness_threshold
-        queue = SampleQueueActor.remote(
-            derived.groups_per_version,
-            (threshold.numerator, threshold.denominator),
-            derived.total_groups,
-            capacity=derived.total_groups + derived.groups_per_version,
+        self.queue: Any = QueueOfRay(
+            self._start(
+                _options(SampleQueueActor, name=self._actor_name("queue"), num_cpus=0),
+                derived.groups_per_version,
+                (threshold.numerator, threshold.denominator),
+                derived.total_groups,
+            )
         )
-        rollouter = RollouterActor.remote(
+        self.rollouter = self._client(
+            _options(RollouterActor, name=self._actor_name("rollouter"), num_cpus=0),
             config,
             derived,
             self._preflight.max_prompt_tokens,
-            queue,
-            {name: client._handle for name, client in self.replicas.items()},
+            self.queue.handle,
+            {name: client.handle for name, client in self.replicas.items()},
         )
-        self._handles += [queue, rollouter]
-        self.queue, self.rollouter = ActorClient(queue), ActorClient(rollouter)
+        started = await asyncio.gather(
+            *(replica.start() for replica in self.replicas.values()), self.ranks.start(), self.rollouter.start()
+        )
+        for capabilities in started[: len(self.replicas)]:
+            self._check(capabilities)
+
+    def drains(self) -> list[Callable[[], Awaitable[Batch]]]:
+        """How to fetch what each actor recorded."""
+        return [actor.drain for actor in (*self.senders.values(), *self.replicas.values(), self.rollouter)]
 
     async def close(self) -> None:
         """End every actor, give back the places, and end the cluster if it was started here."""
@@ -81,6 +101,7 @@ class Cluster:
             return
         for handle in self._handles:
             ray.kill(handle)
+        self._handles.clear()
         for group in self._groups:
             remove_placement_group(group)
         ray.shutdown()
@@ -125,14 +146,44 @@ class Cluster:
         short = ", ".join(f"{v:g} {k} (free: {free.get(k, 0):g})" for k, v in wants.items())
         raise PlacementError(f"the {pool} pool was not placed within {limit_s:g} s: it wants {short}")
 
-    def _actor(self, cls: Any, group: PlacementGroup, index: int, threads: int, *args: Any) -> ActorClient:
+    def _check(self, engine: Capabilities) -> None:
+        pair = (self._preflight.derived.pause, self._config.param_sync.kv)
+        if pair not in engine.pause_kv:
+            legal = ", ".join(f"{pause}+{kv}" for pause, kv in sorted(engine.pause_kv))
+            raise ConfigError(
+                [f"param_sync.kv: the {engine.name} engine cannot pause with {'+'.join(pair)}; it can {legal}"]
+            )
+        if self._config.param_sync.staging not in engine.staging:
+            raise ConfigError(
+                [f"param_sync.staging: the {engine.name} engine offers {', '.join(sorted(engine.staging))}"]
+            )
+
+    def _place(self, cls: Any, group: PlacementGroup, index: int, threads: int, name: str, *args: Any) -> ActorClient:
         bundle = group.bundle_specs[index]
-        handle = cls.options(
+        options = _options(
+            cls,
+            name=self._actor_name(name),
             num_cpus=bundle["CPU"],
             num_gpus=bundle.get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
             # spinning OpenMP threads of two actors on shared cores slow each other down twentyfold
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}},
-        ).remote(*args)
+        )
+        return self._client(options, *args)
+
+    def _client(self, options: Any, *args: Any) -> ActorClient:
+        return ActorClient(self._start(options, *args))
+
+    def _start(self, options: Any, *args: Any) -> Any:
+        handle = options.remote(*args)
         self._handles.append(handle)
-        return ActorClient(handle)
+        return handle
+
+    def _actor_name(self, role: str) -> str:
+        """Readable in Ray's dashboard, and unique where several runs share a cluster."""
+        return f"asyncrl/{self._config.name}/{os.getpid()}/{role}"
+
+
+def _options(actor: Any, **options: Any) -> Any:
+    """Ray adds ``options`` to a decorated class, where type checkers do not see it."""
+    return actor.options(max_concurrency=CALLS_AT_ONCE, **options)

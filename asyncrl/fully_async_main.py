@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from asyncrl.config.checks import local_cpus
 from asyncrl.config.load import ConfigError, load_config, to_yaml
@@ -51,26 +52,31 @@ async def run(config: Config) -> int:
     found = preflight(config, cpus=None if joins_a_cluster(config) else local_cpus())
     folder = RunFolder.create(config)
     recorder, ending = Recorder("driver"), Ending()
-    hub = open_hub(config, folder)
+    hub = open_hub(config, folder.path)
     cluster = Cluster(config, found)
+    monitor = Monitor(config, hub, recorder, cluster, found.tokenizer.hf.decode)
     try:
         with on_signals(ending.interrupt):
             await ending.unless_interrupted(cluster.start())
-            monitor = Monitor(config, hub, recorder, cluster)
             sync = ParameterSyncGroup(
-                config.param_sync, found.derived.pause, cluster.senders, cluster.receivers, recorder
+                replace(config.param_sync, pause=found.derived.pause),
+                cluster.senders,
+                cluster.receivers,
+                cluster.rollouter.set_routable,
+                recorder,
             )
             trainer = TrainLoop(
                 config, found.derived, cluster.queue, cluster.ranks, sync, monitor, recorder, folder.path
             )
             ending.on_interrupt(trainer.stop)
-            await together(trainer.run(), beside=[cluster.rollouter.run(), monitor.run()])
+            training = together(trainer.run(), beside=[cluster.rollouter.run(), monitor.run()])
+            await ending.unless_abandoned(training)
     except Exception as e:
         ending.failed(e)
     finally:
         await cluster.close()
         hub.close(ending.failure)
-        folder.finish(ending)
+        folder.finish(monitor.summary() | {"failed": ending.failure}, config.reporting.report)
     return ending.exit_status
 
 

@@ -74,6 +74,7 @@ class Monitor:
 
     async def on_step(self, progress: Progress, metrics: Mapping[str, float]) -> None:
         values = dict(metrics) | await self._window_metrics() | await self._watched.queue.stats()
+        values["perf/trainer_tokens_per_s"] = metrics.get("trainer/tokens", 0.0) / values["perf/step_s"]
         values["fully_async/version"] = progress.version.number
         self._hub.metrics(progress.step, values)
         if k := self._config.reporting.trajectories_per_step:
@@ -111,7 +112,6 @@ class Monitor:
         values = {
             "perf/step_s": seconds,
             "perf/rollout_tokens_per_s": counters["rollout/tokens"] / seconds,
-            "perf/trainer_tokens_per_s": counters["trainer/tokens"] / seconds,
             "fully_async/trainer/idle_ratio": 1 - busy(["trainer/step"], since, until, self._watched.rank_names),
             "fully_async/rollouter/idle_ratio": 1
             - busy(["rollout/generate"], since, until, self._watched.replica_names),

@@ -23,6 +23,7 @@ class Preflight:
 
     derived: Derived
     model: DecoderConfig
+    tokenizer: PromptTokenizer
     context_tokens: int
     max_prompt_tokens: int
     train_prompts: int
@@ -34,11 +35,12 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
     derived = check(config, cpus)
     problems: list[str] = []
     model: DecoderConfig | None = None
+    tokenizer: PromptTokenizer | None = None
     try:
         model = check_checkpoint(config.model.path)
         if config.algorithm.reference_path:
             check_checkpoint(config.algorithm.reference_path)
-        PromptTokenizer(config.model.path, config.data.apply_chat_template)
+        tokenizer = PromptTokenizer(config.model.path, config.data.apply_chat_template)
     except CheckpointError as e:
         problems.append(f"model.path: {e}")
     counts = dict.fromkeys(("train_files", "validation_files"), 0)
@@ -65,14 +67,15 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
     room = context - config.rollout.max_response_tokens
     if model and room < 1:
         problems.append(
-            f"rollout.max_response_tokens: {config.rollout.max_response_tokens} leaves no room for a prompt in a context "
-            f"of {context}"
+            f"rollout.max_response_tokens: {config.rollout.max_response_tokens} leaves no room for a prompt in "
+            f"a context of {context}"
         )
-    if problems or model is None:
+    if problems or model is None or tokenizer is None:
         raise ConfigError(problems)
     return Preflight(
         derived=derived,
         model=model,
+        tokenizer=tokenizer,
         context_tokens=context,
         max_prompt_tokens=min(config.data.max_prompt_tokens or room, room),
         train_prompts=counts["train_files"],

@@ -14,10 +14,10 @@ class ActorClient:
     traceback in the message."""
 
     def __init__(self, handle: Any) -> None:
-        self._handle = handle
+        self.handle = handle
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        method = getattr(self._handle, name)
+        method = getattr(self.handle, name)
 
         async def call(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -28,4 +28,12 @@ class ActorClient:
         return call
 
     def kill(self) -> None:
-        ray.kill(self._handle)
+        ray.kill(self.handle)
+
+
+def first_leaf(error: BaseException) -> BaseException:
+    """The first single exception in (nested) groups: what went wrong, without the scaffolding. A group cannot leave an
+    actor as itself, its leaves can."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

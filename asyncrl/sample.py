@@ -270,7 +270,7 @@ class Group:
         """Read a group without copying its columns: they are views that keep ``data`` alive.
 
         Raises ValueError for a buffer that is not a group, is of another format, or is cut short."""
-        view = memoryview(data).cast("B")
+        view = memoryview(data).cast("B")  # type: ignore[arg-type]
         if len(view) < _PREFIX.size:
             raise ValueError(f"not a group: {len(view)} bytes, a group has at least {_PREFIX.size}")
         magic, fmt, header_bytes = _PREFIX.unpack_from(view)
@@ -293,7 +293,8 @@ class Group:
         metrics = {k.split("/", 1)[1]: v for k, v in arrays.items() if k.startswith("metrics/")}
         names = [k.split("/")[1] for k in arrays if k.startswith("extras/") and k.endswith("/values")]
         extras = {k: (arrays[f"extras/{k}/values"], arrays[f"extras/{k}/offsets"]) for k in names}
-        return cls(**header["meta"], **columns, metrics=metrics, extras=extras)
+        fields: dict[str, Any] = header["meta"] | columns
+        return cls(**fields, metrics=metrics, extras=extras)
 
 
 def _offsets(lengths: Sequence[int]) -> np.ndarray:

@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from asyncrl.ray_client import first_leaf
+
 EXIT_FAILED = 1
 
 
@@ -112,10 +114,3 @@ async def cancelled(task: asyncio.Future[Any]) -> None:
     """Cancel and wait until it is; what it raises on its way is no news any more."""
     task.cancel()
     await asyncio.wait([task])
-
-
-def first_leaf(error: BaseException) -> BaseException:
-    """The first single exception in (nested) groups: what went wrong, without the scaffolding."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
 from asyncrl.sample_queue.admission import Admission
-from asyncrl.sample_queue.core import QueueError, SampleQueue
+from asyncrl.sample_queue.core import QueueClosed, QueueError, SampleQueue
 
 
 def payload(uid: str, version: int) -> bytes:
@@ -110,7 +110,7 @@ async def test_closing_wakes_everyone():
     lease = await waits(q.lease(1, 1, 0.0))
     await q.close("the end")
     assert await issue == 0
-    with pytest.raises(QueueError, match="the end"):
+    with pytest.raises(QueueClosed, match="the end"):
         await lease
     broken = queue()
     issue = await waits(broken.issue(["a"]))

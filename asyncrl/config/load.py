@@ -89,7 +89,7 @@ def _read_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[str, dic
         raise ConfigError([f"{path}: no such config file"])
     try:
         # OmegaConf's loader takes 1e-6 for a number, as people expect; plain YAML takes it for a string
-        tree = OmegaConf.to_container(OmegaConf.create(path.read_text()))
+        tree: Any = OmegaConf.to_container(OmegaConf.create(path.read_text()))
     except (yaml.YAMLError, OmegaConfBaseException) as e:
         raise ConfigError([f"{path}: not valid YAML: {' '.join(str(e).split())}"]) from None
     if not isinstance(tree, dict):

@@ -108,7 +108,7 @@ def _compare(path: str | Path, config: DecoderConfig, found: Mapping[str, tuple[
 
 def is_draft(name: str) -> bool:
     """Whether a tensor belongs to the MTP draft rather than to the target."""
-    return name.startswith("model.mtp_layers.") or name.startswith("mtp.")
+    return name.startswith(("model.mtp_layers.", "mtp."))
 
 
 def save_checkpoint(

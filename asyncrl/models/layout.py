@@ -41,7 +41,7 @@ class PackedLayout:
         pad[unpad] = np.arange(len(unpad))
         mask = np.zeros(batch * length, dtype=bool)
         mask[unpad] = True
-        put = lambda a: torch.from_numpy(np.ascontiguousarray(a)).to(device)  # noqa: E731
+        put = lambda a: torch.from_numpy(np.ascontiguousarray(a)).to(device)
         return cls(batch, length, put(positions), put(pad), put(mask), put(unpad))
 
     def pad(self, x_TX: Tensor) -> Tensor:
@@ -56,8 +56,8 @@ class PackedLayout:
 
 
 class _Pad(torch.autograd.Function):
-    """Gather one way, gather back: the map is one to one, and ``index_select``'s own backward (an ``index_add_``, row by
-    row on CPU) is many times slower. The gradient of a padded place is zero, as no real query reads it."""
+    """Gather one way, gather back: the map is one to one, and ``index_select``'s own backward (an ``index_add_``, row
+    by row on CPU) is many times slower. The gradient of a padded place is zero, as no real query reads it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, pad_index: Tensor, unpad_index: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from asyncrl.reporting.trajectories import TrajectoryFile
 from asyncrl.reporting.wandb_sink import WandbSink
 
 
-def open_hub(config: Config, run_dir: Path, recorded_config: dict[str, Any]) -> Hub:
+def open_hub(config: Config, run_dir: Path) -> Hub:
     """Console, files of the run folder, and wandb unless it is disabled."""
     r = config.reporting
     sinks: list[Any] = [
@@ -24,5 +25,5 @@ def open_hub(config: Config, run_dir: Path, recorded_config: dict[str, Any]) -> 
         TrajectoryFile(run_dir),
     ]
     if r.wandb.mode != "disabled":
-        sinks.append(WandbSink(r.wandb, config.name, run_dir, recorded_config))
+        sinks.append(WandbSink(r.wandb, config.name, run_dir, asdict(config)))
     return Hub(sinks)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import ray
 
 from asyncrl.config.checks import Derived
 from asyncrl.config.schema import Config
-from asyncrl.ray_client import ActorClient
+from asyncrl.ray_client import ActorClient, first_leaf
 from asyncrl.rollouter.engine import Capabilities, EventBatch, Request
 from asyncrl.telemetry.recorder import Batch, Recorder
 
 
-@ray.remote(max_concurrency=1000)
+@ray.remote
 class EngineReplicaActor:
     """One engine in a process of its own: generation for the rollouter, and a sync session's replica side."""
 
@@ -23,11 +24,14 @@ class EngineReplicaActor:
         import torch
 
         torch.set_num_threads(config.rollout.engine.threads)
-        self._config = config
+        self._config, self._name = config, name
         self._recorder = Recorder(name)
         self._engine: Any = None
+        self._endpoint: Any = None
 
     async def start(self) -> Capabilities:
+        from asyncrl.param_sync.endpoint import ReplicaEndpoint
+        from asyncrl.param_sync.transports.shared_memory import SharedMemoryReader
         from asyncrl.rollouter.engines.native.engine import NativeEngine
         from asyncrl.rollouter.tokenizer import PromptTokenizer
 
@@ -35,7 +39,12 @@ class EngineReplicaActor:
         self._engine = NativeEngine(
             self._config.model.path, self._config.rollout.engine, recorder=self._recorder, tokenizer=tokenizer.hf
         )
+        self._endpoint = ReplicaEndpoint(self._name, self._engine, SharedMemoryReader(self._name))
         return self._engine.capabilities()
+
+    async def sync(self, step: str, *args: Any) -> Any:
+        """One step of a sync session, see asyncrl.param_sync.handles.ReplicaHandle."""
+        return await getattr(self._endpoint, step)(*args)
 
     async def submit(self, requests: Sequence[Request]) -> None:
         await self._engine.submit(requests)
@@ -50,7 +59,17 @@ class EngineReplicaActor:
         return self._recorder.drain()
 
 
-@ray.remote(num_cpus=0, max_concurrency=1000)
+class SyncedReplica:
+    """A replica actor's side of a sync session: every step of it as a method."""
+
+    def __init__(self, replica: ActorClient) -> None:
+        self._replica = replica
+
+    def __getattr__(self, step: str) -> Callable[..., Awaitable[Any]]:
+        return functools.partial(self._replica.sync, step)
+
+
+@ray.remote
 class RollouterActor:
     """The rollout loop, its router and its reward workers."""
 
@@ -78,7 +97,7 @@ class RollouterActor:
         )
         prompts = load_prompts(config.data.train_files, config.data)
         order = PromptOrder(prompts, config.seed, config.data.shuffle, config.data.epochs)
-        self._router = Router(self._replicas)
+        self._router = Router(self._replicas)  # type: ignore[arg-type]
         self._rewards = RewardPool(config.reward)
         await self._rewards.start()
         self._loop = RolloutLoop(
@@ -99,8 +118,11 @@ class RollouterActor:
         serving = asyncio.create_task(self._router.run())
         rolling = asyncio.create_task(self._loop.run())
         done, _ = await asyncio.wait([serving, rolling], return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        try:
+            for task in done:
+                task.result()
+        except ExceptionGroup as e:
+            raise first_leaf(e) from None
 
     async def validate(self) -> dict[str, float]:
         from asyncrl.data.prompts import load_prompts

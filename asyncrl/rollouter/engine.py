@@ -144,7 +144,7 @@ class Engine(Protocol):
 
     def receivers(self) -> list[Receiver]: ...
 
-    def digest(self, role: Role) -> str:
+    async def digest(self, role: Role) -> str:
         """Digest of the live tensors of a role, see `asyncrl.param_sync.digest`."""
         ...
 

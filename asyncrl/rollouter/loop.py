@@ -55,7 +55,7 @@ class NothingToTrain(RuntimeError):
 
 def random_key(seed: int, uid: str, sample: int) -> int:
     """63 bits that name one sample's stream of random numbers, the same in every process and run."""
-    return xxhash.xxh3_64_intdigest(f"{seed}/{uid}/{sample}") >> 1
+    return xxhash.xxh3_64_intdigest(f"{seed}/{uid}/{sample}".encode()) >> 1
 
 
 class RolloutLoop:

@@ -11,12 +11,12 @@ from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.core import SampleQueue
 
 
-@ray.remote(num_cpus=0, max_concurrency=1000)
+@ray.remote
 class SampleQueueActor:
     """``lease`` returns two objects, so that the driver can pass the payload on to the ranks without reading it."""
 
-    def __init__(self, groups_per_version: int, threshold: tuple[int, int], total_groups: int, capacity: int) -> None:
-        self._queue = SampleQueue(Admission(groups_per_version, Fraction(*threshold), total_groups), capacity)
+    def __init__(self, groups_per_version: int, threshold: tuple[int, int], total_groups: int) -> None:
+        self._queue = SampleQueue(Admission(groups_per_version, Fraction(*threshold), total_groups))
 
     async def issue(self, uids: list[str]) -> int:
         return await self._queue.issue(uids)

@@ -60,11 +60,11 @@ class _Entry:
 class SampleQueue:
     """The queue's core, for one asyncio loop; `asyncrl.sample_queue.actor` puts it into a Ray actor.
 
-    ``capacity``: groups between issue and training at most, whatever the staleness budget says.
+    ``capacity``: groups between issue and training at most; None: what the staleness budget allows.
     """
 
-    def __init__(self, admission: Admission, capacity: int) -> None:
-        if capacity < admission.groups_per_version:
+    def __init__(self, admission: Admission, capacity: int | None = None) -> None:
+        if capacity is not None and capacity < admission.groups_per_version:
             raise QueueError(
                 f"a capacity of {capacity} groups cannot hold the {admission.groups_per_version} of one version"
             )
@@ -200,7 +200,8 @@ class SampleQueue:
     def _admissible(self) -> int:
         if self._version is None:
             return 0
-        return min(self._admission.available(), self._capacity - len(self._entries))
+        available = self._admission.available()
+        return available if self._capacity is None else min(available, self._capacity - len(self._entries))
 
     def _front(self, count: int) -> list[str] | None:
         """The first ``count`` groups that no step holds yet, if all of them are finished."""

@@ -10,9 +10,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
+from ray.exceptions import RayTaskError
 
 from asyncrl.config.schema import Config
+from asyncrl.param_sync.manifest import Manifest
+from asyncrl.param_sync.sender import SendPlan, SendReport
+from asyncrl.param_sync.transports.base import Address
 from asyncrl.ray_client import ActorClient
+from asyncrl.sample_queue.core import Leased
 from asyncrl.telemetry.recorder import Batch, Recorder
 
 T = TypeVar("T")
@@ -30,6 +35,7 @@ class TrainerRankActor:
         self._recorder = Recorder(f"trainer/{rank}")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._core: Any = None
+        self._sender: Any = None
         self._payload: Sequence[bytes] = []
 
     async def rendezvous(self) -> str:
@@ -41,9 +47,14 @@ class TrainerRankActor:
 
     async def start(self, init_method: str) -> None:
         def build() -> None:
+            from asyncrl.param_sync.sender import Sender
+            from asyncrl.param_sync.transports.shared_memory import SharedMemoryWriter
             from asyncrl.trainer.rank import TrainerRank
 
             self._core = TrainerRank(self._config, self._rank, self._world_size, init_method, self._recorder)
+            # the backend's export yields on rank 0, which therefore sends
+            writer = SharedMemoryWriter(0, self._config.param_sync.bucket_bytes) if self._rank == 0 else None
+            self._sender = Sender(f"trainer/{self._rank}", writer)
 
         await self._compute(build)
 
@@ -61,11 +72,41 @@ class TrainerRankActor:
     async def export_hf(self, path: Path) -> None:
         await self._compute(lambda: self._core.export_hf(path))
 
+    # the sender's side of a sync session, see asyncrl.param_sync.handles.SenderHandle
+
+    async def manifest(self) -> Manifest:
+        return self._core.manifest()
+
+    async def address(self) -> Address | None:
+        return self._sender.address
+
+    async def send(self, plan: SendPlan) -> SendReport:
+        def export_and_send() -> SendReport:
+            with self._recorder.span("trainer/export", version=str(plan.version)):
+                self._sender.open(plan)
+                return self._sender.send(self._core.export())
+
+        return await self._compute(export_and_send)
+
+    async def abort(self, session: str) -> None:
+        self._sender.abort(session)
+
     async def drain(self) -> Batch:
         return self._recorder.drain()
 
     async def _compute(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+class QueueOfRay(ActorClient):
+    """The trainer's side of the queue actor: the payload of a lease stays a reference, which the ranks resolve."""
+
+    async def lease(self, step: int, count: int, now_s: float) -> tuple[list[Leased], Any]:
+        leased, payload = self.handle.lease.remote(step, count, now_s)
+        try:
+            return await leased, payload
+        except RayTaskError as e:
+            raise e.as_instanceof_cause() from None
 
 
 class RankGroup:

@@ -49,14 +49,14 @@ class TrainBatch:
         cu = np.concatenate([[0], np.cumsum([len(x) for x in token_ix])]).astype(np.int64)
         ro = np.concatenate([[0], np.cumsum([len(x) for x in row_ix])]).astype(np.int64)
         shift = np.concatenate(
-            [np.full(len(r), cu[i] - starts[b]) for i, (b, r) in enumerate(zip(sequences, row_ix))] or [[]]
+            [np.arange(0), *(np.full(len(r), cu[i] - starts[b]) for i, (b, r) in enumerate(zip(sequences, row_ix)))]
         )
-        tok = np.concatenate(token_ix or [[]]).astype(np.int64)
-        row = np.concatenate(row_ix or [[]]).astype(np.int64)
+        tok = np.concatenate([np.arange(0), *token_ix])
+        row = np.concatenate([np.arange(0), *row_ix])
         return TrainBatch(
             tokens=self.tokens[tok],
             cu_seqlens=cu,
-            rows=self.rows[row] + shift.astype(np.int64),
+            rows=self.rows[row] + shift,
             targets=self.targets[row],
             row_offsets=ro,
             loss_mask=self.loss_mask[row],

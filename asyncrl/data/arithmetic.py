@@ -1,0 +1,148 @@
+"""A verifiable task in several worked steps: chains of additions and subtractions, worked from the left.
+
+A problem, and its solution as the demonstrations write it::
+
+    user:       Compute 7-5+2+4
+    assistant:  7-5=2,+2+4
+                2+2=4,+4
+                4+4=8
+                answer: 8
+
+Each line does one operation and carries the rest along, so each further term makes the solution longer by more than the
+last one did: response lengths differ sixfold.
+Whether a problem is held out is a property of its expression alone: training and held-out problems are disjoint in
+every file, under every seed, and the warm start of `asyncrl.models.make_checkpoint` has not seen a held-out one either.
+
+Write prompt files with ``python -m asyncrl.data.arithmetic --out DIR --train 8192 --heldout 512 --seed 0``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+from asyncrl.sample import Message
+
+STEPS = range(1, 7)  # operations in a problem, uniformly
+FIRST_TERMS = range(1, 10)
+TERMS = [-5, -4, -3, -2, -1, 1, 2, 3, 4, 5]  # all further terms
+TOTALS = range(10)  # every running total: one digit, so one token
+HELDOUT_SHARE = 8  # one expression in so many is held out
+ERROR_RATE = 0.3  # steps in which the demonstrations' careless author slips
+
+_ANSWER = re.compile(r"answer: (-?\d+)")
+_SOLUTION = re.compile(r"(?:\d+[+-]\d+=\d+(?:,(?:[+-]\d+)+)?\n)+answer: -?\d+")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``first`` and then ``steps``, signed single-digit terms: ``Problem(7, (-5, 2))`` is 7-5+2."""
+
+    first: int
+    steps: tuple[int, ...]
+
+    @property
+    def expression(self) -> str:
+        return f"{self.first}{_signed(self.steps)}"
+
+    @property
+    def answer(self) -> int:
+        return self.first + sum(self.steps)
+
+    @property
+    def heldout(self) -> bool:
+        return zlib.crc32(self.expression.encode()) % HELDOUT_SHARE == 0
+
+    @property
+    def messages(self) -> list[Message]:
+        return [{"role": "user", "content": f"Compute {self.expression}"}]
+
+
+def _signed(terms: Sequence[int]) -> str:
+    return "".join(f"{term:+d}" for term in terms)
+
+
+def draw_problem(rng: random.Random, heldout: bool) -> Problem:
+    """A problem with a uniform number of steps, from the training or from the held-out part of the task."""
+    while True:
+        steps = rng.choice(STEPS)
+        total = first = rng.choice(FIRST_TERMS)
+        terms = []
+        for _ in range(steps):
+            terms.append(rng.choice([t for t in TERMS if total + t in TOTALS]))
+            total += terms[-1]
+        problem = Problem(first, tuple(terms))
+        if problem.heldout == heldout:
+            return problem
+
+
+def solution(problem: Problem, rng: random.Random | None = None, error_rate: float = 0.0) -> str:
+    """The worked solution. With ``rng``, a step's result is wrong by one with probability ``error_rate`` (unless that
+    would lead out of `TOTALS`), and the steps after it go on from there."""
+    lines, total = [], problem.first
+    for done, term in enumerate(problem.steps, start=1):
+        before, total, rest = total, total + term, problem.steps[done:]
+        if rng is not None and rng.random() < error_rate:
+            slips = [s for s in (-1, 1) if all(t + s in TOTALS for t in accumulate(rest, initial=total))]
+            total += rng.choice(slips or [0])
+        lines.append(f"{before}{term:+d}={total}" + (f",{_signed(rest)}" if rest else ""))
+    return "\n".join([*lines, f"answer: {total}"])
+
+
+def final_answer(response: str) -> int | None:
+    """The number on the last line if that line is ``answer: N``, else None."""
+    match = _ANSWER.fullmatch(response.rstrip().rpartition("\n")[2])
+    return int(match[1]) if match else None
+
+
+def is_well_formed(response: str) -> bool:
+    """Whether the response is lines of worked steps and then ``answer: N``, whatever the numbers are."""
+    return _SOLUTION.fullmatch(response.rstrip()) is not None
+
+
+def demonstrations(seed: int, careful: bool) -> Iterator[tuple[list[Message], str]]:
+    """Endless (messages, response) of training problems, by an author who makes no mistakes or by a careless one, who
+    slips in `ERROR_RATE` of the steps.
+
+    Who has learned from the first and ends with the second knows each right result and has it as the most likely next
+    token, but sampled whole solutions are right only as often as the author's: something to sharpen."""
+    rng = random.Random(f"demonstrations/{seed}/{careful}")
+    while True:
+        problem = draw_problem(rng, heldout=False)
+        yield problem.messages, solution(problem, rng, 0.0 if careful else ERROR_RATE)
+
+
+def write_prompts(path: Path, count: int, seed: int, heldout: bool) -> None:
+    """Write ``count`` different problems as JSONL: ``prompt`` (chat messages), ``answer``, ``steps``."""
+    rng = random.Random(f"{'heldout' if heldout else 'train'}/{seed}")
+    problems: dict[Problem, None] = {}
+    while len(problems) < count:
+        problems.setdefault(draw_problem(rng, heldout))
+    with path.open("w") as file:
+        for problem in problems:
+            row = {"prompt": problem.messages, "answer": str(problem.answer), "steps": len(problem.steps)}
+            file.write(json.dumps(row) + "\n")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Write train.jsonl and heldout.jsonl of the arithmetic task.")
+    parser.add_argument("--out", type=Path, required=True, help="folder, made if it is not there")
+    parser.add_argument("--train", type=int, default=8192, help="training problems")
+    parser.add_argument("--heldout", type=int, default=512, help="held-out problems")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    write_prompts(args.out / "train.jsonl", args.train, args.seed, heldout=False)
+    write_prompts(args.out / "heldout.jsonl", args.heldout, args.seed, heldout=True)
+    print(f"{args.out}: train.jsonl with {args.train} problems, heldout.jsonl with {args.heldout}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""A short supervised start for a randomly initialised decoder, so that reinforcement learning has something to sharpen.
+
+Target and draft learn side by side without touching each other: the draft (MTP) reads the trunk's hidden states and
+shares its embeddings and head, all detached, as a draft should follow its target and not bend it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from asyncrl.models.decoder import Decoder, MTPLayer, rope_table
+from asyncrl.models.layout import PackedLayout
+
+
+class Demonstration(NamedTuple):
+    """Token ids of a prompt and of a response to it, the end token included."""
+
+    prompt: list[int]
+    response: list[int]
+
+
+class WarmStartLosses(NamedTuple):
+    """Mean cross-entropy over response tokens in nats; ``draft`` is 0 for a decoder without MTP layers."""
+
+    target: float
+    draft: float
+
+
+def warm_start(
+    model: Decoder,
+    demonstrations: Iterator[Demonstration],
+    steps: int,
+    batch_size: int,
+    lr: float = 1.5e-3,
+    warmup_steps: int = 50,
+) -> list[WarmStartLosses]:
+    """Train in place with AdamW for ``steps`` batches of ``batch_size`` demonstrations, under a cosine schedule.
+
+    Returns each step's losses. The same model, demonstrations and number of threads give the same weights."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
+    losses = []
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = lr * _schedule(step, steps, warmup_steps)
+        target, draft = demonstration_losses(model, [next(demonstrations) for _ in range(batch_size)])
+        optimizer.zero_grad(set_to_none=True)
+        (target + draft).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(WarmStartLosses(target.item(), draft.item()))
+    return losses
+
+
+def demonstration_losses(model: Decoder, batch: Sequence[Demonstration]) -> tuple[Tensor, Tensor]:
+    """Mean cross-entropies (scalars) of the response tokens under the target and under its first MTP layer."""
+    lengths = np.array([len(d.prompt) + len(d.response) for d in batch])
+    tokens_T = torch.tensor([token for d in batch for token in d.prompt + d.response])
+    is_response_T = torch.tensor([r for d in batch for r in [False] * len(d.prompt) + [True] * len(d.response)])
+    layout = PackedLayout.from_lengths(lengths)
+    hidden_TM = model.hidden_states(tokens_T, layout)
+
+    places = is_response_T.nonzero().squeeze(1)  # a response never starts a sequence: place - 1 is in the same one
+    target = F.cross_entropy(model.lm_head(hidden_TM[places - 1]), tokens_T[places])
+    if not model.config.num_mtp_layers:
+        return target, target.new_zeros(())
+
+    # at place i the draft reads the trunk's hidden state of i and the embedding of token i+1, and predicts token i+2;
+    # the last place of a sequence has no next token, and what it reads instead (the next sequence's first, or the
+    # row's first) is seen by no place that has a target
+    places = places[layout.positions[places] >= 2]
+    mtp_layer: MTPLayer = model.model.mtp_layers[0]  # type: ignore[assignment]
+    rope = rope_table(model.config, layout.positions)
+    embed_TM = model.model.embed_tokens.weight.detach()[tokens_T.roll(-1)]
+    draft_TM = mtp_layer.draft(hidden_TM.detach(), embed_TM, rope, layout)
+    logits = F.linear(draft_TM[places - 2], model.lm_head.weight.detach())
+    return target, F.cross_entropy(logits, tokens_T[places])
+
+
+def _schedule(step: int, steps: int, warmup_steps: int) -> float:
+    """Linear warmup, then a cosine down to a tenth."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, steps - warmup_steps)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))

@@ -1,0 +1,115 @@
+"""Pack a stream of tensors into flat buckets of fixed size.
+
+Every part starts at a multiple of 64 bytes. A tensor that fits into one bucket is never split; a larger one fills what
+is left of the current bucket and goes on in the next. The bytes are copied once, in slices that stay in the cache
+while they are hashed for the bucket's checksum and the tensor's digest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+
+from asyncrl.param_sync.digest import flat_bytes
+from asyncrl.param_sync.receiver import Bucket, TensorPart
+
+ALIGN_BYTES = 64
+_SLICE_BYTES = 256 * 1024  # fits a core's L2 cache beside the source
+
+
+class Filled(NamedTuple):
+    """What the buffer handed out last now holds; ``checksum`` is xxh3_64 of its parts' bytes, in order."""
+
+    parts: tuple[TensorPart, ...]
+    checksum: int | None
+
+
+def bucket_checksum(bucket: Bucket) -> int:
+    """xxh3_64 of the bytes of the bucket's parts, in order (the gaps between them are nobody's)."""
+    h = xxhash.xxh3_64()
+    for part in bucket.parts:
+        h.update(bucket.data[part.offset : part.offset + part.nbytes])
+    return h.intdigest()
+
+
+def pack(
+    items: Iterable[tuple[str, torch.Tensor]],
+    next_buffer: Callable[[], torch.Tensor],
+    checksum: bool = True,
+    on_bytes: Callable[[str, Any], None] | None = None,
+) -> Iterator[Filled]:
+    """Fill buffers with tensors, yielding each when it is full and the last one as it is.
+
+    ``next_buffer`` gives a free buffer, uint8 [capacity] on CPU, capacity a positive multiple of 64. Each tensor is
+    read before the next one is asked for. ``on_bytes`` sees every tensor's bytes in order (an empty one's once, empty).
+    """
+    filling: _Filling | None = None
+    for name, tensor in items:
+        nbytes = tensor.numel() * tensor.element_size()
+        if filling is not None and filling.room < nbytes <= filling.capacity:
+            yield filling.filled()
+            filling = None
+        filling = filling or _Filling(next_buffer(), checksum, on_bytes)
+        # A strided tensor goes into the bucket as it is if it goes whole; split, it needs its bytes in one row first.
+        source = tensor.detach() if nbytes <= filling.room else flat_bytes(tensor)
+        start = 0
+        while True:
+            if filling is None:
+                filling = _Filling(next_buffer(), checksum, on_bytes)
+            count = min(nbytes - start, filling.room)
+            filling.add(name, source if count == nbytes else source[start : start + count], start, count)
+            start += count
+            if not filling.room:
+                yield filling.filled()
+                filling = None
+            if start == nbytes:
+                break
+    if filling is not None:
+        yield filling.filled()
+
+
+class _Filling:
+    """A buffer on its way from free to full."""
+
+    def __init__(self, buffer: torch.Tensor, checksum: bool, on_bytes: Callable[[str, Any], None] | None) -> None:
+        if not buffer.numel() or buffer.numel() % ALIGN_BYTES:
+            raise ValueError(f"a bucket holds a positive multiple of {ALIGN_BYTES} bytes, found {buffer.numel()}")
+        self.capacity = buffer.numel()
+        self._buffer, self._bytes = buffer, buffer.numpy()
+        self._parts: list[TensorPart] = []
+        self._at = 0
+        self._checksum = xxhash.xxh3_64() if checksum else None
+        self._on_bytes = on_bytes
+
+    @property
+    def room(self) -> int:
+        return self.capacity - self._at
+
+    def add(self, name: str, source: torch.Tensor, start: int, nbytes: int) -> None:
+        at, end = self._at, self._at + nbytes
+        self._parts.append(TensorPart(name, start, nbytes, at))
+        self._at = end + -end % ALIGN_BYTES
+        if source.is_contiguous() and source.device.type == "cpu":
+            flat = flat_bytes(source).numpy()
+            for lo in range(0, nbytes, _SLICE_BYTES):
+                hi = min(lo + _SLICE_BYTES, nbytes)
+                np.copyto(self._bytes[at + lo : at + hi], flat[lo:hi])
+                self._see(name, self._bytes[at + lo : at + hi])
+        elif nbytes:
+            self._buffer[at:end].view(source.dtype).view(source.shape).copy_(source)
+            self._see(name, self._bytes[at:end])
+        if not nbytes:
+            self._see(name, b"")
+
+    def filled(self) -> Filled:
+        return Filled(tuple(self._parts), None if self._checksum is None else self._checksum.intdigest())
+
+    def _see(self, name: str, data: Any) -> None:
+        if self._checksum is not None:
+            self._checksum.update(data)
+        if self._on_bytes is not None:
+            self._on_bytes(name, data)

@@ -1,0 +1,77 @@
+"""Digests of weights: equal on two sides only if names, dtypes, shapes and every byte are.
+
+A tensor's hash is xxh3_128 of its name, dtype, shape and contiguous bytes; a digest is xxh3_128 over the hashes in the
+order of their names. So it does not depend on the order of export, and the hashes of several senders can be joined::
+
+    digest_tensors(model.named_parameters()) == combine_hashes({**hashes_of_sender_0, **hashes_of_sender_1})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import xxhash
+
+from asyncrl.param_sync.manifest import Manifest, Role, TensorSpec
+
+ROLES: tuple[Role, ...] = ("target", "draft")
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """The name of a tensor's dtype as manifests write it: ``bfloat16``."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8 [nbytes] of the tensor in row-major order: a view of a contiguous tensor, a copy of any other."""
+    row = tensor.detach().contiguous()
+    # Not view(-1): a dimension of size 1 may keep a stride of its own, which then could not be viewed as bytes.
+    return row.as_strided((row.numel(),), (1,)).view(torch.uint8)
+
+
+def digest_tensors(items: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Digest of named tensors, 32 hex digits. The tensors may be strided and on any device."""
+    hashes = {}
+    for name, tensor in items:
+        h = _begin(TensorSpec(name, dtype_name(tensor), tuple(tensor.shape)))
+        h.update(flat_bytes(tensor).cpu().numpy())
+        hashes[name] = h.digest()
+    return combine_hashes(hashes)
+
+
+def combine_hashes(hashes: Mapping[str, bytes]) -> str:
+    """The digest of tensors whose hashes (16 bytes each, by name) are known."""
+    return xxhash.xxh3_128_hexdigest(b"".join(hashes[name] for name in sorted(hashes)))
+
+
+class StreamingDigest:
+    """Hashes tensors by role while their bytes go by: each tensor's in order, one tensor after another."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._specs = {t.name: t for t in manifest}
+        self._name: str | None = None
+        self._hash: Any = None
+        self._hashes: dict[Role, dict[str, bytes]] = {role: {} for role in ROLES}
+
+    def update(self, name: str, data: Any) -> None:
+        """Add the next bytes (anything with the buffer protocol, maybe empty) of tensor ``name``."""
+        if name != self._name:
+            self._close()
+            self._name, self._hash = name, _begin(self._specs[name])
+        self._hash.update(data)
+
+    def hashes(self) -> dict[Role, dict[str, bytes]]:
+        """Hash of every tensor so far, by role and name."""
+        self._close()
+        return self._hashes
+
+    def _close(self) -> None:
+        if self._name is not None:
+            self._hashes[self._specs[self._name].role][self._name] = self._hash.digest()
+            self._name = None
+
+
+def _begin(spec: TensorSpec) -> Any:
+    return xxhash.xxh3_128(f"{spec.name}\0{spec.dtype}\0{tuple(spec.shape)}\0".encode())

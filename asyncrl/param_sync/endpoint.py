@@ -1,0 +1,201 @@
+"""A replica's half of a sync session, over any engine: it keeps the order of the steps and fences other sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+from asyncrl.param_sync.digest import ROLES
+from asyncrl.param_sync.errors import SyncError
+from asyncrl.param_sync.handles import KVMode, PauseMode, ReceivePlan
+from asyncrl.param_sync.manifest import Role
+from asyncrl.param_sync.receiver import Receiver
+from asyncrl.param_sync.transports.base import BucketReader
+from asyncrl.sample import PolicyVersion
+
+T = TypeVar("T")
+
+#: the steps of a session and the one that comes before each
+_AFTER = {
+    "pause": "plan",
+    "unload": "pause",
+    "transfer": "unload",
+    "verify": "transfer",
+    "commit": "verify",
+    "reload": "commit",
+    "resume": "reload",
+}
+
+
+class SyncedEngine(Protocol):
+    """What of an engine a sync session needs (see `asyncrl.rollouter.engine.Engine`)."""
+
+    async def pause(self, mode: PauseMode, deadline_s: float) -> int: ...
+    async def resume(self, version: PolicyVersion) -> None: ...
+    async def release_kv(self) -> int: ...
+    async def restore_kv(self) -> None: ...
+    async def flush_kv(self) -> None: ...
+    def receivers(self) -> Sequence[Receiver]: ...
+    async def digest(self, role: Role) -> str: ...
+
+
+class ReplicaEndpoint:
+    """Implements `asyncrl.param_sync.handles.ReplicaHandle` in the replica's own process.
+
+    All methods are coroutines of the engine's event loop; the receivers' methods run in one thread of their own, so
+    that copying does not hold the loop up. An evicted replica is simply no longer called: its connection breaks, its
+    weights may be of no version, it stays paused, and the next session's ``plan`` starts it over.
+    """
+
+    def __init__(self, name: str, engine: SyncedEngine, reader: BucketReader) -> None:
+        self._name, self._engine, self._reader = name, engine, reader
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="param-sync")
+        self._session: str | None = None
+        self._version: PolicyVersion | None = None  # the last one committed
+        self._done = ""  # the last step of the session that was done
+        self._paused = self._kv_released = False
+        self._planning = asyncio.Lock()
+
+    async def plan(self, plan: ReceivePlan) -> None:
+        async with self._planning:
+            await self._leave()
+            if self._version is not None and plan.version < self._version:
+                raise self._error("plan", f"version {plan.version} is older than {self._version}, which it holds")
+            await self._in_thread(self._open, plan)
+            self._session, self._done = plan.session, "plan"
+
+    async def pause(self, session: str, mode: PauseMode, deadline_s: float) -> int:
+        """Returns how many requests were cut or kept; an engine that an earlier session left paused has none."""
+        self._enter(session, "pause")
+        cut = 0 if self._paused else await self._engine.pause(mode, deadline_s)
+        self._paused = True
+        self._leave_step(session, "pause")
+        return cut
+
+    async def unload(self, session: str, kv: KVMode) -> int:
+        """Returns the bytes freed."""
+        self._enter(session, "unload")
+        freed = 0
+        if kv == "unload" and not self._kv_released:
+            freed = await self._engine.release_kv()
+            self._kv_released = True
+        elif kv == "recompute":
+            await self._engine.flush_kv()
+        self._leave_step(session, "unload")
+        return freed
+
+    async def receive(self, session: str, deadline_s: float) -> int:
+        self._enter(session, "transfer")
+        nbytes = await self._in_thread(self._take_all, deadline_s)
+        self._leave_step(session, "transfer")
+        return nbytes
+
+    async def verify(self, session: str) -> dict[Role, str]:
+        self._enter(session, "verify")
+        await self._in_thread(self._verify)
+        digests = {role: await self._engine.digest(role) for role in ROLES}
+        self._leave_step(session, "verify")
+        return digests
+
+    async def commit(self, session: str, version: PolicyVersion) -> None:
+        self._enter(session, "commit")
+        await self._in_thread(self._commit, version)
+        self._leave_step(session, "commit")
+
+    async def reload(self, session: str) -> None:
+        self._enter(session, "reload")
+        await self._restore_kv()
+        self._leave_step(session, "reload")
+
+    async def resume(self, session: str, version: PolicyVersion) -> None:
+        self._enter(session, "resume")
+        if version != self._version:
+            raise self._error("resume", f"asked to serve version {version}, it holds {self._version}")
+        await self._resume(version)
+        self._session, self._done = None, ""
+
+    async def abort(self, session: str) -> PolicyVersion | None:
+        async with self._planning:
+            whole = lambda: self._version is not None and all(r.intact() for r in self._engine.receivers())
+            if session == self._session:
+                await self._leave()
+                if self._version is not None and whole():
+                    await self._restore_kv()
+                    if self._paused:
+                        await self._resume(self._version)
+            return self._version if whole() and not self._paused else None
+
+    async def close(self) -> None:
+        await self._leave()
+        self._thread.shutdown()
+        self._reader.close()
+
+    # -- the order of things ------------------------------------------------------------------------------------------
+
+    def _enter(self, session: str, step: str) -> None:
+        if session != self._session:
+            raise self._error(step, f"session {session} is over here; this replica takes part in {self._session}")
+        if self._done != _AFTER[step]:
+            raise self._error(step, f"comes after {_AFTER[step]}, the last step done is {self._done}")
+        self._done = f"{step} (not finished)"
+
+    def _leave_step(self, session: str, step: str) -> None:
+        if session != self._session:  # another session began, or this one was given up, while the step went on
+            raise self._error(step, f"session {session} ended before this step did")
+        self._done = step
+
+    def _error(self, phase: str, message: str) -> SyncError:
+        return SyncError(phase, self._name, self._version, None, message)
+
+    async def _leave(self) -> None:
+        """Be in no session; returns when nobody writes into the weights any more."""
+        self._session, self._done = None, ""
+        self._reader.abort()
+        await self._in_thread(self._abort)
+
+    async def _restore_kv(self) -> None:
+        if self._kv_released:
+            await self._engine.restore_kv()
+            self._kv_released = False
+
+    async def _resume(self, version: PolicyVersion) -> None:
+        await self._engine.resume(version)
+        self._paused = False
+
+    async def _in_thread(self, call: Callable[..., T], *args: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
+
+    # -- in the thread ------------------------------------------------------------------------------------------------
+
+    def _open(self, plan: ReceivePlan) -> None:
+        for receiver in self._engine.receivers():
+            receiver.open(plan.session, plan.manifest)
+        self._reader.connect(plan.session, plan.addresses, plan.deadline_s)
+
+    def _take_all(self, deadline_s: float) -> int:
+        nbytes, receivers = 0, self._engine.receivers()
+        # closed at once when a receiver fails, so that the senders do not wait for this replica
+        with contextlib.closing(self._reader.buckets(deadline_s)) as buckets:  # type: ignore[type-var]
+            for bucket in buckets:
+                for receiver in receivers:
+                    receiver.take(bucket)
+                nbytes += sum(part.nbytes for part in bucket.parts)
+        return nbytes
+
+    def _verify(self) -> None:
+        for receiver in self._engine.receivers():
+            receiver.verify()
+
+    def _commit(self, version: PolicyVersion) -> None:
+        # Written here, not where the coroutine goes on: that may have been cancelled, and the weights are new anyhow.
+        self._version = None
+        for receiver in self._engine.receivers():
+            receiver.commit(version)
+        self._version = version
+
+    def _abort(self) -> None:
+        for receiver in self._engine.receivers():
+            receiver.abort()

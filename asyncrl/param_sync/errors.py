@@ -1,0 +1,42 @@
+"""The one error of a sync session: it says where in the session, at whom, and with which weights it happened."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from asyncrl.sample import PolicyVersion
+
+
+class BucketKey(NamedTuple):
+    """Names one bucket, unique over the life of a run."""
+
+    session: str
+    sender: int
+    sequence: int
+
+    def __str__(self) -> str:
+        return f"{self.sender}/{self.sequence} of session {self.session}"
+
+
+class SyncError(RuntimeError):
+    """A phase of a sync session failed. ``who`` is a replica or a sender; it crosses process borders by pickle.
+
+    Whoever raises it fills in what it knows; the others on its way add the rest with `located`.
+    """
+
+    def __init__(
+        self, phase: str, who: str | None, version: PolicyVersion | None, bucket: BucketKey | None, message: str
+    ) -> None:
+        super().__init__(phase, who, version, bucket, message)
+        self.phase, self.who, self.version, self.bucket, self.message = phase, who, version, bucket, message
+
+    def __str__(self) -> str:
+        where = [f"sync phase {self.phase}"]
+        where += [self.who] if self.who is not None else []
+        where += [f"version {self.version}"] if self.version is not None else []
+        where += [f"bucket {self.bucket}"] if self.bucket is not None else []
+        return f"{', '.join(where)}: {self.message}"
+
+    def located(self, who: str, version: PolicyVersion) -> SyncError:
+        """The same error, with what was left open filled in."""
+        return SyncError(self.phase, self.who or who, self.version or version, self.bucket, self.message)

@@ -1,0 +1,201 @@
+"""The receiver that writes arriving buckets straight into an engine's live weights (staging ``bucket``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncrl.param_sync.buckets import bucket_checksum
+from asyncrl.param_sync.digest import dtype_name, flat_bytes
+from asyncrl.param_sync.errors import BucketKey, SyncError
+from asyncrl.param_sync.manifest import DTYPE_BYTES, Manifest, ManifestError, TensorSpec
+from asyncrl.param_sync.receiver import Bucket, TensorPart
+from asyncrl.sample import PolicyVersion
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # same-sized stand-ins: bytes are bytes
+
+
+class LiveViewReceiver:
+    """Implements `asyncrl.param_sync.receiver.Receiver`.
+
+    ``views`` are the live tensors by their safetensors names; a view may be strided, or a slice of a fused parameter.
+    ``tied`` maps further names to the view whose storage they share. ``on_commit`` is told the new version, last. ::
+
+        receiver = LiveViewReceiver({"model.embed_tokens.weight": w}, {"lm_head.weight": "model.embed_tokens.weight"},
+                                    on_commit=set_version)
+
+    Nothing is held beside the live weights: no copy, and no view into a bucket. So from the first byte taken until
+    the commit the weights are of no version, which `intact` says.
+    """
+
+    def __init__(
+        self,
+        views: Mapping[str, torch.Tensor],
+        tied: Mapping[str, str],
+        on_commit: Callable[[PolicyVersion], None],
+    ) -> None:
+        self._views, self._tied, self._on_commit = dict(views), dict(tied), on_commit
+        both = self._views.keys() & self._tied.keys()
+        lost = self._tied.values() - self._views.keys()
+        if both or lost:
+            raise ValueError(f"tied names need a view under another name: {_some(both | lost)}")
+        self._writers = {name: _writer(view) for name, view in self._views.items()}
+        self._session: str | None = None
+        self._specs: dict[str, TensorSpec] = {}
+        self._received: dict[str, int] = {}  # bytes of each tensor that has begun to arrive
+        self._next: dict[int, int] = {}  # sender → sequence of its next bucket
+        self._verified = False
+        self._intact = True
+
+    def open(self, session: str, manifest: Manifest) -> None:
+        problems = list(self._clashes(manifest))
+        if problems:
+            more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
+            raise ManifestError(
+                f"sender and replica do not hold the same tensors, {len(problems)} differ: "
+                f"{'; '.join(problems[:4])}{more}. Both sides must build the model from the same checkpoint"
+            )
+        self._session, self._verified = session, False
+        self._specs = {t.name: t for t in manifest.sent()}
+        self._received, self._next = {}, {}
+
+    def take(self, bucket: Bucket) -> None:
+        """Check the whole bucket, then write it. Raises SyncError for a bucket of another session, out of sequence,
+        with a wrong checksum, or with bytes that were not expected next."""
+        key = BucketKey(bucket.session, bucket.sender, bucket.sequence)
+        expected = self._next.get(bucket.sender, 0)
+        if bucket.session != self._session:
+            raise _refused(key, f"this receiver takes part in session {self._session}")
+        if bucket.sequence != expected:
+            raise _refused(key, f"out of sequence, bucket {expected} of this sender comes next")
+        for part in bucket.parts:
+            self._expect(key, part, len(bucket.data))
+        if bucket.checksum is not None and (found := bucket_checksum(bucket)) != bucket.checksum:
+            raise _refused(key, f"damaged on its way: checksum {bucket.checksum:016x} sent, {found:016x} arrived")
+        self._intact = self._verified = False
+        data = np.frombuffer(bucket.data, dtype=np.uint8)
+        for part in bucket.parts:
+            self._writers[part.name](part.start, data[part.offset : part.offset + part.nbytes])
+        self._next[bucket.sender] = expected + 1
+
+    def verify(self) -> None:
+        """Raises SyncError unless every byte of every sent tensor has arrived (once: `take` sees to that)."""
+        if self._session is None:
+            raise SyncError("verify", None, None, None, "no session is open")
+        short = [
+            f"{t.name}: {self._received.get(t.name, 0)} of {t.nbytes} bytes"
+            for t in self._specs.values()
+            if self._received.get(t.name, -1) != t.nbytes
+        ]
+        if short:
+            raise SyncError("verify", None, None, None, f"{len(short)} tensors are not whole: {_some(short)}")
+        self._verified = True
+
+    def commit(self, version: PolicyVersion) -> None:
+        if not self._verified:
+            raise SyncError("commit", None, version, None, "nothing verified to commit; verify comes first")
+        self._session, self._verified, self._intact = None, False, True
+        self._on_commit(version)
+
+    def abort(self) -> None:
+        self._session, self._verified = None, False
+
+    def intact(self) -> bool:
+        return self._intact
+
+    def _expect(self, key: BucketKey, part: TensorPart, capacity: int) -> None:
+        """Count a part in, if it is the next one of its tensor."""
+        spec = self._specs.get(part.name)
+        if spec is None:
+            raise _refused(key, f"{part.name} is not a tensor that the manifest sends")
+        at = self._received.get(part.name, 0)
+        again = part.start < at or (part.name in self._received and at == spec.nbytes)
+        if again or part.start != at:
+            what = "arrived a second time" if again else "came early"
+            raise _refused(key, f"{part.name}: byte {part.start} {what}, {at} of {spec.nbytes} bytes are here")
+        itemsize, end = DTYPE_BYTES[spec.dtype], part.start + part.nbytes
+        if part.start % itemsize or end % itemsize or end > spec.nbytes or part.offset + part.nbytes > capacity:
+            raise _refused(key, f"{part} does not fit {part.name} ({spec.nbytes} bytes) or a bucket of {capacity}")
+        self._received[part.name] = end
+
+    def _clashes(self, manifest: Manifest) -> list[str]:
+        """Where the manifest and the live tensors differ, one line each."""
+        problems = []
+        known = {t.name for t in manifest}
+        for spec in manifest:
+            if spec.tied_to is not None:
+                # A tied name nobody holds here is no loss, and a name tied here to the same tensor comes with it.
+                if spec.name in self._views or self._tied.get(spec.name, spec.tied_to) != spec.tied_to:
+                    here = self._tied.get(spec.name, "storage of its own")
+                    problems.append(f"{spec.name}: the sender ties it to {spec.tied_to}, the replica to {here}")
+            elif spec.name in self._tied:
+                problems.append(f"{spec.name}: sent, but the replica ties it to {self._tied[spec.name]}")
+            elif spec.name not in self._views:
+                problems.append(f"{spec.name}: sent, but unknown to the replica")
+            else:
+                view = self._views[spec.name]
+                sent, held = f"{spec.dtype}{list(spec.shape)}", f"{dtype_name(view)}{list(view.shape)}"
+                if sent != held:
+                    problems.append(f"{spec.name}: sent as {sent}, the replica holds {held}")
+        problems += [f"{name}: a parameter of the replica that is not sent" for name in self._views.keys() - known]
+        return problems
+
+
+#: writes bytes (uint8 [n]) to a tensor from its byte ``start`` on
+_Writer = Callable[[int, np.ndarray], None]
+
+
+def _writer(view: torch.Tensor) -> _Writer:
+    view = view.detach()
+    if view.device.type == "cpu" and view.is_contiguous():
+        flat = flat_bytes(view).numpy()
+
+        def copy(start: int, source: np.ndarray) -> None:
+            flat[start : start + len(source)] = source
+
+        return copy
+
+    itemsize, integer = view.element_size(), _INTEGERS[view.element_size()]
+    target = view.view(integer).view(-1) if view.is_contiguous() else view.view(integer)
+    if view.device.type == "cpu":
+        array = target.numpy()
+        return lambda start, source: write_range(array, start // itemsize, source.view(array.dtype))
+
+    def upload(start: int, source: np.ndarray) -> None:
+        # torch takes no read-only memory, so the bytes are copied once more; inference tensors may be written here too
+        with torch.inference_mode():
+            elements = torch.from_numpy(source.copy()).view(integer).to(view.device)
+            write_range(target, start // itemsize, elements)
+
+    return upload
+
+
+def write_range(view: Any, start: int, source: Any) -> None:
+    """Write ``source`` [n] over the elements start … start + n of ``view``, counted in row-major order, where ``view``
+    (NumPy or torch, one dimension or more) may be strided: whole rows at once, cut rows one level down."""
+    if view.ndim == 1:
+        view[start : start + len(source)] = source
+        return
+    row = int(np.prod(view.shape[1:], dtype=np.int64))
+    while len(source):
+        i, within = divmod(start, row)
+        if within or len(source) < row:
+            count = min(row - within, len(source))
+            write_range(view[i], within, source[:count])
+        else:
+            rows = len(source) // row
+            count = rows * row
+            view[i : i + rows] = source[:count].reshape(rows, *view.shape[1:])
+        start, source = start + count, source[count:]
+
+
+def _refused(key: BucketKey, message: str) -> SyncError:
+    return SyncError("transfer", None, None, key, message)
+
+
+def _some(names: Any) -> str:
+    names = sorted(names)
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,0 +1,241 @@
+"""One sync session: the transaction that moves every replica from one policy version to the next.
+
+``plan → pause → unload → transfer → verify → commit → reload → resume``. A replica goes through the phases before and
+after the transfer at its own pace, the transfer is common to all. Who fails is evicted and no longer called; the
+others go on. What stops the session as a whole: a manifest that does not fit (before anything is paused), a sender's
+failure, and having no replica left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+from asyncrl.config.schema import ParamSyncConfig
+from asyncrl.param_sync.digest import ROLES, combine_hashes
+from asyncrl.param_sync.errors import SyncError
+from asyncrl.param_sync.fleet import Fleet
+from asyncrl.param_sync.handles import KVMode, PauseMode, ReceivePlan, ReplicaHandle, SenderHandle
+from asyncrl.param_sync.manifest import Manifest, ManifestError, Role
+from asyncrl.param_sync.sender import SendPlan, SendReport
+from asyncrl.sample import PolicyVersion
+from asyncrl.telemetry.recorder import Recorder, now_s
+
+T = TypeVar("T")
+
+_LAST_WORDS_S = 1.0  # for a replica that a sender dropped to say why
+PHASES = ("plan", "pause", "unload", "transfer", "verify", "commit", "reload", "resume")
+
+
+@dataclass
+class SyncReport:
+    """What a session did. ``seconds``: by phase, from when the first replica entered it until the last one left it, so
+    the phases may overlap. ``paused_s``: by replica. ``evicted``: by replica, why."""
+
+    session: str
+    version: PolicyVersion
+    seconds: dict[str, float] = field(default_factory=dict)
+    total_s: float = 0.0
+    nbytes: int = 0
+    paused_s: dict[str, float] = field(default_factory=dict)
+    evicted: dict[str, SyncError] = field(default_factory=dict)
+    digests: dict[Role, str] = field(default_factory=dict)
+
+
+class SyncSession:
+    """Runs once. ``senders``: every trainer rank by name; ``config.pause`` must be a mode, not ``auto``. ::
+
+    report = await SyncSession(senders, fleet, config.param_sync, recorder).run(PolicyVersion(0, 7))
+    """
+
+    def __init__(
+        self,
+        senders: Mapping[str, SenderHandle],
+        fleet: Fleet,
+        config: ParamSyncConfig,
+        recorder: Recorder | None = None,
+    ) -> None:
+        if config.pause not in ("abort", "keep", "wait"):
+            raise ValueError(f"pause is {config.pause!r} where a sync session needs abort, keep or wait")
+        self._senders, self._fleet, self._config = dict(senders), fleet, config
+        self._deadlines = config.deadlines
+        self._recorder = recorder or Recorder("sync")
+        self._active: dict[str, ReplicaHandle] = dict(fleet.handles)
+        self._served = dict(fleet.routable)  # what to go back to
+        self._times: dict[str, tuple[float, float]] = {}
+        self._pausing_since: dict[str, float] = {}
+        self._receiving: dict[str, asyncio.Task[int]] = {}
+        self._dropped: dict[str, str] = {}
+
+    async def run(self, version: PolicyVersion) -> SyncReport:
+        """Bring every replica of the fleet to ``version``.
+
+        Raises ManifestError if a replica's parameters are not those of the manifest (nothing was paused), and SyncError
+        if a sender fails or no replica is left. Then replicas whose weights are whole serve their old version again."""
+        started_s = now_s()
+        self._version, self._session = version, f"{version}-{uuid.uuid4().hex[:12]}"
+        self._report = SyncReport(self._session, version)
+        try:
+            manifest = await self._plan()
+            await self._each(self._quiesce)
+            await self._transfer(manifest)
+            await self._each(self._adopt)
+        except BaseException:
+            await self._roll_back()
+            raise
+        finally:
+            for task in self._receiving.values():
+                task.cancel()
+            await asyncio.gather(*self._receiving.values(), return_exceptions=True)
+        self._report.seconds = {p: self._times[p][1] - self._times[p][0] for p in PHASES}
+        self._report.total_s = now_s() - started_s
+        return self._report
+
+    # -- the phases ---------------------------------------------------------------------------------------------------
+
+    async def _plan(self) -> Manifest:
+        first, sender = next(iter(self._senders.items()))
+        manifest = await self._call("plan", first, sender.manifest())  # the same on all ranks
+        located = await asyncio.gather(*(self._call("plan", n, s.address()) for n, s in self._senders.items()))
+        addresses = tuple(address for address in located if address is not None)
+        plan = ReceivePlan(self._session, self._version, manifest, addresses, self._deadlines.plan_s)
+        await self._each(lambda name, replica: self._call("plan", name, replica.plan(plan)))
+        return manifest
+
+    async def _quiesce(self, name: str, replica: ReplicaHandle) -> None:
+        mode, kv, limit_s = cast(PauseMode, self._config.pause), cast(KVMode, self._config.kv), self._deadlines.pause_s
+        self._pausing_since[name] = now_s()
+        await self._call("pause", name, replica.pause(self._session, mode, limit_s))
+        await self._call("unload", name, replica.unload(self._session, kv))
+
+    async def _transfer(self, manifest: Manifest) -> None:
+        """Send to all active replicas; afterwards their receiving tasks are done or about to be."""
+        limit_s = self._deadlines.transfer_s
+        for name, replica in self._active.items():
+            receive = self._call("transfer", name, replica.receive(self._session, limit_s))
+            self._receiving[name] = asyncio.create_task(receive)
+        # A replica that stops costs half of the deadline, the other half is left to the others.
+        plan = SendPlan(
+            self._session, self._version, manifest, tuple(self._active), limit_s, limit_s / 2, self._config.checksum
+        )
+        reports = await self._send(plan)
+        self._dropped = {who: why for report in reports for who, why in report.dropped.items()}
+        for role in ROLES:
+            hashes = {name: h for report in reports for name, h in report.hashes[role].items()}
+            self._report.digests[role] = combine_hashes(hashes)
+        self._report.nbytes = sum(report.nbytes for report in reports)
+
+    async def _send(self, plan: SendPlan) -> list[SendReport]:
+        """Every sender's report; the first failure is raised at once: the others may wait in a collective for it."""
+        tasks = [
+            asyncio.create_task(self._call("transfer", name, sender.send(plan)))
+            for name, sender in self._senders.items()
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _adopt(self, name: str, replica: ReplicaHandle) -> None:
+        if name in self._dropped:
+            # Its own account of the failure is the better one, if it lives to tell.
+            await asyncio.wait([self._receiving[name]], timeout=_LAST_WORDS_S)
+            if not self._receiving[name].done() or self._receiving[name].exception() is None:
+                raise SyncError("transfer", name, self._version, None, f"dropped by a sender: {self._dropped[name]}")
+        await self._receiving[name]
+        digests = await self._call("verify", name, replica.verify(self._session))
+        for role, sent in self._report.digests.items():
+            if digests.get(role) != sent:
+                message = f"the {role}'s digest is {digests.get(role)}, the senders' is {sent}: other weights arrived"
+                raise SyncError("verify", name, self._version, None, message)
+        await self._call("commit", name, replica.commit(self._session, self._version))
+        await self._call("reload", name, replica.reload(self._session))
+        await self._call("resume", name, replica.resume(self._session, self._version))
+        self._fleet.serve(name, self._version)
+        self._report.paused_s[name] = now_s() - self._pausing_since.pop(name)
+
+    # -- failure ------------------------------------------------------------------------------------------------------
+
+    async def _each(self, step: Callable[[str, ReplicaHandle], Awaitable[None]]) -> None:
+        """Run a step of all active replicas, side by side; those that fail are evicted."""
+
+        async def guarded(name: str, replica: ReplicaHandle) -> None:
+            try:
+                await step(name, replica)
+            except SyncError as error:
+                self._evict(name, error)
+
+        await asyncio.gather(*(guarded(name, replica) for name, replica in list(self._active.items())))
+        self._need_replicas()
+
+    def _evict(self, name: str, error: SyncError) -> None:
+        del self._active[name]
+        self._fleet.evict(name, error)
+        self._report.evicted[name] = error
+        if (since_s := self._pausing_since.pop(name, None)) is not None:
+            self._report.paused_s[name] = now_s() - since_s
+
+    def _need_replicas(self) -> None:
+        if not self._active:
+            causes = "; ".join(str(e) for e in self._report.evicted.values()) or "the fleet is empty"
+            phase = next(iter(self._report.evicted.values())).phase if self._report.evicted else "plan"
+            raise SyncError(phase, "all replicas", self._version, None, f"no replica is left: {causes}")
+
+    async def _roll_back(self) -> None:
+        """Give the session up everywhere. Who fails at that is out of service; the first error is the one to raise."""
+        limit_s = self._deadlines.reload_s + self._deadlines.resume_s
+
+        async def release(name: str, replica: ReplicaHandle) -> None:
+            try:
+                whole = await asyncio.wait_for(replica.abort(self._session), limit_s)
+            except Exception as error:
+                self._fleet.evict(name, error)
+                return
+            if name not in self._served:
+                return
+            if whole is None:
+                message = "given up amid the transfer, its weights are of no version; the next sync sends them all"
+                self._fleet.evict(name, SyncError("transfer", name, self._version, None, message))
+            else:
+                self._fleet.serve(name, whole)
+
+        async def dismiss(sender: SenderHandle) -> None:
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(sender.abort(self._session), limit_s)
+
+        releases = [release(name, replica) for name, replica in self._active.items()]
+        await asyncio.gather(*releases, *(dismiss(sender) for sender in self._senders.values()))
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    async def _call(self, phase: str, who: str, answer: Awaitable[T]) -> T:
+        """Await an answer of this phase until its deadline. Any failure becomes a SyncError that says where it was; a
+        ManifestError stays what it is."""
+        deadline_s: float = getattr(self._deadlines, f"{phase}_s")
+        with self._timed(phase, who):
+            try:
+                return await asyncio.wait_for(answer, deadline_s)
+            except ManifestError:
+                raise
+            except SyncError as e:
+                raise e.located(who, self._version) from e
+            except TimeoutError as e:
+                message = str(e) or f"no answer within the deadline of {deadline_s:g} s"
+                raise SyncError(phase, who, self._version, None, message) from e
+            except Exception as e:
+                raise SyncError(phase, who, self._version, None, f"{type(e).__name__}: {e}") from e
+
+    @contextlib.contextmanager
+    def _timed(self, phase: str, who: str) -> Iterator[dict[str, Any]]:
+        start_s = now_s()
+        with self._recorder.span(f"sync/{phase}", who=who, version=str(self._version)) as args:
+            try:
+                yield args
+            finally:
+                first_s, last_s = self._times.get(phase, (start_s, start_s))
+                self._times[phase] = (min(first_s, start_s), max(last_s, now_s()))

@@ -1,0 +1,356 @@
+"""Buckets in shared memory, on one machine: the data is written once and read where it lies.
+
+A writer owns two memory files (memfd), mapped and touched once per run, and a Unix socket in the abstract namespace.
+Neither has a name in any folder, so a killed process leaves nothing behind. Only small messages take the socket::
+
+    reader                                            writer
+      hello {session, who, mapped}      ───────────►
+                                        ◄───────────   one byte, with the memory files' descriptors unless mapped
+                                        ◄───────────   bucket {sequence, buffer, checksum, parts}
+      acknowledgement (sequence)        ───────────►   … the buffer is free when all readers have sent this
+                                        ◄───────────   end {buckets}
+
+Whoever dies closes the socket, which the other end sees at once. A connection lives for one session, so a message of an
+earlier session has no way to arrive. Linux only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import selectors
+import socket
+import struct
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from asyncrl.param_sync.buckets import ALIGN_BYTES, Filled
+from asyncrl.param_sync.errors import BucketKey, SyncError
+from asyncrl.param_sync.receiver import Bucket, TensorPart
+from asyncrl.param_sync.transports.base import NoReaders
+from asyncrl.param_sync.transports.messages import framed, message_in, read_message, same_user
+from asyncrl.telemetry.recorder import now_s
+
+_SEQUENCE = struct.Struct("<Q")  # an acknowledgement
+_BACKLOG = 1024
+_BUFFERS = 2  # filling one overlaps reading the other
+
+
+class SharedMemoryAddress(NamedTuple):
+    """``socket`` is unique to one writer's life; ``machine`` is the boot id of where it lives."""
+
+    sender: int
+    socket: str
+    machine: str
+
+
+class SharedMemoryWriter:
+    """Implements `BucketWriter`. ``sender`` numbers the sending ranks; ``bucket_bytes`` is rounded down to whole lines
+    of 64 bytes, and twice that is mapped here and in every reader."""
+
+    def __init__(self, sender: int, bucket_bytes: int) -> None:
+        capacity = bucket_bytes // ALIGN_BYTES * ALIGN_BYTES
+        if capacity <= 0:
+            raise ValueError(f"bucket_bytes is {bucket_bytes}, a bucket has at least {ALIGN_BYTES}")
+        self.address = SharedMemoryAddress(sender, f"asyncrl-{uuid.uuid4().hex}", _machine())
+        self._files = [os.memfd_create(f"asyncrl-bucket-{i}") for i in range(_BUFFERS)]
+        for file in self._files:
+            os.truncate(file, capacity)
+        self._buffers = [torch.frombuffer(_map(file), dtype=torch.uint8) for file in self._files]
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind("\0" + self.address.socket)
+        self._listener.listen(_BACKLOG)
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
+        self._aborted: str | None = None
+        self._session: str | None = None
+        self._expected: set[str] = set()
+        self._peers: dict[str, _Peer] = {}
+        self._sequence = 0  # of the bucket being filled
+        self._deadline = self._stall_s = 0.0
+        self.dropped: dict[str, str] = {}
+
+    def open(self, session: str, readers: Sequence[str], deadline_s: float, stall_s: float) -> None:
+        self._leave()
+        self._session, self._expected, self._sequence = session, set(readers), 0
+        self._deadline, self._stall_s = now_s() + deadline_s, stall_s
+        self.dropped = {}
+        if not self._pump(lambda: not self._expected, self._limit()):
+            self.dropped |= dict.fromkeys(self._expected, f"did not join within {stall_s:g} s")
+            self._expected = set()
+        self._need_readers()
+
+    def buffer(self) -> torch.Tensor:
+        self._await_read(self._sequence - _BUFFERS)
+        self._need_readers()
+        return self._buffers[self._sequence % _BUFFERS]
+
+    def publish(self, filled: Filled) -> None:
+        message = {
+            "sequence": self._sequence,
+            "buffer": self._sequence % _BUFFERS,
+            "checksum": filled.checksum,
+            "parts": filled.parts,
+        }
+        self._send_all(message)
+        self._sequence += 1
+        self._need_readers()
+
+    def finish(self) -> None:
+        self._await_read(self._sequence - 1)
+        self._send_all({"end": self._sequence})
+        self._leave()
+
+    def abort(self, session: str) -> None:
+        self._aborted = session
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Give everything back. The buffers are unmapped when nobody holds them any more."""
+        self._leave()
+        self._selector.close()
+        self._listener.close()
+        for file in [*self._files, self._wake]:
+            os.close(file)
+        self._files, self._buffers = [], []
+
+    # -- readers come and go ------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                sock, _ = self._listener.accept()
+                sock.setblocking(False)
+                self._selector.register(sock, selectors.EVENT_READ, partial(self._greet, sock, bytearray()))
+
+    def _greet(self, sock: socket.socket, received: bytearray) -> None:
+        """Read a hello, as far as it has come; let in whom this session expects, and turn away anybody else."""
+        try:
+            data = sock.recv(4096)
+        except OSError:
+            data = b""
+        received += data
+        hello = message_in(received)
+        if data and hello is None:
+            return
+        self._selector.unregister(sock)
+        who = "" if hello is None else hello["who"]
+        if hello is None or hello["session"] != self._session or who not in self._expected or not same_user(sock):
+            sock.close()
+            return
+        self._expected.discard(who)
+        peer = self._peers[who] = _Peer(who, sock)
+        self._selector.register(sock, selectors.EVENT_READ, partial(self._acknowledged, peer))
+        try:
+            socket.send_fds(sock, [b"."], [] if hello["mapped"] else self._files)
+        except OSError as e:
+            self._drop(peer, f"went away when it joined ({e})")
+
+    def _acknowledged(self, peer: _Peer) -> None:
+        try:
+            data = peer.sock.recv(4096)
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(peer, "went away (its end of the connection is closed)")
+            return
+        peer.received += data
+        while len(peer.received) >= _SEQUENCE.size:
+            (sequence,) = _SEQUENCE.unpack_from(peer.received)
+            del peer.received[: _SEQUENCE.size]
+            if sequence != peer.read or sequence >= self._sequence:
+                self._drop(peer, f"acknowledged bucket {sequence} where {peer.read} was next")
+                return
+            peer.read += 1
+
+    def _woken(self) -> None:
+        os.eventfd_read(self._wake)
+        if self._aborted == self._session:
+            self.dropped |= dict.fromkeys(self._expected, "the session was aborted")
+            self._expected = set()
+            for peer in list(self._peers.values()):
+                self._drop(peer, "the session was aborted")
+
+    def _drop(self, peer: _Peer, why: str) -> None:
+        self._part_from(peer)
+        at = "" if peer.read >= self._sequence else f"; bucket {peer.read} was its next"
+        self.dropped[peer.who] = why + at
+
+    def _part_from(self, peer: _Peer) -> None:
+        del self._peers[peer.who]
+        self._selector.unregister(peer.sock)
+        peer.sock.close()
+
+    def _leave(self) -> None:
+        for peer in list(self._peers.values()):
+            self._part_from(peer)
+        self._session = None
+
+    def _need_readers(self) -> None:
+        if not self._peers:
+            raise NoReaders
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
+
+    def _limit(self) -> float:
+        return min(now_s() + self._stall_s, self._deadline)
+
+    def _pump(self, done: Callable[[], bool], limit: float) -> bool:
+        """Handle what comes until ``done``; False at ``limit``."""
+        while not done():
+            left = limit - now_s()
+            if left <= 0:
+                return False
+            for key, _ in self._selector.select(left):
+                # an earlier event of this round may have closed it
+                if self._selector.get_map().get(key.fd) is key:
+                    key.data()
+        return True
+
+    def _await_read(self, sequence: int) -> None:
+        """Wait until every reader has read bucket ``sequence``; those that do not are dropped."""
+        waited_from = now_s()
+        behind = lambda: [p for p in self._peers.values() if p.read <= sequence]
+        if not self._pump(lambda: not behind(), self._limit()):
+            for peer in behind():
+                self._drop(peer, f"was silent for {now_s() - waited_from:.1f} s")
+
+    def _send_all(self, message: dict[str, Any]) -> None:
+        data, limit = framed(message), self._limit()
+        for peer in list(self._peers.values()):
+            try:
+                # A reader takes its messages at once unless it is stopped, and few fill its socket's buffer.
+                peer.sock.settimeout(max(limit - now_s(), 1e-3))
+                peer.sock.sendall(data)
+                peer.sock.setblocking(False)
+            except OSError as e:
+                self._drop(peer, f"took no message ({e})")
+
+
+class _Peer:
+    """A reader, as its writer sees it: it has read all buckets before number ``read``."""
+
+    def __init__(self, who: str, sock: socket.socket) -> None:
+        self.who, self.sock, self.read, self.received = who, sock, 0, bytearray()
+
+
+class SharedMemoryReader:
+    """Implements `BucketReader`. ``who`` is the replica's name. A writer's memory stays mapped between sessions."""
+
+    def __init__(self, who: str) -> None:
+        self._who = who
+        self._session = ""
+        self._mapped: dict[SharedMemoryAddress, list[mmap.mmap]] = {}
+        self._links: dict[SharedMemoryAddress, socket.socket] = {}
+
+    def connect(self, session: str, addresses: Sequence[SharedMemoryAddress], deadline_s: float) -> None:
+        self._hang_up()
+        for gone in self._mapped.keys() - set(addresses):
+            del self._mapped[gone]
+        self._session = session
+        for address in addresses:
+            if address.machine != _machine():
+                raise self._failed("plan", address, "is on another machine, where shared memory does not reach")
+            link = self._links[address] = socket.socket(socket.AF_UNIX)
+            link.settimeout(deadline_s)
+            try:
+                link.connect("\0" + address.socket)
+                if not same_user(link):
+                    raise self._failed("plan", address, "belongs to another user")
+                link.sendall(framed({"session": session, "who": self._who, "mapped": address in self._mapped}))
+            except OSError as e:
+                raise self._failed("plan", address, f"does not listen ({e}): its process has ended") from e
+
+    def buckets(self, deadline_s: float) -> Iterator[Bucket]:
+        limit = now_s() + deadline_s
+        links = dict(self._links)
+        expected = dict.fromkeys(links, 0)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._hang_up)  # also when the consumer fails: the writers see it at once
+            selector = stack.enter_context(selectors.DefaultSelector())
+            for address, link in links.items():
+                selector.register(link, selectors.EVENT_READ, address)
+            welcomed: set[SharedMemoryAddress] = set()
+            while selector.get_map():
+                ready = selector.select(max(limit - now_s(), 0))
+                if not ready:
+                    address = next(iter(selector.get_map().values())).data
+                    reason = f"was not done by the deadline of {deadline_s:g} s"
+                    raise self._failed("transfer", address, reason, expected[address])
+                for key, _ in ready:
+                    address, link = key.data, links[key.data]
+                    try:
+                        link.settimeout(max(limit - now_s(), 1e-3))
+                        if address not in welcomed:
+                            self._receive_welcome(address, link)
+                            welcomed.add(address)
+                            continue
+                        message = read_message(link)
+                        if "end" in message:
+                            selector.unregister(link)
+                            continue
+                        with self._bucket(address, message) as bucket:
+                            yield bucket
+                        expected[address] += 1
+                        link.sendall(_SEQUENCE.pack(message["sequence"]))
+                    except (OSError, EOFError) as e:
+                        reason = f"went away amid the session ({e})"
+                        raise self._failed("transfer", address, reason, expected[address]) from e
+
+    def abort(self) -> None:
+        for link in list(self._links.values()):
+            with contextlib.suppress(OSError):  # it may be closed, or never have been connected
+                link.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._hang_up()
+        self._mapped.clear()
+
+    def _receive_welcome(self, address: SharedMemoryAddress, link: socket.socket) -> None:
+        byte, files, _, _ = socket.recv_fds(link, 1, _BUFFERS)
+        try:
+            if not byte:
+                raise EOFError("it did not let this replica in")
+            if files:
+                self._mapped[address] = [_map(file, mmap.PROT_READ) for file in files]
+        finally:
+            for file in files:
+                os.close(file)
+
+    @contextlib.contextmanager
+    def _bucket(self, address: SharedMemoryAddress, message: dict[str, Any]) -> Iterator[Bucket]:
+        data = memoryview(self._mapped[address][message["buffer"]])
+        parts = tuple(TensorPart(*part) for part in message["parts"])
+        yield Bucket(self._session, address.sender, message["sequence"], parts, data, message["checksum"])
+        try:
+            data.release()
+        except BufferError:
+            why = "kept a view into a bucket beyond take(): its memory is about to be written again; copy instead"
+            raise self._failed("transfer", address, f"the receiver {why}", message["sequence"]) from None
+
+    def _hang_up(self) -> None:
+        while self._links:
+            self._links.popitem()[1].close()
+
+    def _failed(self, phase: str, address: SharedMemoryAddress, message: str, sequence: int | None = None) -> SyncError:
+        bucket = None if sequence is None else BucketKey(self._session, address.sender, sequence)
+        return SyncError(phase, self._who, None, bucket, f"sender {address.sender} {message}")
+
+
+def _map(file: int, protection: int = mmap.PROT_READ | mmap.PROT_WRITE) -> mmap.mmap:
+    """Map a whole file, all its pages present: no page fault is left for the transfer."""
+    size = os.fstat(file).st_size
+    return mmap.mmap(file, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=protection)
+
+
+def _machine() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,0 +1,79 @@
+"""Metrics to Weights & Biases: offline unless told otherwise, without a login and without a word on the console."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import wandb
+
+from asyncrl.config.schema import WandbConfig
+from asyncrl.reporting.jsonl import is_number, json_number
+from asyncrl.telemetry.recorder import Batch
+
+_MODES = ("offline", "online", "disabled")
+_MAX_BINS = 64
+
+
+class WandbSink:
+    """One wandb run, kept under ``run_dir/wandb`` (send an offline one later with ``wandb sync``).
+
+    Every metric is drawn over its train step: ``step`` is logged as a metric of its own and declared as the x axis,
+    because wandb drops what arrives for an earlier step than its last, and a validation result may. Arrays become
+    histograms, strings stay strings; whatever else comes is left out.
+    """
+
+    def __init__(self, config: WandbConfig, run_name: str, run_dir: Path | str, run_config: Mapping[str, Any]) -> None:
+        """``run_config``: the whole resolved configuration as nested plain values. Raises ValueError for an unknown
+        mode and wandb's own errors (a missing login, for one) when ``online``."""
+        if config.mode not in _MODES:
+            raise ValueError(f"reporting.wandb.mode must be one of {', '.join(_MODES)}, found {config.mode!r}")
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            mode=config.mode,  # type: ignore[arg-type]
+            project=config.project,
+            entity=config.entity or None,
+            name=run_name,
+            tags=config.tags or None,
+            dir=str(run_dir),
+            config=dict(run_config),
+            reinit="create_new",
+            # Its own terminal capture would swallow the console sink's lines into the run's files.
+            settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False),
+        )
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+
+    def metrics(self, step: int, values: Mapping[str, Any]) -> None:
+        row = {name: kept for name, value in values.items() if (kept := _loggable(value)) is not None}
+        self._run.log(row | {"step": int(step)})
+
+    def spans(self, batch: Batch) -> None:
+        pass
+
+    def close(self, failed: str | None) -> None:
+        """Ends the run, as failed (exit code 1, the reason in its summary) if there is a reason."""
+        if failed is not None:
+            self._run.summary["failed"] = failed
+        exit_code = 0 if failed is None else 1
+        self._run.finish(exit_code=exit_code)
+        # `finish` may return before wandb's service process has written an offline run's file; this waits for it.
+        wandb.teardown(exit_code=exit_code)
+
+
+def _loggable(value: Any) -> Any:
+    if is_number(value):
+        number = json_number(value)
+        return float("nan") if number is None else number
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (list, tuple)) or hasattr(value, "__array__"):
+        array = np.asarray(value)
+        if array.dtype.kind not in "biuf":
+            return None
+        finite = array[np.isfinite(array)].astype(np.float64)
+        if finite.size:
+            return wandb.Histogram(np_histogram=np.histogram(finite, bins=min(_MAX_BINS, finite.size)))
+    return None

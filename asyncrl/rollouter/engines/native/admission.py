@@ -1,0 +1,29 @@
+"""Which requests can run at all, and what to say of the others."""
+
+from __future__ import annotations
+
+from asyncrl.rollouter.engine import Request
+
+
+def why_impossible(request: Request, context_tokens: int, vocabulary: int, has_tokenizer: bool) -> str | None:
+    """Why the request can never run, in words for whoever submitted it; None if it can."""
+    size, p = len(request.tokens), request.sampling
+    if size == 0:
+        return "the request has no tokens: expected at least one to generate after"
+    if size >= context_tokens:
+        return (
+            f"the request has {size} tokens and the context holds {context_tokens}, which leaves no room for a new "
+            f"one: shorten the prompt or raise rollout.engine.max_context_tokens"
+        )
+    if request.max_new_tokens < 1:
+        return f"max_new_tokens is {request.max_new_tokens}, expected at least 1"
+    low, high = int(request.tokens.min()), int(request.tokens.max())
+    if low < 0 or high >= vocabulary:
+        return f"token ids run from {low} to {high}, the model's vocabulary from 0 to {vocabulary - 1}"
+    if p.temperature < 0 or not 0 < p.top_p <= 1 or p.top_k < 0 or not 0 <= p.min_p <= 1:
+        return f"expected temperature ≥ 0, 0 < top_p ≤ 1, top_k ≥ 0 and 0 ≤ min_p ≤ 1, found {p}"
+    if p.stop_strings and not has_tokenizer:
+        return "the request has stop strings, but the engine was built without a tokenizer to find them with"
+    if "" in p.stop_strings:
+        return "a stop string is empty: it would end every sample at once"
+    return None

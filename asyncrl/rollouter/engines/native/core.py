@@ -1,0 +1,349 @@
+"""The stepper: continuous batching over slots, without threads, asyncio or Ray.
+
+One `Core.step` places waiting requests, prefills up to a chunk of prompt tokens and decodes one token for every running
+sequence. What happened is told by `Core.drain`::
+
+    core = Core(model, slots=32, context_tokens=1024, prefill_chunk_tokens=512)
+    core.start(PolicyVersion(0, 0))
+    core.submit(requests)
+    while core.active:
+        core.step()
+    events = core.drain()
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import torch
+
+from asyncrl.rollouter.engine import EngineError, EventBatch, Request
+from asyncrl.rollouter.engines.native.admission import why_impossible
+from asyncrl.rollouter.engines.native.events import Event, EventLog
+from asyncrl.rollouter.engines.native.kv import KVCache
+from asyncrl.rollouter.engines.native.model import NativeModel
+from asyncrl.rollouter.engines.native.occupancy import Occupancy
+from asyncrl.rollouter.engines.native.sampler import SamplingColumns, sample, uniforms
+from asyncrl.rollouter.engines.native.scheduler import CopyPrefix, Scheduler, Sequence
+from asyncrl.rollouter.engines.native.stops import StopStrings, Tokenizer
+from asyncrl.sample import FinishReason, PolicyVersion
+from asyncrl.telemetry.recorder import Recorder
+
+_LENGTH_STEP = 32  # attended KV lengths are rounded up to a multiple of this
+_ROWS_STEP = 16  # and so are the rows of a prefill: every new shape costs the kernels some preparation
+_FIXED_CHUNK_TOKENS = 64  # prompts of deterministic mode are padded to it, so that it must be small
+NO_VERSION = PolicyVersion(0, -1)  # on events of requests that ended before any version was started, without tokens
+
+
+class Core:
+    """Deterministic mode: decode always runs all slots over the whole context, prompts are prefilled in chunks of one
+    shape, and tokens that were sampled before (an aborted request that goes on) are replayed in decode steps. Then the
+    bits of a token depend only on the weights, the request's tokens, key and position."""
+
+    def __init__(
+        self,
+        model: NativeModel,
+        *,
+        slots: int,
+        context_tokens: int,
+        prefill_chunk_tokens: int,
+        deterministic: bool = False,
+        recorder: Recorder | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        self.model, self.slots, self.context_tokens = model, slots, context_tokens
+        self.deterministic = deterministic
+        self.kv = KVCache(model.config, slots, context_tokens, model.dtype, model.device)
+        self.version: PolicyVersion | None = None
+        self.generated_tokens = 0
+        self._chunk_tokens = min(prefill_chunk_tokens, context_tokens)
+        if deterministic:
+            self._chunk_tokens = min(self._chunk_tokens, _FIXED_CHUNK_TOKENS)
+        self._scheduler = Scheduler(slots, self._chunk_tokens, aligned=deterministic)
+        self._held: list[Request] | None = None  # while the gate is closed
+        self._recorder = recorder or Recorder("engine")
+        self.occupancy = Occupancy(self._recorder, slots)
+        self._stops = StopStrings(tokenizer) if tokenizer is not None else None
+        self._vocabulary = model.config.vocab_size
+        self._log = EventLog()
+        # the next decode step's input, by slot; a row that is not decoding writes where its own KV will be written over
+        self._tokens = np.zeros(slots, dtype=np.int64)
+        self._positions = np.zeros(slots, dtype=np.int64)
+        self._uniforms = np.zeros((slots, context_tokens), dtype=np.float32)  # by the position that is fed
+        self._columns: SamplingColumns | None = None
+        self._counted_tokens = 0
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    @property
+    def active(self) -> int:
+        """Requests that run or wait; those behind a closed gate do not count."""
+        return len(self._scheduler.by_id)
+
+    @property
+    def running(self) -> int:
+        return self._scheduler.running
+
+    @property
+    def waiting(self) -> int:
+        return self._scheduler.waiting + len(self._held or ())
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Queue requests; one that can never run is answered with an ERROR event. Raises EngineError, having queued
+        none of them, for an id that an unfinished request already has."""
+        requests = list(requests)
+        ids = [r.id for r in requests]
+        unfinished = {*self._scheduler.by_id, *(r.id for r in self._held or ())}
+        if twice := sorted({i for i in ids if i in unfinished or ids.count(i) > 1}):
+            raise EngineError(f"ids must be unique among unfinished requests; used twice: {', '.join(twice[:4])}")
+        for request in requests:
+            if self._held is not None:
+                self._held.append(request)
+            elif problem := why_impossible(request, self.context_tokens, self._vocabulary, self._stops is not None):
+                self._tell_unstarted(request, FinishReason.ERROR, problem)
+            else:
+                self._scheduler.add(self._sequence(request))
+
+    def abort(self, ids: Iterable[str] | None = None) -> int:
+        """End these requests (None: all); their tokens so far come as an ABORT event. Returns how many there were."""
+        wanted = None if ids is None else set(ids)
+        ended = [s for s in self._scheduler.all() if wanted is None or s.request.id in wanted]
+        for sequence in ended:
+            self._finish(sequence, FinishReason.ABORT)
+        held = [r for r in self._held or () if wanted is None or r.id in wanted]
+        for request in held:
+            self._tell_unstarted(request, FinishReason.ABORT)
+        if self._held is not None:
+            self._held = [r for r in self._held if r not in held]
+        return len(ended) + len(held)
+
+    def close_gate(self) -> None:
+        """Hold back what is submitted from now on."""
+        self._held = self._held or []
+
+    def open_gate(self) -> None:
+        held, self._held = self._held or [], None
+        self.submit(held)
+
+    def outstanding_tokens(self) -> int:
+        """Tokens still to compute, at most: prompts not yet prefilled and samples not yet drawn."""
+        return sum(s.limit - s.computed for s in self._scheduler.by_id.values())
+
+    def _sequence(self, request: Request) -> Sequence:
+        size = len(request.tokens)
+        prompt = size - request.position if self.deterministic else self.context_tokens
+        return Sequence(
+            request=request,
+            tokens=request.tokens.tolist(),
+            prefillable=max(prompt, 1),
+            limit=min(size + request.max_new_tokens, self.context_tokens),
+            stop_tokens=frozenset(request.sampling.stop_token_ids),
+        )
+
+    # -- weights and KV --------------------------------------------------------------------------------------------
+
+    def start(self, version: PolicyVersion) -> None:
+        """Generate from here on under ``version``. KV that is kept across a change of version is marked as mixed."""
+        if self.version is None and self.deterministic:
+            self._require_equal_rows()
+        if version == self.version:
+            return
+        self._tell_all()
+        for sequence in self._scheduler.placed:
+            if sequence is not None and sequence.computed:
+                sequence.mixed_kv = True
+        self.version = version
+
+    def flush_kv(self) -> None:
+        """Forget all KV: what has a slot is prefilled again."""
+        self._tell_all()
+        for sequence in self._scheduler.forget_kv():
+            self._feed(sequence)
+
+    def release_kv(self) -> int:
+        """Free the cache's memory; returns its bytes. Raises EngineError while requests hold slots."""
+        if self._scheduler.running:
+            raise EngineError(
+                f"{self._scheduler.running} requests still hold KV: abort them or let them finish before it is released"
+            )
+        return self.kv.release()
+
+    def _require_equal_rows(self) -> None:
+        """Deterministic mode stands on kernels that compute a row alike wherever it lies; ask them once, with the real
+        weights and shapes."""
+        for position in range(min(3, self.context_tokens)):
+            tokens = torch.full((self.slots,), (position + 1) % self._vocabulary, device=self.model.device)
+            positions = torch.full((self.slots,), position, device=self.model.device)
+            logits_SV = self.model.decode(tokens, positions, self.kv, self.context_tokens)
+            if not torch.equal(logits_SV, logits_SV[:1].expand_as(logits_SV)):
+                raise EngineError(
+                    f"this machine's kernels give other bits in other rows of a batch of {self.slots}, so "
+                    f"deterministic mode cannot be kept: use another number of slots, or deterministic=false"
+                )
+
+    # -- the step --------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Place, prefill up to one chunk's tokens, decode one token a running sequence. Raises EngineError when the KV
+        cache is released or no version was started."""
+        if not self.kv.allocated:
+            raise EngineError("the KV cache is released: restore_kv before generating")
+        if self.version is None:
+            raise EngineError("no version was started: the engine does not know what its weights are")
+        for sequence in self._scheduler.place():
+            self._place(sequence)
+        self._prefill()
+        decoding = self._scheduler.decoding()
+        self.occupancy.observe(len(decoding), self.active)
+        if decoding:
+            self._decode(decoding)
+
+    def _place(self, sequence: Sequence) -> None:
+        request, slot, size = sequence.request, sequence.slot, len(sequence.request.tokens)
+        self._uniforms[slot, size - 1 : sequence.limit - 1] = uniforms(
+            request.key, request.position, sequence.limit - size
+        )
+        self._feed(sequence)
+        self._columns = None
+
+    def _feed(self, sequence: Sequence) -> None:
+        """What the sequence's row takes in the next decode step."""
+        self._tokens[sequence.slot] = sequence.tokens[sequence.computed]
+        self._positions[sequence.slot] = sequence.computed
+
+    def _prefill(self) -> None:
+        budget, computed = self._chunk_tokens, 0
+        while work := self._scheduler.next_prefill(budget - computed):
+            sequence = work.sequence
+            if isinstance(work, CopyPrefix):
+                self.kv.copy(work.source.slot, sequence.slot, work.tokens)
+                sequence.computed = work.tokens
+            else:
+                chunk = sequence.tokens[work.start : work.start + work.tokens]
+                rows = self._chunk_tokens if self.deterministic else _round_up(len(chunk), _ROWS_STEP)
+                length = self.context_tokens if self.deterministic else work.start + work.tokens
+                chunk += [0] * (rows - len(chunk))
+                tokens = torch.tensor(chunk, device=self.model.device)
+                self.model.prefill(tokens, sequence.slot, work.start, self.kv, work.tokens, length)
+                sequence.computed += work.tokens
+                computed += work.tokens
+            self._feed(sequence)
+        if computed:
+            self._recorder.count("rollout/prefill_tokens", computed)
+
+    def _decode(self, decoding: SequenceOf[Sequence]) -> None:
+        if self.deterministic:
+            rows, length = self.slots, self.context_tokens
+        else:
+            rows = self._scheduler.highest()
+            length = min(_round_up(int(self._positions[:rows].max()) + 1, _LENGTH_STEP), self.context_tokens)
+        tokens, logprobs = self._draw(rows, length)
+        finished: list[tuple[Sequence, FinishReason, str]] = []
+        for sequence in decoding:
+            slot = sequence.slot
+            sequence.computed += 1
+            if sequence.computed == len(sequence.tokens):  # else a token that was drawn before is replayed
+                if math.isnan(logprobs[slot]):
+                    finished.append((sequence, FinishReason.ERROR, self._diverged()))
+                    continue
+                sequence.tokens.append(tokens[slot])
+                sequence.logprobs.append(logprobs[slot])
+                self.generated_tokens += 1
+                if (reason := self._reached(sequence)) is not None:
+                    finished.append((sequence, reason, ""))
+            self._feed(sequence)
+        for sequence, finish, error in finished:
+            self._finish(sequence, finish, error)
+        if finished and not self.deterministic and not self._scheduler.waiting:
+            self._compact()
+
+    def _draw(self, rows: int, length: int) -> tuple[list[int], list[float]]:
+        """One token for each of the first ``rows`` slots, and its logprob."""
+        device = self.model.device
+        positions = self._positions[:rows]
+        if self._columns is None:
+            params = [None if s is None else s.request.sampling for s in self._scheduler.placed[:rows]]
+            self._columns = SamplingColumns.of(params, device)
+        logits_NV = self.model.decode(
+            torch.from_numpy(self._tokens[:rows]).to(device),
+            torch.from_numpy(positions).to(device),
+            self.kv,
+            length,
+        )
+        draws = torch.from_numpy(self._uniforms[np.arange(rows), positions]).to(device)
+        tokens_N, logprobs_N = sample(logits_NV, self._columns, draws)
+        return tokens_N.tolist(), logprobs_N.tolist()
+
+    def _reached(self, sequence: Sequence) -> FinishReason | None:
+        """Why the token just drawn is the last one, or None."""
+        if sequence.tokens[-1] in sequence.stop_tokens:
+            return FinishReason.STOP
+        if (strings := sequence.request.sampling.stop_strings) and self._stops is not None:
+            drawn_from = max(len(sequence.request.tokens) - sequence.request.position, 0)
+            if self._stops.found(sequence.tokens, drawn_from, strings):
+                return FinishReason.STOP
+        return FinishReason.LENGTH if len(sequence.tokens) >= sequence.limit else None
+
+    def _diverged(self) -> str:
+        return f"the logits under version {self.version} are not numbers: the weights have diverged"
+
+    def _finish(self, sequence: Sequence, finish: FinishReason, error: str = "") -> None:
+        self._tell(sequence, finish, error)
+        self._scheduler.remove(sequence)
+        if sequence.slot >= 0:
+            self._positions[sequence.slot] = 0
+            self._columns = None
+
+    def _compact(self) -> None:
+        """Fill the holes with the last slots: with nothing left to place, fewer rows are to be decoded."""
+        while moved := self._scheduler.move_down():
+            sequence, source = moved
+            self.kv.copy(source, sequence.slot, sequence.computed)
+            for column in (self._tokens, self._positions, self._uniforms):
+                column[sequence.slot] = column[source]
+            self._positions[source] = 0
+            self._columns = None
+
+    # -- telling ---------------------------------------------------------------------------------------------------
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether `drain` would tell of a request that ended."""
+        return self._log.has_finished
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `drain` would tell anything."""
+        return len(self._log) > 0 or any(s is not None and s.logprobs for s in self._scheduler.placed)
+
+    def drain(self) -> EventBatch:
+        """What happened since the last call."""
+        self._tell_all()
+        self._recorder.count("rollout/tokens", self.generated_tokens - self._counted_tokens)
+        self._counted_tokens = self.generated_tokens
+        return self._log.take()
+
+    def rest(self) -> None:
+        """No step follows for now: the time until the next one does not count as generation."""
+        self.occupancy.observe(0, 0)
+
+    def _tell_all(self) -> None:
+        for sequence in self._scheduler.placed:
+            if sequence is not None and sequence.logprobs:
+                self._tell(sequence, None)
+
+    def _tell(self, sequence: Sequence, finish: FinishReason | None, error: str = "") -> None:
+        logprobs, sequence.logprobs = sequence.logprobs, []
+        tokens = sequence.tokens[len(sequence.tokens) - len(logprobs) :]
+        version = self.version or NO_VERSION
+        self._log.tell(Event(sequence.request.id, tokens, logprobs, version, finish, sequence.mixed_kv, error))
+
+    def _tell_unstarted(self, request: Request, finish: FinishReason, error: str = "") -> None:
+        self._log.tell(Event(request.id, [], [], self.version or NO_VERSION, finish, error=error))
+
+
+def _round_up(count: int, step: int) -> int:
+    return math.ceil(count / step) * step

@@ -1,0 +1,363 @@
+"""The native engine behind the engine seam: one worker thread steps the core, asyncio talks to it.
+
+Everything that touches the core runs in that thread, between two steps: a method puts a command in its inbox and awaits
+the answer. The thread sleeps on a condition when there is nothing to do::
+
+    engine = NativeEngine("checkpoint", EngineConfig(slots=32))
+    await engine.submit(requests)
+    await engine.resume(PolicyVersion(0, 0))     # an engine starts paused: only now are its weights a version
+    batch = await engine.events()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast, get_args
+
+import torch
+
+from asyncrl.config.schema import EngineConfig
+from asyncrl.models.checkpoint import is_draft
+from asyncrl.models.config import DecoderConfig
+from asyncrl.param_sync.digest import digest_tensors
+from asyncrl.param_sync.manifest import Role
+from asyncrl.param_sync.receiver import Receiver
+from asyncrl.rollouter.engine import (
+    Capabilities,
+    EngineError,
+    EngineStats,
+    EventBatch,
+    KVMode,
+    PauseMode,
+    Request,
+)
+from asyncrl.rollouter.engines.native.core import Core
+from asyncrl.rollouter.engines.native.model import NativeModel
+from asyncrl.rollouter.engines.native.receiver import NativeReceiver
+from asyncrl.rollouter.engines.native.stops import Tokenizer
+from asyncrl.sample import PolicyVersion
+from asyncrl.telemetry.recorder import Recorder, now_s
+
+_EVENTS_EVERY_S = 0.05  # while tokens flow and nothing ends
+_PAUSE_KV: frozenset[tuple[PauseMode, KVMode]] = frozenset(
+    {
+        ("abort", "recompute"),
+        ("abort", "unload"),
+        ("keep", "keep"),
+        ("keep", "recompute"),
+        ("wait", "keep"),
+        ("wait", "recompute"),
+        ("wait", "unload"),
+    }
+)
+
+T = TypeVar("T")
+
+
+class NativeEngine:
+    """Implements `asyncrl.rollouter.engine.Engine`. ``tokenizer`` is needed for stop strings only; with
+    ``load_weights=False`` the weights are zeros and must be synced before the first `resume`.
+
+    Raises CheckpointError for a checkpoint that cannot be built or read, EngineError for options that do not fit it.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | Path,
+        config: EngineConfig,
+        *,
+        recorder: Recorder | None = None,
+        tokenizer: Tokenizer | None = None,
+        load_weights: bool = True,
+    ) -> None:
+        decoder = DecoderConfig.load(checkpoint)
+        context = config.max_context_tokens or decoder.max_position_embeddings
+        if context > decoder.max_position_embeddings:
+            raise EngineError(
+                f"rollout.engine.max_context_tokens is {context}, but the model of {checkpoint} was made for "
+                f"{decoder.max_position_embeddings}"
+            )
+        self._model = NativeModel(decoder, context, _dtype(config.dtype), _device(config.device))
+        if load_weights:
+            self._model.load(checkpoint)
+        self._core = Core(
+            self._model,
+            slots=config.slots,
+            context_tokens=context,
+            prefill_chunk_tokens=config.prefill_chunk_tokens,
+            deterministic=config.deterministic,
+            recorder=recorder,
+            tokenizer=tokenizer,
+        )
+        self._threads = config.threads
+        self._weights_loaded = load_weights
+        self._committed: PolicyVersion | None = None
+        self._receiver = NativeReceiver(self._model, self._on_commit)
+
+        self._state: Literal["running", "draining", "paused"] = "paused"
+        self._drained: concurrent.futures.Future[int] | None = None
+        self._wake = threading.Condition()  # guards the four below
+        self._inbox: deque[tuple[concurrent.futures.Future[Any], Callable[[], Any]]] = deque()
+        self._listener: concurrent.futures.Future[None] | None = None  # `events` waits on it
+        self._outbox: deque[EventBatch] = deque()
+        self._end: BaseException | None = None  # why the thread is over, or is to be
+        self._told_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
+        self._thread.start()
+
+    # -- the seam --------------------------------------------------------------------------------------------------
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            name="native",
+            pause_kv=_PAUSE_KV,
+            receiver="local",
+            staging=frozenset({"bucket"}),
+            deterministic=True,
+            speculation=False,
+            max_context_tokens=self._core.context_tokens,
+            slots=self._core.slots,
+        )
+
+    async def submit(self, requests: Sequence[Request]) -> None:
+        await self._call(lambda: self._core.submit(requests))
+
+    async def events(self) -> EventBatch:
+        """Wakes when a request ended, or about every 50 ms while tokens flow. One caller at a time."""
+        while True:
+            with self._wake:
+                if self._outbox:
+                    return self._outbox.popleft()
+                if self._end is not None:
+                    raise self._end
+                listener: concurrent.futures.Future[None] = concurrent.futures.Future()
+                self._listener = listener
+                self._wake.notify()
+            await asyncio.wrap_future(listener)
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        await self._call(lambda: self._core.abort(ids))
+
+    async def pause(self, mode: PauseMode, deadline_s: float) -> int:
+        """``wait`` lets everything finish that was submitted before; what is submitted later stays queued, in any mode.
+        At the deadline the engine goes on as it did before."""
+        if mode not in get_args(PauseMode):
+            raise EngineError(f"pause mode {mode!r} is not one of {', '.join(get_args(PauseMode))}")
+        before = self._state
+        asked = self._post(lambda: self._pause(mode))
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(asked), deadline_s)
+        except TimeoutError:
+            stats = await self._call(lambda: self._unpause(before))
+            raise TimeoutError(
+                f"native engine: pause({mode!r}) was not reached within {deadline_s:g} s, {stats.running} requests run "
+                f"and {stats.waiting} wait; it goes on under version {stats.version}"
+            ) from None
+
+    async def resume(self, version: PolicyVersion) -> None:
+        """Raises EngineError when the weights are not those of ``version``, or the KV cache is not there."""
+        await self._call(lambda: self._resume(version))
+
+    async def release_kv(self) -> int:
+        return await self._call(lambda: self._paused("release_kv", self._core.release_kv))
+
+    async def restore_kv(self) -> None:
+        await self._call(self._core.kv.restore)
+
+    async def flush_kv(self) -> None:
+        await self._call(lambda: self._paused("flush_kv", self._core.flush_kv))
+
+    def receivers(self) -> list[Receiver]:
+        return [self._receiver]
+
+    async def digest(self, role: Role) -> str:
+        views = self._model.named_views().items()
+        of_role = [(name, view) for name, view in views if is_draft(name) == (role == "draft")]
+        return await self._call(lambda: digest_tensors(of_role))
+
+    async def stats(self) -> EngineStats:
+        return await self._call(self._stats)
+
+    async def close(self) -> None:
+        """End the worker thread; every call that waits, and every later one, raises EngineError."""
+        with self._wake:
+            self._end = self._end or EngineError("the engine is closed")
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    def occupancy(self) -> float:
+        """Share of the slots that generate right now, 0 … 1."""
+        return self._core.occupancy.generating / self._core.slots
+
+    # -- commands, run by the worker thread ------------------------------------------------------------------------
+
+    def _pause(self, mode: PauseMode) -> int | concurrent.futures.Future[int]:
+        core = self._core
+        if mode == "wait" and core.active:
+            core.close_gate()
+            self._state, self._drained = "draining", concurrent.futures.Future()
+            return self._drained
+        self._state = "paused"
+        core.rest()
+        cut = core.abort() if mode == "abort" else core.active if mode == "keep" else 0
+        self._open_gate()
+        return cut
+
+    def _unpause(self, before: Literal["running", "draining", "paused"]) -> EngineStats:
+        self._state = before
+        self._open_gate()
+        return self._stats()
+
+    def _open_gate(self) -> None:
+        drained, self._drained = self._drained, None
+        self._core.open_gate()
+        if drained is not None:
+            drained.set_result(0)
+
+    def _resume(self, version: PolicyVersion) -> None:
+        if not self._receiver.intact():
+            raise EngineError(
+                f"resume({version}): a sync was broken off amid its transfer, so the weights belong to no version: "
+                f"send all of them again first"
+            )
+        if self._committed not in (None, version):
+            raise EngineError(f"resume({version}): the weights committed last are those of version {self._committed}")
+        if self._committed is None and not self._weights_loaded:
+            raise EngineError(f"resume({version}): built with load_weights=False and nothing was committed yet")
+        if not self._core.kv.allocated:
+            raise EngineError(f"resume({version}): the KV cache is released, restore_kv first")
+        self._core.start(version)
+        self._open_gate()
+        self._state = "running"
+
+    def _paused(self, what: str, command: Callable[[], T]) -> T:
+        if self._state != "paused":
+            raise EngineError(f"{what} while the engine is {self._state}: pause it first")
+        return command()
+
+    def _stats(self) -> EngineStats:
+        core = self._core
+        return EngineStats(
+            running=core.running,
+            waiting=core.waiting,
+            slots=core.slots,
+            outstanding_tokens=core.outstanding_tokens(),
+            kv_bytes=core.kv.nbytes,
+            generated_tokens=core.generated_tokens,
+            version=core.version,
+        )
+
+    def _on_commit(self, version: PolicyVersion) -> None:
+        self._committed = version
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _post(self, command: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+        answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        with self._wake:
+            if self._end is not None:
+                raise self._end
+            self._inbox.append((answer, command))
+            self._wake.notify()
+        return answer
+
+    async def _call(self, command: Callable[[], T]) -> T:
+        return cast(T, await asyncio.wrap_future(self._post(command)))
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)  # OpenMP keeps this per thread
+        try:
+            with torch.inference_mode():
+                while self._wait_for_work():
+                    self._obey()
+                    if self._stepping():
+                        self._core.step()
+                    if self._state == "draining" and not self._core.active:
+                        self._state = "paused"
+                        self._core.rest()
+                        self._open_gate()
+                    self._publish()
+        except BaseException as problem:  # whoever waits must hear of it, whatever it is
+            self._end = problem
+        self._fail_all()
+
+    def _stepping(self) -> bool:
+        return self._state != "paused" and self._core.active > 0
+
+    def _wait_for_work(self) -> bool:
+        """Sleep until there is something to do; False when the engine was closed."""
+        with self._wake:
+            while self._end is None and not (self._inbox or self._stepping() or self._to_tell()):
+                self._core.rest()
+                self._wake.wait()
+            return self._end is None
+
+    def _obey(self) -> None:
+        with self._wake:
+            commands, self._inbox = self._inbox, deque()
+        for answer, command in commands:
+            if not answer.set_running_or_notify_cancel():
+                continue
+            try:
+                result = command()
+            except Exception as problem:  # the caller's to handle; the engine goes on
+                answer.set_exception(problem)
+            else:
+                if isinstance(result, concurrent.futures.Future):
+                    result.add_done_callback(functools.partial(_pass_on, answer))
+                else:
+                    answer.set_result(result)
+
+    def _to_tell(self) -> bool:
+        """Whether `events` is waited on and there is news that should not wait longer."""
+        if self._listener is None or not self._core.has_news:
+            return False
+        return self._core.has_finished or not self._stepping() or now_s() - self._told_s >= _EVENTS_EVERY_S
+
+    def _publish(self) -> None:
+        with self._wake:
+            if not self._to_tell():
+                return
+            self._told_s = now_s()
+            self._outbox.append(self._core.drain())
+            listener, self._listener = self._listener, None
+        if listener is not None and listener.set_running_or_notify_cancel():
+            listener.set_result(None)
+
+    def _fail_all(self) -> None:
+        self._core.rest()
+        with self._wake:
+            problem = self._end or EngineError("the engine is closed")
+            waiting = [answer for answer, _ in self._inbox]
+            waiting += [f for f in (self._listener, self._drained) if f is not None]
+            self._inbox.clear()
+            self._listener = self._drained = None
+        for future in waiting:
+            if not future.done() and (future.running() or future.set_running_or_notify_cancel()):
+                future.set_exception(problem)
+
+
+def _pass_on(answer: concurrent.futures.Future[Any], done: concurrent.futures.Future[Any]) -> None:
+    if problem := done.exception():
+        answer.set_exception(problem)
+    else:
+        answer.set_result(done.result())
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in dtypes:
+        raise EngineError(f"rollout.engine.dtype is {name!r}, expected one of {', '.join(dtypes)}")
+    return dtypes[name]
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)

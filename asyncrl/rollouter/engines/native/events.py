@@ -1,0 +1,51 @@
+"""What the core has to tell since it was last asked, gathered into the columns of an EventBatch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from asyncrl.rollouter.engine import EventBatch
+from asyncrl.sample import FinishReason, PolicyVersion
+
+
+class Event(NamedTuple):
+    """``logprobs`` belong to ``tokens``, all sampled under ``version``; ``error`` says why it finished with ERROR."""
+
+    id: str
+    tokens: list[int]
+    logprobs: list[float]
+    version: PolicyVersion
+    finish: FinishReason | None = None
+    mixed_kv: bool = False
+    error: str = ""
+
+
+class EventLog:
+    """Grows by `tell`, is emptied by `take`."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self.has_finished = False  # whether a request's end is among what is to be told
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def tell(self, event: Event) -> None:
+        self._events.append(event)
+        self.has_finished |= event.finish is not None
+
+    def take(self) -> EventBatch:
+        events, self._events, self.has_finished = self._events, [], False
+        lengths = [len(e.tokens) for e in events]
+        return EventBatch(
+            ids=[e.id for e in events],
+            offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            tokens=np.array([t for e in events for t in e.tokens], dtype=np.int32),
+            logprobs=np.array([x for e in events for x in e.logprobs], dtype=np.float32),
+            versions=[e.version for e in events],
+            finish=[e.finish for e in events],
+            mixed_kv=[e.mixed_kv for e in events],
+            errors={e.id: e.error for e in events if e.error},
+        )

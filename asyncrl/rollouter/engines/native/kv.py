@@ -1,0 +1,61 @@
+"""The KV cache: one slot per running sequence, allocated once, really freed when asked.
+
+Shape suffixes: S slots, K key/value heads, L context tokens, D head_dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from asyncrl.models.config import DecoderConfig
+
+
+class KVCache:
+    """Keys and values of all layers, ``[layers, 2, S, K, L, D]`` in one allocation.
+
+    ``keys[i]`` and ``values[i]`` are layer i's ``[S, K, L, D]``. `release` gives the memory back to the system,
+    `restore` takes it again, empty. Fresh memory is zero: attention multiplies what is masked by zero, so it must be
+    finite.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, slots: int, context_tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.slots, self.context_tokens = slots, context_tokens
+        self._shape = (config.num_layers, 2, slots, config.num_kv_heads, context_tokens, config.head_dim)
+        self._dtype, self._device = dtype, device
+        self._data: Tensor | None = None
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.restore()
+
+    @property
+    def allocated(self) -> bool:
+        return self._data is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now: 0 after `release`."""
+        return 0 if self._data is None else self._data.nbytes
+
+    def release(self) -> int:
+        """Free the memory; returns its bytes (0 if it was free already)."""
+        freed = self.nbytes
+        self._data, self.keys, self.values = None, [], []
+        if freed and self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        return freed
+
+    def restore(self) -> None:
+        """Allocate again, with nothing cached; does nothing when the memory is there."""
+        if self._data is not None:
+            return
+        data = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+        self._data = data
+        self.keys, self.values = list(data[:, 0].unbind(0)), list(data[:, 1].unbind(0))
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """Copy the first ``tokens`` positions of slot ``source`` to slot ``target``, in all layers."""
+        assert self._data is not None
+        self._data[:, :, target, :, :tokens] = self._data[:, :, source, :, :tokens]

@@ -1,0 +1,205 @@
+"""The decoder as generation wants it: fused weights, a KV cache, no autograd, and live views under the file's names.
+
+Shape suffixes: N rows (one token each), T tokens of one prefill chunk, S slots, L KV length attended, H heads,
+K key/value heads, G heads per key/value head, D head_dim, M hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from asyncrl.models.checkpoint import load_decoder
+from asyncrl.models.config import DecoderConfig
+from asyncrl.models.decoder import rope_table
+from asyncrl.rollouter.engines.native.kv import KVCache
+from asyncrl.rollouter.engines.native.linear import linear
+
+#: (layer, queries [N, H, D], keys [N, K, D], values [N, K, D]) → attended [N, H·D], or None if nobody reads it
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor | None]
+
+
+class NativeModel:
+    """Weights of one decoder and the two passes that generation needs: `prefill` a chunk, `decode` one token a row.
+
+    Projections that read the same input are one matrix; `named_views` are the parts of it under the names of the
+    safetensors files, so writing a view (in place) changes what the next step computes. Nothing is derived from the
+    weights and kept, so there is nothing to refresh. Weights start as zeros until `load`.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, context_tokens: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        self.config, self.dtype, self.device = config, dtype, torch.device(device)
+        self._empty = lambda *shape: torch.zeros(shape, dtype=dtype, device=self.device)
+        self.embed = self._empty(config.vocab_size, config.hidden_size)
+        self.layers = [_Layer(config, self._empty) for _ in range(config.num_layers)]
+        self.norm = self._empty(config.hidden_size)
+        self.head = self.embed if config.tie_word_embeddings else self._empty(*self.embed.shape)
+        self.draft = [_DraftLayer(config, self._empty) for _ in range(config.num_mtp_layers)]
+        cos_T1D, sin_T1D = rope_table(config, torch.arange(context_tokens))
+        # rotate(x) = x·cos + swap(x)·sin, the sign of the swapped half kept in the table
+        sin_T1D[..., : config.head_dim // 2].neg_()
+        self._rope = torch.stack([cos_T1D, sin_T1D], 1).to(self.device, dtype)  # [context, 2, 1, D]
+        self._places = torch.arange(context_tokens, device=self.device)
+
+    def load(self, path: str | Path) -> None:
+        """Read a checkpoint folder. Raises CheckpointError as `asyncrl.models.checkpoint.load_decoder` does."""
+        views = self.named_views()
+        with torch.no_grad():
+            for name, parameter in load_decoder(path, self.dtype).named_parameters():
+                views[name].copy_(parameter)
+
+    def named_views(self) -> dict[str, Tensor]:
+        """Name in the safetensors files → live view, target and draft; a tied head is not among them, see `tied`."""
+        views = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.norm}
+        for i, layer in enumerate(self.layers):
+            views |= dict(layer.views(f"model.layers.{i}."))
+        for i, draft in enumerate(self.draft):
+            views |= dict(draft.views(f"model.mtp_layers.{i}."))
+        if not self.config.tie_word_embeddings:
+            views["lm_head.weight"] = self.head
+        return views
+
+    def tied(self) -> dict[str, str]:
+        """Name of a tensor without storage of its own → the name whose storage it shares."""
+        return {"lm_head.weight": "model.embed_tokens.weight"} if self.config.tie_word_embeddings else {}
+
+    def decode(self, tokens_N: Tensor, positions_N: Tensor, kv: KVCache, length: int) -> Tensor:
+        """Logits [N, V] after row n's token (int64) at its position, for slots 0 … N−1, attending ``length`` ≥ every
+        position + 1 of the cache. Keys and values go to the row's slot at its position."""
+        c, n = self.config, len(tokens_N)
+        groups, scale = c.num_heads // c.num_kv_heads, 1.0 / math.sqrt(c.head_dim)
+        seen_NL = self._places[:length] <= positions_N.unsqueeze(1)
+        bias_NL = torch.zeros((), dtype=self.dtype, device=self.device).where(seen_NL, -math.inf)
+        bias = bias_NL[:, None, None].expand(n, c.num_kv_heads, 1, length).reshape(-1, 1, length)  # [N·K, 1, L]
+        heads = torch.arange(n * c.num_kv_heads, device=self.device).view(n, -1)
+        into = (heads * kv.context_tokens + positions_N.unsqueeze(1)).view(-1)  # [N·K] rows of [S·K·context, D]
+
+        def attend(i: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
+            keys, values = kv.keys[i], kv.values[i]
+            keys.view(-1, c.head_dim).index_copy_(0, into, k_NKD.reshape(-1, c.head_dim))
+            values.view(-1, c.head_dim).index_copy_(0, into, v_NKD.reshape(-1, c.head_dim))
+            keys = keys.view(-1, kv.context_tokens, c.head_dim)[: n * c.num_kv_heads, :length]
+            values = values.view(-1, kv.context_tokens, c.head_dim)[: n * c.num_kv_heads, :length]
+            q = q_NHD.reshape(-1, groups, c.head_dim)  # [N·K, G, D]
+            # two batched products beat the fused kernel at one query a row on CPU, and equal it on a GPU
+            scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=scale)
+            weights = torch.softmax(scores, -1, dtype=torch.float32).to(self.dtype)
+            return torch.bmm(weights, values).view(n, -1)
+
+        return linear(self._trunk(tokens_N, positions_N, attend), self.head)
+
+    def prefill(self, tokens_T: Tensor, slot: int, start: int, kv: KVCache, valid: int, length: int) -> None:
+        """Compute keys and values of ``tokens_T`` (int64) at positions ``start`` … of ``slot``; the first ``valid`` of
+        them are stored. ``length`` ≥ start + valid places of the cache are attended: padding tokens and a fixed length
+        give every prompt the same shapes."""
+        c = self.config
+        positions_T = torch.arange(start, start + len(tokens_T), device=self.device).clamp_(max=len(self._places) - 1)
+        causal = start == 0 and length == len(tokens_T)
+        seen_TL = None if causal else self._places[:length] <= positions_T.unsqueeze(1)
+
+        def attend(i: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor | None:
+            keys_KLD, values_KLD = kv.keys[i][slot], kv.values[i][slot]
+            keys_KLD[:, start : start + valid] = k_TKD[:valid].transpose(0, 1)
+            values_KLD[:, start : start + valid] = v_TKD[:valid].transpose(0, 1)
+            if i == c.num_layers - 1:
+                return None  # the cache is all that a prefill is for
+            out_HTD = F.scaled_dot_product_attention(
+                q_THD.transpose(0, 1)[None],
+                keys_KLD[None, :, :length],
+                values_KLD[None, :, :length],
+                attn_mask=seen_TL,
+                is_causal=causal,
+                enable_gqa=c.num_heads != c.num_kv_heads,
+            )[0]
+            return out_HTD.transpose(0, 1).reshape(len(tokens_T), -1)
+
+        self._trunk(tokens_T, positions_T, attend)
+
+    def _trunk(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [N, M] after the final norm."""
+        rope = self._rope.index_select(0, positions_N)  # [N, 2, 1, D]
+        x_NM = self.embed.index_select(0, tokens_N)
+        for i, layer in enumerate(self.layers):
+            layer.forward_(x_NM, rope[:, 0], rope[:, 1], i, attend)
+        return F.rms_norm(x_NM, self.norm.shape, self.norm, self.config.rms_norm_eps)
+
+
+class _Layer:
+    """One block: ``qkv`` stacks q, k and v, ``gate_up`` gate and up."""
+
+    def __init__(self, c: DecoderConfig, empty: Callable[..., Tensor]) -> None:
+        self._c = c
+        self._split = (c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim)
+        self.input_norm = empty(c.hidden_size)
+        self.qkv = empty(sum(self._split), c.hidden_size)
+        self.qkv_bias = empty(sum(self._split)) if c.qkv_bias else None
+        self.q_norm = empty(c.head_dim) if c.qk_norm else None
+        self.k_norm = empty(c.head_dim) if c.qk_norm else None
+        self.o = empty(c.hidden_size, self._split[0])
+        self.o_bias = empty(c.hidden_size) if c.o_bias else None
+        self.post_norm = empty(c.hidden_size)
+        self.gate_up = empty(2 * c.intermediate_size, c.hidden_size)
+        self.down = empty(c.hidden_size, c.intermediate_size)
+
+    def views(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        yield f"{prefix}input_layernorm.weight", self.input_norm
+        for kind, fused in (("weight", self.qkv), ("bias", self.qkv_bias)):
+            if fused is not None:
+                for proj, part in zip("qkv", fused.split(self._split)):
+                    yield f"{prefix}self_attn.{proj}_proj.{kind}", part
+        if self.q_norm is not None and self.k_norm is not None:
+            yield f"{prefix}self_attn.q_norm.weight", self.q_norm
+            yield f"{prefix}self_attn.k_norm.weight", self.k_norm
+        yield f"{prefix}self_attn.o_proj.weight", self.o
+        if self.o_bias is not None:
+            yield f"{prefix}self_attn.o_proj.bias", self.o_bias
+        yield f"{prefix}post_attention_layernorm.weight", self.post_norm
+        gate, up = self.gate_up.chunk(2)
+        yield f"{prefix}mlp.gate_proj.weight", gate
+        yield f"{prefix}mlp.up_proj.weight", up
+        yield f"{prefix}mlp.down_proj.weight", self.down
+
+    def forward_(self, x_NM: Tensor, cos_N1D: Tensor, sin_N1D: Tensor, index: int, attend: Attend) -> None:
+        """Add the block's output to ``x_NM`` in place."""
+        c = self._c
+        h_NM = F.rms_norm(x_NM, self.input_norm.shape, self.input_norm, c.rms_norm_eps)
+        qkv_NXD = linear(h_NM, self.qkv, self.qkv_bias).view(len(x_NM), -1, c.head_dim)
+        qk_NXD, v_NKD = qkv_NXD.split([c.num_heads + c.num_kv_heads, c.num_kv_heads], 1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_NHD, k_NKD = qk_NXD.split([c.num_heads, c.num_kv_heads], 1)
+            q_NHD = F.rms_norm(q_NHD, self.q_norm.shape, self.q_norm, c.rms_norm_eps)
+            k_NKD = F.rms_norm(k_NKD, self.k_norm.shape, self.k_norm, c.rms_norm_eps)
+            qk_NXD = torch.cat([q_NHD, k_NKD], 1)
+        qk_NXD = torch.addcmul(qk_NXD * cos_N1D, qk_NXD.roll(c.head_dim // 2, -1), sin_N1D)
+        attended = attend(index, qk_NXD[:, : c.num_heads], qk_NXD[:, c.num_heads :], v_NKD)
+        if attended is None:
+            return
+        x_NM.add_(linear(attended, self.o, self.o_bias))
+        h_NM = F.rms_norm(x_NM, self.post_norm.shape, self.post_norm, c.rms_norm_eps)
+        gate, up = linear(h_NM, self.gate_up).chunk(2, -1)
+        x_NM.add_(linear(F.silu(gate).mul_(up), self.down))
+
+
+class _DraftLayer(_Layer):
+    """MiMo's MTP layer: a block with an input projection before it and a norm after it. Held, synced and digested as
+    role ``draft``; speculative decoding will run it."""
+
+    def __init__(self, c: DecoderConfig, empty: Callable[..., Tensor]) -> None:
+        super().__init__(c, empty)
+        self.token_norm, self.hidden_norm = empty(c.hidden_size), empty(c.hidden_size)
+        self.input_proj = empty(c.hidden_size, 2 * c.hidden_size)
+        self.final_norm = empty(c.hidden_size)
+
+    def views(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        yield from super().views(prefix)
+        yield f"{prefix}token_layernorm.weight", self.token_norm
+        yield f"{prefix}hidden_layernorm.weight", self.hidden_norm
+        yield f"{prefix}input_proj.weight", self.input_proj
+        yield f"{prefix}final_layernorm.weight", self.final_norm

@@ -1,0 +1,26 @@
+"""How busy the slots are, as spans: ``rollout/generate`` while any request is worked on, ``rollout/half_busy`` while at
+least half of the slots generate."""
+
+from __future__ import annotations
+
+from asyncrl.telemetry.recorder import Recorder
+
+
+class Occupancy:
+    def __init__(self, recorder: Recorder, slots: int) -> None:
+        self._recorder, self._slots = recorder, slots
+        self._open: dict[str, int] = {}
+        self.generating = 0
+
+    def observe(self, generating: int, active: int) -> None:
+        """``generating`` sequences take part in the step that begins, ``active`` requests are unfinished. (0, 0) when
+        the engine pauses or has nothing to do."""
+        self.generating = generating
+        self._hold("rollout/generate", active > 0)
+        self._hold("rollout/half_busy", 2 * generating >= self._slots)
+
+    def _hold(self, name: str, wanted: bool) -> None:
+        if wanted and name not in self._open:
+            self._open[name] = self._recorder.begin(name)
+        elif not wanted and name in self._open:
+            self._recorder.end(self._open.pop(name))

@@ -1,0 +1,136 @@
+"""Drawing tokens: counter-based random numbers, exact filters, inverse-CDF sampling.
+
+Pure functions of values. Shape suffixes: N rows (slots), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from asyncrl.rollouter.engine import SamplingParams
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_BLOCK = 64  # tokens per block of the two-level search
+_BELOW_ONE = 1.0 - 2.0**-24  # the largest uniform; x · _BELOW_ONE < x for every positive float32 x
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    """splitmix64's finalizer on uint64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014)."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def uniforms(key: int, position: int, count: int) -> np.ndarray:
+    """float32 [count] in [0, 1): the numbers that draw tokens ``position`` … ``position + count - 1`` of ``key``.
+
+    A function of (key, position) alone, with 24 random bits. The key is mixed first, so that keys which differ by a
+    multiple of the counter's stride do not share a stream.
+    """
+    stream = _mix(np.array([key & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64))
+    counter = np.arange(position + 1, position + 1 + count, dtype=np.uint64)
+    return (_mix(stream + counter * _GOLDEN) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+
+
+class SamplingColumns(NamedTuple):
+    """Sampling parameters of N rows; a column that would change nothing is None, which is the fast path.
+
+    ``temperature`` float32 [N, 1] (1 where greedy), ``greedy`` bool [N], ``filters`` (top_k int64 [N, 1],
+    top_p float64 [N, 1], min_p float32 [N, 1]).
+    """
+
+    temperature: Tensor | None
+    greedy: Tensor | None
+    filters: tuple[Tensor, Tensor, Tensor] | None
+
+    @classmethod
+    def of(cls, rows: Sequence[SamplingParams | None], device: torch.device | str = "cpu") -> SamplingColumns:
+        """Columns for these rows; None stands for a row whose token nobody reads."""
+        params = [row or SamplingParams() for row in rows]
+
+        def column(values: list[float], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
+
+        temperature = greedy = filters = None
+        if any(p.temperature not in (0.0, 1.0) for p in params):
+            temperature = column([p.temperature or 1.0 for p in params], torch.float32)
+        if any(p.temperature == 0.0 for p in params):
+            greedy = column([p.temperature == 0.0 for p in params], torch.bool).squeeze(1)
+        if any(p.temperature and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0) for p in params):
+            filters = (
+                column([p.top_k for p in params], torch.int64),
+                column([p.top_p for p in params], torch.float64),
+                column([p.min_p for p in params], torch.float32),
+            )
+        return cls(temperature, greedy, filters)
+
+
+def sample(logits_NV: Tensor, columns: SamplingColumns, uniforms_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw one token a row: (tokens int64 [N], behaviour logprobs float32 [N]).
+
+    The logprob is that of ``softmax(logits / temperature)`` over the full vocabulary, whatever the filters cut off; a
+    greedy row reports it at temperature 1.
+    """
+    scaled_NV = logits_NV.float()
+    if columns.temperature is not None:
+        scaled_NV = scaled_NV / columns.temperature
+    probs_NV = torch.softmax(scaled_NV, -1)
+    kept_NV = probs_NV if columns.filters is None else keep_likely(probs_NV, *columns.filters)
+    tokens_N1 = _inverse_cdf(kept_NV, uniforms_N.unsqueeze(1))
+    if columns.greedy is not None:
+        tokens_N1 = torch.where(columns.greedy.unsqueeze(1), scaled_NV.argmax(-1, keepdim=True), tokens_N1)
+    return tokens_N1.squeeze(1), probs_NV.gather(1, tokens_N1).log_().squeeze(1)
+
+
+def keep_likely(probs_NV: Tensor, top_k_N1: Tensor, top_p_N1: Tensor, min_p_N1: Tensor) -> Tensor:
+    """``probs`` with zeros for the tokens that the filters cut off; not renormalised.
+
+    min-p keeps tokens of at least min_p times the largest probability, top-k those at least as likely as the k-th; of
+    what is left, renormalised, top-p keeps the fewest most likely tokens (the lower id first among equals) that
+    together reach top_p. This is vLLM's order.
+    """
+    size = probs_NV.shape[-1]
+    kept_NV = probs_NV.masked_fill(probs_NV < min_p_N1 * probs_NV.amax(-1, keepdim=True), 0.0)
+    ordered_NV, order_NV = kept_NV.sort(dim=-1, descending=True, stable=True)
+    last_N1 = torch.where((top_k_N1 > 0) & (top_k_N1 < size), top_k_N1, size) - 1
+    ordered_NV = ordered_NV.masked_fill(ordered_NV < ordered_NV.gather(1, last_N1), 0.0)
+    reached_NV = ordered_NV.double().cumsum(-1)  # float32 sums over a large vocabulary would blur the border
+    enough_NV = (reached_NV - ordered_NV >= top_p_N1 * reached_NV[:, -1:]) & (top_p_N1 < 1.0)
+    return torch.zeros_like(probs_NV).scatter_(1, order_NV, ordered_NV.masked_fill_(enough_NV, 0.0))
+
+
+def _inverse_cdf(weights_NV: Tensor, uniforms_N1: Tensor) -> Tensor:
+    """int64 [N, 1]: the first token whose cumulative weight exceeds u · total; never one of zero weight.
+
+    A large vocabulary is searched in two levels, blocks and then tokens: a sum is several times cheaper than a running
+    sum, and the float32 rounding of a long running sum is avoided. ``torch.multinomial`` costs more than the head.
+    """
+    size = weights_NV.shape[-1]
+    if size <= 16 * _BLOCK:
+        return _search(weights_NV.cumsum(-1), uniforms_N1)[0]
+    if size % _BLOCK:
+        weights_NV = F.pad(weights_NV, (0, -size % _BLOCK))
+    blocks_NXB = weights_NV.unflatten(1, (-1, _BLOCK))
+    block_N1, rest_N1 = _search(blocks_NXB.sum(-1).cumsum(-1), uniforms_N1)
+    chosen_NB = blocks_NXB.gather(1, block_N1.unsqueeze(2).expand(-1, 1, _BLOCK)).squeeze(1)
+    cdf_NB = chosen_NB.cumsum(-1)
+    # the block's weight may be rounded differently here: stay below it
+    rest_N1 = torch.minimum(rest_N1, cdf_NB[:, -1:] * _BELOW_ONE)
+    inner_N1 = torch.searchsorted(cdf_NB, rest_N1, right=True)
+    return block_N1 * _BLOCK + inner_N1.clamp_(max=_BLOCK - 1)
+
+
+def _search(cdf_NX: Tensor, uniforms_N1: Tensor) -> tuple[Tensor, Tensor]:
+    """(index [N, 1] of the first entry above u · total, what of u · total lies past the entries before it [N, 1]).
+
+    The clamp only matters for rows of NaN, whose tokens the core refuses by their logprob."""
+    target_N1 = cdf_NX[:, -1:] * uniforms_N1
+    index_N1 = torch.searchsorted(cdf_NX, target_N1, right=True).clamp_(max=cdf_NX.shape[-1] - 1)
+    before_N1 = cdf_NX.gather(1, (index_N1 - 1).clamp_(min=0)).mul_(index_N1 > 0)
+    return index_N1, target_N1.sub_(before_N1)

@@ -1,0 +1,185 @@
+"""Score responses in worker processes that can be killed: a reward may hang, crash or lie, and the run goes on.
+
+::
+
+    pool = RewardPool(config.reward)
+    await pool.start()                              # raises RewardError if the function cannot be imported
+    results = await pool.score([(prompt, text), ...])   # one call per group; results in the same order
+    await pool.close()
+
+A group goes to one worker as one message. A worker that is late or dies is killed and replaced; whatever failed, for
+whichever reason, is tried once more, sample by sample, so that one bad sample does not take its group with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from asyncrl.config.schema import RewardConfig
+from asyncrl.rollouter.rewards.worker import FRAME
+from asyncrl.sample import Prompt
+
+START_TIMEOUT_S = 120.0  # for the import of the reward function's module, however heavy
+
+ErrorKind = Literal["reward_error", "reward_timeout"]
+
+
+class RewardError(RuntimeError):
+    """The reward function cannot be had at all: no retry would help."""
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """``error`` is None, or why there is no reward; ``message`` then says more."""
+
+    reward: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    error: ErrorKind | None = None
+    message: str = ""
+
+
+class RewardPool:
+    """``config.workers`` processes; calls to `score` share them and may overlap."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        self._workers = [_Worker(config) for _ in range(config.workers)]
+        self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
+        self._open = False
+
+    async def start(self) -> None:
+        """Start the workers. Raises RewardError if the function cannot be imported, with none left running."""
+        problems = await asyncio.gather(*(worker.start() for worker in self._workers), return_exceptions=True)
+        for problem in filter(None, problems):
+            await self.close()
+            raise problem
+        self._open = True
+        for worker in self._workers:
+            self._idle.put_nowait(worker)
+
+    async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[RewardResult]:
+        """Score (prompt, response text) pairs. Failures come as results, after one retry.
+
+        Raises RewardError if the pool is not open, or if a worker that had to be replaced no longer starts."""
+        if not items:
+            return []
+        results = await self._attempt(items)
+        failed = [i for i, result in enumerate(results) if result.error is not None]
+        retries = await asyncio.gather(*(self._attempt([items[i]]) for i in failed))
+        for i, (result,) in zip(failed, retries):
+            results[i] = result
+        return results
+
+    async def close(self) -> None:
+        """Kill the workers; calls to `score` that are still waiting raise RewardError."""
+        self._open = False
+        await asyncio.gather(*(worker.kill() for worker in self._workers))
+
+    async def _attempt(self, items: Sequence[tuple[Prompt, str]]) -> list[RewardResult]:
+        self._check_open()
+        worker = await self._idle.get()
+        try:
+            self._check_open()
+            return await worker.score(items)
+        finally:
+            if not self._open:  # closed meanwhile, perhaps before a replacement had started
+                await worker.kill()
+            self._idle.put_nowait(worker)  # a dead one starts again at its next group
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise RewardError("the reward pool is not open: call start() first, and score() not after close()")
+
+
+class _Worker:
+    """One process at a time, and the frames to and from it."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "asyncrl.rollouter.rewards.worker", str(os.getpid())),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # what is importable here is there
+            start_new_session=True,  # a group of its own, so that a kill takes what the function has started with it
+        )
+        function = self._config.function
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                problem = await self._exchange((function, dict(self._config.args)))
+        except TimeoutError:
+            problem = f"its import took more than {START_TIMEOUT_S:g} s"
+        except _WorkerDied:
+            problem = f"its import ended the process with exit code {await self.kill()}"
+        except BaseException:
+            await self.kill()
+            raise
+        if problem is not None:
+            await self.kill()
+            raise RewardError(f"reward.function = {function} cannot be used: {problem}")
+
+    async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[RewardResult]:
+        if self._process is None:
+            await self.start()
+        function, timeout_s = self._config.function, self._config.timeout_s
+        kind: ErrorKind
+        try:
+            async with asyncio.timeout(timeout_s):
+                outcomes = await self._exchange(list(items))
+        except TimeoutError:
+            await self.kill()
+            kind, problem = "reward_timeout", f"did not return within reward.timeout_s = {timeout_s:g} s"
+        except _WorkerDied:
+            kind, problem = "reward_error", f"ended its process with exit code {await self.kill()}"
+        except BaseException:  # cancelled: the reply to come belongs to nobody, so the process goes
+            await self.kill()
+            raise
+        else:
+            return [
+                RewardResult(reward, metrics, None if error is None else "reward_error", error or "")
+                for reward, metrics, error in outcomes
+            ]
+        what = f"{function} {problem} on {len(items)} response(s) to prompt {items[0][0].prompt_id}"
+        return [RewardResult(0.0, {}, kind, what) for _ in items]
+
+    async def kill(self) -> int | None:
+        """End the process and its descendants at once; returns the exit code it ended with."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        assert process.stdin is not None
+        process.stdin.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        return await process.wait()
+
+    async def _exchange(self, value: Any) -> Any:
+        """Send a frame, await the answer's. Raises _WorkerDied if the process ends instead."""
+        assert self._process is not None
+        requests, replies = self._process.stdin, self._process.stdout
+        assert requests is not None
+        assert replies is not None
+        payload = pickle.dumps(value)
+        try:
+            requests.write(FRAME.pack(len(payload)) + payload)
+            await requests.drain()
+            (length,) = FRAME.unpack(await replies.readexactly(FRAME.size))
+            return pickle.loads(await replies.readexactly(length))
+        except (ConnectionError, asyncio.IncompleteReadError):
+            raise _WorkerDied from None
+
+
+class _WorkerDied(Exception):
+    pass

@@ -1,0 +1,28 @@
+"""The learning rate as a function of the optimizer step."""
+
+from __future__ import annotations
+
+import math
+
+from asyncrl.config.schema import OptimizerConfig
+
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """The rate of optimizer step ``step`` (from 0) of ``total_steps``.
+
+    Warmup is linear and never zero: step 0 takes lr / warmup_steps. After it ``constant`` stays, ``linear`` and
+    ``cosine`` fall to ``min_lr_ratio`` · lr at ``total_steps`` and stay there. Raises ValueError for another one."""
+    if config.schedule not in SCHEDULES:
+        raise ValueError(f"trainer.optimizer.schedule is {config.schedule!r}; expected one of {', '.join(SCHEDULES)}")
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    done = min((step - config.warmup_steps) / max(total_steps - config.warmup_steps, 1), 1.0)
+    if config.schedule == "constant":
+        left = 1.0
+    elif config.schedule == "linear":
+        left = 1.0 - done
+    else:
+        left = (1.0 + math.cos(math.pi * done)) / 2
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left)

@@ -1,0 +1,115 @@
+"""Groups become batches: packing in a canonical order, and the cuts by mini batch, rank and micro-batch.
+
+Every cut is a function of lengths alone and breaks ties by position, so all ranks find the same one without talking and
+equal input gives equal bits.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+from asyncrl.sample import Group
+from asyncrl.trainer.backend import TrainBatch
+
+
+def build_batch(groups: Sequence[Group]) -> TrainBatch:
+    """All samples of ``groups``, in the order given, each group's by sample index.
+
+    Columns: ``behaviour_logprobs``. Sequence columns, [B] each: ``group`` int64 (its place in ``groups``), ``rewards``
+    float32, ``finish`` uint8 (FinishReason). Raises ValueError for no groups, and for a group without prompt tokens:
+    its first response token would have no place whose logits draw it.
+    """
+    if not groups:
+        raise ValueError("a batch needs at least one group, found none")
+    tokens: list[np.ndarray] = []
+    response: list[tuple[Group, slice]] = []
+    order = [np.argsort(group.sample_index, kind="stable") for group in groups]
+    for group, samples in zip(groups, order, strict=True):
+        if not len(group.prompt_tokens):
+            raise ValueError(f"group {group.uid} has an empty prompt; expected at least one token, such as BOS")
+        for s in samples:
+            rows = group.response(s)
+            tokens += [group.prompt_tokens, group.tokens[rows]]
+            response.append((group, rows))
+    prompt_lengths = np.array([len(group.prompt_tokens) for group, _ in response], dtype=np.int64)
+    response_lengths = np.array([rows.stop - rows.start for _, rows in response], dtype=np.int64)
+    cu_seqlens, row_offsets = offsets(prompt_lengths + response_lengths), offsets(response_lengths)
+    # response token r of sequence b lies at cu[b] + P + r, and is drawn by the logits one place before
+    first_row = cu_seqlens[:-1] + prompt_lengths - 1
+    rows_R = np.arange(row_offsets[-1]) + np.repeat(first_row - row_offsets[:-1], response_lengths)
+    return TrainBatch(
+        tokens=_concatenate(tokens, np.int32),
+        cu_seqlens=cu_seqlens,
+        rows=rows_R,
+        targets=_concatenate([group.tokens[rows] for group, rows in response], np.int32),
+        row_offsets=row_offsets,
+        loss_mask=_concatenate([group.loss_mask[rows] for group, rows in response], np.bool_),
+        columns={"behaviour_logprobs": _concatenate([group.logprobs[rows] for group, rows in response], np.float32)},
+        sequence_columns={
+            "group": np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
+            "rewards": _concatenate([g.rewards[o] for g, o in zip(groups, order, strict=True)], np.float32),
+            "finish": _concatenate([g.finish[o] for g, o in zip(groups, order, strict=True)], np.uint8),
+        },
+    )
+
+
+def per_token(batch: TrainBatch, values_B: np.ndarray) -> np.ndarray:
+    """[B] → [R]: each sequence's value at each of its response tokens."""
+    return np.repeat(values_B, np.diff(batch.row_offsets))
+
+
+def trained_tokens(batch: TrainBatch) -> np.ndarray:
+    """int64 [B]: how many response tokens of each sequence the loss counts."""
+    return np.diff(offsets(batch.loss_mask)[batch.row_offsets])
+
+
+def cut_mini_batches(batch: TrainBatch, mini_batch_groups: int) -> list[np.ndarray]:
+    """Sequences (int64, ascending) of each optimizer step: mini batch k holds the k-th ``mini_batch_groups`` groups.
+
+    Sequences without a trained token are left out: they would cost a forward pass and move nothing."""
+    mini_batch = batch.sequence_columns["group"] // mini_batch_groups
+    trained = trained_tokens(batch) > 0
+    return [np.flatnonzero((mini_batch == k) & trained) for k in range(int(mini_batch.max(initial=-1)) + 1)]
+
+
+def partition(lengths: np.ndarray, parts: int) -> list[np.ndarray]:
+    """Deal sequences of ``lengths`` [B] to ``parts`` ranks so that token counts are close; a rank may get none.
+
+    Longest first to the rank with the fewest tokens (Graham 1969, at most 4/3 of the best maximum)."""
+    load = [(0, part) for part in range(parts)]
+    dealt: list[list[int]] = [[] for _ in range(parts)]
+    for b in np.argsort(-lengths, kind="stable"):
+        tokens, part = load[0]
+        dealt[part].append(int(b))
+        heapq.heapreplace(load, (tokens + int(lengths[b]), part))
+    return [np.array(sorted(sequences), dtype=np.int64) for sequences in dealt]
+
+
+def cut_micro_batches(lengths: np.ndarray, max_tokens: int) -> list[list[int]]:
+    """Sequences of each micro-batch of at most ``max_tokens`` tokens: longest first, each into the first with room.
+
+    Neighbours in length share a micro-batch, so attention pads little. A sequence longer than the budget gets a
+    micro-batch of its own."""
+    cuts: list[list[int]] = []
+    room: list[int] = []
+    for b in np.argsort(-lengths, kind="stable"):
+        need = int(lengths[b])
+        k = next((k for k, left in enumerate(room) if left >= need), len(room))
+        if k == len(room):
+            cuts.append([])
+            room.append(max_tokens)
+        cuts[k].append(int(b))
+        room[k] -= need
+    return cuts
+
+
+def offsets(lengths: np.ndarray) -> np.ndarray:
+    """int64 [B+1]: where each of ``lengths`` [B] starts, and the end."""
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
+
+
+def _concatenate(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(parts).astype(dtype, copy=False)

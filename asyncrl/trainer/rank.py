@@ -1,0 +1,170 @@
+"""What one trainer process does: finished groups in, optimizer steps and metrics out. An actor wraps it elsewhere."""
+
+from __future__ import annotations
+
+import importlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from asyncrl.config.schema import Config
+from asyncrl.param_sync.manifest import Manifest
+from asyncrl.sample import FinishReason, Group
+from asyncrl.telemetry.recorder import Batch, Recorder
+from asyncrl.trainer.advantages import apply_overlong
+from asyncrl.trainer.algorithms import algorithm_named
+from asyncrl.trainer.backend import Backend, NonFiniteError, TrainBatch
+from asyncrl.trainer.batches import build_batch, cut_mini_batches, partition
+from asyncrl.trainer.losses import token_weights
+
+#: trainer.backend → import path; imported only when chosen, as each framework lives in its own environment
+BACKENDS = {"torch": "asyncrl.trainer.backends.torch_fsdp:TorchFSDPBackend"}
+
+
+class TrainerRank:
+    """One rank of the trainer. All ranks are built alike and get the same calls, in the same order::
+
+    rank = TrainerRank(config, rank=0, world_size=1, init_method=None, recorder=Recorder("trainer/0"))
+    metrics = rank.train(step=0, buffers=[group.to_bytes(), ...])   # every rank gets all groups
+    for name, tensor in rank.export(): ...                          # yields on rank 0
+    rank.save(folder)
+    """
+
+    def __init__(self, config: Config, rank: int, world_size: int, init_method: str | None, recorder: Recorder) -> None:
+        self._config, self._rank, self._world_size = config, rank, world_size
+        self._recorder = recorder
+        self._algorithm = algorithm_named(config.algorithm.name)
+        self._loss = self._algorithm.loss(config.algorithm)
+        self._backend: Backend = _backend_class(config.trainer.backend)(config, rank, world_size, init_method, recorder)
+
+    def train(self, step: int, buffers: Sequence[bytes | bytearray | memoryview | np.ndarray]) -> dict[str, float]:
+        """One train step over the groups in ``buffers``: ``algorithm.epochs`` passes, an optimizer step per mini batch.
+
+        Returns metrics of the whole batch, the same on every rank. Raises NonFiniteError naming the step; the optimizer
+        steps before the failed one have been taken then, so go on from a checkpoint."""
+        with self._recorder.span("trainer/step", step=step):
+            with self._recorder.span("trainer/batch"):
+                whole = build_batch([Group.from_buffer(data) for data in buffers])
+                metrics = batch_metrics(whole)
+                mini_batches = self._mini_batches(whole)
+            with self._recorder.span("trainer/logprobs"):
+                for mini_batch, _ in mini_batches:
+                    self._score(mini_batch, several_steps=len(mini_batches) * self._config.algorithm.epochs > 1)
+            metrics |= self._optimize(step, mini_batches)
+        return metrics
+
+    def _mini_batches(self, whole: TrainBatch) -> list[tuple[TrainBatch, float]]:
+        """This rank's part of every mini batch, with the mini batch's denominator over all ranks.
+
+        All ranks hold all groups, so they agree on both without a collective. A mini batch without a trained token is
+        left out: on a zero gradient AdamW would still move by momentum."""
+        algorithm = self._config.algorithm
+        whole = apply_overlong(whole, algorithm.overlong, algorithm.overlong_penalty)
+        weights, share_of_denominator = token_weights(whole, algorithm.loss_aggregation)
+        whole.columns["weights"] = weights
+        whole.columns["advantages"] = self._algorithm.advantages(whole, algorithm)
+        mini_batches = []
+        for sequences in cut_mini_batches(whole, self._config.trainer.mini_batch_groups):
+            if len(sequences):
+                mine = partition(whole.lengths[sequences], self._world_size)[self._rank]
+                denominator = float(share_of_denominator[sequences].sum())
+                mini_batches.append((whole.select(sequences[mine]), denominator))
+        return mini_batches
+
+    def _score(self, mini_batch: TrainBatch, several_steps: bool) -> None:
+        """Add the logprobs that the loss needs beside the current policy's.
+
+        A batch that is consumed in one optimizer step needs no proximal ones: until that step the current policy is the
+        proximal one, and the loss takes its logprobs, detached, for them: exactly equal, and a forward pass cheaper."""
+        temperature = self._config.rollout.temperature
+        if several_steps:
+            mini_batch.columns["proximal_logprobs"] = self._backend.logprobs(mini_batch, temperature).logprobs
+        if self._config.algorithm.kl_coef > 0:
+            mini_batch.columns["reference_logprobs"] = self._backend.reference_logprobs(mini_batch, temperature)
+
+    def _optimize(self, step: int, mini_batches: list[tuple[TrainBatch, float]]) -> dict[str, float]:
+        figures: dict[str, list[float]] = defaultdict(list)
+        for epoch in range(self._config.algorithm.epochs):
+            for k, (mini_batch, denominator) in enumerate(mini_batches):
+                try:
+                    result = self._backend.train_step(
+                        mini_batch, self._loss, denominator, self._config.rollout.temperature
+                    )
+                except NonFiniteError as e:
+                    raise NonFiniteError(f"train step {step}, epoch {epoch}, mini batch {k}: {e}") from e
+                for name, value in result.items():
+                    figures[name].append(value)
+        return {"trainer/optimizer_steps": float(len(figures["loss"])), **step_metrics(figures)}
+
+    # -- weights and state -----------------------------------------------------------------------------------------
+
+    def manifest(self) -> Manifest:
+        return self._backend.manifest()
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors in the manifest's order, on rank 0; the other ranks must run it to its end as well."""
+        return self._backend.export()
+
+    def save(self, path: str | Path) -> None:
+        self._backend.save(Path(path))
+
+    def load(self, path: str | Path) -> None:
+        self._backend.load(Path(path))
+
+    def export_hf(self, path: str | Path) -> None:
+        self._backend.export_hf(Path(path))
+
+    def drain_telemetry(self) -> Batch:
+        return self._recorder.drain()
+
+    def close(self) -> None:
+        self._backend.close()
+
+
+def batch_metrics(batch: TrainBatch) -> dict[str, float]:
+    """Figures of the samples as they came, before any overlong policy."""
+    rewards, group = batch.sequence_columns["rewards"].astype(np.float64), batch.sequence_columns["group"]
+    lengths = np.diff(batch.row_offsets)
+    highest, lowest = np.full(group.max() + 1, -np.inf), np.full(group.max() + 1, np.inf)
+    np.maximum.at(highest, group, rewards)
+    np.minimum.at(lowest, group, rewards)
+    return {
+        "critic/rewards/mean": float(rewards.mean()),
+        "critic/rewards/std": float(rewards.std()),
+        "critic/rewards/max": float(rewards.max()),
+        "critic/rewards/min": float(rewards.min()),
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response_length/min": float(lengths.min()),
+        "response_length/clip_ratio": float((batch.sequence_columns["finish"] == FinishReason.LENGTH).mean()),
+        "rollout/zero_variance": float((highest == lowest).mean()),
+        "trainer/groups": float(len(highest)),
+        "trainer/samples": float(len(batch)),
+        "trainer/tokens": float(len(batch.tokens)),
+        "trainer/trained_tokens": float(batch.loss_mask.sum()),
+    }
+
+
+def step_metrics(figures: dict[str, list[float]]) -> dict[str, float]:
+    """Figures of several optimizer steps as ``actor/...``: means, but the outermost extremes and the last ``lr``."""
+    metrics: dict[str, float] = {}
+    for name, values in figures.items():
+        if name == "ratio_min_negated":
+            metrics["actor/ratio_min"] = -max(values)
+        elif name == "ratio_max":
+            metrics["actor/ratio_max"] = max(values)
+        elif name == "lr":
+            metrics["actor/lr"] = values[-1]
+        elif values:
+            metrics[f"actor/{name}"] = float(np.mean(values))
+    return metrics
+
+
+def _backend_class(name: str) -> Callable[..., Backend]:
+    if name not in BACKENDS:
+        raise ValueError(f"trainer.backend is {name!r}; known: {', '.join(sorted(BACKENDS))}")
+    module, _, attribute = BACKENDS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)

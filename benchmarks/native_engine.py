@@ -1,0 +1,166 @@
+"""How fast the native engine is on CPU: tokens per second against transformers' ``generate``, both with logprobs.
+
+Both sides have the same random model, prompts and lengths, 32 sequences at once, one thread, sampling at temperature 1.
+Hugging Face gets its default (SDPA) attention, a dynamic cache, no end-of-sequence check and no gradient, and one pass
+over its logits for the logprobs. ``equal``: 32 requests of one length. ``mixed``: 128 requests of long-tailed lengths;
+``generate`` runs batches of 32 until the longest is done, as lengths are not known beforehand. The sides
+alternate; medians.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.native_engine [--repetitions 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from asyncrl.config.schema import EngineConfig
+from asyncrl.models.checkpoint import is_draft, save_checkpoint
+from asyncrl.models.config import DecoderConfig
+from asyncrl.models.decoder import Decoder
+from asyncrl.rollouter.engine import Request, SamplingParams
+from asyncrl.rollouter.engines.native.engine import NativeEngine
+from asyncrl.sample import PolicyVersion
+
+CONCURRENT, PROMPT_TOKENS, CONTEXT_TOKENS = 32, 32, 512
+EQUAL = [128] * CONCURRENT
+# geometric from 16 to 256: most samples are short, a few are long; in an order that spreads them
+MIXED = [round(16 * 16 ** (i * 37 % 128 / 127)) for i in range(4 * CONCURRENT)]
+
+COMMON = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT_TOKENS,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": True,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_5m": COMMON
+    | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 4096,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 5,
+        "head_dim": 64,
+    },
+    "mimo_1m": COMMON
+    | {
+        "architectures": ["MiMoForCausalLM"],
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "num_nextn_predict_layers": 1,
+    },
+}
+
+
+def make_model(raw: dict[str, Any], folder: Path) -> Any:
+    """Save a random checkpoint and return the same model as Hugging Face has it (MiMo's trunk is Qwen2's)."""
+    config = DecoderConfig.from_dict(raw)
+    decoder = Decoder(config)
+    decoder.init_weights(seed=0)
+    save_checkpoint(folder, dict(decoder.named_parameters()), config)
+    family = "Qwen3" if config.qk_norm else "Qwen2"
+    fields = {k: v for k, v in raw.items() if k not in ("architectures", "num_nextn_predict_layers")}
+    hf: Any = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**fields)).eval()
+    trunk = {name: p for name, p in decoder.named_parameters() if not is_draft(name)}
+    missing, unexpected = hf.load_state_dict(trunk, strict=False)
+    assert set(missing) <= {"lm_head.weight"}, missing  # tied
+    assert not unexpected, unexpected
+    return hf
+
+
+@torch.inference_mode()
+def run_transformers(hf: Any, prompts: np.ndarray, lengths: list[int]) -> None:
+    for lo in range(0, len(lengths), CONCURRENT):
+        ids = torch.from_numpy(prompts[lo : lo + CONCURRENT]).long()
+        out = hf.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max(lengths[lo : lo + CONCURRENT]),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            eos_token_id=None,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        drawn = out.sequences[:, PROMPT_TOKENS:].unbind(1)
+        for logits, tokens in zip(out.logits, drawn, strict=True):
+            torch.log_softmax(logits.float(), -1).gather(1, tokens[:, None])
+
+
+async def run_native(engine: NativeEngine, prompts: np.ndarray, lengths: list[int]) -> None:
+    params = SamplingParams()
+    await engine.submit([Request(f"{i}", f"{i}", prompts[i], 0, i, 0, n, params) for i, n in enumerate(lengths)])
+    unfinished, tokens = len(lengths), 0
+    while unfinished:
+        events = await engine.events()
+        unfinished -= sum(finish is not None for finish in events.finish)
+        tokens += len(events.tokens)
+    assert tokens == sum(lengths), f"expected {sum(lengths)} tokens, found {tokens}"
+
+
+def measure(name: str, repetitions: int) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
+        hf = make_model(MODELS[name], Path(folder))
+        engine = NativeEngine(folder, EngineConfig(slots=CONCURRENT, max_context_tokens=CONTEXT_TOKENS))
+        runner.run(engine.resume(PolicyVersion(0, 0)))
+        rng = np.random.default_rng(0)
+        prompts = rng.integers(0, MODELS[name]["vocab_size"], (len(MIXED), PROMPT_TOKENS)).astype(np.int32)
+        sides: dict[str, Callable[[list[int]], None]] = {
+            "transformers": lambda lengths: run_transformers(hf, prompts, lengths),
+            "native": lambda lengths: runner.run(run_native(engine, prompts, lengths)),
+        }
+        for run in sides.values():
+            run([8] * CONCURRENT)
+        for kind, lengths in (("equal", EQUAL), ("mixed", MIXED)):
+            rates: dict[str, list[float]] = {side: [] for side in sides}
+            for _ in range(repetitions):
+                for side, run in sides.items():
+                    start_s = time.perf_counter()
+                    run(lengths)
+                    rates[side].append(sum(lengths) / (time.perf_counter() - start_s))
+            for side in sides:
+                figures[f"{side}_{kind}_tokens_per_s"] = round(statistics.median(rates[side]), 1)
+            ratios = [ours / theirs for ours, theirs in zip(rates["native"], rates["transformers"])]
+            figures[f"speedup_{kind}"] = round(statistics.median(ratios), 3)
+        runner.run(engine.close())
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=3)
+    repetitions = parser.parse_args().repetitions
+    torch.set_num_threads(1)
+    models = {}
+    for name in MODELS:
+        models[name] = figures = measure(name, repetitions)
+        for kind in ("equal", "mixed"):
+            ours, theirs = figures[f"native_{kind}_tokens_per_s"], figures[f"transformers_{kind}_tokens_per_s"]
+            print(f"{name:9} {kind:5}  native {ours:8.0f}  transformers {theirs:8.0f} tokens/s  {ours / theirs:.2f}x")
+    main_row = models["qwen3_5m"]
+    print(json.dumps({k: main_row[k] for k in ("speedup_equal", "speedup_mixed")} | {"models": models}))
+
+
+if __name__ == "__main__":
+    main()

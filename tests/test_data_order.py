@@ -1,0 +1,62 @@
+"""The order of prompts: every prompt once an epoch, shuffled anew, resumable to the very prompt."""
+
+import json
+from itertools import islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.data.order import PromptOrder
+from asyncrl.data.prompts import DataError
+from asyncrl.sample import Prompt
+
+
+def prompts(count):
+    return [Prompt(f"row:{i}", f"row:{i}", (), str(i), text=f"prompt {i}") for i in range(count)]
+
+
+def test_each_epoch_has_every_prompt_once_in_an_order_of_its_own():
+    issued = list(PromptOrder(prompts(50), seed=0, epochs=3))
+    epochs = [issued[i : i + 50] for i in (0, 50, 100)]
+    assert [sorted(p.answer for p in e) for e in epochs] == [sorted(map(str, range(50)))] * 3
+    assert len({tuple(p.answer for p in e) for e in epochs}) == 3
+    assert [{p.epoch for p in e} for e in epochs] == [{0}, {1}, {2}]
+    assert len({p.uid for p in issued}) == 150
+    assert all(p.uid == f"e{p.epoch}-{int(p.answer):06d}" for p in issued)
+
+
+def test_unshuffled_prompts_come_in_file_order():
+    assert [p.answer for p in PromptOrder(prompts(3), seed=0, shuffle=False, epochs=2)] == ["0", "1", "2"] * 2
+
+
+def test_no_number_of_epochs_means_no_end():
+    assert len(list(islice(PromptOrder(prompts(3), seed=0), 100))) == 100
+
+
+def test_the_seed_decides_the_order():
+    orders = [[p.answer for p in PromptOrder(prompts(20), seed=s, epochs=1)] for s in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2]
+
+
+@given(count=st.integers(1, 9), seed=st.integers(0, 3), issued=st.integers(0, 30), shuffle=st.booleans())
+def test_a_resumed_order_issues_exactly_what_was_left(count, seed, issued, shuffle):
+    order = PromptOrder(prompts(count), seed, shuffle, epochs=3)
+    before = list(islice(order, issued))
+    state = json.loads(json.dumps(order.state()))
+    resumed = PromptOrder(prompts(count), seed, shuffle, epochs=3)
+    resumed.load_state(state)
+    after = list(resumed)
+    assert after == list(order)
+    assert before + after == list(PromptOrder(prompts(count), seed, shuffle, epochs=3))
+
+
+@pytest.mark.parametrize("other", [PromptOrder(prompts(4), seed=0), PromptOrder(prompts(5), seed=1)])
+def test_a_state_of_other_prompts_or_another_seed_is_refused(other):
+    with pytest.raises(DataError, match="resume with the prompt files, seed"):
+        other.load_state(PromptOrder(prompts(5), seed=0).state())
+
+
+def test_an_order_over_nothing_is_refused():
+    with pytest.raises(DataError, match="at least one prompt"):
+        PromptOrder([], seed=0)

@@ -1,0 +1,115 @@
+"""Prompt files: what rows become, and what a bad file is told."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from asyncrl.config.schema import DataConfig
+from asyncrl.data.prompts import DataError, load_prompts, prompt_fits, prompt_token_limit
+from asyncrl.sample import Prompt
+
+CHAT = [{"role": "system", "content": "Be brief. "}, {"role": "user", "content": "2+2?"}]
+
+
+def write(path, *rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def test_jsonl_rows_become_prompts(tmp_path):
+    file = write(
+        tmp_path / "sums.jsonl",
+        {"prompt": CHAT, "answer": 4, "level": 1},
+        "",
+        {"prompt": "raw text", "answer": "x", "id": "named", "level": 2},
+    )
+    first, second = load_prompts([file], DataConfig())
+    assert (first.prompt_id, first.messages, first.text, first.answer) == ("sums:0", tuple(CHAT), None, "4")
+    assert (second.prompt_id, second.messages, second.text, second.answer) == ("named", (), "raw text", "x")
+    assert (first.extra, second.extra) == ({"level": 1}, {"level": 2})
+
+
+def test_parquet_rows_are_the_same_prompts_as_jsonl_rows(tmp_path):
+    rows = [{"question": CHAT, "truth": str(i), "level": i} for i in range(5)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "sums.parquet", row_group_size=2)
+    config = DataConfig(prompt_key="question", answer_key="truth")
+    from_parquet = load_prompts([tmp_path / "sums.parquet"], config)
+    assert from_parquet == load_prompts([write(tmp_path / "sums.jsonl", *rows)], config)
+    assert [p.prompt_id for p in from_parquet] == [f"sums:{i}" for i in range(5)]
+
+
+def test_without_the_chat_template_messages_are_joined(tmp_path):
+    file = write(tmp_path / "a.jsonl", {"prompt": CHAT, "answer": "4"})
+    (prompt,) = load_prompts([file], DataConfig(apply_chat_template=False))
+    assert (prompt.text, prompt.messages) == ("Be brief. 2+2?", ())
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ('{"prompt": "cut', "not a JSON value"),
+        ("[1, 2]", "expected a JSON object, found list"),
+        ({"answer": "4"}, "no column 'prompt'; found answer"),
+        ({"prompt": "2+2?"}, "no column 'answer'; found prompt"),
+        ({"prompt": "", "answer": "4"}, "the prompt is empty"),
+        ({"prompt": [], "answer": "4"}, "a string or a list of chat messages"),
+        ({"prompt": [{"role": "user"}], "answer": "4"}, "a 'role' and a 'content'"),
+        ({"prompt": "2+2?", "answer": ["4"]}, "must be a string or a number, found list"),
+    ],
+)
+def test_a_malformed_row_is_named_by_file_and_line(tmp_path, line, complaint):
+    file = write(tmp_path / "bad.jsonl", {"prompt": "2+2?", "answer": "4"}, "", line)
+    with pytest.raises(DataError) as error:
+        load_prompts([file], DataConfig())
+    assert str(error.value).startswith(f"{file}:3: ")
+    assert complaint in str(error.value)
+
+
+def test_bytes_that_are_no_text_are_named_by_file_and_line(tmp_path):
+    (tmp_path / "bad.jsonl").write_bytes(b'{"prompt": "\xff\xfe", "answer": "4"}\n')
+    with pytest.raises(DataError, match=r"bad\.jsonl:1: not a JSON value"):
+        load_prompts([tmp_path / "bad.jsonl"], DataConfig())
+
+
+def test_missing_empty_and_unknown_files_are_refused(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    (tmp_path / "prompts.csv").write_text("a,b\n")
+    (tmp_path / "torn.parquet").write_bytes(b"PAR1 not really")
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "none.parquet")
+    for name, complaint in [
+        ("gone.jsonl", "no such file"),
+        ("empty.jsonl", "no rows"),
+        ("none.parquet", "no rows"),
+        ("prompts.csv", r"expected a \.jsonl or a \.parquet"),
+        ("torn.parquet", "not a readable Parquet file"),
+    ]:
+        with pytest.raises(DataError, match=f"{name}.*{complaint}"):
+            load_prompts([tmp_path / name], DataConfig())
+    with pytest.raises(DataError, match=r"data\.train_files"):
+        load_prompts([], DataConfig())
+
+
+def test_an_id_given_twice_is_refused_with_both_places(tmp_path):
+    row = {"prompt": "2+2?", "answer": "4", "id": 7}
+    one, two = write(tmp_path / "one.jsonl", row), write(tmp_path / "two.jsonl", {**row, "id": 8}, row)
+    with pytest.raises(DataError, match=r"two\.jsonl:2: prompt id '7' was given before, at .*one\.jsonl:1"):
+        load_prompts([one, two], DataConfig())
+
+
+def test_the_prompt_limit_is_what_the_context_leaves_unless_less_is_asked_for():
+    assert prompt_token_limit(DataConfig(), context_tokens=100, max_response_tokens=60) == 40
+    assert prompt_token_limit(DataConfig(max_prompt_tokens=30), context_tokens=100, max_response_tokens=60) == 30
+    with pytest.raises(DataError, match="leaves 40"):
+        prompt_token_limit(DataConfig(max_prompt_tokens=41), context_tokens=100, max_response_tokens=60)
+    with pytest.raises(DataError, match="leaves -10"):
+        prompt_token_limit(DataConfig(), context_tokens=50, max_response_tokens=60)
+
+
+def test_an_overlong_prompt_is_an_error_or_dropped():
+    prompt = Prompt("e0-000003", "sums:3", (), "4", text="2+2?")
+    assert prompt_fits(prompt, 40, limit=40, overlong="error")
+    assert not prompt_fits(prompt, 41, limit=40, overlong="drop")
+    with pytest.raises(DataError, match="prompt sums:3 has 41 tokens, the limit is 40"):
+        prompt_fits(prompt, 41, limit=40, overlong="error")

@@ -1,0 +1,407 @@
+"""The native engine behind its seam: events, pause modes, KV release, weight updates, failures."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.config.schema import EngineConfig
+from asyncrl.models.checkpoint import is_draft, read_tensors, save_checkpoint
+from asyncrl.models.config import DecoderConfig
+from asyncrl.models.decoder import Decoder
+from asyncrl.param_sync.digest import digest_tensors
+from asyncrl.param_sync.manifest import Manifest, ManifestError, TensorSpec
+from asyncrl.param_sync.receiver import Bucket, TensorPart
+from asyncrl.rollouter.engine import EngineError, Request, SamplingParams
+from asyncrl.rollouter.engines.native.engine import NativeEngine
+from asyncrl.sample import FinishReason, PolicyVersion
+from asyncrl.telemetry.recorder import Recorder
+
+V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
+RAW = {
+    "architectures": ["MiMoForCausalLM"],
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 4096,
+    "num_nextn_predict_layers": 1,
+    "tie_word_embeddings": True,
+}
+
+
+def _save(path: Path, seed: int) -> Path:
+    config = DecoderConfig.from_dict(RAW)
+    decoder = Decoder(config)
+    decoder.init_weights(seed, std=0.3)
+    save_checkpoint(path, dict(decoder.named_parameters()), config)
+    return path
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return _save(tmp_path_factory.mktemp("mimo"), seed=1)
+
+
+@pytest.fixture
+async def start(checkpoint):
+    """Builds engines that are closed in the end."""
+    engines = []
+
+    def build(slots=4, context=256, path=checkpoint, load_weights=True, recorder=None, tokenizer=None, **options):
+        config = EngineConfig(slots=slots, max_context_tokens=context, **options)
+        engine = NativeEngine(path, config, recorder=recorder, tokenizer=tokenizer, load_weights=load_weights)
+        engines.append(engine)
+        return engine
+
+    yield build
+    for engine in engines:
+        await engine.close()
+
+
+def _request(id, new=10, tokens=(1, 2, 3), *, position=0, key=0, **sampling) -> Request:
+    return Request(id, id, np.array(tokens, np.int32), 0, key, position, new, SamplingParams(**sampling))
+
+
+class Told:
+    """Everything that an engine told so far, by request."""
+
+    def __init__(self, engine):
+        self.engine, self.tokens, self.versions, self.finish, self.errors = engine, {}, {}, {}, {}
+
+    async def until(self, *ids):
+        """Listen until these requests have ended."""
+        while not all(id in self.finish for id in ids):
+            self.add(await asyncio.wait_for(self.engine.events(), 20))
+        return self
+
+    async def until_tokens(self, id, count):
+        while len(self.tokens.get(id, ())) < count:
+            self.add(await asyncio.wait_for(self.engine.events(), 20))
+        return self
+
+    def add(self, events):
+        for e, id in enumerate(events.ids):
+            new = events.tokens[events.offsets[e] : events.offsets[e + 1]].tolist()
+            self.tokens.setdefault(id, []).extend(new)
+            self.versions.setdefault(id, []).extend([(events.versions[e], events.mixed_kv[e])] * len(new))
+            if events.finish[e] is not None:
+                self.finish[id] = events.finish[e]
+        self.errors |= events.errors
+
+
+async def test_requests_wait_for_the_first_version_and_every_token_carries_it(start):
+    engine = start()
+    await engine.submit([_request("a"), _request("b", 300)])
+    stats = await engine.stats()
+    assert (stats.waiting, stats.running, stats.version) == (2, 0, None)
+    await engine.resume(V0)
+    told = await Told(engine).until("a", "b")
+    assert len(told.tokens["a"]) == 10
+    assert len(told.tokens["b"]) == 253  # to the end of the context
+    assert set(told.versions["a"] + told.versions["b"]) == {(V0, False)}
+    assert (await engine.stats()).generated_tokens == 263
+
+
+async def test_stop_tokens_end_a_request_and_stay_in_it(start):
+    engine = start()
+    await engine.resume(V0)
+    await engine.submit([_request("free", 30)])
+    free = (await Told(engine).until("free")).tokens["free"]
+    stop = free[7]
+    await engine.submit([_request("stopped", 30, stop_token_ids=(stop,))])
+    told = await Told(engine).until("stopped")
+    assert told.tokens["stopped"] == free[: free.index(stop) + 1]
+    assert told.finish["stopped"] is FinishReason.STOP
+
+
+def _byte_tokenizer():
+    """A real byte-level tokenizer whose 256 tokens are the bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+async def test_stop_strings_end_a_request_where_the_text_completes_them_also_across_an_abort(start):
+    tokenizer = _byte_tokenizer()
+    engine = start(tokenizer=tokenizer)
+    await engine.resume(V0)
+    await engine.submit([_request("free", 60, tokens=(65, 66), key=5)])
+    free = (await Told(engine).until("free")).tokens["free"]
+    at = next(i for i in range(20, 58) if "\ufffd" not in tokenizer.decode(free[i : i + 2]))
+    stop = tokenizer.decode(free[at : at + 2])
+    end = next(n for n in range(1, 61) if stop in tokenizer.decode(free[:n]))
+    await engine.submit(
+        [
+            _request("whole", 60, tokens=(65, 66), key=5, stop_strings=("never there", stop)),
+            _request("rest", 60, tokens=(65, 66, *free[: end - 1]), position=end - 1, key=5, stop_strings=(stop,)),
+            # the stop string lies before what is drawn now: it must not end the request
+            _request("after", 3, tokens=(65, 66, *free[:end]), position=end, key=5, stop_strings=(stop,)),
+        ]
+    )
+    told = await Told(engine).until("whole", "rest", "after")
+    assert told.tokens["whole"] == free[:end]
+    assert told.tokens["rest"] == free[end - 1 : end]
+    assert told.finish["whole"] is told.finish["rest"] is FinishReason.STOP
+    assert told.tokens["after"] == free[end : end + 3]
+
+
+async def test_abort_ends_the_named_requests_with_their_tokens_and_leaves_the_others(start):
+    engine = start(slots=2, context=4096)
+    await engine.resume(V0)
+    await engine.submit([_request("a", 3000), _request("b", 3000), _request("waiting", 5)])
+    told = await Told(engine).until_tokens("a", 5)
+    await engine.abort(["a", "waiting", "unknown"])
+    await told.until("a", "waiting")
+    assert told.finish == {"a": FinishReason.ABORT, "waiting": FinishReason.ABORT}
+    assert 5 <= len(told.tokens["a"]) < 3000
+    assert told.tokens["waiting"] == []
+    count = len(told.tokens["b"])
+    await told.until_tokens("b", count + 5)
+
+
+async def test_pause_abort_cuts_everything_and_a_later_submission_waits_for_the_next_version(start):
+    engine = start(slots=2, context=4096)
+    await engine.resume(V0)
+    await engine.submit([_request(str(i), 3000) for i in range(3)])
+    told = await Told(engine).until_tokens("0", 3)
+    assert await engine.pause("abort", 10) == 3
+    await engine.submit([_request("later", 5)])
+    await told.until("0", "1", "2")
+    assert set(told.finish.values()) == {FinishReason.ABORT}
+    assert (await engine.stats()).waiting == 1
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(engine.events(), 0.2)  # nothing moves while paused
+    await engine.resume(V1)
+    await told.until("later")
+    assert set(told.versions["later"]) == {(V1, False)}
+
+
+@pytest.mark.parametrize("flush", [False, True])
+async def test_pause_keep_goes_on_under_the_next_version(start, flush):
+    engine = start(context=4096)
+    await engine.resume(V0)
+    await engine.submit([_request("a", 1500)])
+    told = await Told(engine).until_tokens("a", 3)
+    assert await engine.pause("keep", 10) == 1
+    if flush:
+        await engine.flush_kv()
+    await engine.resume(V1)
+    await told.until("a")
+    versions = told.versions["a"]
+    assert len(versions) == 1500
+    assert versions == sorted(versions)
+    assert set(versions) == {(V0, False), (V1, not flush)}
+
+
+async def test_pause_wait_lets_submitted_requests_finish_and_holds_back_later_ones(start):
+    engine = start(slots=2, context=4096)
+    await engine.resume(V0)
+    await engine.submit([_request(str(i), 400) for i in range(3)])
+    pausing = asyncio.ensure_future(engine.pause("wait", 30))
+    await asyncio.sleep(0)
+    await engine.submit([_request("later", 5)])
+    assert await pausing == 0
+    told = await Told(engine).until("0", "1", "2")
+    assert set(told.finish.values()) == {FinishReason.LENGTH}
+    stats = await engine.stats()
+    assert (stats.running, stats.waiting) == (0, 1)
+    await engine.resume(V1)
+    assert set((await told.until("later")).versions["later"]) == {(V1, False)}
+
+
+async def test_pause_wait_raises_at_its_deadline_and_the_engine_goes_on(start):
+    engine = start(context=4096)
+    await engine.resume(V0)
+    await engine.submit([_request("a", 4000)])
+    with pytest.raises(TimeoutError, match=r"pause\('wait'\) was not reached within 0.05 s, 1 requests run"):
+        await engine.pause("wait", 0.05)
+    told = await Told(engine).until_tokens("a", 1)
+    await told.until_tokens("a", len(told.tokens["a"]) + 10)
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+async def test_released_kv_gives_its_memory_back_and_restored_kv_generates_the_same(start):
+    engine = start(slots=32, context=4096)
+    await engine.resume(V0)
+    await engine.submit([_request("a", 8, key=3)])
+    before = (await Told(engine).until("a")).tokens["a"]
+    with pytest.raises(EngineError, match="pause it first"):
+        await engine.release_kv()
+    await engine.pause("abort", 10)
+    engine._core.kv._data.fill_(0.5)  # every page is really there
+    held, resident = (await engine.stats()).kv_bytes, _resident_bytes()
+    assert held == 2 * 2 * 32 * 1 * 4096 * 32 * 4
+    assert await engine.release_kv() == held
+    assert (await engine.stats()).kv_bytes == 0
+    assert resident - _resident_bytes() > 0.9 * held
+    with pytest.raises(EngineError, match="restore_kv first"):
+        await engine.resume(V0)
+    await engine.restore_kv()
+    await engine.resume(V0)
+    await engine.submit([_request("a", 8, key=3)])
+    assert (await Told(engine).until("a")).tokens["a"] == before
+
+
+async def test_kv_of_kept_requests_is_not_released(start):
+    engine = start(context=4096)
+    await engine.resume(V0)
+    await engine.submit([_request("a", 4000)])
+    await Told(engine).until_tokens("a", 1)
+    await engine.pause("keep", 10)
+    with pytest.raises(EngineError, match="1 requests still hold KV"):
+        await engine.release_kv()
+
+
+def _bucket(session: str, tensors: dict[str, torch.Tensor]) -> Bucket:
+    parts, data = [], bytearray()
+    for name, tensor in tensors.items():
+        parts.append(TensorPart(name, 0, tensor.nbytes, len(data)))
+        data += tensor.contiguous().numpy().tobytes()
+    return Bucket(session, 0, 0, tuple(parts), memoryview(data), None)
+
+
+def _manifest(tensors: dict[str, torch.Tensor]) -> Manifest:
+    specs = [TensorSpec(n, "float32", tuple(t.shape), "draft" if is_draft(n) else "target") for n, t in tensors.items()]
+    return Manifest((*specs, TensorSpec("lm_head.weight", "float32", (256, 64), tied_to="model.embed_tokens.weight")))
+
+
+async def test_a_sync_replaces_the_weights_of_target_and_draft_in_place(start, tmp_path):
+    fresh = _save(tmp_path, seed=2)
+    tensors = read_tensors(fresh)
+    engine, expected = start(), start(path=fresh)
+    await engine.resume(V0)
+    (receiver,) = engine.receivers()
+    receiver.open("s", _manifest(tensors))
+    await engine.pause("abort", 10)
+    receiver.take(_bucket("s", tensors))
+    receiver.verify()
+    receiver.commit(V1)
+    with pytest.raises(EngineError, match=r"committed last are those of version 0\.1"):
+        await engine.resume(V0)
+    for role in ("target", "draft"):
+        of_role = ((n, t) for n, t in tensors.items() if is_draft(n) == (role == "draft"))
+        assert await engine.digest(role) == digest_tensors(of_role)
+    told = []
+    for e in (engine, expected):
+        await e.resume(V1)
+        await e.submit([_request("a", 20)])
+        told.append((await Told(e).until("a")).tokens["a"])
+    assert told[0] == told[1]
+
+
+async def test_a_sync_broken_off_amid_its_transfer_leaves_an_engine_that_does_not_resume(start, checkpoint):
+    engine = start()
+    tensors = read_tensors(checkpoint)
+    (receiver,) = engine.receivers()
+    receiver.open("s", _manifest(tensors))
+    receiver.take(_bucket("s", {"model.norm.weight": tensors["model.norm.weight"]}))
+    receiver.abort()
+    with pytest.raises(EngineError, match="broken off"):
+        await engine.resume(V0)
+
+
+async def test_a_manifest_that_does_not_fit_the_model_is_refused_by_name(start, checkpoint):
+    (receiver,) = start().receivers()
+    tensors = read_tensors(checkpoint)
+    tensors["model.norm.weight"] = torch.zeros(63)
+    with pytest.raises(ManifestError, match=r"model\.norm\.weight.*63.*64"):
+        receiver.open("s", _manifest(tensors))
+
+
+async def test_without_loaded_weights_it_generates_only_after_a_commit(start, checkpoint):
+    engine = start(load_weights=False)
+    with pytest.raises(EngineError, match="nothing was committed"):
+        await engine.resume(V0)
+    tensors = read_tensors(checkpoint)
+    (receiver,) = engine.receivers()
+    receiver.open("s", _manifest(tensors))
+    receiver.take(_bucket("s", tensors))
+    receiver.verify()
+    receiver.commit(V0)
+    await engine.resume(V0)
+    await engine.submit([_request("a", 3)])
+    assert len((await Told(engine).until("a")).tokens["a"]) == 3
+
+
+async def test_events_come_in_batches_not_per_step(start):
+    engine = start(context=4096)
+    await engine.resume(V0)
+    await engine.submit([_request("a", 2000)])
+    told, calls = Told(engine), 0
+    begin_s = time.monotonic()
+    while "a" not in told.finish:
+        told.add(await engine.events())
+        calls += 1
+    assert calls <= (time.monotonic() - begin_s) / 0.05 + 2
+    assert calls < 2000
+
+
+async def test_a_failure_in_the_loop_reaches_every_caller(start):
+    engine = start(context=4096)
+    await engine.resume(V0)
+    listening = asyncio.ensure_future(engine.events())
+    await asyncio.sleep(0.02)
+    engine._core.model.embed = torch.zeros(1, 64)  # the next step reads past its end
+    await engine.submit([_request("a", 5)])
+    with pytest.raises(IndexError):
+        await asyncio.wait_for(listening, 10)
+    for call in (engine.events(), engine.stats(), engine.submit([]), engine.pause("wait", 1)):
+        with pytest.raises(IndexError):
+            await call
+
+
+async def test_a_closed_engine_refuses_calls_and_releases_those_that_wait(start):
+    engine = start()
+    listening = asyncio.ensure_future(engine.events())
+    await asyncio.sleep(0.02)
+    await engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        await listening
+    with pytest.raises(EngineError, match="closed"):
+        await engine.submit([])
+
+
+async def test_an_abandoned_wait_for_events_loses_none(start):
+    engine = start()
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.events(), 0.01)
+    await engine.submit([_request("a", 40)])
+    await engine.resume(V0)
+    assert len((await Told(engine).until("a")).tokens["a"]) == 40
+
+
+async def test_occupancy_and_token_counts_are_recorded(start):
+    recorder = Recorder("replica/0")
+    engine = start(slots=4, recorder=recorder)
+    await engine.resume(V0)
+    await engine.submit([_request("short", 20), _request("long", 200)])
+    await Told(engine).until("short", "long")
+    await engine.pause("wait", 10)
+    assert engine.occupancy() == 0
+    batch = recorder.drain()
+    spans = {span.name: span for span in batch.spans}
+    assert not batch.open_spans
+    assert spans["rollout/half_busy"].start_s >= spans["rollout/generate"].start_s
+    assert spans["rollout/half_busy"].end_s < spans["rollout/generate"].end_s
+    assert batch.counters["rollout/tokens"] == 220
+    assert batch.counters["rollout/prefill_tokens"] == 4
+
+
+def test_a_context_beyond_the_models_is_refused(checkpoint):
+    with pytest.raises(EngineError, match="5000"):
+        NativeEngine(checkpoint, EngineConfig(max_context_tokens=5000))

@@ -1,0 +1,294 @@
+"""Digests, bucketing and the receiver: no processes."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.param_sync.buckets import ALIGN_BYTES, bucket_checksum, pack
+from asyncrl.param_sync.digest import StreamingDigest, combine_hashes, digest_tensors, dtype_name
+from asyncrl.param_sync.errors import BucketKey, SyncError
+from asyncrl.param_sync.live_receiver import LiveViewReceiver
+from asyncrl.param_sync.manifest import Manifest, ManifestError, TensorSpec
+from asyncrl.param_sync.receiver import Bucket
+from asyncrl.sample import PolicyVersion
+
+V1 = PolicyVersion(0, 1)
+
+
+def manifest_of(tensors, tied=()):
+    specs = [TensorSpec(n, dtype_name(t), tuple(t.shape)) for n, t in tensors.items()]
+    return Manifest((*specs, *tied))
+
+
+def buckets_of(tensors, capacity=256, checksum=True, session="s", on_bytes=None):
+    """Buckets as a transport would give them, each with a buffer of its own."""
+    buffers = []
+
+    def next_buffer():
+        buffers.append(torch.full((capacity,), 0xEE, dtype=torch.uint8))
+        return buffers[-1]
+
+    return [
+        Bucket(session, 0, i, filled.parts, memoryview(buffers[i].numpy()), filled.checksum)
+        for i, filled in enumerate(pack(tensors.items(), next_buffer, checksum, on_bytes))
+    ]
+
+
+def receiver_of(live, tied=None, versions=None):
+    return LiveViewReceiver(live, tied or {}, (versions if versions is not None else []).append)
+
+
+def same_bits(a, b):
+    return a.shape == b.shape and digest_tensors([("x", a)]) == digest_tensors([("x", b)])
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+
+
+@st.composite
+def tensors_and_targets(draw):
+    """Tensors, some strided, and live views of the same shapes, some strided or slices of a fused tensor."""
+    sources, live = {}, {}
+    for i in range(draw(st.integers(1, 8))):
+        dtype, shape = draw(st.sampled_from(DTYPES)), draw(st.lists(st.integers(0, 9), max_size=3))
+        generator = torch.Generator().manual_seed(i)
+        for side in (sources, live):
+            layout = draw(st.sampled_from(["plain", "transposed", "sliced"]))
+            if layout == "transposed":
+                full = torch.randint(0, 2, shape[::-1], generator=generator).to(dtype)
+                side[f"t{i}"] = full.permute(list(reversed(range(full.ndim))))
+            elif layout == "sliced" and shape:
+                full = torch.randint(0, 2, [*shape[:-1], shape[-1] + 3], generator=generator).to(dtype)
+                side[f"t{i}"] = full[..., 1 : 1 + shape[-1]]
+            else:
+                side[f"t{i}"] = torch.randint(0, 2, shape, generator=generator).to(dtype)
+    return sources, live
+
+
+@settings(max_examples=150, deadline=None)
+@given(tensors_and_targets(), st.sampled_from([64, 128, 1024]))
+def test_any_tensors_arrive_bit_exact_in_any_views(case, capacity):
+    sources, live = case
+    receiver = receiver_of(live)
+    receiver.open("s", manifest_of(sources))
+    for bucket in buckets_of(sources, capacity):
+        assert all(part.offset % ALIGN_BYTES == 0 for part in bucket.parts)
+        receiver.take(bucket)
+    receiver.verify()
+    assert digest_tensors(live.items()) == digest_tensors(sources.items())
+
+
+def test_writing_to_a_slice_leaves_the_rest_of_a_fused_tensor_alone():
+    fused = torch.full((6, 10), 7.0)
+    live = {"gate": fused[:, :4], "up": fused[:, 4:9]}
+    receiver = receiver_of(live)
+    sources = {"gate": torch.zeros(6, 4), "up": torch.ones(6, 5)}
+    receiver.open("s", manifest_of(sources))
+    for bucket in buckets_of(sources, 64):
+        receiver.take(bucket)
+    assert fused[:, 9].eq(7).all()
+    assert fused[:, :4].eq(0).all()
+    assert fused[:, 4:9].eq(1).all()
+
+
+def test_a_tensor_that_fits_a_bucket_is_never_split_and_an_exact_fit_closes_it():
+    tensors = {"a": torch.zeros(40), "b": torch.zeros(64), "c": torch.zeros(64), "large": torch.zeros(100)}
+    buckets = buckets_of(tensors, 256)
+    assert [[(p.name, p.start, p.nbytes) for p in b.parts] for b in buckets] == [
+        [("a", 0, 160)],
+        [("b", 0, 256)],
+        [("c", 0, 256)],
+        [("large", 0, 256)],
+        [("large", 256, 144)],
+    ]
+
+
+def test_a_large_tensor_uses_up_what_is_left_of_a_bucket():
+    buckets = buckets_of({"a": torch.zeros(16), "large": torch.zeros(100)}, 256)
+    assert [p.nbytes for b in buckets for p in b.parts] == [64, 192, 208]
+
+
+def test_no_tensors_make_no_bucket_and_capacity_is_checked():
+    assert buckets_of({}) == []
+    with pytest.raises(ValueError, match="multiple of 64"):
+        buckets_of({"a": torch.zeros(1)}, capacity=100)
+
+
+def test_each_tensor_is_read_before_the_next_one_is_asked_for():
+    shared = torch.zeros(30)
+
+    def export():
+        for i in range(5):
+            yield f"t{i}", shared.fill_(i)
+
+    buffer = torch.zeros(1024, dtype=torch.uint8)
+    (filled,) = pack(export(), lambda: buffer)
+    sent = [float(buffer[p.offset : p.offset + 4].view(torch.float32)) for p in filled.parts]
+    assert sent == [0, 1, 2, 3, 4]
+
+
+def test_the_digest_does_not_depend_on_order_or_layout():
+    a, b = torch.randn(5, 6), torch.randn(3).to(torch.bfloat16)
+    expected = digest_tensors([("a", a), ("b", b)])
+    assert digest_tensors([("b", b), ("a", a.t().contiguous().t())]) == expected
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"b": torch.zeros(4)},
+        {"a": torch.zeros(2, 2)},
+        {"a": torch.zeros(4, dtype=torch.int32)},
+        {"a": torch.tensor([0, 0, 0, -0.0])},
+        {"a": torch.zeros(4), "empty": torch.empty(0)},
+    ],
+)
+def test_the_digest_sees_names_shapes_dtypes_and_every_bit(other):
+    assert digest_tensors(other.items()) != digest_tensors([("a", torch.zeros(4))])
+
+
+def test_the_streaming_digest_equals_the_whole_one_and_joins_over_senders():
+    tensors = {"b": torch.randn(300), "a": torch.randn(3), "none": torch.empty(0, 4)}
+    manifest = manifest_of(tensors)
+    hashes = {}
+    for share in (["b"], ["a", "none"]):
+        digest = StreamingDigest(manifest)
+        buckets_of({n: tensors[n] for n in share}, 256, on_bytes=digest.update)
+        hashes |= digest.hashes()["target"]
+    assert combine_hashes(hashes) == digest_tensors(tensors.items())
+
+
+# -- the receiver ------------------------------------------------------------------------------------------------------
+
+
+def test_a_session_ends_with_a_commit_that_tells_the_version():
+    versions, live = [], {"a": torch.zeros(9)}
+    receiver = receiver_of(live, versions=versions)
+    receiver.open("s", manifest_of({"a": torch.ones(9)}))
+    assert receiver.intact()
+    for bucket in buckets_of({"a": torch.ones(9)}):
+        receiver.take(bucket)
+    assert not receiver.intact()
+    receiver.verify()
+    receiver.commit(V1)
+    assert receiver.intact()
+    assert versions == [V1]
+    assert live["a"].eq(1).all()
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        ({"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(1)}, "c: sent, but unknown to the replica"),
+        ({"a": torch.zeros(2)}, "b: a parameter of the replica that is not sent"),
+        ({"a": torch.zeros(2), "b": torch.zeros(4)}, r"b: sent as float32\[4\], the replica holds float32\[3\]"),
+        ({"a": torch.zeros(2), "b": torch.zeros(3).half()}, r"b: sent as float16\[3\], the replica holds float32\[3\]"),
+        (
+            {"a": torch.zeros(2), "b": torch.zeros(3), "head": torch.zeros(2)},
+            "head: sent, but the replica ties it to a",
+        ),
+    ],
+)
+def test_a_manifest_that_does_not_fit_is_refused(sent, message):
+    receiver = receiver_of({"a": torch.zeros(2), "b": torch.zeros(3)}, {"head": "a"})
+    with pytest.raises(ManifestError, match=message):
+        receiver.open("s", manifest_of(sent))
+
+
+def test_a_manifest_error_counts_all_and_names_a_few():
+    receiver = receiver_of({f"p{i}": torch.zeros(1) for i in range(30)})
+    with pytest.raises(ManifestError, match=r"30 differ.*and 26 more") as error:
+        receiver.open("s", Manifest(()))
+    assert len(str(error.value)) < 600
+
+
+def test_tied_names_are_known_and_not_sent():
+    head = TensorSpec("head", "float32", (2,), "target", "a")
+    sent = {"a": torch.ones(2)}
+    receiver_of({"a": torch.zeros(2)}, {"head": "a"}).open("s", manifest_of(sent, [head]))
+    receiver_of({"a": torch.zeros(2)}, {"head": "a"}).open("s", manifest_of(sent))
+    receiver_of({"a": torch.zeros(2)}).open("s", manifest_of(sent, [head]))
+    with pytest.raises(ManifestError, match="head: the sender ties it to a, the replica to storage of its own"):
+        receiver_of({"a": torch.zeros(2), "head": torch.zeros(2)}).open("s", manifest_of(sent, [head]))
+
+
+def opened(live, tensors, session="s"):
+    receiver = receiver_of(live)
+    receiver.open(session, manifest_of(tensors))
+    return receiver
+
+
+def test_buckets_of_another_session_or_out_of_sequence_change_nothing():
+    tensors, live = {"a": torch.ones(100), "b": torch.ones(100)}, {"a": torch.zeros(100), "b": torch.zeros(100)}
+    receiver = opened(live, tensors)
+    first, second, *_ = buckets_of(tensors)
+    for bucket, message in (
+        (first._replace(session="older"), "takes part in session s"),
+        (second, "out of sequence, bucket 0"),
+    ):
+        with pytest.raises(SyncError, match=message):
+            receiver.take(bucket)
+    assert receiver.intact()
+    assert live["a"].eq(0).all()
+    receiver.take(first)
+    with pytest.raises(SyncError, match="out of sequence, bucket 1"):
+        receiver.take(first)
+
+
+def test_no_byte_is_taken_twice():
+    tensors, live = {"a": torch.ones(10), "none": torch.empty(0)}, {"a": torch.zeros(10), "none": torch.empty(0)}
+    (bucket,) = buckets_of(tensors)
+    for part in bucket.parts:
+        receiver = opened(live, tensors)
+        receiver.take(bucket)
+        again = bucket._replace(sequence=1, parts=(part,), checksum=None)
+        with pytest.raises(SyncError, match=f"{part.name}: byte 0 arrived a second time"):
+            receiver.take(again)
+
+
+def test_a_gap_or_an_overlong_part_is_refused():
+    tensors, live = {"a": torch.ones(100)}, {"a": torch.zeros(100)}
+    first, second = buckets_of(tensors)
+    with pytest.raises(SyncError, match="byte 256 came early"):
+        opened(live, tensors).take(second._replace(sequence=0))
+    (part,) = first.parts
+    for wrong in (part._replace(nbytes=404), part._replace(nbytes=254), part._replace(offset=64)):
+        with pytest.raises(SyncError, match="does not fit"):
+            opened(live, tensors).take(first._replace(parts=(wrong,)))
+
+
+def test_a_damaged_bucket_is_refused_before_it_is_written():
+    tensors, live = {"a": torch.ones(10)}, {"a": torch.zeros(10)}
+    (bucket,) = buckets_of(tensors)
+    assert bucket_checksum(bucket) == bucket.checksum
+    bucket.data[17] ^= 4
+    with pytest.raises(SyncError, match="damaged on its way"):
+        opened(live, tensors).take(bucket)
+    assert live["a"].eq(0).all()
+
+
+def test_verify_names_what_is_missing_and_commit_needs_verify():
+    tensors = {"a": torch.ones(100), "none": torch.empty(0)}
+    live = {"a": torch.zeros(100), "none": torch.empty(0)}
+    receiver = opened(live, tensors)
+    receiver.take(buckets_of(tensors)[0])
+    with pytest.raises(SyncError, match="2 tensors are not whole: a: 256 of 400 bytes, none: 0 of 0"):
+        receiver.verify()
+    with pytest.raises(SyncError, match="nothing verified"):
+        receiver.commit(V1)
+    receiver.abort()
+    assert not receiver.intact()
+    with pytest.raises(SyncError, match="no session is open"):
+        receiver.verify()
+
+
+def test_an_error_keeps_its_place_across_a_process_border():
+    error = SyncError("transfer", None, None, BucketKey("s", 2, 5), "it broke").located("replica/1", V1)
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == "sync phase transfer, replica/1, version 0.1, bucket 2/5 of session s: it broke"
+    assert (again.phase, again.who, again.version, again.bucket) == ("transfer", "replica/1", V1, ("s", 2, 5))

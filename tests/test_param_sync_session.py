@@ -1,0 +1,267 @@
+"""Whole sync sessions between real processes, with what can go wrong on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+import torch
+from sync_processes import config, digest, hurried, processes, weights
+
+from asyncrl.param_sync.errors import SyncError
+from asyncrl.param_sync.fleet import Fleet
+from asyncrl.param_sync.manifest import ManifestError
+from asyncrl.param_sync.session import PHASES, SyncSession
+from asyncrl.sample import PolicyVersion
+from asyncrl.telemetry.recorder import Recorder
+
+
+def version(number):
+    return PolicyVersion(0, number)
+
+
+def fleet_of(replicas):
+    fleet = Fleet()
+    for name, handle in replicas.items():
+        fleet.add(name, handle)
+    return fleet
+
+
+async def sync(ranks, fleet, number, settings=None, recorder=None):
+    senders = {f"trainer/{i}": rank for i, rank in enumerate(ranks)}
+    return await SyncSession(senders, fleet, settings or config(), recorder).run(version(number))
+
+
+def digests(number):
+    return {role: digest(weights(number), role) for role in ("target", "draft")}
+
+
+async def test_all_replicas_come_to_the_new_version_bit_exact():
+    async with processes(2) as (ranks, replicas):
+        fleet, recorder = fleet_of(replicas), Recorder("driver")
+        assert fleet.routable == {}
+        report = await sync(ranks, fleet, 1, recorder=recorder)
+        assert fleet.routable == dict.fromkeys(replicas, version(1))
+        assert report.digests == digests(1)
+        assert report.nbytes == sum(t.nbytes for t in weights(1).values())
+        assert report.evicted == {}
+        assert report.paused_s.keys() == replicas.keys()
+        assert report.seconds.keys() == set(PHASES)
+        assert {span.name for span in recorder.drain().spans} == {f"sync/{phase}" for phase in PHASES}
+        for replica in replicas.values():
+            seen = await replica.look()
+            assert seen["digests"] == digests(1)
+            assert seen["calls"] == ["pause abort", "release_kv", "commit 0.1", "restore_kv", "resume 0.1"]
+
+
+@pytest.mark.parametrize(
+    ("pause", "kv", "calls"),
+    [
+        ("wait", "keep", ["pause wait", "commit 0.1", "resume 0.1"]),
+        ("keep", "recompute", ["pause keep", "flush_kv", "commit 0.1", "resume 0.1"]),
+    ],
+)
+async def test_pause_and_kv_are_as_configured(pause, kv, calls):
+    async with processes(1) as (ranks, replicas):
+        await sync(ranks, fleet_of(replicas), 1, config(pause=pause, kv=kv, checksum=False))
+        seen = await replicas["replica/0"].look()
+        assert seen["calls"] == calls
+        assert seen["digests"] == digests(1)
+
+
+async def test_several_senders_share_a_session():
+    async with processes(2, shares=(slice(0, 5), slice(5, None))) as (ranks, replicas):
+        fleet = fleet_of(replicas)
+        for number in (1, 2):
+            assert (await sync(ranks, fleet, number)).digests == digests(number)
+        assert fleet.routable == dict.fromkeys(replicas, version(2))
+
+
+async def test_many_sessions_grow_nothing():
+    async with processes(2) as (ranks, replicas):
+        fleet, everyone = fleet_of(replicas), [*ranks, *replicas.values()]
+        await sync(ranks, fleet, 1)
+        before = [(await remote.look())["fds"] for remote in everyone]
+        for number in range(2, 52):
+            await sync(ranks, fleet, number)
+        assert [(await remote.look())["fds"] for remote in everyone] == before
+
+
+async def test_closing_gives_back_memory_and_descriptors():
+    async with processes(1) as (ranks, replicas):
+        everyone = [*ranks, *replicas.values()]
+        await sync(ranks, fleet_of(replicas), 1)
+        assert all(segments(remote.process.pid) for remote in everyone)
+        for remote in everyone:
+            await remote.close()
+            assert segments(remote.process.pid) == []
+
+
+def segments(pid):
+    """Bucket memory that a process has mapped or open, and names in the folder for shared memory."""
+    with open(f"/proc/{pid}/maps") as maps:
+        mapped = [line for line in maps if "asyncrl-bucket" in line]
+    opened = [fd for fd in os.listdir(f"/proc/{pid}/fd") if "asyncrl-bucket" in os.readlink(f"/proc/{pid}/fd/{fd}")]
+    return mapped + opened + [name for name in os.listdir("/dev/shm") if "asyncrl-bucket" in name]
+
+
+async def test_a_wrong_shape_is_refused_with_nothing_paused():
+    async with processes(2, extra={"norm.weight": torch.zeros(8)}) as (ranks, replicas):
+        fleet = fleet_of(replicas)
+        with pytest.raises(ManifestError, match=r"norm.weight: sent as float32\[7\], the replica holds float32\[8\]"):
+            await sync(ranks, fleet, 1)
+        for replica in replicas.values():
+            assert (await replica.look())["calls"] == []
+        fleet.remove("replica/1")
+        await sync(ranks, fleet, 1)
+        assert fleet.routable == {"replica/0": version(1)}
+
+
+async def test_a_replica_killed_in_the_transfer_is_evicted_at_once_and_survivors_commit():
+    async with processes(2) as (ranks, replicas):
+        fleet = fleet_of(replicas)
+        await sync(ranks, fleet, 1)
+        await ranks[0].set(hold_at=9)
+        session = asyncio.create_task(sync(ranks, fleet, 2))
+        await ranks[0].held()
+        replicas["replica/1"].signal(signal.SIGKILL)
+        await ranks[0].release()
+        started = time.monotonic()
+        report = await session
+        assert time.monotonic() - started < 5  # its deadlines are 20 s and more
+        assert report.evicted.keys() == {"replica/1"}
+        assert fleet.routable == {"replica/0": version(2)}
+        assert (await replicas["replica/0"].look())["digests"] == digests(2)
+        assert segments(ranks[0].process.pid)  # still the same ones, for the next session
+        report = await sync(ranks, fleet, 3)
+        assert report.evicted["replica/1"].phase == "plan"
+        assert fleet.routable == {"replica/0": version(3)}
+
+
+async def test_a_stopped_replica_costs_its_deadline_and_changes_nothing_when_it_wakes():
+    async with processes(2) as (ranks, replicas):
+        fleet, late = fleet_of(replicas), replicas["replica/1"]
+        await sync(ranks, fleet, 1)
+        await ranks[0].set(hold_at=9)
+        session = asyncio.create_task(sync(ranks, fleet, 2, hurried(transfer_s=3.0)))
+        await ranks[0].held()
+        late.signal(signal.SIGSTOP)
+        await ranks[0].release()
+        report = await session
+        error = report.evicted["replica/1"]
+        assert (error.phase, error.who, error.version) == ("transfer", "replica/1", version(2))
+        assert "was silent" in str(error)
+        assert fleet.routable == {"replica/0": version(2)}
+
+        late.signal(signal.SIGCONT)
+        seen = await late.look()
+        assert seen["calls"][-2:] == ["pause abort", "release_kv"]  # it committed and resumed nothing
+        assert not seen["intact"]
+        for attempt in (late.receive(report.session, 1.0), late.verify(report.session)):
+            with pytest.raises(SyncError, match=r"transfer|verify"):
+                await attempt
+        with pytest.raises(SyncError):
+            await late.commit(report.session, version(2))
+        assert (await late.look())["calls"] == seen["calls"]
+
+        assert (await sync(ranks, fleet, 3)).evicted == {}
+        assert fleet.routable == dict.fromkeys(replicas, version(3))
+        assert (await late.look())["digests"] == digests(3)
+
+
+async def test_a_replica_that_stops_after_the_transfer_holds_nobody_up():
+    async with processes(2) as (ranks, replicas):
+        fleet = fleet_of(replicas)
+        await sync(ranks, fleet, 1)
+        replicas["replica/1"].signal(signal.SIGSTOP)
+        report = await sync(ranks, fleet, 2, hurried(plan_s=0.5))
+        assert report.evicted["replica/1"].phase == "plan"
+        assert "0.5 s" in str(report.evicted["replica/1"])
+        assert fleet.routable == {"replica/0": version(2)}
+        replicas["replica/1"].signal(signal.SIGCONT)
+        await sync(ranks, fleet, 3)
+        assert fleet.routable == dict.fromkeys(replicas, version(3))
+
+
+async def test_a_killed_sender_fails_the_session_and_no_replica_serves_a_mixture():
+    async with processes(2) as (ranks, replicas):
+        fleet = fleet_of(replicas)
+        await sync(ranks, fleet, 1)
+        await ranks[0].set(hold_at=9)
+        session = asyncio.create_task(sync(ranks, fleet, 2))
+        await ranks[0].held()
+        ranks[0].signal(signal.SIGKILL)
+        with pytest.raises(SyncError, match=r"sync phase transfer, trainer/0, version 0.2"):
+            await session
+        assert fleet.routable == {}
+        for replica in replicas.values():
+            seen = await replica.look()
+            assert not seen["intact"]
+            assert seen["calls"][-1] == "release_kv"  # still paused
+        async with processes(0) as (fresh, _):
+            await sync(fresh, fleet, 3)
+        assert fleet.routable == dict.fromkeys(replicas, version(3))
+
+
+async def test_replicas_that_took_nothing_serve_on_when_the_sender_fails():
+    async with processes(2) as (ranks, replicas):
+        fleet = fleet_of(replicas)
+        await sync(ranks, fleet, 1)
+        await ranks[0].set(fail_at=0)
+        with pytest.raises(SyncError, match=r"trainer/0, version 0.2: RuntimeError: the trainer ran out of memory"):
+            await sync(ranks, fleet, 2)
+        assert fleet.routable == dict.fromkeys(replicas, version(1))
+        for replica in replicas.values():
+            seen = await replica.look()
+            assert seen["calls"][-4:] == ["pause abort", "release_kv", "restore_kv", "resume 0.1"]
+            assert seen["digests"] == digests(1)
+
+
+async def test_a_stopped_sender_fails_at_the_deadline_and_writes_nothing_when_it_wakes():
+    async with processes(1) as (ranks, replicas):
+        fleet, replica = fleet_of(replicas), replicas["replica/0"]
+        await sync(ranks, fleet, 1)
+        await ranks[0].set(hold_at=0)
+        settings = hurried(transfer_s=1.0, reload_s=0.2, resume_s=0.2)
+        session = asyncio.create_task(sync(ranks, fleet, 2, settings))
+        await ranks[0].held()
+        ranks[0].signal(signal.SIGSTOP)
+        with pytest.raises(SyncError, match=r"transfer, trainer/0, version 0.2: no answer within the deadline of 1 s"):
+            await session
+        assert fleet.routable == {"replica/0": version(1)}
+        ranks[0].signal(signal.SIGCONT)
+        await ranks[0].release()
+        assert (await replica.look())["digests"] == digests(1)
+        await sync(ranks, fleet, 3)
+        assert (await replica.look())["digests"] == digests(3)
+
+
+async def test_a_damaged_bucket_evicts_and_the_export_is_driven_to_its_end():
+    async with processes(1) as (ranks, replicas):
+        fleet = fleet_of(replicas)
+        await ranks[0].damage_next()
+        with pytest.raises(SyncError, match=r"all replicas.*bucket 0/0 of session .*damaged on its way"):
+            await sync(ranks, fleet, 1)
+        assert fleet.routable == {}
+        assert (await ranks[0].look())["exported"] == len(weights(0))
+        await sync(ranks, fleet, 2)
+        assert fleet.routable == {"replica/0": version(2)}
+
+
+async def test_without_checksums_the_digest_finds_damage():
+    async with processes(1) as (ranks, replicas):
+        await ranks[0].damage_next()
+        with pytest.raises(SyncError, match=r"sync phase verify.*the target's digest is"):
+            await sync(ranks, fleet_of(replicas), 1, config(checksum=False))
+        assert "commit 0.1" not in (await replicas["replica/0"].look())["calls"]
+
+
+async def test_a_session_needs_replicas_and_a_resolved_pause():
+    async with processes(0) as (ranks, _):
+        with pytest.raises(SyncError, match="the fleet is empty"):
+            await sync(ranks, Fleet(), 1)
+    with pytest.raises(ValueError, match="'auto'"):
+        SyncSession({}, Fleet(), config(pause="auto"))

@@ -1,0 +1,187 @@
+"""The HTML report: what it draws, what it survives, and that nothing in a run folder can break out of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.reporting import charts, swimlanes
+from asyncrl.reporting.jsonl import METRICS_FILE, LineFile
+from asyncrl.reporting.report import MAX_TRAJECTORIES, REPORT_FILE, read_series, write_report
+from asyncrl.reporting.timeline import SPANS_FILE
+from asyncrl.reporting.trajectories import TRAJECTORIES_FILE
+
+PHASES = ("plan", "pause", "unload", "transfer", "verify", "commit", "reload", "resume")
+EVIL = "</script><img src=x onerror=alert(1)>"
+
+
+def metrics_of(run_dir: Path, names: list[str], steps: int = 3) -> dict[str, list[float]]:
+    """Write metrics.jsonl with values that no two names share; return them."""
+    values = {name: [i + step / 1000 + 0.123 for step in range(1, steps + 1)] for i, name in enumerate(names)}
+    file = LineFile(run_dir / METRICS_FILE)
+    for row in range(steps):
+        file.write([{"step": row + 1, "time": 1e9 + row} | {name: column[row] for name, column in values.items()}])
+    return values
+
+
+def plots(html: str) -> list[dict]:
+    """Every trace of every plot in the page, as plotly was given it."""
+    decoder, traces = json.JSONDecoder(), []
+    for call in re.finditer(r"Plotly\.newPlot\(\s*\"[0-9a-f-]+\",\s*", html):
+        traces += decoder.raw_decode(html, call.end())[0]
+    return traces
+
+
+def body_of(html: str) -> str:
+    """The page without plotly's own source."""
+    return html[html.index("<body>") :]
+
+
+def test_every_expected_metric_is_drawn_with_its_values(tmp_path):
+    names = [line.metric for section in charts.SECTIONS.values() for chart in section for line in chart.lines]
+    names += [f"param_sync/{phase}_s" for phase in PHASES]
+    names += ["param_sync/paused_s", "fully_async/dropped/overdue", "fully_async/dropped/zero_variance"]
+    assert len(set(names)) == len(names)
+    values = metrics_of(tmp_path, names)
+    drawn = [trace["y"] for trace in plots(write_report(tmp_path).read_text())]
+    missing = [name for name in names if values[name] not in drawn]
+    assert missing == []
+    assert len(drawn) == len(names)
+
+
+def test_a_gap_in_a_metric_stays_a_gap_and_a_repeated_step_counts_once(tmp_path):
+    LineFile(tmp_path / METRICS_FILE).write(
+        [
+            {"step": 1, "time": 10, "actor/entropy": 2.0},
+            {"step": 2, "time": 11, "actor/entropy": 1.9},
+            {"step": 2, "time": 25, "actor/entropy": None, "validation/accuracy": 0.5},
+            {"step": 3, "time": 26, "actor/entropy": 1.5},
+        ]
+    )
+    series, times = read_series(tmp_path)
+    assert series == {"actor/entropy": ([1, 2, 3], [2.0, None, 1.5]), "validation/accuracy": ([2], [0.5])}
+    assert times == [10, 26]
+
+
+def test_the_key_figures_are_at_the_top(tmp_path):
+    file = LineFile(tmp_path / METRICS_FILE)
+    file.write([{"step": 0, "time": 0, "validation/accuracy": 0.031}])
+    file.write([{"step": 90, "time": 300, "fully_async/staleness/max": 2, "fully_async/staleness/bound": 2}])
+    file.write([{"step": 100, "time": 600, "validation/accuracy": 0.884, "fully_async/staleness/max": 1}])
+    (tmp_path / "config.yaml").write_text("name: sums\ntrainer:\n  total_steps: 100\nmodel:\n  path: /models/tiny\n")
+    html = body_of(write_report(tmp_path).read_text())
+    for text in ("<h1>sums</h1>", "3.1% → 88.4%", "100/100", "10m00s", "2 / 2", "tiny"):
+        assert text in html
+    (tmp_path / "summary.json").write_text(
+        json.dumps({"failed": None, "samples": 12_800, "tokens": 3.2e6, "overlap": 0.873, "accuracy_after": 0.9})
+    )
+    html = body_of(write_report(tmp_path).read_text())
+    for text in ("3.1% → 90.0%", "12,800", "3.20M", "87%", "finished"):
+        assert text in html
+
+
+def test_a_trajectory_shows_what_it_earned_and_which_versions_wrote_it(tmp_path):
+    versions = [{"start": 0, "version": "1.4", "mixed_kv": False}, {"start": 7, "version": "1.5", "mixed_kv": True}]
+    row = {"step": 3, "prompt": "2+2?", "response": "4", "reward": 0.5, "finish": "length", "versions": versions}
+    LineFile(tmp_path / TRAJECTORIES_FILE).write(
+        [row | {"prompt_tokens": 5, "response_tokens": 9, "prompt_id": "add/1"}]
+    )
+    html = body_of(write_report(tmp_path).read_text())
+    for text in ("step 3", "reward 0.5", "length", "5 + 9 tokens", "version 1.4", "version 1.5 from token 7, mixed KV"):
+        assert f">{text}</span>" in html
+    assert "<pre>2+2?</pre>" in html
+    assert "<pre>4</pre>" in html
+
+
+def test_nothing_that_a_policy_writes_becomes_markup(tmp_path):
+    LineFile(tmp_path / TRAJECTORIES_FILE).write(
+        [
+            {
+                "step": EVIL,
+                "prompt": EVIL,
+                "response": f"1 < 2 & {EVIL}",
+                "reward": 1.0,
+                "finish": EVIL,
+                "prompt_id": EVIL,
+                "prompt_tokens": EVIL,
+                "response_tokens": EVIL,
+                "versions": [{"start": 0, "version": EVIL}, {"start": EVIL, "version": "1.4"}],
+            }
+        ]
+    )
+    LineFile(tmp_path / METRICS_FILE).write([{"step": 1, f"fully_async/dropped/{EVIL}": 3}])
+    LineFile(tmp_path / SPANS_FILE).write([{"actor": EVIL, "name": EVIL, "start": 0, "end": 1, "args": {EVIL: EVIL}}])
+    (tmp_path / "config.yaml").write_text(json.dumps({"name": EVIL, "model": {"path": f"x{EVIL}"}}))
+    (tmp_path / "summary.json").write_text(json.dumps({"failed": EVIL, EVIL: EVIL}))
+    html = write_report(tmp_path).read_text()
+    assert "<img" not in body_of(html)
+    assert "1 &lt; 2 &amp; &lt;/script&gt;" in html
+    assert html.count("</script>") == html.count("<script")
+
+
+def test_the_page_asks_nothing_of_the_network(tmp_path):
+    metrics_of(tmp_path, ["actor/entropy", "fully_async/version"])
+    html = write_report(tmp_path).read_text()
+    own = body_of(html) + html[: html.index("<script>")]
+    assert re.findall(r"(?:src|href)=|url\(|@import|https?://", own) == []
+    assert html.count("plotly.js v") == 1
+    assert (tmp_path / REPORT_FILE).stat().st_size < 6_000_000
+
+
+def test_the_timeline_draws_the_end_of_a_long_run_and_says_so(tmp_path):
+    count = swimlanes.MAX_BARS + 500
+    LineFile(tmp_path / SPANS_FILE).write(
+        {"actor": "trainer/0", "name": "trainer/step", "start": 100.0 + i, "end": 100.9 + i} for i in range(count)
+    )
+    html = write_report(tmp_path).read_text()
+    (trace,) = plots(html)
+    assert len(trace["x"]) == swimlanes.MAX_BARS
+    assert trace["base"][-1] == count - 1
+    assert f"The last 1,500 of {count:,} recorded spans are drawn." in html
+
+
+def test_nested_spans_are_drawn_inside_their_parents():
+    rows = [
+        {"actor": "trainer/0", "name": "micro_batch", "start": 1.0, "end": 2.0, "count": 3},
+        {"actor": "trainer/0", "name": "step", "start": 0.0, "end": 4.0},
+        {"actor": "replica/0", "name": "generate", "start": 0.5, "end": 3.0, "args": {"rows": 8}},
+    ]
+    traces = {trace.name: trace for trace in swimlanes.timeline_chart(rows).data}
+    assert list(traces)[-1] == "micro_batch"  # painted last
+    assert traces["micro_batch"].width[0] < traces["step"].width[0] == traces["generate"].width[0]
+    assert "3 short ones joined" in traces["micro_batch"].text[0]
+    assert "rows = 8" in traces["generate"].text[0]
+
+
+def test_of_many_trajectories_some_are_shown_from_the_first_to_the_last(tmp_path):
+    LineFile(tmp_path / TRAJECTORIES_FILE).write({"step": i, "response": f"answer-{i}."} for i in range(100))
+    html = body_of(write_report(tmp_path).read_text())
+    shown = [int(i) for i in re.findall(r"answer-(\d+)\.", html)]
+    assert len(shown) == MAX_TRAJECTORIES
+    assert (shown[0], shown[-1]) == (0, 99)
+    assert f"({MAX_TRAJECTORIES} of 100 kept)" in html
+
+
+def test_an_empty_run_and_one_still_going_have_a_report(tmp_path):
+    assert "No step has been reported yet." in write_report(tmp_path).read_text()
+    (tmp_path / METRICS_FILE).write_bytes(b'{"step":1,"time":1,"actor/entropy":2.5}\n{"step":2,"ti')
+    (tmp_path / "config.yaml").write_text("")
+    html = write_report(tmp_path).read_text()
+    assert [trace["y"] for trace in plots(html)] == [[2.5]]
+    assert [path.name for path in tmp_path.iterdir() if path.name.endswith(("html", "tmp"))] == [REPORT_FILE]
+
+
+def test_the_command_makes_the_report_again_and_says_where(tmp_path):
+    metrics_of(tmp_path, ["actor/entropy"])
+    command = [sys.executable, "-m", "asyncrl.reporting.report"]
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert Path(done.stdout.strip()) == tmp_path / REPORT_FILE
+    assert (tmp_path / REPORT_FILE).exists()
+    assert subprocess.run(command, capture_output=True, text=True).returncode == 2
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        write_report(tmp_path / "missing")

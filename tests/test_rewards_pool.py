@@ -1,0 +1,240 @@
+"""Reward functions in worker processes: whatever they do, the pool answers and nothing stays behind.
+
+The functions that the workers run stand first; a worker imports them from this file.
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from asyncrl.config.schema import RewardConfig
+from asyncrl.rollouter.rewards.pool import RewardError, RewardPool
+from asyncrl.sample import Prompt
+
+ANSWER = Prompt("e0-000000", "row", ({"role": "user", "content": "?"},), "42")
+
+
+def exact(prompt, response, scale=1.0):
+    print("a reward may print")
+    return {"reward": scale * (response == prompt.answer), "length": len(response)}
+
+
+def plain_number(prompt, response):
+    return int(response)
+
+
+async def slow_judge(prompt, response):
+    await asyncio.sleep(0.4)
+    return 1.0
+
+
+UNUSABLE = {
+    "nan": float("nan"),
+    "text": "high",
+    "none": None,
+    "keys": {"score": 1.0},
+    "metric": {"reward": 1, "x": []},
+}
+
+
+def misbehaves(prompt, response):
+    """Does what the response says."""
+    if response == "hang":
+        re.match(r"(a+)+$", "a" * 64 + "!")  # holds the interpreter for longer than anybody waits
+    if response == "die":
+        os._exit(7)
+    if response == "raise":
+        raise KeyError("no such unit")
+    return UNUSABLE.get(response, 1.0)
+
+
+_tried: set[str] = set()
+
+
+def fails_at_first(prompt, response):
+    if response not in _tried:
+        _tried.add(response)
+        raise ConnectionError("busy")
+    return 1.0
+
+
+def process_ids(prompt, response):
+    child = subprocess.Popen(["sleep", "600"])
+    return {"reward": 0.0, "worker": os.getpid(), "child": child.pid}
+
+
+def loaded_torch(prompt, response):
+    return float("torch" in sys.modules or "ray" in sys.modules)
+
+
+def announce_and_hang(prompt, response):
+    print(os.getpid(), flush=True)
+    re.match(r"(a+)+$", "a" * 64 + "!")
+
+
+@contextlib.asynccontextmanager
+async def pool_of(function, **options):
+    pool = RewardPool(RewardConfig(function=f"{__name__}:{function.__name__}", **options))
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+def has_ended(pid: int, timeout_s: float = 5.0) -> bool:
+    """Waits for the end of a process that need not be a child of this one."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], timeout_s)[0])
+    finally:
+        os.close(handle)
+
+
+async def test_results_come_in_order_with_what_else_the_function_reports():
+    async with pool_of(exact, args={"scale": 0.5}) as pool:
+        results = await pool.score([(ANSWER, "42"), (ANSWER, "410"), (ANSWER, "42")])
+    assert [r.reward for r in results] == [0.5, 0.0, 0.5]
+    assert [r.metrics for r in results] == [{"length": 2.0}, {"length": 3.0}, {"length": 2.0}]
+    assert all(r.error is None for r in results)
+
+
+async def test_a_plain_number_is_a_reward():
+    async with pool_of(plain_number) as pool:
+        assert [(r.reward, r.metrics) for r in await pool.score([(ANSWER, "3")])] == [(3.0, {})]
+        assert await pool.score([]) == []
+
+
+async def test_async_rewards_of_a_group_run_concurrently():
+    async with pool_of(slow_judge, timeout_s=2.0) as pool:
+        results = await pool.score([(ANSWER, str(i)) for i in range(16)])  # 6.4 s one after another
+    assert [r.error for r in results] == [None] * 16
+
+
+async def test_a_hanging_reward_is_killed_at_its_limit_and_costs_only_its_own_sample():
+    async with pool_of(misbehaves, timeout_s=0.5, workers=2) as pool:
+        start = time.monotonic()
+        results = await pool.score([(ANSWER, "fine"), (ANSWER, "hang"), (ANSWER, "fine")])
+        assert time.monotonic() - start < 10  # two limits and two new workers, on a busy machine
+        assert [r.error for r in results] == [None, "reward_timeout", None]
+        assert "misbehaves" in results[1].message
+        assert "0.5 s" in results[1].message
+        assert [r.reward for r in await pool.score([(ANSWER, "fine")])] == [1.0]
+
+
+async def test_a_reward_that_ends_its_process_costs_only_its_own_sample():
+    async with pool_of(misbehaves) as pool:
+        results = await pool.score([(ANSWER, "fine"), (ANSWER, "die"), (ANSWER, "fine")])
+        assert [r.error for r in results] == [None, "reward_error", None]
+        assert "exit code 7" in results[1].message
+        assert [r.reward for r in await pool.score([(ANSWER, "fine")])] == [1.0]
+
+
+async def test_a_reward_that_raises_is_tried_once_more():
+    async with pool_of(fails_at_first) as pool:
+        assert [r.reward for r in await pool.score([(ANSWER, "a"), (ANSWER, "b")])] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("response", "complaint"),
+    [
+        ("raise", "KeyError: 'no such unit'"),
+        ("nan", "expected a finite number"),
+        ("text", "'high' (str), expected a number"),
+        ("none", "None (NoneType), expected a number"),
+        ("keys", "without 'reward'"),
+        ("metric", "'x' = [] (list), expected a number"),
+    ],
+)
+async def test_an_unusable_reward_is_an_error_that_names_function_and_prompt(response, complaint):
+    async with pool_of(misbehaves) as pool:
+        good, bad = await pool.score([(ANSWER, "fine"), (ANSWER, response)])
+    assert (good.error, bad.error) == (None, "reward_error")
+    assert complaint in bad.message
+    assert f"{__name__}:misbehaves on prompt row" in bad.message
+
+
+async def test_groups_are_scored_by_several_workers_at_once():
+    async with pool_of(process_ids, workers=2) as pool:
+        groups = await asyncio.gather(*(pool.score([(ANSWER, "")]) for _ in range(2)))
+    assert len({results[0].metrics["worker"] for results in groups}) == 2
+
+
+async def test_a_cancelled_call_leaves_no_reply_for_the_next_one():
+    async with pool_of(slow_judge) as pool:
+        call = asyncio.create_task(pool.score([(ANSWER, "x")]))
+        await asyncio.sleep(0.1)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert len(await pool.score([(ANSWER, "x"), (ANSWER, "y")])) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "complaint"),
+    [
+        ("no_such_package.module:f", "No module named 'no_such_package'"),
+        (f"{__name__}:no_such_function", "no_such_function"),
+        (f"{__name__}:ANSWER", "expected a function"),
+        ("no_colon", "package.module:function"),
+    ],
+)
+async def test_a_function_that_cannot_be_imported_fails_at_start(path, complaint):
+    with pytest.raises(RewardError, match=re.escape(complaint)):
+        await RewardPool(RewardConfig(function=path, workers=2)).start()
+
+
+async def test_scoring_outside_start_and_close_is_refused():
+    pool = RewardPool(RewardConfig(function=f"{__name__}:exact"))
+    with pytest.raises(RewardError, match="not open"):
+        await pool.score([(ANSWER, "42")])
+
+
+async def test_close_leaves_no_process_nor_what_a_reward_had_started():
+    async with pool_of(process_ids) as pool:
+        (result,) = await pool.score([(ANSWER, "")])
+    assert has_ended(int(result.metrics["worker"]))
+    assert has_ended(int(result.metrics["child"]))
+
+
+async def test_close_amid_a_call_fails_the_call():
+    async with pool_of(misbehaves) as pool:
+        call = asyncio.create_task(pool.score([(ANSWER, "hang")]))
+        await asyncio.sleep(0.1)
+    with pytest.raises(RewardError, match="not open"):
+        await call
+
+
+def test_a_worker_amid_a_hanging_call_ends_with_its_parent():
+    script = (
+        "import asyncio; from test_rewards_pool import *\n"
+        "async def main():\n"
+        "    async with pool_of(announce_and_hang, timeout_s=600) as pool: await pool.score([(ANSWER, '')])\n"
+        "asyncio.run(main())"
+    )
+    path = os.pathsep.join(filter(None, sys.path))
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert parent.stderr is not None
+    worker = int(parent.stderr.readline())
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    assert has_ended(worker)
+    parent.stderr.close()
+
+
+async def test_workers_are_light():
+    async with pool_of(loaded_torch) as pool:
+        assert [r.reward for r in await pool.score([(ANSWER, "")])] == [0.0]

@@ -1,0 +1,156 @@
+"""Batches: packing, cuts, advantages and overlong policies, against plain formulas."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.config.schema import AlgorithmConfig, OptimizerConfig
+from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
+from asyncrl.trainer.advantages import apply_overlong, group_advantages, grpo_advantages
+from asyncrl.trainer.algorithms import algorithm_named
+from asyncrl.trainer.backends.schedule import learning_rate
+from asyncrl.trainer.batches import build_batch, cut_micro_batches, cut_mini_batches, partition
+from asyncrl.trainer.losses import token_weights
+
+LENGTHS = st.lists(st.integers(1, 200), max_size=60).map(lambda x: np.array(x, dtype=np.int64))
+
+
+def sample(index, response, reward=0.0, mask=None, finish=FinishReason.STOP):
+    size = len(response)
+    return Sample(
+        index=index,
+        tokens=np.array(response, dtype=np.int32),
+        logprobs=-np.arange(1, size + 1, dtype=np.float32) - 10 * index,
+        loss_mask=np.ones(size, bool) if mask is None else np.array(mask, bool),
+        spans=[VersionSpan(0, PolicyVersion(0, 0))],
+        finish=finish,
+        reward=reward,
+    )
+
+
+def group(uid, prompt, *samples):
+    return Group.from_samples(uid, uid, 0, np.array(prompt), samples)
+
+
+@pytest.fixture
+def groups():
+    return [
+        group("b", [1, 2, 3], sample(1, [10, 11], 1.0), sample(0, [12, 13, 14], 0.0, mask=[1, 0, 1])),
+        group("a", [4], sample(0, [15], 2.0), sample(1, [16, 17], 5.0, finish=FinishReason.LENGTH)),
+    ]
+
+
+def test_a_batch_holds_every_sample_in_group_order_and_by_index(groups):
+    batch = build_batch([Group.from_buffer(g.to_bytes()) for g in groups])
+    assert batch.tokens.tolist() == [1, 2, 3, 12, 13, 14, 1, 2, 3, 10, 11, 4, 15, 4, 16, 17]
+    assert batch.cu_seqlens.tolist() == [0, 6, 11, 13, 16]
+    assert batch.targets.tolist() == [12, 13, 14, 10, 11, 15, 16, 17]
+    assert batch.loss_mask.tolist() == [True, False, True] + [True] * 5
+    assert batch.columns["behaviour_logprobs"].tolist() == [-1, -2, -3, -11, -12, -1, -11, -12]
+    assert batch.sequence_columns["rewards"].tolist() == [0, 1, 2, 5]
+    assert batch.sequence_columns["group"].tolist() == [0, 0, 1, 1]
+    assert batch.sequence_columns["finish"].tolist() == [0, 0, 0, FinishReason.LENGTH]
+
+
+def test_each_target_follows_the_place_whose_logits_draw_it(groups):
+    batch = build_batch(groups)
+    assert (batch.tokens[batch.rows + 1] == batch.targets).all()
+    picked = batch.select([3, 0])
+    assert (picked.tokens[picked.rows + 1] == picked.targets).all()
+    assert picked.targets.tolist() == [16, 17, 12, 13, 14]
+
+
+def test_no_groups_and_a_group_without_prompt_are_refused():
+    with pytest.raises(ValueError, match="at least one group"):
+        build_batch([])
+    with pytest.raises(ValueError, match="group g has an empty prompt"):
+        build_batch([group("g", [], sample(0, [1]))])
+
+
+def test_mini_batches_hold_consecutive_groups_without_untrained_sequences():
+    batch = build_batch(
+        [group(str(i), [1], sample(0, [2]), sample(1, [3], mask=[i != 1])) for i in range(5)],
+    )
+    assert [m.tolist() for m in cut_mini_batches(batch, 2)] == [[0, 1, 2], [4, 5, 6, 7], [8, 9]]
+
+
+@given(LENGTHS, st.integers(1, 5))
+def test_a_partition_deals_every_sequence_once_and_evenly(lengths, parts):
+    dealt = partition(lengths, parts)
+    assert sorted(np.concatenate(dealt).tolist()) == list(range(len(lengths)))
+    loads = [int(lengths[sequences].sum()) for sequences in dealt]
+    assert max(loads) - min(loads) <= lengths.max(initial=0)
+    assert all((a == b).all() for a, b in zip(dealt, partition(lengths.copy(), parts), strict=True))
+
+
+@given(LENGTHS, st.integers(1, 300))
+@settings(max_examples=200)
+def test_micro_batches_hold_every_sequence_once_within_the_budget(lengths, budget):
+    cuts = cut_micro_batches(lengths, budget)
+    assert sorted(b for cut in cuts for b in cut) == list(range(len(lengths)))
+    for cut in cuts:
+        assert lengths[cut].sum() <= budget or len(cut) == 1
+    fullness = [lengths[cut].sum() for cut in cuts]
+    assert all(a + b > budget for i, a in enumerate(fullness) for b in fullness[i + 1 :])  # none could be merged
+
+
+def test_group_advantages_are_the_naive_formula():
+    rng = np.random.default_rng(0)
+    rewards, ids = rng.normal(size=12).astype(np.float32), np.repeat([0, 1, 2], [5, 3, 4])
+    for by_std in (True, False):
+        found = group_advantages(rewards, ids, normalize_by_std=by_std)
+        for k in range(3):
+            r = rewards[ids == k].astype(np.float64)
+            expected = (r - r.mean()) / (r.std() + 1e-6 if by_std else 1)
+            np.testing.assert_allclose(found[ids == k], expected, rtol=1e-6)
+
+
+def test_equal_rewards_give_exactly_zero_advantages():
+    for size in (1, 3, 7, 8):
+        assert not group_advantages(np.full(size, 0.1, np.float32), np.zeros(size, np.int64)).any()
+
+
+def test_overlong_policies_keep_mask_or_penalize(groups):
+    batch, config = build_batch(groups), AlgorithmConfig(normalize_by_std=False)
+    last = slice(6, 8)  # the response of the overlong sample
+    keep = apply_overlong(batch, "keep", 0.5)
+    assert keep.loss_mask[last].all()
+    assert grpo_advantages(keep, config)[last].tolist() == [1.5, 1.5]
+    masked = apply_overlong(batch, "mask", 0.5)
+    assert masked.loss_mask.tolist() == [True, False, True, True, True, True, False, False]
+    assert grpo_advantages(masked, config)[5] == -1.5  # its reward still counts for its group's mean
+    penalized = apply_overlong(batch, "penalize", 0.5)
+    assert penalized.loss_mask[last].all()
+    assert grpo_advantages(penalized, config)[last].tolist() == [1.25, 1.25]
+    assert batch.sequence_columns["rewards"].tolist() == [0, 1, 2, 5]  # the batch as it came is left alone
+    with pytest.raises(ValueError, match="keep, mask, penalize"):
+        apply_overlong(batch, "drop", 0.5)
+
+
+def test_weights_and_denominators_follow_the_aggregation(groups):
+    batch = build_batch(groups)
+    weights, share = token_weights(batch, "token_mean")
+    assert weights.tolist() == [1, 0, 1, 1, 1, 1, 1, 1]
+    assert share.tolist() == [2, 2, 1, 2]
+    weights, share = token_weights(batch, "sequence_mean")
+    assert weights.tolist() == [0.5, 0, 0.5, 0.5, 0.5, 1, 0.5, 0.5]
+    assert share.tolist() == [1, 1, 1, 1]
+    with pytest.raises(ValueError, match="token_mean, sequence_mean"):
+        token_weights(batch, "sum")
+
+
+def test_an_unknown_algorithm_is_answered_with_the_known_ones():
+    with pytest.raises(ValueError, match="'ppo'; known: grpo"):
+        algorithm_named("ppo")
+
+
+def test_learning_rate_schedules():
+    rate = lambda step, **kw: learning_rate(OptimizerConfig(lr=1.0, **kw), step, total_steps=12)
+    assert [rate(s, warmup_steps=2) for s in (0, 1, 2, 99)] == [0.5, 1.0, 1.0, 1.0]
+    linear = [rate(s, schedule="linear", warmup_steps=2, min_lr_ratio=0.2) for s in (0, 2, 7, 12, 99)]
+    np.testing.assert_allclose(linear, [0.5, 1.0, 0.6, 0.2, 0.2])
+    cosine = [rate(s, schedule="cosine", warmup_steps=2) for s in (2, 7, 12)]
+    np.testing.assert_allclose(cosine, [1.0, 0.5, 0.0], atol=1e-12)
+    with pytest.raises(ValueError, match="constant, linear, cosine"):
+        rate(0, schedule="step")

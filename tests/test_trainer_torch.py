@@ -1,0 +1,367 @@
+"""The torch backend and a trainer rank over it: real gradients, real process groups, real checkpoints."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from asyncrl.config.schema import Config
+from asyncrl.models.checkpoint import is_draft, load_decoder, read_tensors, save_checkpoint
+from asyncrl.models.config import CheckpointError, DecoderConfig
+from asyncrl.models.decoder import Decoder
+from asyncrl.models.layout import PackedLayout
+from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.trainer.backend import NonFiniteError
+from asyncrl.trainer.batches import build_batch
+from asyncrl.trainer.rank import TrainerRank
+
+VOCAB = 64
+
+
+def make_checkpoint(folder, **overrides):
+    raw = {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 128,
+        "num_nextn_predict_layers": 1,
+        "tie_word_embeddings": False,
+        **overrides,
+    }
+    model = Decoder(DecoderConfig.from_dict(raw))
+    model.init_weights(seed=0, std=0.1)
+    save_checkpoint(folder, model.named_parameters(), model.config)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+def make_config(checkpoint, **options):
+    """Config with ``options`` by their last name, wherever in the trainer's part of the tree it is."""
+    config = Config()
+    config.model.path = checkpoint
+    config.trainer.device = "cpu"
+    config.trainer.optimizer.lr = 1e-3
+    config.trainer.mini_batch_groups = 64
+    for name, value in options.items():
+        owners = [
+            o for o in (config.trainer, config.trainer.optimizer, config.algorithm, config.rollout) if hasattr(o, name)
+        ]
+        assert len(owners) == 1, name
+        setattr(owners[0], name, value)
+    return config
+
+
+def make_groups(sizes=(4, 3, 4), seed=0, rewards=None):
+    rng = np.random.default_rng(seed)
+    buffers = []
+    for g, size in enumerate(sizes):
+        samples = []
+        for index in range(size):
+            length = int(rng.integers(1, 24))
+            samples.append(
+                Sample(
+                    index=index,
+                    tokens=rng.integers(0, VOCAB, length),
+                    logprobs=rng.uniform(-6, -1, length),
+                    loss_mask=rng.random(length) > 0.1,
+                    spans=[VersionSpan(0, PolicyVersion(0, 0))],
+                    finish=FinishReason.LENGTH if length > 20 else FinishReason.STOP,
+                    reward=float(rng.integers(0, 3)) if rewards is None else rewards,
+                )
+            )
+        prompt = rng.integers(0, VOCAB, int(rng.integers(1, 9)))
+        buffers.append(Group.from_samples(f"g{g}", f"p{g}", 0, prompt, samples).to_bytes())
+    return buffers
+
+
+@pytest.fixture
+def start():
+    """Builds trainer ranks of world size 1, one after another: a process holds one process group at a time."""
+    alive: list[TrainerRank] = []
+
+    def build(config):
+        while alive:
+            alive.pop().close()
+        alive.append(TrainerRank(config, 0, 1, None, Recorder("trainer/0")))
+        return alive[-1]
+
+    yield build
+    while alive:
+        alive.pop().close()
+
+
+def weights(rank):
+    return {name: tensor.clone() for name, tensor in rank.export()}
+
+
+def first_gradient(rank, groups):
+    """float32, flat. AdamW's first moment after one step is (1 − beta1) times the gradient."""
+    rank.train(0, groups)
+    moments = rank._backend.state()["optimizer"]["exp_avg"]
+    return torch.cat([m.full_tensor().flatten() for m in moments.values()]) * 10
+
+
+def relative(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+def test_the_gradient_is_that_of_the_plain_formula(checkpoint, start):
+    config = make_config(checkpoint, grad_clip=0.0, importance_cap=0.0, temperature=0.7)
+    groups = make_groups()
+    found = first_gradient(start(config), groups)
+
+    model = load_decoder(checkpoint)
+    total, trained = torch.zeros(()), 0
+    for group in map(Group.from_buffer, groups):
+        rewards = torch.tensor(group.rewards)
+        advantages = (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-6)
+        for s in range(len(group)):
+            response = torch.tensor(group.tokens[group.response(s)]).long()
+            tokens = torch.cat([torch.tensor(group.prompt_tokens).long(), response])
+            logits = model.logits(tokens, PackedLayout.from_lengths(np.array([len(tokens)]))) / 0.7
+            drawn = torch.log_softmax(logits, -1)[len(group.prompt_tokens) - 1 : -1]
+            logprobs = drawn.gather(1, response[:, None]).squeeze(1)
+            mask = torch.tensor(group.loss_mask[group.response(s)])
+            total = total - (advantages[s] * logprobs * mask).sum()
+            trained += int(mask.sum())
+    (total / trained).backward()
+    trunk = [p for name, p in model.named_parameters() if not is_draft(name)]
+    assert relative(found, torch.cat([p.grad.flatten() for p in trunk if p.grad is not None])) < 1e-5
+
+
+def test_neither_micro_batches_nor_chunks_nor_checkpointing_change_the_gradient(checkpoint, start):
+    options = {"grad_clip": 0.0, "kl_coef": 0.1, "entropy_coef": 0.01, "loss_aggregation": "sequence_mean"}
+    whole = first_gradient(start(make_config(checkpoint, **options)), make_groups())
+    for other in (
+        {"max_tokens_per_micro_batch": 1},
+        {"max_tokens_per_micro_batch": 50},
+        {"logprob_chunk_tokens": 7},
+        {"activation_checkpointing": True},
+    ):
+        found = first_gradient(start(make_config(checkpoint, **options, **other)), make_groups())
+        assert relative(found, whole) < 1e-6, other
+
+
+def test_equal_input_gives_equal_bits(checkpoint, start):
+    runs = []
+    for _ in range(2):
+        rank = start(make_config(checkpoint, epochs=2, mini_batch_groups=2, max_tokens_per_micro_batch=60))
+        runs.append(([rank.train(step, make_groups(seed=step)) for step in range(2)], weights(rank)))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(runs[0][1][name], runs[1][1][name]) for name in runs[0][1])
+
+
+def run_two_ranks(rank, config, folder, results):
+    """Five steps of two ranks, a save, then a sixth step on from what one rank saved."""
+    torch.set_num_threads(1)
+    trainer = TrainerRank(config, rank, 2, f"file://{folder}/rendezvous", Recorder(f"trainer/{rank}"))
+    metrics = [trainer.train(step, make_groups((4, 3, 1), seed=step)) for step in range(5)]
+    trainer.save(folder / "of_two")
+    exported = {name: tensor.clone() for name, tensor in trainer.export()}
+    trainer.export_hf(folder / "hf_of_two")
+    trainer.load(folder / "of_one")
+    metrics.append(trainer.train(5, make_groups((4, 3, 1), seed=5)))
+    trainer.close()
+    torch.save({"metrics": metrics, "exported": exported}, results / f"rank{rank}.pt")
+
+
+def test_two_ranks_train_like_one_and_load_each_others_state(checkpoint, start, tmp_path):
+    # mini batches of two groups: the second one is a single sequence, so one of two ranks has none
+    config = make_config(
+        checkpoint, epochs=2, mini_batch_groups=2, max_tokens_per_micro_batch=40, kl_coef=0.05, grad_clip=0.5
+    )
+    config.trainer.ranks = 2
+    one = start(config)
+    expected = [one.train(step, make_groups((4, 3, 1), seed=step)) for step in range(5)]
+    one.save(tmp_path / "of_one")
+    alone = weights(one)
+    expected.append(one.train(5, make_groups((4, 3, 1), seed=5)))
+
+    mp.spawn(run_two_ranks, args=(config, tmp_path, tmp_path), nprocs=2)
+    two = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+
+    assert two[0]["metrics"] == two[1]["metrics"]  # every rank reports the whole batch
+    for mine, theirs in zip(expected, two[0]["metrics"], strict=True):
+        assert theirs == pytest.approx(mine, rel=1e-4, abs=1e-5)
+        assert theirs["actor/loss"] == pytest.approx(mine["actor/loss"], abs=1e-5)
+    assert not two[1]["exported"]  # rank 0 is the sender
+    assert two[0]["exported"].keys() == alone.keys()
+    for name, tensor in two[0]["exported"].items():
+        torch.testing.assert_close(tensor, alone[name], rtol=0, atol=1e-4)
+    written = read_tensors(tmp_path / "hf_of_two")
+    assert all(torch.equal(written[name], tensor) for name, tensor in two[0]["exported"].items())
+
+    again = start(config)
+    again.load(tmp_path / "of_two")
+    assert all(torch.equal(tensor, two[0]["exported"][name]) for name, tensor in again.export())
+    sixth = again.train(5, make_groups((4, 3, 1), seed=5))
+    assert sixth == pytest.approx(expected[-1], rel=1e-4, abs=1e-5)
+
+
+def test_a_restored_run_continues_bit_for_bit(checkpoint, start, tmp_path):
+    config = make_config(checkpoint, schedule="cosine", warmup_steps=1, total_steps=6)
+    rank = start(config)
+    rank.train(0, make_groups(seed=0))
+    rank.save(tmp_path / "state")
+    torch.rand(3)
+    straight = [rank.train(step, make_groups(seed=step)) for step in (1, 2)], weights(rank), torch.rand(3)
+
+    rank = start(config)
+    rank.load(tmp_path / "state")
+    torch.rand(3)
+    resumed = [rank.train(step, make_groups(seed=step)) for step in (1, 2)], weights(rank), torch.rand(3)
+    assert straight[0] == resumed[0]
+    assert all(torch.equal(straight[1][name], resumed[1][name]) for name in straight[1])
+    assert torch.equal(straight[2], resumed[2])
+    assert len({m["actor/lr"] for m in straight[0]}) == 2
+
+
+def test_an_unfinished_checkpoint_is_refused(checkpoint, start, tmp_path):
+    with pytest.raises(CheckpointError, match="did not finish"):
+        start(make_config(checkpoint)).load(tmp_path)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_exported_model_gives_transformers_logits(tmp_path, start, tied):
+    from transformers import Qwen2ForCausalLM
+
+    source = make_checkpoint(tmp_path / "start", tie_word_embeddings=tied)
+    (tmp_path / "start" / "tokenizer.json").write_text("{}")
+    rank = start(make_config(source))
+    for step in range(2):
+        rank.train(step, make_groups(seed=step))
+    rank.export_hf(tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+    ours = load_decoder(tmp_path / "out")
+    theirs = Qwen2ForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    tokens = torch.arange(20) * 7 % VOCAB
+    with torch.no_grad():
+        logits = ours.logits(tokens, PackedLayout.from_lengths(np.array([20])))
+        torch.testing.assert_close(logits, theirs(tokens[None]).logits[0], rtol=0, atol=1e-5)
+        start_logits = load_decoder(source).logits(tokens, PackedLayout.from_lengths(np.array([20])))
+    assert (logits - start_logits).abs().max() > 1e-3  # it is the trained model that was written
+
+
+def test_the_manifest_lists_what_is_exported_and_marks_draft_and_tied(tmp_path, start):
+    rank = start(make_config(make_checkpoint(tmp_path / "tied", tie_word_embeddings=True, torch_dtype="bfloat16")))
+    manifest, tensors = rank.manifest(), weights(rank)
+    assert [(t.name, t.dtype, t.shape) for t in manifest.sent()] == [
+        (name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()
+    ]
+    assert {t.dtype for t in manifest} == {"bfloat16"}
+    assert [(t.name, t.tied_to) for t in manifest if t.tied_to] == [("lm_head.weight", "model.embed_tokens.weight")]
+    assert {t.name for t in manifest if t.role == "draft"} == {
+        n for n in tensors if n.startswith("model.mtp_layers.0.")
+    }
+
+
+def test_training_moves_the_target_and_leaves_the_draft(checkpoint, start):
+    rank = start(make_config(checkpoint))
+    before = weights(rank)
+    rank.train(0, make_groups())
+    moved = {name for name, tensor in rank.export() if not torch.equal(tensor, before[name])}
+    assert moved == {name for name in before if not is_draft(name)}
+
+
+def test_bfloat16_trains_near_float32(checkpoint, start):
+    exact = start(make_config(checkpoint)).train(0, make_groups())
+    rank = start(make_config(checkpoint, mixed_precision="bfloat16"))
+    rough = [rank.train(step, make_groups()) for step in range(3)]
+    assert rough[0]["actor/entropy"] == pytest.approx(exact["actor/entropy"], rel=2e-2)
+    assert rough[0]["actor/entropy"] != exact["actor/entropy"]
+    assert all(t.dtype == torch.float32 for _, t in rank.export())  # master weights
+
+
+def test_scoring_leaves_no_gathered_weights_behind(checkpoint, start, tmp_path):
+    """FSDP2 keeps a gathered copy after a forward pass without a backward one; it must not be exported or reused."""
+    rank = start(make_config(checkpoint))
+    rank.save(tmp_path / "old")
+    rank.train(0, make_groups())
+    trained = weights(rank)
+    batch = build_batch([Group.from_buffer(data) for data in make_groups(seed=1)])
+    of_trained = rank._backend.logprobs(batch, 1.0).logprobs
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in rank.export())
+    rank.load(tmp_path / "old")
+    of_old = rank._backend.logprobs(batch, 1.0).logprobs
+    assert np.array_equal(of_old, start(make_config(checkpoint))._backend.logprobs(batch, 1.0).logprobs)
+    assert not np.array_equal(of_old, of_trained)
+
+
+def test_a_loss_that_is_not_finite_is_refused_before_the_weights_change(checkpoint, start):
+    rank = start(make_config(checkpoint))
+    before = weights(rank)
+    with np.errstate(invalid="ignore"), pytest.raises(NonFiniteError, match=r"train step 7.*loss is nan"):
+        rank.train(7, make_groups(rewards=float("inf")))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in rank.export())
+    assert np.isfinite(rank.train(8, make_groups())["actor/loss"])  # the gradient of the refused step is gone
+
+
+def test_gradients_are_clipped_by_their_global_norm(checkpoint, start):
+    free = first_gradient(start(make_config(checkpoint, grad_clip=0.0)), make_groups())
+    clipped = first_gradient(start(make_config(checkpoint, grad_clip=0.01)), make_groups())
+    assert free.norm() > 0.01
+    assert relative(clipped, free * 0.01 / free.norm()) < 1e-4
+
+
+def test_a_batch_without_a_trained_token_takes_no_step(checkpoint, start):
+    rank = start(make_config(checkpoint))
+    before = weights(rank)
+    groups = [
+        dataclasses.replace(group, loss_mask=np.zeros_like(group.loss_mask)).to_bytes()
+        for group in map(Group.from_buffer, make_groups())
+    ]
+    metrics = rank.train(0, groups)
+    assert metrics["trainer/optimizer_steps"] == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in rank.export())
+
+
+def test_metrics_and_spans_tell_of_the_batch(checkpoint, start):
+    rank = start(make_config(checkpoint, mini_batch_groups=2, epochs=2))
+    groups = make_groups()
+    metrics = rank.train(3, groups)
+    rewards = np.concatenate([g.rewards for g in map(Group.from_buffer, groups)])
+    lengths = np.concatenate([g.response_lengths for g in map(Group.from_buffer, groups)])
+    assert metrics["critic/rewards/mean"] == pytest.approx(rewards.mean())
+    assert metrics["critic/rewards/std"] == pytest.approx(rewards.std())
+    assert metrics["response_length/mean"] == pytest.approx(lengths.mean())
+    assert metrics["response_length/clip_ratio"] == pytest.approx((lengths > 20).mean())
+    equal = [np.ptp(g.rewards) == 0 for g in map(Group.from_buffer, groups)]
+    assert metrics["rollout/zero_variance"] == pytest.approx(np.mean(equal))
+    assert metrics["trainer/tokens"] == sum(g.num_tokens for g in map(Group.from_buffer, groups))
+    assert metrics["trainer/optimizer_steps"] == 4
+    assert 0 < metrics["actor/ratio_min"] < metrics["actor/ratio_mean"] < metrics["actor/ratio_max"]
+    names = [span.name for span in rank.drain_telemetry().spans]
+    assert {name: names.count(name) for name in names} == {
+        "trainer/batch": 1,
+        "trainer/logprobs": 1,
+        "trainer/forward_backward": 4,
+        "trainer/optimizer": 4,
+        "trainer/step": 1,
+    }
+    assert rank.train(4, make_groups(rewards=1.0))["rollout/zero_variance"] == 1
+
+
+def test_what_cannot_be_built_is_named(checkpoint):
+    for config, match in (
+        (make_config(checkpoint, name="ppo"), "known: grpo"),
+        (make_config(checkpoint, backend="jax"), "known: torch"),
+        (make_config(checkpoint, device="tpu"), "auto, cpu or cuda"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            TrainerRank(config, 0, 1, None, Recorder("trainer/0"))
+    with pytest.raises(ValueError, match="2 ranks need an init_method"):
+        TrainerRank(make_config(checkpoint), 0, 2, None, Recorder("trainer/0"))
