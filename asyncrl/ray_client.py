@@ -10,8 +10,7 @@ from ray.exceptions import RayTaskError
 
 
 class ActorClient:
-    """``await ActorClient(handle).method(args)``; an exception arrives as the class that was raised, its remote
-    traceback in the message."""
+    """``await ActorClient(handle).method(args)``; an exception arrives as it was raised, see `raised_there`."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
@@ -23,12 +22,19 @@ class ActorClient:
             try:
                 return await method.remote(*args, **kwargs)
             except RayTaskError as e:
-                raise e.as_instanceof_cause() from None
+                raise raised_there(e) from None
 
         return call
 
     def kill(self) -> None:
         ray.kill(self.handle)
+
+
+def raised_there(error: RayTaskError) -> BaseException:
+    """The exception that the actor raised; its attribute ``remote_traceback`` says where."""
+    cause = error.cause if isinstance(error.cause, BaseException) else error
+    cause.remote_traceback = str(error)  # type: ignore[attr-defined]
+    return cause
 
 
 def first_leaf(error: BaseException) -> BaseException:

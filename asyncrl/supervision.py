@@ -69,9 +69,12 @@ class Ending:
         if isinstance(error, Interrupted):
             print(str(error), file=sys.stderr, flush=True)
             return
-        self.failure = f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
-        traceback.print_exception(error)
-        sys.stderr.flush()
+        self.failure = f"{type(error).__name__}: {error}"
+        if remote := getattr(error, "remote_traceback", None):  # it happened in an actor: what led here is no news
+            print(f"Traceback of an actor:\n{remote.strip()}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exception(error)
+            sys.stderr.flush()
 
     @property
     def exit_status(self) -> int:

@@ -1,7 +1,7 @@
 """How fast weights travel: `python -m benchmarks.param_sync`. Ends with one line of JSON.
 
-Two processes with one thread each; all figures are the best of a few rounds, and ratios within one run, so that they
-mean something on a machine that does other work too.
+Two processes with one thread each; what is compared is measured in turn and the best of all rounds counts, so that
+the ratios mean something on a machine that does other work too.
 
 - ``shm_fraction_of_memcpy``: throughput of a transfer into live parameters, tensor digests included, over that of one
   ``memcpy`` of as many bytes; ``…_checksummed``: with the checksum of every bucket on both sides as well.
@@ -70,35 +70,38 @@ def receive_forever(pipe: Connection, manifest: Manifest) -> None:
             receiver.commit(PolicyVersion(0, 1))
 
 
-def transfer_times_s(tensors: Tensors, bucket_bytes: int, checksum: bool, rounds: int) -> list[float]:
-    """Seconds of each session's transfer, after one to warm up."""
-    manifest = manifest_of(tensors)
-    context = multiprocessing.get_context("spawn")
-    pipe, theirs = context.Pipe()
-    process = context.Process(target=receive_forever, args=(theirs, manifest), daemon=True)
-    process.start()
-    theirs.close()
-    sender = Sender("trainer/0", SharedMemoryWriter(0, bucket_bytes))
-    times = []
-    for i in range(rounds + 1):
-        pipe.send((f"s{i}", sender.address))
-        assert pipe.recv() == "ready"
-        plan = SendPlan(f"s{i}", PolicyVersion(0, i), manifest, ("replica/0",), 60, 60, checksum)
+class Link:
+    """A sender here and a receiver in a process of its own."""
+
+    def __init__(self, tensors: Tensors, bucket_bytes: int) -> None:
+        self._tensors, self._manifest = tensors, manifest_of(tensors)
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=receive_forever, args=(theirs, self._manifest), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._sender = Sender("trainer/0", SharedMemoryWriter(0, bucket_bytes))
+        self._session = 0
+
+    def transfer_s(self, checksum: bool) -> float:
+        """Seconds from the first byte packed until the receiver has taken the last one."""
+        self._session += 1
+        self._pipe.send((f"s{self._session}", self._sender.address))
+        assert self._pipe.recv() == "ready"
+        version = PolicyVersion(0, self._session)
+        plan = SendPlan(f"s{self._session}", version, self._manifest, ("replica/0",), 60, 60, checksum)
         started = time.perf_counter()
-        sender.open(plan)
-        report = sender.send(iter(tensors.items()))
-        times.append(time.perf_counter() - started)
-        assert report.nbytes == manifest.nbytes
+        self._sender.open(plan)
+        report = self._sender.send(iter(self._tensors.items()))
+        seconds = time.perf_counter() - started
+        assert report.nbytes == self._manifest.nbytes
         assert not report.dropped
-    pipe.close()
-    process.join()
-    sender.close()
-    return times[1:]
+        return seconds
 
-
-def memcpy_times_s(nbytes: int, rounds: int) -> list[float]:
-    source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
-    return [timed(lambda: np.copyto(target, source)) for _ in range(rounds + 1)][1:]
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join()
+        self._sender.close()
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -107,25 +110,41 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
+def best(rounds: int, *measure: Callable[[], float]) -> list[float]:
+    """The least of each measure over ``rounds``, in turn, after one round to warm up."""
+    times = [[run() for run in measure] for _ in range(rounds + 1)]
+    return [min(column) for column in zip(*times[1:])]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=256, help="bytes of the large transfer")
-    parser.add_argument("--bucket-mib", type=int, default=32)
+    parser.add_argument("--bucket-mib", type=int, default=4)
     parser.add_argument("--tensors", type=int, default=5000, help="tensors of the small transfer, 4 KiB each")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=20)
     args = parser.parse_args()
     torch.set_num_threads(1)
 
     tensors, bucket_bytes = large_and_small(args.mib * MIB), args.bucket_mib * MIB
     nbytes = manifest_of(tensors).nbytes
-    memcpy_s = min(memcpy_times_s(nbytes, args.rounds))
-    plain_s = min(transfer_times_s(tensors, bucket_bytes, False, args.rounds))
-    checked_s = min(transfer_times_s(tensors, bucket_bytes, True, args.rounds))
+    source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    link = Link(tensors, bucket_bytes)
+    memcpy_s, plain_s, checked_s = best(
+        args.rounds,
+        lambda: timed(lambda: np.copyto(target, source)),
+        lambda: link.transfer_s(checksum=False),
+        lambda: link.transfer_s(checksum=True),
+    )
+    link.close()
+
     small = many(args.tensors, 1024)
     small_bytes = manifest_of(small).nbytes
-    bucketed_s = min(transfer_times_s(small, bucket_bytes, True, args.rounds))
-    # A bucket of one tensor's size holds exactly one: the same path with a call for each.
-    single_s = min(transfer_times_s(small, 4096, True, args.rounds))
+    bucketed, single = Link(small, bucket_bytes), Link(small, 4096)  # a bucket of a tensor's size holds just one
+    bucketed_s, single_s = best(
+        args.rounds, lambda: bucketed.transfer_s(checksum=True), lambda: single.transfer_s(checksum=True)
+    )
+    bucketed.close()
+    single.close()
 
     rows = [
         (f"memcpy, {nbytes / MIB:.0f} MiB", nbytes, memcpy_s),

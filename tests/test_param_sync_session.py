@@ -9,7 +9,6 @@ import time
 
 import pytest
 import torch
-from sync_processes import config, digest, hurried, processes, weights
 
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.fleet import Fleet
@@ -17,6 +16,7 @@ from asyncrl.param_sync.manifest import ManifestError
 from asyncrl.param_sync.session import PHASES, SyncSession
 from asyncrl.sample import PolicyVersion
 from asyncrl.telemetry.recorder import Recorder
+from tests.support.sync_processes import config, digest, hurried, processes, weights
 
 
 def version(number):

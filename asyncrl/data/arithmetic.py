@@ -35,7 +35,7 @@ FIRST_TERMS = range(1, 10)
 TERMS = [-5, -4, -3, -2, -1, 1, 2, 3, 4, 5]  # all further terms
 TOTALS = range(10)  # every running total: one digit, so one token
 HELDOUT_SHARE = 8  # one expression in so many is held out
-ERROR_RATE = 0.3  # steps in which the demonstrations' careless author slips
+ERROR_RATE = 0.4  # steps in which the demonstrations' careless author slips
 
 _ANSWER = re.compile(r"answer: (-?\d+)")
 _SOLUTION = re.compile(r"(?:\d+[+-]\d+=\d+(?:,(?:[+-]\d+)+)?\n)+answer: -?\d+")

@@ -6,8 +6,8 @@ shares its embeddings and head, all detached, as a draft should follow its targe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -39,17 +39,20 @@ def warm_start(
     steps: int,
     batch_size: int,
     lr: float = 1.5e-3,
-    warmup_steps: int = 50,
+    warmup_steps: int = 30,
+    decay_steps: int = 0,
 ) -> list[WarmStartLosses]:
-    """Train in place with AdamW for ``steps`` batches of ``batch_size`` demonstrations, under a cosine schedule.
+    """Train in place with AdamW for ``steps`` batches of ``batch_size`` demonstrations.
 
-    Returns each step's losses. The same model, demonstrations and number of threads give the same weights."""
+    The learning rate rises over ``warmup_steps``, stays, and falls to a tenth over the last ``decay_steps``. Returns
+    each step's losses. The same model, demonstrations and number of threads give the same weights."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
     losses = []
     for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = lr * _schedule(step, steps, warmup_steps)
-        target, draft = demonstration_losses(model, [next(demonstrations) for _ in range(batch_size)])
+        rise = min(1.0, (step + 1) / warmup_steps)
+        fall = 1 - 0.9 * max(0, step + decay_steps - steps) / max(1, decay_steps)
+        optimizer.param_groups[0]["lr"] = lr * rise * fall
+        target, draft = demonstration_losses(model, list(islice(demonstrations, batch_size)))
         optimizer.zero_grad(set_to_none=True)
         (target + draft).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -81,11 +84,3 @@ def demonstration_losses(model: Decoder, batch: Sequence[Demonstration]) -> tupl
     draft_TM = mtp_layer.draft(hidden_TM.detach(), embed_TM, rope, layout)
     logits = F.linear(draft_TM[places - 2], model.lm_head.weight.detach())
     return target, F.cross_entropy(logits, tokens_T[places])
-
-
-def _schedule(step: int, steps: int, warmup_steps: int) -> float:
-    """Linear warmup, then a cosine down to a tenth."""
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / max(1, steps - warmup_steps)
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))

@@ -16,7 +16,7 @@ from asyncrl.config.schema import Config
 from asyncrl.param_sync.manifest import Manifest
 from asyncrl.param_sync.sender import SendPlan, SendReport
 from asyncrl.param_sync.transports.base import Address
-from asyncrl.ray_client import ActorClient
+from asyncrl.ray_client import ActorClient, raised_there
 from asyncrl.sample_queue.core import Leased
 from asyncrl.telemetry.recorder import Batch, Recorder
 
@@ -106,7 +106,7 @@ class QueueOfRay(ActorClient):
         try:
             return await leased, payload
         except RayTaskError as e:
-            raise e.as_instanceof_cause() from None
+            raise raised_there(e) from None
 
 
 class RankGroup:

@@ -23,11 +23,13 @@ import selectors
 import socket
 import struct
 import uuid
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from asyncrl.param_sync.buckets import ALIGN_BYTES, Filled
@@ -232,8 +234,10 @@ class SharedMemoryWriter:
                 peer.sock.settimeout(max(limit - now_s(), 1e-3))
                 peer.sock.sendall(data)
                 peer.sock.setblocking(False)
+            except TimeoutError:
+                self._drop(peer, f"was silent for {self._stall_s:g} s, taking no message")
             except OSError as e:
-                self._drop(peer, f"took no message ({e})")
+                self._drop(peer, f"went away ({e})")
 
 
 class _Peer:
@@ -328,14 +332,18 @@ class SharedMemoryReader:
 
     @contextlib.contextmanager
     def _bucket(self, address: SharedMemoryAddress, message: dict[str, Any]) -> Iterator[Bucket]:
-        data = memoryview(self._mapped[address][message["buffer"]])
+        # All views of a bucket, however derived, hang on this one array: when it is gone, so are they.
+        array = np.frombuffer(self._mapped[address][message["buffer"]], dtype=np.uint8)
+        data, held = memoryview(array.data), weakref.ref(array)
+        del array
         parts = tuple(TensorPart(*part) for part in message["parts"])
         yield Bucket(self._session, address.sender, message["sequence"], parts, data, message["checksum"])
-        try:
+        with contextlib.suppress(BufferError):
             data.release()
-        except BufferError:
-            why = "kept a view into a bucket beyond take(): its memory is about to be written again; copy instead"
-            raise self._failed("transfer", address, f"the receiver {why}", message["sequence"]) from None
+        if held() is not None:
+            key = BucketKey(self._session, address.sender, message["sequence"])
+            problem = "a receiver kept a view into a bucket, whose memory will be written again; let it copy"
+            raise SyncError("transfer", self._who, None, key, problem)
 
     def _hang_up(self) -> None:
         while self._links:

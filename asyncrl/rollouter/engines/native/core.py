@@ -14,6 +14,7 @@ sequence. What happened is told by `Core.drain`::
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
@@ -95,9 +96,8 @@ class Core:
         """Queue requests; one that can never run is answered with an ERROR event. Raises EngineError, having queued
         none of them, for an id that an unfinished request already has."""
         requests = list(requests)
-        ids = [r.id for r in requests]
-        unfinished = {*self._scheduler.by_id, *(r.id for r in self._held or ())}
-        if twice := sorted({i for i in ids if i in unfinished or ids.count(i) > 1}):
+        count = Counter(r.id for r in [*requests, *(self._held or ())])
+        if twice := sorted(i for i, n in count.items() if n > 1 or i in self._scheduler.by_id):
             raise EngineError(f"ids must be unique among unfinished requests; used twice: {', '.join(twice[:4])}")
         for request in requests:
             if self._held is not None:
@@ -117,7 +117,7 @@ class Core:
         for request in held:
             self._tell_unstarted(request, FinishReason.ABORT)
         if self._held is not None:
-            self._held = [r for r in self._held if r not in held]
+            self._held = [r for r in self._held if wanted is not None and r.id not in wanted]
         return len(ended) + len(held)
 
     def close_gate(self) -> None:

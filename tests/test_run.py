@@ -1,0 +1,200 @@
+"""Whole runs, as users start them: real Ray, real engine, real trainer, in a process of their own."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from asyncrl.models.checkpoint import read_tensors
+from tests.support.tiny import make_inputs, overrides
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+class Run:
+    """``python -m asyncrl.fully_async_main`` with options; what it printed, and what it left behind."""
+
+    def __init__(self, options: list[str], log: Path) -> None:
+        self.log = log
+        command = [sys.executable, "-u", "-m", "asyncrl.fully_async_main", *options]
+        with log.open("w") as out:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        self.began_s = time.monotonic()
+
+    def wait(self, timeout_s: float = 200) -> int:
+        """The exit status; afterwards no process of its session may be left."""
+        try:
+            status = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            pytest.fail(f"still running after {timeout_s} s:\n{self.text}")
+        return status
+
+    def until_printed(self, text: str, timeout_s: float = 120) -> None:
+        deadline = time.monotonic() + timeout_s
+        while text not in self.text:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail(f"never printed {text!r}:\n{self.text}")
+            time.sleep(0.1)
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text()
+
+
+def processes_of(ray_dir: str) -> list[psutil.Process]:
+    """Living processes that were started for a run: Ray gives its temp dir on every command line."""
+    everyone = psutil.process_iter(["cmdline"])
+    return [p for p in everyone if any(ray_dir in part for part in p.info["cmdline"] or [])]
+
+
+@pytest.fixture
+def ray_dir():
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: the sockets in it must stay below 108 characters
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def start(inputs, tmp_path, ray_dir):
+    """Start a run on a cluster of its own."""
+    return lambda *more: Run(overrides(inputs, tmp_path / "run", f"ray.temp_dir={ray_dir}", *more), tmp_path / "log")
+
+
+def test_a_run_with_two_ranks_and_two_replicas_trains_reports_and_leaves_nothing(start, inputs, tmp_path, ray_dir):
+    run = start(
+        "trainer.ranks=2",
+        "rollout.replicas=2",
+        "async_training.staleness_threshold=1",
+        "ray.cpus_per_rank=0.25",
+        "ray.cpus_per_replica=0.25",
+    )
+    assert run.wait() == 0, run.text
+    folder = tmp_path / "run"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [r for r in rows if "actor/loss" in r]
+    assert [r["step"] for r in steps] == [1, 2, 3, 4, 5]
+    for r in steps:
+        counts = {k.rsplit("/", 1)[1]: v for k, v in r.items() if k.startswith("fully_async/count/")}
+        assert counts.pop("issued") == sum(counts.values())
+        assert r["fully_async/staleness/max"] <= r["fully_async/staleness/bound"] == 1
+        assert r["param_sync/bytes"] > 4e6
+    assert steps[0]["actor/ratio_max"] == pytest.approx(1, abs=1e-4)  # engine and trainer agree on every logprob
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["failed"] is None
+    assert (summary["samples_before"], summary["samples_after"]) == (6, 6)
+    assert (folder / "report.html").stat().st_size > 100_000
+    assert len((folder / "trajectories.jsonl").read_text().splitlines()) == 10
+    assert list(folder.glob("wandb/offline-run-*/*.wandb"))
+    final = read_tensors(folder / "checkpoints/final/hf")
+    before = read_tensors(inputs / "checkpoint")
+    assert final.keys() == before.keys()
+    assert not torch.equal(final["lm_head.weight"], before["lm_head.weight"])
+    assert (folder / "checkpoints/final/hf/tokenizer.json").is_file()
+    assert processes_of(ray_dir) == []
+
+
+def test_an_interrupted_run_finishes_its_step_saves_and_says_so(start, tmp_path, ray_dir):
+    run = start("trainer.total_steps=100000", "data.validation_files=[]")
+    run.until_printed("2/100000")
+    os.killpg(run.process.pid, signal.SIGINT)  # as Ctrl-C does: everyone in the foreground gets it
+    assert run.wait(60) == 128 + signal.SIGINT, run.text
+    assert "SIGINT: finishing the step under way" in run.text
+    assert "Traceback" not in run.text
+    saved = list((tmp_path / "run/checkpoints").glob("step_*"))
+    assert len(saved) == 1
+    assert (saved[0] / "hf/model.safetensors").is_file()
+    assert processes_of(ray_dir) == []
+
+
+def test_an_exception_in_a_worker_is_told_once_and_ends_the_run(start, tmp_path, ray_dir):
+    run = start("rollout.agent_loop=tests.support.tiny:BrokenAgentLoop", "data.validation_files=[]")
+    assert run.wait(120) == 1, run.text
+    assert run.text.count("a bug in the agent loop") == 2, (
+        run.text
+    )  # the traceback's last line, and the console's verdict
+    assert run.text.count("Traceback") == 1, run.text
+    assert "tiny.py" in run.text  # where it happened
+    assert "ZeroDivisionError" in json.loads((tmp_path / "run/summary.json").read_text())["failed"]
+    assert processes_of(ray_dir) == []
+
+
+def test_a_reward_that_always_fails_ends_the_run_with_its_reason(start, inputs, tmp_path, ray_dir):
+    run = start(
+        "reward.function=tests.support.tiny:failing_reward",
+        "rollout.max_consecutive_drops=5",
+        "data.validation_files=[]",
+    )
+    assert run.wait(120) == 1, run.text
+    assert "the last 5 groups were all dropped (5 × reward_error)" in run.text
+    assert "this reward never works" in run.text
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("rollout.replicas=0", "rollout.replicas: expected at least 1, found 0"),
+        ("rollout.replica=2", "unknown key; did you mean rollout.replicas?"),
+        ("trainer.ranks=500", "trainer.ranks: "),
+        ("model.path=/nowhere", "model.path: no checkpoint at /nowhere"),
+        ("reward.function=tests.support.tiny:nothing", "has no 'nothing'"),
+        ("rollout.engine.max_context_tokens=100000", "is more than the model's 1024"),
+        ("rollout.max_response_tokens=64", "leaves no room for a prompt"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_starts(inputs, tmp_path, option, message, capfd):
+    from asyncrl.fully_async_main import main
+
+    assert main([*overrides(inputs, tmp_path / "run"), option]) == 2
+    err = capfd.readouterr().err
+    assert message in err
+    assert all(line.startswith("config: ") for line in err.splitlines())
+    assert not (tmp_path / "run").exists()
+
+
+def test_damaged_inputs_are_named(inputs, tmp_path, capfd):
+    from asyncrl.fully_async_main import main
+
+    data = tmp_path / "broken.jsonl"
+    data.write_text('{"prompt": "1+1", "answer": "2"}\nnot json\n')
+    torn = tmp_path / "torn"
+    torn.mkdir()
+    for file in (inputs / "checkpoint").iterdir():
+        (torn / file.name).write_bytes(file.read_bytes())
+    weights = (torn / "model.safetensors").read_bytes()
+    (torn / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    assert main([*overrides(inputs, tmp_path / "run", f"data.train_files=[{data}]", f"model.path={torn}")]) == 2
+    err = capfd.readouterr().err
+    assert "broken.jsonl:2" in err
+    assert "truncated or damaged" in err
+
+
+def test_a_tokenizer_of_another_model_is_refused(inputs, tmp_path, capfd):
+    from asyncrl.fully_async_main import main
+
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in (inputs / "checkpoint").iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    vocabulary = json.loads((other / "tokenizer.json").read_text())
+    size = len(vocabulary["model"]["vocab"])
+    vocabulary["model"]["vocab"] |= {f"extra{i}": size + i for i in range(1000)}
+    (other / "tokenizer.json").write_text(json.dumps(vocabulary))
+    assert main([*overrides(inputs, tmp_path / "run"), f"model.path={other}"]) == 2
+    assert "they are not of one model" in capfd.readouterr().err
