@@ -44,7 +44,7 @@ def test_a_slipping_author_is_well_formed_and_wrong_as_often_as_expected():
             left, result = line.partition(",")[0].split("=")
             assert left == f"{total}{term:+d}"
             slip = int(result) - (total + term)
-            assert abs(slip) <= 1
+            assert abs(slip) <= 2
             right += slip == 0
             steps += 1
             total = int(result)

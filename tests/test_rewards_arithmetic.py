@@ -24,6 +24,7 @@ SEVEN = Prompt("e0-000000", "row", ({"role": "user", "content": "Compute 4+1+2"}
         ("4+1=5,+2\n5+2=7\nanswer: 77", 0, 1),
         ("4+1=5,+2\n5+2=7\nanswer: 7 or 8", 0, 0),
         ("4+1=5,+2\n5+2=7", 0, 0),
+        ("4+1=5,+2\n5+2=7\nanswer: " + "7" * 9999, 0, 1),  # more digits than int() takes
         ("", 0, 0),
     ],
 )

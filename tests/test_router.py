@@ -1,4 +1,4 @@
-"""The router against scripted replicas: balance, groups that stay together, samples that survive syncs and evictions."""
+"""The router against scripted replicas: balance, groups kept together, samples that survive syncs and evictions."""
 
 import asyncio
 
@@ -46,7 +46,7 @@ class Scripted:
                 [finish],
                 [False],
                 {id: error} if error else {},
-            )  # fmt: skip
+            )
         )
 
     def die(self, error: Exception) -> None:

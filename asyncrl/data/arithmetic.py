@@ -37,7 +37,7 @@ TOTALS = range(10)  # every running total: one digit, so one token
 HELDOUT_SHARE = 8  # one expression in so many is held out
 ERROR_RATE = 0.4  # steps in which the demonstrations' careless author slips
 
-_ANSWER = re.compile(r"answer: (-?\d+)")
+_ANSWER = re.compile(r"answer: (-?\d{1,9})")
 _SOLUTION = re.compile(r"(?:\d+[+-]\d+=\d+(?:,(?:[+-]\d+)+)?\n)+answer: -?\d+")
 
 
@@ -84,13 +84,13 @@ def draw_problem(rng: random.Random, heldout: bool) -> Problem:
 
 
 def solution(problem: Problem, rng: random.Random | None = None, error_rate: float = 0.0) -> str:
-    """The worked solution. With ``rng``, a step's result is wrong by one with probability ``error_rate`` (unless that
-    would lead out of `TOTALS`), and the steps after it go on from there."""
+    """The worked solution. With ``rng``, a step's result is wrong by one or two with probability ``error_rate`` (unless
+    that would lead out of `TOTALS`), and the steps after it go on from there."""
     lines, total = [], problem.first
     for done, term in enumerate(problem.steps, start=1):
         before, total, rest = total, total + term, problem.steps[done:]
         if rng is not None and rng.random() < error_rate:
-            slips = [s for s in (-1, 1) if all(t + s in TOTALS for t in accumulate(rest, initial=total))]
+            slips = [s for s in (-2, -1, 1, 2) if all(t + s in TOTALS for t in accumulate(rest, initial=total))]
             total += rng.choice(slips or [0])
         lines.append(f"{before}{term:+d}={total}" + (f",{_signed(rest)}" if rest else ""))
     return "\n".join([*lines, f"answer: {total}"])

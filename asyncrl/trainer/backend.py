@@ -134,4 +134,4 @@ class Backend(Protocol):
         """Write a Hugging Face checkpoint; collective, files from rank 0."""
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Leave the process group; collective."""

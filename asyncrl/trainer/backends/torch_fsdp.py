@@ -214,7 +214,10 @@ class TorchFSDPBackend:
             self._optimizer.state[p]["step"].fill_(self._optimizer_steps)
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Leave the process group; collective."""
+        # gloo's threads outlive the group (DTensor's caches hold it), and one that still has to let go of a collective's
+        # tensor aborts an interpreter that is shutting down. During a barrier, which has no tensor, they get the GIL.
+        dist.barrier()
         dist.destroy_process_group()
 
     # -- construction ----------------------------------------------------------------------------------------------

@@ -1,0 +1,181 @@
+"""The rollout loop with a real queue and a real engine: groups, drops and refills, drops by reason, validation."""
+
+import asyncio
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from asyncrl.config.checks import derive
+from asyncrl.config.load import load_config
+from asyncrl.data.order import PromptOrder
+from asyncrl.data.prompts import load_prompts
+from asyncrl.rollouter.agent_loops.single_turn import SingleTurn
+from asyncrl.rollouter.engines.native.engine import NativeEngine
+from asyncrl.rollouter.loop import NothingToTrain, RolloutLoop, random_key
+from asyncrl.rollouter.rewards.pool import RewardResult
+from asyncrl.rollouter.router import Router
+from asyncrl.rollouter.tokenizer import PromptTokenizer
+from asyncrl.sample import Group, PolicyVersion
+from asyncrl.sample_queue.admission import Admission
+from asyncrl.sample_queue.core import SampleQueue
+from asyncrl.telemetry.recorder import Recorder
+from tests.support.tiny import MAX_RESPONSE, make_inputs, overrides
+
+
+class ScriptedRewards:
+    """Rewards by a function of (prompt, number of the sample in its group), in place of worker processes."""
+
+    def __init__(self, judge) -> None:
+        self._judge = judge
+
+    async def score(self, items):
+        return [self._judge(prompt, i) for i, (prompt, _) in enumerate(items)]
+
+
+def fine(reward: float) -> RewardResult:
+    return RewardResult(reward=reward, metrics={"accuracy": reward}, error=None, message="")
+
+
+def broken(kind: str) -> RewardResult:
+    return RewardResult(reward=float("nan"), metrics={}, error=kind, message="why")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+class System:
+    """Everything of the rollouter's pool in one process."""
+
+    def __init__(self, inputs, judge, *more, max_prompt_tokens=40, total=100) -> None:
+        self.config = load_config(None, [*overrides(inputs, inputs / "run"), *more])
+        self.engine = NativeEngine(self.config.model.path, self.config.rollout.engine)
+        derived = derive(self.config)
+        threshold = Fraction(str(self.config.async_training.staleness_threshold))
+        self.queue = SampleQueue(Admission(derived.groups_per_version, threshold, total))
+        tokenizer = PromptTokenizer(self.config.model.path)
+        self.recorder = Recorder("rollouter")
+        self.prompts = load_prompts(self.config.data.train_files, self.config.data)
+        self.router = Router({"replica": self.engine})
+        order = PromptOrder(self.prompts, seed=0, epochs=self.config.data.epochs)
+        self.loop = RolloutLoop(
+            self.config, derived, tokenizer, SingleTurn(tokenizer, MAX_RESPONSE), order, max_prompt_tokens, self.router,
+            ScriptedRewards(judge), self.queue, self.recorder,
+        )  # fmt: skip
+
+    async def __aenter__(self):
+        await self.engine.resume(PolicyVersion(0, 0))
+        self.tasks = [asyncio.create_task(self.router.run()), asyncio.create_task(self.loop.run())]
+        await self.queue.publish(PolicyVersion(0, 0))
+        return self
+
+    async def __aexit__(self, *_):
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.wait(self.tasks)
+        await self.engine.close()
+
+    async def groups(self, count: int) -> list[Group]:
+        _, buffers = await asyncio.wait_for(self.queue.lease(1, count, 0.0), 60)
+        return [Group.from_buffer(b) for b in buffers]
+
+
+async def test_groups_hold_all_samples_with_rewards_versions_and_logprobs(inputs):
+    async with System(inputs, lambda prompt, i: fine(float(i))) as system:
+        for group in await system.groups(2):
+            assert group.sample_index.tolist() == [0, 1, 2, 3]
+            assert group.rewards.tolist() == [0.0, 1.0, 2.0, 3.0]
+            assert group.metrics["accuracy"].tolist() == [0.0, 1.0, 2.0, 3.0]
+            assert group.oldest_version() == (0, 0)
+            assert (group.logprobs < 0).all()
+            assert group.response_lengths.max() <= MAX_RESPONSE
+            assert group.times["finished_s"] >= group.times["issued_s"]
+        different = {tuple(group.tokens[group.response(s)]) for s in range(4)}
+        assert len(different) == 4  # each sample draws its own random numbers
+
+
+async def test_groups_of_equal_rewards_are_dropped_counted_and_refilled(inputs):
+    first = {}
+
+    def judge(prompt, i):
+        first.setdefault(prompt.uid, len(first))
+        return fine(0.0 if first[prompt.uid] % 2 else float(i))  # every second group has equal rewards
+
+    async with System(inputs, judge, "algorithm.filter_zero_variance=true") as system:
+        assert len(await system.groups(2)) == 2
+        assert (await system.queue.stats())["fully_async/dropped/zero_variance"] >= 1
+        assert system.recorder.drain().counters["rollout/zero_variance_groups"] >= 1
+
+
+async def test_a_failed_sample_leaves_its_group_smaller_and_is_counted(inputs):
+    judge = lambda prompt, i: broken("reward_timeout") if i == 1 else fine(float(i))
+    async with System(inputs, judge) as system:
+        (group, _) = await system.groups(2)
+        assert group.sample_index.tolist() == [0, 2, 3]
+        assert system.recorder.drain().counters["rollout/failed_samples/reward_timeout"] >= 1
+
+
+async def test_a_group_below_the_minimum_is_dropped_by_the_reason_of_its_samples(inputs):
+    seen: list[str] = []
+
+    def judge(prompt, i):
+        if prompt.uid not in seen:
+            seen.append(prompt.uid)
+        return broken("reward_error") if prompt.uid == seen[0] and i else fine(float(i))
+
+    async with System(inputs, judge) as system:
+        await system.groups(2)
+        assert (await system.queue.stats())["fully_async/dropped/reward_error"] == 1
+
+
+async def test_dropping_everything_ends_the_run_with_the_reasons(inputs):
+    async with System(inputs, lambda p, i: broken("reward_error"), "rollout.max_consecutive_drops=6") as system:
+        await asyncio.wait(system.tasks, return_when=asyncio.FIRST_COMPLETED, timeout=60)
+        with pytest.raises(ExceptionGroup) as e:
+            await system.tasks[1]
+        leaf = e.value
+        while isinstance(leaf, ExceptionGroup):
+            leaf = leaf.exceptions[0]
+        assert isinstance(leaf, NothingToTrain)
+        assert "6 × reward_error" in str(leaf)
+        assert "the last one: why" in str(leaf)
+
+
+async def test_prompts_that_do_not_fit_are_dropped_and_counted(inputs):
+    async with System(inputs, lambda p, i: fine(float(i)), "rollout.max_consecutive_drops=4", max_prompt_tokens=3) as s:
+        await asyncio.wait(s.tasks, return_when=asyncio.FIRST_COMPLETED, timeout=60)
+        assert s.tasks[1].done()
+        assert s.recorder.drain().counters["rollout/failed_samples/prompt_too_long"] == 16
+
+
+async def test_when_the_prompts_end_everything_finished_is_delivered(inputs):
+    more = ("data.epochs=1", "async_training.staleness_threshold=50")
+    async with System(inputs, lambda p, i: fine(float(i)), *more) as system:
+        await asyncio.wait_for(system.tasks[1], 60)
+        assert system.queue.balance()["queued"] == len(system.prompts)
+        assert len(await system.groups(len(system.prompts))) == len(system.prompts)
+
+
+async def test_validation_answers_every_prompt_and_reports_means(inputs):
+    async with System(inputs, lambda p, i: fine(float(i % 2)), "validation.samples=2") as system:
+        values = await asyncio.wait_for(system.loop.validate(system.prompts[:5]), 60)
+        assert values["validation/samples"] == 10
+        assert values["validation/accuracy"] == values["validation/reward"] == pytest.approx(0.5)
+
+
+def test_random_keys_differ_by_seed_group_and_sample():
+    keys = {random_key(seed, uid, i) for seed in range(3) for uid in ("a", "b") for i in range(4)}
+    assert len(keys) == 24
+    assert all(0 <= key < 2**63 for key in keys)
+    assert random_key(1, "a", 2) == random_key(1, "a", 2)
+
+
+def test_derived_slots_are_always_kept_busy(inputs):
+    config = load_config(None, overrides(inputs, inputs / "run"))
+    assert derive(config).max_concurrent_groups == 8 // 4 + 1
+    fixed = replace(config, rollout=replace(config.rollout, max_concurrent_groups=7))
+    assert derive(fixed).max_concurrent_groups == 7
+    assert np.isclose(float(derive(config).staleness_threshold), 0.0)

@@ -1,0 +1,134 @@
+"""Invariant: with staleness 0 the asynchronous system is synchronous training, bit for bit.
+
+The whole system (Ray, queue, admission, router, sync sessions) is run for five steps in deterministic mode, and held
+against a loop of a few lines that knows nothing of them: generate a batch, score it, train on it, load the new weights.
+"""
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from asyncrl.config.checks import derive
+from asyncrl.config.load import load_config
+from asyncrl.data.order import PromptOrder
+from asyncrl.data.prompts import load_prompts
+from asyncrl.models.checkpoint import read_tensors
+from asyncrl.rollouter.engine import Request, SamplingParams
+from asyncrl.rollouter.engines.native.engine import NativeEngine
+from asyncrl.rollouter.loop import random_key
+from asyncrl.rollouter.tokenizer import PromptTokenizer
+from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.trainer.rank import TrainerRank
+from tests.support.tiny import length_reward, make_inputs, overrides
+
+ROOT = Path(__file__).parent.parent
+STEPS = 5
+
+
+def test_staleness_zero_equals_a_synchronous_loop_bit_for_bit(tmp_path):
+    inputs = make_inputs(tmp_path)
+    options = overrides(
+        inputs,
+        tmp_path / "run",
+        f"trainer.total_steps={STEPS}",
+        "trainer.mini_batch_groups=4",
+        "async_training.staleness_threshold=0",
+        "async_training.trigger_parameter_sync_step=1",
+        "rollout.engine.deterministic=true",
+        # some groups are dropped and refilled, which changes what else is in the batch at any moment
+        "algorithm.filter_zero_variance=true",
+        "reward.function=tests.test_synchronous_equality:coarse_reward",
+        "data.validation_files=[]",
+        "reporting.wandb.mode=disabled",
+        "reporting.report=false",
+    )
+    ray_dir = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    command = [sys.executable, "-m", "asyncrl.fully_async_main", *options, f"ray.temp_dir={ray_dir}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, env=os.environ)
+    shutil.rmtree(ray_dir, ignore_errors=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    expected = asyncio.run(train_synchronously(options, tmp_path / "sync"))
+    found = read_tensors(tmp_path / "run/checkpoints/final/hf")
+    start = read_tensors(inputs / "checkpoint")
+    assert found.keys() == expected.keys()
+    assert any(not torch.equal(start[name], expected[name]) for name in start)
+    different = [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert different == []
+
+
+def coarse_reward(prompt, response) -> float:
+    """Few values, so that groups of equal rewards come up."""
+    return float(length_reward(prompt, response)["reward"] > 0.03)
+
+
+async def train_synchronously(options: list[str], folder: Path) -> dict[str, torch.Tensor]:
+    """Five steps with engine and trainer alone; returns the weights after them."""
+    config = load_config(None, options)
+    batch_size = derive(config).groups_per_step
+    tokenizer = PromptTokenizer(config.model.path)
+    prompts = PromptOrder(load_prompts(config.data.train_files, config.data), config.seed)
+    rank = TrainerRank(config, 0, 1, None, Recorder("trainer"))
+    sampling = SamplingParams(temperature=config.rollout.temperature, stop_token_ids=tokenizer.stop_token_ids)
+    dropped = 0
+    try:
+        for step in range(1, STEPS + 1):
+            rank.export_hf(folder / str(step))
+            engine = NativeEngine(folder / str(step), config.rollout.engine)
+            version = PolicyVersion(0, step - 1)
+            await engine.resume(version)
+            batch: list[bytes] = []
+            while len(batch) < batch_size:
+                for prompt in islice(prompts, batch_size - len(batch)):
+                    tokens = tokenizer.encode(prompt)
+                    samples = [
+                        await generate(engine, config, sampling, prompt.uid, tokens, index, version)
+                        for index in range(config.rollout.n)
+                    ]
+                    for s in samples:
+                        s.reward = coarse_reward(prompt, tokenizer.decode(s.tokens))
+                    if len({s.reward for s in samples}) == 1:
+                        dropped += 1
+                        continue
+                    batch.append(Group.from_samples(prompt.uid, prompt.prompt_id, 0, tokens, samples).to_bytes())
+            rank.train(step, batch)
+            await engine.close()
+        rank.export_hf(folder / "final")
+    finally:
+        rank.close()
+    assert dropped > 0, "the test wants drops and refills in its history"
+    return read_tensors(folder / "final")
+
+
+async def generate(engine, config, sampling, uid, tokens, index, version) -> Sample:
+    """One sample, alone in the engine."""
+    key = random_key(config.seed, uid, index)
+    request = Request(f"{uid}/{index}", uid, tokens, len(tokens), key, 0, config.rollout.max_response_tokens, sampling)
+    await engine.submit([request])
+    drawn: list[np.ndarray] = []
+    logprobs: list[np.ndarray] = []
+    finish: FinishReason | None = None
+    while finish is None:
+        events = await engine.events()
+        for e in range(len(events)):
+            drawn.append(events.tokens[events.offsets[e] : events.offsets[e + 1]])
+            logprobs.append(events.logprobs[events.offsets[e] : events.offsets[e + 1]])
+            finish = events.finish[e]
+    all_tokens = np.concatenate(drawn)
+    return Sample(
+        index=index,
+        tokens=all_tokens,
+        logprobs=np.concatenate(logprobs),
+        loss_mask=np.ones(len(all_tokens), bool),
+        spans=[VersionSpan(0, version)],
+        finish=finish,
+    )
