@@ -28,7 +28,7 @@ from asyncrl.sample import Message
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-WARM_START_STEPS = 500  # batches of BATCH_SIZE demonstrations
+WARM_START_STEPS = 700  # batches of BATCH_SIZE demonstrations
 CAREFUL_SHARE = 0.75  # of them by the careful author, the rest by the careless one
 BATCH_SIZE = 16
 TOKENIZER_TEXTS = 1000  # demonstrations that the tokenizer is trained on

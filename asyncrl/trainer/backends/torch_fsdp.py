@@ -215,7 +215,7 @@ class TorchFSDPBackend:
 
     def close(self) -> None:
         """Leave the process group; collective."""
-        # gloo's threads outlive the group (DTensor's caches hold it), and one that still has to let go of a collective's
+        # gloo's threads outlive the group (DTensor's caches hold it), and one that has yet to let go of a collective's
         # tensor aborts an interpreter that is shutting down. During a barrier, which has no tensor, they get the GIL.
         dist.barrier()
         dist.destroy_process_group()
