@@ -124,7 +124,14 @@ def test_an_interrupted_run_finishes_its_step_saves_and_says_so(start, tmp_path,
 
 
 def test_an_exception_in_a_worker_is_told_once_and_ends_the_run(start, tmp_path, ray_dir):
-    run = start("rollout.agent_loop=tests.support.tiny:BrokenAgentLoop", "data.validation_files=[]")
+    bug = tmp_path / "bug"
+    run = start(
+        "rollout.agent_loop=tests.support.tiny:BrokenAgentLoop",
+        f"rollout.agent_loop_args.path={bug}",
+        "data.validation_files=[]",
+    )
+    run.until_printed("a bug in the agent loop")
+    assert time.time() - float(bug.read_text()) < 5
     assert run.wait(120) == 1, run.text
     assert run.text.count("ZeroDivisionError: a bug in the agent loop") == 2, (
         run.text
@@ -144,6 +151,31 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_reason(start, inputs, 
     assert run.wait(120) == 1, run.text
     assert "the last 5 groups were all dropped (5 × reward_error)" in run.text
     assert "this reward never works" in run.text
+
+
+def test_a_run_joins_a_cluster_and_leaves_it_as_it_was(inputs, tmp_path, ray_dir):
+    import ray
+
+    ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="ERROR", _temp_dir=ray_dir)
+    try:
+        address = ray.get_runtime_context().gcs_address
+        more = ("trainer.total_steps=1", "data.validation_files=[]", "reporting.report=false")
+        run = Run(overrides(inputs, tmp_path / "run", f"ray.address={address}", *more), tmp_path / "log")
+        assert run.wait() == 0, run.text
+        crowded = Run(
+            overrides(
+                inputs, tmp_path / "b", f"ray.address={address}", "trainer.ranks=3", "ray.placement_timeout_s=2", *more
+            ),
+            tmp_path / "crowded",
+        )
+        assert crowded.wait() == 1
+        assert "the trainer pool was not placed within 2 s: it wants 1.5 CPU (free: " in crowded.text
+        deadline = time.monotonic() + 30
+        while ray.available_resources().get("CPU") != 1.0:  # Ray takes its time to count what was given back
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+    finally:
+        ray.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A tiny run for tests: a random two-minute-old model, a handful of problems, rewards that any answer can earn."""
 
 import json
+import time
 from pathlib import Path
 
 from asyncrl.models.make_checkpoint import make_checkpoint
@@ -56,10 +57,12 @@ def failing_reward(prompt: Prompt, response: str) -> float:
 
 
 class BrokenAgentLoop:
-    """An agent loop with a bug."""
+    """An agent loop with a bug; it writes to ``path`` when (Unix seconds) the bug came up first."""
 
-    def __init__(self, tokenizer, max_response_tokens: int) -> None:
-        pass
+    def __init__(self, tokenizer, max_response_tokens: int, path: str) -> None:
+        self._path = Path(path)
 
     async def run(self, prompt, index, generate):
+        if not self._path.exists():
+            self._path.write_text(str(time.time()))
         raise ZeroDivisionError("a bug in the agent loop")
