@@ -218,7 +218,7 @@ async def test_close_amid_a_call_fails_the_call():
 
 def test_a_worker_amid_a_hanging_call_ends_with_its_parent():
     script = (
-        "import asyncio; from test_rewards_pool import *\n"
+        f"import asyncio; from {__name__} import *\n"
         "async def main():\n"
         "    async with pool_of(announce_and_hang, timeout_s=600) as pool: await pool.score([(ANSWER, '')])\n"
         "asyncio.run(main())"
