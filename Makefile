@@ -16,7 +16,7 @@ quickstart: venv $(CHECKPOINT)/model.safetensors $(DATA)/train.jsonl
 	$(BIN)/python -m asyncrl.fully_async_main --config configs/quickstart.yaml
 
 $(CHECKPOINT)/model.safetensors: | venv
-	$(BIN)/python -m asyncrl.models.make_checkpoint --out $(CHECKPOINT)
+	$(BIN)/python -m asyncrl.models.make_checkpoint --out $(CHECKPOINT) --seed 1
 
 $(DATA)/train.jsonl: | venv
 	$(BIN)/python -m asyncrl.data.arithmetic --out $(DATA)

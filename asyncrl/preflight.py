@@ -70,6 +70,10 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
             f"rollout.max_response_tokens: {config.rollout.max_response_tokens} leaves no room for a prompt in "
             f"a context of {context}"
         )
+    elif model and config.data.max_prompt_tokens > room:
+        problems.append(
+            f"data.max_prompt_tokens: {config.data.max_prompt_tokens} is more than the {room} left beside a response"
+        )
     if problems or model is None or tokenizer is None:
         raise ConfigError(problems)
     return Preflight(
@@ -77,7 +81,7 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
         model=model,
         tokenizer=tokenizer,
         context_tokens=context,
-        max_prompt_tokens=min(config.data.max_prompt_tokens or room, room),
+        max_prompt_tokens=config.data.max_prompt_tokens or room,
         train_prompts=counts["train_files"],
         validation_prompts=counts["validation_files"],
     )

@@ -24,7 +24,8 @@ ROOT = Path(__file__).parent.parent
 def ensure_inputs(checkpoint: Path, data: Path) -> None:
     """Make the checkpoint and the problems where they are absent."""
     if not (checkpoint / "model.safetensors").is_file():
-        subprocess.run([sys.executable, "-m", "asyncrl.models.make_checkpoint", "--out", str(checkpoint)], check=True)
+        make = [sys.executable, "-m", "asyncrl.models.make_checkpoint", "--out", str(checkpoint), "--seed", "1"]
+        subprocess.run(make, check=True)
     if not (data / "train.jsonl").is_file():
         subprocess.run([sys.executable, "-m", "asyncrl.data.arithmetic", "--out", str(data)], check=True)
 

@@ -7,8 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.config.schema import DataConfig
-from asyncrl.data.prompts import DataError, load_prompts, prompt_fits, prompt_token_limit
-from asyncrl.sample import Prompt
+from asyncrl.data.prompts import DataError, load_prompts
 
 CHAT = [{"role": "system", "content": "Be brief. "}, {"role": "user", "content": "2+2?"}]
 
@@ -96,20 +95,3 @@ def test_an_id_given_twice_is_refused_with_both_places(tmp_path):
     one, two = write(tmp_path / "one.jsonl", row), write(tmp_path / "two.jsonl", {**row, "id": 8}, row)
     with pytest.raises(DataError, match=r"two\.jsonl:2: prompt id '7' was given before, at .*one\.jsonl:1"):
         load_prompts([one, two], DataConfig())
-
-
-def test_the_prompt_limit_is_what_the_context_leaves_unless_less_is_asked_for():
-    assert prompt_token_limit(DataConfig(), context_tokens=100, max_response_tokens=60) == 40
-    assert prompt_token_limit(DataConfig(max_prompt_tokens=30), context_tokens=100, max_response_tokens=60) == 30
-    with pytest.raises(DataError, match="leaves 40"):
-        prompt_token_limit(DataConfig(max_prompt_tokens=41), context_tokens=100, max_response_tokens=60)
-    with pytest.raises(DataError, match="leaves -10"):
-        prompt_token_limit(DataConfig(), context_tokens=50, max_response_tokens=60)
-
-
-def test_an_overlong_prompt_is_an_error_or_dropped():
-    prompt = Prompt("e0-000003", "sums:3", (), "4", text="2+2?")
-    assert prompt_fits(prompt, 40, limit=40, overlong="error")
-    assert not prompt_fits(prompt, 41, limit=40, overlong="drop")
-    with pytest.raises(DataError, match="prompt sums:3 has 41 tokens, the limit is 40"):
-        prompt_fits(prompt, 41, limit=40, overlong="error")

@@ -188,6 +188,7 @@ def test_a_run_joins_a_cluster_and_leaves_it_as_it_was(inputs, tmp_path, ray_dir
         ("reward.function=tests.support.tiny:nothing", "has no 'nothing'"),
         ("rollout.engine.max_context_tokens=100000", "is more than the model's 1024"),
         ("rollout.max_response_tokens=64", "leaves no room for a prompt"),
+        ("data.max_prompt_tokens=41", "data.max_prompt_tokens: 41 is more than the 40 left beside a response"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_starts(inputs, tmp_path, option, message, capfd):

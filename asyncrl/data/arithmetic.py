@@ -120,11 +120,18 @@ def demonstrations(seed: int, careful: bool) -> Iterator[tuple[list[Message], st
 
 
 def write_prompts(path: Path, count: int, seed: int, heldout: bool) -> None:
-    """Write ``count`` different problems as JSONL: ``prompt`` (chat messages), ``answer``, ``steps``."""
+    """Write ``count`` problems as JSONL: ``prompt`` (chat messages), ``answer``, ``steps``.
+
+    Held-out problems are all different. Training problems come up again, so that all numbers of steps stay equally
+    frequent: there are few short problems, and without them little is right that could be learned from."""
     rng = random.Random(f"{'heldout' if heldout else 'train'}/{seed}")
-    problems: dict[Problem, None] = {}
+    problems: list[Problem] = []
+    seen: set[Problem] = set()
     while len(problems) < count:
-        problems.setdefault(draw_problem(rng, heldout))
+        problem = draw_problem(rng, heldout)
+        if not (heldout and problem in seen):
+            problems.append(problem)
+            seen.add(problem)
     with path.open("w") as file:
         for problem in problems:
             row = {"prompt": problem.messages, "answer": str(problem.answer), "steps": len(problem.steps)}

@@ -51,33 +51,6 @@ def load_prompts(files: Sequence[str | Path], config: DataConfig) -> list[Prompt
     return prompts
 
 
-def prompt_token_limit(config: DataConfig, context_tokens: int, max_response_tokens: int) -> int:
-    """The most tokens a prompt may have: ``data.max_prompt_tokens``, or what the context leaves beside a response.
-
-    Raises DataError if that is not at least one token, or more than the context leaves."""
-    room = context_tokens - max_response_tokens
-    limit = config.max_prompt_tokens or room
-    if not 1 <= limit <= room:
-        raise DataError(
-            f"a context of {context_tokens} tokens leaves {room} beside rollout.max_response_tokens = "
-            f"{max_response_tokens}, and data.max_prompt_tokens asks for {limit}; lower one of the two"
-        )
-    return limit
-
-
-def prompt_fits(prompt: Prompt, num_tokens: int, limit: int, overlong: str) -> bool:
-    """Whether to use a prompt of ``num_tokens`` tokens. Too long a one is False under ``data.overlong_prompts = drop``
-    (the caller counts it) and raises DataError under ``error``."""
-    if num_tokens <= limit:
-        return True
-    if overlong == "drop":
-        return False
-    raise DataError(
-        f"prompt {prompt.prompt_id} has {num_tokens} tokens, the limit is {limit}; shorten it, raise "
-        f"data.max_prompt_tokens, or set data.overlong_prompts=drop"
-    )
-
-
 def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place for error messages, row). Blank lines of a JSONL file are skipped."""
     if not file.is_file():
