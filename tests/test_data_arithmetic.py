@@ -2,6 +2,8 @@
 
 import json
 import random
+import re
+from collections import Counter
 from itertools import islice
 
 from asyncrl.config.schema import DataConfig
@@ -68,7 +70,7 @@ def test_only_the_careless_author_makes_mistakes():
     assert 0.2 < share_right(careful=False) < 0.5
 
 
-def test_written_files_are_disjoint_unique_and_the_same_for_a_seed(tmp_path):
+def test_written_files_are_disjoint_balanced_and_the_same_for_a_seed(tmp_path):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         main(["--out", str(tmp_path / name), "--train", "400", "--heldout", "100", "--seed", str(seed)])
     files = {p.relative_to(tmp_path).as_posix(): p.read_text() for p in tmp_path.glob("*/*.jsonl")}
@@ -81,7 +83,9 @@ def test_written_files_are_disjoint_unique_and_the_same_for_a_seed(tmp_path):
     assert not train & heldout  # across seeds too
     for careful in (True, False):
         assert not heldout & {messages[0]["content"] for messages, _ in islice(demonstrations(0, careful), 2000)}
-    assert len(problems["a/train.jsonl"]) == len(set(problems["a/train.jsonl"])) == 400
+    assert len(problems["a/train.jsonl"]) == 400
+    terms = Counter(len(re.findall(r"[+-]", p)) for p in problems["a/train.jsonl"])
+    assert max(terms.values()) < 1.6 * min(terms.values())  # short problems come up as often as long ones
     assert len(problems["a/heldout.jsonl"]) == len(set(problems["a/heldout.jsonl"])) == 100
 
 
