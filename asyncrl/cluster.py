@@ -68,19 +68,25 @@ class Cluster:
         threshold = derived.staleness_threshold
         self.queue: Any = QueueOfRay(
             self._start(
-                _options(SampleQueueActor, name=self._actor_name("queue"), num_cpus=0),
+                SampleQueueActor,
+                {"name": self._actor_name("queue"), "num_cpus": 0},
                 derived.groups_per_version,
                 (threshold.numerator, threshold.denominator),
                 derived.total_groups,
-            )
+            ),
+            "queue",
         )
-        self.rollouter = self._client(
-            _options(RollouterActor, name=self._actor_name("rollouter"), num_cpus=0),
-            config,
-            derived,
-            self._preflight.max_prompt_tokens,
-            self.queue.handle,
-            {name: client.handle for name, client in self.replicas.items()},
+        self.rollouter = ActorClient(
+            self._start(
+                RollouterActor,
+                {"name": self._actor_name("rollouter"), "num_cpus": 0},
+                config,
+                derived,
+                self._preflight.max_prompt_tokens,
+                self.queue.handle,
+                {name: client.handle for name, client in self.replicas.items()},
+            ),
+            "rollouter",
         )
         started = await asyncio.gather(
             *(replica.start() for replica in self.replicas.values()), self.ranks.start(), self.rollouter.start()
@@ -160,30 +166,21 @@ class Cluster:
 
     def _place(self, cls: Any, group: PlacementGroup, index: int, threads: int, name: str, *args: Any) -> ActorClient:
         bundle = group.bundle_specs[index]
-        options = _options(
-            cls,
-            name=self._actor_name(name),
-            num_cpus=bundle["CPU"],
-            num_gpus=bundle.get("GPU", 0),
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+        options = {
+            "name": self._actor_name(name),
+            "num_cpus": bundle["CPU"],
+            "num_gpus": bundle.get("GPU", 0),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
             # spinning OpenMP threads of two actors on shared cores slow each other down twentyfold
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}},
-        )
-        return self._client(options, *args)
+            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}},
+        }
+        return ActorClient(self._start(cls, options, *args), name)
 
-    def _client(self, options: Any, *args: Any) -> ActorClient:
-        return ActorClient(self._start(options, *args))
-
-    def _start(self, options: Any, *args: Any) -> Any:
-        handle = options.remote(*args)
+    def _start(self, actor: Any, options: dict[str, Any], *args: Any) -> Any:
+        handle = actor.options(max_concurrency=CALLS_AT_ONCE, **options).remote(*args)
         self._handles.append(handle)
         return handle
 
     def _actor_name(self, role: str) -> str:
         """Readable in Ray's dashboard, and unique where several runs share a cluster."""
         return f"asyncrl/{self._config.name}/{os.getpid()}/{role}"
-
-
-def _options(actor: Any, **options: Any) -> Any:
-    """Ray adds ``options`` to a decorated class, where type checkers do not see it."""
-    return actor.options(max_concurrency=CALLS_AT_ONCE, **options)

@@ -71,6 +71,9 @@ async def run(config: Config) -> int:
             ending.on_interrupt(trainer.stop)
             training = together(trainer.run(), beside=[cluster.rollouter.run(), monitor.run()])
             await ending.unless_abandoned(training)
+    except ConfigError as e:  # an engine that cannot do what it is asked to
+        ending.failure = str(e)
+        raise
     except Exception as e:
         ending.failed(e)
     finally:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 
 class ActorClient:
-    """``await ActorClient(handle).method(args)``; an exception arrives as it was raised, see `raised_there`."""
+    """``await ActorClient(handle, name).method(args)``; an exception arrives as it was raised, see `raised_there`, and
+    the death of the actor's process as `ActorDied`."""
 
-    def __init__(self, handle: Any) -> None:
-        self.handle = handle
+    def __init__(self, handle: Any, name: str) -> None:
+        self.handle, self.name = handle, name
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         method = getattr(self.handle, name)
@@ -23,11 +23,21 @@ class ActorClient:
                 return await method.remote(*args, **kwargs)
             except RayTaskError as e:
                 raise raised_there(e) from None
+            except RayActorError:
+                raise ActorDied(self.name) from None
 
         return call
 
-    def kill(self) -> None:
-        ray.kill(self.handle)
+
+class ActorDied(RuntimeError):
+    """The process of an actor ended without a word; ``name`` is the actor's."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+    def __str__(self) -> str:
+        return f"{self.name} died: its process was killed, ran out of memory or crashed"
 
 
 def raised_there(error: RayTaskError) -> BaseException:

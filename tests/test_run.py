@@ -64,6 +64,10 @@ def processes_of(ray_dir: str) -> list[psutil.Process]:
     return [p for p in everyone if any(ray_dir in part for part in p.info["cmdline"] or [])]
 
 
+def is_of(process: psutil.Process, run: Run) -> bool:
+    return run.process.pid in [p.pid for p in process.parents()]
+
+
 @pytest.fixture
 def ray_dir():
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: the sockets in it must stay below 108 characters
@@ -139,6 +143,19 @@ def test_an_exception_in_a_worker_is_told_once_and_ends_the_run(start, tmp_path,
     assert run.text.count("Traceback") == 1, run.text
     assert "tiny.py" in run.text  # where it happened
     assert "ZeroDivisionError" in json.loads((tmp_path / "run/summary.json").read_text())["failed"]
+    assert processes_of(ray_dir) == []
+
+
+def test_the_death_of_a_process_is_told_by_name_and_ends_the_run(start, tmp_path, ray_dir):
+    run = start("trainer.total_steps=100000", "data.validation_files=[]", "reporting.report=false")
+    run.until_printed("2/100000")
+    (replica,) = [
+        p for p in psutil.process_iter(["name"]) if p.info["name"].startswith("ray::EngineReplica") and is_of(p, run)
+    ]
+    replica.kill()
+    assert run.wait(30) == 1, run.text
+    assert "FAILED" in run.text
+    assert "replica/0 died: its process was killed, ran out of memory or crashed" in run.text
     assert processes_of(ray_dir) == []
 
 

@@ -78,8 +78,8 @@ class RollouterActor:
     ):
         self._config, self._derived, self._max_prompt_tokens = config, derived, max_prompt_tokens
         self._recorder = Recorder("rollouter")
-        self._queue = ActorClient(queue)
-        self._replicas = {name: ActorClient(handle) for name, handle in replicas.items()}
+        self._queue = ActorClient(queue, "queue")
+        self._replicas = {name: ActorClient(handle, name) for name, handle in replicas.items()}
 
     async def start(self) -> None:
         from asyncrl.data.order import PromptOrder

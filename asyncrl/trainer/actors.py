@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from asyncrl.config.schema import Config
 from asyncrl.param_sync.manifest import Manifest
 from asyncrl.param_sync.sender import SendPlan, SendReport
 from asyncrl.param_sync.transports.base import Address
-from asyncrl.ray_client import ActorClient, raised_there
+from asyncrl.ray_client import ActorClient, ActorDied, raised_there
 from asyncrl.sample_queue.core import Leased
 from asyncrl.telemetry.recorder import Batch, Recorder
 
@@ -107,6 +107,8 @@ class QueueOfRay(ActorClient):
             return await leased, payload
         except RayTaskError as e:
             raise raised_there(e) from None
+        except RayActorError:
+            raise ActorDied(self.name) from None
 
 
 class RankGroup:
