@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.config.checks import local_cpus
@@ -23,6 +30,7 @@ from asyncrl.telemetry.recorder import Batch
 from asyncrl.trainer.actors import QueueOfRay, RankGroup, TrainerRankActor
 
 CALLS_AT_ONCE = 1000  # of one actor: most of them wait on a condition
+CLOSING_S = 3.0  # for an actor to close by itself
 OBJECT_STORE_BYTES = 512 * 1024 * 1024  # of a cluster started here: batches pass through it, nothing stays
 
 
@@ -42,15 +50,22 @@ class Cluster:
         self._config, self._preflight = config, preflight
         self._groups: list[PlacementGroup] = []
         self._handles: list[Any] = []
-        self._started_ray = False
+        self._init: asyncio.Future[None] | None = None
+        self.rollouter: Any = None
 
     async def start(self) -> None:
         """Raises PlacementError, ConfigError (the engine cannot do what is asked of it), or what an actor raised."""
         config, derived = self._config, self._preflight.derived
-        await asyncio.to_thread(self._init_ray)
-        trainers = self._reserve("trainer", config.trainer.ranks, config.ray.cpus_per_rank)
-        rollouts = self._reserve("rollout", config.rollout.replicas, config.ray.cpus_per_replica)
-        await asyncio.gather(self._placed(trainers, "trainer"), self._placed(rollouts, "rollout"))
+        self._init = asyncio.ensure_future(asyncio.to_thread(self._init_ray))
+        await asyncio.shield(self._init)  # Ray must not be left half started: `close` waits for it
+        config = self._with_devices(config)
+        trainers = self._reserve(
+            "trainer", {"CPU": config.ray.cpus_per_rank}, config.trainer.ranks, config.trainer.device
+        )
+        await self._placed(trainers, "trainer")
+        beside = {"CPU": config.ray.cpus_per_replica, _machine_of(trainers): 0.001}
+        rollouts = self._reserve("rollout", beside, config.rollout.replicas, config.rollout.engine.device)
+        await self._placed(rollouts, "rollout")
         self.rank_names = [f"trainer/{i}" for i in range(config.trainer.ranks)]
         self.replica_names = [f"replica/{i}" for i in range(config.rollout.replicas)]
         self.senders: dict[str, Any] = {
@@ -94,12 +109,17 @@ class Cluster:
         for capabilities in started[: len(self.replicas)]:
             self._check(capabilities)
 
-    def drains(self) -> list[Callable[[], Awaitable[Batch]]]:
+    def drains(self) -> dict[str, Callable[[], Awaitable[Batch]]]:
         """How to fetch what each actor recorded."""
-        return [actor.drain for actor in (*self.senders.values(), *self.replicas.values(), self.rollouter)]
+        return {a.name: a.drain for a in (*self.senders.values(), *self.replicas.values(), self.rollouter)}
 
     async def close(self) -> None:
         """End every actor, give back the places, and end the cluster if it was started here."""
+        if self._init is not None:
+            await asyncio.wait([self._init])
+        if self.rollouter is not None:  # reward workers, and what reward functions started, are the rollouter's to end
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(self.rollouter.close(), CLOSING_S)
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
@@ -126,19 +146,26 @@ class Cluster:
             **common,
         )
 
-    def _reserve(self, pool: str, count: int, cpus: float) -> PlacementGroup:
-        bundle = {"CPU": cpus}
-        if self._uses_gpu(pool):
-            bundle["GPU"] = 1.0
-        group = placement_group([bundle] * count, strategy="PACK", name=f"asyncrl-{self._config.name}-{pool}")
+    def _with_devices(self, config: Config) -> Config:
+        """``auto`` becomes what is reserved: an actor without a reservation must not take a GPU that it can see."""
+        trainer, engine = config.trainer, config.rollout.engine
+        pools = [(trainer.device, trainer.ranks), (engine.device, config.rollout.replicas)]
+        wanted = sum(count for device, count in pools if device != "cpu")
+        auto = "cuda" if ray.cluster_resources().get("GPU", 0) >= wanted > 0 else "cpu"
+        resolve = lambda device: auto if device == "auto" else device
+        return replace(
+            config,
+            trainer=replace(trainer, device=resolve(trainer.device)),
+            rollout=replace(config.rollout, engine=replace(engine, device=resolve(engine.device))),
+        )
+
+    def _reserve(self, pool: str, bundle: dict[str, float], count: int, device: str) -> PlacementGroup:
+        if device == "cuda":
+            bundle = bundle | {"GPU": 1.0}
+        # the one transport there is, shared memory, joins processes of one machine
+        group = placement_group([bundle] * count, strategy="STRICT_PACK", name=f"asyncrl-{self._config.name}-{pool}")
         self._groups.append(group)
         return group
-
-    def _uses_gpu(self, pool: str) -> bool:
-        device = self._config.trainer.device if pool == "trainer" else self._config.rollout.engine.device
-        gpus = ray.cluster_resources().get("GPU", 0)
-        wanted = self._config.trainer.ranks + self._config.rollout.replicas
-        return device == "cuda" or (device == "auto" and gpus >= wanted)
 
     async def _placed(self, group: PlacementGroup, pool: str) -> None:
         limit_s = self._config.ray.placement_timeout_s
@@ -147,10 +174,11 @@ class Cluster:
         wants: dict[str, float] = {}
         for bundle in group.bundle_specs:
             for resource, amount in bundle.items():
-                wants[resource] = wants.get(resource, 0) + amount
+                if not resource.startswith("node:"):
+                    wants[resource] = wants.get(resource, 0) + amount
         free = ray.available_resources()
         short = ", ".join(f"{v:g} {k} (free: {free.get(k, 0):g})" for k, v in wants.items())
-        raise PlacementError(f"the {pool} pool was not placed within {limit_s:g} s: it wants {short}")
+        raise PlacementError(f"the {pool} pool was not placed within {limit_s:g} s: it wants {short} on one machine")
 
     def _check(self, engine: Capabilities) -> None:
         pair = (self._preflight.derived.pause, self._config.param_sync.kv)
@@ -184,3 +212,10 @@ class Cluster:
     def _actor_name(self, role: str) -> str:
         """Readable in Ray's dashboard, and unique where several runs share a cluster."""
         return f"asyncrl/{self._config.name}/{os.getpid()}/{role}"
+
+
+def _machine_of(group: PlacementGroup) -> str:
+    """Ray's resource of the machine on which a placed group is."""
+    (node, *_) = placement_group_table(group)["bundles_to_node_id"].values()
+    (address,) = [n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node]
+    return f"node:{address}"

@@ -14,6 +14,7 @@ from dataclasses import replace
 from asyncrl.config.checks import local_cpus
 from asyncrl.config.load import ConfigError, load_config, to_yaml
 from asyncrl.config.schema import Config
+from asyncrl.supervision import Ending, on_signals, together
 
 EXIT_CONFIG = 2
 
@@ -39,24 +40,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def run(config: Config) -> int:
     """The whole run; returns the exit status. Raises ConfigError before any actor is started."""
-    from asyncrl.cluster import Cluster, joins_a_cluster
-    from asyncrl.monitor import Monitor
-    from asyncrl.param_sync.group import ParameterSyncGroup
-    from asyncrl.preflight import preflight
-    from asyncrl.reporting.sinks import open_hub
-    from asyncrl.run_folder import RunFolder
-    from asyncrl.supervision import Ending, on_signals, together
-    from asyncrl.telemetry.recorder import Recorder
-    from asyncrl.trainer.loop import TrainLoop
+    ending = Ending()
+    with on_signals(ending.interrupt):
+        from asyncrl.cluster import Cluster, joins_a_cluster
+        from asyncrl.monitor import Monitor
+        from asyncrl.param_sync.group import ParameterSyncGroup
+        from asyncrl.preflight import preflight
+        from asyncrl.reporting.sinks import open_hub
+        from asyncrl.run_folder import RunFolder
+        from asyncrl.telemetry.recorder import Recorder
+        from asyncrl.trainer.loop import TrainLoop
 
-    found = preflight(config, cpus=None if joins_a_cluster(config) else local_cpus())
-    folder = RunFolder.create(config)
-    recorder, ending = Recorder("driver"), Ending()
-    hub = open_hub(config, folder.path)
-    cluster = Cluster(config, found)
-    monitor = Monitor(config, hub, recorder, cluster, found.tokenizer.hf.decode)
-    try:
-        with on_signals(ending.interrupt):
+        found = preflight(config, cpus=None if joins_a_cluster(config) else local_cpus())
+        folder = RunFolder.create(config)
+        hub = open_hub(config, folder.path)
+        recorder, cluster = Recorder("driver"), Cluster(config, found)
+        monitor = Monitor(config, hub, recorder, cluster, found.tokenizer.hf.decode)
+        try:
             await ending.unless_interrupted(cluster.start())
             sync = ParameterSyncGroup(
                 replace(config.param_sync, pause=found.derived.pause),
@@ -70,16 +70,16 @@ async def run(config: Config) -> int:
             )
             ending.on_interrupt(trainer.stop)
             training = together(trainer.run(), beside=[cluster.rollouter.run(), monitor.run()])
-            await ending.unless_abandoned(training)
-    except ConfigError as e:  # an engine that cannot do what it is asked to
-        ending.failure = str(e)
-        raise
-    except Exception as e:
-        ending.failed(e)
-    finally:
-        await cluster.close()
-        hub.close(ending.failure)
-        folder.finish(monitor.summary() | {"failed": ending.failure}, config.reporting.report)
+            progress = await ending.unless_abandoned(training)
+            ending.stopped = progress.stopped or ending.stopped
+        except Exception as e:
+            ending.failed(e)
+        with ending.recorded():
+            await cluster.close()
+        with ending.recorded():
+            hub.close(ending.failure, ending.stopped)
+        with ending.recorded():
+            folder.finish(ending, monitor.summary(), config.reporting.report)
     return ending.exit_status
 
 

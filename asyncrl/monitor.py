@@ -11,11 +11,12 @@ from asyncrl.config.schema import Config
 from asyncrl.reporting.hub import Hub
 from asyncrl.reporting.trajectories import Decode, sampled_rows
 from asyncrl.sample import Group
-from asyncrl.telemetry.intervals import Activity
+from asyncrl.telemetry.intervals import Activity, intersect, length
 from asyncrl.telemetry.recorder import Batch, Recorder, now_s
 from asyncrl.trainer.loop import Progress
 
 DRAIN_EVERY_S = 1.0
+DRAIN_DEADLINE_S = 60.0  # an actor that does not answer for so long hangs
 
 
 class Watched(Protocol):
@@ -27,7 +28,11 @@ class Watched(Protocol):
     rollouter: Any  # validate()
     ranks: Any  # first_groups(count)
 
-    def drains(self) -> list[Callable[[], Awaitable[Batch]]]: ...
+    def drains(self) -> Mapping[str, Callable[[], Awaitable[Batch]]]: ...
+
+
+class ActorHangs(RuntimeError):
+    """An actor's process lives, but does not answer."""
 
 
 class Monitor:
@@ -45,49 +50,56 @@ class Monitor:
 
     async def run(self) -> None:
         while True:
+            stats = await self._watched.queue.stats()
+            for name in ("fully_async/queue/depth", "fully_async/in_flight"):
+                self._own.gauge(name, stats[name])
             await self._drain()
+            if self._validation is not None and self._validation.done():
+                self._validation.result()  # a failure ends the run
             await asyncio.sleep(DRAIN_EVERY_S)
 
     # -- the training loop's hooks ---------------------------------------------------------------------------------
 
     async def on_version(self, progress: Progress) -> None:
         """Validate where the config asks for it: before and after training while it waits, between beside it."""
-        if not self._config.data.validation_files:
-            first = last = due = False
-        else:
-            first, last = progress.step == 0, progress.step == self._config.trainer.total_steps
-            every = self._config.validation.every_versions
-            due = bool(every) and progress.version.number % every == 0
-        if self._validation is not None and (first or last or due):
-            await self._validation
-        if first or last:
-            values = await self._validate(progress.step)
-            name = "after" if last else "before"
-            self._summary |= {f"{k.removeprefix('validation/')}_{name}": v for k, v in values.items()}
-        elif due:
-            self._validation = asyncio.create_task(self._validate(progress.step))
-        if progress.step == 0:
+        first, last = progress.step == 0, progress.last
+        every = self._config.validation.every_versions
+        due = bool(every) and progress.version.number % every == 0
+        if self._config.data.validation_files and (first or last or due):
+            if self._validation is not None:
+                await self._validation
+            if first or last:
+                values = await self._validate(progress.step)
+                name = "after" if last else "before"
+                self._summary |= {f"{k.removeprefix('validation/')}_{name}": v for k, v in values.items()}
+            else:
+                self._validation = asyncio.create_task(self._validate(progress.step))
+        if first:
             await self._drain()
             self._began_s = self._window_s = now_s()
             self._window.clear()
             self._totals.clear()
 
     async def on_step(self, progress: Progress, metrics: Mapping[str, float]) -> None:
+        if k := self._config.reporting.trajectories_per_step:
+            groups = [Group.from_buffer(b) for b in await self._watched.ranks.first_groups(k)]
+            self._hub.trajectories(sampled_rows(progress.step, groups, self._decode, k))
         values = dict(metrics) | await self._window_metrics() | await self._watched.queue.stats()
         values["perf/trainer_tokens_per_s"] = metrics.get("trainer/tokens", 0.0) / values["perf/step_s"]
         values["fully_async/version"] = progress.version.number
         self._hub.metrics(progress.step, values)
-        if k := self._config.reporting.trajectories_per_step:
-            groups = [Group.from_buffer(b) for b in await self._watched.ranks.first_groups(k)]
-            self._hub.trajectories(sampled_rows(progress.step, groups, self._decode, k))
         self._summary |= {
             "steps": progress.step,
-            "version": str(progress.version),
             "duration_s": self._window_s - self._began_s,
             "overlap": self.overlap(self._began_s, self._window_s),
             "samples": self._totals["rollout/samples"],
             "tokens": self._totals["rollout/tokens"],
         }
+
+    async def on_end(self, progress: Progress, queue: Mapping[str, float]) -> None:
+        counts = {k.removeprefix("fully_async/"): v for k, v in queue.items() if k.startswith("fully_async/count/")}
+        dropped = {k.removeprefix("fully_async/"): v for k, v in queue.items() if k.startswith("fully_async/dropped/")}
+        self._summary |= {"version": str(progress.version), **counts, **dropped}
 
     def summary(self) -> dict[str, Any]:
         """Figures of the whole run; ``duration_s`` and ``overlap`` are of training, without start-up and validation."""
@@ -96,11 +108,14 @@ class Monitor:
     # -- windows of time -------------------------------------------------------------------------------------------
 
     def overlap(self, since_s: float, until_s: float) -> float:
-        """Share of the window in which the trainer computes while at least half of the rollouter's slots generate."""
-        training = self._activity.share(["trainer/step"], since_s, until_s)
-        if not training:
-            return 0.0
-        return training * self._activity.overlap(["trainer/step"], ["rollout/half_busy"], since_s, until_s)
+        """Share of the window in which the trainer computes while at least half of the rollouter's slots generate.
+
+        Of several replicas each must have half of its slots generating: then half of all slots are, and sometimes also
+        when it is not so. Ranks compute together: any stands for all."""
+        both = self._activity.intervals(["trainer/step"], since_s, until_s)
+        for replica in self._watched.replica_names:
+            both = intersect(both, self._activity.intervals(["rollout/half_busy"], since_s, until_s, replica))
+        return length(both) / (until_s - since_s) if until_s > since_s else 0.0
 
     async def _window_metrics(self) -> dict[str, float]:
         """Idle shares, rates and rollout figures of the time since the last step."""
@@ -126,7 +141,8 @@ class Monitor:
 
     async def _drain(self) -> None:
         async with self._draining:
-            batches = await asyncio.gather(*(drain() for drain in self._watched.drains()))
+            drains = self._watched.drains().items()
+            batches = await asyncio.gather(*(self._answer(name, drain()) for name, drain in drains))
             for batch in [*batches, self._own.drain()]:
                 self._activity.add(batch)
                 self._window.update(batch.counters)
@@ -137,3 +153,11 @@ class Monitor:
         values = await self._watched.rollouter.validate()
         self._hub.metrics(step, values)
         return values
+
+    async def _answer(self, name: str, drain: Awaitable[Batch]) -> Batch:
+        try:
+            return await asyncio.wait_for(drain, DRAIN_DEADLINE_S)
+        except TimeoutError:
+            raise ActorHangs(
+                f"{name} has not answered for {DRAIN_DEADLINE_S:g} s; its process is stopped or stuck"
+            ) from None

@@ -43,7 +43,9 @@ class ActorDied(RuntimeError):
 def raised_there(error: RayTaskError) -> BaseException:
     """The exception that the actor raised; its attribute ``remote_traceback`` says where."""
     cause = error.cause if isinstance(error.cause, BaseException) else error
-    cause.remote_traceback = str(error)  # type: ignore[attr-defined]
+    # an exception that comes by way of another actor began further away: that part is told first
+    earlier = f"{before}\n\nand from there:\n" if (before := getattr(cause, "remote_traceback", "")) else ""
+    cause.remote_traceback = earlier + str(error)  # type: ignore[attr-defined]
     return cause
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from asyncrl.config.load import ConfigError, to_yaml
 from asyncrl.config.schema import Config
+from asyncrl.supervision import Ending
+from asyncrl.trainer.loop import PARTIAL
 
 
 class RunFolder:
@@ -35,14 +37,15 @@ class RunFolder:
             raise ConfigError([f"run_dir: {path} cannot be written ({e.strerror})"]) from None
         return cls(path.resolve())
 
-    def finish(self, summary: Mapping[str, Any], report: bool) -> None:
+    def finish(self, ending: Ending, figures: Mapping[str, Any], report: bool) -> None:
         """Write summary.json, then the report, and say where everything is."""
-        (self.path / "summary.json").write_text(json.dumps(dict(summary), indent=2) + "\n")
+        how = {"status": ending.status, "reason": ending.stopped, "failed": ending.failure}
+        (self.path / "summary.json").write_text(json.dumps({**figures, **how}, indent=2) + "\n")
         if report:
             from asyncrl.reporting.report import write_report
 
             print(f"report:      {write_report(self.path)}")
-        checkpoints = sorted((self.path / "checkpoints").glob("*"), key=lambda p: p.stat().st_mtime)
-        if checkpoints:
+        whole = [p for p in (self.path / "checkpoints").glob("*") if p.suffix != PARTIAL]
+        if checkpoints := sorted(whole, key=lambda p: p.stat().st_mtime):
             print(f"checkpoint:  {checkpoints[-1]}")
         print(f"run folder:  {self.path}", flush=True)

@@ -6,13 +6,14 @@ import asyncio
 import signal
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from asyncrl.ray_client import first_leaf
 
 EXIT_FAILED = 1
+UNWINDING_S = 2.0  # for tasks to end once they are cancelled; what hangs longer ends with the actors it waits for
 
 
 class Interrupted(Exception):
@@ -21,10 +22,11 @@ class Interrupted(Exception):
 
 class Ending:
     """Collects why the run ends. The first signal asks for an orderly end after the step under way, the second abandons
-    it."""
+    it. ``failure`` is one line about what failed, ``stopped`` about what else ended the run early."""
 
     def __init__(self) -> None:
         self.failure: str | None = None
+        self.stopped: str | None = None
         self.signal: signal.Signals | None = None
         self._interrupted = asyncio.Event()
         self._abandoned = asyncio.Event()
@@ -35,6 +37,7 @@ class Ending:
             self._abandoned.set()
             return
         self.signal = signal.Signals(signum)
+        self.stopped = self.signal.name
         print(f"{self.signal.name}: finishing the step under way, then saving; once more abandons it", flush=True)
         self._interrupted.set()
         for callback in self._callbacks:
@@ -55,13 +58,15 @@ class Ending:
         return await self._race(work, self._abandoned)
 
     async def _race(self, work: Awaitable[Any], event: asyncio.Event) -> Any:
+        await asyncio.sleep(0)  # a signal that came while nothing was awaited is heard of now
         working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
-        await asyncio.wait([working, waiting], return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-        if working.done():
-            return working.result()
-        await cancelled(working)
-        raise Interrupted(f"abandoned by {self.signal.name if self.signal else 'a signal'}")
+        try:
+            await asyncio.wait([working, waiting], return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise Interrupted(f"abandoned by {self.signal.name if self.signal else 'a signal'}")
+        finally:
+            await cancelled([working, waiting])
 
     def failed(self, error: BaseException) -> None:
         """Record a failure and print it, once, with its traceback; an interruption needs none."""
@@ -69,18 +74,30 @@ class Ending:
         if isinstance(error, Interrupted):
             print(str(error), file=sys.stderr, flush=True)
             return
-        self.failure = f"{type(error).__name__}: {error}"
-        if remote := getattr(error, "remote_traceback", None):  # it happened in an actor: what led here is no news
+        self.failure = self.failure or f"{type(error).__name__}: {error}"
+        if remote := remote_traceback(error):  # it happened in an actor: what led here is no news
             print(f"Traceback of an actor:\n{remote.strip()}", file=sys.stderr, flush=True)
         else:
             traceback.print_exception(error)
             sys.stderr.flush()
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """A part of closing: what it raises is a failure of the run, and the other parts are closed all the same."""
+        try:
+            yield
+        except Exception as e:
+            self.failed(e)
 
     @property
     def exit_status(self) -> int:
         if self.failure is not None:
             return EXIT_FAILED
         return 0 if self.signal is None else 128 + self.signal
+
+    @property
+    def status(self) -> str:
+        return "failed" if self.failure else "interrupted" if self.signal else "finished"
 
 
 @contextmanager
@@ -109,11 +126,23 @@ async def together(main: Coroutine[Any, Any, Any], beside: Sequence[Awaitable[An
                 d.result()
         return task.result()
     finally:
-        for p in pending:
-            await cancelled(p)
+        await cancelled(pending)
 
 
-async def cancelled(task: asyncio.Future[Any]) -> None:
-    """Cancel and wait until it is; what it raises on its way is no news any more."""
-    task.cancel()
-    await asyncio.wait([task])
+async def cancelled(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel and wait until they are, but not for ever; what they raise on their way is no news any more."""
+    tasks = [t for t in tasks if not t.done()]
+    for task in tasks:
+        task.cancel()
+        task.add_done_callback(lambda t: t.cancelled() or t.exception())
+    if tasks:
+        await asyncio.wait(tasks, timeout=UNWINDING_S)
+
+
+def remote_traceback(error: BaseException | None) -> str | None:
+    """Where in an actor it began, if it did: of the error or of what it was raised from."""
+    while error is not None:
+        if remote := getattr(error, "remote_traceback", None):
+            return str(remote)
+        error = error.__cause__
+    return None

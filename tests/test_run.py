@@ -38,7 +38,7 @@ class Run:
         self.began_s = time.monotonic()
 
     def wait(self, timeout_s: float = 200) -> int:
-        """The exit status; afterwards no process of its session may be left."""
+        """The exit status; fails the test if the run goes on for longer."""
         try:
             status = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -64,8 +64,10 @@ def processes_of(ray_dir: str) -> list[psutil.Process]:
     return [p for p in everyone if any(ray_dir in part for part in p.info["cmdline"] or [])]
 
 
-def is_of(process: psutil.Process, run: Run) -> bool:
-    return run.process.pid in [p.pid for p in process.parents()]
+def the_replica_of(run: Run) -> psutil.Process:
+    below = psutil.Process(run.process.pid).children(recursive=True)
+    (replica,) = [p for p in below if p.name().startswith("ray::EngineReplica")]
+    return replica
 
 
 @pytest.fixture
@@ -146,13 +148,46 @@ def test_an_exception_in_a_worker_is_told_once_and_ends_the_run(start, tmp_path,
     assert processes_of(ray_dir) == []
 
 
+def test_an_interruption_while_the_run_starts_ends_it_at_once(start, tmp_path, ray_dir):
+    run = start()
+    deadline = time.monotonic() + 60
+    while not list(Path(ray_dir).glob("session_2*/logs/gcs_server.out")):  # Ray is half started
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.wait(40) == 128 + signal.SIGINT, run.text
+    assert "Traceback" not in run.text
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "interrupted"
+    assert processes_of(ray_dir) == []
+
+
+def test_a_second_interruption_abandons_even_a_sync_that_hangs(start, tmp_path, ray_dir):
+    run = start("trainer.total_steps=100000", "data.validation_files=[]", "reporting.report=false")
+    run.until_printed("2/100000")
+    replica = the_replica_of(run)
+    replica.suspend()
+    os.killpg(run.process.pid, signal.SIGINT)
+    time.sleep(1)
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.wait(40) == 128 + signal.SIGINT, run.text
+    assert "abandoned by SIGINT" in run.text
+    assert processes_of(ray_dir) == []
+
+
+def test_when_the_prompts_end_the_rest_is_counted_and_the_last_weights_are_validated(start, tmp_path):
+    run = start("data.epochs=1", "trainer.total_steps=100", "trainer.mini_batch_groups=10", "reporting.report=false")
+    assert run.wait() == 0, run.text
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["status"], summary["reason"], summary["steps"]) == ("finished", "the prompts ended", 2)
+    assert (summary["count/issued"], summary["count/trained"], summary["dropped/run_ended"]) == (25, 20, 5)
+    assert summary["samples_after"] == 6
+    assert "Unhandled" not in run.text
+
+
 def test_the_death_of_a_process_is_told_by_name_and_ends_the_run(start, tmp_path, ray_dir):
     run = start("trainer.total_steps=100000", "data.validation_files=[]", "reporting.report=false")
     run.until_printed("2/100000")
-    (replica,) = [
-        p for p in psutil.process_iter(["name"]) if p.info["name"].startswith("ray::EngineReplica") and is_of(p, run)
-    ]
-    replica.kill()
+    the_replica_of(run).kill()
     assert run.wait(30) == 1, run.text
     assert "FAILED" in run.text
     assert "replica/0 died: its process was killed, ran out of memory or crashed" in run.text

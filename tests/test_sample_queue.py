@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
 from asyncrl.sample_queue.admission import Admission
-from asyncrl.sample_queue.core import QueueClosed, QueueError, SampleQueue
+from asyncrl.sample_queue.core import QueueError, SampleQueue
 
 
 def payload(uid: str, version: int) -> bytes:
@@ -25,8 +25,8 @@ def payload(uid: str, version: int) -> bytes:
     return Group.from_samples(uid, uid, 0, np.ones(1, np.int32), [s]).to_bytes()
 
 
-def queue(per_version=2, threshold="0", total=100, capacity=100) -> SampleQueue:
-    return SampleQueue(Admission(per_version, Fraction(threshold), total), capacity)
+def queue(per_version=2, threshold="0", total=100) -> SampleQueue:
+    return SampleQueue(Admission(per_version, Fraction(threshold), total))
 
 
 async def waits(coroutine) -> asyncio.Task:
@@ -52,7 +52,7 @@ async def test_threshold_zero_admits_one_version_of_groups():
     more = await waits(q.issue(["c"]))
     await q.put([payload("b", 0), payload("a", 0)], 0.0)
     leased, buffers = await q.lease(1, 2, 1.0)
-    assert [g.uid for g in leased] == ["a", "b"]  # the order of issue, not of arrival
+    assert [g.uid for g in leased.groups] == ["a", "b"]  # the order of issue, not of arrival
     assert [Group.from_buffer(b).uid for b in buffers] == ["a", "b"]
     await q.trained(1)
     assert not more.done()  # trained is not enough: the groups must start under the new version
@@ -77,7 +77,7 @@ async def test_a_straggler_holds_back_those_behind_it():
     await q.put([payload("b", 0), payload("c", 0)], 0.0)
     lease = await waits(q.lease(1, 2, 0.0))
     await q.put([payload("slow", 0)], 0.0)
-    assert [g.uid for g in (await lease)[0]] == ["slow", "b"]
+    assert [g.uid for g in (await lease)[0].groups] == ["slow", "b"]
 
 
 async def test_a_released_lease_returns_in_order():
@@ -87,15 +87,20 @@ async def test_a_released_lease_returns_in_order():
     await q.put([payload(u, 0) for u in "abc"], 0.0)
     await q.lease(1, 2, 0.0)
     await q.release(1)
-    assert [g.uid for g in (await q.lease(1, 3, 0.0))[0]] == ["a", "b", "c"]
+    assert [g.uid for g in (await q.lease(1, 3, 0.0))[0].groups] == ["a", "b", "c"]
 
 
-async def test_capacity_is_enforced_where_groups_start():
-    q = queue(per_version=2, threshold="5", capacity=3)
+async def test_when_the_run_is_over_what_is_left_is_counted_as_dropped():
+    q = queue(per_version=3, threshold="1")
     await q.publish(PolicyVersion(0, 0))
-    assert await q.issue(list("abcdef")) == 3
-    with pytest.raises(QueueError, match="cannot hold"):
-        queue(per_version=4, capacity=3)
+    await q.issue(["a", "b", "c", "d"])
+    await q.put([payload(u, 0) for u in "abc"], 0.0)
+    await q.lease(1, 1, 0.0)
+    await q.trained(1)
+    stats = await q.finish()
+    assert (stats["fully_async/dropped/run_ended"], stats["fully_async/count/trained"]) == (3, 1)
+    await q.put([payload("d", 0)], 0.0)  # too late, and no error: it was counted
+    assert q.balance()["issued"] == 4
 
 
 async def test_the_run_issues_no_more_than_it_trains():
@@ -110,8 +115,7 @@ async def test_closing_wakes_everyone():
     lease = await waits(q.lease(1, 1, 0.0))
     await q.close("the end")
     assert await issue == 0
-    with pytest.raises(QueueClosed, match="the end"):
-        await lease
+    assert (await lease)[0].closed == "the end"
     broken = queue()
     issue = await waits(broken.issue(["a"]))
     await broken.close("rank 1 died", failed=True)
@@ -149,7 +153,7 @@ def test_no_trained_group_is_staler_than_the_bound(batch, trigger, threshold, ch
     async def history() -> None:
         per_version = batch * trigger
         bound = -(-Fraction(threshold) // 1)
-        q = queue(per_version, threshold, total=10_000, capacity=10_000)
+        q = queue(per_version, threshold, total=10_000)
         version, step, started = 0, 0, 0
         flying: dict[str, int] = {}
         await q.publish(PolicyVersion(0, 0))
@@ -169,7 +173,7 @@ def test_no_trained_group_is_staler_than_the_bound(batch, trigger, threshold, ch
                 await q.drop([(uid, "reason")])
             elif action == 3 and q._front(batch) is not None:
                 step += 1
-                for g in (await q.lease(step, batch, 0.0))[0]:
+                for g in (await q.lease(step, batch, 0.0))[0].groups:
                     assert version - g.oldest.number <= bound
                 await q.trained(step)
                 if step % trigger == 0:

@@ -96,6 +96,9 @@ class RollouterActor:
             tokenizer, config.rollout.max_response_tokens, **config.rollout.agent_loop_args
         )
         prompts = load_prompts(config.data.train_files, config.data)
+        if config.data.validation_files:
+            held_out = load_prompts(config.data.validation_files, config.data)
+            self._validation_prompts = held_out[: config.validation.max_prompts or None]
         order = PromptOrder(prompts, config.seed, config.data.shuffle, config.data.epochs)
         self._router = Router(self._replicas)  # type: ignore[arg-type]
         self._rewards = RewardPool(config.reward)
@@ -114,21 +117,17 @@ class RollouterActor:
         )
 
     async def run(self) -> None:
-        """Serve and roll out until the queue is closed."""
+        """Roll out until the queue is closed, and serve for as long as the actor lives."""
         serving = asyncio.create_task(self._router.run())
         rolling = asyncio.create_task(self._loop.run())
-        done, _ = await asyncio.wait([serving, rolling], return_when=asyncio.FIRST_COMPLETED)
         try:
-            for task in done:
-                task.result()
+            # the router serves on when no more groups start: validation still asks it
+            await asyncio.gather(serving, rolling)
         except ExceptionGroup as e:
             raise first_leaf(e) from None
 
     async def validate(self) -> dict[str, float]:
-        from asyncrl.data.prompts import load_prompts
-
-        prompts = load_prompts(self._config.data.validation_files, self._config.data)
-        return await self._loop.validate(prompts[: self._config.validation.max_prompts or None])
+        return await self._loop.validate(self._validation_prompts)
 
     async def set_routable(self, names: Sequence[str]) -> None:
         await self._router.set_routable(names)

@@ -40,6 +40,9 @@ class SampleQueueActor:
     async def publish(self, version: Any) -> dict[str, int]:
         return await self._queue.publish(version)
 
+    async def finish(self) -> dict[str, float]:
+        return await self._queue.finish()
+
     async def stats(self) -> dict[str, float]:
         return await self._queue.stats()
 

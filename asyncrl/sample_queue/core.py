@@ -5,7 +5,7 @@
 
 The rollouter calls `issue`, `put`, `drop`; the trainer `lease`, `trained`, `release`, `publish`. Whoever must wait
 waits on one condition. The queue is bounded where groups start, not where they end: `issue` admits no group beyond the
-staleness budget or the capacity, so a finished group always has its place and a full queue cannot shut out the very
+staleness budget, so a finished group always has its place and a full queue cannot shut out the very
 group that the trainer waits for.
 """
 
@@ -23,10 +23,6 @@ from asyncrl.sample_queue.admission import Admission
 
 class QueueError(RuntimeError):
     """A caller broke the life cycle above, or the run failed elsewhere; the message says which."""
-
-
-class QueueClosed(QueueError):
-    """What was asked for will never come: no group starts any more. The message is the reason given."""
 
 
 class ConservationError(QueueError):
@@ -48,6 +44,14 @@ class Leased:
     in_queue_s: float
 
 
+@dataclass(frozen=True)
+class Lease:
+    """``groups`` in the order of their payloads; empty, with the reason in ``closed``, when there will be none."""
+
+    groups: tuple[Leased, ...]
+    closed: str | None = None
+
+
 @dataclass
 class _Entry:
     state: State
@@ -58,24 +62,17 @@ class _Entry:
 
 
 class SampleQueue:
-    """The queue's core, for one asyncio loop; `asyncrl.sample_queue.actor` puts it into a Ray actor.
+    """The queue's core, for one asyncio loop; `asyncrl.sample_queue.actor` puts it into a Ray actor."""
 
-    ``capacity``: groups between issue and training at most; None: what the staleness budget allows.
-    """
-
-    def __init__(self, admission: Admission, capacity: int | None = None) -> None:
-        if capacity is not None and capacity < admission.groups_per_version:
-            raise QueueError(
-                f"a capacity of {capacity} groups cannot hold the {admission.groups_per_version} of one version"
-            )
+    def __init__(self, admission: Admission) -> None:
         self._admission = admission
-        self._capacity = capacity
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # in the order of issue
         self._dropped: Counter[str] = Counter()
         self._version: PolicyVersion | None = None
         self._changed = asyncio.Condition()
         self._closed: str | None = None
         self._failed = False
+        self._over = False
 
     # -- the rollouter's side --------------------------------------------------------------------------------------
 
@@ -103,6 +100,8 @@ class SampleQueue:
         async with self._changed:
             for buffer in groups:
                 group = Group.from_buffer(buffer)
+                if self._over:
+                    continue  # counted as dropped when the run ended
                 entry = self._expect(group.uid, State.IN_FLIGHT, "put")
                 entry.oldest = group.oldest_version()
                 entry.payload, entry.queued_s, entry.state = buffer, now_s, State.QUEUED
@@ -112,30 +111,29 @@ class SampleQueue:
         """Give up groups in flight: (uid, reason) each. Their places in the budget are free again."""
         async with self._changed:
             for uid, reason in drops:
-                self._expect(uid, State.IN_FLIGHT, "drop")
-                del self._entries[uid]
-                self._dropped[reason] += 1
-                self._admission.dropped += 1
+                if not self._over:
+                    self._expect(uid, State.IN_FLIGHT, "drop")
+                    self._drop(uid, reason)
             self._changed.notify_all()
 
     # -- the trainer's side ----------------------------------------------------------------------------------------
 
-    async def lease(self, step: int, count: int, now_s: float) -> tuple[list[Leased], list[bytes]]:
+    async def lease(self, step: int, count: int, now_s: float) -> tuple[Lease, list[bytes]]:
         """The next ``count`` groups in the order of issue, once all of them are finished; they belong to ``step``.
 
-        Raises QueueClosed if the queue was closed before they were."""
+        If the queue was closed and they will never be, the lease is empty and says why it was closed."""
         async with self._changed:
             await self._wait_until(lambda: self._front(count) is not None or self._closed is not None)
             front = self._front(count)
             if front is None:
-                raise QueueClosed(str(self._closed))
+                return Lease((), self._closed), []
             leased = []
             for uid in front:
                 entry = self._entries[uid]
                 entry.state, entry.step = State.LEASED, step
                 assert entry.oldest is not None
                 leased.append(Leased(uid, entry.oldest, now_s - entry.queued_s))
-            return leased, [self._entries[uid].payload for uid in front]
+            return Lease(tuple(leased)), [self._entries[uid].payload for uid in front]
 
     async def trained(self, step: int) -> None:
         """The groups leased to ``step`` are in the weights."""
@@ -174,6 +172,15 @@ class SampleQueue:
             self._closed, self._failed = reason, failed
             self._changed.notify_all()
 
+    async def finish(self) -> dict[str, float]:
+        """The run is over: what was not trained is dropped as ``run_ended``. Returns the final `stats`."""
+        async with self._changed:
+            self._closed, self._over = self._closed or "the run is over", True
+            for uid in list(self._entries):
+                self._drop(uid, "run_ended")
+            self._changed.notify_all()
+            return await self.stats()
+
     def balance(self) -> dict[str, int]:
         """issued = trained + queued + leased + in flight + dropped, or ConservationError."""
         states = Counter(e.state.value for e in self._entries.values())
@@ -197,11 +204,15 @@ class SampleQueue:
             **{f"fully_async/dropped/{reason}": n for reason, n in self._dropped.items()},
         }
 
+    def _drop(self, uid: str, reason: str) -> None:
+        del self._entries[uid]
+        self._dropped[reason] += 1
+        self._admission.dropped += 1
+
     def _admissible(self) -> int:
         if self._version is None:
             return 0
-        available = self._admission.available()
-        return available if self._capacity is None else min(available, self._capacity - len(self._entries))
+        return self._admission.available()
 
     def _front(self, count: int) -> list[str] | None:
         """The first ``count`` groups that no step holds yet, if all of them are finished."""

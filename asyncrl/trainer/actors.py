@@ -17,7 +17,7 @@ from asyncrl.param_sync.manifest import Manifest
 from asyncrl.param_sync.sender import SendPlan, SendReport
 from asyncrl.param_sync.transports.base import Address
 from asyncrl.ray_client import ActorClient, ActorDied, raised_there
-from asyncrl.sample_queue.core import Leased
+from asyncrl.sample_queue.core import Lease
 from asyncrl.telemetry.recorder import Batch, Recorder
 
 T = TypeVar("T")
@@ -101,10 +101,10 @@ class TrainerRankActor:
 class QueueOfRay(ActorClient):
     """The trainer's side of the queue actor: the payload of a lease stays a reference, which the ranks resolve."""
 
-    async def lease(self, step: int, count: int, now_s: float) -> tuple[list[Leased], Any]:
-        leased, payload = self.handle.lease.remote(step, count, now_s)
+    async def lease(self, step: int, count: int, now_s: float) -> tuple[Lease, Any]:
+        lease, payload = self.handle.lease.remote(step, count, now_s)
         try:
-            return await leased, payload
+            return await lease, payload
         except RayTaskError as e:
             raise raised_there(e) from None
         except RayActorError:
