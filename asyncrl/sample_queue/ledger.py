@@ -1,0 +1,266 @@
+"""The ledger: every group's life in SQLite, one row per group, readable by any client while the run goes on.
+
+One process writes, through `asyncrl.sample_queue.journal`; a commit survives `kill -9` and power loss (WAL,
+``synchronous=FULL``). A file that is damaged, or that is something else, is refused before anything is written to it.
+The WAL needs a local disk: SQLite's shared memory does not work over network file systems.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from asyncrl.sample import PolicyVersion
+from asyncrl.sample_queue.life import DROPPED, TRAINED, GroupRecord, VersionRecord
+from asyncrl.sample_queue.spool import Place
+
+FILE = "ledger.sqlite"
+SCHEMA_VERSION = 1
+_APPLICATION_ID = 0x41524C4C  # "ARLL": tells an asyncrl ledger from other SQLite files
+_ROWS_PER_STATEMENT = 32
+_BUSY_TIMEOUT_MS = 30_000  # a client that holds the write lock longer than this fails the run
+
+_SCHEMA = """
+CREATE TABLE groups (
+  seq INTEGER PRIMARY KEY,
+  uid TEXT NOT NULL UNIQUE,
+  prompt_id TEXT NOT NULL,
+  epoch INTEGER NOT NULL,
+  lineage INTEGER NOT NULL,
+  number INTEGER NOT NULL,
+  state TEXT NOT NULL CHECK (state IN ('in_flight', 'queued', 'leased', 'trained', 'dropped')),
+  issued_s REAL NOT NULL,
+  reason TEXT,
+  step INTEGER,
+  final INTEGER NOT NULL,
+  oldest_lineage INTEGER,
+  oldest_number INTEGER,
+  newest_lineage INTEGER,
+  newest_number INTEGER,
+  trained_lineage INTEGER,
+  trained_number INTEGER,
+  samples INTEGER,
+  tokens INTEGER,
+  reward REAL,
+  finished_s REAL,
+  leased_s REAL,
+  trained_s REAL,
+  segment INTEGER,
+  offset INTEGER,
+  length INTEGER
+);
+CREATE TABLE versions (
+  lineage INTEGER NOT NULL,
+  number INTEGER NOT NULL,
+  trained INTEGER NOT NULL,
+  published_s REAL NOT NULL,
+  PRIMARY KEY (lineage, number)
+) WITHOUT ROWID;
+CREATE TABLE partials (
+  uid TEXT PRIMARY KEY,
+  segment INTEGER NOT NULL,
+  offset INTEGER NOT NULL,
+  length INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
+"""
+
+
+class LedgerError(RuntimeError):
+    """The ledger is missing, damaged, foreign or not writable; the message says which, and what to do."""
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What the ledger knows on opening.
+
+    ``groups``: all that are neither dropped nor trained for good, in the order of issue. ``trained`` counts
+    provisional and final training, ``final`` the latter alone. ``trained_at_publish`` belongs to ``version``, the last
+    one published. ``partials``: the newest snapshot of groups in flight.
+    """
+
+    groups: list[GroupRecord]
+    issued: int
+    trained: int
+    final: int
+    dropped: dict[str, int]
+    version: PolicyVersion | None
+    trained_at_publish: int
+    covered_step: int
+    partials: dict[str, Place]
+
+    @property
+    def steps(self) -> dict[int, list[str]]:
+        """The uids of leased and provisionally trained groups by step, in the order of issue."""
+        steps: dict[int, list[str]] = {}
+        for group in self.groups:
+            if group.step is not None:
+                steps.setdefault(group.step, []).append(group.uid)
+        return dict(sorted(steps.items()))
+
+
+class Ledger:
+    """The writing end. ``meta`` describes the run (its id, G, the threshold, …) and is written at every opening.
+
+    Raises LedgerError if the file is not a whole ledger of this schema, or cannot be written."""
+
+    def __init__(self, path: Path, meta: Mapping[str, str | int | float] | None = None) -> None:
+        self.path = path
+        if path.exists() and path.stat().st_size:
+            with closing(_connect_readonly(path)) as reader:
+                _check(reader, path, thorough=True, may_be_empty=True)
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        except sqlite3.Error as e:
+            raise LedgerError(f"{path} cannot be opened for writing: {e}") from e
+        try:
+            self._db.execute(f"PRAGMA busy_timeout = {_BUSY_TIMEOUT_MS}")
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
+            self._create_or_describe(meta or {})
+        except sqlite3.Error as e:
+            self._db.close()
+            raise LedgerError(f"{path} cannot be written: {e}") from e
+
+    def commit(
+        self,
+        groups: Iterable[GroupRecord] = (),
+        versions: Sequence[VersionRecord] = (),
+        partials: Mapping[str, Place | None] | None = None,
+        meta: Mapping[str, str | int | float] | None = None,
+    ) -> None:
+        """One transaction, on disk when this returns. A partial of None is deleted. Raises sqlite3.Error; nothing of
+        it has happened then."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            _upsert(self._db, "groups", "seq", GroupRecord._fields, list(groups))
+            _upsert(self._db, "versions", "lineage, number", VersionRecord._fields, versions)
+            kept = [(uid, *place) for uid, place in (partials or {}).items() if place is not None]
+            ended = [(uid,) for uid, place in (partials or {}).items() if place is None]
+            _upsert(self._db, "partials", "uid", ("uid", *Place._fields), kept)
+            self._db.executemany("DELETE FROM partials WHERE uid = ?", ended)
+            _upsert(self._db, "meta", "key", ("key", "value"), list((meta or {}).items()))
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+
+    def close(self) -> None:
+        self._db.close()
+
+    def _create_or_describe(self, meta: Mapping[str, str | int | float]) -> None:
+        if not self._db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
+            # one transaction: a crash leaves an empty file, which is created again, or a whole schema
+            self._db.executescript(
+                f"BEGIN IMMEDIATE; PRAGMA application_id = {_APPLICATION_ID};"
+                f"PRAGMA user_version = {SCHEMA_VERSION}; {_SCHEMA} COMMIT;"
+            )
+        if meta:
+            self.commit(meta=meta)
+
+
+@contextmanager
+def reading(path: Path, thorough: bool = True) -> Iterator[sqlite3.Connection]:
+    """A read-only view of one moment of the ledger, also while another process writes it.
+
+    Raises LedgerError if it is missing, of another schema, or damaged: ``thorough`` looks for damage in the whole
+    file, otherwise only what is read counts."""
+    if not path.is_file():
+        raise LedgerError(f"no ledger at {path}: expected the folder of a run")
+    with closing(_connect_readonly(path)) as db:
+        _check(db, path, thorough)
+        try:
+            db.execute("BEGIN")
+            yield db
+        except sqlite3.DatabaseError as e:
+            raise LedgerError(f"{path} is damaged: {e}") from e
+
+
+def recover(db: sqlite3.Connection) -> Recovered:
+    """What a queue needs to go on, from a connection of `reading`."""
+    columns = ", ".join(GroupRecord._fields)
+    groups = db.execute(f"SELECT {columns} FROM groups WHERE state != ? AND final = 0 ORDER BY seq", (DROPPED,))
+    counts = "SELECT COALESCE(MAX(seq), 0), TOTAL(state = ?), TOTAL(final) FROM groups"
+    issued, trained, final = map(int, db.execute(counts, (TRAINED,)).fetchone())
+    dropped = "SELECT reason, COUNT(*) FROM groups WHERE state = ? GROUP BY reason ORDER BY reason"
+    last = db.execute(
+        "SELECT lineage, number, trained FROM versions ORDER BY lineage DESC, number DESC LIMIT 1"
+    ).fetchone()
+    return Recovered(
+        groups=[GroupRecord._make(row) for row in groups],
+        issued=issued,
+        trained=trained,
+        final=final,
+        dropped=dict(db.execute(dropped, (DROPPED,))),
+        version=PolicyVersion(*last[:2]) if last else None,
+        trained_at_publish=last[2] if last else 0,
+        covered_step=read_meta(db).get("covered_step", 0),  # type: ignore[arg-type]
+        partials={row[0]: Place(*row[1:]) for row in db.execute("SELECT uid, segment, offset, length FROM partials")},
+    )
+
+
+def read_meta(db: sqlite3.Connection) -> dict[str, str | int | float]:
+    return dict(db.execute("SELECT key, value FROM meta ORDER BY key"))
+
+
+def _upsert(db: sqlite3.Connection, table: str, key: str, columns: tuple[str, ...], rows: Sequence[tuple]) -> None:
+    """Many rows per statement: `sqlite3` gives the interpreter lock away at each, and under a busy event loop has to
+    wait up to the switch interval (5 ms) to get it back."""
+    for first in range(0, len(rows), _ROWS_PER_STATEMENT):
+        some = rows[first : first + _ROWS_PER_STATEMENT]
+        db.execute(_upsert_sql(table, key, columns, len(some)), [value for row in some for value in row])
+
+
+@cache
+def _upsert_sql(table: str, key: str, columns: tuple[str, ...], rows: int) -> str:
+    values = f"({', '.join('?' * len(columns))})"
+    # columns that never change keep out of the update, so that the index on `uid` is not written again
+    fixed = {*key.split(", "), "uid", "prompt_id", "epoch", "issued_s"}
+    updates = ", ".join(f"{c} = excluded.{c}" for c in columns if c not in fixed)
+    return (
+        f"INSERT INTO {table} ({', '.join(columns)}) VALUES {', '.join([values] * rows)} "
+        f"ON CONFLICT ({key}) DO UPDATE SET {updates}"
+    )
+
+
+def _connect_readonly(path: Path) -> sqlite3.Connection:
+    uri = f"{path.resolve().as_uri()}?mode=ro"
+    try:
+        db = sqlite3.connect(uri, uri=True, isolation_level=None)
+        try:
+            db.execute("SELECT 1 FROM sqlite_master").fetchone()
+        except sqlite3.OperationalError:
+            db.close()
+            if path.with_name(path.name + "-wal").exists():
+                raise
+            # a folder that cannot be written: SQLite has no place for its shared memory, and needs none
+            db = sqlite3.connect(f"{uri}&immutable=1", uri=True, isolation_level=None)
+            db.execute("SELECT 1 FROM sqlite_master").fetchone()
+    except sqlite3.DatabaseError as e:
+        raise LedgerError(f"{path} cannot be read as a ledger: {e}; it was left as it is") from e
+    return db
+
+
+def _check(db: sqlite3.Connection, path: Path, thorough: bool, may_be_empty: bool = False) -> None:
+    """Raises LedgerError unless this is a ledger of this schema and, if ``thorough``, SQLite finds no damage."""
+    try:
+        application = db.execute("PRAGMA application_id").fetchone()[0]
+        schema = db.execute("PRAGMA user_version").fetchone()[0]
+        empty = not db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
+        found = [row[0] for row in db.execute("PRAGMA quick_check(3)")] if thorough else ["ok"]
+    except sqlite3.DatabaseError as e:
+        raise LedgerError(f"{path} is damaged: {e}; it was left as it is, restore it from a copy") from e
+    if empty and may_be_empty and not application:
+        return  # a crash before its schema was written
+    if application != _APPLICATION_ID:
+        raise LedgerError(f"{path} is an SQLite file of something else, not a ledger of asyncrl; it was left as it is")
+    if schema != SCHEMA_VERSION:
+        raise LedgerError(f"{path} has schema {schema}, expected {SCHEMA_VERSION}: use the release that wrote it")
+    if found != ["ok"]:
+        what = "; ".join(" ".join(found).splitlines())
+        raise LedgerError(f"{path} is damaged: {what}; it was left as it is, restore it from a copy")
