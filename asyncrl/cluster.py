@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -46,8 +47,8 @@ def joins_a_cluster(config: Config) -> bool:
 class Cluster:
     """``start()`` makes everything that the first sync needs; ``close()`` leaves nothing behind."""
 
-    def __init__(self, config: Config, preflight: Preflight) -> None:
-        self._config, self._preflight = config, preflight
+    def __init__(self, config: Config, preflight: Preflight, run_dir: Path) -> None:
+        self._config, self._preflight, self._run_dir = config, preflight, run_dir
         self._groups: list[PlacementGroup] = []
         self._handles: list[Any] = []
         self._init: asyncio.Future[None] | None = None
@@ -85,6 +86,7 @@ class Cluster:
             self._start(
                 SampleQueueActor,
                 {"name": self._actor_name("queue"), "num_cpus": 0},
+                self._run_dir,
                 derived.groups_per_version,
                 (threshold.numerator, threshold.denominator),
                 derived.total_groups,

@@ -54,7 +54,7 @@ async def run(config: Config) -> int:
         found = preflight(config, cpus=None if joins_a_cluster(config) else local_cpus())
         folder = RunFolder.create(config)
         hub = open_hub(config, folder.path)
-        recorder, cluster = Recorder("driver"), Cluster(config, found)
+        recorder, cluster = Recorder("driver"), Cluster(config, found, folder.path)
         monitor = Monitor(config, hub, recorder, cluster, found.tokenizer.hf.decode)
         try:
             await ending.unless_interrupted(cluster.start())

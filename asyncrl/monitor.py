@@ -99,7 +99,8 @@ class Monitor:
     async def on_end(self, progress: Progress, queue: Mapping[str, float]) -> None:
         counts = {k.removeprefix("fully_async/"): v for k, v in queue.items() if k.startswith("fully_async/count/")}
         dropped = {k.removeprefix("fully_async/"): v for k, v in queue.items() if k.startswith("fully_async/dropped/")}
-        self._summary |= {"version": str(progress.version), **counts, **dropped}
+        perf = {k: v for k, v in queue.items() if k.startswith("perf/")}
+        self._summary |= {"version": str(progress.version), **counts, **dropped, **perf}
 
     def summary(self) -> dict[str, Any]:
         """Figures of the whole run; ``duration_s`` and ``overlap`` are of training, without start-up and validation."""

@@ -5,14 +5,19 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 
-from asyncrl.config.checks import Derived, check
+import torch
+
+from asyncrl.config.checks import Derived, check, local_memory_bytes
 from asyncrl.config.load import ConfigError
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import DataError, load_prompts
 from asyncrl.models.checkpoint import check_checkpoint
 from asyncrl.models.config import CheckpointError, DecoderConfig
+from asyncrl.param_sync.manifest import DTYPE_BYTES
 from asyncrl.rollouter.agent_loops.base import load_object
 from asyncrl.rollouter.tokenizer import PromptTokenizer
+
+MEMORY_SHARE = 0.8  # of the machine's memory may be KV cache; weights, optimizer and Ray need the rest
 
 
 @dataclass(frozen=True)
@@ -38,11 +43,10 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
     tokenizer: PromptTokenizer | None = None
     try:
         model = check_checkpoint(config.model.path)
-        if config.algorithm.reference_path:
-            check_checkpoint(config.algorithm.reference_path)
         tokenizer = PromptTokenizer(config.model.path, config.data.apply_chat_template)
     except CheckpointError as e:
         problems.append(f"model.path: {e}")
+    problems += _reference_problems(config.algorithm.reference_path, model)
     counts = dict.fromkeys(("train_files", "validation_files"), 0)
     for key in counts:
         try:
@@ -74,6 +78,8 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
         problems.append(
             f"data.max_prompt_tokens: {config.data.max_prompt_tokens} is more than the {room} left beside a response"
         )
+    if model and cpus is not None:
+        problems += _memory_problems(config, model, context)
     if problems or model is None or tokenizer is None:
         raise ConfigError(problems)
     return Preflight(
@@ -85,3 +91,41 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
         train_prompts=counts["train_files"],
         validation_prompts=counts["validation_files"],
     )
+
+
+def kv_cache_bytes(model: DecoderConfig, slots: int, context_tokens: int, dtype: str) -> int:
+    """Bytes of one replica's KV cache in the native engine, which is allocated whole: keys and values of all layers,
+    for every slot up to the end of the context."""
+    tokens = slots * context_tokens
+    return 2 * model.num_layers * tokens * model.num_kv_heads * model.head_dim * DTYPE_BYTES[dtype]
+
+
+def _reference_problems(path: str, policy: DecoderConfig | None) -> list[str]:
+    if not path:
+        return []
+    try:
+        reference = check_checkpoint(path)
+    except CheckpointError as e:
+        return [f"algorithm.reference_path: {e}"]
+    if policy and reference.vocab_size != policy.vocab_size:
+        return [
+            f"algorithm.reference_path: {path} has a vocabulary of {reference.vocab_size}, the policy of "
+            f"{policy.vocab_size}; their logprobs cannot be compared"
+        ]
+    return []
+
+
+def _memory_problems(config: Config, model: DecoderConfig, context_tokens: int) -> list[str]:
+    """Whether the replicas' KV caches fit this machine; on a GPU they take none of its memory."""
+    engine, replicas = config.rollout.engine, config.rollout.replicas
+    if engine.device == "cuda" or (engine.device == "auto" and torch.cuda.is_available()):
+        return []
+    each = kv_cache_bytes(model, engine.slots, context_tokens, model.engine_dtype(engine.dtype))
+    memory = local_memory_bytes()
+    if each * replicas <= MEMORY_SHARE * memory:
+        return []
+    return [
+        f"rollout.engine.max_context_tokens: {replicas} × {engine.slots} slots of {context_tokens} tokens hold "
+        f"{each * replicas / 2**30:.1f} GiB of KV cache, more than {MEMORY_SHARE:.0%} of this machine's "
+        f"{memory / 2**30:.1f} GiB; lower it (0 is the model's own maximum), rollout.engine.slots or rollout.replicas"
+    ]

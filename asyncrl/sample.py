@@ -42,6 +42,18 @@ class FinishReason(enum.IntEnum):
     ERROR = 3  # the engine failed on it
 
 
+def effective_reward(reward: float, finish: int, overlong: str, penalty: float) -> float | None:
+    """The reward that the advantages are computed from, in float32 as a group carries it; None for a sample that does
+    not count. ``finish`` is a FinishReason, ``overlong`` and ``penalty`` are algorithm.overlong and overlong_penalty.
+
+    Here because both ends must agree: a group whose effective rewards are all equal has no gradient, so the rollouter
+    drops it by the figures that the trainer would train on."""
+    if finish == FinishReason.LENGTH and overlong == "mask":
+        return None
+    taken = penalty if finish == FinishReason.LENGTH and overlong == "penalize" else 0.0
+    return float(np.float32(reward) - np.float32(taken))
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One task instance, as the data source gives it.
@@ -230,6 +242,8 @@ class Group:
         oldest: PolicyVersion | None = None
         for s in range(len(self)):
             mask, spans = self.loss_mask[self.response(s)], self.spans(s)
+            if not spans:  # a sample without tokens
+                continue
             ends = [x.start for x in spans[1:]] + [len(mask)]
             for span, end in zip(spans, ends, strict=True):
                 if mask[span.start : end].any() and (oldest is None or span.version < oldest):

@@ -18,8 +18,16 @@ target=$venv
 if [ -n "${ASYNCRL_ENV_CACHE:-}" ]; then
   mkdir -p "$ASYNCRL_ENV_CACHE"
   target=$ASYNCRL_ENV_CACHE/$lock
+  # one maker at a time: who comes second waits, and then finds the environment made (the lock ends with this process)
+  exec 9> "$target.flock"
+  flock 9
   rm -rf "$venv" && ln -s "$target" "$venv"
   if [ "$(cat "$target/.lock" 2>/dev/null)" = "$lock" ]; then exit 0; fi
+fi
+if ! "$python" -c 'import ensurepip' 2>/dev/null; then
+  echo "$python cannot make environments with pip: its ensurepip module is missing (package python$version-venv or" \
+    "python3-venv; on Debian and Ubuntu: apt-get install python3-venv)." >&2
+  exit 1
 fi
 echo "making the environment $target (once; a few minutes)"
 rm -rf "$target"

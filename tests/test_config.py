@@ -1,9 +1,11 @@
 """Configuration: every problem is found before anything starts, in one line that names the key."""
 
+from pathlib import Path
+
 import pytest
 
-from asyncrl.config.checks import check, derive
-from asyncrl.config.load import ConfigError, load_config, to_yaml
+from asyncrl.config.checks import ALGORITHMS, check, derive, local_memory_bytes
+from asyncrl.config.load import ConfigError, known_keys, load_config, to_yaml
 
 REQUIRED = ["model.path=ckpt", "reward.function=package.module:score"]
 
@@ -74,20 +76,70 @@ def test_missing_values_and_files_are_named(tmp_path):
         ("rollout.replicas=0", "rollout.replicas: expected at least 1, found 0"),
         ("rollout.temperature=0", "rollout.temperature: expected more than 0"),
         ("rollout.top_p=1.5", "rollout.top_p"),
-        ("rollout.n=1", "grpo compares the samples of a group"),
         ("algorithm.kl_estimator=k9", "algorithm.kl_estimator: expected one of k1, k2, k3; found 'k9'"),
         ("param_sync.deadlines.plan_s=0", "param_sync.deadlines.plan_s: expected more than 0"),
         ("model.path=nowhere", "model.path: no checkpoint at nowhere"),
         ("data.train_files=[absent.jsonl]", "data.train_files: no such file: absent.jsonl"),
         ("reward.function=no_colon", "reward.function: expected an import path"),
+        ("algorithm.name=ppo", "algorithm.name: expected one of grpo; found 'ppo'"),
+        ("seed=-1", "seed: expected at least 0, found -1"),
+        ("trainer.optimizer.betas=[0.9,1.5]", "trainer.optimizer.betas: expected two numbers, 0 ≤ beta < 1"),
+        ("trainer.optimizer.betas=[0.9]", "trainer.optimizer.betas: expected two numbers"),
+        ("trainer.optimizer.weight_decay=-1", "trainer.optimizer.weight_decay: expected at least 0"),
+        ("trainer.optimizer.eps=0", "trainer.optimizer.eps: expected more than 0, found"),
+        ("ray.cpus_per_rank=0", "ray.cpus_per_rank: expected more than 0, found"),
+        ("ray.cpus_per_replica=-1", "ray.cpus_per_replica: expected more than 0, found"),
+        ("validation.temperature=-1", "validation.temperature: expected at least 0"),
+        ("validation.max_prompts=-5", "validation.max_prompts: expected at least 0"),
+        ("data.max_prompt_tokens=-3", "data.max_prompt_tokens: expected at least 0"),
+        ("data.epochs=-1", "data.epochs: expected at least 0"),
+        ("rollout.engine.max_context_tokens=-1", "rollout.engine.max_context_tokens: expected at least 0"),
+        ("rollout.engine.dtype=float16", "rollout.engine.dtype: expected one of auto, float32, bfloat16"),
+        ('rollout.stop_strings=[""]', "rollout.stop_strings: expected texts, found an empty one"),
+        ("name=a/b", "name: expected a word that can name a folder, found 'a/b'"),
+        ("name=''", "name: expected a word that can name a folder, found ''"),
     ],
 )
 def test_impossible_values_are_refused(files, override, expected):
-    assert any(expected in p for p in problems([*files, override]))
+    found = problems([*files, override])
+    assert len(found) == 1
+    assert expected in found[0]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_every_number_must_be_finite(files, value):
+    floats = [key for key, kind in known_keys().items() if kind is float]
+    written = value.replace("inf", ".inf").replace("nan", ".nan")
+    found = problems([*files, *(f"{key}={written}" for key in floats), f"trainer.optimizer.betas=[0.9,{written}]"])
+    betas = f"trainer.optimizer.betas: expected finite numbers, found [0.9, {value}]"
+    assert set(found) == {betas, *(f"{key}: expected a finite number, found {value}" for key in floats)}
+
+
+def test_the_known_algorithms_are_those_of_the_trainer():
+    from asyncrl.trainer.algorithms import ALGORITHMS as WRITTEN
+
+    assert set(ALGORITHMS) == set(WRITTEN)
+
+
+def test_a_group_of_one_is_refused(files):
+    found = problems([*files, "rollout.n=1", "rollout.min_group_size=1"])
+    assert found == ["rollout.n: grpo compares the samples of a group and needs at least 2, found 1"]
+
+
+def test_what_cannot_be_divided_by_is_a_problem_and_no_crash(files):
+    assert problems([*files, "rollout.n=0"])[0] == "rollout.n: expected at least 1, found 0"
+
+
+def test_memory_is_at_most_what_the_machine_has():
+    total_kib = int(Path("/proc/meminfo").read_text().split()[1])
+    assert 0 < local_memory_bytes() <= total_kib * 1024
 
 
 def test_pause_and_kv_must_fit_each_other_and_partial_rollout(files):
     assert "param_sync.kv" in problems([*files, "param_sync.pause=keep", "param_sync.kv=unload"])[0]
+    assert problems([*files, "param_sync.kv=keep"]) == [
+        "param_sync.kv: keep does not go with pause abort in the native engine; expected one of recompute, unload"
+    ]
     cut = problems([*files, "param_sync.pause=abort", "async_training.partial_rollout=false"])
     assert "use wait" in cut[0]
 

@@ -6,6 +6,8 @@ import re
 from collections import Counter
 from itertools import islice
 
+import pytest
+
 from asyncrl.config.schema import DataConfig
 from asyncrl.data.arithmetic import (
     TOTALS,
@@ -87,6 +89,13 @@ def test_written_files_are_disjoint_balanced_and_the_same_for_a_seed(tmp_path):
     terms = Counter(len(re.findall(r"[+-]", p)) for p in problems["a/train.jsonl"])
     assert max(terms.values()) < 1.6 * min(terms.values())  # short problems come up as often as long ones
     assert len(problems["a/heldout.jsonl"]) == len(set(problems["a/heldout.jsonl"])) == 100
+
+
+def test_an_interrupted_writing_leaves_no_training_file(tmp_path):
+    (tmp_path / "heldout.jsonl").mkdir()
+    with pytest.raises(IsADirectoryError):
+        main(["--out", str(tmp_path), "--train", "5", "--heldout", "5"])
+    assert not (tmp_path / "train.jsonl").exists()
 
 
 def test_the_files_load_and_their_answers_score_one(tmp_path):

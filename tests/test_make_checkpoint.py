@@ -98,6 +98,14 @@ def test_the_same_seed_gives_the_same_weights_and_another_one_others(folder, tmp
     assert (folder / "tokenizer.json").read_bytes() == (tmp_path / "other" / "tokenizer.json").read_bytes()
 
 
+def test_an_interrupted_making_leaves_no_file_that_make_takes_for_a_whole_folder(tmp_path):
+    out = tmp_path / "out"
+    (out / "generation_config.json").mkdir(parents=True)  # whatever comes before the weights fails
+    with pytest.raises(IsADirectoryError):
+        make_checkpoint(out, warm_start_steps=0)
+    assert not (out / "model.safetensors").exists()
+
+
 def tiny_decoder(**changes):
     raw = {
         "architectures": ["MiMoForCausalLM"],

@@ -134,3 +134,19 @@ def test_checkpoints_that_do_not_fit_are_named(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"no \*\.safetensors"):
         check_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "index", ['{"weight_map": {"a', "{}", "[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}', b"\xff"]
+)
+def test_a_damaged_index_is_named(tmp_path, index):
+    tiny_mimo(tmp_path)
+    file = tmp_path / "model.safetensors.index.json"
+    file.write_bytes(index if isinstance(index, bytes) else index.encode())
+    with pytest.raises(CheckpointError, match=r"index\.json: expected a JSON object whose weight_map"):
+        check_checkpoint(tmp_path)
+
+
+def test_written_weights_are_readable_by_all(tmp_path):
+    tiny_mimo(tmp_path)
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o644

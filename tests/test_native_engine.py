@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.config.checks import PAUSE_KV
 from asyncrl.config.schema import EngineConfig
 from asyncrl.models.checkpoint import is_draft, read_tensors, save_checkpoint
 from asyncrl.models.config import DecoderConfig
@@ -400,6 +401,34 @@ async def test_occupancy_and_token_counts_are_recorded(start):
     assert spans["rollout/half_busy"].end_s < spans["rollout/generate"].end_s
     assert batch.counters["rollout/tokens"] == 220
     assert batch.counters["rollout/prefill_tokens"] == 4
+
+
+async def test_the_config_knows_the_pairs_of_pause_and_kv(start):
+    assert start().capabilities().pause_kv == PAUSE_KV["native"]
+
+
+@pytest.mark.parametrize(
+    ("written", "option", "held"),
+    [
+        ("float32", "auto", torch.float32),
+        ("bfloat16", "auto", torch.bfloat16),
+        ("float16", "auto", torch.bfloat16),
+        ("float32", "bfloat16", torch.bfloat16),
+        ("bfloat16", "float32", torch.float32),
+    ],
+)
+async def test_the_weights_are_held_in_the_checkpoints_kind_of_dtype_unless_asked(
+    start, checkpoint, tmp_path, written, option, held
+):
+    dtype = getattr(torch, written)
+    tensors = {name: tensor.to(dtype) for name, tensor in read_tensors(checkpoint).items()}
+    save_checkpoint(tmp_path, tensors, DecoderConfig.from_dict({**RAW, "torch_dtype": written}))
+    engine = start(path=tmp_path, dtype=option)
+    target = [(name, tensor.to(held)) for name, tensor in tensors.items() if not is_draft(name)]
+    assert await engine.digest("target") == digest_tensors(target)
+    await engine.resume(V0)
+    await engine.submit([_request("a", 5)])
+    assert len((await Told(engine).until("a")).tokens["a"]) == 5
 
 
 def test_a_context_beyond_the_models_is_refused(checkpoint):

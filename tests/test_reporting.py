@@ -23,7 +23,7 @@ class Kept:
     def __init__(self) -> None:
         self.steps: list[tuple[int, dict]] = []
         self.batches: list[Batch] = []
-        self.closed: list[str | None] = []
+        self.closed: list[tuple[str | None, str | None]] = []
 
     def metrics(self, step, values):
         self.steps.append((step, dict(values)))
@@ -31,8 +31,8 @@ class Kept:
     def spans(self, batch):
         self.batches.append(batch)
 
-    def close(self, failed):
-        self.closed.append(failed)
+    def close(self, failed, stopped=None):
+        self.closed.append((failed, stopped))
 
 
 class Broken(Kept):
@@ -42,8 +42,8 @@ class Broken(Kept):
         super().metrics(step, values)
         raise ConnectionError("no route to the metrics service")
 
-    def close(self, failed):
-        super().close(failed)
+    def close(self, failed, stopped=None):
+        super().close(failed, stopped)
         raise ConnectionError("still none")
 
 
@@ -56,12 +56,12 @@ def test_a_failing_sink_is_named_once_and_switched_off_while_the_others_go_on(ca
     for step in (1, 2, 3):
         hub.metrics(step, {"critic/rewards/mean": 0.5})
         hub.spans(Batch("trainer/0"))
-    hub.close("out of memory")
+    hub.close("out of memory", "SIGTERM")
     hub.close(None)
     assert [step for step, _ in before.steps] == [step for step, _ in after.steps] == [1, 2, 3]
     assert len(before.batches) == len(after.batches) == 3
     assert [step for step, _ in broken.steps] == [1]
-    assert before.closed == broken.closed == after.closed == ["out of memory"]
+    assert before.closed == broken.closed == after.closed == [("out of memory", "SIGTERM")]
     assert hub.failures == {"Broken": "ConnectionError: no route to the metrics service"}
     assert capsys.readouterr().err.count("Broken failed in metrics") == 1
     assert before.steps[0][1] == {"critic/rewards/mean": 0.5}
@@ -183,6 +183,23 @@ def test_validation_and_the_end_get_lines_of_their_own():
     assert lines[3].endswith("validation: accuracy 0.500")
     assert lines[4].startswith("FAILED after step 8/8")
     assert lines[4].endswith("replica/1 is gone")
+
+
+@pytest.mark.parametrize(
+    ("failed", "stopped", "line"),
+    [
+        (None, None, "finished: 3/8 steps in 10.0s"),
+        (None, "SIGINT", "stopped after step 3/8, 10.0s: SIGINT"),
+        ("replica/1 is gone", "SIGINT", "FAILED after step 3/8, 10.0s: replica/1 is gone"),
+    ],
+)
+def test_the_last_line_says_how_the_run_ended(failed, stopped, line):
+    clock, out = Clock(), io.StringIO()
+    console = Console(total_steps=8, stream=out, clock=clock)
+    clock.s = 10.0
+    console.metrics(3, STEP)
+    console.close(failed, stopped)
+    assert out.getvalue().splitlines()[-1] == line
 
 
 def test_a_long_step_gives_a_sign_of_life_saying_who_does_what():

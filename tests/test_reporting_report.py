@@ -85,6 +85,25 @@ def test_the_key_figures_are_at_the_top(tmp_path):
         assert text in html
 
 
+@pytest.mark.parametrize(
+    ("summary", "badge", "banner"),
+    [
+        ({"status": "finished", "reason": None, "failed": None}, '"badge ok">finished<', None),
+        ({"status": "finished", "reason": "the prompts ended"}, '"badge ok">finished<', "step: the prompts ended"),
+        ({"status": "interrupted", "reason": "SIGINT", "failed": None}, '"badge cut">interrupted<', "step: SIGINT"),
+        ({"status": "failed", "reason": "SIGINT", "failed": "no memory"}, '"badge bad">failed<', ">no memory<"),
+        ({"failed": "no memory"}, '"badge bad">failed<', ">no memory<"),  # a folder from before there was a status
+        ({"failed": None, "steps": 3}, '"badge ok">finished<', None),
+    ],
+)
+def test_the_top_of_the_page_says_how_the_run_ended(tmp_path, summary, badge, banner):
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    html = body_of(write_report(tmp_path).read_text())
+    assert badge in html
+    assert ('<p class="banner' in html) == (banner is not None)
+    assert banner is None or banner in html[: html.index("<h2>")]
+
+
 def test_a_trajectory_shows_what_it_earned_and_which_versions_wrote_it(tmp_path):
     versions = [{"start": 0, "version": "1.4", "mixed_kv": False}, {"start": 7, "version": "1.5", "mixed_kv": True}]
     row = {"step": 3, "prompt": "2+2?", "response": "4", "reward": 0.5, "finish": "length", "versions": versions}
@@ -117,7 +136,7 @@ def test_nothing_that_a_policy_writes_becomes_markup(tmp_path):
     LineFile(tmp_path / METRICS_FILE).write([{"step": 1, f"fully_async/dropped/{EVIL}": 3}])
     LineFile(tmp_path / SPANS_FILE).write([{"actor": EVIL, "name": EVIL, "start": 0, "end": 1, "args": {EVIL: EVIL}}])
     (tmp_path / "config.yaml").write_text(json.dumps({"name": EVIL, "model": {"path": f"x{EVIL}"}}))
-    (tmp_path / "summary.json").write_text(json.dumps({"failed": EVIL, EVIL: EVIL}))
+    (tmp_path / "summary.json").write_text(json.dumps({"failed": EVIL, "status": EVIL, EVIL: EVIL}))
     html = write_report(tmp_path).read_text()
     assert "<img" not in body_of(html)
     assert "1 &lt; 2 &amp; &lt;/script&gt;" in html

@@ -1,6 +1,7 @@
 """The rollout loop with a real queue and a real engine: groups, drops and refills, drops by reason, validation."""
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 
@@ -12,16 +13,18 @@ from asyncrl.config.load import load_config
 from asyncrl.data.order import PromptOrder
 from asyncrl.data.prompts import load_prompts
 from asyncrl.rollouter.agent_loops.single_turn import SingleTurn
+from asyncrl.rollouter.engine import SamplingParams
 from asyncrl.rollouter.engines.native.engine import NativeEngine
-from asyncrl.rollouter.loop import NothingToTrain, RolloutLoop, random_key
+from asyncrl.rollouter.loop import NothingToTrain, RolloutLoop, random_key, truncations
 from asyncrl.rollouter.rewards.pool import RewardResult
 from asyncrl.rollouter.router import Router
 from asyncrl.rollouter.tokenizer import PromptTokenizer
-from asyncrl.sample import Group, PolicyVersion
+from asyncrl.sample import FinishReason, Group, PolicyVersion, VersionSpan
 from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.core import SampleQueue
 from asyncrl.telemetry.recorder import Recorder
 from tests.support.tiny import MAX_RESPONSE, make_inputs, overrides
+from tests.support.unrecorded import Unrecorded
 
 
 class ScriptedRewards:
@@ -29,8 +32,10 @@ class ScriptedRewards:
 
     def __init__(self, judge) -> None:
         self._judge = judge
+        self.calls: list[list[str]] = []  # prompts of each call
 
     async def score(self, items):
+        self.calls.append([prompt.uid for prompt, _ in items])
         return [self._judge(prompt, i) for i, (prompt, _) in enumerate(items)]
 
 
@@ -47,23 +52,55 @@ def inputs(tmp_path_factory):
     return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
+class CountingTokenizer(PromptTokenizer):
+    """The real one, with a tally of the prompts it has encoded."""
+
+    def __init__(self, checkpoint) -> None:
+        super().__init__(checkpoint)
+        self.encoded: Counter[str] = Counter()
+
+    def encode(self, prompt):
+        self.encoded[prompt.uid] += 1
+        return super().encode(prompt)
+
+
+class Reshaped(SingleTurn):
+    """An agent loop that changes what the engine said in ways only some runs bring about."""
+
+    async def run(self, prompt, index, generate):
+        return self.change(await super().run(prompt, index, generate))
+
+
+class FirstOneOverlong(Reshaped):
+    change = staticmethod(lambda s: replace(s, finish=FinishReason.STOP if s.index else FinishReason.LENGTH))
+
+
+class FirstOneUntrained(Reshaped):
+    change = staticmethod(lambda s: s if s.index else replace(s, loss_mask=np.zeros_like(s.loss_mask)))
+
+
+class FirstOneCutBySync(Reshaped):
+    change = staticmethod(lambda s: s if s.index else replace(s, spans=[*s.spans, VersionSpan(1, PolicyVersion(0, 1))]))
+
+
 class System:
     """Everything of the rollouter's pool in one process."""
 
-    def __init__(self, inputs, judge, *more, max_prompt_tokens=40, total=100) -> None:
+    def __init__(self, inputs, judge, *more, max_prompt_tokens=40, total=100, agent_loop=SingleTurn) -> None:
         self.config = load_config(None, [*overrides(inputs, inputs / "run"), *more])
         self.engine = NativeEngine(self.config.model.path, self.config.rollout.engine)
         derived = derive(self.config)
         threshold = Fraction(str(self.config.async_training.staleness_threshold))
-        self.queue = SampleQueue(Admission(derived.groups_per_version, threshold, total))
-        tokenizer = PromptTokenizer(self.config.model.path)
+        self.queue = SampleQueue(Admission(derived.groups_per_version, threshold, total), Unrecorded())
+        self.tokenizer = tokenizer = CountingTokenizer(self.config.model.path)
+        self.rewards = ScriptedRewards(judge)
         self.recorder = Recorder("rollouter")
         self.prompts = load_prompts(self.config.data.train_files, self.config.data)
         self.router = Router({"replica": self.engine})
         order = PromptOrder(self.prompts, seed=0, epochs=self.config.data.epochs)
         self.loop = RolloutLoop(
-            self.config, derived, tokenizer, SingleTurn(tokenizer, MAX_RESPONSE), order, max_prompt_tokens, self.router,
-            ScriptedRewards(judge), self.queue, self.recorder,
+            self.config, derived, tokenizer, agent_loop(tokenizer, MAX_RESPONSE), order, max_prompt_tokens, self.router,
+            self.rewards, self.queue, self.recorder,
         )  # fmt: skip
 
     async def __aenter__(self):
@@ -108,6 +145,54 @@ async def test_groups_of_equal_rewards_are_dropped_counted_and_refilled(inputs):
         assert len(await system.groups(2)) == 2
         assert (await system.queue.stats())["fully_async/dropped/zero_variance"] >= 1
         assert system.recorder.drain().counters["rollout/zero_variance_groups"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("overlong", "rewards", "kept"),
+    [
+        ("keep", [1.0, 1.0, 1.0, 1.0], False),
+        ("penalize", [1.0, 1.0, 1.0, 1.0], True),  # the penalty makes the difference
+        ("penalize", [1.0, 0.5, 0.5, 0.5], False),  # the penalty takes it away
+        ("mask", [1.0, 0.5, 0.5, 0.5], False),  # the one that differs does not count
+        ("mask", [1.0, 1.0, 0.5, 0.5], True),
+    ],
+)
+async def test_the_filter_looks_at_rewards_as_the_trainer_will_see_them(inputs, overlong, rewards, kept):
+    more = (f"algorithm.overlong={overlong}", "algorithm.filter_zero_variance=true", "data.epochs=1")
+    more += ("async_training.staleness_threshold=50", "rollout.max_consecutive_drops=100")
+    judge = lambda prompt, i: fine(rewards[i])
+    async with System(inputs, judge, *more, agent_loop=FirstOneOverlong) as system:
+        await asyncio.wait_for(system.tasks[1], 60)
+        assert system.queue.balance()["queued"] == (len(system.prompts) if kept else 0)
+
+
+async def test_a_sample_without_a_trained_token_is_counted_as_failed(inputs):
+    async with System(inputs, lambda p, i: fine(float(i)), agent_loop=FirstOneUntrained) as system:
+        (group, _) = await system.groups(2)
+        assert group.sample_index.tolist() == [1, 2, 3]
+        assert system.recorder.drain().counters["rollout/failed_samples/no_trained_token"] >= 2
+
+
+async def test_samples_of_more_than_one_version_are_counted(inputs):
+    async with System(inputs, lambda p, i: fine(float(i)), agent_loop=FirstOneCutBySync) as system:
+        await system.groups(2)
+        counters = system.recorder.drain().counters
+        assert counters["rollout/partial_samples"] == counters["rollout/groups"] >= 2
+
+
+async def test_a_prompt_is_encoded_once(inputs):
+    more = ("data.epochs=1", "async_training.staleness_threshold=50")
+    async with System(inputs, lambda p, i: fine(float(i)), *more) as system:
+        await asyncio.wait_for(system.tasks[1], 60)
+        assert len(system.tokenizer.encoded) == len(system.prompts)
+        assert set(system.tokenizer.encoded.values()) == {1}
+
+
+async def test_sampling_that_cuts_the_distribution_is_warned_of_once(inputs, capsys):
+    async with System(inputs, lambda p, i: fine(float(i)), "rollout.top_p=0.9", "rollout.top_k=40") as system:
+        await system.groups(2)
+    assert capsys.readouterr().err.count("rollout: top_p=0.9, top_k=40 cuts") == 1
+    assert truncations(SamplingParams(temperature=0.7)) == []
 
 
 async def test_a_failed_sample_leaves_its_group_smaller_and_is_counted(inputs):
@@ -163,6 +248,8 @@ async def test_validation_answers_every_prompt_and_reports_means(inputs):
     async with System(inputs, lambda p, i: fine(float(i % 2)), "validation.samples=2") as system:
         values = await asyncio.wait_for(system.loop.validate(system.prompts[:5]), 60)
         assert values["validation/samples"] == 10
+        ours = [call for call in system.rewards.calls if len(call) == 2]  # training groups have four samples
+        assert sorted(ours) == sorted([p.uid] * 2 for p in system.prompts[:5])  # one group at a time, as its timeout is
         assert values["validation/accuracy"] == values["validation/reward"] == pytest.approx(0.5)
 
 

@@ -108,6 +108,9 @@ def test_a_run_with_two_ranks_and_two_replicas_trains_reports_and_leaves_nothing
     assert (folder / "report.html").stat().st_size > 100_000
     assert len((folder / "trajectories.jsonl").read_text().splitlines()) == 10
     assert list(folder.glob("wandb/offline-run-*/*.wandb"))
+    ledger = subprocess.run([sys.executable, "-m", "asyncrl.ledger", folder], cwd=ROOT, capture_output=True, text=True)
+    assert ledger.returncode == 0, ledger.stderr
+    assert "balanced: issued = trained + queued + leased + in flight + dropped" in ledger.stdout
     final = read_tensors(folder / "checkpoints/final/hf")
     before = read_tensors(inputs / "checkpoint")
     assert final.keys() == before.keys()
@@ -162,10 +165,16 @@ def test_an_interruption_while_the_run_starts_ends_it_at_once(start, tmp_path, r
 
 
 def test_a_second_interruption_abandons_even_a_sync_that_hangs(start, tmp_path, ray_dir):
-    run = start("trainer.total_steps=100000", "data.validation_files=[]", "reporting.report=false")
+    run = start(
+        "trainer.total_steps=100000",
+        "data.validation_files=[]",
+        "async_training.staleness_threshold=9",  # so that finished groups are there to train on, and to sync after
+        "reporting.report=false",
+        "reporting.console_every_s=1",
+    )
     run.until_printed("2/100000")
-    replica = the_replica_of(run)
-    replica.suspend()
+    the_replica_of(run).suspend()
+    run.until_printed("driver: sync/")
     os.killpg(run.process.pid, signal.SIGINT)
     time.sleep(1)
     os.killpg(run.process.pid, signal.SIGINT)

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
 from asyncrl.sample_queue.admission import Admission
-from asyncrl.sample_queue.core import QueueError, SampleQueue
+from asyncrl.sample_queue.core import QueueError, SampleQueue, Ticket
+from asyncrl.sample_queue.journal import Journal
+from tests.support.unrecorded import Unrecorded
 
 
 def payload(uid: str, version: int) -> bytes:
@@ -25,8 +27,12 @@ def payload(uid: str, version: int) -> bytes:
     return Group.from_samples(uid, uid, 0, np.ones(1, np.int32), [s]).to_bytes()
 
 
-def queue(per_version=2, threshold="0", total=100) -> SampleQueue:
-    return SampleQueue(Admission(per_version, Fraction(threshold), total))
+def queue(per_version=2, threshold="0", total=100, records=None) -> SampleQueue:
+    return SampleQueue(Admission(per_version, Fraction(threshold), total), records or Unrecorded())
+
+
+def tickets(uids) -> list[Ticket]:
+    return [Ticket(uid, uid, 0) for uid in uids]
 
 
 async def waits(coroutine) -> asyncio.Task:
@@ -40,7 +46,7 @@ async def waits(coroutine) -> asyncio.Task:
 
 async def test_nothing_starts_before_the_first_version():
     q = queue()
-    task = await waits(q.issue(["a"]))
+    task = await waits(q.issue(tickets(["a"])))
     await q.publish(PolicyVersion(0, 0))
     assert await task == 1
 
@@ -48,8 +54,8 @@ async def test_nothing_starts_before_the_first_version():
 async def test_threshold_zero_admits_one_version_of_groups():
     q = queue(per_version=2)
     await q.publish(PolicyVersion(0, 0))
-    assert await q.issue(["a", "b", "c"]) == 2
-    more = await waits(q.issue(["c"]))
+    assert await q.issue(tickets(["a", "b", "c"])) == 2
+    more = await waits(q.issue(tickets(["c"])))
     await q.put([payload("b", 0), payload("a", 0)], 0.0)
     leased, buffers = await q.lease(1, 2, 1.0)
     assert [g.uid for g in leased.groups] == ["a", "b"]  # the order of issue, not of arrival
@@ -63,8 +69,8 @@ async def test_threshold_zero_admits_one_version_of_groups():
 async def test_a_dropped_group_frees_its_place_at_once():
     q = queue(per_version=1)
     await q.publish(PolicyVersion(0, 0))
-    await q.issue(["a"])
-    refill = await waits(q.issue(["b"]))
+    await q.issue(tickets(["a"]))
+    refill = await waits(q.issue(tickets(["b"])))
     await q.drop([("a", "zero_variance")])
     assert await refill == 1
     assert (await q.stats())["fully_async/dropped/zero_variance"] == 1
@@ -73,7 +79,7 @@ async def test_a_dropped_group_frees_its_place_at_once():
 async def test_a_straggler_holds_back_those_behind_it():
     q = queue(per_version=3, threshold="1")
     await q.publish(PolicyVersion(0, 0))
-    await q.issue(["slow", "b", "c"])
+    await q.issue(tickets(["slow", "b", "c"]))
     await q.put([payload("b", 0), payload("c", 0)], 0.0)
     lease = await waits(q.lease(1, 2, 0.0))
     await q.put([payload("slow", 0)], 0.0)
@@ -83,7 +89,7 @@ async def test_a_straggler_holds_back_those_behind_it():
 async def test_a_released_lease_returns_in_order():
     q = queue(per_version=3, threshold="1")
     await q.publish(PolicyVersion(0, 0))
-    await q.issue(["a", "b", "c"])
+    await q.issue(tickets(["a", "b", "c"]))
     await q.put([payload(u, 0) for u in "abc"], 0.0)
     await q.lease(1, 2, 0.0)
     await q.release(1)
@@ -93,7 +99,7 @@ async def test_a_released_lease_returns_in_order():
 async def test_when_the_run_is_over_what_is_left_is_counted_as_dropped():
     q = queue(per_version=3, threshold="1")
     await q.publish(PolicyVersion(0, 0))
-    await q.issue(["a", "b", "c", "d"])
+    await q.issue(tickets(["a", "b", "c", "d"]))
     await q.put([payload(u, 0) for u in "abc"], 0.0)
     await q.lease(1, 1, 0.0)
     await q.trained(1)
@@ -106,18 +112,18 @@ async def test_when_the_run_is_over_what_is_left_is_counted_as_dropped():
 async def test_the_run_issues_no_more_than_it_trains():
     q = queue(per_version=4, threshold="9", total=5)
     await q.publish(PolicyVersion(0, 0))
-    assert await q.issue([str(i) for i in range(9)]) == 5
+    assert await q.issue(tickets(map(str, range(9)))) == 5
 
 
 async def test_closing_wakes_everyone():
     q = queue()
-    issue = await waits(q.issue(["a"]))
+    issue = await waits(q.issue(tickets(["a"])))
     lease = await waits(q.lease(1, 1, 0.0))
     await q.close("the end")
     assert await issue == 0
     assert (await lease)[0].closed == "the end"
     broken = queue()
-    issue = await waits(broken.issue(["a"]))
+    issue = await waits(broken.issue(tickets(["a"])))
     await broken.close("rank 1 died", failed=True)
     with pytest.raises(QueueError, match="rank 1 died"):
         await issue
@@ -126,18 +132,38 @@ async def test_closing_wakes_everyone():
 async def test_breaking_the_life_cycle_is_refused_by_name():
     q = queue()
     await q.publish(PolicyVersion(0, 0))
-    await q.issue(["a"])
+    await q.issue(tickets(["a"]))
     with pytest.raises(QueueError, match="group b is unknown, expected in_flight"):
         await q.put([payload("b", 0)], 0.0)
     await q.put([payload("a", 0)], 0.0)
     with pytest.raises(QueueError, match="group a is queued"):
         await q.drop([("a", "late")])
     with pytest.raises(QueueError, match="issued before"):
-        await q.issue(["a"])
+        await q.issue(tickets(["a"]))
     with pytest.raises(QueueError, match="step 7 has no lease"):
         await q.trained(7)
     with pytest.raises(QueueError, match="published after"):
         await q.publish(PolicyVersion(0, 0))
+
+
+async def test_what_a_caller_was_told_is_in_the_ledger(tmp_path):
+    journal = Journal(tmp_path)
+    q = queue(per_version=2, records=journal)
+    await q.publish(PolicyVersion(0, 0))
+    await q.issue(tickets(["a", "b"]))
+    await q.put([payload("a", 0)], 0.0)
+    await q.drop([("b", "zero_variance")])
+    await q.issue(tickets(["c"]))
+    found = journal.recover()
+    assert [(g.uid, g.state) for g in found.groups] == [("a", "queued"), ("c", "in_flight")]
+    assert (found.issued, found.dropped, found.version) == (3, {"zero_variance": 1}, (0, 0))
+    await q.put([payload("c", 0)], 0.0)
+    await q.lease(1, 2, 0.0)
+    await q.trained(1)
+    assert journal.recover().trained == 2
+    await q.finish()
+    await journal.close()
+    assert Journal(tmp_path).recover().issued == 3
 
 
 @settings(max_examples=60, deadline=None)
@@ -161,7 +187,7 @@ def test_no_trained_group_is_staler_than_the_bound(batch, trigger, threshold, ch
             action, pick = choice % 4, choice // 4
             if action == 0 and q._admissible():
                 uids = [f"g{started + i}" for i in range(1 + pick % 3)]
-                count = await q.issue(uids)
+                count = await q.issue(tickets(uids))
                 flying |= dict.fromkeys(uids[:count], version)
                 started += count
             elif action == 1 and flying:

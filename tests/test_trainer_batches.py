@@ -6,24 +6,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config.schema import AlgorithmConfig, OptimizerConfig
-from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
+from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan, effective_reward
 from asyncrl.trainer.advantages import apply_overlong, group_advantages, grpo_advantages
 from asyncrl.trainer.algorithms import algorithm_named
 from asyncrl.trainer.backends.schedule import learning_rate
 from asyncrl.trainer.batches import build_batch, cut_micro_batches, cut_mini_batches, partition
 from asyncrl.trainer.losses import token_weights
+from asyncrl.trainer.rank import batch_metrics, step_metrics
 
 LENGTHS = st.lists(st.integers(1, 200), max_size=60).map(lambda x: np.array(x, dtype=np.int64))
 
 
-def sample(index, response, reward=0.0, mask=None, finish=FinishReason.STOP):
+def sample(index, response, reward=0.0, mask=None, finish=FinishReason.STOP, versions=(0,)):
     size = len(response)
     return Sample(
         index=index,
         tokens=np.array(response, dtype=np.int32),
         logprobs=-np.arange(1, size + 1, dtype=np.float32) - 10 * index,
         loss_mask=np.ones(size, bool) if mask is None else np.array(mask, bool),
-        spans=[VersionSpan(0, PolicyVersion(0, 0))],
+        spans=[VersionSpan(start, PolicyVersion(0, number)) for start, number in enumerate(versions)],
         finish=finish,
         reward=reward,
     )
@@ -119,13 +120,59 @@ def test_overlong_policies_keep_mask_or_penalize(groups):
     assert grpo_advantages(keep, config)[last].tolist() == [1.5, 1.5]
     masked = apply_overlong(batch, "mask", 0.5)
     assert masked.loss_mask.tolist() == [True, False, True, True, True, True, False, False]
-    assert grpo_advantages(masked, config)[5] == -1.5  # its reward still counts for its group's mean
+    assert grpo_advantages(masked, config)[5:].tolist() == [0, 0, 0]  # nor does its reward move its group's mean
     penalized = apply_overlong(batch, "penalize", 0.5)
     assert penalized.loss_mask[last].all()
     assert grpo_advantages(penalized, config)[last].tolist() == [1.25, 1.25]
     assert batch.sequence_columns["rewards"].tolist() == [0, 1, 2, 5]  # the batch as it came is left alone
     with pytest.raises(ValueError, match="keep, mask, penalize"):
         apply_overlong(batch, "drop", 0.5)
+
+
+def test_samples_that_do_not_count_move_neither_mean_nor_deviation():
+    rewards, ids = np.array([1, 3, 9, 4, 4], np.float32), np.array([0, 0, 0, 1, 1])
+    counted = np.array([True, True, False, False, False])
+    for by_std in (True, False):
+        found = group_advantages(rewards, ids, normalize_by_std=by_std, counted=counted)
+        np.testing.assert_array_equal(found[:2], group_advantages(rewards[:2], ids[:2], normalize_by_std=by_std))
+        assert not found[2:].any()
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0, 1])), min_size=2, max_size=5),
+    st.sampled_from(["keep", "mask", "penalize"]),
+)
+def test_a_group_has_a_gradient_exactly_if_its_effective_rewards_differ(rows, policy):
+    samples = [sample(i, [7], reward, finish=FinishReason(finish)) for i, (reward, finish) in enumerate(rows)]
+    batch = apply_overlong(build_batch([group("g", [1], *samples)]), policy, 0.5)
+    advantages = grpo_advantages(batch, AlgorithmConfig()) * batch.loss_mask
+    effective = {effective_reward(reward, finish, policy, 0.5) for reward, finish in rows} - {None}
+    assert advantages.any() == (len(effective) > 1)
+
+
+def test_metrics_of_a_batch_tell_how_rewards_lengths_and_versions_are_spread():
+    samples = [sample(i, [5] * (i + 1), reward=i / 10, versions=(3,)) for i in range(9)]
+    cut = sample(9, [5] * 100, reward=0.9, versions=(3, 4, 4, 7))
+    resumed = sample(10, [5] * 11, reward=1.0, versions=(2, 2))  # two spans of one version, such as a new request
+    metrics = batch_metrics(build_batch([group("a", [1], *samples[:5]), group("b", [1], *samples[5:], resumed, cut)]))
+    assert metrics["fully_async/partial/ratio"] == pytest.approx(1 / 11)
+    assert metrics["fully_async/partial/count"] == 1
+    assert metrics["fully_async/partial/max_span"] == 4
+    assert [metrics[f"critic/rewards/p{p}"] for p in (10, 50, 90)] == pytest.approx([0.1, 0.5, 0.9])
+    assert [metrics[f"response_length/p{p}"] for p in (10, 50, 90)] == [2, 6, 11]
+    assert 11 < metrics["response_length/p99"] < 100
+
+
+def test_extremes_keep_their_outermost_value_over_optimizer_steps():
+    figures = {"ppo_ratio_max": [1.0, 3.0], "ppo_ratio_min_negated": [-1.0, -0.25], "kl_proximal": [0.0, 0.5]}
+    assert step_metrics(figures | {"ratio_max": [2.0, 1.5], "ratio_min_negated": [-0.5, -0.75], "lr": [1, 2]}) == {
+        "actor/ppo_ratio_max": 3.0,
+        "actor/ppo_ratio_min": 0.25,
+        "actor/kl_proximal": 0.25,
+        "actor/ratio_max": 2.0,
+        "actor/ratio_min": 0.5,
+        "actor/lr": 2,
+    }
 
 
 def test_weights_and_denominators_follow_the_aggregation(groups):

@@ -43,7 +43,7 @@ def case():
 def naive(logprobs, entropy, columns, config):
     total, figures = (
         0.0,
-        {"clip_fraction_low": 0.0, "clip_fraction_high": 0.0, "tis_truncated": 0.0, "kl_behaviour": 0.0},
+        dict.fromkeys(["clip_fraction_low", "clip_fraction_high", "tis_truncated", "kl_behaviour", "kl_proximal"], 0.0),
     )
     for r in range(len(logprobs)):
         c = {name: float(np.float32(values[r])) for name, values in columns.items()}
@@ -59,6 +59,7 @@ def naive(logprobs, entropy, columns, config):
         figures["clip_fraction_high"] += c["weights"] * (advantage > 0 and ratio > 1 + config.clip_high)
         figures["tis_truncated"] += c["weights"] * (0 < config.importance_cap < math.exp(drift))
         figures["kl_behaviour"] += c["weights"] * (math.exp(drift) - 1 - drift)
+        figures["kl_proximal"] += c["weights"] * (ratio - 1 - math.log(ratio))
     return total, figures
 
 
@@ -94,6 +95,19 @@ def test_importance_is_truncated_at_the_cap_and_reported_before_it():
     assert -out.extremes["ratio_min_negated"].item() == pytest.approx(math.exp(-1))
 
 
+def test_extremes_of_the_ppo_ratio_are_those_of_trained_tokens_before_the_clip():
+    columns = {
+        "weights": np.array([1, 1, 1, 0]),
+        "advantages": np.ones(4),
+        "behaviour_logprobs": np.full(4, -5.0),  # not their ratio
+        "proximal_logprobs": np.array([-1.0, -2.0, -3.0, -1.0]),
+    }
+    logprobs = torch.tensor([-1.0, -1.0, -4.0, -9.0])
+    out = clipped_policy_loss(AlgorithmConfig())(logprobs, torch.zeros(4), batch_of(**columns))
+    assert out.extremes["ppo_ratio_max"].item() == pytest.approx(math.e)
+    assert -out.extremes["ppo_ratio_min_negated"].item() == pytest.approx(1 / math.e)  # not the untrained e^-8
+
+
 def test_clip_higher_lets_good_tokens_grow_further():
     columns = {
         "weights": np.ones(2),
@@ -121,6 +135,8 @@ def test_without_proximal_logprobs_the_current_policy_is_the_proximal_one(case):
         out.loss.backward()
         grads.append(x.grad)
         losses.append(out.loss.item())
+        assert out.sums["kl_proximal"] == 0
+        assert out.extremes["ppo_ratio_max"] == -out.extremes["ppo_ratio_min_negated"] == 1
     assert losses[0] == losses[1]
     torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
 

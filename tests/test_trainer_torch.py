@@ -12,6 +12,10 @@ from asyncrl.models.checkpoint import is_draft, load_decoder, read_tensors, save
 from asyncrl.models.config import CheckpointError, DecoderConfig
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.layout import PackedLayout
+from asyncrl.param_sync.digest import StreamingDigest, combine_hashes, digest_tensors, flat_bytes
+from asyncrl.param_sync.live_receiver import LiveViewReceiver
+from asyncrl.param_sync.receiver import Bucket, TensorPart
+from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.backend import NonFiniteError
@@ -267,6 +271,44 @@ def test_the_manifest_lists_what_is_exported_and_marks_draft_and_tied(tmp_path, 
     assert {t.name for t in manifest if t.role == "draft"} == {
         n for n in tensors if n.startswith("model.mtp_layers.0.")
     }
+
+
+@pytest.mark.parametrize(
+    ("written", "option", "sent"),
+    [
+        ("float32", "bfloat16", "bfloat16"),
+        ("bfloat16", "auto", "bfloat16"),
+        ("bfloat16", "float32", "float32"),
+        ("float16", "auto", "bfloat16"),
+    ],
+)
+def test_weights_travel_in_the_engines_dtype_and_are_exported_in_the_checkpoints(
+    tmp_path, start, written, option, sent
+):
+    """Trained weights, so float32 inside: both sides' digests agree on what the cast made of them."""
+    config = make_config(make_checkpoint(tmp_path / "start", torch_dtype=written))
+    config.rollout.engine.dtype = option
+    rank = start(config)
+    rank.train(0, make_groups())
+    manifest = rank.manifest()
+    assert {t.dtype for t in manifest} == {sent}
+
+    model = NativeModel(DecoderConfig.load(tmp_path / "start"), 128, getattr(torch, sent))
+    receiver = LiveViewReceiver(model.named_views(), model.tied(), on_commit=lambda version: None)
+    receiver.open("s", manifest)
+    digest = StreamingDigest(manifest)
+    for sequence, (name, tensor) in enumerate(rank.export()):
+        data = flat_bytes(tensor).numpy()
+        digest.update(name, data)
+        part = TensorPart(name, 0, tensor.nbytes, 0)
+        receiver.take(Bucket("s", 0, sequence, (part,), memoryview(data), None))
+    receiver.verify()
+    receiver.commit(PolicyVersion(0, 1))
+    hashes = {name: h for of_role in digest.hashes().values() for name, h in of_role.items()}
+    assert digest_tensors(model.named_views().items()) == combine_hashes(hashes)
+
+    rank.export_hf(tmp_path / "hf")
+    assert {str(t.dtype) for t in read_tensors(tmp_path / "hf").values()} == {f"torch.{written}"}
 
 
 def test_training_moves_the_target_and_leaves_the_draft(checkpoint, start):

@@ -12,26 +12,31 @@ from pathlib import Path
 from asyncrl.config.load import ConfigError, known_keys
 from asyncrl.config.schema import Config
 
-#: (pause, kv) pairs of a sync that leave no KV of unknown meaning behind; see docs/architecture.md
-LEGAL_PAUSE_KV = {
-    ("abort", "keep"),
-    ("abort", "recompute"),
-    ("abort", "unload"),
-    ("keep", "keep"),
-    ("keep", "recompute"),
-    ("wait", "keep"),
-    ("wait", "recompute"),
-    ("wait", "unload"),
+#: engine → the (pause, kv) pairs of a sync that it can do, see `asyncrl.rollouter.engine.Capabilities`
+PAUSE_KV = {
+    "native": {
+        ("abort", "recompute"),
+        ("abort", "unload"),
+        ("keep", "keep"),
+        ("keep", "recompute"),
+        ("wait", "keep"),
+        ("wait", "recompute"),
+        ("wait", "unload"),
+    },
 }
 
+#: what `asyncrl.trainer.algorithms` knows; no leaf may import it
+ALGORITHMS = ("grpo",)
+
 _CHOICES = {
-    "rollout.engine.name": ("native",),
-    "rollout.engine.dtype": ("float32", "bfloat16"),
+    "rollout.engine.name": tuple(PAUSE_KV),
+    "rollout.engine.dtype": ("auto", "float32", "bfloat16"),
     "rollout.engine.device": ("auto", "cpu", "cuda"),
     "trainer.backend": ("torch",),
     "trainer.mixed_precision": ("no", "bfloat16"),
     "trainer.device": ("auto", "cpu", "cuda"),
     "trainer.optimizer.schedule": ("constant", "linear", "cosine"),
+    "algorithm.name": ALGORITHMS,
     "algorithm.loss_aggregation": ("token_mean", "sequence_mean"),
     "algorithm.kl_estimator": ("k1", "k2", "k3"),
     "algorithm.overlong": ("keep", "mask", "penalize"),
@@ -43,12 +48,16 @@ _CHOICES = {
 }
 
 _AT_LEAST = {
+    "seed": 0,
+    "data.epochs": 0,
+    "data.max_prompt_tokens": 0,
     "rollout.n": 1,
     "rollout.min_group_size": 1,
     "rollout.replicas": 1,
     "rollout.max_response_tokens": 1,
     "rollout.top_k": 0,
     "rollout.engine.slots": 1,
+    "rollout.engine.max_context_tokens": 0,
     "rollout.engine.prefill_chunk_tokens": 1,
     "rollout.engine.threads": 1,
     "rollout.max_concurrent_groups": 0,
@@ -61,7 +70,9 @@ _AT_LEAST = {
     "trainer.logprob_chunk_tokens": 1,
     "trainer.threads": 1,
     "trainer.optimizer.lr": 0,
+    "trainer.optimizer.weight_decay": 0,
     "trainer.optimizer.warmup_steps": 0,
+    "trainer.optimizer.min_lr_ratio": 0,
     "trainer.optimizer.grad_clip": 0,
     "algorithm.epochs": 1,
     "algorithm.clip_low": 0,
@@ -74,12 +85,21 @@ _AT_LEAST = {
     "param_sync.bucket_bytes": 4096,
     "validation.every_versions": 0,
     "validation.samples": 1,
+    "validation.temperature": 0,
+    "validation.max_prompts": 0,
     "checkpoint.every_steps": 0,
     "reporting.console_every_s": 0,
     "reporting.trajectories_per_step": 0,
 }
 
-_POSITIVE = ["reward.timeout_s", "ray.placement_timeout_s"]
+_POSITIVE = [
+    "reward.timeout_s",
+    "trainer.optimizer.eps",
+    "ray.cpus_per_rank",
+    "ray.cpus_per_replica",
+    "ray.placement_timeout_s",
+    *(key for key in known_keys() if key.startswith("param_sync.deadlines.")),
+]
 
 
 @dataclass(frozen=True)
@@ -132,16 +152,30 @@ def local_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def local_memory_bytes() -> int:
+    """Memory that this machine has, or the container's limit where that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+            total = min(total, int(text))
+    return total
+
+
 def _problems(c: Config, cpus: int | None) -> Iterator[str]:
+    if not_numbers := list(_not_finite(c)):  # comparisons and formulas say nothing sensible of these
+        yield from not_numbers
+        return
     for key, choices in _CHOICES.items():
         if (value := _get(c, key)) not in choices:
             yield f"{key}: expected one of {', '.join(choices)}; found {value!r}"
     for key, least in _AT_LEAST.items():
         if (value := _get(c, key)) < least:
             yield f"{key}: expected at least {least}, found {value}"
-    for key in [*_POSITIVE, *(k for k in known_keys() if k.startswith("param_sync.deadlines."))]:
+    for key in _POSITIVE:
         if (value := _get(c, key)) <= 0:
-            yield f"{key}: expected more than 0 seconds, found {value}"
+            yield f"{key}: expected more than 0{' seconds' if key.endswith('_s') else ''}, found {value}"
+    if not c.name.strip() or "/" in c.name or c.name in (".", ".."):
+        yield f"name: expected a word that can name a folder, found {c.name!r}"
     yield from _rollout_problems(c)
     yield from _file_problems(c)
     for key in ("reward.function", "rollout.agent_loop"):
@@ -155,10 +189,24 @@ def _problems(c: Config, cpus: int | None) -> Iterator[str]:
         )
     if pause == "auto":
         pause = "abort" if c.async_training.partial_rollout else "wait"
-    if (pause, c.param_sync.kv) not in LEGAL_PAUSE_KV:
-        yield f"param_sync.kv: {c.param_sync.kv} does not go with pause {pause}; requests that stay need their KV"
+    legal = PAUSE_KV.get(c.rollout.engine.name)
+    known = all(getattr(c.param_sync, key) in _CHOICES[f"param_sync.{key}"] for key in ("pause", "kv"))
+    if known and legal is not None and (pause, c.param_sync.kv) not in legal:
+        fitting = ", ".join(kv for kv in _CHOICES["param_sync.kv"] if (pause, kv) in legal)
+        yield (
+            f"param_sync.kv: {c.param_sync.kv} does not go with pause {pause} in the {c.rollout.engine.name} engine; "
+            f"expected one of {fitting}"
+        )
     if cpus is not None:
         yield from _cpu_problems(c, cpus)
+
+
+def _not_finite(c: Config) -> Iterator[str]:
+    for key, kind in known_keys().items():
+        if kind in (float, list[float]):
+            value = _get(c, key)
+            if not all(map(math.isfinite, [value] if kind is float else value)):
+                yield f"{key}: expected {'a finite number' if kind is float else 'finite numbers'}, found {value}"
 
 
 def _rollout_problems(c: Config) -> Iterator[str]:
@@ -175,9 +223,12 @@ def _rollout_problems(c: Config) -> Iterator[str]:
         yield f"rollout.n: grpo compares the samples of a group and needs at least 2, found {r.n}"
     if not 0 <= a.clip_low < 1:
         yield f"algorithm.clip_low: expected 0 ≤ clip_low < 1, found {a.clip_low}"
-    if len(c.trainer.optimizer.betas) != 2:
-        yield f"trainer.optimizer.betas: expected two numbers, found {c.trainer.optimizer.betas}"
-    need = derive(c).groups_per_step * r.min_group_size
+    betas = c.trainer.optimizer.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        yield f"trainer.optimizer.betas: expected two numbers, 0 ≤ beta < 1, found {betas}"
+    if "" in r.stop_strings:
+        yield f"rollout.stop_strings: expected texts, found an empty one (it is in every response): {r.stop_strings}"
+    need = c.trainer.mini_batch_groups * c.async_training.require_batches * r.min_group_size
     if need < c.trainer.ranks:
         yield f"trainer.ranks: a step of at least {need} samples cannot feed {c.trainer.ranks} ranks"
 

@@ -34,7 +34,7 @@ class EngineConfig:
     max_context_tokens: int = 0  # 0: the model's max_position_embeddings
     prefill_chunk_tokens: int = 512  # prompts are prefilled in chunks of at most this many tokens
     deterministic: bool = False  # fixed-shape decoding: equal bits whatever else is in the batch
-    dtype: str = "float32"
+    dtype: str = "auto"  # auto | float32 | bfloat16; auto: bfloat16 for a 16-bit checkpoint, else float32
     device: str = "auto"  # auto | cpu | cuda
     threads: int = 1  # CPU threads per replica
 

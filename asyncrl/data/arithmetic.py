@@ -120,7 +120,7 @@ def demonstrations(seed: int, careful: bool) -> Iterator[tuple[list[Message], st
 
 
 def write_prompts(path: Path, count: int, seed: int, heldout: bool) -> None:
-    """Write ``count`` problems as JSONL: ``prompt`` (chat messages), ``answer``, ``steps``.
+    """Write ``count`` problems as JSONL, whole or not at all: ``prompt`` (chat messages), ``answer``, ``steps``.
 
     Held-out problems are all different. Training problems come up again, so that all numbers of steps stay equally
     frequent: there are few short problems, and without them little is right that could be learned from."""
@@ -132,10 +132,12 @@ def write_prompts(path: Path, count: int, seed: int, heldout: bool) -> None:
         if not (heldout and problem in seen):
             problems.append(problem)
             seen.add(problem)
-    with path.open("w") as file:
+    staged = path.with_name(f"{path.name}.partial")
+    with staged.open("w") as file:
         for problem in problems:
             row = {"prompt": problem.messages, "answer": str(problem.answer), "steps": len(problem.steps)}
             file.write(json.dumps(row) + "\n")
+    staged.rename(path)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -146,8 +148,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    write_prompts(args.out / "train.jsonl", args.train, args.seed, heldout=False)
     write_prompts(args.out / "heldout.jsonl", args.heldout, args.seed, heldout=True)
+    write_prompts(args.out / "train.jsonl", args.train, args.seed, heldout=False)  # last: make takes it for both
     print(f"{args.out}: train.jsonl with {args.train} problems, heldout.jsonl with {args.heldout}")
 
 

@@ -24,11 +24,18 @@ TOKENIZER_FILES = (
 
 
 def tensor_files(path: str | Path) -> list[Path]:
-    """The folder's safetensors files. Raises CheckpointError if there are none, or one that the index names is not."""
+    """The folder's safetensors files. Raises CheckpointError if there are none, if the index cannot be read, or if a
+    file that it names is not there."""
     folder = Path(path)
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        try:
+            files = sorted({folder / name for name in json.loads(index.read_bytes())["weight_map"].values()})
+        except (ValueError, LookupError, TypeError, AttributeError) as e:  # whatever is wrong with its text or shape
+            raise CheckpointError(
+                f"{index}: expected a JSON object whose weight_map gives each tensor's file; the file is truncated or "
+                f"damaged ({type(e).__name__}: {e})"
+            ) from None
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -114,7 +121,7 @@ def is_draft(name: str) -> bool:
 def save_checkpoint(
     path: str | Path, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], config: DecoderConfig
 ) -> None:
-    """Write config.json and model.safetensors; an existing file is replaced whole or not at all."""
+    """Write config.json, then model.safetensors: whole or not at all, and readable by all (safetensors writes 0600)."""
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     items = tensors.items() if isinstance(tensors, Mapping) else tensors
@@ -122,6 +129,7 @@ def save_checkpoint(
     staged = folder / "model.safetensors.partial"
     save_file(flat, str(staged), metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config.raw, indent=2) + "\n")
+    staged.chmod(0o644)
     staged.rename(folder / "model.safetensors")
 
 

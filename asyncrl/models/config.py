@@ -45,6 +45,16 @@ class DecoderConfig:
     dtype: str
     raw: dict[str, Any]
 
+    def engine_dtype(self, option: str) -> str:
+        """What an engine holds, and so what is sent to it: `rollout.engine.dtype`, its ``auto`` resolved.
+
+        Never float16: sampling and training would disagree where its range ends."""
+        if option == "auto":
+            return "bfloat16" if self.dtype in ("bfloat16", "float16") else "float32"
+        if option not in ("float32", "bfloat16"):
+            raise ValueError(f"rollout.engine.dtype is {option!r}; expected auto, float32 or bfloat16")
+        return option
+
     @classmethod
     def load(cls, path: str | Path) -> DecoderConfig:
         """Read ``path/config.json``. Raises CheckpointError naming what is missing or not supported."""
@@ -95,7 +105,7 @@ class DecoderConfig:
                 o_bias=bool(text.get("attention_bias", False)) and architecture == "LlamaForCausalLM",
                 qk_norm=qk_norm,
                 num_mtp_layers=int(text.get("num_nextn_predict_layers") or text.get("mtp_num_hidden_layers") or 0),
-                dtype=str(text.get("dtype") or text.get("torch_dtype") or "float32"),
+                dtype=str(text.get("dtype") or text.get("torch_dtype") or "float32").removeprefix("torch."),
                 raw=raw,
             )
         except KeyError as e:

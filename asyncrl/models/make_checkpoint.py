@@ -92,10 +92,13 @@ def make_checkpoint(
     study = _encoded(chain(careful, source(seed, False)), tokenizer)
     warm_start(model, study, warm_start_steps, BATCH_SIZE, decay_steps=warm_start_steps - careful_steps)
 
-    save_checkpoint(folder, dict(model.named_parameters()), config)
+    folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
     generation = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "do_sample": True}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    save_checkpoint(
+        folder, dict(model.named_parameters()), config
+    )  # last: make takes model.safetensors for a whole one
     return folder
 
 

@@ -50,6 +50,15 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
             ),
         ),
         Chart(
+            "Reward quantiles",
+            "Of the trained samples: a tenth earned less than p10, a tenth more than p90.",
+            (
+                Line("critic/rewards/p90", "p90", GREEN),
+                Line("critic/rewards/p50", "median", BLUE),
+                Line("critic/rewards/p10", "p10", RED),
+            ),
+        ),
+        Chart(
             "Accuracy",
             "Held-out prompts are never trained on; rollout figures come from the training prompts.",
             (
@@ -67,6 +76,16 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
                 Line("response_length/max", "max", GREY, "faint"),
                 Line("response_length/min", "min", GREY, "faint"),
                 Line("response_length/mean", "mean", BLUE),
+            ),
+        ),
+        Chart(
+            "Response length quantiles",
+            "Tokens per response; the tail decides how long a step waits and how many are cut.",
+            (
+                Line("response_length/p99", "p99", RED),
+                Line("response_length/p90", "p90", ORANGE),
+                Line("response_length/p50", "median", BLUE),
+                Line("response_length/p10", "p10", GREEN),
             ),
         ),
         Chart(
@@ -110,9 +129,14 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         ),
         Chart(
             "Partial samples",
-            "Samples that a parameter sync cut and that went on under newer weights.",
+            "Trained samples that a parameter sync cut and that went on under newer weights.",
             (Line("fully_async/partial/ratio", "share of samples", BLUE),),
             percent=True,
+        ),
+        Chart(
+            "Versions within a sample",
+            "The newest version that sampled a token of it less the oldest, in the step's most spread sample.",
+            (Line("fully_async/partial/max_span", "largest span", BLUE),),
         ),
     ),
     "Throughput": (
@@ -139,9 +163,11 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         ),
         Chart(
             "KL divergence",
-            "From the policy that sampled (grows with staleness) and from the reference model.",
+            "From the policy that sampled (grows with staleness), from the one at the batch's start (grows with the "
+            "optimizer steps per batch), and from the reference model.",
             (
                 Line("actor/kl_behaviour", "behaviour", BLUE),
+                Line("actor/kl_proximal", "proximal", GREEN),
                 Line("actor/kl_reference", "reference", ORANGE),
             ),
         ),
@@ -156,9 +182,15 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
             percent=True,
         ),
         Chart(
-            "Ratio extremes",
-            "Largest and smallest probability ratio of any token in the step, on a logarithmic scale.",
+            "Importance ratio extremes",
+            "Proximal to behaviour policy: the largest and the smallest of any token in the step, before the cap.",
             (Line("actor/ratio_max", "max", ORANGE), Line("actor/ratio_min", "min", BLUE)),
+            log=True,
+        ),
+        Chart(
+            "PPO ratio extremes",
+            "Current to proximal policy: the largest and the smallest of any token in the step, before the clip.",
+            (Line("actor/ppo_ratio_max", "max", ORANGE), Line("actor/ppo_ratio_min", "min", BLUE)),
             log=True,
         ),
         Chart("Loss", "The objective's value; it need not fall.", (Line("actor/loss", "loss", BLUE),)),

@@ -115,12 +115,15 @@ class Console:
             since = f"{after} after step {self._step}" if self._steps else f"{after} after the start"
             self._print(f"{'…':>{self._step_width()}}  {' · '.join([since, *shown])}", dim=True)
 
-    def close(self, failed: str | None) -> None:
+    def close(self, failed: str | None, stopped: str | None = None) -> None:
         took = short_seconds(self._clock() - self._began_s)
-        if failed is None:
-            self._print(f"finished: {_of(self._step, self._total)} steps in {took}", bold=True)
+        done = _of(self._step, self._total)
+        if failed is not None:
+            self._print(f"FAILED after step {done}, {took}: {failed}", bold=True)
+        elif stopped is not None:
+            self._print(f"stopped after step {done}, {took}: {stopped}", bold=True)
         else:
-            self._print(f"FAILED after step {_of(self._step, self._total)}, {took}: {failed}", bold=True)
+            self._print(f"finished: {done} steps in {took}", bold=True)
 
     def _columns(self, step: int, values: Mapping[str, float]) -> list[tuple[str, int, str]]:
         """(heading, width, text) of each column; every line has them all."""

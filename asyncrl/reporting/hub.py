@@ -23,7 +23,7 @@ class Hub:
         hub = Hub([Console(total_steps=100), JsonlSink(run_dir), WandbSink(...)])
         hub.metrics(step, values)
         hub.spans(recorder.drain())
-        hub.close(failed=None)
+        hub.close()                           # or failed="replica/1 is gone", or stopped="SIGINT"
 
     A sink that raises is named on stderr once, with its traceback, and gets nothing more but its `close`. The others
     go on, and hear of it: ``reporting/failed_sinks`` joins their metrics. ``failures`` holds the messages by name.
@@ -49,10 +49,10 @@ class Hub:
             if isinstance(sink, TrajectorySink):
                 self._call(sink, "trajectories", rows)
 
-    def close(self, failed: str | None = None) -> None:
-        """Close every sink, those switched off included; ``failed`` says why the run ended early. Idempotent."""
+    def close(self, failed: str | None = None, stopped: str | None = None) -> None:
+        """Close every sink, those switched off included, saying how the run ended (see `Sink`). Idempotent."""
         for sink in self._sinks + self._failed:
-            self._call(sink, "close", failed)
+            self._call(sink, "close", failed, stopped)
         self._sinks, self._failed = [], []
 
     def _call(self, sink: Sink, method: str, *args: Any) -> None:

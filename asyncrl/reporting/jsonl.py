@@ -93,5 +93,5 @@ class JsonlSink:
     def spans(self, batch: Batch) -> None:
         pass
 
-    def close(self, failed: str | None) -> None:
+    def close(self, failed: str | None, stopped: str | None = None) -> None:
         self._lines.close()

@@ -14,9 +14,9 @@ from plotly.offline import get_plotlyjs
 
 STYLE = """
 :root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --ink: #1b2128; --soft: #5d6875; --line: #e3e7ec;
-  --blue: #2f66cf; --green: #187a50; --red: #b8323d; --tint: #eef2f7; }
+  --blue: #2f66cf; --green: #187a50; --red: #b8323d; --amber: #96620a; --tint: #eef2f7; }
 @media (prefers-color-scheme: dark) { :root { --page: #14171b; --card: #1c2026; --ink: #e8ebef; --soft: #9aa4b1;
-  --line: #2c323a; --blue: #82adff; --green: #5fd0a0; --red: #ff8b93; --tint: #262c34; } }
+  --line: #2c323a; --blue: #82adff; --green: #5fd0a0; --red: #ff8b93; --amber: #e8b64c; --tint: #262c34; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI",
   Roboto, sans-serif; -webkit-text-size-adjust: 100%; }
@@ -29,8 +29,10 @@ h3 { font-size: 15px; margin: 0; }
 .badge { font-size: 12px; font-weight: 600; padding: 2px 10px; border-radius: 99px; background: var(--tint);
   color: var(--soft); }
 .badge.ok { color: var(--green); } .badge.bad { color: var(--red); } .badge.live { color: var(--blue); }
-.alarm { border-left: 4px solid var(--red); background: var(--card); border-radius: 6px; padding: 10px 14px;
+.badge.cut { color: var(--amber); }
+.banner { border-left: 4px solid var(--red); background: var(--card); border-radius: 6px; padding: 10px 14px;
   margin: 18px 0 0; white-space: pre-wrap; overflow-wrap: anywhere; }
+.banner.cut { border-color: var(--amber); }
 .figures { display: grid; grid-template-columns: repeat(4, minmax(0, 1fr)); gap: 12px; margin: 22px 0 0; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 14px 16px; min-width: 0; }
 .figures .card { padding: 12px 14px; }
@@ -81,12 +83,13 @@ def page(title: str, body: Iterable[str]) -> str:
     )
 
 
-def header(title: str, badge: tuple[str, str], subtitle: str, alarm: str | None) -> str:
-    """``badge``: (text, ok | bad | live)."""
+def header(title: str, badge: tuple[str, str], subtitle: str, banner: tuple[str, str] | None) -> str:
+    """``badge``: (text, ok | cut | bad | live). ``banner``: (text, cut | bad)."""
     text, kind = badge
     return (
         f'<div class="head"><h1>{escape(title)}</h1><span class="badge {kind}">{escape(text)}</span></div>'
-        f'<p class="sub">{escape(subtitle)}</p>' + (f'<p class="alarm">{escape(alarm)}</p>' if alarm else "")
+        f'<p class="sub">{escape(subtitle)}</p>'
+        + (f'<p class="banner {banner[1]}">{escape(banner[0])}</p>' if banner else "")
     )
 
 

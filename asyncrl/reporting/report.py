@@ -31,10 +31,11 @@ def write_report(run_dir: Path | str) -> Path:
     """Make (or make again) ``run_dir/report.html`` and return its path. A reader never sees half a page.
 
     Reads metrics.jsonl, trajectories.jsonl, spans.jsonl, config.yaml (``name``, ``trainer.total_steps``, ``model.path``
-    and the modes are shown at the top) and summary.json. All are optional. summary.json is a flat object; its
-    ``failed`` (text or null) decides how the run ended, and ``accuracy_before``, ``accuracy_after``, ``steps``,
-    ``samples``, ``tokens``, ``duration_s`` and ``overlap`` go before what the metrics say.
-    Raises FileNotFoundError if ``run_dir`` is no folder."""
+    and the modes are shown at the top) and summary.json. All are optional. summary.json is a flat object. How the run
+    ended is said by its ``status`` (finished | interrupted | failed), ``reason`` (why before the last step, or null)
+    and ``failed`` (what broke it, or null; alone it decides where there is no status). Its ``accuracy_before``,
+    ``accuracy_after``, ``steps``, ``samples``, ``tokens``, ``duration_s`` and ``overlap`` go before what the metrics
+    say. Raises FileNotFoundError if ``run_dir`` is no folder."""
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise FileNotFoundError(f"{run_dir} is no folder: give the run folder that holds {METRICS_FILE}")
@@ -75,7 +76,7 @@ def _render(run_dir: Path) -> str:
     title = str(OmegaConf.select(config, "name", throw_on_missing=False) or run_dir.resolve().name)
 
     body = [
-        page.header(title, _badge(summary), _subtitle(config, times), summary.get("failed")),
+        page.header(title, _badge(summary), _subtitle(config, times), _banner(summary)),
         page.key_figures(_key_figures(series, times, summary, OmegaConf.select(config, "trainer.total_steps"))),
     ]
     if not series:
@@ -119,7 +120,18 @@ def _timeline_card(run_dir: Path) -> str:
 def _badge(summary: Mapping[str, Any]) -> tuple[str, str]:
     if not summary:
         return "no summary yet", "live"
-    return ("failed", "bad") if summary.get("failed") else ("finished", "ok")
+    status = str(summary.get("status") or ("failed" if summary.get("failed") else "finished"))
+    return status, {"finished": "ok", "interrupted": "cut"}.get(status, "bad")
+
+
+def _banner(summary: Mapping[str, Any]) -> tuple[str, str] | None:
+    """What a reader must know of the run's end before any chart; None for a run that went to its last step."""
+    failed, reason = summary.get("failed"), summary.get("reason")
+    if failed or _badge(summary)[1] == "bad":
+        return str(failed or reason or "the run failed without a word"), "bad"
+    if reason or summary.get("status") == "interrupted":
+        return f"Ended before its last step: {reason or 'interrupted'}", "cut"
+    return None
 
 
 def _subtitle(config: Any, times: Sequence[float]) -> str:

@@ -62,7 +62,7 @@ class Timeline:
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         pass
 
-    def close(self, failed: str | None) -> None:
+    def close(self, failed: str | None, stopped: str | None = None) -> None:
         """Spans that are still open are written as they were last seen, marked ``open``."""
         self._write((span for spans in self._open.values() for span in spans), {"open": True})
         self._lines.close()

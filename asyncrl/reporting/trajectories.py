@@ -67,5 +67,5 @@ class TrajectoryFile:
     def spans(self, batch: Batch) -> None:
         pass
 
-    def close(self, failed: str | None) -> None:
+    def close(self, failed: str | None, stopped: str | None = None) -> None:
         self._lines.close()

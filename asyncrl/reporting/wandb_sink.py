@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import wandb
 
 from asyncrl.config.schema import WandbConfig
@@ -14,15 +13,14 @@ from asyncrl.reporting.jsonl import is_number, json_number
 from asyncrl.telemetry.recorder import Batch
 
 _MODES = ("offline", "online", "disabled")
-_MAX_BINS = 64
 
 
 class WandbSink:
     """One wandb run, kept under ``run_dir/wandb`` (send an offline one later with ``wandb sync``).
 
     Every metric is drawn over its train step: ``step`` is logged as a metric of its own and declared as the x axis,
-    because wandb drops what arrives for an earlier step than its last, and a validation result may. Arrays become
-    histograms, strings stay strings; whatever else comes is left out.
+    because wandb drops what arrives for an earlier step than its last, and a validation result may. Numbers and strings
+    are kept; whatever else comes is left out.
     """
 
     def __init__(self, config: WandbConfig, run_name: str, run_dir: Path | str, run_config: Mapping[str, Any]) -> None:
@@ -53,27 +51,19 @@ class WandbSink:
     def spans(self, batch: Batch) -> None:
         pass
 
-    def close(self, failed: str | None) -> None:
-        """Ends the run, as failed (exit code 1, the reason in its summary) if there is a reason."""
-        if failed is not None:
-            self._run.summary["failed"] = failed
+    def close(self, failed: str | None, stopped: str | None = None) -> None:
+        """Ends the run: with exit code 1 if it failed, and what failed or stopped it in its summary."""
+        for name, reason in (("failed", failed), ("stopped", stopped)):
+            if reason is not None:
+                self._run.summary[name] = reason
         exit_code = 0 if failed is None else 1
         self._run.finish(exit_code=exit_code)
         # `finish` may return before wandb's service process has written an offline run's file; this waits for it.
         wandb.teardown(exit_code=exit_code)
 
 
-def _loggable(value: Any) -> Any:
+def _loggable(value: Any) -> float | str | None:
     if is_number(value):
         number = json_number(value)
         return float("nan") if number is None else number
-    if isinstance(value, str):
-        return value
-    if isinstance(value, (list, tuple)) or hasattr(value, "__array__"):
-        array = np.asarray(value)
-        if array.dtype.kind not in "biuf":
-            return None
-        finite = array[np.isfinite(array)].astype(np.float64)
-        if finite.size:
-            return wandb.Histogram(np_histogram=np.histogram(finite, bins=min(_MAX_BINS, finite.size)))
-    return None
+    return value if isinstance(value, str) else None

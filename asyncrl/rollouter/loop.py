@@ -8,6 +8,7 @@ budget ──► prompt ──► n agent loops ──► rewards ──► grou
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,14 +25,15 @@ from asyncrl.rollouter.outbox import Outbox
 from asyncrl.rollouter.rewards.pool import RewardResult
 from asyncrl.rollouter.router import Router
 from asyncrl.rollouter.tokenizer import PromptTokenizer
-from asyncrl.sample import Group, Prompt, Sample
+from asyncrl.sample import Group, Prompt, Sample, effective_reward
+from asyncrl.sample_queue.core import Ticket
 from asyncrl.telemetry.recorder import Recorder, now_s
 
 
 class QueueClient(Protocol):
     """The rollouter's side of the sample queue."""
 
-    async def issue(self, uids: Sequence[str]) -> int: ...
+    async def issue(self, tickets: Sequence[Ticket]) -> int: ...
     async def put(self, groups: Sequence[bytes], now_s: float) -> None: ...
     async def drop(self, drops: Sequence[tuple[str, str]]) -> None: ...
     async def close(self, reason: str) -> None: ...
@@ -56,6 +58,18 @@ class NothingToTrain(RuntimeError):
 def random_key(seed: int, uid: str, sample: int) -> int:
     """63 bits that name one sample's stream of random numbers, the same in every process and run."""
     return xxhash.xxh3_64_intdigest(f"{seed}/{uid}/{sample}".encode()) >> 1
+
+
+def truncations(sampling: SamplingParams) -> list[str]:
+    """The options that keep some tokens from being drawn, as ``name=value``."""
+    off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    return [f"{name}={getattr(sampling, name)}" for name, value in off.items() if getattr(sampling, name) != value]
+
+
+def _trainable(sample: Sample | _Failed) -> Sample | _Failed:
+    if isinstance(sample, Sample) and not sample.loss_mask.any():
+        return _Failed("no_trained_token", f"none of its {len(sample.tokens)} response tokens has loss_mask set")
+    return sample
 
 
 class RolloutLoop:
@@ -99,6 +113,13 @@ class RolloutLoop:
 
     async def run(self) -> None:
         """Until the queue is closed. Raises what a group's task, an outbox or the queue raised."""
+        if cuts := truncations(self._sampling):
+            print(
+                f"rollout: {', '.join(cuts)} cuts the distribution that tokens are drawn from, but behaviour logprobs "
+                "are over the whole vocabulary: importance ratios are biased. Expected top_p=1, top_k=0 and min_p=0",
+                file=sys.stderr,
+                flush=True,
+            )
         async with asyncio.TaskGroup() as tasks:
             carriers = [tasks.create_task(self._finished.run()), tasks.create_task(self._drops.run())]
             async with asyncio.TaskGroup() as groups:
@@ -118,11 +139,15 @@ class RolloutLoop:
         sampling = SamplingParams(
             v.temperature, stop_token_ids=self._sampling.stop_token_ids, stop_strings=self._sampling.stop_strings
         )
+
+        async def answered(prompt: Prompt) -> list[Sample | _Failed]:
+            tokens, group = self._tokenizer.encode(prompt), f"validation/{prompt.uid}"
+            made = await self._samples(prompt, tokens, v.samples, sampling, group, priority=1)
+            return await self._score(prompt, made)  # a call per prompt, as reward.timeout_s is for one group
+
         with self._recorder.span("rollout/validate", prompts=len(prompts)):
-            answers = await asyncio.gather(
-                *(self._samples(p, v.samples, sampling, f"validation/{p.uid}", priority=1) for p in prompts)
-            )
-            judged = await self._score([(p, s) for p, group in zip(prompts, answers) for s in group])
+            groups = await asyncio.gather(*map(answered, prompts))
+        judged = [s for group in groups for s in group]
         scored = [s for s in judged if isinstance(s, Sample)]
         values: dict[str, float] = {
             "validation/samples": len(scored),
@@ -149,7 +174,7 @@ class RolloutLoop:
                 upcoming.append(prompt)
             if not upcoming:
                 return True
-            issued = await self._queue.issue([p.uid for p in upcoming[:wanted]])
+            issued = await self._queue.issue([Ticket(p.uid, p.prompt_id, p.epoch) for p in upcoming[:wanted]])
             if issued == 0:
                 return False
             for prompt in upcoming[:issued]:
@@ -161,13 +186,13 @@ class RolloutLoop:
     async def _group(self, prompt: Prompt) -> None:
         issued_s = now_s()
         try:
-            r = self._config.rollout
-            made = await self._samples(prompt, r.n, self._sampling, prompt.uid, priority=0)
+            tokens, n = self._tokenizer.encode(prompt), self._config.rollout.n
+            made = await self._samples(prompt, tokens, n, self._sampling, prompt.uid, priority=0)
         finally:
             self._places.release()
-        judged = await self._score([(prompt, s) for s in made])
+        judged = await self._score(prompt, [_trainable(s) for s in made])
         failed = [s for s in judged if isinstance(s, _Failed)]
-        samples = [s for s in judged if isinstance(s, Sample) and s.loss_mask.any()]
+        samples = [s for s in judged if isinstance(s, Sample)]
         for f in failed:
             self._recorder.count(f"rollout/failed_samples/{f.reason}")
         self._count(samples)
@@ -176,7 +201,6 @@ class RolloutLoop:
             return
         self._drops_in_a_row.clear()
         times = {"issued_s": issued_s, "finished_s": now_s()}
-        tokens = self._tokenizer.encode(prompt)
         group = Group.from_samples(prompt.uid, prompt.prompt_id, prompt.epoch, tokens, samples, times)
         self._finished.add(group.to_bytes())
 
@@ -194,8 +218,9 @@ class RolloutLoop:
     def _drop_reason(self, samples: Sequence[Sample], failed: Sequence[_Failed]) -> str | None:
         if len(samples) < self._config.rollout.min_group_size:
             return failed[0].reason if failed else "too_small"
-        rewards = {s.reward for s in samples}
-        if self._config.algorithm.filter_zero_variance and len(rewards) == 1:
+        a = self._config.algorithm
+        rewards = {effective_reward(s.reward, s.finish, a.overlong, a.overlong_penalty) for s in samples} - {None}
+        if a.filter_zero_variance and len(rewards) <= 1:
             self._recorder.count("rollout/zero_variance_groups")
             return "zero_variance"
         return None
@@ -204,6 +229,7 @@ class RolloutLoop:
         """What generation gives, before any filter: the honest accuracy of the policy at work."""
         self._recorder.count("rollout/groups")
         self._recorder.count("rollout/samples", len(samples))
+        self._recorder.count("rollout/partial_samples", sum(len({x.version for x in s.spans}) > 1 for s in samples))
         for s in samples:
             self._recorder.count("rollout/sum/reward", s.reward)
             for name, value in s.metrics.items():
@@ -212,9 +238,8 @@ class RolloutLoop:
     # -- one group's samples ---------------------------------------------------------------------------------------
 
     async def _samples(
-        self, prompt: Prompt, n: int, sampling: SamplingParams, group: str, priority: int
+        self, prompt: Prompt, tokens: np.ndarray, n: int, sampling: SamplingParams, group: str, priority: int
     ) -> list[Sample | _Failed]:
-        tokens = self._tokenizer.encode(prompt)
         if len(tokens) > self._max_prompt_tokens:
             message = f"prompt of {len(tokens)} tokens, at most {self._max_prompt_tokens} leave room for the response"
             return [_Failed("prompt_too_long", message)] * n
@@ -251,15 +276,15 @@ class RolloutLoop:
         except GenerationFailed as e:
             return _Failed("generation_failed", str(e))
 
-    async def _score(self, made: Sequence[tuple[Prompt, Sample | _Failed]]) -> list[Sample | _Failed]:
+    async def _score(self, prompt: Prompt, made: Sequence[Sample | _Failed]) -> list[Sample | _Failed]:
         """The samples with their rewards and metrics; one whose reward cannot be had becomes a failed one."""
-        judged: list[Sample | _Failed] = [s for _, s in made]
+        judged = list(made)
         places = [i for i, s in enumerate(judged) if isinstance(s, Sample)]
         if not places:
             return judged
         texts = self._tokenizer.decode_batch([judged[i].tokens for i in places])  # type: ignore[union-attr]
         with self._recorder.span("rollout/reward", samples=len(places)):
-            results = await self._rewards.score([(made[i][0], text) for i, text in zip(places, texts)])
+            results = await self._rewards.score([(prompt, text) for text in texts])
         for i, result in zip(places, results, strict=True):
             sample = judged[i]
             assert isinstance(sample, Sample)

@@ -16,9 +16,13 @@ import enum
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from asyncrl.sample import Group, PolicyVersion
 from asyncrl.sample_queue.admission import Admission
+from asyncrl.sample_queue.life import Dropped, Event, Finished, Issued, Leased, Published, Released, Trained
+
+RUN_ENDED = "run_ended"  # the reason of groups that were left when the run was over
 
 
 class QueueError(RuntimeError):
@@ -36,7 +40,7 @@ class State(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Leased:
+class LeasedGroup:
     """One group of a lease, without its payload. ``oldest``: the version its staleness counts from."""
 
     uid: str
@@ -48,7 +52,7 @@ class Leased:
 class Lease:
     """``groups`` in the order of their payloads; empty, with the reason in ``closed``, when there will be none."""
 
-    groups: tuple[Leased, ...]
+    groups: tuple[LeasedGroup, ...]
     closed: str | None = None
 
 
@@ -61,11 +65,28 @@ class _Entry:
     step: int = 0
 
 
-class SampleQueue:
-    """The queue's core, for one asyncio loop; `asyncrl.sample_queue.actor` puts it into a Ray actor."""
+class Records(Protocol):
+    """Where every change is made durable before it is acknowledged: `asyncrl.sample_queue.journal.Journal`."""
 
-    def __init__(self, admission: Admission) -> None:
-        self._admission = admission
+    async def write(self, events: Sequence[Event]) -> None: ...
+
+
+class Ticket(NamedTuple):
+    """A group that wants to start."""
+
+    uid: str
+    prompt_id: str
+    epoch: int
+
+
+class SampleQueue:
+    """The queue's core, for one asyncio loop; `asyncrl.sample_queue.actor` puts it into a Ray actor.
+
+    A change that takes something (`issue`, `lease`) is made at once, so that nobody takes it twice; one that gives
+    something (`put`, `trained`) is seen by others only when it is on disk. Either way the caller is told after that."""
+
+    def __init__(self, admission: Admission, records: Records) -> None:
+        self._admission, self._records = admission, records
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # in the order of issue
         self._dropped: Counter[str] = Counter()
         self._version: PolicyVersion | None = None
@@ -76,44 +97,57 @@ class SampleQueue:
 
     # -- the rollouter's side --------------------------------------------------------------------------------------
 
-    async def issue(self, uids: Sequence[str]) -> int:
+    async def issue(self, tickets: Sequence[Ticket]) -> int:
         """Start as many of these groups, from the front, as may start now; wait until it is one at least.
 
         Returns how many; 0 once the queue is closed, and no further call is needed. Raises QueueError for a uid that
         is already under way or if the run failed."""
-        if not uids:
+        if not tickets:
             raise QueueError("issue needs at least one group")
         async with self._changed:
             await self._wait_until(lambda: self._closed is not None or self._admissible() > 0)
             if self._closed is not None:
                 return 0
-            count = min(len(uids), self._admissible())
-            for uid in uids[:count]:
-                if uid in self._entries:
-                    raise QueueError(f"group {uid} was issued before and is {self._entries[uid].state.value}")
-                self._entries[uid] = _Entry(State.IN_FLIGHT)
-            self._admission.issued += count
-            return count
+            count = min(len(tickets), self._admissible())
+            events: list[Event] = []
+            for ticket in tickets[:count]:
+                if ticket.uid in self._entries:
+                    raise QueueError(
+                        f"group {ticket.uid} was issued before and is {self._entries[ticket.uid].state.value}"
+                    )
+                self._entries[ticket.uid] = _Entry(State.IN_FLIGHT)
+                self._admission.issued += 1
+                assert self._version is not None
+                events.append(Issued(*ticket, seq=self._admission.issued, version=self._version))
+        await self._records.write(events)
+        return count
 
     async def put(self, groups: Sequence[bytes], now_s: float) -> None:
-        """Hand over finished groups, one buffer each. Never waits."""
+        """Hand over finished groups, one buffer each. Returns when they are on disk, which is all that it waits for."""
+        if self._over:
+            return  # counted as dropped when the run ended
+        decoded = [Group.from_buffer(buffer) for buffer in groups]
+        for group in decoded:
+            self._expect(group.uid, State.IN_FLIGHT, "put")
+        await self._records.write([Finished(b, group) for b, group in zip(groups, decoded)])
         async with self._changed:
-            for buffer in groups:
-                group = Group.from_buffer(buffer)
-                if self._over:
-                    continue  # counted as dropped when the run ended
-                entry = self._expect(group.uid, State.IN_FLIGHT, "put")
+            for buffer, group in zip(groups, decoded):
+                if (entry := self._entries.get(group.uid)) is None:
+                    continue  # the run ended meanwhile, and counted it as dropped
                 entry.oldest = group.oldest_version()
                 entry.payload, entry.queued_s, entry.state = buffer, now_s, State.QUEUED
             self._changed.notify_all()
 
     async def drop(self, drops: Sequence[tuple[str, str]]) -> None:
         """Give up groups in flight: (uid, reason) each. Their places in the budget are free again."""
+        if self._over:
+            return
+        for uid, _ in drops:
+            self._expect(uid, State.IN_FLIGHT, "drop")
+        await self._records.write([Dropped(uid, reason) for uid, reason in drops])
         async with self._changed:
             for uid, reason in drops:
-                if not self._over:
-                    self._expect(uid, State.IN_FLIGHT, "drop")
-                    self._drop(uid, reason)
+                self._drop(uid, reason)
             self._changed.notify_all()
 
     # -- the trainer's side ----------------------------------------------------------------------------------------
@@ -127,20 +161,23 @@ class SampleQueue:
             front = self._front(count)
             if front is None:
                 return Lease((), self._closed), []
-            leased = []
+            leased: list[LeasedGroup] = []
             for uid in front:
                 entry = self._entries[uid]
                 entry.state, entry.step = State.LEASED, step
                 assert entry.oldest is not None
-                leased.append(Leased(uid, entry.oldest, now_s - entry.queued_s))
-            return Lease(tuple(leased)), [self._entries[uid].payload for uid in front]
+                leased.append(LeasedGroup(uid, entry.oldest, now_s - entry.queued_s))
+            payloads = [self._entries[uid].payload for uid in front]
+        await self._records.write([Leased(front, step)])
+        return Lease(tuple(leased)), payloads
 
     async def trained(self, step: int) -> None:
         """The groups leased to ``step`` are in the weights."""
+        uids = self._leased_to(step)
+        if not uids:
+            raise QueueError(f"step {step} has no lease")
+        await self._records.write([Trained(uids, step)])
         async with self._changed:
-            uids = [uid for uid, e in self._entries.items() if e.state is State.LEASED and e.step == step]
-            if not uids:
-                raise QueueError(f"step {step} has no lease")
             for uid in uids:
                 del self._entries[uid]
             self._admission.trained += len(uids)
@@ -148,17 +185,20 @@ class SampleQueue:
 
     async def release(self, step: int) -> None:
         """The step was abandoned: its groups go back to their places."""
+        if not (uids := self._leased_to(step)):
+            return
+        await self._records.write([Released(uids)])
         async with self._changed:
-            for entry in self._entries.values():
-                if entry.state is State.LEASED and entry.step == step:
-                    entry.state = State.QUEUED
+            for uid in uids:
+                self._entries[uid].state = State.QUEUED
             self._changed.notify_all()
 
     async def publish(self, version: PolicyVersion) -> dict[str, int]:
         """The replicas serve ``version`` from now on. Returns the balance; raises ConservationError if it is off."""
+        if self._version is not None and version <= self._version:
+            raise QueueError(f"version {version} was published after {self._version}")
+        await self._records.write([Published(version, self._admission.trained)])
         async with self._changed:
-            if self._version is not None and version <= self._version:
-                raise QueueError(f"version {version} was published after {self._version}")
             self._version = version
             self._admission.publish()
             self._changed.notify_all()
@@ -174,10 +214,12 @@ class SampleQueue:
 
     async def finish(self) -> dict[str, float]:
         """The run is over: what was not trained is dropped as ``run_ended``. Returns the final `stats`."""
+        self._closed, self._over = self._closed or "the run is over", True
+        left = list(self._entries)
+        await self._records.write([Dropped(uid, RUN_ENDED) for uid in left])
         async with self._changed:
-            self._closed, self._over = self._closed or "the run is over", True
-            for uid in list(self._entries):
-                self._drop(uid, "run_ended")
+            for uid in left:
+                self._drop(uid, RUN_ENDED)
             self._changed.notify_all()
             return await self.stats()
 
@@ -203,6 +245,9 @@ class SampleQueue:
             **{f"fully_async/count/{k}": v for k, v in counts.items()},
             **{f"fully_async/dropped/{reason}": n for reason, n in self._dropped.items()},
         }
+
+    def _leased_to(self, step: int) -> list[str]:
+        return [uid for uid, e in self._entries.items() if e.state is State.LEASED and e.step == step]
 
     def _drop(self, uid: str, reason: str) -> None:
         del self._entries[uid]

@@ -48,11 +48,14 @@ class Batch:
 
 
 class Sink(Protocol):
-    """Where metrics go: console, JSONL, wandb, the report. `Sink`s are called from one thread, in order."""
+    """Where metrics go: console, JSONL, wandb, the report. `Sink`s are called from one thread, in order.
+
+    ``close`` says how the run ended: ``failed`` what broke it, else ``stopped`` what ended it before its last step (a
+    signal, the end of the prompts); both None: it went to its end."""
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None: ...
     def spans(self, batch: Batch) -> None: ...
-    def close(self, failed: str | None) -> None: ...
+    def close(self, failed: str | None, stopped: str | None = None) -> None: ...
 
 
 class Recorder:

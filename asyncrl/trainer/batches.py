@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from asyncrl.sample import Group
+from asyncrl.sample import Group, PolicyVersion
 from asyncrl.trainer.backend import TrainBatch
 
 
@@ -19,13 +19,15 @@ def build_batch(groups: Sequence[Group]) -> TrainBatch:
     """All samples of ``groups``, in the order given, each group's by sample index.
 
     Columns: ``behaviour_logprobs``. Sequence columns, [B] each: ``group`` int64 (its place in ``groups``), ``rewards``
-    float32, ``finish`` uint8 (FinishReason). Raises ValueError for no groups, and for a group without prompt tokens:
-    its first response token would have no place whose logits draw it.
+    float32, ``finish`` uint8 (FinishReason), ``versions`` and ``version_span`` int64 (how many policy versions sampled
+    it, and the newest one's number less the oldest's). Raises ValueError for no groups, and for a group without prompt
+    tokens: its first response token would have no place whose logits draw it.
     """
     if not groups:
         raise ValueError("a batch needs at least one group, found none")
     tokens: list[np.ndarray] = []
     response: list[tuple[Group, slice]] = []
+    versions: list[set[PolicyVersion]] = []
     order = [np.argsort(group.sample_index, kind="stable") for group in groups]
     for group, samples in zip(groups, order, strict=True):
         if not len(group.prompt_tokens):
@@ -34,6 +36,7 @@ def build_batch(groups: Sequence[Group]) -> TrainBatch:
             rows = group.response(s)
             tokens += [group.prompt_tokens, group.tokens[rows]]
             response.append((group, rows))
+            versions.append({span.version for span in group.spans(s)})
     prompt_lengths = np.array([len(group.prompt_tokens) for group, _ in response], dtype=np.int64)
     response_lengths = np.array([rows.stop - rows.start for _, rows in response], dtype=np.int64)
     cu_seqlens, row_offsets = offsets(prompt_lengths + response_lengths), offsets(response_lengths)
@@ -52,8 +55,15 @@ def build_batch(groups: Sequence[Group]) -> TrainBatch:
             "group": np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
             "rewards": _concatenate([g.rewards[o] for g, o in zip(groups, order, strict=True)], np.float32),
             "finish": _concatenate([g.finish[o] for g, o in zip(groups, order, strict=True)], np.uint8),
+            "versions": np.array([len(v) for v in versions], dtype=np.int64),
+            "version_span": np.array([version_span(v) for v in versions], dtype=np.int64),
         },
     )
+
+
+def version_span(versions: set[PolicyVersion]) -> int:
+    """The newest one's number less the oldest's; 0 for none."""
+    return max(versions).number - min(versions).number if versions else 0
 
 
 def per_token(batch: TrainBatch, values_B: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from asyncrl.config.checks import Derived
 from asyncrl.config.schema import Config
 from asyncrl.sample import PolicyVersion
-from asyncrl.sample_queue.core import Lease, Leased
+from asyncrl.sample_queue.core import Lease, LeasedGroup
 from asyncrl.telemetry.recorder import Recorder, now_s
 
 PARTIAL = ".partial"  # ends the name of a checkpoint that is not whole
@@ -179,7 +179,7 @@ class TrainLoop:
                 task.cancel()
             await asyncio.wait([working, stopping])
 
-    def _staleness(self, step: int, leased: Sequence[Leased]) -> dict[str, float]:
+    def _staleness(self, step: int, leased: Sequence[LeasedGroup]) -> dict[str, float]:
         now = self._progress.version
         ages = [now.number - g.oldest.number for g in leased]
         bound = self._derived.staleness_bound

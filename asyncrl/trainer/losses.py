@@ -71,9 +71,11 @@ def clipped_policy_loss(config: AlgorithmConfig) -> LossFunction:
     ``reference_logprobs``. Without ``proximal_logprobs`` the current policy is taken for the proximal one: exact in the
     only optimizer step of a batch.
 
-    Sums (weighted like the loss): ``entropy``, ``kl_behaviour`` (k3 of behaviour ‖ proximal), ``kl_reference``,
+    Sums (weighted like the loss): ``entropy``, ``kl_behaviour`` (k3 of behaviour ‖ proximal), ``kl_proximal`` (k3 of
+    proximal ‖ current: how far the batch's optimizer steps have moved the policy, 0 in the first), ``kl_reference``,
     ``clip_fraction_low|high``, ``ratio_mean`` (of proximal to behaviour, before the cap), ``tis_truncated``. Extremes
-    over trained tokens: ``ratio_max`` and ``ratio_min_negated``.
+    over trained tokens: ``ratio_max`` and ``ratio_min_negated`` of that ratio, ``ppo_ratio_max`` and
+    ``ppo_ratio_min_negated`` of current to proximal, before the clip.
     """
     if config.kl_coef and config.kl_estimator not in KL_ESTIMATORS:
         raise ValueError(
@@ -86,7 +88,8 @@ def clipped_policy_loss(config: AlgorithmConfig) -> LossFunction:
         current = logprobs.detach()
         proximal = column.get("proximal_logprobs", current)
 
-        ratio = (logprobs - proximal).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        change = (logprobs - proximal).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        ratio = change.exp()
         clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
         surrogate = torch.minimum(ratio * advantages, clipped * advantages)
 
@@ -99,6 +102,7 @@ def clipped_policy_loss(config: AlgorithmConfig) -> LossFunction:
         sums = {
             "entropy": entropy.detach(),
             "kl_behaviour": torch.expm1(drift) - drift,
+            "kl_proximal": torch.expm1(change.detach()) - change.detach(),
             "clip_fraction_low": (advantages < 0) & (ratio.detach() < 1 - config.clip_low),
             "clip_fraction_high": (advantages > 0) & (ratio.detach() > 1 + config.clip_high),
             "ratio_mean": importance,
@@ -112,13 +116,17 @@ def clipped_policy_loss(config: AlgorithmConfig) -> LossFunction:
         if config.entropy_coef:
             token_loss = token_loss - config.entropy_coef * entropy
 
-        untrained = weights == 0
+        def largest(values: Tensor) -> Tensor:
+            return values.masked_fill(weights == 0, -torch.inf).max()
+
         return LossOutput(
             loss=token_loss @ weights,
             sums={name: values.to(weights.dtype) @ weights for name, values in sums.items()},
             extremes={
-                "ratio_max": importance.masked_fill(untrained, -torch.inf).max(),
-                "ratio_min_negated": (-importance).masked_fill(untrained, -torch.inf).max(),
+                "ratio_max": largest(importance),
+                "ratio_min_negated": largest(-importance),
+                "ppo_ratio_max": largest(ratio.detach()),
+                "ppo_ratio_min_negated": largest(-ratio.detach()),
             },
         )
 

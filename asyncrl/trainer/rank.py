@@ -125,9 +125,11 @@ class TrainerRank:
 
 
 def batch_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Figures of the samples as they came, before any overlong policy."""
+    """Figures of the samples as they came, before any overlong policy. A sample is partial if tokens of it were sampled
+    under more than one version; its span is the newest of those versions' numbers less the oldest."""
     rewards, group = batch.sequence_columns["rewards"].astype(np.float64), batch.sequence_columns["group"]
     lengths = np.diff(batch.row_offsets)
+    partial, version_span = batch.sequence_columns["versions"] > 1, batch.sequence_columns["version_span"]
     highest, lowest = np.full(group.max() + 1, -np.inf), np.full(group.max() + 1, np.inf)
     np.maximum.at(highest, group, rewards)
     np.minimum.at(lowest, group, rewards)
@@ -136,11 +138,16 @@ def batch_metrics(batch: TrainBatch) -> dict[str, float]:
         "critic/rewards/std": float(rewards.std()),
         "critic/rewards/max": float(rewards.max()),
         "critic/rewards/min": float(rewards.min()),
+        **quantiles("critic/rewards", rewards, (10, 50, 90)),
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "response_length/min": float(lengths.min()),
+        **quantiles("response_length", lengths, (10, 50, 90, 99)),
         "response_length/clip_ratio": float((batch.sequence_columns["finish"] == FinishReason.LENGTH).mean()),
         "rollout/zero_variance": float((highest == lowest).mean()),
+        "fully_async/partial/ratio": float(partial.mean()),
+        "fully_async/partial/count": float(partial.sum()),
+        "fully_async/partial/max_span": float(version_span.max()),
         "trainer/groups": float(len(highest)),
         "trainer/samples": float(len(batch)),
         "trainer/tokens": float(len(batch.tokens)),
@@ -148,14 +155,19 @@ def batch_metrics(batch: TrainBatch) -> dict[str, float]:
     }
 
 
+def quantiles(name: str, values: np.ndarray, percents: Sequence[int]) -> dict[str, float]:
+    """``name/p50`` and so on, interpolated linearly between neighbours."""
+    return {f"{name}/p{p}": float(q) for p, q in zip(percents, np.percentile(values, percents), strict=True)}
+
+
 def step_metrics(figures: dict[str, list[float]]) -> dict[str, float]:
     """Figures of several optimizer steps as ``actor/...``: means, but the outermost extremes and the last ``lr``."""
     metrics: dict[str, float] = {}
     for name, values in figures.items():
-        if name == "ratio_min_negated":
-            metrics["actor/ratio_min"] = -max(values)
-        elif name == "ratio_max":
-            metrics["actor/ratio_max"] = max(values)
+        if name.endswith("ratio_min_negated"):
+            metrics[f"actor/{name.removesuffix('_negated')}"] = -max(values)
+        elif name.endswith("ratio_max"):
+            metrics[f"actor/{name}"] = max(values)
         elif name == "lr":
             metrics["actor/lr"] = values[-1]
         elif values:

@@ -24,7 +24,7 @@ from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.backend import LossFunction, NonFiniteError, Scores, TrainBatch
 from asyncrl.trainer.backends.packing import MicroBatch
 from asyncrl.trainer.backends.schedule import learning_rate
-from asyncrl.trainer.backends.torch_state import load_state, manifest_of, save_state, whole_tensors
+from asyncrl.trainer.backends.torch_state import checkpoint_dtype, load_state, manifest_of, save_state, whole_tensors
 from asyncrl.trainer.batches import cut_micro_batches
 
 
@@ -59,6 +59,7 @@ class TorchFSDPBackend:
         self._mesh = self._join_group(init_method, timeout_s)
 
         self._model = self._prepare(load_decoder(config.model.path))
+        self._engine_dtype = self._model.config.engine_dtype(config.rollout.engine.dtype)
         self._model.activation_checkpointing = self._options.activation_checkpointing
         self._reference: Decoder | None = None
         if config.algorithm.kl_coef > 0:
@@ -169,20 +170,23 @@ class TorchFSDPBackend:
     # -- weights out -----------------------------------------------------------------------------------------------
 
     def manifest(self) -> Manifest:
-        return manifest_of(self._model)
+        """In the engine's dtype, which need not be the checkpoint's."""
+        return manifest_of(self._model, self._engine_dtype)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """See `Backend.export`: rank 0 is the sender; the others take part in gathering and yield nothing."""
-        for name, tensor in whole_tensors(self._model):
+        for name, tensor in whole_tensors(self._model, getattr(torch, self._engine_dtype)):
             if self.rank == 0:
                 yield name, tensor
 
     def export_hf(self, path: Path) -> None:
+        """See `Backend.export_hf`; in the dtype that the checkpoint's config.json names."""
+        tensors = whole_tensors(self._model, checkpoint_dtype(self._model.config))
         if self.rank == 0:
-            save_checkpoint(path, self.export(), self._model.config)
+            save_checkpoint(path, tensors, self._model.config)
             copy_tokenizer(self._config.model.path, path)
         else:
-            for _ in self.export():
+            for _ in tensors:
                 pass
         dist.barrier()
 

@@ -17,14 +17,13 @@ from asyncrl.models.decoder import Decoder
 from asyncrl.param_sync.manifest import Manifest, TensorSpec
 
 
-def export_dtype(config: DecoderConfig) -> torch.dtype:
-    """The floating dtype that the checkpoint's config names, or float32."""
+def checkpoint_dtype(config: DecoderConfig) -> torch.dtype:
+    """The floating dtype that the checkpoint's config names, or float32: what a Hugging Face export is written in."""
     return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(config.dtype, torch.float32)
 
 
-def manifest_of(model: Decoder) -> Manifest:
+def manifest_of(model: Decoder, dtype: str) -> Manifest:
     """Every tensor of the model in the order of its parameters; a tied head is listed last and not sent."""
-    dtype = str(export_dtype(model.config)).removeprefix("torch.")
     specs = [
         TensorSpec(name, dtype, tuple(p.shape), "draft" if is_draft(name) else "target")
         for name, p in model.named_parameters()
@@ -36,11 +35,10 @@ def manifest_of(model: Decoder) -> Manifest:
 
 
 @torch.no_grad()
-def whole_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor in the export dtype), one parameter gathered at a time; collective, every rank yields.
+def whole_tensors(model: Decoder, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor as ``dtype``), one parameter gathered at a time; collective, every rank yields.
 
     Shards are converted before they are gathered, so a bfloat16 export moves half the bytes."""
-    dtype = export_dtype(model.config)
     for name, parameter in model.named_parameters():
         yield name, cast(DTensor, parameter.detach().to(dtype)).full_tensor()
 

@@ -83,7 +83,8 @@ class NativeEngine:
                 f"rollout.engine.max_context_tokens is {context}, but the model of {checkpoint} was made for "
                 f"{decoder.max_position_embeddings}"
             )
-        self._model = NativeModel(decoder, context, _dtype(config.dtype), _device(config.device))
+        dtype = getattr(torch, decoder.engine_dtype(config.dtype))
+        self._model = NativeModel(decoder, context, dtype, _device(config.device))
         if load_weights:
             self._model.load(checkpoint)
         self._core = Core(
@@ -348,13 +349,6 @@ def _pass_on(answer: concurrent.futures.Future[Any], done: concurrent.futures.Fu
         answer.set_exception(problem)
     else:
         answer.set_result(done.result())
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name not in dtypes:
-        raise EngineError(f"rollout.engine.dtype is {name!r}, expected one of {', '.join(dtypes)}")
-    return dtypes[name]
 
 
 def _device(name: str) -> torch.device:

@@ -1,0 +1,66 @@
+"""Preflight: what does not fit together is told in one line under its own key, before anything starts."""
+
+import json
+import shutil
+
+import pytest
+
+from asyncrl.config.load import ConfigError, load_config
+from asyncrl.models.config import DecoderConfig
+from asyncrl.preflight import kv_cache_bytes, preflight
+from asyncrl.rollouter.engines.native.kv import KVCache
+from tests.support.tiny import make_inputs, overrides
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def problems(inputs, *more, cpus=4):
+    with pytest.raises(ConfigError) as e:
+        preflight(load_config(None, overrides(inputs, inputs / "run", "rollout.engine.device=cpu", *more)), cpus)
+    return e.value.problems
+
+
+def test_a_run_that_fits_passes(inputs):
+    found = preflight(load_config(None, overrides(inputs, inputs / "run")), cpus=4)
+    assert (found.context_tokens, found.max_prompt_tokens) == (64, 40)
+
+
+def test_a_bad_reference_is_told_under_its_own_key(inputs, tmp_path):
+    reference = tmp_path / "reference"
+    shutil.copytree(inputs / "checkpoint", reference)
+    (reference / "model.safetensors").write_bytes(b"cut")
+    (problem,) = problems(inputs, f"algorithm.reference_path={reference}")
+    assert problem.startswith("algorithm.reference_path: ")
+    assert "truncated or damaged" in problem
+
+
+def test_a_reference_of_another_vocabulary_is_refused(inputs, tmp_path):
+    from asyncrl.models.checkpoint import save_checkpoint
+    from asyncrl.models.decoder import Decoder
+
+    raw = json.loads((inputs / "checkpoint/config.json").read_text())
+    other = DecoderConfig.from_dict({**raw, "vocab_size": raw["vocab_size"] + 64})
+    save_checkpoint(tmp_path, Decoder(other).named_parameters(), other)
+    (problem,) = problems(inputs, f"algorithm.reference_path={tmp_path}")
+    assert f"a vocabulary of {other.vocab_size}, the policy of {raw['vocab_size']}" in problem
+
+
+def test_the_predicted_kv_cache_is_what_the_engine_allocates(inputs):
+    import torch
+
+    model = DecoderConfig.load(inputs / "checkpoint")
+    for dtype in ("float32", "bfloat16"):
+        cache = KVCache(model, 3, 50, getattr(torch, dtype), torch.device("cpu"))
+        assert cache.nbytes == kv_cache_bytes(model, 3, 50, dtype)
+
+
+def test_a_kv_cache_beyond_the_machines_memory_is_refused_where_the_run_starts_its_own_cluster(inputs):
+    slots = "rollout.engine.slots=1000000000"
+    (problem,) = problems(inputs, slots)
+    assert problem.startswith("rollout.engine.max_context_tokens: 1 × 1000000000 slots of 64 tokens hold ")
+    assert "rollout.engine.slots or rollout.replicas" in problem
+    # on a cluster it is another machine's memory
+    assert preflight(load_config(None, overrides(inputs, inputs / "run", slots)), cpus=None).context_tokens == 64
