@@ -16,6 +16,7 @@ from asyncrl.telemetry.recorder import Batch, Recorder, now_s
 from asyncrl.trainer.loop import Progress
 
 DRAIN_EVERY_S = 1.0
+DRAIN_PATIENCE_S = 1.0  # for an answer; a later one is taken with the next round
 DRAIN_DEADLINE_S = 60.0  # an actor that does not answer for so long hangs
 
 
@@ -45,6 +46,7 @@ class Monitor:
         self._totals: Counter[str] = Counter()  # and of all training
         self._began_s = self._window_s = now_s()
         self._draining = asyncio.Lock()
+        self._asked: dict[str, asyncio.Task[Batch]] = {}
         self._validation: asyncio.Task[dict[str, float]] | None = None
         self._summary: dict[str, Any] = {}
 
@@ -141,10 +143,14 @@ class Monitor:
         return values | {k: v for k, v in self._totals.items() if k.startswith("rollout/failed_samples/")}
 
     async def _drain(self) -> None:
+        """Take what every actor recorded; one that does not answer holds up neither the others nor the caller."""
         async with self._draining:
-            drains = self._watched.drains().items()
-            batches = await asyncio.gather(*(self._answer(name, drain()) for name, drain in drains))
-            for batch in [*batches, self._own.drain()]:
+            for name, drain in self._watched.drains().items():
+                if name not in self._asked:
+                    self._asked[name] = asyncio.create_task(self._answer(name, drain()))
+            await asyncio.wait(self._asked.values(), timeout=DRAIN_PATIENCE_S)
+            answered = [name for name, asked in self._asked.items() if asked.done()]
+            for batch in [*(self._asked.pop(name).result() for name in answered), self._own.drain()]:
                 self._activity.add(batch)
                 self._window.update(batch.counters)
                 self._totals.update(batch.counters)

@@ -108,7 +108,8 @@ class TrainLoop:
             lease, payload = await self._lease(step)
             if not lease.groups:
                 prompts_ended = not self._stop.is_set()
-                self.stop(lease.closed or "")
+                if prompts_ended:
+                    self._progress = replace(self._progress, stopped=lease.closed)
                 break
             metrics = {**self._staleness(step, lease.groups), **sync_metrics, **await self._ranks.train(step, payload)}
             await self._queue.trained(step)
