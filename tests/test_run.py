@@ -110,6 +110,7 @@ def test_a_run_with_two_ranks_and_two_replicas_trains_reports_and_leaves_nothing
     assert list(folder.glob("wandb/offline-run-*/*.wandb"))
     ledger = subprocess.run([sys.executable, "-m", "asyncrl.ledger", folder], cwd=ROOT, capture_output=True, text=True)
     assert ledger.returncode == 0, ledger.stderr
+    assert "10 for good, 0 until a checkpoint covers them" in ledger.stdout
     assert "balanced: issued = trained + queued + leased + in flight + dropped" in ledger.stdout
     final = read_tensors(folder / "checkpoints/final/hf")
     before = read_tensors(inputs / "checkpoint")

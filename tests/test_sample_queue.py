@@ -160,7 +160,9 @@ async def test_what_a_caller_was_told_is_in_the_ledger(tmp_path):
     await q.put([payload("c", 0)], 0.0)
     await q.lease(1, 2, 0.0)
     await q.trained(1)
-    assert journal.recover().trained == 2
+    assert (journal.recover().trained, journal.recover().final) == (2, 0)
+    await q.covered(1)
+    assert journal.recover().final == 2
     await q.finish()
     await journal.close()
     assert Journal(tmp_path).recover().issued == 3

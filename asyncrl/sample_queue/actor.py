@@ -39,6 +39,9 @@ class SampleQueueActor:
     async def trained(self, step: int) -> None:
         await self._queue.trained(step)
 
+    async def covered(self, step: int) -> None:
+        await self._queue.covered(step)
+
     async def release(self, step: int) -> None:
         await self._queue.release(step)
 

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 from asyncrl.sample import Group, PolicyVersion
 from asyncrl.sample_queue.admission import Admission
-from asyncrl.sample_queue.life import Dropped, Event, Finished, Issued, Leased, Published, Released, Trained
+from asyncrl.sample_queue.life import Covered, Dropped, Event, Finished, Issued, Leased, Published, Released, Trained
 
 RUN_ENDED = "run_ended"  # the reason of groups that were left when the run was over
 
@@ -182,6 +182,10 @@ class SampleQueue:
                 del self._entries[uid]
             self._admission.trained += len(uids)
             self._changed.notify_all()
+
+    async def covered(self, step: int) -> None:
+        """A checkpoint holds everything trained up to ``step``: those groups are trained for good."""
+        await self._records.write([Covered(step)])
 
     async def release(self, step: int) -> None:
         """The step was abandoned: its groups go back to their places."""
