@@ -195,6 +195,12 @@ async def test_sampling_that_cuts_the_distribution_is_warned_of_once(inputs, cap
     assert truncations(SamplingParams(temperature=0.7)) == []
 
 
+async def test_groups_of_equal_rewards_are_counted_also_where_they_are_kept(inputs):
+    async with System(inputs, lambda prompt, i: fine(1.0), "algorithm.filter_zero_variance=false") as system:
+        assert len(await system.groups(2)) == 2
+        assert system.recorder.drain().counters["rollout/zero_variance_groups"] >= 2
+
+
 async def test_a_failed_sample_leaves_its_group_smaller_and_is_counted(inputs):
     judge = lambda prompt, i: broken("reward_timeout") if i == 1 else fine(float(i))
     async with System(inputs, judge) as system:

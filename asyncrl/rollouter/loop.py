@@ -220,9 +220,10 @@ class RolloutLoop:
             return failed[0].reason if failed else "too_small"
         a = self._config.algorithm
         rewards = {effective_reward(s.reward, s.finish, a.overlong, a.overlong_penalty) for s in samples} - {None}
-        if a.filter_zero_variance and len(rewards) <= 1:
+        if len(rewards) <= 1:
             self._recorder.count("rollout/zero_variance_groups")
-            return "zero_variance"
+            if a.filter_zero_variance:
+                return "zero_variance"
         return None
 
     def _count(self, samples: Sequence[Sample]) -> None:
