@@ -40,7 +40,7 @@ def run(seed: int, checkpoint: Path, data: Path, folder: Path, overrides: list[s
         f"model.path={checkpoint}",
         f"data.train_files=[{data / 'train.jsonl'}]",
         f"data.validation_files=[{data / 'heldout.jsonl'}]",
-        "checkpoint.export_hf=false",
+        "checkpoint.export_hf=none",
         *overrides,
     ]
     with (folder / f"seed-{seed}.log").open("w") as log:

@@ -44,6 +44,10 @@ _CHOICES = {
     "param_sync.staging": ("bucket",),
     "param_sync.pause": ("auto", "abort", "keep", "wait"),
     "param_sync.kv": ("keep", "recompute", "unload"),
+    "async_training.queue_policy": ("fifo", "ready_first"),
+    "async_training.overdue": ("wait", "mask", "drop"),
+    "checkpoint.best_is": ("highest", "lowest"),
+    "checkpoint.export_hf": ("none", "final", "all"),
     "reporting.wandb.mode": ("offline", "online", "disabled"),
 }
 
@@ -88,16 +92,25 @@ _AT_LEAST = {
     "validation.temperature": 0,
     "validation.max_prompts": 0,
     "checkpoint.every_steps": 0,
+    "checkpoint.keep_last": 0,
+    "checkpoint.keep_best": 0,
+    "supervision.max_restarts": 0,
+    "supervision.backoff_s": 0,
+    "supervision.max_backoff_s": 0,
     "reporting.console_every_s": 0,
     "reporting.trajectories_per_step": 0,
 }
 
 _POSITIVE = [
+    "rollout.snapshot_every_s",
     "reward.timeout_s",
     "trainer.optimizer.eps",
     "ray.cpus_per_rank",
     "ray.cpus_per_replica",
     "ray.placement_timeout_s",
+    "supervision.window_s",
+    "supervision.progress_s",
+    "supervision.answer_s",
     *(key for key in known_keys() if key.startswith("param_sync.deadlines.")),
 ]
 

@@ -54,6 +54,7 @@ class RolloutConfig:
     agent_loop_args: dict[str, Any] = field(default_factory=dict)
     max_concurrent_groups: int = 0  # 0: enough to fill every slot, and one more per replica
     max_consecutive_drops: int = 1000  # so many groups dropped in a row end the run: nothing would ever be trained
+    snapshot_every_s: float = 1.0  # samples in flight are on disk this often: what the rollouter's death costs at most
     engine: EngineConfig = field(default_factory=EngineConfig)
 
 
@@ -117,6 +118,8 @@ class AsyncTrainingConfig:
     trigger_parameter_sync_step: int = 1  # train steps between parameter syncs
     require_batches: int = 1  # mini batches per train step
     partial_rollout: bool = True  # at a sync: true cuts samples and continues them, false lets them finish first
+    queue_policy: str = "fifo"  # fifo: in the order of issue | ready_first: finished ones, earliest deadline first
+    overdue: str = "wait"  # a group that would be trained too late: wait for it in time | mask its old tokens | drop it
 
 
 @dataclass
@@ -153,7 +156,22 @@ class ValidationConfig:
 @dataclass
 class CheckpointConfig:
     every_steps: int = 0  # 0: only at the end
-    export_hf: bool = True  # a Hugging Face folder beside the final checkpoint
+    asynchronous: bool = True  # training waits only while the state is copied, and goes on while the copy is written
+    keep_last: int = 2  # 0: all
+    keep_best: int = 0  # beside those, the best by best_metric
+    best_metric: str = "validation/reward"  # the newest value that was logged when the checkpoint was taken
+    best_is: str = "highest"  # highest | lowest
+    export_hf: str = "final"  # none | final | all: a Hugging Face folder in the checkpoint; training waits for it
+
+
+@dataclass
+class SupervisionConfig:
+    max_restarts: int = 3  # of one actor (the ranks count as one) within window_s; 0: its first death ends the run
+    window_s: float = 600.0
+    backoff_s: float = 0.5  # before the first restart; doubles with each further one within the window
+    max_backoff_s: float = 30.0
+    progress_s: float = 300.0  # a replica that has work and gives no token for so long is taken for dead
+    answer_s: float = 60.0  # and so is any actor that does not answer for so long
 
 
 @dataclass
@@ -196,5 +214,6 @@ class Config:
     param_sync: ParamSyncConfig = field(default_factory=ParamSyncConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
     reporting: ReportingConfig = field(default_factory=ReportingConfig)
     ray: RayConfig = field(default_factory=RayConfig)

@@ -139,7 +139,7 @@ class TrainLoop:
         path, partial = self._checkpoints / name, self._checkpoints / f"{name}{PARTIAL}"
         with self._recorder.span("trainer/checkpoint", step=self._progress.step):
             await self._ranks.save(partial / "state")
-            if self._config.checkpoint.export_hf:
+            if self._config.checkpoint.export_hf != "none":
                 await self._ranks.export_hf(partial / "hf")
             partial.rename(path)
         if self._progress.step:
