@@ -18,7 +18,7 @@ from asyncrl.sample_queue.life import STATES
 
 _LAST_VERSIONS = 10
 _BAR = 40  # characters
-_HIDDEN_META = ("spool_segment", "spool_offset")
+_HIDDEN_META = ("spool_segment", "spool_offset", "served")
 
 
 def balance(db: sqlite3.Connection) -> dict[str, int]:

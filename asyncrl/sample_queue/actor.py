@@ -9,28 +9,50 @@ from typing import Any
 import ray
 
 from asyncrl.sample_queue.admission import Admission
-from asyncrl.sample_queue.core import SampleQueue, Ticket
+from asyncrl.sample_queue.core import Order, Overdue, SampleQueue, Ticket
+from asyncrl.sample_queue.inflight import Recovery
 from asyncrl.sample_queue.journal import Journal
 
 
 @ray.remote
 class SampleQueueActor:
-    """``lease`` returns two objects, so that the driver can pass the payload on to the ranks without reading it."""
+    """``lease`` returns two objects, so that the driver can pass the payload on to the ranks without reading it.
 
-    def __init__(self, run_dir: Path, groups_per_version: int, threshold: tuple[int, int], total_groups: int) -> None:
+    Ray starts it anew when its process dies, with the same arguments, and makes the calls again that had no answer:
+    the journal in ``run_dir`` holds all that it knew, and every call may be repeated."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        groups_per_version: int,
+        threshold: tuple[int, int],
+        total_groups: int,
+        order: Order = "fifo",
+        overdue: Overdue = "wait",
+    ) -> None:
         admission = Admission(groups_per_version, Fraction(*threshold), total_groups)
         meta = {"groups_per_version": groups_per_version, "staleness_threshold": float(admission.staleness_threshold)}
+        self._restarted = ray.get_runtime_context().was_current_actor_reconstructed
         self._journal = Journal(run_dir, meta)
-        self._queue = SampleQueue(admission, self._journal)
+        self._queue = SampleQueue(admission, self._journal, order, overdue)
 
-    async def issue(self, tickets: list[Ticket]) -> int:
-        return await self._queue.issue(tickets)
+    async def recover(self) -> Recovery:
+        return await self._queue.recover()
+
+    async def issue(self, tickets: list[Ticket], version: Any = None) -> int:
+        return await self._queue.issue(tickets, version)
 
     async def put(self, groups: list[bytes], now_s: float) -> None:
         await self._queue.put(groups, now_s)
 
     async def drop(self, drops: list[tuple[str, str]]) -> None:
         await self._queue.drop(drops)
+
+    async def snapshot(self, snapshots: list[tuple[str, bytes]]) -> None:
+        await self._queue.snapshot(snapshots)
+
+    async def overdue(self) -> list[str]:
+        return await self._queue.overdue()
 
     @ray.method(num_returns=2)
     async def lease(self, step: int, count: int, now_s: float) -> Any:
@@ -45,18 +67,20 @@ class SampleQueueActor:
     async def release(self, step: int) -> None:
         await self._queue.release(step)
 
-    async def publish(self, version: Any) -> dict[str, int]:
-        return await self._queue.publish(version)
+    async def rollback(self, step: int) -> Any:
+        return await self._queue.rollback(step)
 
-    async def finish(self) -> dict[str, float]:
-        """The final balance; the ledger is closed with it."""
-        stats = await self._queue.finish()
-        cpu_s = self._journal.stats().cpu_s
-        await self._journal.close()
-        return stats | {"perf/ledger_cpu_s": cpu_s}
+    async def publish(self, version: Any, trained: int | None = None) -> dict[str, int]:
+        return await self._queue.publish(version, trained)
 
     async def stats(self) -> dict[str, float]:
-        return await self._queue.stats()
+        return await self._queue.stats() | {"perf/ledger_cpu_s": self._journal.stats().cpu_s}
 
     async def close(self, reason: str, failed: bool = False) -> None:
         await self._queue.close(reason, failed)
+
+    async def finish(self) -> dict[str, float]:
+        """The final balance; the ledger is closed with it, and a further call gets the balance again."""
+        stats = await self._queue.finish() | {"perf/ledger_cpu_s": self._journal.stats().cpu_s}
+        await self._journal.close()
+        return stats

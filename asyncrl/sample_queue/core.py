@@ -2,27 +2,52 @@
 
     issue ──► in flight ──put──► queued ──lease──► leased ──trained──► trained
                  └──────drop(reason)                 └──release──► queued
+                                    queued ◄──────── rollback(step) ───── trained after that step
 
-The rollouter calls `issue`, `put`, `drop`; the trainer `lease`, `trained`, `release`, `publish`. Whoever must wait
-waits on one condition. The queue is bounded where groups start, not where they end: `issue` admits no group beyond the
-staleness budget, so a finished group always has its place and a full queue cannot shut out the very
-group that the trainer waits for.
+The rollouter calls `issue`, `put`, `drop`; the trainer `lease`, `trained`, `release`, `publish`, and `rollback` when it
+goes back to a checkpoint. Whoever must wait waits on one condition. The queue is bounded where groups start, not where
+they end: `issue` admits no group beyond the staleness budget, so a finished group always has its place and a full queue
+cannot shut out the very group that the trainer waits for.
+
+All of its state is in its records: built anew over them, after its process was killed, it is where it was. Whoever had
+no answer then asks again: every call may be repeated.
 """
 
 from __future__ import annotations
 
 import asyncio
 import enum
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from asyncrl.sample import Group, PolicyVersion
 from asyncrl.sample_queue.admission import Admission
-from asyncrl.sample_queue.life import Covered, Dropped, Event, Finished, Issued, Leased, Published, Released, Trained
+from asyncrl.sample_queue.inflight import InFlight, Recovery
+from asyncrl.sample_queue.ledger import Recovered
+from asyncrl.sample_queue.life import (
+    TRAINED,
+    Closed,
+    Covered,
+    Dropped,
+    Event,
+    Finished,
+    GroupRecord,
+    Issued,
+    Leased,
+    Partial,
+    Published,
+    Released,
+    Trained,
+)
+from asyncrl.sample_queue.spool import Place
 
-RUN_ENDED = "run_ended"  # the reason of groups that were left when the run was over
+OVERDUE = "overdue"  # the reason of groups that would be trained after their deadline
+
+Order = Literal["fifo", "ready_first"]
+Overdue = Literal["wait", "mask", "drop"]
 
 
 class QueueError(RuntimeError):
@@ -41,26 +66,37 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class LeasedGroup:
-    """One group of a lease, without its payload. ``oldest``: the version its staleness counts from."""
+    """One group of a lease, without its payload. ``oldest``: the version its staleness counts from; ``processing_s``:
+    from its issue to its end; ``in_queue_s``: from there to the lease."""
 
     uid: str
     oldest: PolicyVersion
+    processing_s: float
     in_queue_s: float
 
 
 @dataclass(frozen=True)
 class Lease:
-    """``groups`` in the order of their payloads; empty, with the reason in ``closed``, when there will be none."""
+    """``groups`` in the order of their payloads; empty, with the reason in ``closed``, when there will be none.
+
+    Tokens of versions numbered below ``mask_before`` are too old to be trained; None: there are none."""
 
     groups: tuple[LeasedGroup, ...]
     closed: str | None = None
+    mask_before: int | None = None
 
 
 @dataclass
 class _Entry:
+    ticket: Ticket
+    seq: int
     state: State
-    payload: bytes = b""
-    oldest: PolicyVersion | None = None
+    version: PolicyVersion  # under which it was issued
+    payload: bytes | None = None  # None: in flight, or only in the records
+    place: Place | None = None
+    oldest: PolicyVersion | None = None  # of its trained tokens
+    newest: PolicyVersion | None = None
+    processing_s: float = 0.0
     queued_s: float = 0.0
     step: int = 0
 
@@ -69,6 +105,10 @@ class Records(Protocol):
     """Where every change is made durable before it is acknowledged: `asyncrl.sample_queue.journal.Journal`."""
 
     async def write(self, events: Sequence[Event]) -> None: ...
+    async def rollback(self, step: int) -> None: ...
+    def recover(self) -> Recovered: ...
+    def read(self, place: Place) -> bytes: ...
+    def states(self, uids: Sequence[str]) -> dict[str, str]: ...
 
 
 class Ticket(NamedTuple):
@@ -82,99 +122,138 @@ class Ticket(NamedTuple):
 class SampleQueue:
     """The queue's core, for one asyncio loop; `asyncrl.sample_queue.actor` puts it into a Ray actor.
 
+    ``admission`` needs only its constants: the rest is in ``records``. ``order``: ``fifo`` trains in the order of
+    issue, ``ready_first`` finished groups first, of those the earliest deadline. ``overdue`` is what happens to a group
+    that cannot be trained by its deadline any more: ``wait`` makes the trainer wait for groups in time, so that there
+    is none (but for a G that became smaller on resume: such groups are dropped), ``mask`` takes its too old tokens out
+    of the loss, ``drop`` drops it.
+
     A change that takes something (`issue`, `lease`) is made at once, so that nobody takes it twice; one that gives
     something (`put`, `trained`) is seen by others only when it is on disk. Either way the caller is told after that."""
 
-    def __init__(self, admission: Admission, records: Records) -> None:
-        self._admission, self._records = admission, records
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # in the order of issue
-        self._dropped: Counter[str] = Counter()
-        self._version: PolicyVersion | None = None
+    def __init__(
+        self, admission: Admission, records: Records, order: Order = "fifo", overdue: Overdue = "wait"
+    ) -> None:
+        self._admission, self._records, self._order, self._overdue = admission, records, order, overdue
         self._changed = asyncio.Condition()
-        self._closed: str | None = None
+        self._to_cancel: list[str] = []  # dropped while in flight: the rollouter is to give them up
         self._failed = False
         self._over = False
+        self._load()
 
     # -- the rollouter's side --------------------------------------------------------------------------------------
 
-    async def issue(self, tickets: Sequence[Ticket]) -> int:
+    async def recover(self) -> Recovery:
+        """What a new rollouter goes on from: the groups in flight, which it is to `issue` again, first and in this
+        order, and the group that was issued last."""
+        found = self._records.recover()
+        in_flight = [
+            InFlight(*e.ticket, self._records.read(place) if (place := found.partials.get(e.ticket.uid)) else None)
+            for e in self._entries.values()
+            if e.state is State.IN_FLIGHT
+        ]
+        return Recovery(found.last_uid, in_flight)
+
+    async def issue(self, tickets: Sequence[Ticket], version: PolicyVersion | None = None) -> int:
         """Start as many of these groups, from the front, as may start now; wait until it is one at least.
 
-        Returns how many; 0 once the queue is closed, and no further call is needed. Raises QueueError for a uid that
-        is already under way or if the run failed."""
+        Groups in flight may be issued again, before new ones: they start anew, at the place that they have. ``version``
+        is what their replica serves; None: the oldest that any serves. Returns how many; 0 once the queue is closed,
+        and no further call is needed. Raises QueueError for a group that is finished, or if the run failed."""
         if not tickets:
             raise QueueError("issue needs at least one group")
         async with self._changed:
-            await self._wait_until(lambda: self._closed is not None or self._admissible() > 0)
+            await self._wait_until(lambda: self._closed is not None or self._startable(tickets, version) > 0)
             if self._closed is not None:
                 return 0
-            count = min(len(tickets), self._admissible())
+            count = self._startable(tickets, version)
+            version = version or next(iter(self._admission.served))
             events: list[Event] = []
             for ticket in tickets[:count]:
-                if ticket.uid in self._entries:
-                    raise QueueError(
-                        f"group {ticket.uid} was issued before and is {self._entries[ticket.uid].state.value}"
-                    )
-                self._entries[ticket.uid] = _Entry(State.IN_FLIGHT)
-                self._admission.issued += 1
-                assert self._version is not None
-                events.append(Issued(*ticket, seq=self._admission.issued, version=self._version))
+                if (entry := self._entries.get(ticket.uid)) is None:
+                    self._admission.issued += 1
+                    entry = _Entry(ticket, self._admission.issued, State.IN_FLIGHT, version)
+                    self._entries[ticket.uid] = entry
+                entry.version = version
+                events.append(Issued(*ticket, seq=entry.seq, version=version))
         await self._records.write(events)
         return count
 
     async def put(self, groups: Sequence[bytes], now_s: float) -> None:
         """Hand over finished groups, one buffer each. Returns when they are on disk, which is all that it waits for."""
         if self._over:
-            return  # counted as dropped when the run ended
-        decoded = [Group.from_buffer(buffer) for buffer in groups]
-        for group in decoded:
-            self._expect(group.uid, State.IN_FLIGHT, "put")
-        await self._records.write([Finished(b, group) for b, group in zip(groups, decoded)])
+            return  # they stay in flight, and are finished if the run is resumed
+        decoded = [(buffer, Group.from_buffer(buffer)) for buffer in groups]
+        awaited = self._awaited([group.uid for _, group in decoded], "put")
+        decoded = [(buffer, group) for buffer, group in decoded if group.uid in awaited]
+        finished = [Finished(buffer, group) for buffer, group in decoded]
+        if untrainable := [e.measures.uid for e in finished if e.measures.oldest is None]:
+            raise QueueError(f"put: group {untrainable[0]} has no trained token; drop it instead")
+        await self._records.write(finished)
         async with self._changed:
-            for buffer, group in zip(groups, decoded):
+            for (buffer, group), event in zip(decoded, finished, strict=True):
                 if (entry := self._entries.get(group.uid)) is None:
-                    continue  # the run ended meanwhile, and counted it as dropped
-                entry.oldest = group.oldest_version()
+                    continue  # dropped meanwhile
+                entry.oldest, entry.newest = event.measures.oldest, event.measures.newest
                 entry.payload, entry.queued_s, entry.state = buffer, now_s, State.QUEUED
+                entry.processing_s = group.times.get("finished_s", now_s) - group.times.get("issued_s", now_s)
             self._changed.notify_all()
 
     async def drop(self, drops: Sequence[tuple[str, str]]) -> None:
         """Give up groups in flight: (uid, reason) each. Their places in the budget are free again."""
         if self._over:
             return
-        for uid, _ in drops:
-            self._expect(uid, State.IN_FLIGHT, "drop")
+        awaited = self._awaited([uid for uid, _ in drops], "drop")
+        drops = [(uid, reason) for uid, reason in drops if uid in awaited]
         await self._records.write([Dropped(uid, reason) for uid, reason in drops])
         async with self._changed:
             for uid, reason in drops:
                 self._drop(uid, reason)
             self._changed.notify_all()
 
+    async def snapshot(self, snapshots: Sequence[tuple[str, bytes]]) -> None:
+        """Keep (uid, state) of groups in flight, the newest of each; those that are not in flight are ignored."""
+        await self._records.write([Partial(uid, state) for uid, state in snapshots])
+
+    async def overdue(self) -> list[str]:
+        """Wait for groups in flight that were dropped because they are overdue; empty once the queue is closed."""
+        async with self._changed:
+            await self._wait_until(lambda: bool(self._to_cancel) or self._closed is not None)
+            uids, self._to_cancel = self._to_cancel, []
+            return uids
+
     # -- the trainer's side ----------------------------------------------------------------------------------------
 
     async def lease(self, step: int, count: int, now_s: float) -> tuple[Lease, list[bytes]]:
-        """The next ``count`` groups in the order of issue, once all of them are finished; they belong to ``step``.
+        """The next ``count`` groups, once all of them are finished; they belong to ``step``.
 
         If the queue was closed and they will never be, the lease is empty and says why it was closed."""
         async with self._changed:
-            await self._wait_until(lambda: self._front(count) is not None or self._closed is not None)
-            front = self._front(count)
-            if front is None:
+            held = self._leased_to(step)
+            if not held:
+                await self._wait_until(lambda: self._next(count) is not None or self._closed is not None)
+            found = held or self._next(count)
+            if found is None:
                 return Lease((), self._closed), []
+            mask_before = self._mask_before()
             leased: list[LeasedGroup] = []
-            for uid in front:
+            for uid in found:
                 entry = self._entries[uid]
                 entry.state, entry.step = State.LEASED, step
                 assert entry.oldest is not None
-                leased.append(LeasedGroup(uid, entry.oldest, now_s - entry.queued_s))
-            payloads = [self._entries[uid].payload for uid in front]
-        await self._records.write([Leased(front, step)])
-        return Lease(tuple(leased)), payloads
+                leased.append(LeasedGroup(uid, entry.oldest, entry.processing_s, now_s - entry.queued_s))
+            payloads = [self._payload(self._entries[uid]) for uid in found]
+        if not held:
+            await self._records.write([Leased(found, step)])
+        return Lease(tuple(leased), mask_before=mask_before), payloads
 
     async def trained(self, step: int) -> None:
         """The groups leased to ``step`` are in the weights."""
         uids = self._leased_to(step)
         if not uids:
+            found = self._records.recover()
+            if step <= found.covered_step or any(g.state == TRAINED and g.step == step for g in found.groups):
+                return  # said again
             raise QueueError(f"step {step} has no lease")
         await self._records.write([Trained(uids, step)])
         async with self._changed:
@@ -184,7 +263,7 @@ class SampleQueue:
             self._changed.notify_all()
 
     async def covered(self, step: int) -> None:
-        """A checkpoint holds everything trained up to ``step``: those groups are trained for good."""
+        """No restore will go back before ``step``: the groups trained up to it are trained for good."""
         await self._records.write([Covered(step)])
 
     async def release(self, step: int) -> None:
@@ -197,33 +276,61 @@ class SampleQueue:
                 self._entries[uid].state = State.QUEUED
             self._changed.notify_all()
 
-    async def publish(self, version: PolicyVersion) -> dict[str, int]:
-        """The replicas serve ``version`` from now on. Returns the balance; raises ConservationError if it is off."""
-        if self._version is not None and version <= self._version:
-            raise QueueError(f"version {version} was published after {self._version}")
-        await self._records.write([Published(version, self._admission.trained)])
+    async def rollback(self, step: int) -> PolicyVersion | None:
+        """The weights are those after ``step`` again: all that was trained later or is leased is queued, in order, and
+        nothing starts before the next `publish`. Returns the last version there was, in any lineage."""
+        await self._records.rollback(step)
         async with self._changed:
-            self._version = version
-            self._admission.publish()
+            self._load()
+            return self._last_version
+
+    async def publish(
+        self, version: PolicyVersion, trained: int | None = None, rolling: bool = False
+    ) -> dict[str, int]:
+        """Replicas serve ``version`` from now on, all of them unless ``rolling``. ``trained``: how many groups were
+        trained when this version's number was published first, after a `rollback`.
+
+        Groups that are overdue now are dropped. Returns the balance; raises ConservationError if it is off."""
+        if self._admission.version == version:
+            return self.balance()  # said again
+        if self._last_version is not None and version <= self._last_version:
+            raise QueueError(f"version {version} was published after {self._last_version}")
+        async with self._changed:
+            self._last_version = version
+            self._admission.publish(version, trained, rolling)
+            late = self._late()
+            events: list[Event] = [Published(version, self._admission.served[version])]
+            events += [Dropped(uid, OVERDUE) for uid in late]
+            self._to_cancel += [uid for uid in late if self._entries[uid].state is State.IN_FLIGHT]
+            for uid in late:
+                self._drop(uid, OVERDUE)
+        await self._records.write(events)
+        async with self._changed:
             self._changed.notify_all()
             return self.balance()
+
+    async def retire(self, version: PolicyVersion) -> None:
+        """No replica serves ``version`` any more, though a newer one was published while it rolled out."""
+        async with self._changed:
+            self._admission.retire(version)
+            self._changed.notify_all()
 
     # -- both ------------------------------------------------------------------------------------------------------
 
     async def close(self, reason: str, failed: bool = False) -> None:
         """No group starts any more. With ``failed`` everyone who waits gets a QueueError."""
+        if self._closed is None and not failed:
+            await self._records.write([Closed(reason)])
         async with self._changed:
             self._closed, self._failed = reason, failed
             self._changed.notify_all()
 
     async def finish(self) -> dict[str, float]:
-        """The run is over: what was not trained is dropped as ``run_ended``. Returns the final `stats`."""
-        self._closed, self._over = self._closed or "the run is over", True
-        left = list(self._entries)
-        await self._records.write([Dropped(uid, RUN_ENDED) for uid in left])
+        """The run is over. What was not trained stays as it is, for a run that resumes this one. Returns the final
+        `stats`."""
+        self._over = True
         async with self._changed:
-            for uid in left:
-                self._drop(uid, RUN_ENDED)
+            self._closed = self._closed or "the run is over"
             self._changed.notify_all()
             return await self.stats()
 
@@ -250,40 +357,131 @@ class SampleQueue:
             **{f"fully_async/dropped/{reason}": n for reason, n in self._dropped.items()},
         }
 
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _load(self) -> None:
+        """Take over what the records hold."""
+        found = self._records.recover()
+        self._entries: OrderedDict[str, _Entry] = OrderedDict(  # in the order of issue
+            (group.uid, _entry(group)) for group in found.groups if group.state != TRAINED
+        )
+        self._dropped = Counter(found.dropped)
+        self._closed = found.closed
+        self._admission.issued, self._admission.trained = found.issued, found.trained
+        self._admission.dropped = sum(found.dropped.values())
+        self._admission.served.clear()
+        self._last_version = found.version
+        if found.version is not None and found.served:
+            self._admission.publish(found.version, found.trained_at_publish)
+
     def _leased_to(self, step: int) -> list[str]:
-        return [uid for uid, e in self._entries.items() if e.state is State.LEASED and e.step == step]
+        leased = [e for e in self._entries.values() if e.state is State.LEASED and e.step == step]
+        return [e.ticket.uid for e in self._in_training_order(leased)]
 
     def _drop(self, uid: str, reason: str) -> None:
         del self._entries[uid]
         self._dropped[reason] += 1
         self._admission.dropped += 1
 
-    def _admissible(self) -> int:
-        if self._version is None:
+    def _startable(self, tickets: Sequence[Ticket], version: PolicyVersion | None) -> int:
+        """How many of the tickets, from the front, may start now."""
+        if not self._admission.served:
             return 0
-        return self._admission.available()
+        places: dict[str, int] = {}
+        if any(ticket.uid in self._entries for ticket in tickets):
+            places = {uid: self._admission.trained + i for i, uid in enumerate(self._entries, start=1)}
+        new = 0
+        for count, ticket in enumerate(tickets):
+            if (entry := self._entries.get(ticket.uid)) is None:
+                new += 1
+                admitted = new <= self._admission.available(version)
+            elif entry.state is State.IN_FLIGHT:
+                admitted = self._admission.admits(places[ticket.uid], version)
+            else:
+                raise QueueError(f"group {ticket.uid} was issued before and is {entry.state.value}")
+            if not admitted:
+                return count
+        return len(tickets)
 
-    def _front(self, count: int) -> list[str] | None:
-        """The first ``count`` groups that no step holds yet, if all of them are finished."""
-        front: list[str] = []
-        for uid, entry in self._entries.items():
-            if entry.state is State.LEASED:
-                continue
-            if entry.state is State.IN_FLIGHT:
-                return None
-            front.append(uid)
-            if len(front) == count:
-                return front
-        return None
+    def _in_training_order(self, entries: Sequence[_Entry]) -> list[_Entry]:
+        if self._order == "fifo":
+            return sorted(entries, key=lambda e: e.seq)
+        return sorted(entries, key=lambda e: (self._admission.deadline(e.version), e.seq))
 
-    def _expect(self, uid: str, state: State, verb: str) -> _Entry:
-        entry = self._entries.get(uid)
-        if entry is None or entry.state is not state:
-            found = "unknown" if entry is None else entry.state.value
-            raise QueueError(f"{verb}: group {uid} is {found}, expected {state.value}")
-        return entry
+    def _next(self, count: int) -> list[str] | None:
+        """The groups that the next step of ``count`` is to train, if all of them are finished."""
+        waiting = self._in_training_order([e for e in self._entries.values() if e.state is not State.LEASED])
+        candidates = waiting
+        if self._order == "ready_first":
+            candidates = [e for e in waiting if e.state is State.QUEUED]
+        taken = candidates[:count]
+        if len(taken) < count or any(e.state is not State.QUEUED for e in taken):
+            return None
+        if self._order == "ready_first" and self._overdue == "wait":
+            chosen = {e.seq for e in taken}
+            left = [self._admission.deadline(e.version) for e in waiting if e.seq not in chosen]
+            if not self._admission.fits(left, count + self._leased):
+                return None  # one of those in flight must come first
+        return [e.ticket.uid for e in taken]
 
-    async def _wait_until(self, predicate) -> None:  # type: ignore[no-untyped-def]
+    @property
+    def _leased(self) -> int:
+        return sum(e.state is State.LEASED for e in self._entries.values())
+
+    def _mask_before(self) -> int | None:
+        version = self._admission.version
+        return version.number - self._admission.bound if self._overdue == "mask" and version is not None else None
+
+    def _late(self) -> list[str]:
+        """Groups that no step holds and that cannot be trained in time any more."""
+        version, bound = self._admission.version, self._admission.bound
+        assert version is not None
+        waiting = self._in_training_order([e for e in self._entries.values() if e.state is not State.LEASED])
+        if self._overdue == "mask":  # groups without a token that is young enough
+            late = [e for e in waiting if e.newest is not None and e.newest.number < version.number - bound]
+        elif self._overdue == "drop" and self._order == "ready_first":
+            late = [e for e in waiting if self._admission.deadline(e.version) < version.number]
+        else:
+            late = []
+            while found := self._admission.late([self._admission.deadline(e.version) for e in waiting]):
+                late.append(waiting.pop(found[0]))  # those behind it move up
+        return [e.ticket.uid for e in late]
+
+    def _payload(self, entry: _Entry) -> bytes:
+        if entry.payload is None:
+            assert entry.place is not None
+            entry.payload = self._records.read(entry.place)
+        return entry.payload
+
+    def _awaited(self, uids: Sequence[str], verb: str) -> set[str]:
+        """Those that are in flight. The others were finished or dropped before: a repeated call, or a group that was
+        overdue. Raises QueueError for one that was never issued, or that cannot be dropped any more."""
+        awaited = {uid for uid in uids if (e := self._entries.get(uid)) is not None and e.state is State.IN_FLIGHT}
+        if others := [uid for uid in uids if uid not in awaited]:
+            known = self._records.states(others)
+            for uid in others:
+                if uid not in known or (verb == "drop" and known[uid] != "dropped"):
+                    found = known.get(uid, "unknown")
+                    raise QueueError(f"{verb}: group {uid} is {found}, expected {State.IN_FLIGHT.value}")
+        return awaited
+
+    async def _wait_until(self, predicate: Callable[[], bool]) -> None:
         await self._changed.wait_for(lambda: self._failed or predicate())
         if self._failed:
             raise QueueError(f"the run failed: {self._closed}")
+
+
+def _entry(group: GroupRecord) -> _Entry:
+    finished_s = group.finished_s or 0.0  # Unix seconds; in the queue they are those of the node's clock
+    return _Entry(
+        Ticket(group.uid, group.prompt_id, group.epoch),
+        group.seq,
+        State(group.state),
+        group.version,
+        place=group.place,
+        oldest=group.oldest,
+        newest=group.newest,
+        processing_s=finished_s - group.issued_s if group.finished_s else 0.0,
+        queued_s=finished_s - time.time() + time.monotonic(),
+        step=group.step or 0,
+    )

@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from asyncrl.sample_queue.ledger import FILE, Ledger, Recovered, read_meta, reading, recover
+from asyncrl.sample_queue.ledger import FILE, Ledger, Recovered, read_meta, reading, recover, states
 from asyncrl.sample_queue.life import Changes, Event, JournalError, Lives, RolledBack
 from asyncrl.sample_queue.spool import SEGMENT_BYTES, Disk, Place, Spool, Torn
 
@@ -118,6 +118,11 @@ class Journal:
             self._arrived.notify()
         await done
 
+    def states(self, uids: Sequence[str]) -> dict[str, str]:
+        """The state of each of these groups that was ever issued, those whose life has ended included."""
+        with reading(self._ledger.path, thorough=False) as db:
+            return states(db, uids)
+
     def read(self, place: Place) -> bytes:
         """The payload of a group that is neither dropped nor final, or the newest snapshot of one in flight. From any
         thread. Raises SpoolError."""
@@ -170,11 +175,9 @@ class Journal:
             changes.add(staged)
             outcomes.append((write, None))
         payload_bytes, partials = self._spool_payloads(changes)
-        meta: dict[str, str | int | float] = {}
+        meta: dict[str, str | int | float] = {**changes.meta}
         if self._spool.end != end:
             meta["spool_segment"], meta["spool_offset"] = self._spool.end
-        if changes.covered_step != before:
-            meta["covered_step"] = changes.covered_step
         self._ledger.commit(changes.groups.values(), changes.versions, partials, meta)
         if changes.covered_step != before or self._spool.end[0] != self._swept:
             self._sweep()

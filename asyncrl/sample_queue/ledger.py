@@ -80,7 +80,8 @@ class Recovered:
 
     ``groups``: all that are neither dropped nor trained for good, in the order of issue. ``trained`` counts
     provisional and final training, ``final`` the latter alone. ``trained_at_publish`` belongs to ``version``, the last
-    one published. ``partials``: the newest snapshot of groups in flight.
+    one published; ``served`` is False after a rollback, until the next one is. ``partials``: the newest snapshot of
+    groups in flight. ``last_uid``: of the group issued last. ``closed``: why no more are issued, if so.
     """
 
     groups: list[GroupRecord]
@@ -92,6 +93,9 @@ class Recovered:
     trained_at_publish: int
     covered_step: int
     partials: dict[str, Place]
+    last_uid: str | None = None
+    served: bool = True
+    closed: str | None = None
 
     @property
     def steps(self) -> dict[int, list[str]]:
@@ -191,6 +195,8 @@ def recover(db: sqlite3.Connection) -> Recovered:
     last = db.execute(
         "SELECT lineage, number, trained FROM versions ORDER BY lineage DESC, number DESC LIMIT 1"
     ).fetchone()
+    last_issued = db.execute("SELECT uid FROM groups ORDER BY seq DESC LIMIT 1").fetchone()
+    meta = read_meta(db)
     return Recovered(
         groups=[GroupRecord._make(row) for row in groups],
         issued=issued,
@@ -199,9 +205,18 @@ def recover(db: sqlite3.Connection) -> Recovered:
         dropped=dict(db.execute(dropped, (DROPPED,))),
         version=PolicyVersion(*last[:2]) if last else None,
         trained_at_publish=last[2] if last else 0,
-        covered_step=read_meta(db).get("covered_step", 0),  # type: ignore[arg-type]
+        covered_step=meta.get("covered_step", 0),  # type: ignore[arg-type]
         partials={row[0]: Place(*row[1:]) for row in db.execute("SELECT uid, segment, offset, length FROM partials")},
+        last_uid=last_issued[0] if last_issued else None,
+        served=bool(meta.get("served", 1)),
+        closed=str(meta.get("closed", "")) or None,
     )
+
+
+def states(db: sqlite3.Connection, uids: Sequence[str]) -> dict[str, str]:
+    """The state of each of these groups that was ever issued."""
+    found = db.execute(f"SELECT uid, state FROM groups WHERE uid IN ({', '.join('?' * len(uids))})", list(uids))
+    return dict(found)
 
 
 def read_meta(db: sqlite3.Connection) -> dict[str, str | int | float]:

@@ -178,7 +178,14 @@ class Partial:
         object.__setattr__(self, "record", record(KIND_PARTIAL, payload))
 
 
-Event = Issued | Finished | Dropped | Leased | Trained | Released | Published | Covered | RolledBack | Partial
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """No group starts any more, for ``reason``; a rollback opens the queue again."""
+
+    reason: str
+
+
+Event = Issued | Finished | Dropped | Leased | Trained | Released | Published | Covered | RolledBack | Partial | Closed
 
 
 class VersionRecord(NamedTuple):
@@ -200,12 +207,14 @@ class Changes:
     versions: list[VersionRecord] = field(default_factory=list)
     issued: int = 0
     covered_step: int = 0
+    meta: dict[str, str | int] = field(default_factory=dict)
 
     def add(self, later: Changes) -> None:
         self.groups |= later.groups
         self.payloads |= later.payloads
         self.partials |= later.partials
         self.versions += later.versions
+        self.meta |= later.meta
         self.issued, self.covered_step = later.issued, later.covered_step
 
 
@@ -282,6 +291,8 @@ class _Stage:
                     self._cover(step)
                 case RolledBack(step):
                     self._roll_back(step)
+                case Closed(reason):
+                    self._changes.meta["closed"] = reason
                 case Partial(uid, snapshot):
                     known = self._find(uid)
                     if known is not None and known.state == IN_FLIGHT:
@@ -338,9 +349,11 @@ class _Stage:
             raise JournalError(f"Published: version {version} comes after {self._version}, expected a higher one")
         self._version = version
         self._changes.versions.append(VersionRecord(*version, trained, self._at_s))
+        self._changes.meta["served"] = 1
 
     def _cover(self, step: int) -> None:
-        self._changes.covered_step = max(step, self._changes.covered_step)
+        if step > self._changes.covered_step:
+            self._changes.covered_step = self._changes.meta["covered_step"] = step
         for group in self._in_state(TRAINED):
             if group.step is not None and group.step <= step:
                 self._set(group, final=1)
@@ -354,6 +367,7 @@ class _Stage:
         for group in self._in_state(TRAINED, LEASED):
             if group.state == LEASED or (group.step is not None and group.step > step):
                 self._queue_again(group)
+        self._changes.meta |= {"served": 0, "closed": ""}
 
     def _queue_again(self, group: GroupRecord) -> None:
         self._set(
@@ -387,7 +401,10 @@ class _Stage:
 
 
 def trained_versions(group: Group) -> tuple[PolicyVersion, PolicyVersion] | None:
-    """The oldest and the newest version that sampled one of the group's trained tokens; None if it has none."""
+    """The oldest and the newest version that sampled one of the group's trained tokens; None if it has none.
+
+    By number, whatever the lineage: a lineage goes on with the number of the checkpoint that it began from, so the
+    number is the place in training."""
     lineages, numbers = group.span_lineage, group.span_number
     if not len(numbers):
         return None
@@ -404,6 +421,6 @@ def trained_versions(group: Group) -> tuple[PolicyVersion, PolicyVersion] | None
     used = np.flatnonzero(trained[end] > trained[start])
     if not len(used):
         return None
-    order = used[np.lexsort((numbers[used], lineages[used]))]
+    order = used[np.lexsort((lineages[used], numbers[used]))]
     low, high = int(order[0]), int(order[-1])
     return PolicyVersion(int(lineages[low]), int(numbers[low])), PolicyVersion(int(lineages[high]), int(numbers[high]))
