@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -17,15 +18,16 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from asyncrl.config.checks import local_cpus
 from asyncrl.config.load import ConfigError
 from asyncrl.config.schema import Config
 from asyncrl.preflight import Preflight
-from asyncrl.ray_client import ActorClient
+from asyncrl.ray_client import ActorClient, RestartableClient
 from asyncrl.rollouter.actors import EngineReplicaActor, RollouterActor, SyncedReplica
 from asyncrl.rollouter.engine import Capabilities
+from asyncrl.run_folder import RunFolder
 from asyncrl.sample_queue.actor import SampleQueueActor
 from asyncrl.telemetry.recorder import Batch
 from asyncrl.trainer.actors import QueueOfRay, RankGroup, TrainerRankActor
@@ -47,16 +49,29 @@ def joins_a_cluster(config: Config) -> bool:
 class Cluster:
     """``start()`` makes everything that the first sync needs; ``close()`` leaves nothing behind."""
 
-    def __init__(self, config: Config, preflight: Preflight, run_dir: Path) -> None:
-        self._config, self._preflight, self._run_dir = config, preflight, run_dir
+    def __init__(self, config: Config, preflight: Preflight, folder: RunFolder) -> None:
+        self._config, self._preflight, self._run_dir = config, preflight, folder.path
         self._groups: list[PlacementGroup] = []
         self._handles: list[Any] = []
         self._init: asyncio.Future[None] | None = None
+        begun = folder.checkpoint.cut if folder.checkpoint is not None else None
+        self._total_groups = preflight.derived.total_groups
+        if begun is not None:  # steps may have been of another size before
+            steps_left = max(0, config.trainer.total_steps - begun.step)
+            self._total_groups = begun.trained + steps_left * preflight.derived.groups_per_step
+        self._places: dict[str, tuple[str, int]] = {}  # actor → node and process
+        self._made = 0  # actors so far
+        self.rank_names: list[str] = []
+        self.replica_names: list[str] = []
+        self.senders: dict[str, Any] = {}
+        self.replicas: dict[str, ActorClient] = {}
+        self.receivers: dict[str, Any] = {}
+        self.queue: Any = None
         self.rollouter: Any = None
 
     async def start(self) -> None:
         """Raises PlacementError, ConfigError (the engine cannot do what is asked of it), or what an actor raised."""
-        config, derived = self._config, self._preflight.derived
+        config = self._config
         self._init = asyncio.ensure_future(asyncio.to_thread(self._init_ray))
         await asyncio.shield(self._init)  # Ray must not be left half started: `close` waits for it
         config = self._with_devices(config)
@@ -69,51 +84,119 @@ class Cluster:
         await self._placed(rollouts, "rollout")
         self.rank_names = [f"trainer/{i}" for i in range(config.trainer.ranks)]
         self.replica_names = [f"replica/{i}" for i in range(config.rollout.replicas)]
-        self.senders: dict[str, Any] = {
-            name: self._place(
-                TrainerRankActor, trainers, i, config.trainer.threads, name, config, i, config.trainer.ranks
-            )
-            for i, name in enumerate(self.rank_names)
-        }
-        self.replicas = {
-            name: self._place(EngineReplicaActor, rollouts, i, config.rollout.engine.threads, name, config, name)
-            for i, name in enumerate(self.replica_names)
-        }
-        self.ranks = RankGroup(list(self.senders.values()))
-        self.receivers: dict[str, Any] = {name: SyncedReplica(replica) for name, replica in self.replicas.items()}
-        threshold = derived.staleness_threshold
-        self.queue: Any = QueueOfRay(
-            self._start(
-                SampleQueueActor,
-                {"name": self._actor_name("queue"), "num_cpus": 0},
-                self._run_dir,
-                derived.groups_per_version,
-                (threshold.numerator, threshold.denominator),
-                derived.total_groups,
-            ),
-            "queue",
-        )
-        self.rollouter = ActorClient(
-            self._start(
-                RollouterActor,
-                {"name": self._actor_name("rollouter"), "num_cpus": 0},
-                config,
-                derived,
-                self._preflight.max_prompt_tokens,
-                self.queue.handle,
-                {name: client.handle for name, client in self.replicas.items()},
-            ),
-            "rollouter",
-        )
+        self._config, self._trainers, self._rollouts = config, trainers, rollouts
+        self._make_ranks()
+        for name in self.replica_names:
+            self.replicas[name] = self._make_replica(name)
+            self.receivers[name] = SyncedReplica(self.replicas[name])
+        self.queue = QueueOfRay(self._make_queue(), "queue")
+        self.rollouter = RestartableClient(self._make_rollouter(), "rollouter")
         started = await asyncio.gather(
-            *(replica.start() for replica in self.replicas.values()), self.ranks.start(), self.rollouter.start()
+            *(replica.start() for replica in self.replicas.values()), self.ranks.start(), self.rollouter.once.start()
         )
         for capabilities in started[: len(self.replicas)]:
             self._check(capabilities)
+        await self._locate()
+
+    # -- actors that died, or are to die -------------------------------------------------------------------------------
+
+    async def restart_replica(self, name: str) -> ActorClient:
+        """A new replica in the place of one that died; it has no version yet."""
+        await self.kill(name)
+        self.replicas[name] = self._make_replica(name)
+        await self.replicas[name].start()
+        await self._locate()
+        return self.replicas[name]
+
+    async def restart_rollouter(self) -> None:
+        """A new rollouter, which goes on with the groups that the ledger has in flight."""
+        await self.kill("rollouter")
+        client = ActorClient(self._make_rollouter(), "rollouter")
+        await client.start()
+        self.rollouter.replace(client.handle)
+        await self._locate()
+
+    async def restart_ranks(self) -> None:
+        """New ranks in the place of all, with the weights that the run began with."""
+        for name in self.rank_names:
+            await self.kill(name)
+        self._make_ranks()
+        await self.ranks.start()
+        await self._locate()
+
+    async def end(self, name: str, why: str) -> None:
+        """An actor lives, but is of no use: end its process, so that it is found dead."""
+        print(f"supervision: {name} {why}; it is ended", file=sys.stderr, flush=True)
+        await self.kill(name)
+
+    async def kill(self, name: str) -> None:
+        """End an actor's process, also one that is stopped or stuck."""
+        actor = self._actors()[name]
+        ray.kill(actor.handle)
+        node, pid = self._places.pop(name, ("", 0))
+        if node == ray.get_runtime_context().get_node_id():  # a stopped process does not obey Ray
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _actors(self) -> dict[str, ActorClient]:
+        clients = [*self.senders.values(), *self.replicas.values(), self.queue, self.rollouter]
+        return {client.name: client for client in clients}
+
+    async def _locate(self) -> None:
+        """Learn the processes of new actors."""
+        unknown = {name: actor for name, actor in self._actors().items() if name not in self._places}
+        self._places |= dict(zip(unknown, await asyncio.gather(*(actor.where() for actor in unknown.values()))))
+
+    def _make_ranks(self) -> None:
+        config = self._config
+        for i, name in enumerate(self.rank_names):
+            self.senders[name] = self._place(
+                TrainerRankActor, self._trainers, i, config.trainer.threads, name, config, i, config.trainer.ranks
+            )
+        self.ranks = RankGroup(list(self.senders.values()))
+
+    def _make_replica(self, name: str) -> ActorClient:
+        index, threads = self.replica_names.index(name), self._config.rollout.engine.threads
+        return self._place(EngineReplicaActor, self._rollouts, index, threads, name, self._config, name)
+
+    def _make_queue(self) -> Any:
+        derived, options = self._preflight.derived, self._config.async_training
+        threshold = derived.staleness_threshold
+        return self._start(
+            SampleQueueActor,
+            {
+                "name": self._actor_name("queue"),
+                "num_cpus": 0,
+                # its state is on this node's disk
+                "scheduling_strategy": NodeAffinitySchedulingStrategy(
+                    ray.get_runtime_context().get_node_id(), soft=False
+                ),
+                "max_restarts": self._config.supervision.max_restarts,
+                "max_task_retries": -1 if self._config.supervision.max_restarts else 0,
+            },
+            self._run_dir,
+            derived.groups_per_version,
+            (threshold.numerator, threshold.denominator),
+            self._total_groups,
+            options.queue_policy,
+            options.overdue,
+            {"prompts": self._preflight.prompts_fingerprint},
+        )
+
+    def _make_rollouter(self) -> Any:
+        return self._start(
+            RollouterActor,
+            {"name": self._actor_name("rollouter"), "num_cpus": 0},
+            self._config,
+            self._preflight.derived,
+            self._preflight.max_prompt_tokens,
+            self.queue.handle,
+            {name: client.handle for name, client in self.replicas.items()},
+        )
 
     def drains(self) -> dict[str, Callable[[], Awaitable[Batch]]]:
         """How to fetch what each actor recorded."""
-        return {a.name: a.drain for a in (*self.senders.values(), *self.replicas.values(), self.rollouter)}
+        return {a.name: a.drain for a in (*self.senders.values(), *self.replicas.values(), self.rollouter.once)}
 
     async def close(self) -> None:
         """End every actor, give back the places, and end the cluster if it was started here."""
@@ -121,7 +204,7 @@ class Cluster:
             await asyncio.wait([self._init])
         if self.rollouter is not None:  # reward workers, and what reward functions started, are the rollouter's to end
             with contextlib.suppress(Exception):
-                await asyncio.wait_for(self.rollouter.close(), CLOSING_S)
+                await asyncio.wait_for(self.rollouter.once.close(), CLOSING_S)
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
@@ -207,6 +290,8 @@ class Cluster:
         return ActorClient(self._start(cls, options, *args), name)
 
     def _start(self, actor: Any, options: dict[str, Any], *args: Any) -> Any:
+        self._made += 1
+        options["name"] += f"/{self._made}"  # a name may be taken still by one that died
         handle = actor.options(max_concurrency=CALLS_AT_ONCE, **options).remote(*args)
         self._handles.append(handle)
         return handle

@@ -23,6 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 trained to the end, 1 failed, 2 refused by its config, 128 + n after signal n."""
     parser = argparse.ArgumentParser(prog="asyncrl", description="Asynchronous RL post-training of a language model.")
     parser.add_argument("--config", help="YAML file of options, see configs/")
+    parser.add_argument(
+        "--resume", metavar="auto|CHECKPOINT", help="go on with the run in run_dir, or from a checkpoint"
+    )
     parser.add_argument("--print-config", action="store_true", help="print the whole configuration and exit")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="such as rollout.n=8")
     args = parser.parse_args(argv)
@@ -31,15 +34,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.print_config:
             print(to_yaml(config), end="")
             return 0
-        return asyncio.run(run(config))
+        return asyncio.run(run(config, args.resume))
     except ConfigError as e:
         for problem in e.problems:
             print(f"config: {problem}", file=sys.stderr)
         return EXIT_CONFIG
 
 
-async def run(config: Config) -> int:
-    """The whole run; returns the exit status. Raises ConfigError before any actor is started."""
+async def run(config: Config, resume: str | None = None) -> int:
+    """The whole run, or what is left of one (see `RunFolder.open`); returns the exit status. Raises ConfigError before
+    any actor is started."""
     ending = Ending()
     with on_signals(ending.interrupt):
         from asyncrl.cluster import Cluster, joins_a_cluster
@@ -47,14 +51,15 @@ async def run(config: Config) -> int:
         from asyncrl.param_sync.group import ParameterSyncGroup
         from asyncrl.preflight import preflight
         from asyncrl.reporting.sinks import open_hub
+        from asyncrl.restarts import RestartableRanks, RestartPolicy, Supervisor
         from asyncrl.run_folder import RunFolder
         from asyncrl.telemetry.recorder import Recorder
         from asyncrl.trainer.loop import TrainLoop
 
         found = preflight(config, cpus=None if joins_a_cluster(config) else local_cpus())
-        folder = RunFolder.create(config)
+        folder = await asyncio.to_thread(RunFolder.open, config, resume, found)
         hub = open_hub(config, folder.path)
-        recorder, cluster = Recorder("driver"), Cluster(config, found, folder.path)
+        recorder, cluster = Recorder("driver"), Cluster(config, found, folder)
         monitor = Monitor(config, hub, recorder, cluster, found.tokenizer.hf.decode)
         try:
             await ending.unless_interrupted(cluster.start())
@@ -64,12 +69,16 @@ async def run(config: Config) -> int:
                 cluster.receivers,
                 cluster.rollouter.set_routable,
                 recorder,
+                cluster.end,
             )
+            supervisor = Supervisor(config.supervision, RestartPolicy(config.supervision), cluster, sync, recorder)
+            ranks = RestartableRanks(cluster, supervisor)
             trainer = TrainLoop(
-                config, found.derived, cluster.queue, cluster.ranks, sync, monitor, recorder, folder.path
+                config, found.derived, cluster.queue, ranks, sync, monitor, recorder, folder.checkpoints
             )
             ending.on_interrupt(trainer.stop)
-            training = together(trainer.run(), beside=[cluster.rollouter.run(), monitor.run()])
+            await trainer.begin(folder.checkpoint)
+            training = together(trainer.run(), beside=[supervisor.run(), monitor.run()])
             progress = await ending.unless_abandoned(training)
             ending.stopped = progress.stopped or ending.stopped
         except Exception as e:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from asyncrl.config.schema import Config
+from asyncrl.ray_client import ActorDied
 from asyncrl.reporting.hub import Hub
 from asyncrl.reporting.trajectories import Decode, sampled_rows
 from asyncrl.sample import Group
@@ -17,7 +18,6 @@ from asyncrl.trainer.loop import Progress
 
 DRAIN_EVERY_S = 1.0
 DRAIN_PATIENCE_S = 1.0  # for an answer; a later one is taken with the next round
-DRAIN_DEADLINE_S = 60.0  # an actor that does not answer for so long hangs
 
 
 class Watched(Protocol):
@@ -30,10 +30,7 @@ class Watched(Protocol):
     ranks: Any  # first_groups(count)
 
     def drains(self) -> Mapping[str, Callable[[], Awaitable[Batch]]]: ...
-
-
-class ActorHangs(RuntimeError):
-    """An actor's process lives, but does not answer."""
+    async def end(self, name: str, why: str) -> None: ...
 
 
 class Monitor:
@@ -48,6 +45,8 @@ class Monitor:
         self._draining = asyncio.Lock()
         self._asked: dict[str, asyncio.Task[Batch]] = {}
         self._validation: asyncio.Task[dict[str, float]] | None = None
+        self._training = False  # the first version is out
+        self._newest: dict[str, float] = {}
         self._summary: dict[str, Any] = {}
 
     async def run(self) -> None:
@@ -62,14 +61,26 @@ class Monitor:
 
     # -- the training loop's hooks ---------------------------------------------------------------------------------
 
+    async def before_sync(self, progress: Progress) -> None:
+        """A validation is answered under one version: the next one waits for it."""
+        if self._validation is not None:
+            with self._own.span("validation/holds_sync"):
+                await self._validation
+
+    async def on_restore(self, progress: Progress) -> None:
+        """Groups in flight wait for their places in the new lineage; what they have is kept."""
+        await self._watched.rollouter.reset()
+
+    def newest(self, metric: str) -> float | None:
+        return self._newest.get(metric)
+
     async def on_version(self, progress: Progress) -> None:
         """Validate where the config asks for it: before and after training while it waits, between beside it."""
-        first, last = progress.step == 0, progress.last
+        first, last = not self._training, progress.last
+        self._training = True
         every = self._config.validation.every_versions
         due = bool(every) and progress.version.number % every == 0
         if self._config.data.validation_files and (first or last or due):
-            if self._validation is not None:
-                await self._validation
             if first or last:
                 values = await self._validate(progress.step)
                 name = "after" if last else "before"
@@ -90,6 +101,7 @@ class Monitor:
         values["perf/trainer_tokens_per_s"] = metrics.get("trainer/tokens", 0.0) / values["perf/step_s"]
         values["fully_async/version"] = progress.version.number
         self._hub.metrics(progress.step, values)
+        self._newest |= values
         self._summary |= {
             "steps": progress.step,
             "duration_s": self._window_s - self._began_s,
@@ -159,12 +171,16 @@ class Monitor:
     async def _validate(self, step: int) -> dict[str, float]:
         values = await self._watched.rollouter.validate()
         self._hub.metrics(step, values)
+        self._newest |= values
         return values
 
     async def _answer(self, name: str, drain: Awaitable[Batch]) -> Batch:
+        """What the actor recorded: nothing, if it died, which is for its supervisor; one that hangs is ended."""
+        limit_s = self._config.supervision.answer_s
         try:
-            return await asyncio.wait_for(drain, DRAIN_DEADLINE_S)
+            return await asyncio.wait_for(drain, limit_s)
         except TimeoutError:
-            raise ActorHangs(
-                f"{name} has not answered for {DRAIN_DEADLINE_S:g} s; its process is stopped or stuck"
-            ) from None
+            await self._watched.end(name, f"has not answered for {limit_s:g} s: its process is stopped or stuck")
+        except ActorDied:
+            pass
+        return Batch(name)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import xxhash
 
 from asyncrl.config.checks import Derived, check, local_memory_bytes
 from asyncrl.config.load import ConfigError
@@ -16,6 +19,7 @@ from asyncrl.models.config import CheckpointError, DecoderConfig
 from asyncrl.param_sync.manifest import DTYPE_BYTES
 from asyncrl.rollouter.agent_loops.base import load_object
 from asyncrl.rollouter.tokenizer import PromptTokenizer
+from asyncrl.sample import Prompt
 
 MEMORY_SHARE = 0.8  # of the machine's memory may be KV cache; weights, optimizer and Ray need the rest
 
@@ -24,7 +28,8 @@ MEMORY_SHARE = 0.8  # of the machine's memory may be KV cache; weights, optimize
 class Preflight:
     """What was found: the derived figures of the config, and those of model and data.
 
-    ``context_tokens``: prompt and response at most; ``max_prompt_tokens``: what that leaves for the prompt."""
+    ``context_tokens``: prompt and response at most; ``max_prompt_tokens``: what that leaves for the prompt.
+    ``prompts_fingerprint``: equal for equal training prompts in equal order."""
 
     derived: Derived
     model: DecoderConfig
@@ -33,6 +38,7 @@ class Preflight:
     max_prompt_tokens: int
     train_prompts: int
     validation_prompts: int
+    prompts_fingerprint: str
 
 
 def preflight(config: Config, cpus: int | None) -> Preflight:
@@ -48,9 +54,13 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
         problems.append(f"model.path: {e}")
     problems += _reference_problems(config.algorithm.reference_path, model)
     counts = dict.fromkeys(("train_files", "validation_files"), 0)
+    fingerprint = ""
     for key in counts:
         try:
-            counts[key] = len(load_prompts(getattr(config.data, key), config.data)) if getattr(config.data, key) else 0
+            prompts = load_prompts(getattr(config.data, key), config.data) if getattr(config.data, key) else []
+            counts[key] = len(prompts)
+            if key == "train_files":
+                fingerprint = prompts_fingerprint(prompts)
         except DataError as e:
             problems.append(f"data.{key}: {e}")
     for key, path in (("reward.function", config.reward.function), ("rollout.agent_loop", config.rollout.agent_loop)):
@@ -90,7 +100,15 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
         max_prompt_tokens=config.data.max_prompt_tokens or room,
         train_prompts=counts["train_files"],
         validation_prompts=counts["validation_files"],
+        prompts_fingerprint=fingerprint,
     )
+
+
+def prompts_fingerprint(prompts: Sequence[Prompt]) -> str:
+    digest = xxhash.xxh3_64()
+    for prompt in prompts:
+        digest.update(json.dumps([prompt.prompt_id, prompt.text, prompt.messages, prompt.answer]).encode())
+    return f"{len(prompts)} prompts, {digest.hexdigest()}"
 
 
 def kv_cache_bytes(model: DecoderConfig, slots: int, context_tokens: int, dtype: str) -> int:

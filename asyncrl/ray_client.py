@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import ray
 from ray.exceptions import RayActorError, RayTaskError
+
+
+class Watched:
+    """What every actor of a run offers to those who watch it."""
+
+    async def alive(self) -> None:
+        """Never returns: whoever awaits it hears of the actor's death at once."""
+        await asyncio.Event().wait()
+
+    async def where(self) -> tuple[str, int]:
+        """The id of the node, and the process id on it."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
 
 
 class ActorClient:
@@ -25,6 +40,37 @@ class ActorClient:
                 raise raised_there(e) from None
             except RayActorError:
                 raise ActorDied(self.name) from None
+
+        return call
+
+
+class RestartableClient(ActorClient):
+    """The same for an actor that may be started again: a call that died with it is made on the one in its place, as
+    soon as `replace` names it. For calls that may be repeated; ``client.once.method()`` raises ActorDied instead."""
+
+    def __init__(self, handle: Any, name: str) -> None:
+        super().__init__(handle, name)
+        self._replaced = asyncio.Event()
+
+    @property
+    def once(self) -> ActorClient:
+        return ActorClient(self.handle, self.name)
+
+    def replace(self, handle: Any) -> None:
+        self.handle = handle
+        self._replaced.set()
+        self._replaced = asyncio.Event()
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            while True:
+                handle, replaced = self.handle, self._replaced
+                try:
+                    return await getattr(ActorClient(handle, self.name), name)(*args, **kwargs)
+                except ActorDied as died:
+                    if died.name != self.name:
+                        raise
+                await replaced.wait()
 
         return call
 

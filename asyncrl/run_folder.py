@@ -2,23 +2,67 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.load import ConfigError, to_yaml
+from asyncrl.config.load import ConfigError, load_config, to_yaml
+from asyncrl.config.resume import refused_changes
 from asyncrl.config.schema import Config
+from asyncrl.models.config import CheckpointError
+from asyncrl.preflight import Preflight
+from asyncrl.sample_queue.ledger import FILE as LEDGER
+from asyncrl.sample_queue.ledger import LedgerError, read_meta, reading
 from asyncrl.supervision import Ending
-from asyncrl.trainer.loop import PARTIAL
+from asyncrl.trainer.checkpoints import Checkpoint, CheckpointStore
+
+AUTO = "auto"
+CONFIG = "config.yaml"
+LOCK_PATIENCE_S = 30.0  # for the processes of a run that was killed to be gone
 
 
 class RunFolder:
-    """``path`` holds config.yaml, metrics.jsonl, spans.jsonl, trajectories.jsonl, checkpoints/, wandb/, summary.json
-    and report.html."""
+    """``path`` holds config.yaml, metrics.jsonl, spans.jsonl, trajectories.jsonl, ledger.sqlite, spool/, checkpoints/,
+    wandb/, summary.json and report.html. ``checkpoint`` is the one to go on from, verified; None: from the start.
+    ``resumed``: a run was here before. Locked against other runs for as long as the process lives."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, config: Config, resumed: bool = False) -> None:
         self.path = path
+        self.resumed = resumed
+        self.checkpoint: Checkpoint | None = None
+        self.checkpoints = CheckpointStore(path / "checkpoints", config.checkpoint)
+        self._lock = _locked(path, LOCK_PATIENCE_S if resumed else 0.0)
+
+    @classmethod
+    def open(cls, config: Config, resume: str | None, found: Preflight) -> RunFolder:
+        """A new folder (see `create`), or with ``resume`` that of a run to go on: ``auto`` is the newest checkpoint in
+        ``config.run_dir``, or a new run if nothing is there; else the path of a checkpoint.
+
+        What a resumed run ``found`` must fit what it has. Waits for the processes of a run that was killed to end.
+
+        Raises ConfigError."""
+        if resume is None:
+            return cls.create(config)
+        if resume != AUTO and not (Path(resume) / "cut.json").is_file():
+            raise ConfigError([f"--resume: expected {AUTO} or the folder of a checkpoint, found {resume}"])
+        path = Path(config.run_dir) if resume == AUTO else Path(resume).resolve().parent.parent
+        if not (path / CONFIG).is_file():
+            return cls.create(config)
+        if problems := refused_changes(load_config(path / CONFIG), config):
+            raise ConfigError(problems)
+        folder = cls(path.resolve(), config, resumed=True)
+        try:
+            folder._check_prompts(found.prompts_fingerprint)
+            folder._find_checkpoint(None if resume == AUTO else Path(resume).resolve())
+        except (CheckpointError, LedgerError) as e:
+            raise ConfigError([f"--resume: {e}"]) from None
+        folder._write_config(config)
+        return folder
 
     @classmethod
     def create(cls, config: Config) -> RunFolder:
@@ -32,10 +76,11 @@ class RunFolder:
                 number += 1
                 path = wanted.with_name(f"{wanted.name}-{number}")
             path.mkdir(parents=True, exist_ok=True)
-            (path / "config.yaml").write_text(to_yaml(config))
+            folder = cls(path.resolve(), config)
+            (path / CONFIG).write_text(to_yaml(config))
         except OSError as e:
             raise ConfigError([f"run_dir: {path} cannot be written ({e.strerror})"]) from None
-        return cls(path.resolve())
+        return folder
 
     def finish(self, ending: Ending, figures: Mapping[str, Any], report: bool) -> None:
         """Write summary.json, then the report, and say where everything is."""
@@ -45,7 +90,60 @@ class RunFolder:
             from asyncrl.reporting.report import write_report
 
             print(f"report:      {write_report(self.path)}")
-        whole = [p for p in (self.path / "checkpoints").glob("*") if p.suffix != PARTIAL]
-        if checkpoints := sorted(whole, key=lambda p: p.stat().st_mtime):
-            print(f"checkpoint:  {checkpoints[-1]}")
+        if newest := self.checkpoints.newest():
+            print(f"checkpoint:  {newest.path}")
         print(f"run folder:  {self.path}", flush=True)
+
+    def _check_prompts(self, fingerprint: str) -> None:
+        """Raises ConfigError if the prompts are not those that the run has issued: the order could not go on."""
+        if not (self.path / LEDGER).is_file():
+            return  # it was killed before it began
+        with reading(self.path / LEDGER) as db:
+            before = read_meta(db).get("prompts", fingerprint)
+        if before != fingerprint:
+            raise ConfigError([f"data.train_files: the run to resume has {before}; found {fingerprint}"])
+
+    def _find_checkpoint(self, wanted: Path | None) -> None:
+        """Set `checkpoint`; later ones than a wanted one are set aside, for they are of another future."""
+        self.checkpoints.sweep()
+        found = self.checkpoints.all()
+        if wanted is None:
+            self.checkpoint = self.checkpoints.open(found[-1].path) if found else None
+            return
+        self.checkpoint = self.checkpoints.open(wanted)
+        with reading(self.path / LEDGER) as db:
+            covered = int(read_meta(db).get("covered_step", 0))
+        if self.checkpoint.cut.step < covered:
+            raise CheckpointError(
+                f"{wanted} is of step {self.checkpoint.cut.step}, but the groups trained up to step {covered} are kept "
+                "no longer; resume from a later checkpoint, or start a new run from its weights"
+            )
+        for other in found:
+            if other.taken > self.checkpoint.taken:
+                other.path.rename(other.path.with_name(f"abandoned_{other.path.name}_{time.time_ns()}"))
+
+    def _write_config(self, config: Config) -> None:
+        """The config as it is now; what it was before is kept beside it."""
+        text, path = to_yaml(config), self.path / CONFIG
+        if path.read_text() != text:
+            number = len(list(self.path.glob("config.*.yaml"))) + 1
+            path.rename(self.path / f"config.{number}.yaml")
+            path.write_text(text)
+
+
+def _locked(path: Path, patience_s: float) -> int:
+    """Lock a folder for this process. Raises ConfigError if another one has it, and keeps it."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+                raise ConfigError(
+                    [f"run_dir: {path} is in use by a run that goes on; end it first, or choose another run_dir"]
+                ) from None
+            time.sleep(0.2)

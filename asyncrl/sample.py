@@ -101,10 +101,61 @@ class Sample:
     extras: dict[str, np.ndarray] = field(default_factory=dict)
 
 
-_MAGIC = b"ARLG"
+Buffer = bytes | bytearray | memoryview | np.ndarray
+
 _FORMAT = 1
 _ALIGN = 64
 _PREFIX = struct.Struct("<4sIQ")  # magic, format, header bytes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One flat buffer of named columns: a small JSON header, then every column aligned to 64 bytes.
+
+    ``what`` names the kind of thing in errors, ``magic`` (4 bytes) in the buffer; its ``meta`` has a ``uid``."""
+
+    what: str
+    magic: bytes
+
+    def to_bytes(self, meta: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> bytes:
+        table, chunks, at = [], [], 0
+        for name, array in columns.items():
+            array = np.ascontiguousarray(array)
+            table.append((name, array.dtype.str, array.shape, at))
+            pad = -array.nbytes % _ALIGN
+            chunks += [array.tobytes(), b"\0" * pad]
+            at += array.nbytes + pad
+        header = json.dumps({"meta": meta, "columns": table}).encode()
+        header += b" " * (-(len(header) + _PREFIX.size) % _ALIGN)
+        return b"".join([_PREFIX.pack(self.magic, _FORMAT, len(header)), header, *chunks])
+
+    def from_buffer(self, data: Buffer) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """(meta, columns) without copying the columns: they are views that keep ``data`` alive.
+
+        Raises ValueError for a buffer that holds something else, is of another format, or is cut short."""
+        view = memoryview(data).cast("B")  # type: ignore[arg-type]
+        if len(view) < _PREFIX.size:
+            raise ValueError(f"not a {self.what}: {len(view)} bytes, a {self.what} has at least {_PREFIX.size}")
+        magic, fmt, header_bytes = _PREFIX.unpack_from(view)
+        if magic != self.magic or fmt != _FORMAT:
+            raise ValueError(f"not a {self.what} of format {_FORMAT}: found magic {magic!r}, format {fmt}")
+        body = _PREFIX.size + header_bytes
+        if len(view) < body:
+            raise ValueError(f"{self.what} cut short in its header: {len(view)} bytes of {body}")
+        header = json.loads(bytes(view[_PREFIX.size : body]))
+        columns: dict[str, np.ndarray] = {}
+        for name, dtype, shape, at in header["columns"]:
+            count = int(np.prod(shape, dtype=np.int64))
+            end = body + at + count * np.dtype(dtype).itemsize
+            if end > len(view):
+                raise ValueError(
+                    f"{self.what} {header['meta']['uid']} cut short in column {name!r}: {len(view)} < {end} bytes"
+                )
+            columns[name] = np.frombuffer(view, dtype=dtype, count=count, offset=body + at).reshape(shape)
+        return header["meta"], columns
+
+
+_GROUP = Layout("group", b"ARLG")
 
 
 @dataclass
@@ -267,47 +318,20 @@ class Group:
         return arrays
 
     def to_bytes(self) -> bytes:
-        table, chunks, at = [], [], 0
-        for name, array in self._arrays().items():
-            array = np.ascontiguousarray(array)
-            table.append((name, array.dtype.str, array.shape, at))
-            pad = -array.nbytes % _ALIGN
-            chunks += [array.tobytes(), b"\0" * pad]
-            at += array.nbytes + pad
         meta = {"uid": self.uid, "prompt_id": self.prompt_id, "epoch": self.epoch, "times": self.times}
-        header = json.dumps({"meta": meta, "columns": table}).encode()
-        header += b" " * (-(len(header) + _PREFIX.size) % _ALIGN)
-        return b"".join([_PREFIX.pack(_MAGIC, _FORMAT, len(header)), header, *chunks])
+        return _GROUP.to_bytes(meta, self._arrays())
 
     @classmethod
-    def from_buffer(cls, data: bytes | bytearray | memoryview | np.ndarray) -> Group:
+    def from_buffer(cls, data: Buffer) -> Group:
         """Read a group without copying its columns: they are views that keep ``data`` alive.
 
         Raises ValueError for a buffer that is not a group, is of another format, or is cut short."""
-        view = memoryview(data).cast("B")  # type: ignore[arg-type]
-        if len(view) < _PREFIX.size:
-            raise ValueError(f"not a group: {len(view)} bytes, a group has at least {_PREFIX.size}")
-        magic, fmt, header_bytes = _PREFIX.unpack_from(view)
-        if magic != _MAGIC or fmt != _FORMAT:
-            raise ValueError(f"not a group of format {_FORMAT}: found magic {magic!r}, format {fmt}")
-        body = _PREFIX.size + header_bytes
-        if len(view) < body:
-            raise ValueError(f"group cut short in its header: {len(view)} bytes of {body}")
-        header = json.loads(bytes(view[_PREFIX.size : body]))
-        arrays: dict[str, np.ndarray] = {}
-        for name, dtype, shape, at in header["columns"]:
-            count = int(np.prod(shape, dtype=np.int64))
-            end = body + at + count * np.dtype(dtype).itemsize
-            if end > len(view):
-                raise ValueError(
-                    f"group {header['meta']['uid']} cut short in column {name!r}: {len(view)} < {end} bytes"
-                )
-            arrays[name] = np.frombuffer(view, dtype=dtype, count=count, offset=body + at).reshape(shape)
+        meta, arrays = _GROUP.from_buffer(data)
         columns = {name: arrays.pop(name) for name in cls._COLUMNS}
         metrics = {k.split("/", 1)[1]: v for k, v in arrays.items() if k.startswith("metrics/")}
         names = [k.split("/")[1] for k in arrays if k.startswith("extras/") and k.endswith("/values")]
         extras = {k: (arrays[f"extras/{k}/values"], arrays[f"extras/{k}/offsets"]) for k in names}
-        fields: dict[str, Any] = header["meta"] | columns
+        fields: dict[str, Any] = meta | columns
         return cls(**fields, metrics=metrics, extras=extras)
 
 

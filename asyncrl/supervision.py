@@ -6,14 +6,14 @@ import asyncio
 import signal
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from asyncrl.ray_client import first_leaf
+from asyncrl.tasks import cancelled
 
 EXIT_FAILED = 1
-UNWINDING_S = 2.0  # for tasks to end once they are cancelled; what hangs longer ends with the actors it waits for
 
 
 class Interrupted(Exception):
@@ -127,16 +127,6 @@ async def together(main: Coroutine[Any, Any, Any], beside: Sequence[Awaitable[An
         return task.result()
     finally:
         await cancelled(pending)
-
-
-async def cancelled(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel and wait until they are, but not for ever; what they raise on their way is no news any more."""
-    tasks = [t for t in tasks if not t.done()]
-    for task in tasks:
-        task.cancel()
-        task.add_done_callback(lambda t: t.cancelled() or t.exception())
-    if tasks:
-        await asyncio.wait(tasks, timeout=UNWINDING_S)
 
 
 def remote_traceback(error: BaseException | None) -> str | None:

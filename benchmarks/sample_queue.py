@@ -1,16 +1,20 @@
-"""What the sample queue costs: `python -m benchmarks.sample_queue`. Ends with one line of JSON.
+"""What the sample queue costs and how fast it is: `python -m benchmarks.sample_queue`. Ends with one line of JSON.
 
-- ``speedup_over_per_call``: groups per second from the samples in the producer's hands to the arrays in the consumer's,
-  through the Ray actor with everything durable, over those of a queue actor that moves one pickled sample per call and
-  keeps nothing on disk, as other trainers have it. Both have a producer and a consumer in processes of their own, the
-  same samples, and at most as many of them in flight; ours goes through the whole life of a group as in a run
-  (issue, put, lease, trained, publish, and covered now and then), and the other keeps many calls under way on each
-  side. They take turns; medians of all windows. A third row moves a whole pickled group per call, also without a disk.
-- ``latency_p99_ms``: the same queue at a quarter of its full load, groups that arrive at random. From a group's arrival
-  to the acknowledgement that it is durable, and to the moment when the consumer can read it; the larger of both.
-- ``ledger_cpu_share``: CPU seconds that the queue's process takes in a quickstart run, from the opening of the ledger to
-  the end, over those of all processes of the run. An upper bound for spool, ledger and leases: Ray's part of that
-  process is in it too.
+- ``speedup_over_per_call``: groups per second from samples in the producer's hands to arrays in the consumer's, through
+  the Ray actor with everything on disk, over those of an actor that moves one pickled sample per call and keeps nothing
+  on disk, as other trainers have it. Producer and consumer are processes of their own; samples, and how many of them
+  may be in flight, are the same. Ours takes every group through its whole life (issue, put, lease, trained, publish;
+  covered now and then), with one call under way for each of these, as in a run; the other keeps many calls under way at
+  both ends. The sides take turns; the median of the windows' ratios. ``…_group_call`` compares with a pickled
+  group per call.
+- ``latency_p99_ms``: at a quarter of full load, groups arriving at random. The larger of two: from a group's arrival at
+  the producer until it is acknowledged, that is durable; from the arrival of a batch's last group until the consumer
+  can read the batch. How long a batch takes to fill is not the queue's doing; the table tells that latency as well.
+  Each the median of the windows' percentiles.
+- ``ledger_cpu_share``: CPU seconds of spool, ledger and leases over those of all processes of a quickstart run, Ray's
+  too. They live in two threads of the queue's process, the writer of the journal and the loop that serves the calls;
+  counted are its two busiest threads since the ledger was opened, which cannot be less. ``queue_process_cpu_share``:
+  that whole process instead, with its start and Ray's part in it.
 """
 
 from __future__ import annotations
@@ -19,23 +23,21 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
-import shutil
 import statistics
-import sys
 import tempfile
-import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import ray
 from ray import cloudpickle
 
+from asyncrl.cluster import CALLS_AT_ONCE, OBJECT_STORE_BYTES
 from asyncrl.ray_client import ActorClient
 from asyncrl.rollouter.outbox import Outbox
 from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
@@ -44,26 +46,27 @@ from asyncrl.sample_queue.core import Ticket
 from asyncrl.telemetry.recorder import now_s
 from asyncrl.trainer.actors import QueueOfRay
 from benchmarks import quickstart
+from benchmarks.cpu_seconds import CpuSeconds
 
 SAMPLES, TOKENS, PROMPT_TOKENS = 8, 512, 128
-GROUPS_PER_STEP, THRESHOLD = 32, 2  # as in configs/quickstart.yaml
-IN_FLIGHT = (1 + THRESHOLD) * GROUPS_PER_STEP
-COVERED_EVERY = 16  # steps
-CALLS_AT_ONCE = 1000  # of one actor, as in asyncrl.cluster
+GROUPS_PER_STEP, STALENESS_THRESHOLD = 32, 2  # as in configs/quickstart.yaml
+GROUPS_IN_FLIGHT = (1 + STALENESS_THRESHOLD) * GROUPS_PER_STEP
+COVERED_EVERY_STEPS = 16
+CALLS_UNDER_WAY = 64  # at each end of the queue with one object per call; neither 16 nor 256 makes it faster
 
 
 def samples_of_a_group() -> tuple[np.ndarray, list[Sample]]:
-    """A prompt and the samples that answer it, the second half of each sampled under a newer version."""
+    """A prompt and the samples that answer it; each spans two versions."""
     rng = np.random.default_rng(0)
     spans = [VersionSpan(0, PolicyVersion(0, 0)), VersionSpan(TOKENS // 2, PolicyVersion(0, 1))]
     samples = [
         Sample(
             index,
-            rng.integers(0, 150_000, TOKENS).astype(np.int32),
-            -rng.random(TOKENS, dtype=np.float32),
-            np.ones(TOKENS, np.bool_),
-            spans,
-            FinishReason.STOP,
+            tokens=rng.integers(0, 150_000, TOKENS).astype(np.int32),
+            logprobs=-rng.random(TOKENS, dtype=np.float32),
+            loss_mask=np.ones(TOKENS, np.bool_),
+            spans=spans,
+            finish=FinishReason.STOP,
             reward=float(index % 2),
         )
         for index in range(SAMPLES)
@@ -75,68 +78,74 @@ def samples_of_a_group() -> tuple[np.ndarray, list[Sample]]:
 
 
 def start_sample_queue(run_dir: Path) -> Any:
-    """The actor that a run starts, with a staleness budget of `IN_FLIGHT` groups."""
+    """The actor as a run starts it, admitting `GROUPS_IN_FLIGHT`."""
     actor = SampleQueueActor.options(max_concurrency=CALLS_AT_ONCE, num_cpus=0)  # type: ignore[attr-defined]
-    return actor.remote(run_dir, GROUPS_PER_STEP, (THRESHOLD, 1), 1_000_000_000)
+    return actor.remote(run_dir, GROUPS_PER_STEP, (STALENESS_THRESHOLD, 1), 1_000_000_000)
 
 
 @ray.remote(num_cpus=0)
 class Producer:
-    """The rollouter's side: issues as many groups as it may, and puts whatever is finished with one call."""
+    """The rollouter's side: starts as many groups as it may, puts with one call whatever has gathered."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = ActorClient(queue, "queue")
         self._prompt, self._samples = samples_of_a_group()
-        self._made = 0
+        self._issued = 0
 
-    async def produce(self, groups: int, per_s: float | None) -> list[float]:
-        """``groups`` of them, at random moments ``per_s`` times a second or at once when admitted. Returns the seconds
-        from each one's arrival until it was acknowledged."""
+    async def produce(self, groups: int, per_s: float | None = None) -> list[float]:
+        """Put ``groups``, arriving at random ``per_s`` times a second, or at once when they may start.
+
+        Returns the seconds from the arrival of each until it was acknowledged."""
         acknowledged: list[float] = []
 
-        async def put(finished: list[tuple[bytes, float]]) -> None:
-            await self._queue.put([payload for payload, _ in finished], now_s())
+        async def put(arrivals: list[tuple[float, bytes]]) -> None:
+            await self._queue.put([payload for _, payload in arrivals], now_s())
             at_s = now_s()
-            acknowledged.extend(at_s - arrived_s for _, arrived_s in finished)
+            acknowledged.extend(at_s - arrived_s for arrived_s, _ in arrivals)
 
-        outbox, gaps = Outbox(put), np.random.default_rng(self._made)
-        admitted: asyncio.Queue[str] = asyncio.Queue()
-
-        async def issue() -> None:
-            issued = 0
-            while issued < groups:
-                wanted = min(IN_FLIGHT, groups - issued)
-                tickets = [Ticket(f"0/{self._made + i}", f"{self._made + i}", 0) for i in range(wanted)]
-                count = await self._queue.issue(tickets)
-                for ticket in tickets[:count]:
-                    admitted.put_nowait(ticket.uid)
-                issued += count
-                self._made += count
-
+        started: asyncio.Queue[str] = asyncio.Queue()
+        outbox, gaps, arrived_s = Outbox(put), np.random.default_rng(self._issued), now_s()
         async with asyncio.TaskGroup() as tasks:
             carrier = tasks.create_task(outbox.run())
-            tasks.create_task(issue())
-            due_s = now_s()
+            tasks.create_task(self._issue(groups, started))
             for _ in range(groups):
-                uid = await admitted.get()
-                if per_s:
-                    due_s += gaps.exponential(1 / per_s)
-                    await asyncio.sleep(due_s - now_s())
+                uid = await started.get()
+                if per_s is None:
+                    arrived_s = now_s()
                 else:
-                    due_s = now_s()
-                outbox.add((self._group(uid, due_s), due_s))
+                    arrived_s += gaps.exponential(1 / per_s)
+                    await asyncio.sleep(arrived_s - now_s())
+                outbox.add((arrived_s, self._payload(uid, arrived_s)))
             await outbox.emptied()
             carrier.cancel()
         return acknowledged
 
-    def _group(self, uid: str, arrived_s: float) -> bytes:
+    async def _issue(self, groups: int, started: asyncio.Queue[str]) -> None:
+        end = self._issued + groups
+        while self._issued < end:
+            rows = range(self._issued, min(self._issued + GROUPS_IN_FLIGHT, end))
+            tickets = [Ticket(f"0/{row}", str(row), 0) for row in rows]
+            count = await self._queue.issue(tickets)
+            self._issued += count
+            for ticket in tickets[:count]:
+                started.put_nowait(ticket.uid)
+
+    def _payload(self, uid: str, arrived_s: float) -> bytes:
         times = {"arrived": arrived_s}
         return Group.from_samples(uid, uid, 0, self._prompt, self._samples, times).to_bytes()
 
 
+@dataclass(frozen=True)
+class BatchRead:
+    """When the groups of a batch arrived, and when all of them could be read."""
+
+    arrived_s: list[float]
+    read_s: float
+
+
 @ray.remote(num_cpus=0)
 class Consumer:
-    """The trainer's side: leases a batch, reads it, and publishes a version after each step."""
+    """The trainer's side: leases a batch, reads it, and publishes a version after every step."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = QueueOfRay(queue, "queue")
@@ -145,29 +154,27 @@ class Consumer:
     async def start(self) -> None:
         await self._queue.publish(PolicyVersion(0, 0))
 
-    async def consume(self, groups: int) -> list[float]:
-        """Returns the seconds from each group's arrival until it could be read."""
-        handed_over: list[float] = []
-        while len(handed_over) < groups:
+    async def consume(self, groups: int) -> list[BatchRead]:
+        batches = []
+        for _ in range(groups // GROUPS_PER_STEP):
             self._step += 1
             _, payload = await self._queue.lease(self._step, GROUPS_PER_STEP, now_s())
-            batch = [Group.from_buffer(buffer) for buffer in await payload]
-            at_s = now_s()
-            assert all(len(group.tokens) == len(group.logprobs) == SAMPLES * TOKENS for group in batch)
-            handed_over += [at_s - group.times["arrived"] for group in batch]
+            found = [Group.from_buffer(buffer) for buffer in await payload]
+            batches.append(BatchRead([group.times["arrived"] for group in found], now_s()))
+            assert all(len(group.tokens) == len(group.logprobs) == SAMPLES * TOKENS for group in found)
             await self._queue.trained(self._step)
             await self._queue.publish(PolicyVersion(0, self._step))
-            if self._step % COVERED_EVERY == 0:
+            if self._step % COVERED_EVERY_STEPS == 0:
                 await self._queue.covered(self._step)
-        return handed_over
+        return batches
 
 
 # -- one pickled object per call -----------------------------------------------------------------------------------
 
 
-@ray.remote(num_cpus=0, max_concurrency=4 * CALLS_AT_ONCE)
+@ray.remote(num_cpus=0, max_concurrency=CALLS_AT_ONCE)
 class PerCallQueue:
-    """A bounded queue in memory, one object per call."""
+    """A bounded queue in memory."""
 
     def __init__(self, size: int) -> None:
         self._queue: asyncio.Queue[bytes] = asyncio.Queue(size)
@@ -179,90 +186,238 @@ class PerCallQueue:
         return await self._queue.get()
 
 
-async def keep_under_way(calls: int, count: int, call: Callable[[], Awaitable[None]]) -> None:
-    """``count`` calls in all, up to ``calls`` of them at a time."""
-    left = iter(range(count))
-
-    async def carry() -> None:
-        for _ in left:
-            await call()
-
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(min(calls, count)):
-            tasks.create_task(carry())
-
-
 @ray.remote(num_cpus=0)
 class PerCallEnd:
-    def __init__(self, queue: Any, samples_per_call: int, calls: int) -> None:
-        self._queue, self._calls = queue, calls
+    """Producer or consumer of samples, or of lists of samples: whatever ``samples_per_call`` makes one object."""
+
+    def __init__(self, queue: Any, samples_per_call: int) -> None:
+        self._queue = queue
         prompt, samples = samples_of_a_group()
-        fields = [
+        columns = [
             {
-                "uid": f"0/{s.index}",
+                "uid": str(s.index),
                 "prompt_tokens": prompt,
                 "tokens": s.tokens,
                 "logprobs": s.logprobs,
                 "loss_mask": s.loss_mask,
-                "versions": np.repeat([span.version.number for span in s.spans], TOKENS // len(s.spans)).astype(np.int32),
+                "version_starts": np.array([span.start for span in s.spans], np.int32),
+                "versions": np.array([span.version for span in s.spans], np.int64),
                 "reward": s.reward,
             }
             for s in samples
         ]
-        self._objects: list[Any] = fields if samples_per_call == 1 else [fields]
+        self._objects = [columns[i : i + samples_per_call] for i in range(0, SAMPLES, samples_per_call)]
 
     async def produce(self, groups: int) -> None:
-        objects = iter(self._objects * groups)
+        async def put(samples: list[dict[str, Any]]) -> None:
+            await self._queue.put_sample.remote(cloudpickle.dumps(samples))
 
-        async def put() -> None:
-            await self._queue.put_sample.remote(cloudpickle.dumps(next(objects)))
-
-        await keep_under_way(self._calls, groups * len(self._objects), put)
+        await self._for_each_object(groups, put)
 
     async def consume(self, groups: int) -> None:
-        async def get() -> None:
-            found = cloudpickle.loads(await self._queue.get_sample.remote())
-            for sample in found if isinstance(found, list) else [found]:
-                assert len(sample["tokens"]) == len(sample["logprobs"]) == TOKENS
+        async def get(_: list[dict[str, Any]]) -> None:
+            samples = cloudpickle.loads(await self._queue.get_sample.remote())
+            assert all(len(sample["tokens"]) == len(sample["logprobs"]) == TOKENS for sample in samples)
 
-        await keep_under_way(self._calls, groups * len(self._objects), get)
+        await self._for_each_object(groups, get)
 
-def proc():
-    me=os.getpid()
-    out={}
-    for p in psutil.Process(me).children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            t=p.cpu_times(); out[p.name()[:25]+str(p.pid)]=t.user+t.system
-    t=time.process_time(); out["driver"]=t
-    return out
+    async def _for_each_object(self, groups: int, call: Callable[[list[dict[str, Any]]], Awaitable[None]]) -> None:
+        objects = iter(self._objects * groups)
 
-def main():
-    tmp=tempfile.mkdtemp(prefix="asyncrl-")
-    ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="ERROR", _temp_dir=tmp+"/ray", object_store_memory=512*1024*1024)
-    q=start_sample_queue(Path(tmp)/"run")
-    p=Producer.remote(q); c=Consumer.remote(q)
-    ray.get(c.start.remote())
-    def ours(n, rate=None):
-        s=time.perf_counter()
-        a,b=ray.get([p.produce.remote(n,rate), c.consume.remote(n)])
-        return time.perf_counter()-s,a,b
-    ours(64)
-    for n in (2048,4096,4096):
-        b=proc(); el,_,_=ours(n); a=proc()
-        print("ours",n/el, {k:round(v-b.get(k,0),2) for k,v in a.items() if v-b.get(k,0)>.02}, el)
-    for r in (200,400,600):
-        el,a,b=ours(r*4//32*32,r)
-        print("lat",r,r*4/el,np.percentile(a,[50,99])*1e3,np.percentile(b,[50,99])*1e3)
-    sides={}
-    for spc,calls in ((1,16),(1,64),(1,256),(1,768),(8,96)):
-        pq=PerCallQueue.remote(IN_FLIGHT*SAMPLES//spc)
-        pp=PerCallEnd.remote(pq,spc,calls); pc=PerCallEnd.remote(pq,spc,calls)
-        def go(n):
-            s=time.perf_counter()
-            ray.get([pp.produce.remote(n), pc.consume.remote(n)])
-            return n/(time.perf_counter()-s)
-        go(32)
-        b=proc(); v=[go(256 if spc==1 else 1024) for _ in range(3)]; a=proc()
-        print(spc,calls,v, {k:round(v-b.get(k,0),2) for k,v in a.items() if v-b.get(k,0)>.02})
-    ray.shutdown(); shutil.rmtree(tmp)
-if __name__=="__main__": main()
+        async def carry() -> None:
+            for item in objects:
+                await call(item)
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(CALLS_UNDER_WAY):
+                tasks.create_task(carry())
+
+
+# -- throughput and latency ----------------------------------------------------------------------------------------
+
+Move = Callable[[int], float]  # moves so many groups from end to end, returns the seconds that it took
+
+
+def timed(producer: Any, consumer: Any) -> Move:
+    def move(groups: int) -> float:
+        started_s = time.perf_counter()
+        ray.get([producer.produce.remote(groups), consumer.consume.remote(groups)])
+        return time.perf_counter() - started_s
+
+    return move
+
+
+def per_call(samples_per_call: int) -> Move:
+    in_flight = GROUPS_IN_FLIGHT * SAMPLES // samples_per_call
+    queue = PerCallQueue.remote(in_flight - CALLS_UNDER_WAY)  # type: ignore[attr-defined]
+    producer, consumer = (PerCallEnd.remote(queue, samples_per_call) for _ in range(2))  # type: ignore[attr-defined]
+    return timed(producer, consumer)
+
+
+def whole_steps(groups: float) -> int:
+    return math.ceil(groups / GROUPS_PER_STEP) * GROUPS_PER_STEP
+
+
+def rates(sides: Mapping[str, Move], windows: int, window_s: float) -> dict[str, list[float]]:
+    """Groups per second of every side in each of ``windows``, taking turns, after one to warm up."""
+    groups = {}
+    for name, move in sides.items():
+        move(GROUPS_PER_STEP)
+        groups[name] = whole_steps(window_s * 4 * GROUPS_PER_STEP / move(4 * GROUPS_PER_STEP))
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(windows):
+        for name, move in sides.items():
+            found[name].append(groups[name] / move(groups[name]))
+    return found
+
+
+def latencies_ms(producer: Any, consumer: Any, per_s: float, windows: int, window_s: float) -> dict[str, np.ndarray]:
+    """Of all that arrives in a window, 50th and 99th percentile and the most: [3], medians over ``windows``."""
+    groups = whole_steps(per_s * window_s)
+    found: dict[str, list[np.ndarray]] = {"durable": [], "readable": [], "readable_with_fill": []}
+    for _ in range(windows):
+        acknowledged, batches = ray.get([producer.produce.remote(groups, per_s), consumer.consume.remote(groups)])
+        seconds = {
+            "durable": acknowledged,
+            "readable": [batch.read_s - max(batch.arrived_s) for batch in batches],
+            "readable_with_fill": [batch.read_s - arrived_s for batch in batches for arrived_s in batch.arrived_s],
+        }
+        for name, values in seconds.items():
+            found[name].append(np.percentile(values, [50, 99, 100]) * 1e3)
+    return {name: np.median(values, axis=0) for name, values in found.items()}
+
+
+@contextlib.contextmanager
+def ray_cluster() -> Iterator[None]:
+    """A cluster of this process's own."""
+    with tempfile.TemporaryDirectory(prefix="asyncrl-ray-", ignore_cleanup_errors=True) as folder:
+        ray.init(
+            address="local",
+            num_cpus=1,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            logging_level="ERROR",
+            _temp_dir=folder,
+        )
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def sync_ms(folder: Path) -> float:
+    """What making one MiB durable takes on the disk of ``folder``: if nothing, the figures say nothing of a disk."""
+    times_s = []
+    with (folder / "probe").open("wb", buffering=0) as file:
+        for _ in range(20):
+            file.write(bytes(1 << 20))
+            started_s = time.perf_counter()
+            os.fdatasync(file.fileno())
+            times_s.append(time.perf_counter() - started_s)
+    return statistics.median(times_s) * 1e3
+
+
+# -- the share of a run --------------------------------------------------------------------------------------------
+
+QUEUE_PROCESS = "ray::SampleQueueActor"
+QUEUE_THREADS = 2  # the loop that serves its calls, and the journal's writer
+
+
+def quickstart_cpu(steps: int, checkpoint: Path, data: Path) -> tuple[CpuSeconds, float]:
+    """A quickstart of ``steps``: what its processes took, and what the journal's writer says that it took.
+
+    Raises SystemExit if the queue's process was not found, or the run failed."""
+    quickstart.ensure_inputs(checkpoint, data)
+    # little validation: it costs the queue nothing and comes only twice, whatever the number of steps
+    overrides = [f"trainer.total_steps={steps}", "validation.max_prompts=64"]
+    with tempfile.TemporaryDirectory(prefix="asyncrl-") as name:
+        folder = Path(name)
+        ledger = folder / "seed-0" / "ledger.sqlite"
+        with CpuSeconds(QUEUE_PROCESS, since=ledger) as cpu:
+            summary = quickstart.run(0, checkpoint, data, folder, overrides)
+    if math.isnan(cpu.threads_s(QUEUE_THREADS)):
+        raise SystemExit(f"expected a process named {QUEUE_PROCESS} that opens {ledger}, found none")
+    return cpu, summary["perf/ledger_cpu_s"]
+
+
+# -- the report ----------------------------------------------------------------------------------------------------
+
+
+def measure_queue(windows: int, window_s: float, latency_window_s: float) -> dict[str, float]:
+    """Throughput and latency, with their tables. Returns figures under their public names."""
+    with tempfile.TemporaryDirectory(prefix="asyncrl-") as folder, ray_cluster():
+        disk_ms = sync_ms(Path(folder))
+        queue = start_sample_queue(Path(folder) / "run")
+        producer, consumer = Producer.remote(queue), Consumer.remote(queue)  # type: ignore[attr-defined]
+        ray.get(consumer.start.remote())
+        sides = {
+            "the sample queue, durable": timed(producer, consumer),
+            "one pickled sample per call, in memory": per_call(1),
+            "one pickled group per call, in memory": per_call(SAMPLES),
+        }
+        found = rates(sides, windows, window_s)
+        ours, per_sample, per_group = found.values()
+        full_load = statistics.median(ours)
+        print(
+            f"{os.cpu_count()} cores; groups of {SAMPLES} samples of {TOKENS} tokens, {GROUPS_IN_FLIGHT} in flight\n"
+            f"medians of {windows} windows of {window_s:g} s; fdatasync of 1 MiB: {disk_ms:.2f} ms\n"
+        )
+        print(f"{'':54}{'groups/s':>10}{'samples/s':>11}{'from':>10}{'to':>8}")
+        for name, values in found.items():
+            median = statistics.median(values)
+            print(f"{name:54}{median:10.0f}{median * SAMPLES:11.0f}{min(values):10.0f}{max(values):8.0f}")
+        latencies = latencies_ms(producer, consumer, full_load / 4, windows, latency_window_s)
+    rows = {
+        "arrival of a group until it is durable": "durable",
+        "arrival of a batch's last group until it can be read": "readable",
+        "arrival of a group until its batch can be read": "readable_with_fill",
+    }
+    load = f"at {full_load / 4:.0f} groups/s, batches of {GROUPS_PER_STEP}"
+    print(f"\n{load:54}{'p50 ms':>10}{'p99 ms':>11}{'max ms':>10}")
+    for name, key in rows.items():
+        p50, p99, most = latencies[key]
+        print(f"{name:54}{p50:10.1f}{p99:11.1f}{most:10.1f}", flush=True)
+    p99_ms = {key: float(latencies[key][1]) for key in ("durable", "readable")}
+    return {
+        "speedup_over_per_call": statistics.median(a / b for a, b in zip(ours, per_sample)),
+        "latency_p99_ms": max(p99_ms.values()),
+        "speedup_over_per_group_call": statistics.median(a / b for a, b in zip(ours, per_group)),
+        "groups_per_s": full_load,
+        "durable_p99_ms": p99_ms["durable"],
+        "readable_p99_ms": p99_ms["readable"],
+    }
+
+
+def measure_cpu(steps: int, checkpoint: Path, data: Path) -> dict[str, float]:
+    """CPU seconds of a quickstart, with their table. Returns figures under their public names."""
+    cpu, journal_s = quickstart_cpu(steps, checkpoint, data)
+    ledger_s = cpu.threads_s(QUEUE_THREADS)
+    rows = {
+        "all processes": cpu.all_s,
+        "spool, ledger and leases, at most": ledger_s,
+        "of these the journal's writer": journal_s,
+        "the queue's process, its start and Ray's part included": cpu.process_s,
+    }
+    print(f"\n{f'a quickstart of {steps} steps':54}{'CPU s':>10}{'share':>11}")
+    for name, seconds in rows.items():
+        print(f"{name:54}{seconds:10.2f}{seconds / cpu.all_s:11.2%}")
+    return {"ledger_cpu_share": ledger_s / cpu.all_s, "queue_process_cpu_share": cpu.process_s / cpu.all_s}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--windows", type=int, default=7)
+    parser.add_argument("--window-s", type=float, default=3.0)
+    parser.add_argument("--latency-window-s", type=float, default=5.0)
+    parser.add_argument("--steps", type=int, default=24, help="of the quickstart; 0: without it")
+    parser.add_argument("--checkpoint", type=Path, default=quickstart.ROOT / "checkpoints/arith-mimo")
+    parser.add_argument("--data", type=Path, default=quickstart.ROOT / "data/arithmetic")
+    args = parser.parse_args(arguments)
+    figures = measure_queue(args.windows, args.window_s, args.latency_window_s)
+    if args.steps:
+        figures |= measure_cpu(args.steps, args.checkpoint, args.data)
+    print("\n" + json.dumps({name: float(f"{value:.4g}") for name, value in figures.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,67 +1,25 @@
 """The rollout loop with a real queue and a real engine: groups, drops and refills, drops by reason, validation."""
 
 import asyncio
-from collections import Counter
 from dataclasses import replace
-from fractions import Fraction
 
 import numpy as np
 import pytest
 
 from asyncrl.config.checks import derive
 from asyncrl.config.load import load_config
-from asyncrl.data.order import PromptOrder
-from asyncrl.data.prompts import load_prompts
 from asyncrl.rollouter.agent_loops.single_turn import SingleTurn
 from asyncrl.rollouter.engine import SamplingParams
-from asyncrl.rollouter.engines.native.engine import NativeEngine
-from asyncrl.rollouter.loop import NothingToTrain, RolloutLoop, random_key, truncations
-from asyncrl.rollouter.rewards.pool import RewardResult
-from asyncrl.rollouter.router import Router
-from asyncrl.rollouter.tokenizer import PromptTokenizer
-from asyncrl.sample import FinishReason, Group, PolicyVersion, VersionSpan
-from asyncrl.sample_queue.admission import Admission
-from asyncrl.sample_queue.core import SampleQueue
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.rollouter.loop import NothingToTrain, truncations
+from asyncrl.rollouter.samples import random_key
+from asyncrl.sample import FinishReason, PolicyVersion, VersionSpan
+from tests.support.rollout import System, broken, fine
 from tests.support.tiny import MAX_RESPONSE, make_inputs, overrides
-from tests.support.unrecorded import Unrecorded
-
-
-class ScriptedRewards:
-    """Rewards by a function of (prompt, number of the sample in its group), in place of worker processes."""
-
-    def __init__(self, judge) -> None:
-        self._judge = judge
-        self.calls: list[list[str]] = []  # prompts of each call
-
-    async def score(self, items):
-        self.calls.append([prompt.uid for prompt, _ in items])
-        return [self._judge(prompt, i) for i, (prompt, _) in enumerate(items)]
-
-
-def fine(reward: float) -> RewardResult:
-    return RewardResult(reward=reward, metrics={"accuracy": reward}, error=None, message="")
-
-
-def broken(kind: str) -> RewardResult:
-    return RewardResult(reward=float("nan"), metrics={}, error=kind, message="why")
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     return make_inputs(tmp_path_factory.mktemp("inputs"))
-
-
-class CountingTokenizer(PromptTokenizer):
-    """The real one, with a tally of the prompts it has encoded."""
-
-    def __init__(self, checkpoint) -> None:
-        super().__init__(checkpoint)
-        self.encoded: Counter[str] = Counter()
-
-    def encode(self, prompt):
-        self.encoded[prompt.uid] += 1
-        return super().encode(prompt)
 
 
 class Reshaped(SingleTurn):
@@ -81,43 +39,6 @@ class FirstOneUntrained(Reshaped):
 
 class FirstOneCutBySync(Reshaped):
     change = staticmethod(lambda s: s if s.index else replace(s, spans=[*s.spans, VersionSpan(1, PolicyVersion(0, 1))]))
-
-
-class System:
-    """Everything of the rollouter's pool in one process."""
-
-    def __init__(self, inputs, judge, *more, max_prompt_tokens=40, total=100, agent_loop=SingleTurn) -> None:
-        self.config = load_config(None, [*overrides(inputs, inputs / "run"), *more])
-        self.engine = NativeEngine(self.config.model.path, self.config.rollout.engine)
-        derived = derive(self.config)
-        threshold = Fraction(str(self.config.async_training.staleness_threshold))
-        self.queue = SampleQueue(Admission(derived.groups_per_version, threshold, total), Unrecorded())
-        self.tokenizer = tokenizer = CountingTokenizer(self.config.model.path)
-        self.rewards = ScriptedRewards(judge)
-        self.recorder = Recorder("rollouter")
-        self.prompts = load_prompts(self.config.data.train_files, self.config.data)
-        self.router = Router({"replica": self.engine})
-        order = PromptOrder(self.prompts, seed=0, epochs=self.config.data.epochs)
-        self.loop = RolloutLoop(
-            self.config, derived, tokenizer, agent_loop(tokenizer, MAX_RESPONSE), order, max_prompt_tokens, self.router,
-            self.rewards, self.queue, self.recorder,
-        )  # fmt: skip
-
-    async def __aenter__(self):
-        await self.engine.resume(PolicyVersion(0, 0))
-        self.tasks = [asyncio.create_task(self.router.run()), asyncio.create_task(self.loop.run())]
-        await self.queue.publish(PolicyVersion(0, 0))
-        return self
-
-    async def __aexit__(self, *_):
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.wait(self.tasks)
-        await self.engine.close()
-
-    async def groups(self, count: int) -> list[Group]:
-        _, buffers = await asyncio.wait_for(self.queue.lease(1, count, 0.0), 60)
-        return [Group.from_buffer(b) for b in buffers]
 
 
 async def test_groups_hold_all_samples_with_rewards_versions_and_logprobs(inputs):
@@ -252,8 +173,9 @@ async def test_when_the_prompts_end_everything_finished_is_delivered(inputs):
 
 async def test_validation_answers_every_prompt_and_reports_means(inputs):
     async with System(inputs, lambda p, i: fine(float(i % 2)), "validation.samples=2") as system:
-        values = await asyncio.wait_for(system.loop.validate(system.prompts[:5]), 60)
+        values = await asyncio.wait_for(system.validation.run(system.prompts[:5]), 60)
         assert values["validation/samples"] == 10
+        assert (values["validation/lineage"], values["validation/version"]) == (0, 0)
         ours = [call for call in system.rewards.calls if len(call) == 2]  # training groups have four samples
         assert sorted(ours) == sorted([p.uid] * 2 for p in system.prompts[:5])  # one group at a time, as its timeout is
         assert values["validation/accuracy"] == values["validation/reward"] == pytest.approx(0.5)

@@ -1,79 +1,42 @@
-"""The router against scripted replicas: balance, groups kept together, samples that survive syncs and evictions."""
+"""The router against scripted replicas: balance, groups kept together, samples that survive syncs and deaths."""
 
 import asyncio
 
 import numpy as np
 import pytest
 
-from asyncrl.rollouter.agent_loops.base import GenerationFailed
-from asyncrl.rollouter.engine import EventBatch, Request, SamplingParams
+from asyncrl.rollouter.agent_loops.base import Completion, GenerationFailed, SampleRestarts
+from asyncrl.rollouter.engine import Request, SamplingParams
+from asyncrl.rollouter.partial import Drawn
 from asyncrl.rollouter.router import Router
 from asyncrl.sample import FinishReason, PolicyVersion
-
-
-class Scripted:
-    """A replica that does what the test says: it keeps what was submitted, and reports what the test puts."""
-
-    def __init__(self) -> None:
-        self.requests: dict[str, Request] = {}
-        self.submits: list[int] = []
-        self.aborted: list[str] = []
-        self._events: asyncio.Queue[EventBatch | Exception] = asyncio.Queue()
-        self.version = PolicyVersion(0, 0)
-
-    async def submit(self, requests):
-        self.submits.append(len(requests))
-        self.requests |= {r.id: r for r in requests}
-
-    async def abort(self, ids):
-        self.aborted += ids
-
-    async def events(self):
-        event = await self._events.get()
-        if isinstance(event, Exception):
-            raise event
-        return event
-
-    def say(self, id: str, tokens: list[int], finish: FinishReason | None = None, error: str = "") -> None:
-        n = len(tokens)
-        self._events.put_nowait(
-            EventBatch(
-                [id],
-                np.array([0, n]),
-                np.array(tokens, np.int32),
-                -np.ones(n, np.float32),
-                [self.version],
-                [finish],
-                [False],
-                {id: error} if error else {},
-            )
-        )
-
-    def die(self, error: Exception) -> None:
-        self._events.put_nowait(error)
+from tests.support.scripted import Death, Scripted, is_death, settle
 
 
 def request(id: str, group: str = "g", max_new: int = 10) -> Request:
     return Request(id, group, np.array([1, 2], np.int32), 2, 7, 0, max_new, SamplingParams())
 
 
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
+async def complete(
+    router: Router, request: Request, drawn: Drawn | None = None, one_version: bool = False
+) -> Completion:
+    drawn = drawn or Drawn()
+    return drawn.completion(await router.generate(request, drawn, one_version))
 
 
 @pytest.fixture
 async def two():
     replicas = {"a": Scripted(), "b": Scripted()}
-    router = Router(replicas)
+    router = Router(replicas, is_death)
     running = asyncio.create_task(router.run())
     yield router, replicas["a"], replicas["b"], running
     running.cancel()
+    await asyncio.wait([running])
 
 
 async def test_a_group_stays_on_one_replica_and_goes_out_in_one_call(two):
     router, a, b, _ = two
-    tasks = [asyncio.create_task(router.generate(request(f"g/{i}"))) for i in range(4)]
+    tasks = [asyncio.create_task(complete(router, request(f"g/{i}"))) for i in range(4)]
     await settle()
     assert (a.submits, b.submits) == ([4], [])
     for i in range(4):
@@ -84,7 +47,7 @@ async def test_a_group_stays_on_one_replica_and_goes_out_in_one_call(two):
 async def test_groups_go_where_fewest_tokens_are_outstanding(two):
     router, a, b, _ = two
     tasks = [
-        asyncio.create_task(router.generate(request(f"{g}/0", g, n))) for g, n in (("x", 100), ("y", 10), ("z", 10))
+        asyncio.create_task(complete(router, request(f"{g}/0", g, n))) for g, n in (("x", 100), ("y", 10), ("z", 10))
     ]
     await settle()
     assert set(a.requests) == {"x/0#0"}
@@ -101,7 +64,7 @@ async def test_groups_go_where_fewest_tokens_are_outstanding(two):
 
 async def test_a_sample_cut_by_a_sync_continues_under_the_new_version(two):
     router, a, _, _ = two
-    task = asyncio.create_task(router.generate(request("g/0")))
+    task = asyncio.create_task(complete(router, request("g/0")))
     await settle()
     a.say("g/0#0", [11, 12, 13])
     a.say("g/0#0", [], FinishReason.ABORT)
@@ -118,7 +81,7 @@ async def test_a_sample_cut_by_a_sync_continues_under_the_new_version(two):
 
 async def test_a_sample_of_an_evicted_replica_continues_elsewhere(two):
     router, a, b, _ = two
-    task = asyncio.create_task(router.generate(request("g/0")))
+    task = asyncio.create_task(complete(router, request("g/0")))
     await settle()
     a.say("g/0#0", [11])
     await settle()
@@ -134,7 +97,7 @@ async def test_a_sample_of_an_evicted_replica_continues_elsewhere(two):
 async def test_without_a_routable_replica_requests_wait(two):
     router, a, b, _ = two
     await router.set_routable([])
-    task = asyncio.create_task(router.generate(request("g/0")))
+    task = asyncio.create_task(complete(router, request("g/0")))
     await settle()
     assert not a.requests
     assert not b.requests
@@ -146,21 +109,182 @@ async def test_without_a_routable_replica_requests_wait(two):
 
 async def test_a_refused_request_says_why(two):
     router, a, _, _ = two
-    task = asyncio.create_task(router.generate(request("g/0")))
+    task = asyncio.create_task(complete(router, request("g/0")))
     await settle()
     a.say("g/0#0", [], FinishReason.ERROR, "longer than the context")
     with pytest.raises(GenerationFailed, match="longer than the context"):
         await task
 
 
-async def test_a_dying_replica_ends_the_router_with_its_exception(two):
+async def test_what_an_engine_raises_ends_the_router(two):
     _, a, _, running = two
     a.die(ValueError("out of memory"))
     with pytest.raises(ExceptionGroup) as e:
         await running
-    assert "out of memory" in str(e.value.exceptions[0])
+    assert e.group_contains(ValueError, match="out of memory")
 
 
 async def test_unknown_replicas_are_refused_by_name(two):
     with pytest.raises(ValueError, match="no replica named c"):
         await two[0].set_routable(["c"])
+
+
+async def test_the_samples_of_a_dead_replica_continue_elsewhere_and_its_loss_is_told_once(two):
+    router, a, b, running = two
+    task = asyncio.create_task(complete(router, request("g/0")))
+    waiting = asyncio.create_task(router.losses())
+    await settle()
+    a.say("g/0#0", [11, 12])
+    a.die(Death("killed"))
+    assert await waiting == [("a", "killed")]
+    await settle()
+    assert b.requests["g/0#1"].tokens.tolist() == [1, 2, 11, 12]
+    b.say("g/0#1", [13], FinishReason.STOP)
+    assert (await task).tokens.tolist() == [11, 12, 13]
+    assert not running.done()
+    again = asyncio.create_task(router.losses())
+    await settle()
+    assert not again.done()
+    again.cancel()
+
+
+async def test_a_lost_replica_is_not_routed_to_even_if_it_is_named(two):
+    router, a, b, _ = two
+    router.lose("a", "it hangs")
+    router.lose("a", "said again")
+    assert await router.losses() == [("a", "it hangs")]
+    await router.set_routable(["a", "b"])
+    tasks = [asyncio.create_task(complete(router, request(f"{i}/0", str(i)))) for i in range(3)]
+    await settle()
+    assert (len(a.requests), len(b.requests)) == (0, 3)
+    for task in tasks:
+        task.cancel()
+
+
+async def test_without_a_living_replica_samples_wait_for_a_restarted_one(two):
+    router, a, b, running = two
+    task = asyncio.create_task(complete(router, request("g/0")))
+    await settle()
+    a.say("g/0#0", [11])
+    await settle()
+    for replica in (a, b):
+        replica.die(Death("killed"))
+    await settle()
+    assert sorted(await router.losses()) == [("a", "killed"), ("b", "killed")]
+    restarted = Scripted()
+    router.replace("a", restarted)
+    await settle()
+    assert restarted.attached == 1
+    assert not restarted.requests  # it has no version yet
+    await router.set_routable(["a"])
+    await settle()
+    assert restarted.requests["g/0#2"].tokens.tolist() == [1, 2, 11]
+    restarted.say("g/0#2", [12], FinishReason.STOP)
+    assert (await task).tokens.tolist() == [11, 12]
+    assert not running.done()
+
+
+async def test_a_replica_may_be_replaced_before_its_death_was_noticed(two):
+    router, a, b, _ = two
+    task = asyncio.create_task(complete(router, request("g/0")))
+    await settle()
+    restarted = Scripted()
+    router.replace("a", restarted)
+    a.die(Death("killed"))
+    await settle()
+    b.say("g/0#1", [12], FinishReason.STOP)
+    assert (await task).tokens.tolist() == [12]
+    telling = asyncio.create_task(router.losses())
+    await settle()
+    assert not telling.done()  # whoever replaced it knows
+    telling.cancel()
+
+
+async def test_a_replica_that_dies_while_it_is_attached_is_lost(two):
+    router, _, _, running = two
+
+    class Stillborn(Scripted):
+        async def attach(self):
+            raise Death("killed at its start")
+
+    router.replace("a", Stillborn())
+    assert await router.losses() == [("a", "killed at its start")]
+    assert not running.done()
+
+
+async def test_silence_counts_while_there_is_work_from_the_last_word_on(two):
+    router, a, _, _ = two
+    assert router.silence_s() == {}
+    task = asyncio.create_task(complete(router, request("g/0")))
+    await settle()
+    await asyncio.sleep(0.05)
+    assert 0.05 <= router.silence_s()["a"] < 0.5
+    assert "b" not in router.silence_s()
+    a.say("g/0#0", [11])
+    await settle()
+    assert router.silence_s()["a"] < 0.05
+    a.say("g/0#0", [], FinishReason.STOP)
+    await task
+    assert router.silence_s() == {}
+
+
+async def test_a_request_goes_on_from_the_tokens_it_comes_with(two):
+    router, a, _, _ = two
+    drawn = Drawn()
+    drawn.add(np.array([11, 12], np.int32), -np.ones(2, np.float32), PolicyVersion(0, 0), False)
+    a.version = PolicyVersion(0, 1)
+    task = asyncio.create_task(complete(router, request("g/0"), drawn))
+    await settle()
+    rest = a.requests["g/0#0"]
+    assert (rest.tokens.tolist(), rest.position, rest.max_new_tokens) == ([1, 2, 11, 12], 2, 8)
+    assert router.outstanding_tokens["a"] == 8
+    a.say("g/0#0", [13], FinishReason.STOP)
+    done = await task
+    assert done.tokens.tolist() == [11, 12, 13]
+    assert [(s.start, s.version.number) for s in done.spans] == [(0, 0), (2, 1)]
+
+
+async def test_a_request_that_has_all_its_tokens_is_at_its_end(two):
+    router, a, _, _ = two
+    drawn = Drawn()
+    drawn.add(np.arange(10, dtype=np.int32), -np.ones(10, np.float32), PolicyVersion(0, 0), False)
+    done = await complete(router, request("g/0"), drawn)
+    assert (len(done.tokens), done.finish) == (10, FinishReason.LENGTH)
+    assert not a.requests
+
+
+async def test_a_sample_of_one_version_restarts_rather_than_go_on_under_another(two):
+    router, a, b, _ = two
+    task = asyncio.create_task(complete(router, request("g/0"), one_version=True))
+    await settle()
+    a.say("g/0#0", [11])
+    a.die(Death("killed"))
+    await settle()
+    b.version = PolicyVersion(0, 1)
+    b.say("g/0#1", [12])
+    with pytest.raises(SampleRestarts, match=r"version 0\.0, now it is 0\.1"):
+        await task
+    await settle()
+    assert b.aborted == ["g/0#1"]
+    assert router.outstanding_tokens["b"] == 0
+
+
+async def test_a_sample_of_one_version_goes_on_elsewhere_under_the_same(two):
+    router, a, b, _ = two
+    task = asyncio.create_task(complete(router, request("g/0"), one_version=True))
+    await settle()
+    a.say("g/0#0", [11])
+    a.die(Death("killed"))
+    await settle()
+    b.say("g/0#1", [12], FinishReason.STOP)
+    assert (await task).tokens.tolist() == [11, 12]
+
+
+async def test_a_request_given_up_before_it_left_does_not_stay_behind(two):
+    router, a, _, _ = two
+    task = asyncio.create_task(complete(router, request("g/0")))
+    await asyncio.sleep(0)
+    task.cancel()
+    await settle()
+    assert set(a.requests) == set(a.aborted)
+    assert router.outstanding_tokens == {"a": 0, "b": 0}

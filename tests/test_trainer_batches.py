@@ -54,6 +54,15 @@ def test_a_batch_holds_every_sample_in_group_order_and_by_index(groups):
     assert batch.sequence_columns["finish"].tolist() == [0, 0, 0, FinishReason.LENGTH]
 
 
+def test_tokens_of_versions_that_are_too_old_are_not_trained():
+    samples = [sample(0, [5] * 4, versions=(2, 3, 4, 3)), sample(1, [6] * 3, mask=[1, 0, 1], versions=(4,))]
+    trained = lambda before: build_batch([group("g", [1], *samples)], before).loss_mask.tolist()
+    assert trained(None) == trained(2) == [True, True, True, True, True, False, True]
+    assert trained(3) == [False, True, True, True, True, False, True]
+    assert trained(4) == [False, False, True, False, True, False, True]
+    assert not any(trained(5))
+
+
 def test_each_target_follows_the_place_whose_logits_draw_it(groups):
     batch = build_batch(groups)
     assert (batch.tokens[batch.rows + 1] == batch.targets).all()

@@ -1,13 +1,16 @@
 """The torch backend and a trainer rank over it: real gradients, real process groups, real checkpoints."""
 
 import dataclasses
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
 
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import CheckpointConfig, Config
 from asyncrl.models.checkpoint import is_draft, load_decoder, read_tensors, save_checkpoint
 from asyncrl.models.config import CheckpointError, DecoderConfig
 from asyncrl.models.decoder import Decoder
@@ -20,6 +23,7 @@ from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSp
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.backend import NonFiniteError
 from asyncrl.trainer.batches import build_batch
+from asyncrl.trainer.checkpoints import PARTIAL, CheckpointStore, Cut
 from asyncrl.trainer.rank import TrainerRank
 
 VOCAB = 64
@@ -169,13 +173,24 @@ def test_equal_input_gives_equal_bits(checkpoint, start):
 
 
 def run_two_ranks(rank, config, folder, results):
-    """Five steps of two ranks, a save, then a sixth step on from what one rank saved."""
+    """Five steps of two ranks; the state after them is written during a sixth, and with one rank's write refused; then
+    a sixth step on from what one rank saved."""
     torch.set_num_threads(1)
     trainer = TrainerRank(config, rank, 2, f"file://{folder}/rendezvous", Recorder(f"trainer/{rank}"))
     metrics = [trainer.train(step, make_groups((4, 3, 1), seed=step)) for step in range(5)]
-    trainer.save(folder / "of_two")
     exported = {name: tensor.clone() for name, tensor in trainer.export()}
     trainer.export_hf(folder / "hf_of_two")
+    torch.manual_seed(rank)
+    trainer.stage()
+    drawn = torch.rand(3)
+    with ThreadPoolExecutor(1) as thread:
+        writing = thread.submit(trainer.write, folder / "of_two")
+        trainer.train(5, make_groups((4, 3, 1), seed=5))
+        writing.result()
+    with pytest.raises(CheckpointError, match=r"refused cannot be written: trainer/1: \w+: .*__1_0.distcp"):
+        trainer.write(folder / "refused")
+    trainer.load(folder / "of_two")
+    assert torch.equal(torch.rand(3), drawn)  # of this rank, not of rank 0
     trainer.load(folder / "of_one")
     metrics.append(trainer.train(5, make_groups((4, 3, 1), seed=5)))
     trainer.close()
@@ -194,6 +209,7 @@ def test_two_ranks_train_like_one_and_load_each_others_state(checkpoint, start, 
     alone = weights(one)
     expected.append(one.train(5, make_groups((4, 3, 1), seed=5)))
 
+    (tmp_path / "refused" / "__1_0.distcp").mkdir(parents=True)  # in the place of rank 1's file
     mp.spawn(run_two_ranks, args=(config, tmp_path, tmp_path), nprocs=2)
     two = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
@@ -231,6 +247,100 @@ def test_a_restored_run_continues_bit_for_bit(checkpoint, start, tmp_path):
     assert all(torch.equal(straight[1][name], resumed[1][name]) for name in straight[1])
     assert torch.equal(straight[2], resumed[2])
     assert len({m["actor/lr"] for m in straight[0]}) == 2
+
+
+def run_two_steps_more(_, config, folder):
+    rank = TrainerRank(config, 0, 1, None, Recorder("trainer/0"))
+    rank.load(folder / "state")
+    metrics = [rank.train(step, make_groups(seed=step)) for step in (2, 3)]
+    torch.save({"metrics": metrics, "weights": weights(rank), "drawn": torch.rand(3)}, folder / "resumed.pt")
+    rank.close()
+
+
+def test_a_new_process_continues_from_a_staged_state_bit_for_bit(checkpoint, start, tmp_path):
+    """It is written after two further steps, which change every weight and moment: nothing of them may be in it."""
+    config = make_config(checkpoint, schedule="cosine", warmup_steps=1, total_steps=4)
+    rank = start(config)
+    for step in range(2):
+        rank.train(step, make_groups(seed=step))
+    rank.stage()
+    straight = [rank.train(step, make_groups(seed=step)) for step in (2, 3)], weights(rank), torch.rand(3)
+    rank.write(tmp_path / "state")
+
+    mp.spawn(run_two_steps_more, args=(config, tmp_path))
+    resumed = torch.load(tmp_path / "resumed.pt", weights_only=False)
+    assert resumed["metrics"] == straight[0]
+    assert all(torch.equal(resumed["weights"][name], straight[1][name]) for name in straight[1])
+    assert torch.equal(resumed["drawn"], straight[2])
+
+
+def test_staging_while_a_write_is_under_way_is_refused(checkpoint, start, tmp_path):
+    """The write is held by a pipe in the place of the file that nobody reads yet."""
+    rank = start(make_config(checkpoint))
+    with pytest.raises(RuntimeError, match="call stage first"):
+        rank.write(tmp_path / "state")
+    rank.stage()
+    rank.stage()  # one that is not written after all
+    (tmp_path / "held").mkdir()
+    os.mkfifo(pipe := tmp_path / "held" / "__0_0.distcp")
+    with ThreadPoolExecutor(1) as thread:
+        writing = thread.submit(rank.write, tmp_path / "held")
+        reader = os.open(pipe, os.O_RDONLY)  # returns when the write is under way
+        for work in (rank.stage, lambda: rank.write(tmp_path / "second")):
+            with pytest.raises(RuntimeError, match="while a staged state is being written"):
+                work()
+        assert rank.train(0, make_groups())["trainer/optimizer_steps"] == 1
+        os.close(reader)
+        with pytest.raises(CheckpointError, match=r"held cannot be written: trainer/0"):
+            writing.result()
+    rank.write(tmp_path / "state")  # the copy is still there
+    rank.stage()
+    start(make_config(checkpoint)).load(tmp_path / "state")
+
+
+def save_then_hang(_, config, folder):
+    """Ends in the middle of its second checkpoint."""
+    store = CheckpointStore(folder, CheckpointConfig(keep_last=1))
+    rank = TrainerRank(config, 0, 1, None, Recorder("trainer/0"))
+    for step in (1, 2):
+        rank.train(step, make_groups(seed=step))
+        partial = store.begin(step)
+        if step == 2:
+            (partial / "state").mkdir()
+            os.mkfifo(partial / "state" / "__0_0.distcp")
+            (folder / "held").touch()
+        rank.save(partial / "state")
+        store.complete(partial, Cut(step, PolicyVersion(0, step), step, step, {}))
+
+
+def test_killed_while_it_writes_a_rank_leaves_the_checkpoint_before(checkpoint, start, tmp_path):
+    config = make_config(checkpoint)
+    process = mp.spawn(save_then_hang, args=(config, tmp_path), join=False).processes[0]
+    while not (tmp_path / "held").exists():
+        assert process.is_alive()
+        time.sleep(0.05)
+    reader = os.open(tmp_path / f"step_000002{PARTIAL}" / "state" / "__0_0.distcp", os.O_RDONLY)  # it writes now
+    process.kill()
+    process.join()
+    os.close(reader)
+
+    store = CheckpointStore(tmp_path, CheckpointConfig())
+    assert [c.cut.step for c in store.all()] == [1]
+    newest = store.open(store.newest().path)
+    rank = start(config)
+    rank.train(1, make_groups(seed=1))
+    trained = weights(rank)
+    rank = start(config)
+    rank.load(newest.path / "state")
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in rank.export())
+
+
+def test_the_state_of_another_model_is_refused(checkpoint, start, tmp_path):
+    start(make_config(checkpoint)).save(tmp_path / "state")
+    other = make_config(make_checkpoint(tmp_path / "other", hidden_size=96))
+    with pytest.raises(CheckpointError, match=r"state cannot be read: trainer/0: ValueError: Size mismatch") as error:
+        start(other).load(tmp_path / "state")
+    assert isinstance(error.value, Exception)
 
 
 def test_an_unfinished_checkpoint_is_refused(checkpoint, start, tmp_path):

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from asyncrl.data.prompts import DataError
 from asyncrl.sample import Prompt
 
+_UID = re.compile(r"e(\d+)-(\d{6,})")
+
 
 class PromptOrder(Iterator[Prompt]):
     """Iterate over ``prompts`` epoch by epoch; ``epochs`` 0 never ends.
 
     Each prompt comes once in an epoch, with ``uid`` ``e{epoch}-{row:06d}``, unique in the run. An epoch's order depends
-    on seed and epoch alone, so a few integers say where the iteration stands::
+    on seed and epoch alone, so a uid says where the iteration stands::
 
         order = PromptOrder(prompts, seed=0, shuffle=True, epochs=0)
         first = next(order)
-        state = order.state()                  # JSON
         again = PromptOrder(prompts, seed=0, shuffle=True, epochs=0)
-        again.load_state(state)                # goes on with the second prompt
+        again.continue_after(first.uid)        # goes on with the second prompt
+        again.at(first.uid)                    # the first once more
     """
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool = True, epochs: int = 0) -> None:
@@ -39,32 +40,33 @@ class PromptOrder(Iterator[Prompt]):
             raise StopIteration
         row = int(self._rows[self._position])
         self._position += 1
-        return replace(self._prompts[row], uid=f"e{self._epoch}-{row:06d}", epoch=self._epoch)
+        return self._prompt(self._epoch, row)
 
-    def state(self) -> dict[str, Any]:
-        """Where the iteration stands, and a fingerprint of what it runs over; JSON."""
-        return {"epoch": self._epoch, "position": self._position, "over": self._fingerprint()}
+    def at(self, uid: str) -> Prompt:
+        """The prompt that was issued as ``uid``. Raises DataError if that names no row of these prompts."""
+        return self._prompt(*self._parse(uid))
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken. Raises DataError if prompts, seed or shuffling were others then."""
-        if state["over"] != self._fingerprint():
+    def continue_after(self, uid: str) -> None:
+        """Go on with the prompt that follows ``uid``. Raises DataError if that names no row of these prompts."""
+        epoch, row = self._parse(uid)
+        self._place(epoch, position=0)
+        self._position = self._rows.tolist().index(row) + 1
+
+    def _prompt(self, epoch: int, row: int) -> Prompt:
+        return replace(self._prompts[row], uid=f"e{epoch}-{row:06d}", epoch=epoch)
+
+    def _parse(self, uid: str) -> tuple[int, int]:
+        """(epoch, row)"""
+        parts = _UID.fullmatch(uid)
+        if parts is None or int(parts[2]) >= len(self._prompts):
             raise DataError(
-                f"the order to resume ran over {state['over']}, this one runs over {self._fingerprint()}: resume with "
-                f"the prompt files, seed and data.shuffle of the first run"
+                f"{uid!r} names none of {len(self._prompts)} prompts (expected e<epoch>-<row>): resume with the prompt "
+                "files of the first run"
             )
-        self._place(int(state["epoch"]), int(state["position"]))
+        return int(parts[1]), int(parts[2])
 
     def _place(self, epoch: int, position: int) -> None:
         self._epoch, self._position = epoch, position
-        self._rows = np.arange(len(self._prompts))
+        self._rows: np.ndarray = np.arange(len(self._prompts))
         if self._shuffle:
             np.random.default_rng([self._seed, epoch]).shuffle(self._rows)
-
-    def _fingerprint(self) -> dict[str, Any]:
-        ids = "\n".join(prompt.prompt_id for prompt in self._prompts)
-        return {
-            "prompts": len(self._prompts),
-            "ids_crc32": zlib.crc32(ids.encode()),
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-        }

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from asyncrl.sample import PolicyVersion
 
+ALL_REPLICAS = "all replicas"  # `SyncError.who` when none is left
+
 
 class BucketKey(NamedTuple):
     """Names one bucket, unique over the life of a run."""

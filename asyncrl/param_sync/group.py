@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from asyncrl.config.schema import ParamSyncConfig
+from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.fleet import Fleet
 from asyncrl.param_sync.handles import ReplicaHandle, SenderHandle
 from asyncrl.param_sync.session import SyncReport, SyncSession
 from asyncrl.sample import PolicyVersion
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.telemetry.recorder import Recorder, now_s
 
 
 class ParameterSyncGroup:
     """``await group(version)`` moves all replicas to a version and returns the session's metrics.
 
-    ``on_routable`` is told which replicas may be given work whenever that changes. ``config.pause`` must be a mode."""
+    ``on_routable`` is told which replicas may be given work whenever that changes, ``on_unfit`` which one to end, and
+    why, when a session had none left. ``config.pause`` must be a mode. ``senders`` may change between sessions."""
 
     def __init__(
         self,
@@ -25,25 +29,69 @@ class ParameterSyncGroup:
         replicas: Mapping[str, ReplicaHandle],
         on_routable: Callable[[Sequence[str]], Awaitable[None]],
         recorder: Recorder,
+        on_unfit: Callable[[str, str], Awaitable[None]] | None = None,
     ) -> None:
         self._config, self._senders, self._recorder = config, senders, recorder
-        self._on_routable = on_routable
+        self._on_routable, self._on_unfit = on_routable, on_unfit
         self._routable: frozenset[str] = frozenset(replicas)  # what the router believes at first
+        self._joined = asyncio.Event()
+        self.last_sync_s = now_s()
         self.fleet = Fleet()
         for name, handle in replicas.items():
             self.fleet.add(name, handle)
 
     async def __call__(self, version: PolicyVersion) -> dict[str, float]:
         """Raises what `SyncSession.run` raises; an evicted replica is told on stderr and left out until the next."""
+        self._joined.clear()
+        return metrics(await self._session(version, None))
+
+    async def rejoin(self, version: PolicyVersion) -> None:
+        """Bring the replicas that are out of service to ``version``, which the others serve and which the senders still
+        hold. Those that fail stay out."""
+        self._joined.clear()
+        out = self.fleet.out_of_service
+        if out:
+            with contextlib.suppress(SyncError):  # told by its evictions
+                await self._session(version, list(out))
+
+    async def renew(self) -> None:
+        """End the replicas that are out of service, so that they are started again."""
+        for name, why in self.fleet.out_of_service.items():
+            if self._on_unfit is not None and not self._joined.is_set():
+                await self._on_unfit(name, f"is out of service ({why or 'not synced yet'})")
+
+    async def someone_to_join(self) -> None:
+        """Wait until `join` was called since the last session."""
+        await self._joined.wait()
+        self._joined.clear()
+
+    def join(self, name: str, replica: ReplicaHandle) -> None:
+        """A replica that was started again; it serves from its first session on."""
+        self.fleet.add(name, replica)
+        self._joined.set()
+
+    async def leave(self, name: str) -> None:
+        """A replica died."""
+        self.fleet.remove(name)
+        await self._tell()
+
+    def routable(self) -> list[str]:
+        return sorted(self.fleet.routable)
+
+    async def _session(self, version: PolicyVersion, only: Sequence[str] | None) -> SyncReport:
         try:
-            report = await SyncSession(self._senders, self.fleet, self._config, self._recorder).run(version)
+            report = await SyncSession(self._senders, self.fleet, self._config, self._recorder, only).run(version)
         finally:
-            if (now := frozenset(self.fleet.routable)) != self._routable:
-                self._routable = now
-                await self._on_routable(sorted(now))
+            self.last_sync_s = now_s()
+            await self._tell()
         for error in report.evicted.values():
             print(f"evicted until the next sync: {error}", file=sys.stderr, flush=True)
-        return metrics(report)
+        return report
+
+    async def _tell(self) -> None:
+        if (now := frozenset(self.fleet.routable)) != self._routable:
+            self._routable = now
+            await self._on_routable(sorted(now))
 
 
 def metrics(report: SyncReport) -> dict[str, float]:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from asyncrl.config.schema import ParamSyncConfig
 from asyncrl.param_sync.digest import ROLES, combine_hashes
-from asyncrl.param_sync.errors import SyncError
+from asyncrl.param_sync.errors import ALL_REPLICAS, SyncError
 from asyncrl.param_sync.fleet import Fleet
 from asyncrl.param_sync.handles import KVMode, PauseMode, ReceivePlan, ReplicaHandle, SenderHandle
 from asyncrl.param_sync.manifest import Manifest, ManifestError, Role
@@ -47,7 +47,8 @@ class SyncReport:
 
 
 class SyncSession:
-    """Runs once. ``senders``: every trainer rank by name; ``config.pause`` must be a mode, not ``auto``. ::
+    """Runs once. ``senders``: every trainer rank by name; ``config.pause`` must be a mode, not ``auto``; ``only``: the
+    replicas that take part (None: all of the fleet). ::
 
     report = await SyncSession(senders, fleet, config.param_sync, recorder).run(PolicyVersion(0, 7))
     """
@@ -58,13 +59,16 @@ class SyncSession:
         fleet: Fleet,
         config: ParamSyncConfig,
         recorder: Recorder | None = None,
+        only: Collection[str] | None = None,
     ) -> None:
         if config.pause not in ("abort", "keep", "wait"):
             raise ValueError(f"pause is {config.pause!r} where a sync session needs abort, keep or wait")
         self._senders, self._fleet, self._config = dict(senders), fleet, config
         self._deadlines = config.deadlines
         self._recorder = recorder or Recorder("sync")
-        self._active: dict[str, ReplicaHandle] = dict(fleet.handles)
+        self._active: dict[str, ReplicaHandle] = {
+            name: handle for name, handle in fleet.handles.items() if only is None or name in only
+        }
         self._served = dict(fleet.routable)  # what to go back to
         self._times: dict[str, tuple[float, float]] = {}
         self._pausing_since: dict[str, float] = {}
@@ -184,7 +188,7 @@ class SyncSession:
         if not self._active:
             causes = "; ".join(str(e) for e in self._report.evicted.values()) or "the fleet is empty"
             phase = next(iter(self._report.evicted.values())).phase if self._report.evicted else "plan"
-            raise SyncError(phase, "all replicas", self._version, None, f"no replica is left: {causes}")
+            raise SyncError(phase, ALL_REPLICAS, self._version, None, f"no replica is left: {causes}")
 
     async def _roll_back(self) -> None:
         """Give the session up everywhere. Who fails at that is out of service; the first error is the one to raise."""

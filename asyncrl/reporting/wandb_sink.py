@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ class WandbSink:
             name=run_name,
             tags=config.tags or None,
             dir=str(run_dir),
+            id=_run_id(Path(run_dir) / "wandb-id") if config.mode != "disabled" else None,
+            resume="allow" if config.mode == "online" else None,
             config=dict(run_config),
             reinit="create_new",
             # Its own terminal capture would swallow the console sink's lines into the run's files.
@@ -60,6 +63,13 @@ class WandbSink:
         self._run.finish(exit_code=exit_code)
         # `finish` may return before wandb's service process has written an offline run's file; this waits for it.
         wandb.teardown(exit_code=exit_code)
+
+
+def _run_id(path: Path) -> str:
+    """The id that the run has had from its start: a resumed one goes on under it."""
+    if not path.is_file():
+        path.write_text(secrets.token_hex(4))
+    return path.read_text()
 
 
 def _loggable(value: Any) -> float | str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,14 +12,16 @@ import ray
 
 from asyncrl.config.checks import Derived
 from asyncrl.config.schema import Config
-from asyncrl.ray_client import ActorClient, first_leaf
+from asyncrl.ray_client import ActorClient, ActorDied, Watched, first_leaf
 from asyncrl.rollouter.engine import Capabilities, EventBatch, Request
+from asyncrl.rollouter.fence import Owned
 from asyncrl.telemetry.recorder import Batch, Recorder
 
 
 @ray.remote
-class EngineReplicaActor:
-    """One engine in a process of its own: generation for the rollouter, and a sync session's replica side."""
+class EngineReplicaActor(Watched):
+    """One engine in a process of its own: generation for the one rollouter that owns it, and a sync session's replica
+    side."""
 
     def __init__(self, config: Config, name: str) -> None:
         import torch
@@ -26,34 +29,40 @@ class EngineReplicaActor:
         torch.set_num_threads(config.rollout.engine.threads)
         self._config, self._name = config, name
         self._recorder = Recorder(name)
-        self._engine: Any = None
+        self._fence: Any = None
         self._endpoint: Any = None
 
     async def start(self) -> Capabilities:
         from asyncrl.param_sync.endpoint import ReplicaEndpoint
         from asyncrl.param_sync.transports.shared_memory import SharedMemoryReader
         from asyncrl.rollouter.engines.native.engine import NativeEngine
+        from asyncrl.rollouter.fence import Fence
         from asyncrl.rollouter.tokenizer import PromptTokenizer
 
         tokenizer = PromptTokenizer(self._config.model.path, self._config.data.apply_chat_template)
-        self._engine = NativeEngine(
+        engine = NativeEngine(
             self._config.model.path, self._config.rollout.engine, recorder=self._recorder, tokenizer=tokenizer.hf
         )
-        self._endpoint = ReplicaEndpoint(self._name, self._engine, SharedMemoryReader(self._name))
-        return self._engine.capabilities()
+        self._fence = Fence(engine)
+        self._endpoint = ReplicaEndpoint(self._name, engine, SharedMemoryReader(self._name))
+        return engine.capabilities()
 
     async def sync(self, step: str, *args: Any) -> Any:
         """One step of a sync session, see asyncrl.param_sync.handles.ReplicaHandle."""
         return await getattr(self._endpoint, step)(*args)
 
-    async def submit(self, requests: Sequence[Request]) -> None:
-        await self._engine.submit(requests)
+    async def attach(self, owner: str) -> None:
+        """From now on only ``owner`` may submit, abort and hear of events, see asyncrl.rollouter.fence."""
+        await self._fence.attach(owner)
 
-    async def events(self) -> EventBatch:
-        return await self._engine.events()
+    async def submit(self, owner: str, requests: Sequence[Request]) -> None:
+        await self._fence.submit(owner, requests)
 
-    async def abort(self, ids: Sequence[str]) -> None:
-        await self._engine.abort(ids)
+    async def events(self, owner: str) -> EventBatch:
+        return await self._fence.events(owner)
+
+    async def abort(self, owner: str, ids: Sequence[str]) -> None:
+        await self._fence.abort(owner, ids)
 
     async def drain(self) -> Batch:
         return self._recorder.drain()
@@ -70,7 +79,7 @@ class SyncedReplica:
 
 
 @ray.remote
-class RollouterActor:
+class RollouterActor(Watched):
     """The rollout loop, its router and its reward workers."""
 
     def __init__(
@@ -79,7 +88,8 @@ class RollouterActor:
         self._config, self._derived, self._max_prompt_tokens = config, derived, max_prompt_tokens
         self._recorder = Recorder("rollouter")
         self._queue = ActorClient(queue, "queue")
-        self._replicas = {name: ActorClient(handle, name) for name, handle in replicas.items()}
+        self._owner = f"rollouter {uuid.uuid4().hex}"
+        self._replicas = {name: self._owned(name, handle) for name, handle in replicas.items()}
 
     async def start(self) -> None:
         from asyncrl.data.order import PromptOrder
@@ -88,7 +98,9 @@ class RollouterActor:
         from asyncrl.rollouter.loop import RolloutLoop
         from asyncrl.rollouter.rewards.pool import RewardPool
         from asyncrl.rollouter.router import Router
+        from asyncrl.rollouter.samples import SampleMaker
         from asyncrl.rollouter.tokenizer import PromptTokenizer
+        from asyncrl.rollouter.validation import Validation
 
         config = self._config
         tokenizer = PromptTokenizer(config.model.path, config.data.apply_chat_template)
@@ -100,18 +112,19 @@ class RollouterActor:
             held_out = load_prompts(config.data.validation_files, config.data)
             self._validation_prompts = held_out[: config.validation.max_prompts or None]
         order = PromptOrder(prompts, config.seed, config.data.shuffle, config.data.epochs)
-        self._router = Router(self._replicas)  # type: ignore[arg-type]
+        self._recovery = await self._queue.recover()
+        self._router = Router(self._replicas, is_death=lambda error: isinstance(error, ActorDied))
         self._rewards = RewardPool(config.reward)
         await self._rewards.start()
+        maker = SampleMaker(
+            config, tokenizer, agent_loop, self._max_prompt_tokens, self._router, self._rewards, self._recorder
+        )
+        self._validation = Validation(config, maker, self._recorder)
         self._loop = RolloutLoop(
             config,
             self._derived,
-            tokenizer,
-            agent_loop,
             order,
-            self._max_prompt_tokens,
-            self._router,
-            self._rewards,
+            maker,
             self._queue,  # type: ignore[arg-type]
             self._recorder,
         )
@@ -119,7 +132,7 @@ class RollouterActor:
     async def run(self) -> None:
         """Roll out until the queue is closed, and serve for as long as the actor lives."""
         serving = asyncio.create_task(self._router.run())
-        rolling = asyncio.create_task(self._loop.run())
+        rolling = asyncio.create_task(self._loop.run(self._recovery))
         try:
             # the router serves on when no more groups start: validation still asks it
             await asyncio.gather(serving, rolling)
@@ -127,13 +140,32 @@ class RollouterActor:
             raise first_leaf(e) from None
 
     async def validate(self) -> dict[str, float]:
-        return await self._loop.validate(self._validation_prompts)
+        return await self._validation.run(self._validation_prompts)
 
     async def set_routable(self, names: Sequence[str]) -> None:
         await self._router.set_routable(names)
+
+    async def lose_replica(self, name: str, why: str) -> None:
+        """Take it for dead: its samples continue elsewhere, and `losses` tells of it."""
+        self._router.lose(name, why)
+
+    async def replace_replica(self, name: str, handle: Any) -> None:
+        """A restarted actor takes the place of a lost one; it is given work once `set_routable` names it."""
+        self._router.replace(name, self._owned(name, handle))
+
+    async def losses(self) -> list[tuple[str, str]]:
+        """See `asyncrl.rollouter.router.Router.losses`."""
+        return await self._router.losses()
+
+    async def silence_s(self) -> dict[str, float]:
+        """See `asyncrl.rollouter.router.Router.silence_s`."""
+        return self._router.silence_s()
 
     async def drain(self) -> Batch:
         return self._recorder.drain()
 
     async def close(self) -> None:
         await self._rewards.close()
+
+    def _owned(self, name: str, handle: Any) -> Owned:
+        return Owned(ActorClient(handle, name), self._owner)  # type: ignore[arg-type]

@@ -3,61 +3,67 @@
 budget ──► prompt ──► n agent loops ──► rewards ──► group ──► queue
                           │                 │          └─ equal rewards: dropped, refilled
                           └ failed samples ─┴ fewer than min_group_size left: dropped
+
+What is under way is snapshotted into the queue, so that another rollouter goes on with it after the death of this one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import numpy as np
-import xxhash
+from typing import Protocol
 
 from asyncrl.config.checks import Derived
 from asyncrl.config.schema import Config
-from asyncrl.rollouter.agent_loops.base import AgentLoop, Completion, GenerationFailed
-from asyncrl.rollouter.engine import Request, SamplingParams
+from asyncrl.data.order import PromptOrder
+from asyncrl.data.prompts import DataError
+from asyncrl.rollouter.engine import SamplingParams
 from asyncrl.rollouter.outbox import Outbox
-from asyncrl.rollouter.rewards.pool import RewardResult
-from asyncrl.rollouter.router import Router
-from asyncrl.rollouter.tokenizer import PromptTokenizer
+from asyncrl.rollouter.partial import PartialSample, pack, unpack
+from asyncrl.rollouter.samples import Failed, SampleMaker, Task
 from asyncrl.sample import Group, Prompt, Sample, effective_reward
 from asyncrl.sample_queue.core import Ticket
+from asyncrl.sample_queue.inflight import InFlight, Recovery
 from asyncrl.telemetry.recorder import Recorder, now_s
 
 
 class QueueClient(Protocol):
-    """The rollouter's side of the sample queue."""
+    """The rollouter's side of the sample queue. A call may be repeated: what was done already is not done again."""
 
     async def issue(self, tickets: Sequence[Ticket]) -> int: ...
     async def put(self, groups: Sequence[bytes], now_s: float) -> None: ...
     async def drop(self, drops: Sequence[tuple[str, str]]) -> None: ...
     async def close(self, reason: str) -> None: ...
 
+    async def recover(self) -> Recovery:
+        """What an earlier rollouter left."""
+        ...
 
-class Rewards(Protocol):
-    async def score(self, items: Sequence[tuple[Prompt, str]]) -> Sequence[RewardResult]: ...
+    async def snapshot(self, items: Sequence[tuple[str, bytes]]) -> None:
+        """(uid, snapshot) of groups in flight, in place of their earlier ones; those of others are ignored."""
 
-
-@dataclass(frozen=True)
-class _Failed:
-    """A sample that did not come about, and why: the reasons are what drops are counted by."""
-
-    reason: str
-    message: str
+    async def overdue(self) -> list[str]:
+        """Wait until the queue has dropped groups in flight, and name them; empty once the queue is closed."""
+        ...
 
 
 class NothingToTrain(RuntimeError):
     """Group after group is dropped: the run would go on for ever without training."""
 
 
-def random_key(seed: int, uid: str, sample: int) -> int:
-    """63 bits that name one sample's stream of random numbers, the same in every process and run."""
-    return xxhash.xxh3_64_intdigest(f"{seed}/{uid}/{sample}".encode()) >> 1
+@dataclass(eq=False)
+class _UnderWay:
+    """A group in flight. ``place``: it counts among those that generate. ``told``: `news` of the samples in the
+    snapshot that was handed over last."""
+
+    samples: list[PartialSample]
+    told: list[tuple[int, int]]
+    task: asyncio.Task[None] | None = None
+    place: bool = True
 
 
 def truncations(sampling: SamplingParams) -> list[str]:
@@ -66,9 +72,9 @@ def truncations(sampling: SamplingParams) -> list[str]:
     return [f"{name}={getattr(sampling, name)}" for name, value in off.items() if getattr(sampling, name) != value]
 
 
-def _trainable(sample: Sample | _Failed) -> Sample | _Failed:
+def _trainable(sample: Sample | Failed) -> Sample | Failed:
     if isinstance(sample, Sample) and not sample.loss_mask.any():
-        return _Failed("no_trained_token", f"none of its {len(sample.tokens)} response tokens has loss_mask set")
+        return Failed("no_trained_token", f"none of its {len(sample.tokens)} response tokens has loss_mask set")
     return sample
 
 
@@ -79,23 +85,14 @@ class RolloutLoop:
         self,
         config: Config,
         derived: Derived,
-        tokenizer: PromptTokenizer,
-        agent_loop: AgentLoop,
-        prompts: Iterator[Prompt],
-        max_prompt_tokens: int,
-        router: Router,
-        rewards: Rewards,
+        prompts: PromptOrder,
+        maker: SampleMaker,
         queue: QueueClient,
         recorder: Recorder,
     ) -> None:
         self._config = config
-        self._derived = derived
-        self._tokenizer = tokenizer
-        self._agent_loop = agent_loop
         self._prompts = prompts
-        self._max_prompt_tokens = max_prompt_tokens
-        self._router = router
-        self._rewards = rewards
+        self._maker = maker
         self._queue = queue
         self._recorder = recorder
         self._sampling = SamplingParams(
@@ -103,16 +100,19 @@ class RolloutLoop:
             top_p=config.rollout.top_p,
             top_k=config.rollout.top_k,
             min_p=config.rollout.min_p,
-            stop_token_ids=tokenizer.stop_token_ids,
+            stop_token_ids=maker.tokenizer.stop_token_ids,
             stop_strings=tuple(config.rollout.stop_strings),
         )
         self._finished: Outbox[bytes] = Outbox(lambda groups: queue.put(groups, now_s()))
         self._drops: Outbox[tuple[str, str]] = Outbox(queue.drop)
         self._places = asyncio.Semaphore(derived.max_concurrent_groups)
+        self._under_way: dict[str, _UnderWay] = {}
+        self._upcoming: dict[str, tuple[Prompt, list[PartialSample]]] = {}  # those to be issued next, in order
         self._drops_in_a_row: Counter[str] = Counter()
 
-    async def run(self) -> None:
-        """Until the queue is closed. Raises what a group's task, an outbox or the queue raised."""
+    async def run(self, recovery: Recovery) -> None:
+        """Until the queue is closed. First issues again what ``recovery`` found in flight, and goes on with it; then
+        come the prompts behind its last uid. Raises what a group's task, an outbox or the queue raised."""
         if cuts := truncations(self._sampling):
             print(
                 f"rollout: {', '.join(cuts)} cuts the distribution that tokens are drawn from, but behaviour logprobs "
@@ -120,10 +120,16 @@ class RolloutLoop:
                 file=sys.stderr,
                 flush=True,
             )
+        if recovery.last_uid is not None:
+            self._prompts.continue_after(recovery.last_uid)
+        self._upcoming = dict(map(self._recovered, recovery.in_flight))
+        beside = [self._finished.run(), self._drops.run(), self._cancel_overdue()]
+        if not self._config.rollout.engine.deterministic:
+            beside.append(self._snapshot())
         async with asyncio.TaskGroup() as tasks:
-            carriers = [tasks.create_task(self._finished.run()), tasks.create_task(self._drops.run())]
+            carriers = [tasks.create_task(work) for work in beside]
             async with asyncio.TaskGroup() as groups:
-                prompts_ended = await self._issue(lambda prompt: groups.create_task(self._group(prompt)))
+                prompts_ended = await self._issue(groups)
             await self._finished.emptied()
             await self._drops.emptied()
             if prompts_ended:
@@ -131,67 +137,104 @@ class RolloutLoop:
             for task in carriers:
                 task.cancel()
 
-    async def validate(self, prompts: Sequence[Prompt]) -> dict[str, float]:
-        """Answer each prompt ``validation.samples`` times beside the training samples, behind them in priority.
-
-        Returns the means of the reward and of what it reports, under ``validation/``."""
-        v = self._config.validation
-        sampling = SamplingParams(
-            v.temperature, stop_token_ids=self._sampling.stop_token_ids, stop_strings=self._sampling.stop_strings
-        )
-
-        async def answered(prompt: Prompt) -> list[Sample | _Failed]:
-            tokens, group = self._tokenizer.encode(prompt), f"validation/{prompt.uid}"
-            made = await self._samples(prompt, tokens, v.samples, sampling, group, priority=1)
-            return await self._score(prompt, made)  # a call per prompt, as reward.timeout_s is for one group
-
-        with self._recorder.span("rollout/validate", prompts=len(prompts)):
-            groups = await asyncio.gather(*map(answered, prompts))
-        judged = [s for group in groups for s in group]
-        scored = [s for s in judged if isinstance(s, Sample)]
-        values: dict[str, float] = {
-            "validation/samples": len(scored),
-            "validation/failed": len(judged) - len(scored),
-        }
-        if scored:
-            values["validation/reward"] = float(np.mean([s.reward for s in scored]))
-            for name in sorted({k for s in scored for k in s.metrics}):
-                values[f"validation/{name}"] = float(np.mean([s.metrics.get(name, 0.0) for s in scored]))
-        return values
-
     # -- starting groups -------------------------------------------------------------------------------------------
 
-    async def _issue(self, start: Callable[[Prompt], Any]) -> bool:
+    def _recovered(self, item: InFlight) -> tuple[str, tuple[Prompt, list[PartialSample]]]:
+        """By its uid, a group that an earlier rollouter left: as it was, or anew. In deterministic mode it starts anew:
+        tokens that are prefilled have other bits than those that are decoded."""
+        prompt = self._prompts.at(item.uid)
+        if prompt.prompt_id != item.prompt_id:
+            raise DataError(
+                f"group {item.uid} was issued for prompt {item.prompt_id}, but these files have {prompt.prompt_id} "
+                "there: resume with the prompt files of the first run"
+            )
+        samples = self._new_samples() if item.snapshot is None else unpack(item.snapshot)
+        if self._config.rollout.engine.deterministic or len(samples) != self._config.rollout.n:
+            self._recorder.count("rollout/restarted_samples", sum(s.begun for s in samples))
+            samples = self._new_samples()
+        self._recorder.count("rollout/recovered_groups")
+        self._recorder.count("rollout/recovered_tokens", sum(s.drawn for s in samples))
+        return item.uid, (prompt, samples)
+
+    def _new_samples(self) -> list[PartialSample]:
+        return [PartialSample() for _ in range(self._config.rollout.n)]
+
+    async def _issue(self, groups: asyncio.TaskGroup) -> bool:
         """Until the prompts end (True) or the queue is closed (False)."""
-        upcoming: list[Prompt] = []
         while True:
             await self._places.acquire()
             wanted = 1
             while not self._places.locked():
                 await self._places.acquire()
                 wanted += 1
-            while len(upcoming) < wanted and (prompt := next(self._prompts, None)) is not None:
-                upcoming.append(prompt)
-            if not upcoming:
+            while len(self._upcoming) < wanted and (prompt := next(self._prompts, None)) is not None:
+                self._upcoming[prompt.uid] = prompt, self._new_samples()
+            if not self._upcoming:
                 return True
-            issued = await self._queue.issue([Ticket(p.uid, p.prompt_id, p.epoch) for p in upcoming[:wanted]])
+            asked = list(itertools.islice(self._upcoming.values(), wanted))
+            issued = await self._queue.issue([Ticket(p.uid, p.prompt_id, p.epoch) for p, _ in asked])
             if issued == 0:
                 return False
-            for prompt in upcoming[:issued]:
-                start(prompt)
-            del upcoming[:issued]
+            for prompt, samples in asked[:issued]:
+                if self._upcoming.pop(prompt.uid, None):
+                    self._start(groups, prompt, samples)
+                else:  # overdue meanwhile
+                    self._places.release()
             for _ in range(wanted - issued):
                 self._places.release()
 
-    async def _group(self, prompt: Prompt) -> None:
-        issued_s = now_s()
-        try:
-            tokens, n = self._tokenizer.encode(prompt), self._config.rollout.n
-            made = await self._samples(prompt, tokens, n, self._sampling, prompt.uid, priority=0)
-        finally:
+    def _start(self, groups: asyncio.TaskGroup, prompt: Prompt, samples: list[PartialSample]) -> None:
+        """The group holds the place that was acquired for it until its samples are generated."""
+        group = self._under_way[prompt.uid] = _UnderWay(samples, [s.news for s in samples])
+        group.task = groups.create_task(self._group(prompt, group))
+        group.task.add_done_callback(lambda _: self._end(prompt.uid))
+
+    def _end(self, uid: str) -> None:
+        self._vacate(self._under_way.pop(uid))
+
+    def _vacate(self, group: _UnderWay) -> None:
+        if group.place:
+            group.place = False
             self._places.release()
-        judged = await self._score(prompt, [_trainable(s) for s in made])
-        failed = [s for s in judged if isinstance(s, _Failed)]
+
+    # -- what is under way -----------------------------------------------------------------------------------------
+
+    async def _snapshot(self) -> None:
+        """Hand over what is new, as often as rollout.snapshot_every_s asks for."""
+        every_s = self._config.rollout.snapshot_every_s
+        while True:
+            began_s = now_s()
+            items: list[tuple[str, bytes]] = []
+            for uid, group in self._under_way.items():
+                news = [s.news for s in group.samples]
+                if news != group.told:
+                    items.append((uid, pack(uid, group.samples)))
+                    group.told = news
+            if items:
+                await self._queue.snapshot(items)
+            await asyncio.sleep(max(0.0, began_s + every_s - now_s()))
+
+    async def _cancel_overdue(self) -> None:
+        """Give up what the queue has dropped already. One that has just finished is the queue's to ignore."""
+        while uids := await self._queue.overdue():
+            for uid in uids:
+                group, upcoming = self._under_way.get(uid), self._upcoming.pop(uid, None)
+                if group is not None and group.task is not None:
+                    group.task.cancel()
+                if group or upcoming:
+                    self._recorder.count("rollout/cancelled_groups")
+
+    # -- one group -------------------------------------------------------------------------------------------------
+
+    async def _group(self, prompt: Prompt, group: _UnderWay) -> None:
+        issued_s = now_s()
+        tokens = self._maker.tokenizer.encode(prompt)
+        one_version = not self._config.async_training.partial_rollout
+        task = Task(prompt, tokens, self._sampling, name=prompt.uid, key=prompt.uid, one_version=one_version)
+        made = await self._maker.make(task, group.samples)
+        self._vacate(group)
+        judged = await self._maker.score(prompt, [_trainable(s) for s in made])
+        failed = [s for s in judged if isinstance(s, Failed)]
         samples = [s for s in judged if isinstance(s, Sample)]
         for f in failed:
             self._recorder.count(f"rollout/failed_samples/{f.reason}")
@@ -201,10 +244,10 @@ class RolloutLoop:
             return
         self._drops_in_a_row.clear()
         times = {"issued_s": issued_s, "finished_s": now_s()}
-        group = Group.from_samples(prompt.uid, prompt.prompt_id, prompt.epoch, tokens, samples, times)
-        self._finished.add(group.to_bytes())
+        whole = Group.from_samples(prompt.uid, prompt.prompt_id, prompt.epoch, tokens, samples, times)
+        self._finished.add(whole.to_bytes())
 
-    def _drop(self, prompt: Prompt, reason: str, failed: Sequence[_Failed]) -> None:
+    def _drop(self, prompt: Prompt, reason: str, failed: Sequence[Failed]) -> None:
         self._drops.add((prompt.uid, reason))
         self._drops_in_a_row[reason] += 1
         if self._drops_in_a_row.total() >= self._config.rollout.max_consecutive_drops:
@@ -215,7 +258,7 @@ class RolloutLoop:
                 "Look at the task, the reward, or algorithm.filter_zero_variance"
             )
 
-    def _drop_reason(self, samples: Sequence[Sample], failed: Sequence[_Failed]) -> str | None:
+    def _drop_reason(self, samples: Sequence[Sample], failed: Sequence[Failed]) -> str | None:
         if len(samples) < self._config.rollout.min_group_size:
             return failed[0].reason if failed else "too_small"
         a = self._config.algorithm
@@ -235,62 +278,3 @@ class RolloutLoop:
             self._recorder.count("rollout/sum/reward", s.reward)
             for name, value in s.metrics.items():
                 self._recorder.count(f"rollout/sum/{name}", value)
-
-    # -- one group's samples ---------------------------------------------------------------------------------------
-
-    async def _samples(
-        self, prompt: Prompt, tokens: np.ndarray, n: int, sampling: SamplingParams, group: str, priority: int
-    ) -> list[Sample | _Failed]:
-        if len(tokens) > self._max_prompt_tokens:
-            message = f"prompt of {len(tokens)} tokens, at most {self._max_prompt_tokens} leave room for the response"
-            return [_Failed("prompt_too_long", message)] * n
-        return await asyncio.gather(
-            *(self._sample(prompt, tokens, index, sampling, group, priority) for index in range(n))
-        )
-
-    async def _sample(
-        self, prompt: Prompt, tokens: np.ndarray, index: int, sampling: SamplingParams, group: str, priority: int
-    ) -> Sample | _Failed:
-        calls, drawn = 0, 0
-
-        async def generate(response: np.ndarray, max_new_tokens: int) -> Completion:
-            nonlocal calls, drawn
-            calls += 1
-            completion = await self._router.generate(
-                Request(
-                    id=f"{group}/{index}/{calls}",
-                    group=group,
-                    tokens=np.concatenate([tokens, response]),
-                    shared_prefix=len(tokens),
-                    key=random_key(self._config.seed, group, index),
-                    position=drawn,
-                    max_new_tokens=max_new_tokens,
-                    sampling=sampling,
-                    priority=priority,
-                )
-            )
-            drawn += len(completion.tokens)
-            return completion
-
-        try:
-            return await self._agent_loop.run(prompt, index, generate)
-        except GenerationFailed as e:
-            return _Failed("generation_failed", str(e))
-
-    async def _score(self, prompt: Prompt, made: Sequence[Sample | _Failed]) -> list[Sample | _Failed]:
-        """The samples with their rewards and metrics; one whose reward cannot be had becomes a failed one."""
-        judged = list(made)
-        places = [i for i, s in enumerate(judged) if isinstance(s, Sample)]
-        if not places:
-            return judged
-        texts = self._tokenizer.decode_batch([judged[i].tokens for i in places])  # type: ignore[union-attr]
-        with self._recorder.span("rollout/reward", samples=len(places)):
-            results = await self._rewards.score([(prompt, text) for text in texts])
-        for i, result in zip(places, results, strict=True):
-            sample = judged[i]
-            assert isinstance(sample, Sample)
-            if result.error is not None:
-                judged[i] = _Failed(result.error, result.message)
-            else:
-                sample.reward, sample.metrics = result.reward, dict(result.metrics)
-        return judged

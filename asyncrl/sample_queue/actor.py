@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from asyncrl.ray_client import Watched
 from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.core import Order, Overdue, SampleQueue, Ticket
 from asyncrl.sample_queue.inflight import Recovery
 from asyncrl.sample_queue.journal import Journal
+from asyncrl.sample_queue.life import JournalError
+
+GONE_WITHIN_S = 20.0  # the process of a queue that was killed, and with it its lock
 
 
 @ray.remote
-class SampleQueueActor:
+class SampleQueueActor(Watched):
     """``lease`` returns two objects, so that the driver can pass the payload on to the ranks without reading it.
+    ``about``: more of the run, for readers of the ledger.
 
     Ray starts it anew when its process dies, with the same arguments, and makes the calls again that had no answer:
     the journal in ``run_dir`` holds all that it knew, and every call may be repeated."""
@@ -29,11 +36,15 @@ class SampleQueueActor:
         total_groups: int,
         order: Order = "fifo",
         overdue: Overdue = "wait",
+        about: Mapping[str, str] | None = None,
     ) -> None:
         admission = Admission(groups_per_version, Fraction(*threshold), total_groups)
-        meta = {"groups_per_version": groups_per_version, "staleness_threshold": float(admission.staleness_threshold)}
-        self._restarted = ray.get_runtime_context().was_current_actor_reconstructed
-        self._journal = Journal(run_dir, meta)
+        meta: dict[str, str | int | float] = {
+            "groups_per_version": groups_per_version,
+            "staleness_threshold": float(admission.staleness_threshold),
+            **(about or {}),
+        }
+        self._journal = _opened(run_dir, meta)
         self._queue = SampleQueue(admission, self._journal, order, overdue)
 
     async def recover(self) -> Recovery:
@@ -84,3 +95,15 @@ class SampleQueueActor:
         stats = await self._queue.finish() | {"perf/ledger_cpu_s": self._journal.stats().cpu_s}
         await self._journal.close()
         return stats
+
+
+def _opened(run_dir: Path, meta: Mapping[str, str | int | float]) -> Journal:
+    """The journal, as soon as the process that had it before lets go of it."""
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while True:
+        try:
+            return Journal(run_dir, meta)
+        except JournalError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)

@@ -137,6 +137,8 @@ class SampleQueue:
         self._admission, self._records, self._order, self._overdue = admission, records, order, overdue
         self._changed = asyncio.Condition()
         self._to_cancel: list[str] = []  # dropped while in flight: the rollouter is to give them up
+        self._closed: str | None = None
+        self._last_version: PolicyVersion | None = None  # published, in any lineage
         self._failed = False
         self._over = False
         self._load()

@@ -69,6 +69,12 @@ class GroupRecord(NamedTuple):
         return PolicyVersion(self.oldest_lineage, self.oldest_number)
 
     @property
+    def newest(self) -> PolicyVersion | None:
+        if self.newest_lineage is None or self.newest_number is None:
+            return None
+        return PolicyVersion(self.newest_lineage, self.newest_number)
+
+    @property
     def place(self) -> Place | None:
         if self.segment is None or self.offset is None or self.length is None:
             return None

@@ -16,7 +16,7 @@ from asyncrl.config.schema import Config
 from asyncrl.param_sync.manifest import Manifest
 from asyncrl.param_sync.sender import SendPlan, SendReport
 from asyncrl.param_sync.transports.base import Address
-from asyncrl.ray_client import ActorClient, ActorDied, raised_there
+from asyncrl.ray_client import ActorClient, ActorDied, Watched, raised_there
 from asyncrl.sample_queue.core import Lease
 from asyncrl.telemetry.recorder import Batch, Recorder
 
@@ -24,8 +24,9 @@ T = TypeVar("T")
 
 
 @ray.remote
-class TrainerRankActor:
-    """One rank. All its computing is done by one thread of its own, so that telemetry answers meanwhile."""
+class TrainerRankActor(Watched):
+    """One rank. All its computing is done by one thread of its own, so that telemetry answers meanwhile; another writes
+    checkpoints, so that training goes on."""
 
     def __init__(self, config: Config, rank: int, world_size: int) -> None:
         import torch
@@ -34,6 +35,7 @@ class TrainerRankActor:
         self._config, self._rank, self._world_size = config, rank, world_size
         self._recorder = Recorder(f"trainer/{rank}")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._core: Any = None
         self._sender: Any = None
         self._payload: Sequence[bytes] = []
@@ -58,16 +60,22 @@ class TrainerRankActor:
 
         await self._compute(build)
 
-    async def train(self, step: int, payload: Sequence[bytes]) -> dict[str, float]:
+    async def train(self, step: int, payload: Sequence[bytes], mask_before: int | None) -> dict[str, float]:
         self._payload = payload
-        return await self._compute(lambda: self._core.train(step, payload))
+        return await self._compute(lambda: self._core.train(step, payload, mask_before))
 
     async def first_groups(self, count: int) -> list[bytes]:
         """The first groups of the last batch, for people to look at."""
         return list(self._payload[:count])
 
-    async def save(self, path: Path) -> None:
-        await self._compute(lambda: self._core.save(path))
+    async def stage(self) -> None:
+        await self._compute(lambda: self._core.stage())
+
+    async def write(self, path: Path) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._writer, lambda: self._core.write(path))
+
+    async def load(self, path: Path) -> None:
+        await self._compute(lambda: self._core.load(path))
 
     async def export_hf(self, path: Path) -> None:
         await self._compute(lambda: self._core.export_hf(path))
@@ -121,14 +129,26 @@ class RankGroup:
         init_method = await self._ranks[0].rendezvous()
         await self._all(lambda rank: rank.start(init_method))
 
-    async def train(self, step: int, payload: Any) -> dict[str, float]:
-        return (await self._all(lambda rank: rank.train(step, payload)))[0]
+    async def train(self, step: int, payload: Any, mask_before: int | None) -> dict[str, float]:
+        return (await self._all(lambda rank: rank.train(step, payload, mask_before)))[0]
 
     async def first_groups(self, count: int) -> list[bytes]:
         return await self._ranks[0].first_groups(count)
 
+    async def stage(self) -> None:
+        """Copy the state of all ranks; training may go on when this returns."""
+        await self._all(lambda rank: rank.stage())
+
+    async def write(self, path: Path) -> None:
+        """Write what was staged last, while the ranks train; the next `stage` must wait for this to return."""
+        await self._all(lambda rank: rank.write(path))
+
     async def save(self, path: Path) -> None:
-        await self._all(lambda rank: rank.save(path))
+        await self.stage()
+        await self.write(path)
+
+    async def load(self, path: Path) -> None:
+        await self._all(lambda rank: rank.load(path))
 
     async def export_hf(self, path: Path) -> None:
         await self._all(lambda rank: rank.export_hf(path))

@@ -93,7 +93,8 @@ class NonFiniteError(ArithmeticError):
 
 
 class Backend(Protocol):
-    """``export``, ``logprobs``, ``train_step`` and ``state`` are collective: called by all ranks, in the same order."""
+    """``export``, ``logprobs``, ``train_step`` and ``load`` are collective: called by all ranks, in the same order.
+    ``write`` is collective too, but in an order of its own."""
 
     rank: int
     world_size: int
@@ -124,11 +125,18 @@ class Backend(Protocol):
 
     def state(self) -> Mapping[str, Any]: ...
 
-    def save(self, path: Path) -> None:
-        """Write weights, optimizer, schedule and random state to a folder; collective."""
+    def stage(self) -> None:
+        """Copy weights, optimizer, schedule and the random state of this rank into host memory that is made once and
+        reused. Done on return: training may go on. RuntimeError while a `write` is under way."""
+
+    def write(self, path: Path) -> None:
+        """Write what `stage` copied last into a folder, and onto the disk; collective. In a thread of its own if
+        training goes on meanwhile. Raises CheckpointError on every rank if one cannot write, RuntimeError if nothing
+        was staged or another write is under way."""
 
     def load(self, path: Path) -> None:
-        """Read what `save` wrote, at any number of ranks; collective."""
+        """Read what `write` wrote, at any number of ranks; collective. At the same number, all that follows is bit for
+        bit what it would have been. Raises CheckpointError if the folder is not whole, or of another model."""
 
     def export_hf(self, path: Path) -> None:
         """Write a Hugging Face checkpoint; collective, files from rank 0."""

@@ -15,8 +15,9 @@ from asyncrl.sample import Group, PolicyVersion
 from asyncrl.trainer.backend import TrainBatch
 
 
-def build_batch(groups: Sequence[Group]) -> TrainBatch:
-    """All samples of ``groups``, in the order given, each group's by sample index.
+def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> TrainBatch:
+    """All samples of ``groups``, in the order given, each group's by sample index; tokens that a version numbered below
+    ``mask_before`` sampled are not trained.
 
     Columns: ``behaviour_logprobs``. Sequence columns, [B] each: ``group`` int64 (its place in ``groups``), ``rewards``
     float32, ``finish`` uint8 (FinishReason), ``versions`` and ``version_span`` int64 (how many policy versions sampled
@@ -37,6 +38,7 @@ def build_batch(groups: Sequence[Group]) -> TrainBatch:
             tokens += [group.prompt_tokens, group.tokens[rows]]
             response.append((group, rows))
             versions.append({span.version for span in group.spans(s)})
+    masks = {id(group): group.loss_mask & _young(group, mask_before) for group in groups}
     prompt_lengths = np.array([len(group.prompt_tokens) for group, _ in response], dtype=np.int64)
     response_lengths = np.array([rows.stop - rows.start for _, rows in response], dtype=np.int64)
     cu_seqlens, row_offsets = offsets(prompt_lengths + response_lengths), offsets(response_lengths)
@@ -49,7 +51,7 @@ def build_batch(groups: Sequence[Group]) -> TrainBatch:
         rows=rows_R,
         targets=_concatenate([group.tokens[rows] for group, rows in response], np.int32),
         row_offsets=row_offsets,
-        loss_mask=_concatenate([group.loss_mask[rows] for group, rows in response], np.bool_),
+        loss_mask=_concatenate([masks[id(group)][rows] for group, rows in response], np.bool_),
         columns={"behaviour_logprobs": _concatenate([group.logprobs[rows] for group, rows in response], np.float32)},
         sequence_columns={
             "group": np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
@@ -62,8 +64,22 @@ def build_batch(groups: Sequence[Group]) -> TrainBatch:
 
 
 def version_span(versions: set[PolicyVersion]) -> int:
-    """The newest one's number less the oldest's; 0 for none."""
-    return max(versions).number - min(versions).number if versions else 0
+    """The highest number less the lowest, whatever their lineages; 0 for none."""
+    numbers = [version.number for version in versions]
+    return max(numbers, default=0) - min(numbers, default=0)
+
+
+def _young(group: Group, mask_before: int | None) -> np.ndarray:
+    """bool [R]: response tokens of versions numbered ``mask_before`` or higher."""
+    if mask_before is None or not (group.span_number < mask_before).any():
+        return np.ones(len(group.tokens), np.bool_)
+    young = np.zeros(len(group.tokens), np.bool_)
+    for s in range(len(group)):
+        rows, spans = group.response(s), group.spans(s)
+        ends = [span.start for span in spans[1:]] + [rows.stop - rows.start]
+        for span, end in zip(spans, ends, strict=True):
+            young[rows.start + span.start : rows.start + end] = span.version.number >= mask_before
+    return young
 
 
 def per_token(batch: TrainBatch, values_B: np.ndarray) -> np.ndarray:

@@ -9,10 +9,10 @@
 One process writes, any may read::
 
     store = CheckpointStore(run_dir / "checkpoints", config.checkpoint)
-    store.sweep()                                     # once, before the run goes on in a folder that a crash may have left
-    newest = store.newest()                           # store.open(newest.path) verifies every file
-    partial = store.begin(step)                       # write into it
-    checkpoint = store.complete(partial, cut)         # on disk and whole from here on
+    store.sweep()                                # once, before a run goes on here: a crash may have left something
+    newest = store.newest()                      # store.open(newest.path) verifies every file
+    partial = store.begin(step)                  # write into it
+    checkpoint = store.complete(partial, cut)    # on disk and whole from here on
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import xxhash
 
 from asyncrl.config.schema import CheckpointConfig
 from asyncrl.models.config import CheckpointError
 from asyncrl.sample import PolicyVersion
+
+T = TypeVar("T")
 
 PARTIAL = ".partial"  # ends the name of a checkpoint that is not whole
 FINAL = "final"
@@ -121,11 +123,8 @@ class CheckpointStore:
         """The whole ones, in the order in which they were taken. Their files are not verified: `open` does that.
 
         A folder without cut.json is none: somebody is deleting it. Raises CheckpointError if a cut.json is damaged."""
-        found = []
-        for path in self.folder.glob("step_*"):
-            if _NAME.fullmatch(path.name) and (cut := _read_json(path / _CUT, _cut)) is not None:
-                found.append(Checkpoint(path, cut))
-        return sorted(found, key=lambda checkpoint: checkpoint.taken)
+        cuts = [(path, _read_json(path / _CUT, _cut)) for path in self._paths()]
+        return sorted((Checkpoint(path, cut) for path, cut in cuts if cut is not None), key=lambda c: c.taken)
 
     def newest(self) -> Checkpoint | None:
         return found[-1] if (found := self.all()) else None
@@ -139,8 +138,8 @@ class CheckpointStore:
 
         Raises CheckpointError that names the file, what was expected of it and what was found."""
         path = path.resolve()
-        if path.suffix == PARTIAL:
-            raise CheckpointError(f"{path}: no checkpoint, its save was interrupted; take a folder named step_…")
+        if path.suffix in (PARTIAL, _TRASH):
+            raise CheckpointError(f"{path}: no checkpoint, its save or deletion was interrupted; {self._others(path)}")
         cut = _read_json(path / _CUT, _cut)
         sums = _read_json(path / _CHECKSUMS, _checksums)
         if cut is None or sums is None:
@@ -186,9 +185,12 @@ class CheckpointStore:
         path.rename(trash)
         _remove(trash)
 
+    def _paths(self) -> list[Path]:
+        return [path for path in self.folder.glob("step_*") if _NAME.fullmatch(path.name)]
+
     def _others(self, path: Path) -> str:
         """What to do about a checkpoint that cannot be used."""
-        names = ", ".join(c.path.name for c in self.all() if c.path.name != path.name)
+        names = ", ".join(sorted(other.name for other in self._paths() if other.name != path.name))
         return f"restore it from a copy, or go on from another one ({names or 'there is none'})"
 
 
@@ -239,14 +241,15 @@ def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def _read_json[T](path: Path, read: Callable[[Any], T]) -> T | None:
+def _read_json(path: Path, read: Callable[[Any], T]) -> T | None:
     """What ``read`` makes of a JSON file, None if there is none; CheckpointError if it is not what was written."""
     try:
         return read(json.loads(path.read_bytes()))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise CheckpointError(f"{path} is damaged: not as it was written ({type(e).__name__}: {e})") from None
+        why = f"{type(e).__name__}: {e}"
+        raise CheckpointError(f"{path} is damaged ({why}); restore it from a copy or delete its folder") from None
 
 
 def _cut(value: Any) -> Cut:

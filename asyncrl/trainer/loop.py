@@ -1,23 +1,31 @@
-"""The training loop: take a batch, train on it, publish new weights every few steps.
+"""The training loop: take a batch, train on it, publish new weights every few steps, go back when ranks die.
 
 queue ──lease──► ranks.train ──trained──► every trigger_parameter_sync_step steps: sync, publish
+  ▲                   │ a rank died
+  └──rollback─── last checkpoint, new lineage
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import sys
+from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from asyncrl.config.checks import Derived
 from asyncrl.config.schema import Config
+from asyncrl.param_sync.errors import ALL_REPLICAS, SyncError
 from asyncrl.sample import PolicyVersion
-from asyncrl.sample_queue.core import Lease, LeasedGroup
+from asyncrl.sample_queue.core import Lease
+from asyncrl.tasks import cancelled
 from asyncrl.telemetry.recorder import Recorder, now_s
+from asyncrl.trainer.checkpoints import Checkpoint, CheckpointStore, Cut
 
-PARTIAL = ".partial"  # ends the name of a checkpoint that is not whole
+RESTORABLE = 2  # the newest checkpoints that can be gone back to: payloads trained after the older one are kept
 
 
 class StalenessError(RuntimeError):
@@ -31,28 +39,55 @@ class QueueClient(Protocol):
     async def trained(self, step: int) -> None: ...
     async def covered(self, step: int) -> None: ...
     async def release(self, step: int) -> None: ...
-    async def publish(self, version: PolicyVersion) -> dict[str, int]: ...
+    async def rollback(self, step: int) -> PolicyVersion | None: ...
+    async def publish(self, version: PolicyVersion, trained: int | None = None) -> dict[str, int]: ...
     async def finish(self) -> dict[str, float]: ...
 
 
 class Ranks(Protocol):
-    """All trainer ranks at once."""
+    """All trainer ranks at once. ``stage`` copies their state, ``write`` writes the copy while they train on."""
 
-    async def train(self, step: int, payload: Any) -> dict[str, float]: ...
-    async def save(self, path: Path) -> None: ...
+    async def train(self, step: int, payload: Any, mask_before: int | None) -> dict[str, float]: ...
+    async def stage(self) -> None: ...
+    async def write(self, path: Path) -> None: ...
+    async def load(self, path: Path) -> None: ...
     async def export_hf(self, path: Path) -> None: ...
 
+    async def lost(self) -> str | None:
+        """Why a rank is dead, or None if all live: asked after a call failed."""
 
-#: moves all replicas to a version, returns metrics of the session
-Sync = Callable[[PolicyVersion], Awaitable[Mapping[str, float]]]
+    async def restart(self, why: str) -> None:
+        """New ranks, with the weights that the run began with. Raises if there were too many restarts."""
+
+
+class Sync(Protocol):
+    """The parameter-sync group, see `asyncrl.param_sync.group.ParameterSyncGroup`."""
+
+    async def __call__(self, version: PolicyVersion) -> Mapping[str, float]:
+        """Move all replicas to a version; returns metrics of the session."""
+        ...
+
+    async def rejoin(self, version: PolicyVersion) -> None:
+        """Bring replicas that are out of service to the version that the others serve."""
+
+    async def renew(self) -> None:
+        """None is left: end those that are out of service, so that they are started again."""
+
+    async def someone_to_join(self) -> None:
+        """Wait until a replica was started again, and not told of before."""
+
+    def routable(self) -> list[str]: ...
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the run stands. ``last``: no step follows. ``stopped``: why training ended before its last step."""
+    """Where the run stands. ``trained``: groups in the weights; ``trained_at_publish``: as many as there were when
+    ``version``'s number was published. ``last``: no step follows. ``stopped``: why training ended before it."""
 
     step: int = 0
     version: PolicyVersion = PolicyVersion(0, 0)
+    trained: int = 0
+    trained_at_publish: int = 0
     last: bool = False
     stopped: str | None = None
 
@@ -63,15 +98,26 @@ class Hooks(Protocol):
     async def on_step(self, progress: Progress, metrics: Mapping[str, float]) -> None:
         """A step is in the weights; its metrics hold those of the sync before it. The next step goes on meanwhile."""
 
+    async def before_sync(self, progress: Progress) -> None:
+        """``progress.version`` is about to be synced; the sync waits for the answer."""
+
     async def on_version(self, progress: Progress) -> None:
         """All replicas serve ``progress.version``, no group has started under it yet; training waits for the answer."""
+
+    async def on_restore(self, progress: Progress) -> None:
+        """The weights are those of a checkpoint again; no version of the new lineage is published yet."""
 
     async def on_end(self, progress: Progress, queue: Mapping[str, float]) -> None:
         """Nothing more will be trained; ``queue`` is the final balance."""
 
+    def newest(self, metric: str) -> float | None:
+        """The value of a metric that was reported last."""
+        ...
+
 
 class TrainLoop:
-    """One per run, in the driver. ``run()`` to the end; ``stop(reason)`` ends it after the step under way."""
+    """One per run, in the driver. ``begin()``, then ``run()`` to the end; ``stop(reason)`` ends it after the step under
+    way."""
 
     def __init__(
         self,
@@ -82,14 +128,16 @@ class TrainLoop:
         sync: Sync,
         hooks: Hooks,
         recorder: Recorder,
-        run_dir: Path,
+        checkpoints: CheckpointStore,
     ) -> None:
         self._config, self._derived = config, derived
         self._queue, self._ranks, self._sync, self._hooks = queue, ranks, sync, hooks
         self._recorder = recorder
-        self._checkpoints = run_dir / "checkpoints"
+        self._checkpoints = checkpoints
         self._stop = asyncio.Event()
         self._progress = Progress()
+        self._saved_step = -1
+        self._saving: asyncio.Task[None] | None = None
         self._reporting: asyncio.Task[None] | None = None
 
     def stop(self, reason: str) -> None:
@@ -97,33 +145,64 @@ class TrainLoop:
             self._progress = replace(self._progress, stopped=reason)
         self._stop.set()
 
+    async def begin(self, checkpoint: Checkpoint | None) -> None:
+        """Place ranks and queue at a checkpoint, or at the start: before anything is rolled out."""
+        if checkpoint is not None:
+            await self._ranks.load(checkpoint.path / "state")
+        cut = checkpoint.cut if checkpoint is not None else Cut(0, PolicyVersion(0, 0), 0, 0, {})
+        before = await self._queue.rollback(cut.step)
+        lineage = before.lineage + 1 if before is not None else 0
+        self._progress = Progress(
+            cut.step,
+            PolicyVersion(lineage, cut.version.number),
+            cut.trained,
+            cut.trained_at_publish,
+            stopped=self._progress.stopped,
+        )
+        self._saved_step = cut.step if checkpoint is not None else -1
+
     async def run(self) -> Progress:
-        """Sync version 0, train ``trainer.total_steps`` steps, save, sync the final weights.
+        """Sync the first version, train up to ``trainer.total_steps``, save, sync the final weights. When ranks die, go
+        back to the last checkpoint with new ones.
 
         Raises what any part raised. Stopped by `stop` it saves and returns; when the prompts end, it also syncs."""
-        trigger, total = self._config.async_training.trigger_parameter_sync_step, self._config.trainer.total_steps
-        every = self._config.checkpoint.every_steps
+        why: str | None = None
+        while True:
+            try:
+                if why is not None:
+                    await self._restore(why)
+                return await self._train()
+            except Exception:
+                if (why := await self._ranks.lost()) is None:
+                    raise
+
+    async def _train(self) -> Progress:
+        total, every = self._config.trainer.total_steps, self._config.checkpoint.every_steps
         sync_metrics = await self._publish()
         prompts_ended = False
-        for step in range(1, total + 1):
+        while self._progress.step < total:
+            step = self._progress.step + 1
             lease, payload = await self._lease(step)
             if not lease.groups:
                 prompts_ended = not self._stop.is_set()
                 if prompts_ended:
                     self._progress = replace(self._progress, stopped=lease.closed)
                 break
-            metrics = {**self._staleness(step, lease.groups), **sync_metrics, **await self._ranks.train(step, payload)}
+            metrics = {**self._batch_metrics(step, lease), **sync_metrics}
+            metrics |= await self._ranks.train(step, payload, lease.mask_before)
             await self._queue.trained(step)
-            self._progress = replace(self._progress, step=step)
+            self._progress = replace(self._progress, step=step, trained=self._progress.trained + len(lease.groups))
             await self._report(metrics)
+            if self._saving is not None and self._saving.done():
+                await self._saved()
             sync_metrics = {}
-            if step % trigger == 0 and step < total:
+            if self._version_is_full and step < total:
                 self._next_version()
                 sync_metrics = await self._publish()
             if every and step % every == 0 and step < total:
-                await self.save(f"step_{step:06d}")
-        done = self._progress.step == total
-        await self.save("final" if done else f"step_{self._progress.step:06d}")
+                await self._save()
+        await self._save(last=True)
+        done = self._progress.step >= total
         if done or prompts_ended:
             self._progress = replace(self._progress, last=True)
             self._next_version()
@@ -133,37 +212,124 @@ class TrainLoop:
         await self._hooks.on_end(self._progress, await self._queue.finish())
         return self._progress if not done else replace(self._progress, stopped=None)
 
-    async def save(self, name: str) -> Path:
-        """Weights, optimizer and schedule under ``checkpoints/name``, with a Hugging Face folder if the config asks for
-        one. Until it is whole it has another name."""
-        path, partial = self._checkpoints / name, self._checkpoints / f"{name}{PARTIAL}"
-        with self._recorder.span("trainer/checkpoint", step=self._progress.step):
-            await self._ranks.save(partial / "state")
-            if self._config.checkpoint.export_hf != "none":
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    async def _save(self, last: bool = False) -> None:
+        """A checkpoint of this step. Training waits while the state is copied and while a Hugging Face folder is
+        exported; the rest goes on beside it, unless it is the ``last`` or asynchronous saving is off."""
+        await self._saved()
+        options, progress = self._config.checkpoint, self._progress
+        if progress.step == self._saved_step:
+            return
+        best = self._hooks.newest(options.best_metric)
+        cut = Cut(
+            progress.step,
+            progress.version,
+            progress.trained,
+            progress.trained_at_publish,
+            {} if best is None else {options.best_metric: best},
+        )
+        with self._recorder.span("trainer/checkpoint_wait", step=progress.step):
+            partial = self._checkpoints.begin(progress.step)
+            await self._ranks.stage()
+            if options.export_hf == "all" or (options.export_hf == "final" and last):
                 await self._ranks.export_hf(partial / "hf")
-            partial.rename(path)
-        if self._progress.step:
-            await self._queue.covered(self._progress.step)
-        return path
+            self._saving = asyncio.create_task(self._write(partial, cut, last))
+            self._saved_step = progress.step
+            if last or not options.asynchronous:
+                await self._saved()
+
+    async def _write(self, partial: Path, cut: Cut, last: bool) -> None:
+        with self._recorder.span("trainer/checkpoint_write", step=cut.step):
+            await self._ranks.write(partial / "state")
+            checkpoint = await asyncio.to_thread(self._checkpoints.complete, partial, cut)
+            if last:
+                self._checkpoints.mark_final(checkpoint)
+        if restorable := self._checkpoints.all()[-RESTORABLE:]:
+            await self._queue.covered(min(c.cut.step for c in restorable))
+
+    async def _saved(self) -> None:
+        """Wait for the checkpoint that is being written; raise what went wrong with it."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            await saving
+
+    async def _restore(self, why: str) -> None:
+        """New ranks, the last checkpoint, a new lineage."""
+        beside = [task for task in (self._saving, self._reporting) if task is not None]
+        self._saving = self._reporting = None
+        await cancelled(beside)  # they need the old ranks, or tell of them
+        await self._ranks.restart(why)
+        newest = self._checkpoints.newest()
+        await self.begin(self._checkpoints.open(newest.path) if newest is not None else None)
+        await self._hooks.on_restore(self._progress)
+
+    # -- versions --------------------------------------------------------------------------------------------------
+
+    @property
+    def _version_is_full(self) -> bool:
+        """Whether all groups of this version are in the weights."""
+        return self._progress.trained - self._progress.trained_at_publish >= self._derived.groups_per_version
 
     def _next_version(self) -> None:
-        version = self._progress.version
-        self._progress = replace(self._progress, version=version._replace(number=version.number + 1))
+        p = self._progress
+        version = PolicyVersion(p.version.lineage, p.version.number + 1)
+        self._progress = replace(p, version=version, trained_at_publish=p.trained)
 
     async def _publish(self) -> Mapping[str, float]:
-        metrics = await self._sync(self._progress.version)
+        """Have all replicas serve the version, then let groups start under it. Nothing of it, if stopped meanwhile."""
+        await self._unless_stopped(self._hooks.before_sync(self._progress))
+        if (metrics := await self._synced()) is None:
+            return {}
         await self._unless_stopped(self._hooks.on_version(self._progress))
-        await self._queue.publish(self._progress.version)
+        await self._queue.publish(self._progress.version, self._progress.trained_at_publish)
         return metrics
 
+    async def _synced(self) -> Mapping[str, float] | None:
+        """Sync the version; None if stopped while no replica lives. A session that fails for want of replicas is run
+        again when there is one: the weights, and so the version, are the same."""
+        while True:
+            try:
+                return await self._sync(self._progress.version)
+            except SyncError as e:
+                if e.who != ALL_REPLICAS or await self._ranks.lost() is not None:
+                    raise
+                print(f"{e}; it is run again with new ones", file=sys.stderr, flush=True)
+            await self._sync.renew()
+            await self._first_of(self._sync.someone_to_join(), self._stop.wait())
+            if self._stop.is_set():
+                return None
+
+    async def _rejoin(self) -> None:
+        """Give replicas that came back the weights, so that they need not wait for the next version.
+
+        Weights that are ahead of the published version get a version of their own, of the same number in a new
+        lineage; but only if nobody serves: others would have to change over for nothing."""
+        if self._progress.trained == self._progress.trained_at_publish:
+            await self._sync.rejoin(self._progress.version)
+        elif not self._sync.routable():
+            version = self._progress.version
+            self._progress = replace(self._progress, version=version._replace(lineage=version.lineage + 1))
+            await self._publish()
+
+    # -- batches ---------------------------------------------------------------------------------------------------
+
     async def _lease(self, step: int) -> tuple[Lease, Any]:
-        """The next batch; an empty one if `stop` came first or there will be none."""
+        """The next batch; an empty one if `stop` came first or there will be none. Replicas join meanwhile."""
         with self._recorder.span("trainer/wait_for_batch", step=step):
-            found = await self._unless_stopped(self._queue.lease(step, self._derived.groups_per_step, now_s()))
-        if found is None:
+            leasing = asyncio.ensure_future(self._queue.lease(step, self._derived.groups_per_step, now_s()))
+            try:
+                while not leasing.done() and not self._stop.is_set():
+                    await self._first_of(self._sync.someone_to_join(), self._stop.wait(), beside=leasing)
+                    if not leasing.done() and not self._stop.is_set():
+                        await self._rejoin()
+            finally:
+                if not leasing.done():
+                    leasing.cancel()
+        if self._stop.is_set():
             await self._queue.release(step)  # it may have been granted at the same moment
             return Lease(()), None
-        return found
+        return leasing.result()
 
     async def _report(self, metrics: Mapping[str, float]) -> None:
         """Report the step while the next one goes on, one step at a time."""
@@ -174,28 +340,42 @@ class TrainLoop:
 
     async def _unless_stopped(self, work: Awaitable[Any]) -> Any:
         """The result of ``work``, or None if `stop` comes first (or came before)."""
-        working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
-        try:
-            await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
-            return None if self._stop.is_set() else working.result()
-        finally:
-            for task in (working, stopping):
-                task.cancel()
-            await asyncio.wait([working, stopping])
+        working = asyncio.ensure_future(work)
+        await self._first_of(self._stop.wait(), beside=working)
+        if not self._stop.is_set():
+            return working.result()
+        await cancelled([working])
+        return None
 
-    def _staleness(self, step: int, leased: Sequence[LeasedGroup]) -> dict[str, float]:
-        now = self._progress.version
-        ages = [now.number - g.oldest.number for g in leased]
-        bound = self._derived.staleness_bound
-        for group, age in zip(leased, ages):
-            if group.oldest.lineage != now.lineage or age > bound:
-                raise StalenessError(
-                    f"step {step}: group {group.uid} holds tokens of version {group.oldest}, the trainer is at {now}; "
-                    f"the bound is {bound} versions"
-                )
+    @staticmethod
+    async def _first_of(*waits: Coroutine[Any, Any, Any], beside: asyncio.Future[Any] | None = None) -> None:
+        """Until one of ``waits``, or ``beside``, is over; the waits are given up then, ``beside`` goes on."""
+        tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(wait) for wait in waits]
+        try:
+            await asyncio.wait([*tasks, *([beside] if beside is not None else [])], return_when="FIRST_COMPLETED")
+        finally:
+            await cancelled(tasks)
+
+    def _batch_metrics(self, step: int, lease: Lease) -> dict[str, float]:
+        """Figures of the groups of a lease; raises StalenessError if one of its tokens is older than the bound."""
+        now, bound = self._progress.version, self._derived.staleness_bound
+        oldest_trained = lease.mask_before if lease.mask_before is not None else 0
+        # numbers are places in training, whatever the lineage; a token of an abandoned future is not stale
+        ages = np.array([max(0, now.number - max(g.oldest.number, oldest_trained)) for g in lease.groups])
+        if ages.max() > bound:
+            group = lease.groups[int(ages.argmax())]
+            raise StalenessError(
+                f"step {step}: group {group.uid} holds tokens of version {group.oldest}, the trainer is at {now}; "
+                f"the bound is {bound} versions"
+            )
+        processing_s = np.array([g.processing_s for g in lease.groups])
         return {
-            "fully_async/staleness/mean": sum(ages) / len(ages),
-            "fully_async/staleness/max": max(ages),
+            "fully_async/staleness/mean": float(ages.mean()),
+            "fully_async/staleness/max": int(ages.max()),
             "fully_async/staleness/bound": bound,
-            "fully_async/in_queue_s": sum(g.in_queue_s for g in leased) / len(leased),
+            **{f"fully_async/staleness/groups_{age}": int((ages == age).sum()) for age in range(bound + 1)},
+            "fully_async/processing_time/avg": float(processing_s.mean()),
+            **{f"fully_async/processing_time/p{p}": float(np.percentile(processing_s, p)) for p in (50, 95, 99)},
+            "fully_async/processing_time/max": float(processing_s.max()),
+            "fully_async/in_queue_s": float(np.mean([g.in_queue_s for g in lease.groups])),
         }

@@ -40,14 +40,20 @@ class TrainerRank:
         self._loss = self._algorithm.loss(config.algorithm)
         self._backend: Backend = _backend_class(config.trainer.backend)(config, rank, world_size, init_method, recorder)
 
-    def train(self, step: int, buffers: Sequence[bytes | bytearray | memoryview | np.ndarray]) -> dict[str, float]:
+    def train(
+        self,
+        step: int,
+        buffers: Sequence[bytes | bytearray | memoryview | np.ndarray],
+        mask_before: int | None = None,
+    ) -> dict[str, float]:
         """One train step over the groups in ``buffers``: ``algorithm.epochs`` passes, an optimizer step per mini batch.
+        Tokens of versions numbered below ``mask_before`` are not trained.
 
         Returns metrics of the whole batch, the same on every rank. Raises NonFiniteError naming the step; the optimizer
         steps before the failed one have been taken then, so go on from a checkpoint."""
         with self._recorder.span("trainer/step", step=step):
             with self._recorder.span("trainer/batch"):
-                whole = build_batch([Group.from_buffer(data) for data in buffers])
+                whole = build_batch([Group.from_buffer(data) for data in buffers], mask_before)
                 metrics = batch_metrics(whole)
                 mini_batches = self._mini_batches(whole)
             with self._recorder.span("trainer/logprobs"):
@@ -108,8 +114,17 @@ class TrainerRank:
         """Whole tensors in the manifest's order, on rank 0; the other ranks must run it to its end as well."""
         return self._backend.export()
 
+    def stage(self) -> None:
+        """Copy the state for `write`, which may then run in another thread while training goes on."""
+        self._backend.stage()
+
+    def write(self, path: str | Path) -> None:
+        self._backend.write(Path(path))
+
     def save(self, path: str | Path) -> None:
-        self._backend.save(Path(path))
+        """Both at once, for who has nothing to do meanwhile."""
+        self.stage()
+        self.write(path)
 
     def load(self, path: str | Path) -> None:
         self._backend.load(Path(path))

@@ -24,7 +24,14 @@ from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.backend import LossFunction, NonFiniteError, Scores, TrainBatch
 from asyncrl.trainer.backends.packing import MicroBatch
 from asyncrl.trainer.backends.schedule import learning_rate
-from asyncrl.trainer.backends.torch_state import checkpoint_dtype, load_state, manifest_of, save_state, whole_tensors
+from asyncrl.trainer.backends.torch_state import (
+    StagedState,
+    checkpoint_dtype,
+    load_state,
+    manifest_of,
+    saved_names,
+    whole_tensors,
+)
 from asyncrl.trainer.batches import cut_micro_batches
 
 
@@ -72,6 +79,11 @@ class TorchFSDPBackend:
         self._total_optimizer_steps = (
             self._options.total_steps * config.async_training.require_batches * config.algorithm.epochs
         )
+
+        self._checkpoint_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        # made here where checkpoints are part of training, for making it takes longer than filling it
+        periodic = config.checkpoint.every_steps > 0
+        self._staged = StagedState(self.state(), self._checkpoint_group) if periodic else None
 
     # -- scoring and training --------------------------------------------------------------------------------------
 
@@ -193,8 +205,7 @@ class TorchFSDPBackend:
     # -- state -----------------------------------------------------------------------------------------------------
 
     def state(self) -> Mapping[str, Any]:
-        """Live tensors, by parameter name: what `save` writes and `load` fills in place. The random state is rank 0's:
-        nothing that a rank computes draws numbers of its own, and the number of ranks may change."""
+        """Live tensors, by parameter name: what `stage` copies and `load` fills in place."""
         moments = {
             moment: {name: self._optimizer.state[p][moment] for name, p in self._trained.items()}
             for moment in ("exp_avg", "exp_avg_sq")
@@ -203,24 +214,53 @@ class TorchFSDPBackend:
             "model": {name: p.detach() for name, p in self._model.named_parameters()},
             "optimizer": moments,
             "optimizer_steps": torch.tensor(self._optimizer_steps),
-            "torch_random_state": torch.get_rng_state(),
+            "random_state": {f"rank_{self.rank}": self._random_state()},
         }
 
-    def save(self, path: Path) -> None:
-        save_state(Path(path), dict(self.state()))
+    def stage(self) -> None:
+        with self._recorder.span("trainer/stage"):
+            if self._staged is None:
+                self._staged = StagedState(self.state(), self._checkpoint_group)
+            self._staged.fill(self.state())
+
+    def write(self, path: Path) -> None:
+        if self._staged is None:
+            raise RuntimeError(f"nothing to write to {path}: call stage first")
+        with self._recorder.span("trainer/write"):
+            self._staged.write(Path(path))
 
     def load(self, path: Path) -> None:
+        """See `Backend.load`. A rank that there was none of takes the random state of rank 0; a GPU whose random state
+        was not saved keeps its own."""
+        saved = saved_names(Path(path))
         state = dict(self.state())
+        owner = self.rank if f"random_state.rank_{self.rank}.cpu" in saved else 0
+        random = {
+            device: value
+            for device, value in self._random_state().items()
+            if f"random_state.rank_{owner}.{device}" in saved
+        }
+        state["random_state"] = {f"rank_{owner}": random}
         load_state(Path(path), state)
-        torch.set_rng_state(state["torch_random_state"])
+        torch.set_rng_state(random["cpu"])
+        if "cuda" in random:
+            torch.cuda.set_rng_state(random["cuda"], self._device)
         self._optimizer_steps = int(state["optimizer_steps"])
         for p in self._trained.values():
             self._optimizer.state[p]["step"].fill_(self._optimizer_steps)
 
+    def _random_state(self) -> dict[str, Tensor]:
+        """By the kind of device, uint8 each."""
+        states = {"cpu": torch.get_rng_state()}
+        if self._device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(self._device)
+        return states
+
     def close(self) -> None:
-        """Leave the process group; collective."""
+        """Leave the process group; collective. No `write` may be under way."""
         # gloo's threads outlive the group (DTensor's caches hold it), and one that has yet to let go of a collective's
         # tensor aborts an interpreter that is shutting down. During a barrier, which has no tensor, they get the GIL.
+        dist.barrier(self._checkpoint_group)
         dist.barrier()
         dist.destroy_process_group()
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from asyncrl.models.checkpoint import is_draft
@@ -43,17 +48,99 @@ def whole_tensors(model: Decoder, dtype: torch.dtype) -> Iterator[tuple[str, Ten
         yield name, cast(DTensor, parameter.detach().to(dtype)).full_tensor()
 
 
-def save_state(path: Path, state: dict[str, Any]) -> None:
-    """Write a (nested) dict of tensors and DTensors, each rank its shards; collective."""
-    dcp.save(state, checkpoint_id=path)
+class StagedState:
+    """A copy of a (nested) dict of tensors and DTensors in host memory, and the writing of it while training goes on.
+
+    The buffers are made once, as large as the state, and filled again and again; pinned if the state is on a GPU.
+    ``group``: a gloo group of all ranks that is used for nothing else, as the collectives of `write` run in one thread
+    while those of training run in another."""
+
+    def __init__(self, state: Mapping[str, Any], group: dist.ProcessGroup) -> None:
+        self._group = group
+        mesh = DeviceMesh.from_group(group, "cpu")
+        self._state = {name: _host_buffers(part, mesh) for name, part in state.items()}
+        self._writing = threading.Lock()
+
+    @torch.no_grad()
+    def fill(self, state: Mapping[str, Any]) -> None:
+        """Copy the state as it is now; done on return. RuntimeError while a `write` is under way: it would be torn."""
+        with self._alone("stage"):
+            _copy(self._state, state)
+            if torch.cuda.is_available():
+                torch.cuda.current_stream().synchronize()
+
+    def write(self, path: Path) -> None:
+        """Write what was copied last, each rank its shards, onto the disk; collective over ``group``.
+
+        Raises CheckpointError on every rank if one cannot write. The copy stays, and may be written elsewhere."""
+        with self._alone("write"):
+            # per_thread_copy_ahead: for state on a GPU, whose stream it waits for; here it would be training's
+            files = dcp.FileSystemWriter(path, per_thread_copy_ahead=0)
+            try:
+                dcp.save(self._state, storage_writer=files, process_group=self._group)
+            except CheckpointException as e:
+                raise _told(path, "written", e) from e
+
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        if not self._writing.acquire(blocking=False):
+            raise RuntimeError(f"{what} while a staged state is being written: wait for that write to end first")
+        try:
+            yield
+        finally:
+            self._writing.release()
 
 
 def load_state(path: Path, state: dict[str, Any]) -> None:
     """Fill the tensors of ``state`` in place from what any number of ranks saved; collective.
 
-    Raises CheckpointError if there is no whole checkpoint at ``path``."""
+    Raises CheckpointError if there is no whole checkpoint at ``path``, or one of another model."""
+    _expect_whole(path)
+    try:
+        dcp.load(state, checkpoint_id=path)
+    except CheckpointException as e:
+        raise _told(path, "read", e) from e
+
+
+def saved_names(path: Path) -> frozenset[str]:
+    """The names of all tensors that were saved at ``path``, those of nested dicts joined by dots."""
+    _expect_whole(path)
+    return frozenset(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+
+
+def _expect_whole(path: Path) -> None:
     if not (path / ".metadata").is_file():
         raise CheckpointError(
             f"{path}: no training state there (.metadata is missing, which is written last: the save did not finish)"
         )
-    dcp.load(state, checkpoint_id=path)
+
+
+def _host_buffers(state: Any, mesh: DeviceMesh) -> Any:
+    """Memory on the host for every tensor; DTensors on a ``mesh`` of the same ranks, which is the host's."""
+    if isinstance(state, Mapping):
+        return {name: _host_buffers(part, mesh) for name, part in state.items()}
+    local = _local(state)
+    # written to now, for a page of new memory costs more at its first touch than its copy does
+    buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda).zero_()
+    if not isinstance(state, DTensor):
+        return buffer
+    return DTensor.from_local(buffer, mesh, state.placements, shape=state.shape, stride=state.stride())
+
+
+def _copy(to: Any, of: Any) -> None:
+    if isinstance(of, Mapping):
+        for name, part in of.items():
+            _copy(to[name], part)
+    else:
+        _local(to).copy_(_local(of), non_blocking=True)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _told(path: Path, done: str, error: CheckpointException) -> CheckpointError:
+    """In one line what the first rank that failed says. CheckpointException is not an Exception, so hardly anything
+    that catches errors would see it."""
+    rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+    return CheckpointError(f"{path} cannot be {done}: trainer/{rank}: {type(cause).__name__}: {cause}")

@@ -1,0 +1,77 @@
+"""CPU seconds of everything that this process has started, and of the threads of one process among them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from pathlib import Path
+
+import psutil
+
+LOOK_EVERY_S = 0.25
+
+
+class CpuSeconds:
+    """Looks at all processes below this one, four times a second, while its context is open::
+
+        with CpuSeconds("ray::SampleQueueActor", since=run_dir / "ledger.sqlite") as cpu:
+            subprocess.run(...)
+        share = cpu.threads_s(2) / cpu.all_s
+
+    What a process takes between the last look and its end is missing, so that such shares come out a little too large.
+    The process is the one whose name starts with ``name``; its threads count from the moment when the file ``since``
+    is there. Seconds of it are NaN if it was never seen.
+    """
+
+    def __init__(self, name: str, since: Path) -> None:
+        self._name, self._since = name, since
+        self._seconds: dict[psutil.Process, float] = {}
+        self._process: psutil.Process | None = None
+        self._threads: dict[int, float] = {}
+        self._threads_before: dict[int, float] | None = None
+        self._done = threading.Event()
+        self._looking = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> CpuSeconds:
+        self._looking.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._looking.join()
+
+    @property
+    def all_s(self) -> float:
+        return sum(self._seconds.values())
+
+    @property
+    def process_s(self) -> float:
+        """Of the one process, from its start."""
+        return self._seconds[self._process] if self._process else math.nan
+
+    def threads_s(self, count: int) -> float:
+        """Of its ``count`` busiest threads."""
+        before = self._threads_before
+        if before is None:
+            return math.nan
+        since = sorted(seconds - before.get(thread, 0.0) for thread, seconds in self._threads.items())
+        return sum(since[-count:])
+
+    def _run(self) -> None:
+        while not self._done.wait(LOOK_EVERY_S):
+            counts = self._since.exists()
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error):  # it has just ended
+                    self._look(process, counts)
+
+    def _look(self, process: psutil.Process, counts: bool) -> None:
+        times = process.cpu_times()
+        self._seconds[process] = times.user + times.system
+        if not process.name().startswith(self._name):
+            return
+        self._process = process
+        if counts:
+            threads = {t.id: t.user_time + t.system_time for t in process.threads()}
+            self._threads_before = self._threads_before or threads
+            self._threads |= threads  # those that have ended keep what they took

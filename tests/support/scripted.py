@@ -1,0 +1,68 @@
+"""A replica that tests drive by hand, at the router's interface."""
+
+import asyncio
+
+import numpy as np
+
+from asyncrl.rollouter.engine import EventBatch, Request
+from asyncrl.sample import FinishReason, PolicyVersion
+
+
+class Death(Exception):
+    """Of a replica's process."""
+
+
+class Scripted:
+    """A replica that does what the test says: it keeps what was submitted, and reports what the test puts."""
+
+    def __init__(self) -> None:
+        self.attached = 0
+        self.requests: dict[str, Request] = {}
+        self.submits: list[int] = []
+        self.aborted: list[str] = []
+        self._events: asyncio.Queue[EventBatch | Exception] = asyncio.Queue()
+        self.version = PolicyVersion(0, 0)
+
+    async def attach(self):
+        self.attached += 1
+
+    async def submit(self, requests):
+        assert self.attached == 1
+        self.submits.append(len(requests))
+        self.requests |= {r.id: r for r in requests}
+
+    async def abort(self, ids):
+        self.aborted += ids
+
+    async def events(self):
+        event = await self._events.get()
+        if isinstance(event, Exception):
+            raise event
+        return event
+
+    def say(self, id: str, tokens: list[int], finish: FinishReason | None = None, error: str = "") -> None:
+        n = len(tokens)
+        self._events.put_nowait(
+            EventBatch(
+                [id],
+                np.array([0, n]),
+                np.array(tokens, np.int32),
+                -np.ones(n, np.float32),
+                [self.version],
+                [finish],
+                [False],
+                {id: error} if error else {},
+            )
+        )
+
+    def die(self, error: Exception) -> None:
+        self._events.put_nowait(error)
+
+
+def is_death(error: BaseException) -> bool:
+    return isinstance(error, Death)
+
+
+async def settle() -> None:
+    for _ in range(30):
+        await asyncio.sleep(0)

@@ -1,0 +1,57 @@
+"""The benchmarks' own parts: what they report must be what happened."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.cpu_seconds import CpuSeconds
+
+#: Seconds of CPU: 0.6 before the file is there; then 0.5, 0.3 and 0.1 in threads of their own; a child with 0.4.
+WORKER = """
+import os, pathlib, subprocess, sys, threading, time
+
+def burn(seconds):
+    while time.thread_time() < seconds:
+        pass
+
+work = "import time\\nwhile time.process_time() < 0.4: pass\\ntime.sleep(60)"
+child = subprocess.Popen([os.path.realpath(sys.executable), "-c", work])
+burn(0.6)
+pathlib.Path(sys.argv[1]).touch()
+time.sleep(0.6)
+for seconds in (0.5, 0.3, 0.1):
+    thread = threading.Thread(target=lambda: (burn(seconds), time.sleep(0.6)))
+    thread.start()
+    thread.join()
+child.kill()
+"""
+
+
+def test_cpu_seconds_are_those_of_all_processes_and_of_one_s_busiest_threads_since_a_file_is_there(tmp_path):
+    python = tmp_path / "worker-process"
+    python.symlink_to(sys.executable)
+    with CpuSeconds("worker-process", since=tmp_path / "opened") as cpu:
+        subprocess.run([python, "-c", WORKER, str(tmp_path / "opened")], check=True)
+    assert cpu.threads_s(2) == pytest.approx(0.8, abs=0.1)
+    assert cpu.threads_s(3) == pytest.approx(0.9, abs=0.1)
+    assert 1.4 < cpu.process_s < 2.1
+    assert cpu.all_s - cpu.process_s == pytest.approx(0.4, abs=0.2)
+
+
+def test_cpu_seconds_of_a_process_that_was_never_seen_are_not_zero(tmp_path):
+    with CpuSeconds("worker-process", since=tmp_path / "opened") as cpu:
+        subprocess.run([sys.executable, "-c", "import time; time.sleep(0.5)"], check=True)
+    assert math.isnan(cpu.process_s)
+    assert math.isnan(cpu.threads_s(1))
+
+
+def test_the_sample_queue_s_benchmark_ends_with_its_figures():
+    command = "-m benchmarks.sample_queue --windows 1 --window-s 0.1 --latency-window-s 0.5 --steps 0".split()
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert figures["speedup_over_per_call"] > 1
+    assert figures["latency_p99_ms"] == max(figures["durable_p99_ms"], figures["readable_p99_ms"]) > 0

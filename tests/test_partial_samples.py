@@ -1,0 +1,262 @@
+"""Samples under way: recorded calls, snapshots, and agent loops that go on in another process."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.config.schema import Config
+from asyncrl.rollouter.agent_loops.base import SampleRestarts
+from asyncrl.rollouter.agent_loops.single_turn import SingleTurn
+from asyncrl.rollouter.engine import SamplingParams
+from asyncrl.rollouter.partial import PartialSample, pack, unpack
+from asyncrl.rollouter.router import Router
+from asyncrl.rollouter.samples import SampleMaker, Task
+from asyncrl.sample import FinishReason, PolicyVersion, Prompt, Sample
+from asyncrl.telemetry.recorder import Recorder
+from tests.support.scripted import Death, Scripted, is_death, settle
+
+PROMPT = Prompt("e0-000000", "row:0", (), "", text="?")
+TOKENS = np.array([1, 2], np.int32)
+TOOL = np.array([90, 91], np.int32)
+
+spans = st.tuples(st.integers(0, 3), st.integers(0, 9), st.booleans())
+calls = st.tuples(
+    st.integers(0, 2**64 - 1), st.lists(st.tuples(st.integers(1, 4), spans), max_size=4), st.sampled_from([None, 0, 1])
+)
+samples = st.tuples(st.none() | st.binary(max_size=20), st.integers(0, 99), st.lists(calls, max_size=4))
+
+
+def built(state, drawn_before, calls) -> PartialSample:
+    sample = PartialSample(state, drawn_before, PolicyVersion(0, 7) if drawn_before else None)
+    for number, (asked, parts, finish) in enumerate(calls):
+        call = sample.begin(asked)
+        for length, (lineage, version, mixed) in parts:
+            tokens = np.arange(length, dtype=np.int32) + 10 * number
+            call.drawn.add(tokens, -tokens.astype(np.float32), PolicyVersion(lineage, version), mixed)
+        if finish is not None:
+            sample.finish(call, FinishReason(finish))
+    return sample
+
+
+def contents(sample: PartialSample):
+    calls = []
+    for call in sample.calls:
+        done = call.drawn.completion(FinishReason.STOP)
+        calls.append((call.asked, done.tokens.tolist(), done.logprobs.tolist(), done.spans, call.finish))
+    versions = [call.drawn.version for call in sample.calls]
+    return sample.state, sample.drawn_before, sample.drawn, sample.version, versions, calls
+
+
+@given(st.lists(samples, max_size=4))
+def test_a_snapshot_gives_back_what_was_packed(group):
+    before = [built(*sample) for sample in group]
+    assert [contents(s) for s in unpack(pack("e0-000000", before))] == [contents(s) for s in before]
+
+
+def test_what_is_no_snapshot_is_refused():
+    data = pack("e0-000000", [built(b"state", 0, [(1, [(4, (0, 0, False))], None)])])
+    with pytest.raises(ValueError, match="cut short"):
+        unpack(data[:-64])
+    with pytest.raises(ValueError, match="not a snapshot"):
+        unpack(b"ARLG" + data[4:])
+
+
+class TwoTurns:
+    """Answers, is told something by a tool, answers again. With ``saves``, the tool is asked only once."""
+
+    def __init__(self, saves: bool, tool=lambda: TOOL) -> None:
+        self._saves, self._tool = saves, tool
+
+    async def run(self, prompt, index, generate):
+        none = np.empty(0, np.int32)
+        if generate.state is None:
+            first = await generate(none, 4)
+            so_far = np.concatenate([first.tokens, self._tool()])
+            if self._saves:
+                generate.save(so_far.tobytes())
+        else:
+            so_far = np.frombuffer(generate.state, np.int32)
+        last = await generate(so_far, 4)
+        tokens = np.concatenate([so_far, last.tokens])
+        logprobs = np.zeros(len(tokens), np.float32)
+        return Sample(index, tokens, logprobs, np.ones(len(tokens), bool), last.spans, last.finish)
+
+
+class Rollouter:
+    """A router, a sample maker and one sample; it dies by `stop`."""
+
+    def __init__(self, agent_loop, one_version=False) -> None:
+        self.replicas = {"a": Scripted(), "b": Scripted()}
+        self.recorder = Recorder("rollouter")
+        router = Router(self.replicas, is_death)
+        self._maker = SampleMaker(Config(), None, agent_loop, 100, router, None, self.recorder)
+        self._task = Task(PROMPT, TOKENS, SamplingParams(), PROMPT.uid, PROMPT.uid, one_version)
+        self._running = asyncio.create_task(router.run())
+
+    async def begin(self, partial: PartialSample):
+        self.made = asyncio.create_task(self._maker.make(self._task, [partial]))
+        await settle()
+        return self
+
+    async def stop(self) -> None:
+        for task in (self.made, self._running):
+            task.cancel()
+        await asyncio.wait([self.made, self._running])
+
+    def counter(self, name: str) -> float:
+        return self.recorder.drain().counters.get(name, 0)
+
+
+async def test_a_sample_goes_on_in_another_process_with_the_tokens_it_had():
+    partial = PartialSample()
+    first = await Rollouter(SingleTurn(None, 9)).begin(partial)
+    a = first.replicas["a"]
+    a.say("e0-000000/0/1#0", [11, 12])
+    await settle()
+    news = partial.news
+    data = pack(PROMPT.uid, [partial])
+    a.say("e0-000000/0/1#0", [13])  # not in the snapshot any more
+    await settle()
+    assert partial.news != news
+    await first.stop()
+
+    second = await Rollouter(SingleTurn(None, 9)).begin(unpack(data)[0])
+    a = second.replicas["a"]
+    (request,) = a.requests.values()
+    assert (request.tokens.tolist(), request.position, request.max_new_tokens) == ([1, 2, 11, 12], 2, 7)
+    a.version = PolicyVersion(0, 1)
+    a.say(request.id, [14], FinishReason.STOP)
+    (sample,) = await second.made
+    assert sample.tokens.tolist() == [11, 12, 14]
+    assert [(s.start, s.version.number) for s in sample.spans] == [(0, 0), (2, 1)]
+    await second.stop()
+
+
+@pytest.mark.parametrize("saves", [False, True])
+async def test_calls_made_before_are_not_made_again(saves):
+    partial = PartialSample()
+    first = await Rollouter(TwoTurns(saves)).begin(partial)
+    first.replicas["a"].say("e0-000000/0/1#0", [11], FinishReason.STOP)
+    await settle()
+    first.replicas["a"].say("e0-000000/0/2#0", [12])
+    await settle()
+    data = pack(PROMPT.uid, [partial])
+    await first.stop()
+
+    asked_tool = []
+    loop = TwoTurns(saves, tool=lambda: asked_tool.append(1) or TOOL)
+    second = await Rollouter(loop).begin(unpack(data)[0])
+    (request,) = second.replicas["a"].requests.values()
+    assert (request.tokens.tolist(), request.position) == ([1, 2, 11, 90, 91, 12], 2)  # two were drawn
+    assert len(asked_tool) == (0 if saves else 1)
+    second.replicas["a"].say(request.id, [13], FinishReason.STOP)
+    (sample,) = await second.made
+    assert sample.tokens.tolist() == [11, 90, 91, 12, 13]
+    assert second.counter("rollout/restarted_samples") == 0
+    await second.stop()
+
+
+async def test_a_loop_that_asks_for_something_else_than_before_starts_anew():
+    partial = PartialSample()
+    first = await Rollouter(TwoTurns(saves=False)).begin(partial)
+    first.replicas["a"].say("e0-000000/0/1#0", [11], FinishReason.STOP)
+    await settle()
+    data = pack(PROMPT.uid, [partial])
+    await first.stop()
+
+    fickle = TwoTurns(saves=False, tool=lambda: TOOL + 1)
+    second = await Rollouter(fickle).begin(unpack(data)[0])
+    (request,) = second.replicas["a"].requests.values()
+    assert (request.tokens.tolist(), request.position) == ([1, 2], 0)
+    assert second.counter("rollout/restarted_samples") == 1
+    await second.stop()
+
+
+async def test_a_sample_of_one_version_starts_anew_under_the_new_one():
+    rollouter = await Rollouter(TwoTurns(saves=True), one_version=True).begin(PartialSample())
+    a, b = rollouter.replicas.values()
+    a.say("e0-000000/0/1#0", [11], FinishReason.STOP)
+    await settle()
+    a.say("e0-000000/0/2#0", [12])
+    a.die(Death("killed"))
+    b.version = PolicyVersion(0, 1)
+    await settle()
+    b.say("e0-000000/0/2#1", [13])
+    await settle()
+    again = b.requests["e0-000000/0/3#0"]
+    assert (again.tokens.tolist(), again.position, again.max_new_tokens) == ([1, 2], 0, 4)
+    b.say("e0-000000/0/3#0", [21], FinishReason.STOP)
+    await settle()
+    b.say("e0-000000/0/4#0", [22], FinishReason.STOP)
+    (sample,) = await rollouter.made
+    assert sample.tokens.tolist() == [21, 90, 91, 22]
+    assert rollouter.counter("rollout/restarted_samples") == 1
+    await rollouter.stop()
+
+
+async def test_also_between_two_calls_there_is_no_second_version():
+    rollouter = await Rollouter(TwoTurns(saves=True), one_version=True).begin(PartialSample())
+    a = rollouter.replicas["a"]
+    a.say("e0-000000/0/1#0", [11], FinishReason.STOP)
+    await settle()
+    a.version = PolicyVersion(0, 1)
+    a.say("e0-000000/0/2#0", [12], FinishReason.STOP)
+    await settle()
+    assert a.requests["e0-000000/0/3#0"].tokens.tolist() == [1, 2]
+    await rollouter.stop()
+
+
+async def test_an_agent_loop_that_catches_exceptions_lets_a_restart_pass():
+    class Careless(SingleTurn):
+        async def run(self, prompt, index, generate):
+            try:
+                return await super().run(prompt, index, generate)
+            except Exception:
+                return None
+
+    assert not issubclass(SampleRestarts, Exception)
+    rollouter = await Rollouter(Careless(None, 9), one_version=True).begin(PartialSample())
+    a = rollouter.replicas["a"]
+    a.say("e0-000000/0/1#0", [11])
+    await settle()
+    a.version = PolicyVersion(0, 1)
+    a.say("e0-000000/0/1#0", [12])
+    await settle()
+    assert a.requests["e0-000000/0/2#0"].position == 0
+    await rollouter.stop()
+
+
+async def test_a_call_that_the_loop_gave_up_is_forgotten():
+    class Impatient(SingleTurn):
+        async def run(self, prompt, index, generate):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(generate(np.empty(0, np.int32), 50), 0.01)
+            return await super().run(prompt, index, generate)
+
+    rollouter = await Rollouter(Impatient(None, 9)).begin(PartialSample())
+    await asyncio.sleep(0.05)
+    a = rollouter.replicas["a"]
+    assert a.aborted == ["e0-000000/0/1#0"]
+    assert a.requests["e0-000000/0/2#0"].max_new_tokens == 9
+    await rollouter.stop()
+
+
+async def test_two_calls_at_once_are_refused():
+    class Hasty(SingleTurn):
+        async def run(self, prompt, index, generate):
+            call = asyncio.create_task(super().run(prompt, index, generate))
+            await asyncio.sleep(0)
+            with pytest.raises(RuntimeError, match="one after another"):
+                generate.save(b"")
+            with pytest.raises(RuntimeError, match="one after another"):
+                await super().run(prompt, index, generate)
+            return await call
+
+    rollouter = await Rollouter(Hasty(None, 9)).begin(PartialSample())
+    rollouter.replicas["a"].say("e0-000000/0/1#0", [11], FinishReason.STOP)
+    (sample,) = await rollouter.made
+    assert sample.tokens.tolist() == [11]
+    await rollouter.stop()

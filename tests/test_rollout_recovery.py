@@ -1,0 +1,258 @@
+"""The rollouter's pool with real engines while replicas and rollouters die: nothing is lost, tokens are kept."""
+
+import asyncio
+import contextlib
+import time
+
+import numpy as np
+import pytest
+
+from asyncrl.config.load import load_config
+from asyncrl.data.prompts import DataError
+from asyncrl.rollouter.agent_loops.single_turn import SingleTurn
+from asyncrl.rollouter.engines.native.engine import NativeEngine
+from asyncrl.rollouter.fence import Fence, Owned
+from asyncrl.rollouter.partial import PartialSample, pack, unpack
+from asyncrl.rollouter.validation import ROUNDS
+from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
+from asyncrl.sample_queue.inflight import InFlight, Recovery
+from tests.support.in_memory import InMemoryRecords
+from tests.support.rollout import System, fine
+from tests.support.scripted import Death
+from tests.support.tiny import make_inputs, overrides
+
+EPOCH = ("data.epochs=1", "async_training.staleness_threshold=50")
+OFTEN = "rollout.snapshot_every_s=0.02"
+DETERMINISTIC = "rollout.engine.deterministic=true"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def judge(prompt, i):
+    return fine(float(i))
+
+
+@contextlib.asynccontextmanager
+async def engines(inputs, count, *more, step_s=0.0):
+    """Fences of running engines; each step takes ``step_s`` longer, so that there is time to die in."""
+    config = load_config(None, [*overrides(inputs, inputs / "run"), *more])
+    made = [NativeEngine(config.model.path, config.rollout.engine) for _ in range(count)]
+    for engine in made:
+        slow_down(engine, step_s)
+        await engine.resume(PolicyVersion(0, 0))
+    yield made
+    for engine in made:
+        await engine.close()
+
+
+def slow_down(engine: NativeEngine, step_s: float) -> None:
+    step = engine._core.step
+
+    def slow() -> None:
+        time.sleep(step_s)
+        step()
+
+    engine._core.step = slow  # type: ignore[method-assign]
+
+
+class Mortal(Owned):
+    """A replica whose process can be killed."""
+
+    def __init__(self, fence: Fence, owner: str) -> None:
+        super().__init__(fence, owner)
+        self.killed = asyncio.Event()
+
+    async def events(self):
+        told, killed = asyncio.ensure_future(super().events()), asyncio.ensure_future(self.killed.wait())
+        try:
+            await asyncio.wait([told, killed], return_when=asyncio.FIRST_COMPLETED)
+            if self.killed.is_set():
+                raise Death("killed")
+            return told.result()
+        finally:
+            told.cancel()
+            killed.cancel()
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def everything(system: System) -> dict[str, Group]:
+    """Let the prompts end; every group by its uid."""
+    await asyncio.wait_for(system.tasks[1], 120)
+    return {g.uid: g for g in await system.groups(system.queue.balance()["queued"])}
+
+
+def assert_equal_bits(found: dict[str, Group], expected: dict[str, Group]) -> None:
+    assert found.keys() == expected.keys()
+    for uid, group in expected.items():
+        for column in ("prompt_tokens", "offsets", "tokens", "logprobs", "finish", "span_start", "span_number"):
+            np.testing.assert_array_equal(getattr(found[uid], column), getattr(group, column), err_msg=uid)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(inputs):
+    """All groups of an epoch, in deterministic mode."""
+
+    async def run():
+        async with System(inputs, judge, *EPOCH, DETERMINISTIC) as system:
+            return await everything(system)
+
+    return asyncio.run(run())
+
+
+async def test_samples_of_a_dead_replica_are_the_same_as_if_it_had_lived(inputs, undisturbed):
+    async with engines(inputs, 2, DETERMINISTIC, step_s=0.002) as (a, b):
+        mortal = Mortal(Fence(a), "test")
+        replicas = {"a": mortal, "b": Owned(Fence(b), "test")}
+        async with System(inputs, judge, *EPOCH, DETERMINISTIC, replicas=replicas) as system:
+            await until(lambda: (system.router.outstanding_tokens["a"] < 150) and a._core.generated_tokens > 40)
+            mortal.killed.set()
+            assert await system.router.losses() == [("a", "killed")]
+            assert_equal_bits(await everything(system), undisturbed)
+            assert system.recorder.drain().counters.get("rollout/restarted_samples", 0) == 0
+
+
+async def test_a_killed_rollouter_loses_no_group_and_its_samples_keep_their_tokens(inputs):
+    records = InMemoryRecords()
+    async with engines(inputs, 1, step_s=0.01) as (engine,):
+        fence = Fence(engine)
+        async with System(inputs, judge, *EPOCH, OFTEN, replicas={"r": Owned(fence, "1")}, records=records) as first:
+            await until(lambda: first.queue.balance()["queued"] >= 2 and len(records.lives.partials) >= 2)
+            await asyncio.sleep(0.1)
+        recovery = await first.queue.recover()
+        had = {i.uid: unpack(i.snapshot) for i in recovery.in_flight if i.snapshot is not None}
+        tokens = sum(s.drawn for samples in had.values() for s in samples)
+        assert tokens > 0
+
+        async with System(inputs, judge, *EPOCH, OFTEN, replicas={"r": Owned(fence, "2")}, records=records) as second:
+            groups = await everything(second)
+            counters = second.recorder.drain().counters
+    assert len(groups) == len(second.prompts)  # each of the epoch's prompts, once
+    assert {g.prompt_id for g in groups.values()} == {p.prompt_id for p in second.prompts}
+    assert counters["rollout/recovered_groups"] == len(recovery.in_flight)
+    assert counters["rollout/recovered_tokens"] == tokens
+    for uid, samples in had.items():
+        for index, sample in enumerate(samples):
+            for call in sample.calls:
+                kept, whole = call.drawn.completion(FinishReason.STOP), groups[uid].response(index)
+                n = len(kept.tokens)
+                assert groups[uid].tokens[whole][:n].tolist() == kept.tokens.tolist()
+                assert groups[uid].logprobs[whole][:n].tolist() == kept.logprobs.tolist()
+
+
+async def test_in_deterministic_mode_a_killed_rollouter_changes_no_bit(inputs, undisturbed):
+    records, more = InMemoryRecords(), (*EPOCH, OFTEN, DETERMINISTIC)
+    async with engines(inputs, 1, DETERMINISTIC, step_s=0.005) as (engine,):
+        fence = Fence(engine)
+        async with System(inputs, judge, *more, replicas={"r": Owned(fence, "1")}, records=records) as first:
+            await until(lambda: first.queue.balance()["queued"] >= 2 and engine._core.active > 2)
+        assert not records.lives.partials  # they would not be used
+        left = PartialSample()
+        left.begin(asked=1).drawn.add(np.ones(3, np.int32), -np.ones(3, np.float32), PolicyVersion(0, 0), False)
+        uid = (await first.queue.recover()).in_flight[0].uid
+        await first.queue.snapshot([(uid, pack(uid, [left, *(PartialSample() for _ in range(3))]))])
+        async with System(inputs, judge, *more, replicas={"r": Owned(fence, "2")}, records=records) as second:
+            assert_equal_bits(await everything(second), undisturbed)
+            counters = second.recorder.drain().counters
+            assert (counters["rollout/restarted_samples"], counters["rollout/recovered_tokens"]) == (1, 0)
+
+
+async def test_only_news_of_groups_in_flight_is_snapshotted(inputs):
+    taken: list[list[str]] = []
+    async with engines(inputs, 1, step_s=0.01) as (engine,):
+        system = System(
+            inputs, judge, *EPOCH, OFTEN, "rollout.max_concurrent_groups=2", replicas={"r": Owned(Fence(engine), "1")}
+        )
+        keep = system.queue.snapshot
+
+        async def snapshot(items):
+            taken.append([uid for uid, _ in items])
+            await keep(items)
+
+        system.queue.snapshot = snapshot
+        async with system:
+            await until(lambda: len(taken) >= 3)
+            await engine.pause("keep", 10)
+            await asyncio.sleep(0.15)  # what was drawn before the pause is told and snapshotted
+            taken.clear()
+            await asyncio.sleep(0.2)
+            assert taken == []
+            await engine.resume(PolicyVersion(0, 0))
+            await everything(system)
+            taken.clear()
+            await asyncio.sleep(0.1)
+            assert taken == []
+    assert all(len(set(uids)) == len(uids) for uids in taken)
+
+
+async def test_overdue_groups_are_cancelled_and_nothing_is_said_of_them(inputs):
+    async with engines(inputs, 1, step_s=0.01) as (engine,):
+        system = System(inputs, judge, *EPOCH, replicas={"r": Owned(Fence(engine), "1")})
+        overdue: asyncio.Queue[list[str]] = asyncio.Queue()
+        said: list[str] = []
+        put, drop = system.queue.put, system.queue.drop
+
+        async def noted_put(groups, now_s):
+            said.extend(Group.from_buffer(g).uid for g in groups)
+            await put(groups, now_s)
+
+        async def noted_drop(drops):
+            said.extend(uid for uid, _ in drops)
+            await drop(drops)
+
+        system.queue.overdue, system.queue.put, system.queue.drop = overdue.get, noted_put, noted_drop
+        async with system:
+            await until(lambda: engine._core.running >= 8)
+            uids = list(system.loop._under_way)[:2]
+            await drop([(uid, "overdue") for uid in uids])  # as the queue does before it tells
+            overdue.put_nowait([*uids, "e0-000024-long-gone"])
+            await until(lambda: not set(uids) & set(system.loop._under_way))
+            await until(lambda: not any(id.split("/")[0] in uids for id in engine._core._scheduler.by_id))
+            overdue.put_nowait([])
+            await asyncio.wait_for(system.tasks[1], 120)
+            assert len(said) == len(system.prompts) - 2
+            assert not set(said) & set(uids)
+            assert system.recorder.drain().counters["rollout/cancelled_groups"] == 2
+
+
+async def test_groups_of_other_prompt_files_are_refused(inputs):
+    async with System(inputs, judge, *EPOCH) as system:
+        with pytest.raises(DataError, match=r"e0-000003 was issued for prompt elsewhere:7, .* the first run"):
+            await system.loop.run(Recovery(None, [InFlight("e0-000003", "elsewhere:7", 0, None)]))
+
+
+async def test_a_validation_is_answered_under_one_version_though_it_changes_meanwhile(inputs):
+    async with System(inputs, judge, "validation.samples=2") as system:
+        slow_down(system.engine, 0.005)
+        validating = asyncio.create_task(system.validation.run(system.prompts[:6]))
+        await until(lambda: len([c for c in system.rewards.calls if len(c) == 2]) >= 2)  # some are answered
+        await system.engine.pause("abort", 10)
+        await system.engine.resume(PolicyVersion(1, 4))
+        values = await asyncio.wait_for(validating, 60)
+        assert (values["validation/lineage"], values["validation/version"]) == (1, 4)
+        assert values["validation/samples"] == 12
+        answered = [c[0] for c in system.rewards.calls if len(c) == 2]
+        assert sorted(set(answered)) == sorted(p.uid for p in system.prompts[:6])
+        assert len(answered) > 6  # those under the old version once more
+
+
+async def test_a_validation_that_never_is_of_one_version_ends_with_an_error(inputs):
+    class Restless(SingleTurn):
+        number = 0
+
+        async def run(self, prompt, index, generate):
+            Restless.number += 1
+            spans = [VersionSpan(0, PolicyVersion(0, Restless.number))]
+            one = np.ones(1, np.int32)
+            return Sample(index, one, one.astype(np.float32), one.astype(bool), spans, FinishReason.STOP)
+
+    async with System(inputs, judge, agent_loop=Restless, total=0) as system:
+        with pytest.raises(RuntimeError, match=rf"after {ROUNDS} rounds 1 of 2 prompts .* it changes faster"):
+            await system.validation.run(system.prompts[:2])
