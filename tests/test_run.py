@@ -189,7 +189,7 @@ def test_when_the_prompts_end_the_rest_is_counted_and_the_last_weights_are_valid
     assert run.wait() == 0, run.text
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["status"], summary["reason"], summary["steps"]) == ("finished", "the prompts ended", 2)
-    assert (summary["count/issued"], summary["count/trained"], summary["dropped/run_ended"]) == (25, 20, 5)
+    assert (summary["count/issued"], summary["count/trained"], summary["count/queued"]) == (25, 20, 5)
     assert summary["samples_after"] == 6
     assert "Unhandled" not in run.text
 

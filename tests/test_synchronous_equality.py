@@ -23,7 +23,7 @@ from asyncrl.data.prompts import load_prompts
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.rollouter.engine import Request, SamplingParams
 from asyncrl.rollouter.engines.native.engine import NativeEngine
-from asyncrl.rollouter.loop import random_key
+from asyncrl.rollouter.samples import random_key
 from asyncrl.rollouter.tokenizer import PromptTokenizer
 from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
 from asyncrl.telemetry.recorder import Recorder

@@ -15,6 +15,7 @@ from asyncrl.config.schema import Config
 from asyncrl.ray_client import ActorClient, ActorDied, Watched, first_leaf
 from asyncrl.rollouter.engine import Capabilities, EventBatch, Request
 from asyncrl.rollouter.fence import Owned
+from asyncrl.sample_queue.inflight import Recovery
 from asyncrl.telemetry.recorder import Batch, Recorder
 
 
@@ -90,6 +91,8 @@ class RollouterActor(Watched):
         self._queue = ActorClient(queue, "queue")
         self._owner = f"rollouter {uuid.uuid4().hex}"
         self._replicas = {name: self._owned(name, handle) for name, handle in replicas.items()}
+        self._loop: Any = None
+        self._rolling: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         from asyncrl.data.order import PromptOrder
@@ -111,8 +114,6 @@ class RollouterActor(Watched):
         if config.data.validation_files:
             held_out = load_prompts(config.data.validation_files, config.data)
             self._validation_prompts = held_out[: config.validation.max_prompts or None]
-        order = PromptOrder(prompts, config.seed, config.data.shuffle, config.data.epochs)
-        self._recovery = await self._queue.recover()
         self._router = Router(self._replicas, is_death=lambda error: isinstance(error, ActorDied))
         self._rewards = RewardPool(config.reward)
         await self._rewards.start()
@@ -120,24 +121,43 @@ class RollouterActor(Watched):
             config, tokenizer, agent_loop, self._max_prompt_tokens, self._router, self._rewards, self._recorder
         )
         self._validation = Validation(config, maker, self._recorder)
-        self._loop = RolloutLoop(
-            config,
-            self._derived,
-            order,
-            maker,
-            self._queue,  # type: ignore[arg-type]
-            self._recorder,
-        )
+
+        def new_loop(recovery: Recovery) -> RolloutLoop:
+            order = PromptOrder(prompts, config.seed, config.data.shuffle, config.data.epochs)
+            if recovery.last_uid is not None:
+                order.continue_after(recovery.last_uid)
+            return RolloutLoop(config, self._derived, order, maker, self._queue, self._recorder)  # type: ignore[arg-type]
+
+        self._new_loop = new_loop
 
     async def run(self) -> None:
         """Roll out until the queue is closed, and serve for as long as the actor lives."""
         serving = asyncio.create_task(self._router.run())
-        rolling = asyncio.create_task(self._loop.run(self._recovery))
         try:
-            # the router serves on when no more groups start: validation still asks it
-            await asyncio.gather(serving, rolling)
+            while True:
+                self._rolling = asyncio.create_task(self._roll())
+                # the router serves on when no more groups start: validation still asks it
+                await asyncio.wait({serving, self._rolling}, return_when=asyncio.FIRST_COMPLETED)
+                if serving.done():
+                    serving.result()
+                if not self._rolling.cancelled():
+                    self._rolling.result()
         except ExceptionGroup as e:
             raise first_leaf(e) from None
+
+    async def _roll(self) -> None:
+        """From where the queue is; does not return."""
+        recovery = await self._queue.recover()
+        self._loop = self._new_loop(recovery)
+        await self._loop.run(recovery)
+        await asyncio.Event().wait()
+
+    async def reset(self) -> None:
+        """The trainer went back to a checkpoint: what is in flight is put by, and starts again in its place."""
+        if self._loop is not None and self._rolling is not None:
+            await self._loop.park()
+            self._rolling.cancel()
+            await asyncio.wait({self._rolling})
 
     async def validate(self) -> dict[str, float]:
         return await self._validation.run(self._validation_prompts)

@@ -137,6 +137,13 @@ class RolloutLoop:
             for task in carriers:
                 task.cancel()
 
+    async def park(self) -> None:
+        """Hand over what is finished, and a snapshot of the rest: `run` may be cancelled then, and another go on."""
+        await self._finished.emptied()
+        await self._drops.emptied()
+        if not self._config.rollout.engine.deterministic:
+            await self._tell_news()
+
     # -- starting groups -------------------------------------------------------------------------------------------
 
     def _recovered(self, item: InFlight) -> tuple[str, tuple[Prompt, list[PartialSample]]]:
@@ -201,18 +208,20 @@ class RolloutLoop:
 
     async def _snapshot(self) -> None:
         """Hand over what is new, as often as rollout.snapshot_every_s asks for."""
-        every_s = self._config.rollout.snapshot_every_s
         while True:
             began_s = now_s()
-            items: list[tuple[str, bytes]] = []
-            for uid, group in self._under_way.items():
-                news = [s.news for s in group.samples]
-                if news != group.told:
-                    items.append((uid, pack(uid, group.samples)))
-                    group.told = news
-            if items:
-                await self._queue.snapshot(items)
-            await asyncio.sleep(max(0.0, began_s + every_s - now_s()))
+            await self._tell_news()
+            await asyncio.sleep(max(0.0, began_s + self._config.rollout.snapshot_every_s - now_s()))
+
+    async def _tell_news(self) -> None:
+        items: list[tuple[str, bytes]] = []
+        for uid, group in self._under_way.items():
+            news = [s.news for s in group.samples]
+            if news != group.told:
+                items.append((uid, pack(uid, group.samples)))
+                group.told = news
+        if items:
+            await self._queue.snapshot(items)
 
     async def _cancel_overdue(self) -> None:
         """Give up what the queue has dropped already. One that has just finished is the queue's to ignore."""

@@ -137,6 +137,7 @@ class SampleQueue:
         self._admission, self._records, self._order, self._overdue = admission, records, order, overdue
         self._changed = asyncio.Condition()
         self._to_cancel: list[str] = []  # dropped while in flight: the rollouter is to give them up
+        self._given_up: set[str] = set()  # all that were
         self._closed: str | None = None
         self._last_version: PolicyVersion | None = None  # published, in any lineage
         self._failed = False
@@ -159,7 +160,7 @@ class SampleQueue:
     async def issue(self, tickets: Sequence[Ticket], version: PolicyVersion | None = None) -> int:
         """Start as many of these groups, from the front, as may start now; wait until it is one at least.
 
-        Groups in flight may be issued again, before new ones: they start anew, at the place that they have. ``version``
+        Groups in flight may be issued again, before new ones: they go on at the place that they have. ``version``
         is what their replica serves; None: the oldest that any serves. Returns how many; 0 once the queue is closed,
         and no further call is needed. Raises QueueError for a group that is finished, or if the run failed."""
         if not tickets:
@@ -172,12 +173,15 @@ class SampleQueue:
             version = version or next(iter(self._admission.served))
             events: list[Event] = []
             for ticket in tickets[:count]:
+                if ticket.uid in self._given_up:
+                    continue  # overdue while it waited here: `overdue` tells of it
                 if (entry := self._entries.get(ticket.uid)) is None:
                     self._admission.issued += 1
                     entry = _Entry(ticket, self._admission.issued, State.IN_FLIGHT, version)
                     self._entries[ticket.uid] = entry
-                entry.version = version
-                events.append(Issued(*ticket, seq=entry.seq, version=version))
+                # again: it may go on with tokens of the version that it had
+                entry.version = min(entry.version, version, key=lambda v: (v.number, v.lineage))
+                events.append(Issued(*ticket, seq=entry.seq, version=entry.version))
         await self._records.write(events)
         return count
 
@@ -303,7 +307,9 @@ class SampleQueue:
             late = self._late()
             events: list[Event] = [Published(version, self._admission.served[version])]
             events += [Dropped(uid, OVERDUE) for uid in late]
-            self._to_cancel += [uid for uid in late if self._entries[uid].state is State.IN_FLIGHT]
+            in_flight = [uid for uid in late if self._entries[uid].state is State.IN_FLIGHT]
+            self._to_cancel += in_flight
+            self._given_up.update(in_flight)
             for uid in late:
                 self._drop(uid, OVERDUE)
         await self._records.write(events)
@@ -394,6 +400,8 @@ class SampleQueue:
             places = {uid: self._admission.trained + i for i, uid in enumerate(self._entries, start=1)}
         new = 0
         for count, ticket in enumerate(tickets):
+            if ticket.uid in self._given_up:
+                continue
             if (entry := self._entries.get(ticket.uid)) is None:
                 new += 1
                 admitted = new <= self._admission.available(version)

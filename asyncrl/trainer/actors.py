@@ -109,6 +109,13 @@ class TrainerRankActor(Watched):
 class QueueOfRay(ActorClient):
     """The trainer's side of the queue actor: the payload of a lease stays a reference, which the ranks resolve."""
 
+    async def alive(self) -> None:
+        """Raises ActorDied at each death, though Ray starts the actor again and repeats all other calls."""
+        try:
+            await self.handle.alive.options(max_task_retries=0).remote()
+        except RayActorError:
+            raise ActorDied(self.name) from None
+
     async def lease(self, step: int, count: int, now_s: float) -> tuple[Lease, Any]:
         lease, payload = self.handle.lease.remote(step, count, now_s)
         try:

@@ -5,6 +5,7 @@ A queue built anew over the same records has what a restarted process would find
 import asyncio
 from collections import Counter
 
+from asyncrl.sample import PolicyVersion
 from asyncrl.sample_queue.ledger import Recovered
 from asyncrl.sample_queue.life import DROPPED, TRAINED, Changes, Lives, RolledBack
 from asyncrl.sample_queue.spool import Place
@@ -15,8 +16,10 @@ class InMemoryRecords:
 
     def __init__(self) -> None:
         self.lives = Lives()
-        self.ended: dict[str, tuple[str, str | None]] = {}  # dropped or trained for good: (state, reason)
-        self.trained_at_publish = 0
+        self.ended: dict[str, str] = {}  # states of the groups that were dropped or trained for good
+        self.dropped: Counter[str] = Counter()  # by reason
+        self.final = 0
+        self.versions: dict[PolicyVersion, int] = {}  # and how many groups were trained at its publish
         self.last_uid: str | None = None
         self.meta: dict = {}
         self._payloads: dict[Place, bytes] = {}
@@ -26,24 +29,23 @@ class InMemoryRecords:
         await asyncio.sleep(0)
 
     async def rollback(self, step: int) -> None:
-        self._apply([RolledBack(step)])
+        await self.write([RolledBack(step)])
 
     def recover(self) -> Recovered:
-        groups = sorted(self.lives.groups.values())
-        trained = sum(g.state == TRAINED for g in groups)
-        final = sum(state == TRAINED for state, _ in self.ended.values())
+        groups = sorted(self.lives.groups.values(), key=lambda group: group.seq)
+        oldest = self.meta.get("served_from")
+        served_from = PolicyVersion(*map(int, oldest.split("."))) if oldest else None
         return Recovered(
             groups=groups,
             issued=self.lives.issued,
-            trained=trained + final,
-            final=final,
-            dropped=dict(Counter(reason for state, reason in self.ended.values() if state == DROPPED)),
+            trained=sum(group.state == TRAINED for group in groups) + self.final,
+            final=self.final,
+            dropped=dict(self.dropped),
             version=self.lives.version,
-            trained_at_publish=self.trained_at_publish,
+            served={v: trained for v, trained in self.versions.items() if served_from and v >= served_from},
             covered_step=self.lives.covered_step,
             partials={uid: place for uid, place in self.lives.partials.items() if place is not None},
             last_uid=self.last_uid,
-            served=bool(self.meta.get("served", 1)),
             closed=self.meta.get("closed") or None,
         )
 
@@ -52,10 +54,12 @@ class InMemoryRecords:
 
     def states(self, uids) -> dict[str, str]:
         live = {uid: self.lives.groups[uid].state for uid in uids if uid in self.lives.groups}
-        return live | {uid: self.ended[uid][0] for uid in uids if uid in self.ended}
+        return live | {uid: self.ended[uid] for uid in uids if uid in self.ended}
 
     def _apply(self, events) -> None:
         changes: Changes = self.lives.stage(events, 0.0)
+        for uid in changes.groups:
+            assert uid not in self.ended, f"group {uid} was {self.ended[uid]}: the ledger has one row for it"
         self.lives.adopt(changes)
         for uid, record in changes.payloads.items():
             placed = changes.groups[uid]._replace(**self._keep(record)._asdict())
@@ -67,14 +71,15 @@ class InMemoryRecords:
         for uid, group in changes.groups.items():
             if group.seq == self.lives.issued:
                 self.last_uid = uid
+            if group.state == DROPPED:
+                self.dropped[group.reason or ""] += 1
+            self.final += group.final
             if group.state == DROPPED or group.final:
-                self.ended[uid] = (group.state, group.reason)
-        if changes.versions:
-            self.trained_at_publish = changes.versions[-1].trained
+                self.ended[uid] = group.state
+        self.versions |= {PolicyVersion(v.lineage, v.number): v.trained for v in changes.versions}
         self.meta |= changes.meta
 
     def _keep(self, record) -> Place:
         place = Place(1, len(self._payloads), len(record.payload))
         self._payloads[place] = bytes(record.payload)
         return place
-

@@ -1,0 +1,664 @@
+"""Admission, queue and ledger together: after every event of any history of a run, every group is accounted for, no
+group is in the weights twice and no trained token is too old; and whatever happened, the next batch always comes."""
+
+import asyncio
+import contextlib
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
+from asyncrl.sample_queue import life
+from asyncrl.sample_queue.admission import Admission
+from asyncrl.sample_queue.core import QueueError, SampleQueue, Ticket
+from asyncrl.sample_queue.journal import Journal
+from asyncrl.sample_queue.life import IN_FLIGHT, LEASED, QUEUED, TRAINED, JournalError
+from tests.support.in_memory import InMemoryRecords
+
+EVENTS = 200  # of each history, at least
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a configuration decides; G is ``batch · trigger``."""
+
+    order: str
+    overdue: str
+    threshold: str
+    trigger: int
+    batch: int
+
+    @cached_property
+    def per_version(self) -> int:
+        return self.batch * self.trigger
+
+    @cached_property
+    def bound(self) -> int:
+        return math.ceil(Fraction(self.threshold))
+
+    @cached_property
+    def budget(self) -> Fraction:
+        """Groups that may be under way or trained since a version was published, for one more to start under it."""
+        return (1 + Fraction(self.threshold)) * self.per_version
+
+
+SETTINGS = st.builds(
+    Setting,
+    st.sampled_from(["fifo", "ready_first"]),
+    st.sampled_from(["wait", "mask", "drop"]),
+    st.sampled_from(["0", "0.1", "0.5", "1", "1.5", "3"]),
+    st.integers(1, 3),
+    st.integers(1, 4),
+)
+
+
+class WouldWait(AssertionError):
+    """A call of the queue has nothing to give now; a history that does not expect it has failed."""
+
+
+class Impatient(asyncio.Condition):
+    """Says that it would wait instead of waiting: a history knows when that is right."""
+
+    async def wait(self):
+        raise WouldWait
+
+
+@lru_cache(100_000)
+def payload(uid: str, spans: tuple[tuple[PolicyVersion, bool], ...]) -> bytes:
+    """A group of one sample with one token of each span; the flag says whether it is trained."""
+    sample = Sample(
+        0,
+        np.ones(len(spans), np.int32),
+        np.zeros(len(spans), np.float32),
+        np.array([trained for _, trained in spans]),
+        [VersionSpan(i, version) for i, (version, _) in enumerate(spans)],
+        FinishReason.STOP,
+    )
+    return Group.from_samples(uid, uid, 0, np.ones(1, np.int32), [sample]).to_bytes()
+
+
+@dataclass
+class Made:
+    """A group as the test knows it. ``number``: of the version that its deadline counts from."""
+
+    uid: str
+    number: int
+    spans: list[PolicyVersion]
+    tokens: tuple[tuple[PolicyVersion, bool], ...] = ()
+    snapshot: list[PolicyVersion] | None = None
+
+    @property
+    def ticket(self) -> Ticket:
+        return Ticket(self.uid, self.uid, 0)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    step: int
+    number: int
+    trained_at_publish: int
+    setting: Setting
+
+
+@dataclass
+class History:
+    """A run, its pools played by a random number generator: the events it makes, what the queue must answer to each,
+    and, independently of the queue's own books, the state that every group must be in."""
+
+    setting: Setting
+    random: Random
+    records: object
+    log: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.total = self.setting.batch * self.random.randint(10, 60)
+        self.made: dict[str, Made] = {}
+        self.live: dict[str, str] = {}  # uid → state, in the order of issue, of all that are not dropped or final
+        self.dropped: Counter[str] = Counter()
+        self.final = 0
+        self.weights: list[list[str]] = []  # the batch of each step that the weights have seen
+        self.replay: dict[int, list[str]] = {}  # batches that a restore took out of the weights
+        self.held: list[str] | None = None  # the lease of the step under way
+        self.version = PolicyVersion(0, 0)
+        self.served: dict[PolicyVersion, int] = {}  # and how many groups were trained when it was published
+        self.again: list[str] = []  # in flight, to be issued again first
+        self.gone: list[str] = []  # dropped as overdue, and the rollouter has not been told yet
+        self.checkpoints = [Checkpoint(0, 0, 0, self.setting)]
+        self.changed = False
+        self.last = None  # the call made last, and its answer
+        self.start_queue()
+
+    def start_queue(self) -> None:
+        s = self.setting
+        admission = Admission(s.per_version, Fraction(s.threshold), self.total)
+        self.queue = SampleQueue(admission, self.records, s.order, s.overdue)
+        self.queue._changed = Impatient()
+        self.again = [uid for uid in self.again if uid in self.live]
+
+    async def call(self, method: str, *args):
+        answer = await getattr(self.queue, method)(*args)
+        self.last = method, args, answer
+        return answer
+
+    async def must_wait(self, call) -> None:
+        try:
+            answer = await call
+        except WouldWait:
+            return
+        raise AssertionError(f"{answer} where nothing may be given yet")
+
+    # -- what the test knows of the run ----------------------------------------------------------------------------
+
+    @property
+    def trained(self) -> int:
+        return sum(map(len, self.weights))
+
+    @property
+    def consumed(self) -> bool:
+        """The current version has had its groups: training goes on under the next."""
+        return self.trained - self.served[self.version] >= self.setting.per_version
+
+    def uids(self, *states: str) -> list[str]:
+        return [uid for uid, state in self.live.items() if state in states]
+
+    @property
+    def flying(self) -> list[str]:
+        return [uid for uid in self.uids(IN_FLIGHT) if uid not in self.again]
+
+    def deadline(self, uid: str) -> int:
+        return self.made[uid].number + self.setting.bound
+
+    def may_start(self, before: int, version: PolicyVersion | None) -> bool:
+        """The rule of invariant 4, for a group with ``before`` others in front of it that are not dropped."""
+        trained = self.served[version or next(iter(self.served))]
+        return before - trained < self.setting.budget and before < self.total
+
+    def all_in_time(self, numbers) -> bool:
+        """Whether groups of these versions can be trained by their deadlines, in the best of all orders."""
+        trained = self.trained + len(self.held or []) - self.served[self.version]
+        return all(
+            self.version.number + (trained + i) // self.setting.per_version <= number + self.setting.bound
+            for i, number in enumerate(sorted(numbers))
+        )
+
+    def check(self) -> None:
+        """The queue's books, the ledger's and the test's are the same."""
+        found = self.records.recover()
+        assert [(g.uid, g.state) for g in found.groups] == list(self.live.items())
+        assert (found.dropped, found.final, found.issued) == (self.dropped, self.final, len(self.made))
+        states = Counter(self.live.values())
+        assert self.queue.balance() == {
+            "issued": len(self.made),
+            "trained": states[TRAINED] + self.final,
+            "queued": states[QUEUED],
+            "leased": states[LEASED],
+            "in_flight": states[IN_FLIGHT],
+            "dropped": self.dropped.total(),
+        }
+        assert found.trained == self.trained == states[TRAINED] + self.final
+
+    # -- events: each returns whether it could happen ---------------------------------------------------------------
+
+    async def issue(self, count: int | None = None) -> bool:
+        new = len(self.made)
+        uids = [*self.again, *(f"g{i}" for i in range(new, new + 4))][: count or self.random.randint(1, 4)]
+        version = self.random.choice([None, *self.served])
+        places = {uid: i for i, uid in enumerate(self.uids(IN_FLIGHT, QUEUED, LEASED), start=self.trained)}
+        front = len(places) + self.trained
+        startable = 0
+        numbers = {uid: self.made[uid].number for uid in self.uids(IN_FLIGHT, QUEUED)}
+        for uid in uids:
+            if uid in self.again and uid not in self.live:
+                admitted = True
+            elif uid not in places:
+                admitted = self.may_start(front, version)
+                front += 1
+            elif (self.setting.order, self.setting.overdue) != ("ready_first", "wait"):
+                admitted = self.may_start(places[uid], version)
+            else:
+                before, numbers[uid] = numbers[uid], min(numbers[uid], (version or next(iter(self.served))).number)
+                admitted = numbers[uid] == before or self.all_in_time(numbers.values())
+            if not admitted:
+                break
+            startable += 1
+        tickets = [Ticket(uid, uid, 0) for uid in uids]
+        if not startable:
+            await self.must_wait(self.queue.issue(tickets, version))
+            return False
+        assert await self.call("issue", tickets, version) == startable
+        oldest = version or next(iter(self.served))
+        for uid in uids[:startable]:
+            spans = [version or self.random.choice(list(self.served))]
+            if uid in self.again and uid not in self.live:
+                self.again.remove(uid)
+                continue
+            if uid not in self.live:
+                self.made[uid], self.live[uid] = Made(uid, oldest.number, spans), IN_FLIGHT
+                continue
+            self.again.remove(uid)
+            group = self.made[uid]
+            group.number = min(group.number, oldest.number)
+            group.spans = [*group.snapshot, *spans] if group.snapshot and self.random.random() < 0.5 else spans
+        return True
+
+    async def put(self, uids: list[str] | None = None) -> bool:
+        flying = self.flying
+        uids = uids or self.random.sample(flying, min(len(flying), self.random.randint(1, 4)))
+        if not uids:
+            return False
+        late = self.gone[: self.random.randint(0, 1)]  # one that was given up meanwhile changes nothing
+        await self.call("put", [self.finish(uid) for uid in [*late, *uids]], 0.0)
+        self.live |= dict.fromkeys(uids, QUEUED)
+        await self.notice_overdue()
+        return True
+
+    def finish(self, uid: str) -> bytes:
+        """Tokens of the version that it started under, of some published since, and perhaps some that do not count."""
+        group = self.made[uid]
+        first = group.spans[-1]
+        since = [v for v in self.served if v > first]
+        versions = [*group.spans, *sorted(self.random.sample(since, self.random.randint(0, len(since))))]
+        flags = [self.random.random() < 0.8 for _ in versions]
+        flags[self.random.randrange(len(flags))] = True
+        group.tokens = tuple(zip(versions, flags, strict=True))
+        return payload(uid, group.tokens)
+
+    async def drop(self) -> bool:
+        if not self.flying:
+            return False
+        uid, reason = self.random.choice(self.flying), self.random.choice(["zero_variance", "generation_failed"])
+        await self.call("drop", [(uid, reason), *((uid, "late") for uid in self.gone[:1])])
+        del self.live[uid]
+        self.dropped[reason] += 1
+        return True
+
+    async def snapshot(self) -> bool:
+        if not self.flying:
+            return False
+        group = self.made[self.random.choice(self.flying)]
+        await self.call("snapshot", [(group.uid, b"tokens so far"), *((uid, b"late") for uid in self.gone[:1])])
+        group.snapshot = list(group.spans)
+        return True
+
+    async def lease(self) -> bool:
+        if self.held or self.consumed or self.trained >= self.total:
+            return False
+        step, batch, number = len(self.weights) + 1, self.setting.batch, self.version.number
+        expected = self.batch()
+        try:
+            lease, payloads = await self.call("lease", step, batch, 0.0)
+        except WouldWait:
+            assert expected is None or (self.setting.order == "ready_first" and self.setting.overdue == "wait")
+            return False
+        uids = [group.uid for group in lease.groups]
+        assert uids == expected
+        if self.setting.order == "fifo" and step in self.replay:
+            assert uids == self.replay.pop(step)
+        assert payloads == [payload(uid, self.made[uid].tokens) for uid in uids]
+        below = lease.mask_before if self.setting.overdue == "mask" else None
+        for uid in uids:
+            numbers = [version.number for version, trained in self.made[uid].tokens if trained]
+            taken = [n for n in numbers if below is None or n >= below]
+            assert taken, f"no token of {uid} is left to train"
+            assert min(taken) >= number - self.setting.bound
+        self.live |= dict.fromkeys(uids, LEASED)
+        self.held = uids
+        return True
+
+    def batch(self) -> list[str] | None:
+        """The groups that come next, if they are finished."""
+        ready = self.uids(IN_FLIGHT, QUEUED)
+        if self.setting.order == "ready_first":
+            ready = sorted(self.uids(QUEUED), key=self.deadline)  # stable: of equal ones the first issued
+        ready = ready[: self.setting.batch]
+        whole = len(ready) == self.setting.batch and all(self.live[uid] == QUEUED for uid in ready)
+        return ready if whole else None
+
+    async def train(self) -> bool:
+        if not self.held:
+            return False
+        await self.call("trained", len(self.weights) + 1)
+        assert not set(self.held) & {uid for batch in self.weights for uid in batch}
+        self.weights.append(self.held)
+        self.live |= dict.fromkeys(self.held, TRAINED)
+        self.held = None
+        return True
+
+    async def release(self) -> bool:
+        if not self.held:
+            return False
+        await self.call("release", len(self.weights) + 1)
+        self.live |= dict.fromkeys(self.held, QUEUED)
+        self.held = None
+        return True
+
+    async def publish(self, rolling: bool | None = None) -> bool:
+        """The sync that follows the last groups of a version; as long as it fails, none of this happens."""
+        if self.held or not self.consumed:
+            return False
+        rolling = self.random.random() < 0.4 if rolling is None else rolling
+        await self.commit(PolicyVersion(self.version.lineage, self.version.number + 1), None, rolling)
+        return True
+
+    async def commit(self, version: PolicyVersion, trained: int | None, rolling: bool) -> None:
+        await self.call("publish", version, trained, rolling)
+        self.version = version
+        self.served = {**(self.served if rolling else {}), version: self.trained if trained is None else trained}
+        await self.notice_overdue()
+
+    async def notice_overdue(self) -> None:
+        """Groups that were dropped by the queue: never under `wait` or in order as long as G is the same."""
+        left = {group.uid for group in self.records.recover().groups}
+        if late := [uid for uid in self.live if uid not in left]:
+            assert self.changed or (self.setting.order == "ready_first" and self.setting.overdue != "wait")
+            self.dropped["overdue"] += len(late)
+            cancelled = [uid for uid in late if self.live.pop(uid) == IN_FLIGHT]
+            if cancelled:
+                assert sorted(await self.queue.overdue()) == sorted(cancelled)
+            self.gone += [uid for uid in cancelled if uid not in self.again]
+            if self.random.random() < 0.5:  # it may not be told in time
+                self.again = [uid for uid in self.again if uid in self.live]
+            self.replay = {}  # those behind them move up
+
+    async def retire(self) -> bool:
+        if len(self.served) < 2:
+            return False
+        await self.call("retire", next(iter(self.served)))
+        del self.served[next(iter(self.served))]
+        return True
+
+    async def checkpoint(self) -> bool:
+        step = len(self.weights)
+        if self.held or step == self.checkpoints[-1].step:
+            return False
+        taken = Checkpoint(step, self.version.number, self.served[self.version], self.setting)
+        self.checkpoints = [self.checkpoints[-1], taken]
+        await self.call("covered", self.checkpoints[0].step)
+        for uid in [uid for batch in self.weights[: self.checkpoints[0].step] for uid in batch]:
+            if self.live.pop(uid, None):
+                self.final += 1
+        return True
+
+    async def restore(self) -> bool:
+        """A rank died, or the whole run: back to a checkpoint, in the second case perhaps with another batch."""
+        back = self.random.choice(self.checkpoints)
+        old = self.setting
+        if self.random.random() < 0.3:
+            self.setting = Setting(
+                old.order, old.overdue, old.threshold, self.random.randint(1, 3), self.random.randint(1, 4)
+            )
+        trained = sum(map(len, self.weights[: back.step]))
+        if self.setting is not old or (self.total - trained) % self.setting.batch:
+            self.total = trained + self.setting.batch * self.random.randint(5, 40)
+            self.start_queue()
+        self.checkpoints = self.checkpoints[: self.checkpoints.index(back) + 1]
+        last = self.version
+        assert await self.call("rollback", back.step) == last
+        self.replay = dict(enumerate(self.weights[back.step :], start=back.step + 1))
+        for uid in [*(self.held or []), *(uid for batch in self.weights[back.step :] for uid in batch)]:
+            self.live[uid] = QUEUED
+        self.weights, self.held = self.weights[: back.step], None
+        await self.must_wait(self.queue.issue([Ticket("before the next version", "", 0)]))
+        self.check()
+        same = self.setting == back.setting
+        self.changed |= not same
+        if any(len(uids) != self.setting.batch for uids in self.replay.values()):
+            self.replay = {}
+        version = PolicyVersion(last.lineage + 1, back.number)
+        await self.commit(version, back.trained_at_publish if same else None, rolling=False)
+        return await self.restart_rollouter()
+
+    async def restart_rollouter(self) -> bool:
+        found = await self.queue.recover()
+        self.again, self.gone = self.uids(IN_FLIGHT), []
+        assert [(g.uid, g.snapshot is not None) for g in found.in_flight] == [
+            (uid, self.made[uid].snapshot is not None) for uid in self.again
+        ]
+        assert found.last_uid == (f"g{len(self.made) - 1}" if self.made else None)
+        return True
+
+    async def restart_queue(self) -> bool:
+        """Its process was killed before the caller of the last call had an answer."""
+        self.start_queue()
+        method, args, answer = self.last or (None, (), None)
+        if method == "issue" and not all(ticket.uid in self.live for ticket in args[0][:answer]):
+            return True  # dropped before this call, and the caller will have heard of it by the next
+        if method is not None:
+            again = await self.call(method, *args)
+            if method == "lease":  # how long its groups took is not told as exactly again
+                (answer, payloads), (lease, same) = answer, again
+                assert [g.uid for g in lease.groups] == [g.uid for g in answer.groups]
+                assert same == payloads
+            else:
+                assert again == answer, method
+        return True
+
+    # -- a whole history -------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        await self.commit(self.version, None, rolling=False)
+        weights = {
+            self.issue: 5,
+            self.put: 9,
+            self.lease: 6,
+            self.train: 6,
+            self.publish: 4,
+            self.drop: 1,
+            self.snapshot: 1,
+            self.release: 0.5,
+            self.retire: 2,
+            self.checkpoint: 1,
+            self.restart_rollouter: 0.4,
+            self.restart_queue: 0.6,
+            self.restore: 0.4,
+        }
+        events, chances = list(weights), list(accumulate(weights.values()))
+        happened = 0
+        while happened < EVENTS:
+            if self.trained >= self.total:
+                self.total += 5 * self.setting.batch  # a longer run is resumed from this one
+                self.start_queue()
+                self.last = None
+            event = self.random.choices(events, cum_weights=chances)[0]
+            if await event():
+                happened += 1
+                self.log.append(event.__name__)
+                self.check()
+        await self.go_on()
+
+    async def go_on(self) -> None:
+        """Whatever happened: if what is in flight gets finished, the next batch comes, until there are none."""
+        until = min(self.total, self.trained + 3 * self.setting.per_version)
+        while self.trained < until:
+            if await self.retire() or await self.train() or await self.lease() or await self.publish(rolling=False):
+                continue
+            moved = await self.issue(4)
+            if flying := self.flying:
+                moved |= await self.put(flying)
+            assert moved, "deadlock: nothing is in flight, nothing may start, and there is no batch"
+        self.check()
+
+
+def step_through(history) -> None:
+    """Drive a coroutine that never waits, without the cost of a loop."""
+    with contextlib.suppress(StopIteration):
+        while True:
+            history.send(None)
+
+
+def everything(histories: int):
+    """Of every configuration and course of events, so many; each is named by two numbers, so none is shrunk."""
+
+    def decorate(test):
+        health = list(HealthCheck)
+        test = given(SETTINGS, st.integers(0, 2**32))(test)
+        return settings(
+            max_examples=histories, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=health
+        )(test)
+
+    return decorate
+
+
+def in_memory(setting: Setting, seed: int) -> None:
+    step_through(History(setting, Random(seed), InMemoryRecords()).run())
+
+
+@everything(400)
+def test_invariants_hold_after_every_event(setting, seed):
+    in_memory(setting, seed)
+
+
+@pytest.mark.slow
+@everything(2000)
+def test_invariants_hold_after_every_event_of_many_histories(setting, seed):
+    in_memory(setting, seed)
+
+
+@everything(8)
+def test_invariants_hold_with_the_ledger_on_disk(setting, seed):
+    async def on_disk(folder: Path) -> None:
+        journal = Journal(folder)
+        try:
+            await History(setting, Random(seed), journal).run()
+        finally:
+            await journal.close()
+
+    with TemporaryDirectory() as folder:
+        asyncio.run(on_disk(Path(folder)))
+
+
+# -- the histories find bugs: each of these, alone ---------------------------------------------------------------------
+
+
+def budget_too_large(patch) -> None:
+    """One group more may start than the budget has: <= in place of <."""
+    limit = Admission.limit
+    patch.setattr(Admission, "limit", lambda self, version=None: limit(self, version) + 1)
+
+
+def budget_counts_from_now(patch) -> None:
+    """T(v) follows what is trained, in place of what was trained when v was published."""
+
+    async def trained(self, step, original=SampleQueue.trained):
+        await original(self, step)
+        if version := self._admission.version:
+            self._admission.served[version] = self._admission.trained
+
+    patch.setattr(SampleQueue, "trained", trained)
+
+
+def drops_keep_their_places(patch) -> None:
+    """A dropped group is not taken off what was issued."""
+    patch.setattr(Admission, "available", lambda self, version=None: max(0, self.limit(version) - self.issued))
+
+
+def drops_count_twice(patch) -> None:
+    """A dropped group makes room for two."""
+    patch.setattr(
+        Admission,
+        "available",
+        lambda self, version=None: max(0, self.limit(version) - self.issued + 2 * self.dropped),
+    )
+
+
+def released_groups_queue_up_again(patch) -> None:
+    """A lost lease returns to the end of the order."""
+
+    async def release(self, step, original=SampleQueue.release):
+        uids = self._leased_to(step)
+        await original(self, step)
+        for uid in uids:
+            self._entries[uid].seq += 1_000_000
+
+    patch.setattr(SampleQueue, "release", release)
+
+
+def rollback_forgets_leases(patch) -> None:
+    """A restore returns what was trained, but not what is leased."""
+    in_state = life._Stage._in_state
+    patch.setattr(life._Stage, "_in_state", lambda self, *states: in_state(self, *(s for s in states if s != LEASED)))
+
+
+def rollback_keeps_what_was_trained(patch) -> None:
+    """A restore leaves the provisional groups trained, though they are not in the weights any more."""
+    in_state = life._Stage._in_state
+    patch.setattr(
+        life._Stage,
+        "_in_state",
+        lambda self, *states: in_state(self, *(s for s in states if s != TRAINED or len(states) == 1)),
+    )
+
+
+def restored_version_begins_now(patch) -> None:
+    """A restored version's T is what is trained, in place of what was when its number was published first."""
+    publish = Admission.publish
+    patch.setattr(Admission, "publish", lambda self, version, trained, rolling: publish(self, version, None, rolling))
+
+
+def mask_one_version_late(patch) -> None:
+    """Tokens that are one version too old are not masked."""
+    mask_before = SampleQueue._mask_before
+    patch.setattr(SampleQueue, "_mask_before", lambda self: None if (n := mask_before(self)) is None else n - 1)
+
+
+def ready_groups_always_fit(patch) -> None:
+    """`ready_first` takes what is finished, whether or not those in flight can still be trained in time."""
+    patch.setattr(Admission, "fits", lambda self, deadlines, taken: True)
+
+
+def second_starts_are_free(patch) -> None:
+    """Groups in flight start anew after a restore without being admitted."""
+    patch.setattr(Admission, "admits", lambda self, place, version=None: True)
+
+
+def restart_forgets_old_versions(patch) -> None:
+    """A queue that was restarted in the midst of a rolling update takes the newest version for the only one."""
+
+    def load(self, original=SampleQueue._load):
+        original(self)
+        for version in list(self._admission.served)[:-1]:
+            del self._admission.served[version]
+
+    patch.setattr(SampleQueue, "_load", load)
+
+
+BUGS = [
+    budget_too_large,
+    budget_counts_from_now,
+    drops_keep_their_places,
+    drops_count_twice,
+    released_groups_queue_up_again,
+    rollback_forgets_leases,
+    rollback_keeps_what_was_trained,
+    restored_version_begins_now,
+    mask_one_version_late,
+    ready_groups_always_fit,
+    second_starts_are_free,
+    restart_forgets_old_versions,
+]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+def test_histories_find(bug, monkeypatch):
+    bug(monkeypatch)
+    random = Random(0)
+    kinds = [("fifo", "wait"), ("ready_first", "wait"), ("ready_first", "mask"), ("ready_first", "drop")]
+    for i in range(200):
+        thresholds = random.choice(["0", "0.1", "0.5", "1", "1.5", "3"])
+        setting = Setting(*kinds[i % 4], thresholds, random.randint(1, 3), random.randint(1, 4))
+        try:
+            step_through(History(setting, Random(i), InMemoryRecords()).run())
+        except (AssertionError, QueueError, JournalError):
+            return
+    pytest.fail(f"{bug.__doc__} No history found it")
