@@ -87,8 +87,7 @@ class Cluster:
         self._config, self._trainers, self._rollouts = config, trainers, rollouts
         self._make_ranks()
         for name in self.replica_names:
-            self.replicas[name] = self._make_replica(name)
-            self.receivers[name] = SyncedReplica(self.replicas[name])
+            self._make_replica(name)
         self.queue = QueueOfRay(self._make_queue(), "queue")
         self.rollouter = RestartableClient(self._make_rollouter(), "rollouter")
         started = await asyncio.gather(
@@ -100,13 +99,12 @@ class Cluster:
 
     # -- actors that died, or are to die -------------------------------------------------------------------------------
 
-    async def restart_replica(self, name: str) -> ActorClient:
+    async def restart_replica(self, name: str) -> None:
         """A new replica in the place of one that died; it has no version yet."""
         await self.kill(name)
-        self.replicas[name] = self._make_replica(name)
+        self._make_replica(name)
         await self.replicas[name].start()
         await self._locate()
-        return self.replicas[name]
 
     async def restart_rollouter(self) -> None:
         """A new rollouter, which goes on with the groups that the ledger has in flight."""
@@ -155,9 +153,10 @@ class Cluster:
             )
         self.ranks = RankGroup(list(self.senders.values()))
 
-    def _make_replica(self, name: str) -> ActorClient:
+    def _make_replica(self, name: str) -> None:
         index, threads = self.replica_names.index(name), self._config.rollout.engine.threads
-        return self._place(EngineReplicaActor, self._rollouts, index, threads, name, self._config, name)
+        self.replicas[name] = self._place(EngineReplicaActor, self._rollouts, index, threads, name, self._config, name)
+        self.receivers[name] = SyncedReplica(self.replicas[name])
 
     def _make_queue(self) -> Any:
         derived, options = self._preflight.derived, self._config.async_training
@@ -210,7 +209,7 @@ class Cluster:
     def _close(self) -> None:
         if not ray.is_initialized():
             return
-        for handle in self._handles:
+        for handle in reversed(self._handles):  # the rollouter before the queue that it calls
             ray.kill(handle)
         self._handles.clear()
         for group in self._groups:

@@ -57,12 +57,13 @@ class Pool(Protocol):
     """What of a running system is watched and started anew."""
 
     replicas: dict[str, ActorClient]
+    receivers: dict[str, Any]  # their sides of a sync session
     rollouter: Any  # a RestartableClient: run(), losses(), silence_s(), replace_replica(), set_routable()
     queue: Any  # a client
     ranks: Any  # the present rank group
     senders: dict[str, Any]  # its ranks
 
-    async def restart_replica(self, name: str) -> Any: ...
+    async def restart_replica(self, name: str) -> None: ...
     async def restart_rollouter(self) -> None: ...
     async def restart_ranks(self) -> None: ...
     async def end(self, name: str, why: str) -> None: ...
@@ -143,11 +144,11 @@ class Supervisor:
                 print(f"supervision: {e}; the run goes on without it", file=sys.stderr, flush=True)
                 return
             try:
-                replica = await self._pool.restart_replica(name)
-                await self._pool.rollouter.replace_replica(name, replica.handle)
+                await self._pool.restart_replica(name)
+                await self._pool.rollouter.replace_replica(name, self._pool.replicas[name].handle)
             except ActorDied:
                 continue  # the new one died at once, or is needed no more
-            self._sync.join(name, replica)
+            self._sync.join(name, self._pool.receivers[name])
 
     async def _death(self, name: str) -> str:
         """Wait until a replica is dead or lost; returns why."""

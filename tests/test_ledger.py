@@ -98,7 +98,7 @@ async def test_a_group_is_followed_from_issue_to_final_training(tmp_path):
     assert (group.version, group.oldest, group.newest_number) == (PolicyVersion(0, 3), PolicyVersion(0, 2), 3)
     assert (group.trained_number, group.samples, group.tokens, group.reward) == (3, 2, 40, 0.5)
     assert (group.issued_s, group.finished_s, group.leased_s, group.trained_s) == (101, 102, 103, 104)
-    assert (found.version, found.trained_at_publish) == (PolicyVersion(0, 3), 7)
+    assert (found.version, found.served) == (PolicyVersion(0, 3), {PolicyVersion(0, 3): 7})
     await journal.write([Covered(4)])
     found = journal.recover()
     assert (found.groups, found.issued, found.trained, found.final, found.covered_step) == ([], 1, 1, 1, 4)

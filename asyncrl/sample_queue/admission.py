@@ -66,12 +66,17 @@ class Admission:
         """No trained token is staler: ⌈s⌉."""
         return math.ceil(self.staleness_threshold)
 
+    def counted(self, version: PolicyVersion | None) -> PolicyVersion:
+        """The version that a group counts from which starts under ``version``: the oldest one served if that is not
+        known, or not served any more."""
+        return version if version in self.served else next(iter(self.served))
+
     def limit(self, version: PolicyVersion | None = None) -> int:
         """How many groups that are not dropped there may be when one starts under ``version`` (the oldest one served,
         if None)."""
         if not self.served:
             return 0
-        trained = self.served[version or next(iter(self.served))]
+        trained = self.served[self.counted(version)]
         # `issued − dropped < budget` admits one more group as long as it holds: ceil for fractional budgets
         budget = math.ceil(trained + (1 + self.staleness_threshold) * self.groups_per_version)
         return min(budget, self.total_groups)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
+from bisect import insort
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.inflight import InFlight, Recovery
 from asyncrl.sample_queue.ledger import Recovered
 from asyncrl.sample_queue.life import (
+    DROPPED,
+    IN_FLIGHT,
     TRAINED,
     Closed,
     Covered,
@@ -40,6 +43,7 @@ from asyncrl.sample_queue.life import (
     Partial,
     Published,
     Released,
+    Retired,
     Trained,
 )
 from asyncrl.sample_queue.spool import Place
@@ -79,7 +83,7 @@ class LeasedGroup:
 class Lease:
     """``groups`` in the order of their payloads; empty, with the reason in ``closed``, when there will be none.
 
-    Tokens of versions numbered below ``mask_before`` are too old to be trained; None: there are none."""
+    Tokens of versions numbered below ``mask_before`` are too old to be trained; None: none can be."""
 
     groups: tuple[LeasedGroup, ...]
     closed: str | None = None
@@ -136,12 +140,14 @@ class SampleQueue:
     ) -> None:
         self._admission, self._records, self._order, self._overdue = admission, records, order, overdue
         self._changed = asyncio.Condition()
+        self._dropping: set[str] = set()  # whose drop is on its way to the records
         self._to_cancel: list[str] = []  # dropped while in flight: the rollouter is to give them up
-        self._given_up: set[str] = set()  # all that were
-        self._closed: str | None = None
-        self._last_version: PolicyVersion | None = None  # published, in any lineage
+        self._given_up: set[str] = set()  # all of these: it may issue one again before it has heard of it
+        self._era = 0  # rollbacks so far
         self._failed = False
         self._over = False
+        self._closed: str | None = None
+        self._last_version: PolicyVersion | None = None  # published, in any lineage
         self._load()
 
     # -- the rollouter's side --------------------------------------------------------------------------------------
@@ -160,9 +166,11 @@ class SampleQueue:
     async def issue(self, tickets: Sequence[Ticket], version: PolicyVersion | None = None) -> int:
         """Start as many of these groups, from the front, as may start now; wait until it is one at least.
 
-        Groups in flight may be issued again, before new ones: they go on at the place that they have. ``version``
-        is what their replica serves; None: the oldest that any serves. Returns how many; 0 once the queue is closed,
-        and no further call is needed. Raises QueueError for a group that is finished, or if the run failed."""
+        Groups in flight may be issued again, before new ones: they keep their place, and their deadline if it is the
+        earlier one, as they may go on with the tokens that they had. One that was dropped as overdue meanwhile counts
+        as started, and stays dropped. ``version`` is what their replica serves; None: the oldest that any serves.
+        Returns how many; 0 once the queue is closed, and no further call is needed. Raises QueueError for a group that
+        is finished, or if the run failed."""
         if not tickets:
             raise QueueError("issue needs at least one group")
         async with self._changed:
@@ -170,7 +178,7 @@ class SampleQueue:
             if self._closed is not None:
                 return 0
             count = self._startable(tickets, version)
-            version = version or next(iter(self._admission.served))
+            version = self._admission.counted(version)
             events: list[Event] = []
             for ticket in tickets[:count]:
                 if ticket.uid in self._given_up:
@@ -203,7 +211,10 @@ class SampleQueue:
                 entry.oldest, entry.newest = event.measures.oldest, event.measures.newest
                 entry.payload, entry.queued_s, entry.state = buffer, now_s, State.QUEUED
                 entry.processing_s = group.times.get("finished_s", now_s) - group.times.get("issued_s", now_s)
+            late = self._drop_late() if self._overdue == "mask" else []  # they were not measured when they became it
             self._changed.notify_all()
+        if late:
+            await self._records.write(late)
 
     async def drop(self, drops: Sequence[tuple[str, str]]) -> None:
         """Give up groups in flight: (uid, reason) each. Their places in the budget are free again."""
@@ -211,10 +222,15 @@ class SampleQueue:
             return
         awaited = self._awaited([uid for uid, _ in drops], "drop")
         drops = [(uid, reason) for uid, reason in drops if uid in awaited]
-        await self._records.write([Dropped(uid, reason) for uid, reason in drops])
+        self._dropping |= {uid for uid, _ in drops}
+        try:
+            await self._records.write([Dropped(uid, reason) for uid, reason in drops])
+        finally:
+            self._dropping -= {uid for uid, _ in drops}
         async with self._changed:
             for uid, reason in drops:
-                self._drop(uid, reason)
+                if uid in self._entries:  # not so if a rollback has found it dropped
+                    self._drop(uid, reason)
             self._changed.notify_all()
 
     async def snapshot(self, snapshots: Sequence[tuple[str, bytes]]) -> None:
@@ -233,14 +249,16 @@ class SampleQueue:
     async def lease(self, step: int, count: int, now_s: float) -> tuple[Lease, list[bytes]]:
         """The next ``count`` groups, once all of them are finished; they belong to ``step``.
 
-        If the queue was closed and they will never be, the lease is empty and says why it was closed."""
+        If the queue was closed and they will never be, or a rollback came, the lease is empty and says so."""
         async with self._changed:
-            held = self._leased_to(step)
+            held, era = self._leased_to(step), self._era
             if not held:
-                await self._wait_until(lambda: self._next(count) is not None or self._closed is not None)
-            found = held or self._next(count)
+                await self._wait_until(
+                    lambda: self._next(count) is not None or self._closed is not None or self._era != era
+                )
+            found = (held or self._next(count)) if self._era == era else None
             if found is None:
-                return Lease((), self._closed), []
+                return Lease((), self._closed or "the trainer went back to a checkpoint"), []
             mask_before = self._mask_before()
             leased: list[LeasedGroup] = []
             for uid in found:
@@ -285,9 +303,11 @@ class SampleQueue:
     async def rollback(self, step: int) -> PolicyVersion | None:
         """The weights are those after ``step`` again: all that was trained later or is leased is queued, in order, and
         nothing starts before the next `publish`. Returns the last version there was, in any lineage."""
-        await self._records.rollback(step)
-        async with self._changed:
+        async with self._changed:  # a group that were issued meanwhile would be missing in what is loaded
+            await self._records.rollback(step)
             self._load()
+            self._era += 1
+            self._changed.notify_all()  # a lease that waits is of a step that will be another one
             return self._last_version
 
     async def publish(
@@ -304,15 +324,9 @@ class SampleQueue:
         async with self._changed:
             self._last_version = version
             self._admission.publish(version, trained, rolling)
-            late = self._late()
-            events: list[Event] = [Published(version, self._admission.served[version])]
-            events += [Dropped(uid, OVERDUE) for uid in late]
-            in_flight = [uid for uid in late if self._entries[uid].state is State.IN_FLIGHT]
-            self._to_cancel += in_flight
-            self._given_up.update(in_flight)
-            for uid in late:
-                self._drop(uid, OVERDUE)
-        await self._records.write(events)
+            published = Published(version, self._admission.served[version], rolling)
+            late = self._drop_late()
+        await self._records.write([published, *late])
         async with self._changed:
             self._changed.notify_all()
             return self.balance()
@@ -321,6 +335,8 @@ class SampleQueue:
         """No replica serves ``version`` any more, though a newer one was published while it rolled out."""
         async with self._changed:
             self._admission.retire(version)
+        await self._records.write([Retired(next(iter(self._admission.served)))])
+        async with self._changed:
             self._changed.notify_all()
 
     # -- both ------------------------------------------------------------------------------------------------------
@@ -330,7 +346,9 @@ class SampleQueue:
         if self._closed is None and not failed:
             await self._records.write([Closed(reason)])
         async with self._changed:
-            self._closed, self._failed = reason, failed
+            if self._closed is None or failed:
+                self._closed = reason
+            self._failed |= failed
             self._changed.notify_all()
 
     async def finish(self) -> dict[str, float]:
@@ -377,10 +395,8 @@ class SampleQueue:
         self._closed = found.closed
         self._admission.issued, self._admission.trained = found.issued, found.trained
         self._admission.dropped = sum(found.dropped.values())
-        self._admission.served.clear()
+        self._admission.served = dict(found.served)
         self._last_version = found.version
-        if found.version is not None and found.served:
-            self._admission.publish(found.version, found.trained_at_publish)
 
     def _leased_to(self, step: int) -> list[str]:
         leased = [e for e in self._entries.values() if e.state is State.LEASED and e.step == step]
@@ -391,27 +407,51 @@ class SampleQueue:
         self._dropped[reason] += 1
         self._admission.dropped += 1
 
+    def _drop_late(self) -> list[Dropped]:
+        late = self._late()
+        given_up = [uid for uid in late if self._entries[uid].state is State.IN_FLIGHT]
+        self._to_cancel += given_up
+        self._given_up.update(given_up)
+        for uid in late:
+            self._drop(uid, OVERDUE)
+        return [Dropped(uid, OVERDUE) for uid in late]
+
     def _startable(self, tickets: Sequence[Ticket], version: PolicyVersion | None) -> int:
         """How many of the tickets, from the front, may start now."""
         if not self._admission.served:
             return 0
-        places: dict[str, int] = {}
-        if any(ticket.uid in self._entries for ticket in tickets):
-            places = {uid: self._admission.trained + i for i, uid in enumerate(self._entries, start=1)}
-        new = 0
-        for count, ticket in enumerate(tickets):
-            if ticket.uid in self._given_up:
-                continue
-            if (entry := self._entries.get(ticket.uid)) is None:
-                new += 1
-                admitted = new <= self._admission.available(version)
-            elif entry.state is State.IN_FLIGHT:
-                admitted = self._admission.admits(places[ticket.uid], version)
-            else:
-                raise QueueError(f"group {ticket.uid} was issued before and is {entry.state.value}")
-            if not admitted:
-                return count
-        return len(tickets)
+        known = [entry for ticket in tickets if (entry := self._entries.get(ticket.uid)) is not None]
+        if finished := [e for e in known if e.state is not State.IN_FLIGHT]:
+            raise QueueError(f"group {finished[0].ticket.uid} was issued before and is {finished[0].state.value}")
+        again = self._startable_again(known, self._admission.counted(version)) if known else 0
+        if again < len(known):
+            return tickets.index(known[again].ticket)
+        given_up = sum(ticket.uid in self._given_up for ticket in tickets)
+        return min(len(tickets), again + given_up + self._admission.available(version))
+
+    def _startable_again(self, entries: Sequence[_Entry], version: PolicyVersion) -> int:
+        """How many of these groups in flight, from the front, may start anew."""
+        if not self._keeps_deadlines:
+            places = {uid: place for place, uid in enumerate(self._entries, start=self._admission.trained + 1)}
+            admitted = [self._admission.admits(places[e.ticket.uid], version) for e in entries]
+            return admitted.index(False) if False in admitted else len(entries)
+        deadlines = sorted(self._admission.deadline(e.version) for e in self._waiting())
+        earliest = self._admission.deadline(version)
+        for count, entry in enumerate(entries):
+            if (deadline := self._admission.deadline(entry.version)) > earliest:
+                deadlines.remove(deadline)
+                insort(deadlines, earliest)
+                if not self._admission.fits(deadlines, self._leased):
+                    return count
+        return len(entries)
+
+    @property
+    def _keeps_deadlines(self) -> bool:
+        """Whether the order of training depends on the deadlines, and no group may miss its own."""
+        return self._order == "ready_first" and self._overdue == "wait"
+
+    def _waiting(self) -> list[_Entry]:
+        return [e for uid, e in self._entries.items() if e.state is not State.LEASED and uid not in self._dropping]
 
     def _in_training_order(self, entries: Sequence[_Entry]) -> list[_Entry]:
         if self._order == "fifo":
@@ -420,14 +460,15 @@ class SampleQueue:
 
     def _next(self, count: int) -> list[str] | None:
         """The groups that the next step of ``count`` is to train, if all of them are finished."""
-        waiting = self._in_training_order([e for e in self._entries.values() if e.state is not State.LEASED])
-        candidates = waiting
-        if self._order == "ready_first":
-            candidates = [e for e in waiting if e.state is State.QUEUED]
-        taken = candidates[:count]
+        waiting = self._waiting()  # in the order of issue
+        if self._order == "fifo":
+            taken = waiting[:count]
+        else:
+            waiting = self._in_training_order(waiting)
+            taken = [e for e in waiting if e.state is State.QUEUED][:count]
         if len(taken) < count or any(e.state is not State.QUEUED for e in taken):
             return None
-        if self._order == "ready_first" and self._overdue == "wait":
+        if self._keeps_deadlines:
             chosen = {e.seq for e in taken}
             left = [self._admission.deadline(e.version) for e in waiting if e.seq not in chosen]
             if not self._admission.fits(left, count + self._leased):
@@ -445,8 +486,9 @@ class SampleQueue:
     def _late(self) -> list[str]:
         """Groups that no step holds and that cannot be trained in time any more."""
         version, bound = self._admission.version, self._admission.bound
-        assert version is not None
-        waiting = self._in_training_order([e for e in self._entries.values() if e.state is not State.LEASED])
+        if version is None:
+            return []
+        waiting = self._in_training_order(self._waiting())
         if self._overdue == "mask":  # groups without a token that is young enough
             late = [e for e in waiting if e.newest is not None and e.newest.number < version.number - bound]
         elif self._overdue == "drop" and self._order == "ready_first":
@@ -470,7 +512,8 @@ class SampleQueue:
         if others := [uid for uid in uids if uid not in awaited]:
             known = self._records.states(others)
             for uid in others:
-                if uid not in known or (verb == "drop" and known[uid] != "dropped"):
+                # one in flight that is not in the queue is being dropped as overdue at this moment
+                if uid not in known or (verb == "drop" and known[uid] not in (DROPPED, IN_FLIGHT)):
                     found = known.get(uid, "unknown")
                     raise QueueError(f"{verb}: group {uid} is {found}, expected {State.IN_FLIGHT.value}")
         return awaited

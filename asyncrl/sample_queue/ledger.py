@@ -79,8 +79,9 @@ class Recovered:
     """What the ledger knows on opening.
 
     ``groups``: all that are neither dropped nor trained for good, in the order of issue. ``trained`` counts
-    provisional and final training, ``final`` the latter alone. ``trained_at_publish`` belongs to ``version``, the last
-    one published; ``served`` is False after a rollback, until the next one is. ``partials``: the newest snapshot of
+    provisional and final training, ``final`` the latter alone. ``version`` is the last one
+    published; ``served``: the versions that replicas serve, oldest first, and how many groups were trained when each
+    was published; none after a rollback, until the next one is. ``partials``: the newest snapshot of
     groups in flight. ``last_uid``: of the group issued last. ``closed``: why no more are issued, if so.
     """
 
@@ -90,11 +91,10 @@ class Recovered:
     final: int
     dropped: dict[str, int]
     version: PolicyVersion | None
-    trained_at_publish: int
+    served: dict[PolicyVersion, int]
     covered_step: int
     partials: dict[str, Place]
     last_uid: str | None = None
-    served: bool = True
     closed: str | None = None
 
     @property
@@ -192,23 +192,23 @@ def recover(db: sqlite3.Connection) -> Recovered:
     counts = "SELECT COALESCE(MAX(seq), 0), TOTAL(state = ?), TOTAL(final) FROM groups"
     issued, trained, final = map(int, db.execute(counts, (TRAINED,)).fetchone())
     dropped = "SELECT reason, COUNT(*) FROM groups WHERE state = ? GROUP BY reason ORDER BY reason"
-    last = db.execute(
-        "SELECT lineage, number, trained FROM versions ORDER BY lineage DESC, number DESC LIMIT 1"
-    ).fetchone()
+    published = db.execute("SELECT lineage, number, trained FROM versions ORDER BY lineage, number").fetchall()
+    versions = {PolicyVersion(*row[:2]): row[2] for row in published}
     last_issued = db.execute("SELECT uid FROM groups ORDER BY seq DESC LIMIT 1").fetchone()
     meta = read_meta(db)
+    served_from = str(meta.get("served_from", ""))
+    oldest = PolicyVersion(*map(int, served_from.split("."))) if served_from else None
     return Recovered(
         groups=[GroupRecord._make(row) for row in groups],
         issued=issued,
         trained=trained,
         final=final,
         dropped=dict(db.execute(dropped, (DROPPED,))),
-        version=PolicyVersion(*last[:2]) if last else None,
-        trained_at_publish=last[2] if last else 0,
+        version=next(reversed(versions), None),
+        served={version: trained for version, trained in versions.items() if oldest and version >= oldest},
         covered_step=meta.get("covered_step", 0),  # type: ignore[arg-type]
         partials={row[0]: Place(*row[1:]) for row in db.execute("SELECT uid, segment, offset, length FROM partials")},
         last_uid=last_issued[0] if last_issued else None,
-        served=bool(meta.get("served", 1)),
         closed=str(meta.get("closed", "")) or None,
     )
 

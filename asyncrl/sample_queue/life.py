@@ -152,10 +152,19 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Replicas serve ``version``; ``trained`` groups were in the weights then."""
+    """Replicas serve ``version``, some of them older ones still if ``rolling``; ``trained`` groups were in the weights
+    when its number was published first."""
 
     version: PolicyVersion
     trained: int
+    rolling: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Retired:
+    """No replica serves a version before ``oldest`` any more."""
+
+    oldest: PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +200,20 @@ class Closed:
     reason: str
 
 
-Event = Issued | Finished | Dropped | Leased | Trained | Released | Published | Covered | RolledBack | Partial | Closed
+Event = (
+    Issued
+    | Finished
+    | Dropped
+    | Leased
+    | Trained
+    | Released
+    | Published
+    | Retired
+    | Covered
+    | RolledBack
+    | Partial
+    | Closed
+)
 
 
 class VersionRecord(NamedTuple):
@@ -291,8 +313,10 @@ class _Stage:
                 case Released(uids):
                     for uid in uids:
                         self._queue_again(self._get("Released", uid, LEASED))
-                case Published(version, trained):
-                    self._publish(version, trained)
+                case Published():
+                    self._publish(event)
+                case Retired(oldest):
+                    self._changes.meta["served_from"] = str(oldest)
                 case Covered(step):
                     self._cover(step)
                 case RolledBack(step):
@@ -350,12 +374,14 @@ class _Stage:
                 raise JournalError(f"Trained: group {uid} is leased to step {group.step}, not to step {step}")
             self._set(group, state=TRAINED, trained_lineage=lineage, trained_number=number, trained_s=self._at_s)
 
-    def _publish(self, version: PolicyVersion, trained: int) -> None:
+    def _publish(self, event: Published) -> None:
+        version = event.version
         if self._version is not None and version <= self._version:
             raise JournalError(f"Published: version {version} comes after {self._version}, expected a higher one")
         self._version = version
-        self._changes.versions.append(VersionRecord(*version, trained, self._at_s))
-        self._changes.meta["served"] = 1
+        self._changes.versions.append(VersionRecord(*version, event.trained, self._at_s))
+        if not event.rolling:
+            self._changes.meta["served_from"] = str(version)
 
     def _cover(self, step: int) -> None:
         if step > self._changes.covered_step:
@@ -373,7 +399,7 @@ class _Stage:
         for group in self._in_state(TRAINED, LEASED):
             if group.state == LEASED or (group.step is not None and group.step > step):
                 self._queue_again(group)
-        self._changes.meta |= {"served": 0, "closed": ""}
+        self._changes.meta |= {"served_from": "", "closed": ""}
 
     def _queue_again(self, group: GroupRecord) -> None:
         self._set(

@@ -152,13 +152,20 @@ class TrainLoop:
         cut = checkpoint.cut if checkpoint is not None else Cut(0, PolicyVersion(0, 0), 0, 0, {})
         before = await self._queue.rollback(cut.step)
         lineage = before.lineage + 1 if before is not None else 0
+        of_version = cut.trained - cut.trained_at_publish
+        # within a version, steps and versions must be of the size that they had: else it begins anew, which is younger
+        within = of_version < self._derived.groups_per_version and of_version % self._derived.groups_per_step == 0
         self._progress = Progress(
             cut.step,
             PolicyVersion(lineage, cut.version.number),
             cut.trained,
-            cut.trained_at_publish,
+            cut.trained_at_publish if within else cut.trained,
             stopped=self._progress.stopped,
         )
+        if lineage:
+            print(
+                f"back at step {cut.step}: the weights are those of version {cut.version}, now {self._progress.version}"
+            )
         self._saved_step = cut.step if checkpoint is not None else -1
 
     async def run(self) -> Progress:
