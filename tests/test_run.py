@@ -194,8 +194,10 @@ def test_when_the_prompts_end_the_rest_is_counted_and_the_last_weights_are_valid
     assert "Unhandled" not in run.text
 
 
-def test_the_death_of_a_process_is_told_by_name_and_ends_the_run(start, tmp_path, ray_dir):
-    run = start("trainer.total_steps=100000", "data.validation_files=[]", "reporting.report=false")
+def test_the_death_of_a_process_is_told_by_name_and_ends_a_run_that_may_not_restart_it(start, tmp_path, ray_dir):
+    run = start(
+        "trainer.total_steps=100000", "data.validation_files=[]", "reporting.report=false", "supervision.max_restarts=0"
+    )
     run.until_printed("2/100000")
     the_replica_of(run).kill()
     assert run.wait(30) == 1, run.text

@@ -25,7 +25,7 @@ from asyncrl.tasks import cancelled
 from asyncrl.telemetry.recorder import Recorder, now_s
 from asyncrl.trainer.checkpoints import Checkpoint, CheckpointStore, Cut
 
-RESTORABLE = 2  # the newest checkpoints that can be gone back to: payloads trained after the older one are kept
+RESTORABLE = 2  # newest checkpoints that a run which goes on can go back to: what was trained after them is kept
 
 
 class StalenessError(RuntimeError):
@@ -252,8 +252,8 @@ class TrainLoop:
             checkpoint = await asyncio.to_thread(self._checkpoints.complete, partial, cut)
             if last:
                 self._checkpoints.mark_final(checkpoint)
-        if restorable := self._checkpoints.all()[-RESTORABLE:]:
-            await self._queue.covered(min(c.cut.step for c in restorable))
+        restorable = self._checkpoints.all()[-(1 if last else RESTORABLE) :]
+        await self._queue.covered(min(c.cut.step for c in restorable))
 
     async def _saved(self) -> None:
         """Wait for the checkpoint that is being written; raise what went wrong with it."""
@@ -289,7 +289,8 @@ class TrainLoop:
         if (metrics := await self._synced()) is None:
             return {}
         await self._unless_stopped(self._hooks.on_version(self._progress))
-        await self._queue.publish(self._progress.version, self._progress.trained_at_publish)
+        if not self._progress.last:  # nothing starts under the last one; what is left may be trained by a run that resumes
+            await self._queue.publish(self._progress.version, self._progress.trained_at_publish)
         return metrics
 
     async def _synced(self) -> Mapping[str, float] | None:
