@@ -13,6 +13,7 @@ MAY_CHANGE = (
     "rollout.replicas",
     "rollout.max_concurrent_groups",
     "rollout.max_consecutive_drops",
+    "rollout.pacing",
     "rollout.snapshot_every_s",
     "rollout.engine.",
     "reward.workers",

@@ -15,6 +15,7 @@ from asyncrl.config.schema import Config
 from asyncrl.ray_client import ActorClient, ActorDied, Watched, first_leaf
 from asyncrl.rollouter.engine import Capabilities, EventBatch, Request
 from asyncrl.rollouter.fence import Owned
+from asyncrl.rollouter.pacing import Pace, keep_pace
 from asyncrl.sample_queue.inflight import Recovery
 from asyncrl.telemetry.recorder import Batch, Recorder
 
@@ -149,8 +150,14 @@ class RollouterActor(Watched):
         """From where the queue is; does not return."""
         recovery = await self._queue.recover()
         self._loop = self._new_loop(recovery)
-        await self._loop.run(recovery)
-        await asyncio.Event().wait()
+        async with asyncio.TaskGroup() as tasks:
+            if self._config.rollout.pacing:
+                self._router.set_width(None)
+                pace = Pace(self._config.rollout.engine.slots)
+                held_up_s = lambda loop=self._loop: loop.held_up_s
+                tasks.create_task(keep_pace(pace, self._queue, held_up_s, self._router.set_width))
+            tasks.create_task(self._loop.run(recovery))
+            await asyncio.Event().wait()
 
     async def reset(self) -> None:
         """The trainer went back to a checkpoint: what is in flight is put by, and starts again in its place."""

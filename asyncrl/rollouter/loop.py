@@ -109,6 +109,8 @@ class RolloutLoop:
         self._under_way: dict[str, _UnderWay] = {}
         self._upcoming: dict[str, tuple[Prompt, list[PartialSample]]] = {}  # those to be issued next, in order
         self._drops_in_a_row: Counter[str] = Counter()
+        self._held_up_s = 0.0
+        self._asked_s: float | None = None  # when the queue was asked for budget, while it has not answered
 
     async def run(self, recovery: Recovery) -> None:
         """Until the queue is closed. First issues again what ``recovery`` found in flight, and goes on with it; then
@@ -136,6 +138,11 @@ class RolloutLoop:
                 await self._queue.close("the prompts ended")
             for task in carriers:
                 task.cancel()
+
+    @property
+    def held_up_s(self) -> float:
+        """Seconds so far that a group had a place and could not start."""
+        return self._held_up_s + (now_s() - self._asked_s if self._asked_s is not None else 0.0)
 
     async def park(self) -> None:
         """Hand over what is finished, and a snapshot of the rest: `run` may be cancelled then, and another go on."""
@@ -179,7 +186,9 @@ class RolloutLoop:
             if not self._upcoming:
                 return True
             asked = list(itertools.islice(self._upcoming.values(), wanted))
+            self._asked_s = now_s()
             issued = await self._queue.issue([Ticket(p.uid, p.prompt_id, p.epoch) for p, _ in asked])
+            self._held_up_s, self._asked_s = self.held_up_s, None
             if issued == 0:
                 return False
             for prompt, samples in asked[:issued]:

@@ -91,7 +91,8 @@ class Router:
         self._is_death = is_death
         self._routable = set(replicas)
         self._active: dict[str, _Active] = {}  # with a replica, by the id of the part
-        self._waiting: dict[_Active, None] = {}  # in order
+        self._waiting: dict[_Active, None] = {}  # for a replica, in order
+        self._width: int | None = None
         self._home: dict[str, str] = {}  # group → replica
         self._members: dict[str, int] = {}  # group → requests under way
         self._losses: dict[str, str] = {}  # not yet told
@@ -119,10 +120,16 @@ class Router:
             return await active.future
         finally:
             self._remove(active, abort=True)
+            self._admit()
             self._members[request.group] -= 1
             if not self._members[request.group]:
                 del self._members[request.group]
                 self._home.pop(request.group, None)
+
+    def set_width(self, width: int | None) -> None:
+        """Let each replica serve at most so many requests at once (None: any number); more of training's wait here."""
+        self._width = width
+        self._admit()
 
     async def set_routable(self, names: Sequence[str]) -> None:
         """Serve from these replicas only, less those that are lost; requests of others continue here."""
@@ -175,13 +182,20 @@ class Router:
     # -- where requests are ----------------------------------------------------------------------------------------
 
     def _place(self, active: _Active) -> None:
-        if not self._routable:
+        if not self._placed(active):
             self._waiting[active] = None
-            return
+
+    def _placed(self, active: _Active) -> bool:
+        """Give the request to a replica, if one has room for it."""
+        if not self._routable:
+            return False
         group = active.request.group
         if self._home.get(group) not in self._routable:
             self._home[group] = min(sorted(self._routable), key=lambda name: self._replicas[name].load)
-        replica = active.replica = self._replicas[self._home[group]]
+        replica = self._replicas[self._home[group]]
+        if self._is_full(replica) and active.request.priority == 0:
+            return False
+        active.replica = replica
         if not replica.serving:
             replica.heard_s = now_s()
         replica.serving += 1
@@ -189,6 +203,10 @@ class Router:
         self._active[active.id] = active
         replica.requests.append(active.part())
         replica.work.set()
+        return True
+
+    def _is_full(self, replica: _Replica) -> bool:
+        return self._width is not None and replica.serving >= self._width
 
     def _remove(self, active: _Active, abort: bool) -> None:
         """It is with no replica any more; ``abort``: unless its part ended there, it is to end."""
@@ -202,6 +220,14 @@ class Router:
         if abort:
             replica.aborts.append(active.id)
             replica.work.set()
+
+    def _admit(self) -> None:
+        """Place those that wait, in order, as far as there is room."""
+        for active in list(self._waiting):
+            if all(self._is_full(self._replicas[name]) for name in self._routable):
+                return
+            if self._placed(active):
+                del self._waiting[active]
 
     def _continue(self, active: _Active, abort: bool) -> None:
         self._remove(active, abort)
@@ -277,6 +303,7 @@ class Router:
             self._continue(active, abort=False)
             return
         self._remove(active, abort=False)
+        self._admit()
         if finish is FinishReason.ERROR:
             active.future.set_exception(GenerationFailed(batch.errors.get(batch.ids[e], "the engine gave no reason")))
         else:

@@ -16,11 +16,12 @@ no answer then asks again: every call may be repeated.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import time
 from bisect import insort
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -144,6 +145,8 @@ class SampleQueue:
         self._to_cancel: list[str] = []  # dropped while in flight: the rollouter is to give them up
         self._given_up: set[str] = set()  # all of these: it may issue one again before it has heard of it
         self._era = 0  # rollbacks so far
+        self._starved_s = 0.0  # that leases waited for groups
+        self._waits: list[float] = []  # since when each that waits now does
         self._failed = False
         self._over = False
         self._closed: str | None = None
@@ -253,9 +256,10 @@ class SampleQueue:
         async with self._changed:
             held, era = self._leased_to(step), self._era
             if not held:
-                await self._wait_until(
-                    lambda: self._next(count) is not None or self._closed is not None or self._era != era
-                )
+                with self._starving():
+                    await self._wait_until(
+                        lambda: self._next(count) is not None or self._closed is not None or self._era != era
+                    )
             found = (held or self._next(count)) if self._era == era else None
             if found is None:
                 return Lease((), self._closed or "the trainer went back to a checkpoint"), []
@@ -375,9 +379,11 @@ class SampleQueue:
 
     async def stats(self) -> dict[str, float]:
         """Metrics of the moment, under their public names."""
-        counts = self.balance()
+        counts, version = self.balance(), self._admission.version
         return {
+            **({"fully_async/version": version.number} if version is not None else {}),
             "fully_async/queue/depth": counts["queued"],
+            "fully_async/queue/starved_s": self._starved_s + sum(time.monotonic() - since for since in self._waits),
             "fully_async/in_flight": counts["in_flight"],
             **{f"fully_async/count/{k}": v for k, v in counts.items()},
             **{f"fully_async/dropped/{reason}": n for reason, n in self._dropped.items()},
@@ -498,6 +504,15 @@ class SampleQueue:
             while found := self._admission.late([self._admission.deadline(e.version) for e in waiting]):
                 late.append(waiting.pop(found[0]))  # those behind it move up
         return [e.ticket.uid for e in late]
+
+    @contextlib.contextmanager
+    def _starving(self) -> Iterator[None]:
+        self._waits.append(since := time.monotonic())
+        try:
+            yield
+        finally:
+            self._waits.remove(since)
+            self._starved_s += time.monotonic() - since
 
     def _payload(self, entry: _Entry) -> bytes:
         if entry.payload is None:

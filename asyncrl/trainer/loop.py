@@ -289,7 +289,9 @@ class TrainLoop:
         if (metrics := await self._synced()) is None:
             return {}
         await self._unless_stopped(self._hooks.on_version(self._progress))
-        if not self._progress.last:  # nothing starts under the last one; what is left may be trained by a run that resumes
+        if (
+            not self._progress.last
+        ):  # nothing starts under the last one; what is left may be trained by a run that resumes
             await self._queue.publish(self._progress.version, self._progress.trained_at_publish)
         return metrics
 

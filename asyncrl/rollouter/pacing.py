@@ -1,0 +1,60 @@
+"""How many training samples to generate at once, so that generation keeps the trainer's pace without stop and go.
+
+A rollouter that is faster than the trainer uses up the staleness budget, stops, and starts again at the next version
+with all of its slots. Fewer samples at once give the same throughput without the stops: each starts later, under
+younger weights, and decodes faster. So the width narrows while generation is held up by the budget although the trainer
+never waits, and widens as soon as the trainer waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from asyncrl.telemetry.recorder import now_s
+
+LOOK_EVERY_S = 0.5
+LEAST = 0.6  # of the slots: narrower, the engine loses more throughput than it gains in evenness
+SLACK = 0.02  # of the time: held up, or waited for, for less counts as not at all
+WIDEN = 1.1  # while the trainer waits
+
+
+class Queue(Protocol):
+    def stats(self) -> Awaitable[dict[str, float]]: ...
+
+
+class Pace:
+    """``width`` samples of ``slots`` may generate at once. ``observe`` each version."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._width = float(slots)
+
+    @property
+    def width(self) -> int:
+        return round(self._width)
+
+    def observe(self, held_up: float, waited_for: float) -> int:
+        """Shares of the time since the last call: that no group could start for want of budget, and that the trainer
+        waited for a batch. Returns the new width."""
+        if waited_for > SLACK:
+            self._width *= WIDEN
+        elif held_up > SLACK:
+            self._width *= 1 - held_up / 2  # half of the way: what is held up now may have been started narrower
+        self._width = min(max(self._width, LEAST * self._slots), self._slots)
+        return self.width
+
+
+async def keep_pace(pace: Pace, queue: Queue, held_up_s: Callable[[], float], set_width: Callable[[int], None]) -> None:
+    """Adjust the width from version to version, until cancelled. ``held_up_s``: seconds so far that groups could not
+    start for want of budget."""
+    version, since_s, held_s, starved_s = -1.0, now_s(), 0.0, 0.0
+    while True:
+        stats = await queue.stats()
+        if (now := stats.get("fully_async/version", -1.0)) != version:
+            window_s, held, starved = now_s() - since_s, held_up_s(), stats["fully_async/queue/starved_s"]
+            if version >= 0:
+                set_width(pace.observe((held - held_s) / window_s, (starved - starved_s) / window_s))
+            version, since_s, held_s, starved_s = now, now_s(), held, starved
+        await asyncio.sleep(LOOK_EVERY_S)
