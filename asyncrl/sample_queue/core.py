@@ -269,7 +269,7 @@ class SampleQueue:
                 entry = self._entries[uid]
                 entry.state, entry.step = State.LEASED, step
                 assert entry.oldest is not None
-                leased.append(LeasedGroup(uid, entry.oldest, entry.processing_s, now_s - entry.queued_s))
+                leased.append(LeasedGroup(uid, entry.oldest, entry.processing_s, max(0.0, now_s - entry.queued_s)))
             payloads = [self._payload(self._entries[uid]) for uid in found]
         if not held:
             await self._records.write([Leased(found, step)])
