@@ -129,8 +129,8 @@ class Cluster:
 
     async def kill(self, name: str) -> None:
         """End an actor's process, also one that is stopped or stuck."""
-        actor = self._actors()[name]
-        ray.kill(actor.handle)
+        if name != "queue":  # which Ray starts again, unless it has ended it itself
+            ray.kill(self._actors()[name].handle)
         node, pid = self._places.pop(name, ("", 0))
         if node == ray.get_runtime_context().get_node_id():  # a stopped process does not obey Ray
             with contextlib.suppress(ProcessLookupError):
@@ -139,6 +139,10 @@ class Cluster:
     def _actors(self) -> dict[str, ActorClient]:
         clients = [*self.senders.values(), *self.replicas.values(), self.queue, self.rollouter]
         return {client.name: client for client in clients}
+
+    async def locate(self, name: str) -> None:
+        """Learn the process of an actor that Ray starts again, as soon as it answers."""
+        self._places[name] = await self._actors()[name].where()
 
     async def _locate(self) -> None:
         """Learn the processes of new actors."""

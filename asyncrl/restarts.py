@@ -59,7 +59,7 @@ class Pool(Protocol):
     replicas: dict[str, ActorClient]
     receivers: dict[str, Any]  # their sides of a sync session
     rollouter: Any  # a RestartableClient: run(), losses(), silence_s(), replace_replica(), set_routable()
-    queue: Any  # a client
+    queue: Any  # a client: alive(), where()
     ranks: Any  # the present rank group
     senders: dict[str, Any]  # its ranks
 
@@ -67,6 +67,7 @@ class Pool(Protocol):
     async def restart_rollouter(self) -> None: ...
     async def restart_ranks(self) -> None: ...
     async def end(self, name: str, why: str) -> None: ...
+    async def locate(self, name: str) -> None: ...
 
 
 class Replicas(Protocol):
@@ -108,29 +109,52 @@ class Supervisor:
     # -- what is watched -------------------------------------------------------------------------------------------
 
     async def _rollouter(self) -> None:
+        why: str | None = None
         while True:
             try:
+                if why is not None:
+                    await self.restarting("rollouter", why)
+                    await self._pool.restart_rollouter()
+                    # `once`: nobody else would replace this one, should it die here
+                    await self._pool.rollouter.once.set_routable(self._sync.routable())
                 await self._pool.rollouter.once.run()
                 return
             except ActorDied as died:
                 if died.name != "rollouter":
                     raise
-                await self.restarting("rollouter", str(died))
-                await self._pool.restart_rollouter()
-                await self._pool.rollouter.set_routable(self._sync.routable())
+                why = str(died)
 
     async def _queue(self) -> None:
-        """Ray starts it again; here it is only told."""
+        """Ray starts it again; here it is told, and ended if it does not answer."""
+        limit = self._config.max_restarts
         while True:
             try:
-                await self._pool.queue.alive()
+                await self._queue_lives()
             except ActorDied as died:
-                if self._policy.counts["queue"] >= self._config.max_restarts:
-                    raise
+                if self._policy.counts["queue"] >= limit:
+                    raise DiedTooOften(
+                        f"{died}; it is started again at most {limit} times in a run (supervision.max_restarts)"
+                    ) from None
                 self._policy.counts["queue"] += 1
                 self._recorder.count("supervision/restarts/queue")
                 print(f"supervision: {died}; it is started again, with all it knew", file=sys.stderr, flush=True)
-                await self._pool.queue.stats()  # answered by the new one
+                await self._pool.locate("queue")  # answered by the new one
+
+    async def _queue_lives(self) -> None:
+        """Until it is dead: raises ActorDied."""
+        living, limit_s = asyncio.ensure_future(self._pool.queue.alive()), self._config.answer_s
+        try:
+            while not living.done():
+                asked = asyncio.ensure_future(self._pool.queue.where())
+                await asyncio.wait([living, asked], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+                if not living.done() and not asked.done():
+                    await self._pool.end("queue", f"has not answered for {limit_s:g} s: it is stopped or stuck")
+                    await asyncio.wait([living])
+                await cancelled([asked])
+                await asyncio.wait([living], timeout=CHECK_EVERY_S)
+            living.result()
+        finally:
+            living.cancel()
 
     async def _replica(self, name: str) -> None:
         while True:
@@ -203,5 +227,10 @@ class RestartableRanks:
             await cancelled(living)
 
     async def restart(self, why: str) -> None:
-        await self._supervisor.restarting("trainer", f"{why}; all ranks go back to the last checkpoint")
-        await self._pool.restart_ranks()
+        """Raises DiedTooOften."""
+        while True:
+            await self._supervisor.restarting("trainer", f"{why}; all ranks go back to the last checkpoint")
+            try:
+                return await self._pool.restart_ranks()
+            except ActorDied as died:  # a new one, at once
+                why = str(died)

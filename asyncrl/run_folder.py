@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,16 +53,21 @@ class RunFolder:
             raise ConfigError([f"--resume: expected {AUTO} or the folder of a checkpoint, found {resume}"])
         path = Path(config.run_dir) if resume == AUTO else Path(resume).resolve().parent.parent
         if not (path / CONFIG).is_file():
+            if resume != AUTO:
+                raise ConfigError([f"--resume: {resume} is not in the folder of a run: {path} has no {CONFIG}"])
             return cls.create(config)
         if problems := refused_changes(load_config(path / CONFIG), config):
             raise ConfigError(problems)
         folder = cls(path.resolve(), config, resumed=True)
         try:
+            folder._check_writable()
             folder._check_prompts(found.prompts_fingerprint)
             folder._find_checkpoint(None if resume == AUTO else Path(resume).resolve())
+            folder._write_config(config)
         except (CheckpointError, LedgerError) as e:
             raise ConfigError([f"--resume: {e}"]) from None
-        folder._write_config(config)
+        except OSError as e:
+            raise ConfigError([_unwritable(Path(e.filename or path), e.strerror)]) from None
         return folder
 
     @classmethod
@@ -77,9 +83,9 @@ class RunFolder:
                 path = wanted.with_name(f"{wanted.name}-{number}")
             path.mkdir(parents=True, exist_ok=True)
             folder = cls(path.resolve(), config)
-            (path / CONFIG).write_text(to_yaml(config))
+            folder._write_config(config)
         except OSError as e:
-            raise ConfigError([f"run_dir: {path} cannot be written ({e.strerror})"]) from None
+            raise ConfigError([_unwritable(path, e.strerror)]) from None
         return folder
 
     def finish(self, ending: Ending, figures: Mapping[str, Any], report: bool) -> None:
@@ -94,6 +100,12 @@ class RunFolder:
             print(f"checkpoint:  {newest.path}")
         print(f"run folder:  {self.path}", flush=True)
 
+    def _check_writable(self) -> None:
+        """Raises ConfigError: else the first to write would be an actor, long after."""
+        for path in (self.path, self.path / LEDGER, self.path / "spool", self.checkpoints.folder):
+            if path.exists() and not os.access(path, os.W_OK):
+                raise ConfigError([_unwritable(path, "no write access")])
+
     def _check_prompts(self, fingerprint: str) -> None:
         """Raises ConfigError if the prompts are not those that the run has issued: the order could not go on."""
         if not (self.path / LEDGER).is_file():
@@ -107,28 +119,37 @@ class RunFolder:
         """Set `checkpoint`; later ones than a wanted one are set aside, for they are of another future."""
         self.checkpoints.sweep()
         found = self.checkpoints.all()
-        if wanted is None:
-            self.checkpoint = self.checkpoints.open(found[-1].path) if found else None
-            return
-        self.checkpoint = self.checkpoints.open(wanted)
-        with reading(self.path / LEDGER) as db:
-            covered = int(read_meta(db).get("covered_step", 0))
-        if self.checkpoint.cut.step < covered:
+        if wanted is not None or found:
+            self.checkpoint = self.checkpoints.open(wanted or found[-1].path)
+        covered = 0
+        if (self.path / LEDGER).is_file():
+            with reading(self.path / LEDGER, thorough=False) as db:
+                covered = int(read_meta(db).get("covered_step", 0))
+        if (step := self.checkpoint.cut.step if self.checkpoint else 0) < covered:
+            where = f"{self.checkpoint.path} is of step {step}" if self.checkpoint else "no checkpoint is left"
             raise CheckpointError(
-                f"{wanted} is of step {self.checkpoint.cut.step}, but the groups trained up to step {covered} are kept "
-                "no longer; resume from a later checkpoint, or start a new run from its weights"
+                f"{where}, but the groups trained up to step {covered} are kept no longer; resume from a later "
+                "checkpoint, or start a new run from its weights"
             )
         for other in found:
-            if other.taken > self.checkpoint.taken:
+            if self.checkpoint and other.taken > self.checkpoint.taken:
                 other.path.rename(other.path.with_name(f"abandoned_{other.path.name}_{time.time_ns()}"))
 
     def _write_config(self, config: Config) -> None:
         """The config as it is now; what it was before is kept beside it."""
         text, path = to_yaml(config), self.path / CONFIG
-        if path.read_text() != text:
+        if path.exists():
+            if path.read_text() == text:
+                return
             number = len(list(self.path.glob("config.*.yaml"))) + 1
-            path.rename(self.path / f"config.{number}.yaml")
-            path.write_text(text)
+            shutil.copyfile(path, self.path / f"config.{number}.yaml")
+        new = path.with_suffix(".partial")
+        new.write_text(text)
+        new.replace(path)  # at once: a run without its config is not found again
+
+
+def _unwritable(path: Path, why: str | None) -> str:
+    return f"run_dir: {path} cannot be written ({why}); make it writable, or choose another run_dir"
 
 
 def _locked(path: Path, patience_s: float) -> int:

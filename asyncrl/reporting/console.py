@@ -82,7 +82,9 @@ class Console:
             if not name.startswith(("validation/", "reporting/", *_OF_THE_LAST_SYNC))
         }
         self._synced |= synced
-        if training and (not self._steps or step > self._steps[-1][0]):
+        if training and (not self._steps or step != self._steps[-1][0]):
+            if step < self._step:  # back at a checkpoint
+                self._steps.clear()
             self._step = step
             self._steps.append((step, self._clock()))
             known = {name: v for name, v in training.items() if v is not None}
@@ -92,10 +94,12 @@ class Console:
             self._print("  ".join(f"{text:>{width}}" for _, width, text in columns))
             self._rows += 1
         if validation:
+            version = [validation.pop(f"validation/{part}", None) for part in ("lineage", "version")]
+            of = f" of version {version[0]:.0f}.{version[1]:.0f}" if None not in version else ""
             figures = ", ".join(
                 f"{k.split('/', 1)[1].replace('_', ' ')} {short_number(v)}" for k, v in validation.items()
             )
-            self._print(f"{_of(step, self._total):>{self._step_width()}}  validation: {figures}", bold=True)
+            self._print(f"{_of(step, self._total):>{self._step_width()}}  validation{of}: {figures}", bold=True)
 
     def spans(self, batch: Batch) -> None:
         self._gauges |= batch.gauges

@@ -136,7 +136,7 @@ class TrainLoop:
         self._checkpoints = checkpoints
         self._stop = asyncio.Event()
         self._progress = Progress()
-        self._saved_step = -1
+        self._newest_save = (-1, False)  # of which step, and whether as the last one
         self._saving: asyncio.Task[None] | None = None
         self._reporting: asyncio.Task[None] | None = None
 
@@ -166,7 +166,7 @@ class TrainLoop:
             print(
                 f"back at step {cut.step}: the weights are those of version {cut.version}, now {self._progress.version}"
             )
-        self._saved_step = cut.step if checkpoint is not None else -1
+        self._newest_save = (cut.step if checkpoint is not None else -1, False)
 
     async def run(self) -> Progress:
         """Sync the first version, train up to ``trainer.total_steps``, save, sync the final weights. When ranks die, go
@@ -175,9 +175,11 @@ class TrainLoop:
         Raises what any part raised. Stopped by `stop` it saves and returns; when the prompts end, it also syncs."""
         why: str | None = None
         while True:
+            if why is not None:
+                await self._replace_ranks(why)
             try:
                 if why is not None:
-                    await self._restore(why)
+                    await self._restore()
                 return await self._train()
             except Exception:
                 if (why := await self._ranks.lost()) is None:
@@ -226,7 +228,7 @@ class TrainLoop:
         exported; the rest goes on beside it, unless it is the ``last`` or asynchronous saving is off."""
         await self._saved()
         options, progress = self._config.checkpoint, self._progress
-        if progress.step == self._saved_step:
+        if self._newest_save >= (progress.step, last):
             return
         best = self._hooks.newest(options.best_metric)
         cut = Cut(
@@ -242,7 +244,7 @@ class TrainLoop:
             if options.export_hf == "all" or (options.export_hf == "final" and last):
                 await self._ranks.export_hf(partial / "hf")
             self._saving = asyncio.create_task(self._write(partial, cut, last))
-            self._saved_step = progress.step
+            self._newest_save = (progress.step, last)
             if last or not options.asynchronous:
                 await self._saved()
 
@@ -261,12 +263,17 @@ class TrainLoop:
         if saving is not None:
             await saving
 
-    async def _restore(self, why: str) -> None:
-        """New ranks, the last checkpoint, a new lineage."""
-        beside = [task for task in (self._saving, self._reporting) if task is not None]
+    async def _replace_ranks(self, why: str) -> None:
+        """New ranks, after all that was under way with the old ones. Raises if there were too many restarts."""
+        saving, reporting = self._saving, self._reporting
         self._saving = self._reporting = None
-        await cancelled(beside)  # they need the old ranks, or tell of them
+        if saving is not None:  # it fails with the ranks, or becomes the checkpoint to go back to
+            await asyncio.wait([saving])
+        await cancelled([task for task in (saving, reporting) if task is not None])
         await self._ranks.restart(why)
+
+    async def _restore(self) -> None:
+        """The last checkpoint, a new lineage."""
         newest = self._checkpoints.newest()
         await self.begin(self._checkpoints.open(newest.path) if newest is not None else None)
         await self._hooks.on_restore(self._progress)
