@@ -20,6 +20,16 @@ DRAIN_EVERY_S = 1.0
 DRAIN_PATIENCE_S = 1.0  # for an answer; a later one is taken with the next round
 
 
+#: counters that are shown as they stand since training began, not by step
+_TOTALS = (
+    "rollout/failed_samples/",
+    "rollout/recovered_",
+    "rollout/restarted_samples",
+    "rollout/cancelled_groups",
+    "supervision/restarts/",
+)
+
+
 class Watched(Protocol):
     """The parts of a running system that the monitor asks."""
 
@@ -152,7 +162,7 @@ class Monitor:
             values |= {f"rollout/{name}": total / samples for name, total in sums.items()}
         if groups := counters["rollout/groups"]:
             values["rollout/zero_variance"] = counters["rollout/zero_variance_groups"] / groups
-        return values | {k: v for k, v in self._totals.items() if k.startswith("rollout/failed_samples/")}
+        return values | {k: v for k, v in self._totals.items() if k.startswith(_TOTALS)}
 
     async def _drain(self) -> None:
         """Take what every actor recorded; one that does not answer holds up neither the others nor the caller."""

@@ -104,5 +104,6 @@ def metrics(report: SyncReport) -> dict[str, float]:
         "param_sync/bytes": report.nbytes,
         "param_sync/gb_per_s": report.nbytes / 1e9 / transfer_s if transfer_s else 0.0,
         "param_sync/paused_s": max(paused, default=0.0),
+        "param_sync/held_requests": report.held_requests,
         "param_sync/evicted": len(report.evicted),
     }

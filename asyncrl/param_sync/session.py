@@ -34,13 +34,15 @@ PHASES = ("plan", "pause", "unload", "transfer", "verify", "commit", "reload", "
 @dataclass
 class SyncReport:
     """What a session did. ``seconds``: by phase, from when the first replica entered it until the last one left it, so
-    the phases may overlap. ``paused_s``: by replica. ``evicted``: by replica, why."""
+    the phases may overlap. ``held_requests``: those that the pause cut, kept or waited for. ``paused_s``: by replica.
+    ``evicted``: by replica, why."""
 
     session: str
     version: PolicyVersion
     seconds: dict[str, float] = field(default_factory=dict)
     total_s: float = 0.0
     nbytes: int = 0
+    held_requests: int = 0
     paused_s: dict[str, float] = field(default_factory=dict)
     evicted: dict[str, SyncError] = field(default_factory=dict)
     digests: dict[Role, str] = field(default_factory=dict)
@@ -113,7 +115,8 @@ class SyncSession:
     async def _quiesce(self, name: str, replica: ReplicaHandle) -> None:
         mode, kv, limit_s = cast(PauseMode, self._config.pause), cast(KVMode, self._config.kv), self._deadlines.pause_s
         self._pausing_since[name] = now_s()
-        await self._call("pause", name, replica.pause(self._session, mode, limit_s))
+        held = await self._call("pause", name, replica.pause(self._session, mode, limit_s))
+        self._report.held_requests += held
         await self._call("unload", name, replica.unload(self._session, kv))
 
     async def _transfer(self, manifest: Manifest) -> None:

@@ -127,7 +127,7 @@ class Engine(Protocol):
 
     async def pause(self, mode: PauseMode, deadline_s: float) -> int:
         """Stop generating. ``abort``: every request ends with an ABORT event; ``keep``: requests stay; ``wait``: they
-        finish first. Returns how many requests were cut or kept; raises TimeoutError at the deadline."""
+        finish first. Returns how many requests were cut, kept or waited for; raises TimeoutError at the deadline."""
         ...
 
     async def resume(self, version: PolicyVersion) -> None:

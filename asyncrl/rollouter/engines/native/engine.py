@@ -104,6 +104,7 @@ class NativeEngine:
 
         self._state: Literal["running", "draining", "paused"] = "paused"
         self._drained: concurrent.futures.Future[int] | None = None
+        self._waited_for = 0  # requests that were to finish before the pause
         self._wake = threading.Condition()  # guards the four below
         self._inbox: deque[tuple[concurrent.futures.Future[Any], Callable[[], Any]]] = deque()
         self._listener: concurrent.futures.Future[None] | None = None  # `events` waits on it
@@ -202,6 +203,7 @@ class NativeEngine:
     def _pause(self, mode: PauseMode) -> int | concurrent.futures.Future[int]:
         core = self._core
         if mode == "wait" and core.active:
+            self._waited_for = core.active
             core.close_gate()
             self._state, self._drained = "draining", concurrent.futures.Future()
             return self._drained
@@ -220,7 +222,7 @@ class NativeEngine:
         drained, self._drained = self._drained, None
         self._core.open_gate()
         if drained is not None:
-            drained.set_result(0)
+            drained.set_result(self._waited_for)
 
     def _resume(self, version: PolicyVersion) -> None:
         if not self._receiver.intact():

@@ -1,0 +1,76 @@
+"""Ends processes of a run as `kill -9` does, at chosen calls, without a hook in what is tested: with this folder on
+PYTHONPATH, Python imports this file whenever a process starts.
+
+CRASH_POINTS: ``module:Class.method:before|after:n``, separated by commas. Each is where the next process dies: at the
+n-th call since the one before was reached. CRASH_MARKS: a folder with one file for each that was reached.
+"""
+
+import functools
+import importlib.abc
+import importlib.machinery
+import inspect
+import os
+import signal
+import sys
+from collections import Counter
+
+POINTS = [point.split(":") for point in os.environ.get("CRASH_POINTS", "").split(",") if point]
+calls: Counter[int] = Counter()
+
+
+def reach(method: str, when: str) -> None:
+    """Die here, if it is time to."""
+    now = len(os.listdir(os.environ["CRASH_MARKS"]))
+    if now == len(POINTS) or [f"{POINTS[now][0]}:{POINTS[now][1]}", POINTS[now][2]] != [method, when]:
+        return
+    calls[now] += 1
+    if calls[now] == int(POINTS[now][3]):
+        with open(os.path.join(os.environ["CRASH_MARKS"], str(now)), "x"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dying(method: str, function):
+    """``function``, which may be a coroutine function, with its crash points."""
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def wrapped(*args, **kwargs):
+            reach(method, "before")
+            result = await function(*args, **kwargs)
+            reach(method, "after")
+            return result
+    else:
+
+        @functools.wraps(function)
+        def wrapped(*args, **kwargs):
+            reach(method, "before")
+            result = function(*args, **kwargs)
+            reach(method, "after")
+            return result
+
+    return wrapped
+
+
+class Patcher(importlib.abc.MetaPathFinder):
+    """Finds the modules with crash points, and puts these in as soon as one is imported."""
+
+    def find_spec(self, name, path, target=None):
+        methods = {method for module, method, *_ in POINTS if module == name}
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if methods else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_patch(module) -> None:
+            execute(module)
+            for method in methods:
+                class_name, attribute = method.split(".")
+                owner = getattr(module, class_name)
+                setattr(owner, attribute, dying(f"{name}:{method}", getattr(owner, attribute)))
+
+        spec.loader.exec_module = execute_and_patch
+        return spec
+
+
+if POINTS:
+    sys.meta_path.insert(0, Patcher())
