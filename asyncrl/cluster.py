@@ -50,7 +50,7 @@ class Cluster:
     """``start()`` makes everything that the first sync needs; ``close()`` leaves nothing behind."""
 
     def __init__(self, config: Config, preflight: Preflight, folder: RunFolder) -> None:
-        self._config, self._preflight, self._run_dir = config, preflight, folder.path
+        self._config, self._preflight, self._journal = config, preflight, folder.journal
         self._groups: list[PlacementGroup] = []
         self._handles: list[Any] = []
         self._init: asyncio.Future[None] | None = None
@@ -177,7 +177,7 @@ class Cluster:
                 "max_restarts": self._config.supervision.max_restarts,
                 "max_task_retries": -1 if self._config.supervision.max_restarts else 0,
             },
-            self._run_dir,
+            self._journal,
             derived.groups_per_version,
             (threshold.numerator, threshold.denominator),
             self._total_groups,

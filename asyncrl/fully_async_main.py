@@ -74,7 +74,15 @@ async def run(config: Config, resume: str | None = None) -> int:
             supervisor = Supervisor(config.supervision, RestartPolicy(config.supervision), cluster, sync, recorder)
             ranks = RestartableRanks(cluster, supervisor)
             trainer = TrainLoop(
-                config, found.derived, cluster.queue, ranks, sync, monitor, recorder, folder.checkpoints
+                config,
+                found.derived,
+                cluster.queue,
+                ranks,
+                sync,
+                monitor,
+                recorder,
+                folder.checkpoints,
+                folder.journal_copy,
             )
             ending.on_interrupt(trainer.stop)
             await trainer.begin(folder.checkpoint)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from asyncrl.sample_queue.journal import found_copy
 from asyncrl.sample_queue.ledger import FILE, LedgerError, read_meta, reading
 from asyncrl.sample_queue.life import STATES
 
@@ -125,7 +126,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m asyncrl.ledger", description="What became of every group of a run."
     )
     parser.add_argument("run_dir", type=Path, help="the run's folder; it is only read")
-    path = parser.parse_args(arguments).run_dir / FILE
+    run_dir = parser.parse_args(arguments).run_dir
+    path = run_dir / FILE
+    if not path.is_file() and (copy := found_copy(run_dir / "journal")) is not None:
+        path = copy / FILE
+        print(f"as of the last checkpoint: the ledger itself is in journal_dir; this is the copy {path}\n")
     try:
         with reading(path) as db:
             print("\n".join(report(db)).lstrip("\n"))

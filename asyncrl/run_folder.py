@@ -12,11 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from asyncrl.config.load import ConfigError, load_config, to_yaml
 from asyncrl.config.resume import refused_changes
 from asyncrl.config.schema import Config
 from asyncrl.models.config import CheckpointError
 from asyncrl.preflight import Preflight
+from asyncrl.sample_queue.journal import found_copy
 from asyncrl.sample_queue.ledger import FILE as LEDGER
 from asyncrl.sample_queue.ledger import LedgerError, read_meta, reading
 from asyncrl.supervision import Ending
@@ -24,19 +27,27 @@ from asyncrl.trainer.checkpoints import Checkpoint, CheckpointStore
 
 AUTO = "auto"
 CONFIG = "config.yaml"
+JOURNAL_COPY = "journal"
 LOCK_PATIENCE_S = 30.0  # for the processes of a run that was killed to be gone
 
 
 class RunFolder:
-    """``path`` holds config.yaml, metrics.jsonl, spans.jsonl, trajectories.jsonl, ledger.sqlite, spool/, checkpoints/,
-    wandb/, summary.json and report.html. ``checkpoint`` is the one to go on from, verified; None: from the start.
-    ``resumed``: a run was here before. Locked against other runs for as long as the process lives."""
+    """``path`` holds config.yaml, metrics.jsonl, spans.jsonl, trajectories.jsonl, checkpoints/, wandb/, summary.json
+    and report.html; ``journal`` holds ledger.sqlite and spool/, and is the same folder unless ``config.journal_dir``
+    names another disk: ``journal_copy`` is then where each checkpoint copies them to. ``checkpoint`` is the one to go on
+    from, verified; None: from the start. ``resumed``: a run was here before. Locked against other runs while the process
+    lives."""
 
     def __init__(self, path: Path, config: Config, resumed: bool = False) -> None:
         self.path = path
         self.resumed = resumed
         self.checkpoint: Checkpoint | None = None
         self.checkpoints = CheckpointStore(path / "checkpoints", config.checkpoint)
+        self.journal = path
+        self.journal_copy: Path | None = None
+        if config.journal_dir:
+            self.journal = Path(config.journal_dir) / f"{path.name}-{xxhash.xxh3_64_hexdigest(str(path).encode())}"
+            self.journal_copy = path / JOURNAL_COPY
         self._lock = _locked(path, LOCK_PATIENCE_S if resumed else 0.0)
 
     @classmethod
@@ -61,6 +72,7 @@ class RunFolder:
         folder = cls(path.resolve(), config, resumed=True)
         try:
             folder._check_writable()
+            folder._fetch_journal()
             folder._check_prompts(found.prompts_fingerprint)
             folder._find_checkpoint(None if resume == AUTO else Path(resume).resolve())
             folder._write_config(config)
@@ -83,6 +95,7 @@ class RunFolder:
                 path = wanted.with_name(f"{wanted.name}-{number}")
             path.mkdir(parents=True, exist_ok=True)
             folder = cls(path.resolve(), config)
+            folder.journal.mkdir(parents=True, exist_ok=True)
             folder._write_config(config)
         except OSError as e:
             raise ConfigError([_unwritable(path, e.strerror)]) from None
@@ -102,15 +115,21 @@ class RunFolder:
 
     def _check_writable(self) -> None:
         """Raises ConfigError: else the first to write would be an actor, long after."""
-        for path in (self.path, self.path / LEDGER, self.path / "spool", self.checkpoints.folder):
+        for path in (self.path, self.journal / LEDGER, self.journal / "spool", self.checkpoints.folder):
             if path.exists() and not os.access(path, os.W_OK):
                 raise ConfigError([_unwritable(path, "no write access")])
 
+    def _fetch_journal(self) -> None:
+        """On another machine, or in another journal_dir: take ledger and spool from the copy in the run folder."""
+        home = self.journal_copy or self.path / JOURNAL_COPY
+        if not (self.journal / LEDGER).is_file() and (copy := found_copy(home)) is not None:
+            shutil.copytree(copy, self.journal, dirs_exist_ok=True)
+
     def _check_prompts(self, fingerprint: str) -> None:
         """Raises ConfigError if the prompts are not those that the run has issued: the order could not go on."""
-        if not (self.path / LEDGER).is_file():
+        if not (self.journal / LEDGER).is_file():
             return  # it was killed before it began
-        with reading(self.path / LEDGER) as db:
+        with reading(self.journal / LEDGER) as db:
             before = read_meta(db).get("prompts", fingerprint)
         if before != fingerprint:
             raise ConfigError([f"data.train_files: the run to resume has {before}; found {fingerprint}"])
@@ -122,9 +141,14 @@ class RunFolder:
         if wanted is not None or found:
             self.checkpoint = self.checkpoints.open(wanted or found[-1].path)
         covered = 0
-        if (self.path / LEDGER).is_file():
-            with reading(self.path / LEDGER, thorough=False) as db:
+        if (self.journal / LEDGER).is_file():
+            with reading(self.journal / LEDGER, thorough=False) as db:
                 covered = int(read_meta(db).get("covered_step", 0))
+        elif self.checkpoint is not None:
+            raise LedgerError(
+                f"{self.checkpoint.path} goes with a ledger, but there is none at {self.journal / LEDGER}; restore it "
+                "from a copy, name its journal_dir, or start a new run from the checkpoint's weights"
+            )
         if (step := self.checkpoint.cut.step if self.checkpoint else 0) < covered:
             where = f"{self.checkpoint.path} is of step {step}" if self.checkpoint else "no checkpoint is left"
             raise CheckpointError(

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from asyncrl import ledger as command
 from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
-from asyncrl.sample_queue.journal import Journal
+from asyncrl.sample_queue.journal import Journal, found_copy
 from asyncrl.sample_queue.ledger import LedgerError, Recovered
 from asyncrl.sample_queue.life import (
     Covered,
@@ -725,3 +725,37 @@ def test_the_command_names_a_missing_ledger_in_one_line(tmp_path, capsys):
     assert captured.out == ""
     assert captured.err.startswith("error: no ledger at")
     assert captured.err.count("\n") == 1
+
+
+async def test_a_copy_on_another_disk_is_of_one_moment_and_can_be_gone_on_from(tmp_path):
+    journal = Journal(tmp_path / "local", segment_bytes=2000)
+    await journal.write([Published(V0, 0), *issued(1, 3)])
+    await journal.write([Finished(payload("1"))])
+    await journal.copy_to(tmp_path / "remote")
+    await journal.write([Finished(payload("2")), Dropped("3", "late")])
+    copy = Journal(tmp_path / "remote")
+    assert copy.torn is None
+    found = copy.recover()
+    assert states(found) == {"1": "queued", "2": "in_flight", "3": "in_flight"}
+    assert Group.from_buffer(copy.read(found.groups[0].place)).uid == "1"
+    await copy.close()
+    await journal.copy_to(tmp_path / "remote")  # in the place of the first
+    again = Journal(found_copy(tmp_path / "remote"))
+    assert states(again.recover()) == {"1": "queued", "2": "queued"}
+    await again.close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["local", "remote"]
+    assert not (tmp_path / "local/copying").exists()
+    await journal.close()
+
+
+async def test_a_copy_that_cannot_be_written_is_an_error_and_leaves_the_one_before(tmp_path):
+    journal = Journal(tmp_path / "local")
+    await journal.write([Published(V0, 0), *issued(1, 1)])
+    await journal.copy_to(tmp_path / "remote")
+    (tmp_path / "remote").rename(tmp_path / "remote.before")  # as a crash between the two renames would
+    assert found_copy(tmp_path / "remote") == tmp_path / "remote.before"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="Not a directory"):
+        await journal.copy_to(tmp_path / "file/remote")
+    await journal.write([Finished(payload("1"))])  # and the journal goes on
+    await journal.close()

@@ -7,7 +7,9 @@ from asyncrl.config.schema import Config
 
 #: options, or groups of them (ending with a dot), that a resumed run may have other values of
 MAY_CHANGE = (
+    "name",
     "run_dir",
+    "journal_dir",
     "data.validation_files",
     "data.epochs",
     "rollout.replicas",

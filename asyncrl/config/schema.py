@@ -204,6 +204,7 @@ class RayConfig:
 class Config:
     name: str = "run"
     run_dir: str = "runs/${name}"
+    journal_dir: str = ""  # a local disk for ledger and spool where run_dir is none; checkpoints copy them to run_dir
     seed: int = 0
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

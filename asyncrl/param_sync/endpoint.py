@@ -68,7 +68,7 @@ class ReplicaEndpoint:
             self._session, self._done = plan.session, "plan"
 
     async def pause(self, session: str, mode: PauseMode, deadline_s: float) -> int:
-        """Returns how many requests were cut, kept or waited for; an engine that an earlier session left paused has none."""
+        """Returns how many requests were cut, kept or waited for; none if an earlier session left it paused."""
         self._enter(session, "pause")
         cut = 0 if self._paused else await self._engine.pause(mode, deadline_s)
         self._paused = True

@@ -26,11 +26,11 @@ class SampleQueueActor(Watched):
     ``about``: more of the run, for readers of the ledger.
 
     Ray starts it anew when its process dies, with the same arguments, and makes the calls again that had no answer:
-    the journal in ``run_dir`` holds all that it knew, and every call may be repeated."""
+    the journal in ``folder`` holds all that it knew, and every call may be repeated."""
 
     def __init__(
         self,
-        run_dir: Path,
+        folder: Path,
         groups_per_version: int,
         threshold: tuple[int, int],
         total_groups: int,
@@ -44,7 +44,7 @@ class SampleQueueActor(Watched):
             "staleness_threshold": float(admission.staleness_threshold),
             **(about or {}),
         }
-        self._journal = _opened(run_dir, meta)
+        self._journal = _opened(folder, meta)
         self._queue = SampleQueue(admission, self._journal, order, overdue)
 
     async def recover(self) -> Recovery:
@@ -75,6 +75,10 @@ class SampleQueueActor(Watched):
     async def covered(self, step: int) -> None:
         await self._queue.covered(step)
 
+    async def copy_to(self, folder: Path) -> None:
+        """Copy ledger and spool to another disk, see `Journal.copy_to`."""
+        await self._journal.copy_to(folder)
+
     async def release(self, step: int) -> None:
         await self._queue.release(step)
 
@@ -97,12 +101,12 @@ class SampleQueueActor(Watched):
         return stats
 
 
-def _opened(run_dir: Path, meta: Mapping[str, str | int | float]) -> Journal:
+def _opened(folder: Path, meta: Mapping[str, str | int | float]) -> Journal:
     """The journal, as soon as the process that had it before lets go of it."""
     deadline = time.monotonic() + GONE_WITHIN_S
     while True:
         try:
-            return Journal(run_dir, meta)
+            return Journal(folder, meta)
         except JournalError:
             if time.monotonic() > deadline:
                 raise

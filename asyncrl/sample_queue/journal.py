@@ -21,7 +21,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import functools
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +32,9 @@ from pathlib import Path
 
 from asyncrl.sample_queue.ledger import FILE, Ledger, Recovered, read_meta, reading, recover, states
 from asyncrl.sample_queue.life import Changes, Event, JournalError, Lives, RolledBack
-from asyncrl.sample_queue.spool import SEGMENT_BYTES, Disk, Place, Spool, Torn
+from asyncrl.sample_queue.spool import SEGMENT_BYTES, Disk, Place, Spool, Torn, segment_name
+
+_PARTIAL, _BEFORE = ".partial", ".before"  # a copy that is being written, and the one before it
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ class Journal:
             self._files = undo.pop_all()
         self._swept = self._spool.end[0]
         self._pending: list[_Write] = []
+        self._to_freeze: list[tuple[Path, asyncio.Future[tuple[int, int]]]] = []
         self._arrived = threading.Condition()
         self._closed = False
         self._failed: BaseException | None = None
@@ -136,6 +141,21 @@ class Journal:
     def stats(self) -> JournalStats:
         return self._stats
 
+    async def copy_to(self, folder: Path) -> None:
+        """Put a copy of ledger and spool, as of one moment, in the place of ``folder``; writing goes on meanwhile.
+
+        ``folder`` may be on another file system, and a journal can be opened on the copy. A crash leaves the copy
+        before, at ``folder`` or beside it (see `found_copy`)."""
+        frozen = self.folder / "copying"
+        taken: asyncio.Future[tuple[int, int]] = asyncio.get_running_loop().create_future()
+        with self._arrived:
+            if self._closed or self._failed is not None:
+                raise JournalError(f"{self.folder}: the journal is closed")
+            self._to_freeze.append((frozen, taken))
+            self._arrived.notify()
+        end = await taken
+        await asyncio.to_thread(_copy, frozen, folder, end)
+
     async def close(self) -> None:
         """Finish what was written, then give up the files. Again is harmless."""
         with self._arrived:
@@ -149,9 +169,14 @@ class Journal:
     def _run(self) -> None:
         while True:
             with self._arrived:
-                self._arrived.wait_for(lambda: self._pending or self._closed)
+                self._arrived.wait_for(lambda: self._pending or self._to_freeze or self._closed)
                 batch, self._pending = self._pending, []
+                to_freeze, self._to_freeze = self._to_freeze, []
+            for folder, taken in to_freeze:
+                self._freeze(folder, taken)
             if not batch:
+                if to_freeze:
+                    continue
                 return
             try:
                 outcomes = self._commit(batch)
@@ -208,6 +233,22 @@ class Journal:
             self._lives.partials |= placed_snapshots
         return sum(len(record.payload) for record in records), partials
 
+    def _freeze(self, folder: Path, taken: asyncio.Future[tuple[int, int]]) -> None:
+        """Ledger and segments as they are now: the one copied, the others, which only grow, linked."""
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            (folder / "spool").mkdir(parents=True)
+            self._ledger.copy_to(folder / FILE)
+            for segment in self._spool.segments:
+                name = segment_name(segment)
+                os.link(self.folder / "spool" / name, folder / "spool" / name)
+        except Exception as error:
+            outcome = functools.partial(taken.set_exception, _failed_write(self.folder, error))
+        else:
+            outcome = functools.partial(taken.set_result, self._spool.end)
+        with contextlib.suppress(RuntimeError):
+            taken.get_loop().call_soon_threadsafe(lambda: None if taken.done() else outcome())
+
     def _sweep(self) -> None:
         """Delete the segments that nobody will read again. After the commit, so that no row ever misses its payload."""
         needed = self._lives.segments()
@@ -226,6 +267,31 @@ class Journal:
             except Exception as worse:
                 self._failed = worse
         _settle([(write, _failed_write(self.folder, error)) for write in batch])
+
+
+def found_copy(folder: Path) -> Path | None:
+    """Where the newest whole copy is that `Journal.copy_to` put at ``folder``."""
+    return next((path for path in (folder, folder.with_suffix(_BEFORE)) if (path / FILE).is_file()), None)
+
+
+def _copy(frozen: Path, folder: Path, end: tuple[int, int]) -> None:
+    """Move what was frozen to another disk, up to the spool's ``end`` of that moment."""
+    partial, before = folder.with_suffix(_PARTIAL), folder.with_suffix(_BEFORE)
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(frozen, partial)
+    os.truncate(partial / "spool" / segment_name(end[0]), end[1])
+    shutil.rmtree(frozen)
+    for path in [*partial.rglob("*"), partial]:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    if folder.exists():
+        shutil.rmtree(before, ignore_errors=True)
+        folder.rename(before)
+    partial.rename(folder)
+    shutil.rmtree(before, ignore_errors=True)
 
 
 def _failed_write(folder: Path, error: Exception) -> JournalError:

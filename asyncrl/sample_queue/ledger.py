@@ -154,6 +154,11 @@ class Ledger:
                 self._db.execute("ROLLBACK")
             raise
 
+    def copy_to(self, path: Path) -> None:
+        """Everything committed so far, as one file."""
+        with closing(sqlite3.connect(path)) as copy:
+            self._db.backup(copy)
+
     def close(self) -> None:
         self._db.close()
 

@@ -75,6 +75,10 @@ class Torn(NamedTuple):
         return f"{self.path}: cut {self.cut_bytes} bytes of an unfinished write at offset {self.offset} ({self.why})"
 
 
+def segment_name(segment: int) -> str:
+    return f"{segment:06d}.seg"
+
+
 class Disk:
     """The two calls that write: what a test of faults puts its own in the place of."""
 
@@ -212,7 +216,7 @@ class Spool:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _path(self, segment: int) -> Path:
-        return self.folder / f"{segment:06d}.seg"
+        return self.folder / segment_name(segment)
 
     def _open(self, segment: int) -> None:
         fd = os.open(self._path(segment), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

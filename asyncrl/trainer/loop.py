@@ -41,6 +41,7 @@ class QueueClient(Protocol):
     async def release(self, step: int) -> None: ...
     async def rollback(self, step: int) -> PolicyVersion | None: ...
     async def publish(self, version: PolicyVersion, trained: int | None = None) -> dict[str, int]: ...
+    async def copy_to(self, folder: Path) -> None: ...
     async def finish(self) -> dict[str, float]: ...
 
 
@@ -117,7 +118,7 @@ class Hooks(Protocol):
 
 class TrainLoop:
     """One per run, in the driver. ``begin()``, then ``run()`` to the end; ``stop(reason)`` ends it after the step under
-    way."""
+    way. ``journal_copy``: where each checkpoint copies the queue's journal to, if its disk is another one."""
 
     def __init__(
         self,
@@ -129,11 +130,12 @@ class TrainLoop:
         hooks: Hooks,
         recorder: Recorder,
         checkpoints: CheckpointStore,
+        journal_copy: Path | None = None,
     ) -> None:
         self._config, self._derived = config, derived
         self._queue, self._ranks, self._sync, self._hooks = queue, ranks, sync, hooks
         self._recorder = recorder
-        self._checkpoints = checkpoints
+        self._checkpoints, self._journal_copy = checkpoints, journal_copy
         self._stop = asyncio.Event()
         self._progress = Progress()
         self._newest_save = (-1, False)  # of which step, and whether as the last one
@@ -256,6 +258,8 @@ class TrainLoop:
                 self._checkpoints.mark_final(checkpoint)
         restorable = self._checkpoints.all()[-(1 if last else RESTORABLE) :]
         await self._queue.covered(min(c.cut.step for c in restorable))
+        if self._journal_copy is not None:
+            await self._queue.copy_to(self._journal_copy)
 
     async def _saved(self) -> None:
         """Wait for the checkpoint that is being written; raise what went wrong with it."""

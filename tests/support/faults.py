@@ -49,19 +49,15 @@ class FaultyRun(Run):
         options = overrides(inputs, folder, f"ray.temp_dir={self.ray_dir}", *OPTIONS, *more)
         super().__init__([*flags, *options], folder.parent / f"{Path(self.ray_dir).name}.log")
 
-    def process(self, kind: str, index: int = 0) -> psutil.Process:
-        below = psutil.Process(self.process_id).children(recursive=True)
-        return [p for p in below if _name(p).startswith(f"ray::{ACTORS[kind]}")][index]
-
-    @property
-    def process_id(self) -> int:
-        return self.driver.pid
+    def actor(self, kind: str, index: int = 0) -> psutil.Process:
+        below = psutil.Process(self.process.pid).children(recursive=True)
+        return [p for p in below if p.is_running() and _name(p).startswith(f"ray::{ACTORS[kind]}")][index]
 
     def kill(self, kind: str) -> None:
         """``kill -9`` one process of a kind, and wait until the run has noticed it."""
         noticed = f"supervision: {NAMES[kind]} "
         before = self.text.count(noticed)
-        self.process(kind).kill()
+        self.actor(kind).kill()
         self.until(lambda: self.text.count(noticed) > before, f"noticed the death of the {kind}")
 
     def until_trained(self, step: int, timeout_s: float = 120) -> None:
@@ -70,16 +66,16 @@ class FaultyRun(Run):
     def until(self, condition, what: str, timeout_s: float = 120) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
-            if self.driver.poll() is not None or time.monotonic() > deadline:
+            if self.process.poll() is not None or time.monotonic() > deadline:
                 pytest.fail(f"never {what}:\n{self.text}")
             time.sleep(0.02)
 
     def close(self) -> None:
         """Nothing of the run lives when this returns; fails the test if something did, 30 s after its end."""
-        over = self.driver.poll() is not None
+        over = self.process.poll() is not None
         if not over:
-            os.killpg(self.driver.pid, signal.SIGKILL)
-            self.driver.wait()
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
         deadline = time.monotonic() + 30
         while (left := processes_of(self.ray_dir)) and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -87,3 +83,71 @@ class FaultyRun(Run):
             process.kill()
         shutil.rmtree(self.ray_dir, ignore_errors=True)
         assert not left
+
+
+def run_through(
+    inputs: Path, folder: Path, *more: str, points: Sequence[str] = (), monkeypatch: pytest.MonkeyPatch
+) -> list[FaultyRun]:
+    """Run to the end, resumed as often as the driver dies, by way of all of the crash ``points`` (see crash_site)."""
+    marks = folder.parent / "marks"
+    marks.mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(CRASH_SITE), prepend=os.pathsep)
+    monkeypatch.setenv("CRASH_POINTS", ",".join(points))
+    monkeypatch.setenv("CRASH_MARKS", str(marks))
+    runs: list[FaultyRun] = []
+    while not runs or runs[-1].process.returncode == KILLED:
+        runs.append(run := FaultyRun(inputs, folder, *more))
+        status = run.wait(300)
+        run.close()
+        assert status in (0, KILLED), run.text
+    reached = len(list(marks.iterdir()))
+    assert reached == len(points), f"never reached {points[reached]}:\n{runs[-1].text}"
+    return runs
+
+
+def trained_steps(folder: Path) -> int:
+    """The newest step in the weights; 0 if there is no ledger yet."""
+    try:
+        return _query(folder, "SELECT MAX(step) FROM groups WHERE state = 'trained'")[0][0] or 0
+    except sqlite3.OperationalError:
+        return 0
+
+
+def audit(folder: Path, batches: Sequence[int], staleness_bound: int = 1) -> None:
+    """Hold the ledger of a run that is over against what it should have done: steps of ``batches`` groups each.
+
+    Each group in the weights is there once, in the order of issue and in time; all others were dropped; and what
+    was issued are the first prompts of the order, each once."""
+    assert asyncrl.ledger.main([str(folder)]) == 0
+    columns = "uid, state, step, final, trained_number - oldest_number"
+    groups = _query(folder, f"SELECT {columns} FROM groups ORDER BY seq")
+
+    config = load_config(folder / "config.yaml")
+    order = PromptOrder(load_prompts(config.data.train_files, config.data), config.seed, config.data.shuffle)
+    assert [uid for uid, *_ in groups] == [prompt.uid for prompt in itertools.islice(order, len(groups))]
+
+    kept = [group for group in groups if group[1] != "dropped"]
+    steps = [step for step, count in enumerate(batches, start=1) for _ in range(count)]
+    assert [(state, step, final) for _, state, step, final, _ in kept] == [("trained", step, 1) for step in steps]
+    assert max(staleness for *_, staleness in kept) <= staleness_bound
+
+    versions = _query(folder, "SELECT lineage, number FROM versions ORDER BY published_s")
+    assert versions == sorted(set(versions))
+    assert [number for _, number in versions][-1] == len(batches) - 1
+
+
+def restores(folder: Path) -> int:
+    """How often the weights went back to a checkpoint, or to the start."""
+    return _query(folder, "SELECT MAX(lineage) FROM versions")[0][0]
+
+
+def _query(folder: Path, query: str) -> list[tuple]:
+    with closing(sqlite3.connect(f"{(folder / 'ledger.sqlite').as_uri()}?mode=ro", uri=True)) as db:
+        return db.execute(query).fetchall()
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.Error:  # it has just ended
+        return ""

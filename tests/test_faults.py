@@ -1,0 +1,198 @@
+"""Any process of a run may die or hang, at any moment: the run goes on by itself, or is resumed, and nothing is lost.
+
+Whole runs on real Ray, whose processes are killed (SIGKILL) or stopped (SIGSTOP); afterwards the ledger is held against
+what the run was to train. The long form, ``make test-faults``, kills more and sweeps the moments between transitions.
+"""
+
+import contextlib
+import json
+import random
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.faults import ACTORS, NAMES, FaultyRun, audit, restores, run_through
+from tests.support.tiny import make_inputs
+
+BATCH = 2
+
+#: durable transitions, and what lies between them, by the process that dies there
+QUEUE_POINTS = [
+    f"asyncrl.sample_queue.{point}"
+    for point in (
+        "ledger:Ledger.commit:before:3",
+        "ledger:Ledger.commit:after:2",
+        "spool:Spool.flush:before:2",
+        "spool:Spool.flush:after:2",
+        "journal:Journal.rollback:before:1",
+        "core:SampleQueue.issue:after:2",
+        "core:SampleQueue.put:after:2",
+        "core:SampleQueue.lease:after:1",
+        "core:SampleQueue.trained:before:1",
+        "core:SampleQueue.trained:after:1",
+        "core:SampleQueue.publish:before:1",
+        "core:SampleQueue.publish:after:1",
+        "core:SampleQueue.covered:before:1",
+        "journal:Journal._sweep:before:1",
+        "core:SampleQueue.covered:after:1",
+        "core:SampleQueue.snapshot:after:1",
+        "core:SampleQueue.finish:after:1",
+    )
+    if "rollback" not in point
+]
+WORKER_POINTS = [
+    "asyncrl.param_sync.live_receiver:LiveViewReceiver.take:before:2",
+    "asyncrl.trainer.rank:TrainerRank.train:after:2",
+    "asyncrl.param_sync.live_receiver:LiveViewReceiver.commit:before:2",
+    "asyncrl.trainer.rank:TrainerRank.stage:after:1",
+    "asyncrl.param_sync.live_receiver:LiveViewReceiver.commit:after:2",
+    "asyncrl.trainer.rank:TrainerRank.write:before:1",
+    "asyncrl.trainer.rank:TrainerRank.load:after:1",
+    "asyncrl.trainer.rank:TrainerRank.write:after:1",
+    "asyncrl.param_sync.sender:Sender.send:before:2",
+    "asyncrl.param_sync.sender:Sender.send:after:2",
+    "asyncrl.rollouter.loop:RolloutLoop._tell_news:after:2",
+]
+DRIVER_POINTS = [
+    "asyncrl.trainer.loop:TrainLoop.begin:after:1",
+    "asyncrl.param_sync.group:ParameterSyncGroup.__call__:after:2",
+    "asyncrl.trainer.actors:QueueOfRay.lease:after:2",
+    "asyncrl.trainer.actors:RankGroup.train:after:2",
+    "asyncrl.trainer.loop:TrainLoop._report:before:2",
+    "asyncrl.trainer.actors:RankGroup.write:after:1",
+    "asyncrl.trainer.checkpoints:CheckpointStore.complete:after:1",
+    "asyncrl.trainer.checkpoints:CheckpointStore._rotate:before:2",
+    "asyncrl.trainer.checkpoints:CheckpointStore.mark_final:before:1",
+    "asyncrl.trainer.checkpoints:CheckpointStore.mark_final:after:1",
+]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture
+def start(inputs, tmp_path):
+    """Start a run, or resume the one that was started before."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*more: str) -> FaultyRun:
+            run = FaultyRun(inputs, tmp_path / "run", *more)
+            stack.callback(run.close)
+            return run
+
+        yield start
+
+
+def test_a_run_that_loses_each_of_its_processes_goes_on_by_itself(start, tmp_path):
+    steps = 18
+    run = start(f"trainer.total_steps={steps}")
+    moment = random.Random(1)
+    for step, kind in ((4, "replica"), (7, "rank"), (10, "rollouter"), (13, "queue")):
+        run.until_trained(step)
+        time.sleep(moment.uniform(0, 0.5))
+        run.kill(kind)
+    assert run.wait() == 0, run.text
+    audit(tmp_path / "run", [BATCH] * steps)
+    assert restores(tmp_path / "run") >= 1  # for the rank; a replica that died alone may have had a version of its own
+
+
+def test_a_queue_that_dies_between_two_transitions_is_where_it_was(inputs, tmp_path, monkeypatch):
+    points = [QUEUE_POINTS[1], QUEUE_POINTS[3]]
+    run_through(inputs, tmp_path / "run", "trainer.total_steps=6", points=points, monkeypatch=monkeypatch)
+    audit(tmp_path / "run", [BATCH] * 6)
+
+
+def test_ranks_that_die_too_often_end_the_run_with_the_reason(start, tmp_path):
+    run = start("trainer.total_steps=1000", "supervision.max_restarts=0")
+    run.until_trained(2)
+    run.actor("rank").kill()
+    assert run.wait(60) == 1, run.text
+    assert "trainer/0 died" in (failed := json.loads((tmp_path / "run/summary.json").read_text())["failed"])
+    assert "supervision.max_restarts is 0" in failed
+
+
+# -- the long form -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("kind", list(ACTORS))
+def test_five_deaths_of_one_kind(start, tmp_path, kind):
+    run = start("trainer.total_steps=30")
+    moment = random.Random(kind)
+    for step in range(4, 29, 5):
+        run.until_trained(step)
+        time.sleep(moment.uniform(0, 0.8))
+        run.kill(kind)
+    assert run.wait() == 0, run.text
+    audit(tmp_path / "run", [BATCH] * 30)
+
+
+@pytest.mark.faults
+def test_five_deaths_of_the_driver(start, tmp_path):
+    moment = random.Random(5)
+    for step in range(4, 29, 5):
+        run = start("trainer.total_steps=30")
+        run.until_trained(step)
+        time.sleep(moment.uniform(0, 0.8))
+        run.process.kill()
+        run.process.wait()
+    run = start("trainer.total_steps=30")
+    assert run.wait() == 0, run.text
+    audit(tmp_path / "run", [BATCH] * 30)
+    assert restores(tmp_path / "run") >= 5
+
+
+@pytest.mark.faults
+def test_all_workers_may_die_at_once(start, tmp_path):
+    run = start("trainer.total_steps=14")
+    run.until_trained(5)
+    for process in [run.actor(kind) for kind in ACTORS]:
+        process.kill()
+    assert run.wait() == 0, run.text
+    for name in NAMES.values():
+        assert f"supervision: {name} died" in run.text
+    audit(tmp_path / "run", [BATCH] * 14)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("points", [QUEUE_POINTS, WORKER_POINTS, DRIVER_POINTS], ids=["queue", "workers", "driver"])
+def test_a_sweep_of_crash_points(inputs, tmp_path, monkeypatch, points):
+    run_through(inputs, tmp_path / "run", "trainer.total_steps=40", points=points, monkeypatch=monkeypatch)
+    audit(tmp_path / "run", [BATCH] * 40)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("kind", list(ACTORS))
+def test_a_process_that_hangs_is_taken_for_dead(start, tmp_path, kind):
+    run = start("trainer.total_steps=12", "supervision.answer_s=10", "supervision.progress_s=10")
+    run.until_trained(4)
+    run.actor(kind).suspend()
+    assert run.wait() == 0, run.text
+    assert f"supervision: {NAMES[kind]} has" in run.text  # … not answered, or given no token
+    assert f"supervision: {NAMES[kind]} died" in run.text
+    audit(tmp_path / "run", [BATCH] * 12)
+
+
+@pytest.mark.faults
+def test_of_two_replicas_one_goes_on_until_the_other_is_back(start, tmp_path):
+    run = start(
+        "trainer.total_steps=40",
+        "rollout.replicas=2",
+        "ray.cpus_per_replica=0.25",
+        "supervision.backoff_s=3",
+        "supervision.max_backoff_s=3",
+    )
+    run.until_trained(4)
+    killed = min((run.actor("replica", i) for i in range(2)), key=psutil.Process.create_time)
+    killed.kill()
+    run.until(lambda: " died" in run.text, "noticed the death of a replica")
+    before = trained_between = run.trained
+    time.sleep(2)
+    trained_between = run.trained - before
+    assert trained_between > 0  # by samples of the other one
+    assert run.wait() == 0, run.text
+    audit(tmp_path / "run", [BATCH] * 40)
