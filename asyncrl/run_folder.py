@@ -33,10 +33,10 @@ LOCK_PATIENCE_S = 30.0  # for the processes of a run that was killed to be gone
 
 class RunFolder:
     """``path`` holds config.yaml, metrics.jsonl, spans.jsonl, trajectories.jsonl, checkpoints/, wandb/, summary.json
-    and report.html; ``journal`` holds ledger.sqlite and spool/, and is the same folder unless ``config.journal_dir``
-    names another disk: ``journal_copy`` is then where each checkpoint copies them to. ``checkpoint`` is the one to go on
-    from, verified; None: from the start. ``resumed``: a run was here before. Locked against other runs while the process
-    lives."""
+    and report.html. ``journal`` holds ledger.sqlite and spool/: the same folder, unless ``config.journal_dir`` names
+    another disk; then ``journal_copy`` is where each checkpoint copies them to. ``checkpoint`` is the one to go on
+    from, verified; None: from the start. ``resumed``: a run was here before. Locked against other runs while the
+    process lives."""
 
     def __init__(self, path: Path, config: Config, resumed: bool = False) -> None:
         self.path = path
