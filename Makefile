@@ -7,7 +7,7 @@ export OMP_NUM_THREADS = 1
 CHECKPOINT = checkpoints/arith-mimo
 DATA = data/arithmetic
 
-.PHONY: venv quickstart test lint format clean
+.PHONY: venv quickstart test test-faults lint format clean
 
 venv:
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/make_venv.sh
@@ -23,6 +23,9 @@ $(DATA)/train.jsonl: | venv
 
 test: venv
 	$(BIN)/python -m pytest -q
+
+test-faults: venv $(CHECKPOINT)/model.safetensors $(DATA)/train.jsonl
+	$(BIN)/python -m pytest -q -m faults -o timeout=900
 
 lint: venv
 	$(BIN)/ruff check .

@@ -89,13 +89,14 @@ class Cluster:
         for name in self.replica_names:
             self._make_replica(name)
         self.queue = QueueOfRay(self._make_queue(), "queue")
+        await self.queue.start()
         self.rollouter = RestartableClient(self._make_rollouter(), "rollouter")
         started = await asyncio.gather(
             *(replica.start() for replica in self.replicas.values()), self.ranks.start(), self.rollouter.once.start()
         )
         for capabilities in started[: len(self.replicas)]:
             self._check(capabilities)
-        await self._locate()
+        await self.locate(*self._actors())
 
     # -- actors that died, or are to die -------------------------------------------------------------------------------
 
@@ -104,7 +105,7 @@ class Cluster:
         await self.kill(name)
         self._make_replica(name)
         await self.replicas[name].start()
-        await self._locate()
+        await self.locate(name)
 
     async def restart_rollouter(self) -> None:
         """A new rollouter, which goes on with the groups that the ledger has in flight."""
@@ -112,7 +113,7 @@ class Cluster:
         client = ActorClient(self._make_rollouter(), "rollouter")
         await client.start()
         self.rollouter.replace(client.handle)
-        await self._locate()
+        self._places["rollouter"] = await client.where()
 
     async def restart_ranks(self) -> None:
         """New ranks in the place of all, with the weights that the run began with."""
@@ -120,7 +121,7 @@ class Cluster:
             await self.kill(name)
         self._make_ranks()
         await self.ranks.start()
-        await self._locate()
+        await self.locate(*self.rank_names)
 
     async def end(self, name: str, why: str) -> None:
         """An actor lives, but is of no use: end its process, so that it is found dead."""
@@ -137,17 +138,13 @@ class Cluster:
                 os.kill(pid, signal.SIGKILL)
 
     def _actors(self) -> dict[str, ActorClient]:
-        clients = [*self.senders.values(), *self.replicas.values(), self.queue, self.rollouter]
+        clients = [*self.senders.values(), *self.replicas.values(), self.queue, self.rollouter.once]
         return {client.name: client for client in clients}
 
-    async def locate(self, name: str) -> None:
-        """Learn the process of an actor that Ray starts again, as soon as it answers."""
-        self._places[name] = await self._actors()[name].where()
-
-    async def _locate(self) -> None:
-        """Learn the processes of new actors."""
-        unknown = {name: actor for name, actor in self._actors().items() if name not in self._places}
-        self._places |= dict(zip(unknown, await asyncio.gather(*(actor.where() for actor in unknown.values()))))
+    async def locate(self, *names: str) -> None:
+        """Learn the processes of new actors, as soon as they answer: from then on they are drained."""
+        actors = self._actors()
+        self._places |= dict(zip(names, await asyncio.gather(*(actors[name].where() for name in names))))
 
     def _make_ranks(self) -> None:
         config = self._config
@@ -174,7 +171,8 @@ class Cluster:
                 "scheduling_strategy": NodeAffinitySchedulingStrategy(
                     ray.get_runtime_context().get_node_id(), soft=False
                 ),
-                "max_restarts": self._config.supervision.max_restarts,
+                # how often at most is the supervisor's to say
+                "max_restarts": -1 if self._config.supervision.max_restarts else 0,
                 "max_task_retries": -1 if self._config.supervision.max_restarts else 0,
             },
             self._journal,
@@ -198,8 +196,9 @@ class Cluster:
         )
 
     def drains(self) -> dict[str, Callable[[], Awaitable[Batch]]]:
-        """How to fetch what each actor recorded."""
-        return {a.name: a.drain for a in (*self.senders.values(), *self.replicas.values(), self.rollouter.once)}
+        """How to fetch what each actor recorded; those that are being started do not answer yet."""
+        actors = (*self.senders.values(), *self.replicas.values(), self.rollouter.once)
+        return {a.name: a.drain for a in actors if a.name in self._places}
 
     async def close(self) -> None:
         """End every actor, give back the places, and end the cluster if it was started here."""

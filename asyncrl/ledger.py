@@ -19,7 +19,7 @@ from asyncrl.sample_queue.life import STATES
 
 _LAST_VERSIONS = 10
 _BAR = 40  # characters
-_HIDDEN_META = ("spool_segment", "spool_offset", "served")
+_HIDDEN_META = ("spool_segment", "spool_offset", "served_from")
 
 
 def balance(db: sqlite3.Connection) -> dict[str, int]:

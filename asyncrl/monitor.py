@@ -67,6 +67,7 @@ class Monitor:
             await self._drain()
             if self._validation is not None and self._validation.done():
                 self._validation.result()  # a failure ends the run
+                self._validation = None
             await asyncio.sleep(DRAIN_EVERY_S)
 
     # -- the training loop's hooks ---------------------------------------------------------------------------------
@@ -75,7 +76,7 @@ class Monitor:
         """A validation is answered under one version: the next one waits for it."""
         if self._validation is not None:
             with self._own.span("validation/holds_sync"):
-                await self._validation
+                await asyncio.wait([self._validation])  # it goes on if this is given up
 
     async def on_restore(self, progress: Progress) -> None:
         """Groups in flight wait for their places in the new lineage; what they have is kept."""

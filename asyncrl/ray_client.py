@@ -38,8 +38,8 @@ class ActorClient:
                 return await method.remote(*args, **kwargs)
             except RayTaskError as e:
                 raise raised_there(e) from None
-            except RayActorError:
-                raise ActorDied(self.name) from None
+            except RayActorError as e:
+                raise ActorDied(self.name, _why(e)) from None
 
         return call
 
@@ -76,14 +76,24 @@ class RestartableClient(ActorClient):
 
 
 class ActorDied(RuntimeError):
-    """The process of an actor ended without a word; ``name`` is the actor's."""
+    """The process of an actor ended without a word, or it could not be made (``why`` then says more); ``name`` is the
+    actor's."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.name = name
+    def __init__(self, name: str, why: str | None = None) -> None:
+        super().__init__(name, why)
+        self.name, self.why = name, why
 
     def __str__(self) -> str:
+        if self.why is not None:
+            return f"{self.name} could not be started: {self.why}"
         return f"{self.name} died: its process was killed, ran out of memory or crashed"
+
+
+def _why(error: RayActorError) -> str | None:
+    """What the actor's constructor raised, on one line; None if the actor lived."""
+    if not error.actor_init_failed:
+        return None
+    return str(error).strip().splitlines()[-1].strip()
 
 
 def raised_there(error: RayTaskError) -> BaseException:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from asyncrl.config.schema import SupervisionConfig
-from asyncrl.ray_client import ActorClient, ActorDied
+from asyncrl.ray_client import ActorClient, ActorDied, first_leaf
 from asyncrl.tasks import cancelled
 from asyncrl.telemetry.recorder import Recorder
 
@@ -58,7 +58,7 @@ class Pool(Protocol):
 
     replicas: dict[str, ActorClient]
     receivers: dict[str, Any]  # their sides of a sync session
-    rollouter: Any  # a RestartableClient: run(), losses(), silence_s(), replace_replica(), set_routable()
+    rollouter: Any  # a RestartableClient: run(), silence_s(), replace_replica(), set_routable()
     queue: Any  # a client: alive(), where()
     ranks: Any  # the present rank group
     senders: dict[str, Any]  # its ranks
@@ -67,13 +67,14 @@ class Pool(Protocol):
     async def restart_rollouter(self) -> None: ...
     async def restart_ranks(self) -> None: ...
     async def end(self, name: str, why: str) -> None: ...
-    async def locate(self, name: str) -> None: ...
+    async def locate(self, *names: str) -> None: ...
 
 
 class Replicas(Protocol):
     """The sync group's view of the replicas."""
 
     last_sync_s: float
+    fleet: Any
 
     def routable(self) -> list[str]: ...
     async def leave(self, name: str) -> None: ...
@@ -88,12 +89,10 @@ class Supervisor:
     ) -> None:
         self._config, self._policy, self._pool, self._sync = config, policy, pool, sync
         self._recorder = recorder
-        self._lost: dict[str, asyncio.Future[str]] = {}
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._rollouter())
-            tasks.create_task(self._losses())
             tasks.create_task(self._progress())
             tasks.create_task(self._queue())
             for name in self._pool.replicas:
@@ -126,16 +125,11 @@ class Supervisor:
 
     async def _queue(self) -> None:
         """Ray starts it again; here it is told, and ended if it does not answer."""
-        limit = self._config.max_restarts
         while True:
             try:
                 await self._queue_lives()
             except ActorDied as died:
-                if self._policy.counts["queue"] >= limit:
-                    raise DiedTooOften(
-                        f"{died}; it is started again at most {limit} times in a run (supervision.max_restarts)"
-                    ) from None
-                self._policy.counts["queue"] += 1
+                self._policy.next_backoff_s("queue", str(died))  # Ray does not wait, but how often counts
                 self._recorder.count("supervision/restarts/queue")
                 print(f"supervision: {died}; it is started again, with all it knew", file=sys.stderr, flush=True)
                 await self._pool.locate("queue")  # answered by the new one
@@ -163,37 +157,26 @@ class Supervisor:
             try:
                 await self.restarting(name, why)
             except DiedTooOften as e:
-                if not self._sync.routable():
+                if not self._sync.fleet.handles:
                     raise
                 print(f"supervision: {e}; the run goes on without it", file=sys.stderr, flush=True)
                 return
             try:
                 await self._pool.restart_replica(name)
                 await self._pool.rollouter.replace_replica(name, self._pool.replicas[name].handle)
-            except ActorDied:
-                continue  # the new one died at once, or is needed no more
+            except ActorDied as died:
+                if died.name != name:
+                    raise
+                continue  # the new one, at once
             self._sync.join(name, self._pool.receivers[name])
 
     async def _death(self, name: str) -> str:
-        """Wait until a replica is dead or lost; returns why."""
-        lost = self._lost[name] = asyncio.get_running_loop().create_future()
-        living = asyncio.ensure_future(self._pool.replicas[name].alive())
+        """Wait until a replica is dead; returns why."""
         try:
-            await asyncio.wait([lost, living], return_when=asyncio.FIRST_COMPLETED)
-            if living.done() and isinstance(error := living.exception(), BaseException):
-                if not isinstance(error, ActorDied):
-                    raise error
-                return str(error)
-            return lost.result()
-        finally:
-            living.cancel()
-
-    async def _losses(self) -> None:
-        """Replicas that the router found dead."""
-        while True:
-            for name, why in await self._pool.rollouter.losses():
-                if (lost := self._lost.get(name)) is not None and not lost.done():
-                    lost.set_result(f"{name} was lost: {why}")
+            await self._pool.replicas[name].alive()
+        except ActorDied as died:
+            return str(died)
+        raise RuntimeError(f"{name}: alive() returned, which it never does")
 
     async def _progress(self) -> None:
         """Replicas that have work and give nothing for too long, though no sync holds them."""
@@ -216,9 +199,11 @@ class RestartableRanks:
     def __getattr__(self, call: str) -> Any:
         return getattr(self._pool.ranks, call)
 
-    async def lost(self) -> str | None:
-        """Why a rank is dead; None if all live. Waits a little: a rank may fail because of another that has just died,
-        and be heard of first."""
+    async def lost(self, error: BaseException) -> str | None:
+        """Why a rank is dead; None if all live. Waits a little: a rank may fail with ``error`` because of another that
+        has just died, and be heard of first."""
+        if (died := rank_death(error)) is not None:
+            return str(died)
         living = [asyncio.ensure_future(rank.alive()) for rank in self._pool.senders.values()]
         try:
             done, _ = await asyncio.wait(living, timeout=NEWS_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
@@ -234,3 +219,13 @@ class RestartableRanks:
                 return await self._pool.restart_ranks()
             except ActorDied as died:  # a new one, at once
                 why = str(died)
+
+
+def rank_death(error: BaseException | None) -> ActorDied | None:
+    """The death of a rank, if that is what ``error`` comes from."""
+    while error is not None:
+        error = first_leaf(error)
+        if isinstance(error, ActorDied) and error.name.startswith("trainer/"):
+            return error
+        error = error.__cause__
+    return None

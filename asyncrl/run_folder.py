@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import shutil
+import sqlite3
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -96,6 +97,10 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             folder = cls(path.resolve(), config)
             folder.journal.mkdir(parents=True, exist_ok=True)
+            if (folder.journal / LEDGER).exists():
+                raise ConfigError(
+                    [f"journal_dir: {folder.journal} is of an earlier run in {path}; delete it, or use another run_dir"]
+                )
             folder._write_config(config)
         except OSError as e:
             raise ConfigError([_unwritable(path, e.strerror)]) from None
@@ -123,7 +128,18 @@ class RunFolder:
         """On another machine, or in another journal_dir: take ledger and spool from the copy in the run folder."""
         home = self.journal_copy or self.path / JOURNAL_COPY
         if not (self.journal / LEDGER).is_file() and (copy := found_copy(home)) is not None:
-            shutil.copytree(copy, self.journal, dirs_exist_ok=True)
+            partial = self.journal.with_suffix(".partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.copytree(copy, partial)
+            if self.journal == self.path:
+                for item in partial.iterdir():  # the ledger last: with it the journal is there
+                    if item.name != LEDGER:
+                        item.replace(self.journal / item.name)
+                (partial / LEDGER).replace(self.journal / LEDGER)
+                partial.rmdir()
+            else:
+                shutil.rmtree(self.journal, ignore_errors=True)
+                partial.rename(self.journal)
 
     def _check_prompts(self, fingerprint: str) -> None:
         """Raises ConfigError if the prompts are not those that the run has issued: the order could not go on."""
@@ -133,6 +149,18 @@ class RunFolder:
             before = read_meta(db).get("prompts", fingerprint)
         if before != fingerprint:
             raise ConfigError([f"data.train_files: the run to resume has {before}; found {fingerprint}"])
+
+    def _check_ledger(self, db: sqlite3.Connection) -> None:
+        """Raises LedgerError if it is older than the checkpoint: what that one holds would be trained again."""
+        if self.checkpoint is None:
+            return
+        cut = self.checkpoint.cut
+        query = "SELECT COUNT(*) FROM groups WHERE state = 'trained' AND step <= ?"
+        if (trained := db.execute(query, (cut.step,)).fetchone()[0]) != cut.trained:
+            raise LedgerError(
+                f"{self.checkpoint.path} holds {cut.trained} groups, the ledger {self.journal / LEDGER} has {trained} "
+                f"as trained up to its step {cut.step}: they are not of one run; resume from an older checkpoint"
+            )
 
     def _find_checkpoint(self, wanted: Path | None) -> None:
         """Set `checkpoint`; later ones than a wanted one are set aside, for they are of another future."""
@@ -144,6 +172,7 @@ class RunFolder:
         if (self.journal / LEDGER).is_file():
             with reading(self.journal / LEDGER, thorough=False) as db:
                 covered = int(read_meta(db).get("covered_step", 0))
+                self._check_ledger(db)
         elif self.checkpoint is not None:
             raise LedgerError(
                 f"{self.checkpoint.path} goes with a ledger, but there is none at {self.journal / LEDGER}; restore it "

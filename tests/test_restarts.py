@@ -49,14 +49,12 @@ class World:
     def __init__(self, names=("replica/0", "replica/1")) -> None:
         self.replicas = {name: Replica(name) for name in names}
         self.receivers = dict(self.replicas)
-        self.out: list[str] = []
         self.log: list[str] = []
-        self.lost: asyncio.Queue = asyncio.Queue()
         self.last_sync_s = 0.0
+        self.fleet = SimpleNamespace(handles=self.receivers)
         self.queue = SimpleNamespace(alive=asyncio.Event().wait, where=self._where)
         self.rollouter = SimpleNamespace(
             once=SimpleNamespace(run=asyncio.Event().wait),
-            losses=self.lost.get,
             silence_s=self._silence_s,
             replace_replica=self._replace,
         )
@@ -75,10 +73,10 @@ class World:
         self.log.append(f"restarted {name}")
 
     def routable(self):
-        return [name for name in self.replicas if name not in self.out]
+        return list(self.receivers)
 
     async def leave(self, name):
-        self.out.append(name)
+        self.receivers.pop(name)
         self.log.append(f"left {name}")
 
     def join(self, name, replica):
@@ -110,18 +108,6 @@ async def test_a_replica_that_died_leaves_is_started_again_and_joins(capsys):
     world.replicas["replica/0"].death.set()  # and the new one is watched as well
     await until(lambda: len(world.log) == 8)
     assert "supervision: replica/0 died" in capsys.readouterr().err
-    running.cancel()
-    await asyncio.wait([running])
-
-
-async def test_a_replica_that_the_router_lost_is_started_again_too(capsys):
-    world = World()
-    running = asyncio.create_task(supervisor(world).run())
-    await asyncio.sleep(0.01)
-    world.lost.put_nowait([("replica/0", "its engine broke")])
-    await until(lambda: len(world.log) == 4)
-    assert world.log == LIFE
-    assert "replica/0 was lost: its engine broke" in capsys.readouterr().err
     running.cancel()
     await asyncio.wait([running])
 

@@ -130,30 +130,25 @@ async def test_unknown_replicas_are_refused_by_name(two):
         await two[0].set_routable(["c"])
 
 
-async def test_the_samples_of_a_dead_replica_continue_elsewhere_and_its_loss_is_told_once(two):
+async def test_the_samples_of_a_dead_replica_continue_elsewhere(two):
     router, a, b, running = two
     task = asyncio.create_task(complete(router, request("g/0")))
-    waiting = asyncio.create_task(router.losses())
     await settle()
     a.say("g/0#0", [11, 12])
     a.die(Death("killed"))
-    assert await waiting == [("a", "killed")]
     await settle()
+    assert router.lost == {"a": "killed"}
     assert b.requests["g/0#1"].tokens.tolist() == [1, 2, 11, 12]
     b.say("g/0#1", [13], FinishReason.STOP)
     assert (await task).tokens.tolist() == [11, 12, 13]
     assert not running.done()
-    again = asyncio.create_task(router.losses())
-    await settle()
-    assert not again.done()
-    again.cancel()
 
 
 async def test_a_lost_replica_is_not_routed_to_even_if_it_is_named(two):
     router, a, b, _ = two
     router.lose("a", "it hangs")
     router.lose("a", "said again")
-    assert await router.losses() == [("a", "it hangs")]
+    assert router.lost == {"a": "it hangs"}
     await router.set_routable(["a", "b"])
     tasks = [asyncio.create_task(complete(router, request(f"{i}/0", str(i)))) for i in range(3)]
     await settle()
@@ -171,7 +166,7 @@ async def test_without_a_living_replica_samples_wait_for_a_restarted_one(two):
     for replica in (a, b):
         replica.die(Death("killed"))
     await settle()
-    assert sorted(await router.losses()) == [("a", "killed"), ("b", "killed")]
+    assert router.lost == {"a": "killed", "b": "killed"}
     restarted = Scripted()
     router.replace("a", restarted)
     await settle()
@@ -195,10 +190,7 @@ async def test_a_replica_may_be_replaced_before_its_death_was_noticed(two):
     await settle()
     b.say("g/0#1", [12], FinishReason.STOP)
     assert (await task).tokens.tolist() == [12]
-    telling = asyncio.create_task(router.losses())
-    await settle()
-    assert not telling.done()  # whoever replaced it knows
-    telling.cancel()
+    assert router.lost == {}
 
 
 async def test_a_replica_that_dies_while_it_is_attached_is_lost(two):
@@ -209,7 +201,8 @@ async def test_a_replica_that_dies_while_it_is_attached_is_lost(two):
             raise Death("killed at its start")
 
     router.replace("a", Stillborn())
-    assert await router.losses() == [("a", "killed at its start")]
+    await settle()
+    assert router.lost == {"a": "killed at its start"}
     assert not running.done()
 
 

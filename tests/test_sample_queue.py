@@ -451,6 +451,25 @@ async def test_drop_gives_up_groups_past_their_deadline_and_tells_the_rollouter(
     assert (await q.stats())["fully_async/dropped/overdue"] == q.balance()["dropped"] == 1
 
 
+async def test_a_group_that_was_overdue_when_the_queue_died_is_not_issued_as_a_new_one():
+    records = InMemoryRecords()
+    q = queue(per_version=1, threshold="1", order="ready_first", overdue="drop", records=records)
+    await q.publish(PolicyVersion(0, 0))
+    await q.issue(tickets(["a", "b"]))
+    for step in (1, 2):
+        uid = "bc"[step - 1]
+        await q.put([payload(uid, step - 1)], 0.0)
+        await q.lease(step, 1, 0.0)
+        await q.trained(step)
+        await q.publish(PolicyVersion(0, step))
+        if step == 1:
+            await q.issue(tickets(["c"]))
+    assert q.balance()["dropped"] == 1  # a, which the rollouter has not heard of
+    again = queue(per_version=1, threshold="1", order="ready_first", overdue="drop", records=records)
+    assert await again.issue(tickets(["a", "d"])) == 2
+    assert again.balance() == {"issued": 4, "trained": 2, "dropped": 1, "in_flight": 1, "queued": 0, "leased": 0}
+
+
 async def test_a_group_may_be_given_up_by_both_sides_at_once(tmp_path):
     journal = Journal(tmp_path)
     q = queue(per_version=1, threshold="0", order="ready_first", overdue="drop", records=journal)

@@ -156,7 +156,7 @@ class ValidationConfig:
 
 @dataclass
 class CheckpointConfig:
-    every_steps: int = 0  # 0: only at the end
+    every_steps: int = 100  # a rank that dies costs the steps since; 0: only at the end
     asynchronous: bool = True  # training waits only while the state is copied, and goes on while the copy is written
     keep_last: int = 2  # 0: all
     keep_best: int = 0  # beside those, the best by best_metric

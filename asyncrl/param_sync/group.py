@@ -71,8 +71,10 @@ class ParameterSyncGroup:
         self._joined.set()
 
     async def leave(self, name: str) -> None:
-        """A replica died."""
+        """A replica died. If nobody serves any more, one that waits for the next session is wanted at once."""
         self.fleet.remove(name)
+        if self.fleet.handles and not self.fleet.routable:
+            self._joined.set()
         await self._tell()
 
     def routable(self) -> list[str]:

@@ -125,8 +125,6 @@ class RollouterActor(Watched):
 
         def new_loop(recovery: Recovery) -> RolloutLoop:
             order = PromptOrder(prompts, config.seed, config.data.shuffle, config.data.epochs)
-            if recovery.last_uid is not None:
-                order.continue_after(recovery.last_uid)
             return RolloutLoop(config, self._derived, order, maker, self._queue, self._recorder)  # type: ignore[arg-type]
 
         self._new_loop = new_loop
@@ -172,17 +170,9 @@ class RollouterActor(Watched):
     async def set_routable(self, names: Sequence[str]) -> None:
         await self._router.set_routable(names)
 
-    async def lose_replica(self, name: str, why: str) -> None:
-        """Take it for dead: its samples continue elsewhere, and `losses` tells of it."""
-        self._router.lose(name, why)
-
     async def replace_replica(self, name: str, handle: Any) -> None:
         """A restarted actor takes the place of a lost one; it is given work once `set_routable` names it."""
         self._router.replace(name, self._owned(name, handle))
-
-    async def losses(self) -> list[tuple[str, str]]:
-        """See `asyncrl.rollouter.router.Router.losses`."""
-        return await self._router.losses()
 
     async def silence_s(self) -> dict[str, float]:
         """See `asyncrl.rollouter.router.Router.silence_s`."""

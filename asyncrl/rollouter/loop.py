@@ -109,6 +109,7 @@ class RolloutLoop:
         self._under_way: dict[str, _UnderWay] = {}
         self._upcoming: dict[str, tuple[Prompt, list[PartialSample]]] = {}  # those to be issued next, in order
         self._drops_in_a_row: Counter[str] = Counter()
+        self._snapshotting: asyncio.Task[None] | None = None
         self._held_up_s = 0.0
         self._asked_s: float | None = None  # when the queue was asked for budget, while it has not answered
 
@@ -125,11 +126,12 @@ class RolloutLoop:
         if recovery.last_uid is not None:
             self._prompts.continue_after(recovery.last_uid)
         self._upcoming = dict(map(self._recovered, recovery.in_flight))
-        beside = [self._finished.run(), self._drops.run(), self._cancel_overdue()]
-        if not self._config.rollout.engine.deterministic:
-            beside.append(self._snapshot())
         async with asyncio.TaskGroup() as tasks:
+            beside = (self._finished.run(), self._drops.run(), self._cancel_overdue())
             carriers = [tasks.create_task(work) for work in beside]
+            if not self._config.rollout.engine.deterministic:
+                self._snapshotting = tasks.create_task(self._snapshot())
+                carriers.append(self._snapshotting)
             async with asyncio.TaskGroup() as groups:
                 prompts_ended = await self._issue(groups)
             await self._finished.emptied()
@@ -145,10 +147,12 @@ class RolloutLoop:
         return self._held_up_s + (now_s() - self._asked_s if self._asked_s is not None else 0.0)
 
     async def park(self) -> None:
-        """Hand over what is finished, and a snapshot of the rest: `run` may be cancelled then, and another go on."""
+        """Hand over what is finished, and a last snapshot of the rest: `run` is to be cancelled then, and another goes
+        on."""
         await self._finished.emptied()
         await self._drops.emptied()
-        if not self._config.rollout.engine.deterministic:
+        if self._snapshotting is not None:
+            self._snapshotting.cancel()  # it would take samples that are being given up for those there are
             await self._tell_news()
 
     # -- starting groups -------------------------------------------------------------------------------------------
@@ -224,11 +228,12 @@ class RolloutLoop:
 
     async def _tell_news(self) -> None:
         items: list[tuple[str, bytes]] = []
-        for uid, group in self._under_way.items():
+        for uid, group in list(self._under_way.items()):
             news = [s.news for s in group.samples]
             if news != group.told:
                 items.append((uid, pack(uid, group.samples)))
                 group.told = news
+                await asyncio.sleep(0)  # packing many groups must not hold up those that wait for tokens
         if items:
             await self._queue.snapshot(items)
 

@@ -43,6 +43,7 @@ class _Replica:
     aborts: list[str] = dataclasses.field(default_factory=list)
     work: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     serving: int = 0  # requests
+    training: int = 0  # of them, those that the width counts
     load: int = 0  # outstanding tokens
     heard_s: float = 0.0
     lost: bool = False
@@ -79,6 +80,10 @@ class _Active:
         )
 
 
+def _is_training(active: _Active) -> bool:
+    return active.request.priority == 0
+
+
 class Router:
     """Use: ``run()`` as a task for as long as requests are served; ``await generate(request, drawn)`` from anywhere.
 
@@ -95,8 +100,7 @@ class Router:
         self._width: int | None = None
         self._home: dict[str, str] = {}  # group → replica
         self._members: dict[str, int] = {}  # group → requests under way
-        self._losses: dict[str, str] = {}  # not yet told
-        self._lost = asyncio.Event()
+        self.lost: dict[str, str] = {}  # replicas that died and were not replaced yet: why
         self._tasks: asyncio.TaskGroup | None = None
 
     async def run(self) -> None:
@@ -127,7 +131,7 @@ class Router:
                 self._home.pop(request.group, None)
 
     def set_width(self, width: int | None) -> None:
-        """Let each replica serve at most so many requests at once (None: any number); more of training's wait here."""
+        """Let each replica serve at most so many requests of training at once (None: any number); more wait here."""
         self._width = width
         self._admit()
 
@@ -140,7 +144,7 @@ class Router:
         self._resettle()
 
     def lose(self, name: str, why: str) -> None:
-        """This replica is dead, or as good as that: its requests continue elsewhere, and `losses` tells of it."""
+        """This replica is dead, or as good as that: its requests continue elsewhere."""
         self._known([name])
         replica = self._replicas[name]
         if replica.lost:
@@ -149,25 +153,15 @@ class Router:
         self._routable.discard(name)
         if replica.task is not None and replica.task is not asyncio.current_task():
             replica.task.cancel()
-        self._losses[name] = why
-        self._lost.set()
+        self.lost[name] = why
         self._resettle()
 
     def replace(self, name: str, client: ReplicaClient) -> None:
-        """``client`` takes the place of this replica, and its loss is no news any more. It serves nothing before
-        `set_routable` names it."""
+        """``client`` takes the place of this replica. It serves nothing before `set_routable` names it."""
         self.lose(name, "replaced")
-        self._losses.pop(name, None)
+        del self.lost[name]
         self._replicas[name] = _Replica(name, client)
         self._start(self._replicas[name])
-
-    async def losses(self) -> list[tuple[str, str]]:
-        """Wait until replicas were lost; returns (name, why) of those not told before."""
-        while not self._losses:
-            self._lost.clear()
-            await self._lost.wait()
-        told, self._losses = list(self._losses.items()), {}
-        return told
 
     def silence_s(self) -> dict[str, float]:
         """Of each routable replica with requests under way: seconds since it was heard of, or got work when idle."""
@@ -193,12 +187,13 @@ class Router:
         if self._home.get(group) not in self._routable:
             self._home[group] = min(sorted(self._routable), key=lambda name: self._replicas[name].load)
         replica = self._replicas[self._home[group]]
-        if self._is_full(replica) and active.request.priority == 0:
+        if self._is_full(replica) and _is_training(active):
             return False
         active.replica = replica
         if not replica.serving:
             replica.heard_s = now_s()
         replica.serving += 1
+        replica.training += _is_training(active)
         replica.load += active.outstanding
         self._active[active.id] = active
         replica.requests.append(active.part())
@@ -206,7 +201,7 @@ class Router:
         return True
 
     def _is_full(self, replica: _Replica) -> bool:
-        return self._width is not None and replica.serving >= self._width
+        return self._width is not None and replica.training >= self._width
 
     def _remove(self, active: _Active, abort: bool) -> None:
         """It is with no replica any more; ``abort``: unless its part ended there, it is to end."""
@@ -216,6 +211,7 @@ class Router:
             return
         del self._active[active.id]
         replica.serving -= 1
+        replica.training -= _is_training(active)
         replica.load -= active.outstanding
         if abort:
             replica.aborts.append(active.id)

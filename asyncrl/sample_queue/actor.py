@@ -38,14 +38,28 @@ class SampleQueueActor(Watched):
         overdue: Overdue = "wait",
         about: Mapping[str, str] | None = None,
     ) -> None:
+        self._problem: Exception | None = None
         admission = Admission(groups_per_version, Fraction(*threshold), total_groups)
         meta: dict[str, str | int | float] = {
             "groups_per_version": groups_per_version,
             "staleness_threshold": float(admission.staleness_threshold),
             **(about or {}),
         }
-        self._journal = _opened(folder, meta)
-        self._queue = SampleQueue(admission, self._journal, order, overdue)
+        try:
+            self._journal = _opened(folder, meta)
+            self._core = SampleQueue(admission, self._journal, order, overdue)
+        except Exception as problem:  # raised by every call: what a constructor raises, Ray takes for a death
+            self._problem = problem
+
+    @property
+    def _queue(self) -> SampleQueue:
+        if self._problem is not None:
+            raise self._problem
+        return self._core
+
+    async def start(self) -> None:
+        """Raises what there is to say against the journal: damage, another process that has it, a disk that is full."""
+        _ = self._queue
 
     async def recover(self) -> Recovery:
         return await self._queue.recover()

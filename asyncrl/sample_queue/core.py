@@ -152,6 +152,7 @@ class SampleQueue:
         self._closed: str | None = None
         self._last_version: PolicyVersion | None = None  # published, in any lineage
         self._load()
+        self._reopened = self._admission.issued > 0
 
     # -- the rollouter's side --------------------------------------------------------------------------------------
 
@@ -176,6 +177,9 @@ class SampleQueue:
         is finished, or if the run failed."""
         if not tickets:
             raise QueueError("issue needs at least one group")
+        if self._reopened:  # this queue does not remember what the one before it dropped
+            new = [ticket.uid for ticket in tickets if ticket.uid not in self._entries]
+            self._given_up.update(uid for uid, state in self._records.states(new).items() if state == DROPPED)
         async with self._changed:
             await self._wait_until(lambda: self._closed is not None or self._startable(tickets, version) > 0)
             if self._closed is not None:
@@ -238,7 +242,8 @@ class SampleQueue:
 
     async def snapshot(self, snapshots: Sequence[tuple[str, bytes]]) -> None:
         """Keep (uid, state) of groups in flight, the newest of each; those that are not in flight are ignored."""
-        await self._records.write([Partial(uid, state) for uid, state in snapshots])
+        if not self._over:
+            await self._records.write([Partial(uid, state) for uid, state in snapshots])
 
     async def overdue(self) -> list[str]:
         """Wait for groups in flight that were dropped because they are overdue; empty once the queue is closed."""

@@ -24,6 +24,7 @@ import fcntl
 import functools
 import os
 import shutil
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -296,12 +297,16 @@ def _copy(frozen: Path, folder: Path, end: tuple[int, int]) -> None:
 
 def _failed_write(folder: Path, error: Exception) -> JournalError:
     """One for each caller: an exception that several tasks raise would gather all their tracebacks."""
+    advice = "; make room or restore write access, then resume the run" if _of_the_disk(error) else ""
     failure = JournalError(
-        f"{folder}: the journal could not be written: {error}. All that was acknowledged is safe; "
-        "make room or restore write access, then resume the run"
+        f"{folder}: the journal could not be written: {error}. All that was acknowledged is safe{advice}"
     )
     failure.__cause__ = error
     return failure
+
+
+def _of_the_disk(error: Exception) -> bool:
+    return isinstance(error, (OSError, sqlite3.OperationalError))
 
 
 def _settle(outcomes: Sequence[tuple[_Write, Exception | None]]) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from asyncrl.sample_queue.core import Lease
 from asyncrl.tasks import cancelled
 from asyncrl.telemetry.recorder import Recorder, now_s
 from asyncrl.trainer.checkpoints import Checkpoint, CheckpointStore, Cut
+
+T = TypeVar("T")
 
 RESTORABLE = 2  # newest checkpoints that a run which goes on can go back to: what was trained after them is kept
 
@@ -54,8 +56,8 @@ class Ranks(Protocol):
     async def load(self, path: Path) -> None: ...
     async def export_hf(self, path: Path) -> None: ...
 
-    async def lost(self) -> str | None:
-        """Why a rank is dead, or None if all live: asked after a call failed."""
+    async def lost(self, error: BaseException) -> str | None:
+        """Why a rank is dead, or None if all live: asked after a call failed with ``error``."""
 
     async def restart(self, why: str) -> None:
         """New ranks, with the weights that the run began with. Raises if there were too many restarts."""
@@ -153,7 +155,8 @@ class TrainLoop:
             await self._ranks.load(checkpoint.path / "state")
         cut = checkpoint.cut if checkpoint is not None else Cut(0, PolicyVersion(0, 0), 0, 0, {})
         before = await self._queue.rollback(cut.step)
-        lineage = before.lineage + 1 if before is not None else 0
+        # a version that was synced, but not published yet, is not used again either
+        lineage = max(before.lineage, self._progress.version.lineage) + 1 if before is not None else 0
         of_version = cut.trained - cut.trained_at_publish
         # within a version, steps and versions must be of the size that they had: else it begins anew, which is younger
         within = of_version < self._derived.groups_per_version and of_version % self._derived.groups_per_step == 0
@@ -183,8 +186,8 @@ class TrainLoop:
                 if why is not None:
                     await self._restore()
                 return await self._train()
-            except Exception:
-                if (why := await self._ranks.lost()) is None:
+            except Exception as e:
+                if (why := await self._ranks.lost(e)) is None:
                     raise
 
     async def _train(self) -> Progress:
@@ -253,13 +256,13 @@ class TrainLoop:
     async def _write(self, partial: Path, cut: Cut, last: bool) -> None:
         with self._recorder.span("trainer/checkpoint_write", step=cut.step):
             await self._ranks.write(partial / "state")
+            if self._journal_copy is not None:  # before the checkpoint is one: it must not be newer than its ledger
+                await self._queue.copy_to(self._journal_copy)
             checkpoint = await asyncio.to_thread(self._checkpoints.complete, partial, cut)
             if last:
                 self._checkpoints.mark_final(checkpoint)
         restorable = self._checkpoints.all()[-(1 if last else RESTORABLE) :]
         await self._queue.covered(min(c.cut.step for c in restorable))
-        if self._journal_copy is not None:
-            await self._queue.copy_to(self._journal_copy)
 
     async def _saved(self) -> None:
         """Wait for the checkpoint that is being written; raise what went wrong with it."""
@@ -295,16 +298,19 @@ class TrainLoop:
         self._progress = replace(p, version=version, trained_at_publish=p.trained)
 
     async def _publish(self) -> Mapping[str, float]:
-        """Have all replicas serve the version, then let groups start under it. Nothing of it, if stopped meanwhile."""
-        await self._unless_stopped(self._hooks.before_sync(self._progress))
+        """Have all replicas serve the version, then let groups start under it; not, if stopped before they do."""
+        await self._beside_joins(self._hooks.before_sync(self._progress), self._nobody_serves)
         if (metrics := await self._synced()) is None:
             return {}
-        await self._unless_stopped(self._hooks.on_version(self._progress))
-        if (
-            not self._progress.last
-        ):  # nothing starts under the last one; what is left may be trained by a run that resumes
+        await self._beside_joins(self._hooks.on_version(self._progress), self._rejoin)
+        # nothing starts under the last version: what is left may be trained by a run that resumes this one
+        if not self._progress.last:
             await self._queue.publish(self._progress.version, self._progress.trained_at_publish)
         return metrics
+
+    async def _nobody_serves(self) -> bool:
+        """Whether all that is held up waits for a replica which only the next sync can bring back."""
+        return not self._sync.routable()
 
     async def _synced(self) -> Mapping[str, float] | None:
         """Sync the version; None if stopped while no replica lives. A session that fails for want of replicas is run
@@ -313,7 +319,7 @@ class TrainLoop:
             try:
                 return await self._sync(self._progress.version)
             except SyncError as e:
-                if e.who != ALL_REPLICAS or await self._ranks.lost() is not None:
+                if e.who != ALL_REPLICAS or await self._ranks.lost(e) is not None:
                     raise
                 print(f"{e}; it is run again with new ones", file=sys.stderr, flush=True)
             await self._sync.renew()
@@ -321,8 +327,8 @@ class TrainLoop:
             if self._stop.is_set():
                 return None
 
-    async def _rejoin(self) -> None:
-        """Give replicas that came back the weights, so that they need not wait for the next version.
+    async def _rejoin(self) -> bool:
+        """Give replicas that came back the weights, so that they need not wait for the next version; returns False.
 
         Weights that are ahead of the published version get a version of their own, of the same number in a new
         lineage; but only if nobody serves: others would have to change over for nothing."""
@@ -332,25 +338,19 @@ class TrainLoop:
             version = self._progress.version
             self._progress = replace(self._progress, version=version._replace(lineage=version.lineage + 1))
             await self._publish()
+        return False
 
     # -- batches ---------------------------------------------------------------------------------------------------
 
     async def _lease(self, step: int) -> tuple[Lease, Any]:
         """The next batch; an empty one if `stop` came first or there will be none. Replicas join meanwhile."""
         with self._recorder.span("trainer/wait_for_batch", step=step):
-            leasing = asyncio.ensure_future(self._queue.lease(step, self._derived.groups_per_step, now_s()))
-            try:
-                while not leasing.done() and not self._stop.is_set():
-                    await self._first_of(self._sync.someone_to_join(), self._stop.wait(), beside=leasing)
-                    if not leasing.done() and not self._stop.is_set():
-                        await self._rejoin()
-            finally:
-                if not leasing.done():
-                    leasing.cancel()
-        if self._stop.is_set():
+            leasing = self._queue.lease(step, self._derived.groups_per_step, now_s())
+            found = await self._beside_joins(leasing, self._rejoin)
+        if found is None:
             await self._queue.release(step)  # it may have been granted at the same moment
             return Lease(()), None
-        return leasing.result()
+        return found
 
     async def _report(self, metrics: Mapping[str, float]) -> None:
         """Report the step while the next one goes on, one step at a time."""
@@ -359,14 +359,18 @@ class TrainLoop:
         self._reporting = asyncio.create_task(self._hooks.on_step(self._progress, metrics))
         await asyncio.sleep(0)  # its first calls leave before the next step's
 
-    async def _unless_stopped(self, work: Awaitable[Any]) -> Any:
-        """The result of ``work``, or None if `stop` comes first (or came before)."""
+    async def _beside_joins(self, work: Awaitable[T], joined: Callable[[], Awaitable[bool]]) -> T | None:
+        """The result of ``work``; None if `stop` comes first, or came before. Whenever a replica came back meanwhile,
+        ``joined`` sees to it; if it returns True, the work is given up."""
         working = asyncio.ensure_future(work)
-        await self._first_of(self._stop.wait(), beside=working)
-        if not self._stop.is_set():
-            return working.result()
-        await cancelled([working])
-        return None
+        try:
+            while not working.done() and not self._stop.is_set():
+                await self._first_of(self._sync.someone_to_join(), self._stop.wait(), beside=working)
+                if not working.done() and not self._stop.is_set() and await joined():
+                    break
+            return working.result() if working.done() and not self._stop.is_set() else None
+        finally:
+            await cancelled([working])
 
     @staticmethod
     async def _first_of(*waits: Coroutine[Any, Any, Any], beside: asyncio.Future[Any] | None = None) -> None:

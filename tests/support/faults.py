@@ -41,13 +41,20 @@ OPTIONS = (
 
 
 class FaultyRun(Run):
-    """A run in ``folder`` on a Ray cluster of its own, with more ways to look at it and to harm it."""
+    """A run in ``folder`` on a Ray cluster of its own, with more ways to look at it and to harm it: a tiny one over
+    ``inputs``, or that of a ``config``. It goes on with the one that is there."""
 
-    def __init__(self, inputs: Path, folder: Path, *more: str, resume: str | None = "auto") -> None:
+    def __init__(self, inputs: Path | None, folder: Path, *more: str, config: str | None = None) -> None:
         self.folder, self.ray_dir = folder, tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-        flags = [] if resume is None else ["--resume", resume]
-        options = overrides(inputs, folder, f"ray.temp_dir={self.ray_dir}", *OPTIONS, *more)
-        super().__init__([*flags, *options], folder.parent / f"{Path(self.ray_dir).name}.log")
+        if inputs is not None:
+            options = overrides(inputs, folder, *OPTIONS)
+        else:
+            options = ["--config", str(config), f"run_dir={folder}"]
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        super().__init__(
+            ["--resume", "auto", *options, f"ray.temp_dir={self.ray_dir}", *more],
+            folder.parent / f"{Path(self.ray_dir).name}.log",
+        )
 
     def actor(self, kind: str, index: int = 0) -> psutil.Process:
         below = psutil.Process(self.process.pid).children(recursive=True)

@@ -1,0 +1,213 @@
+"""A run that ended early, however, is resumed where its last checkpoint was: the same prompts, each once, and the same
+bits where they can be; and what cannot be resumed is refused by name, before anything is started or overwritten."""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import signal
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncrl import run_folder
+from asyncrl.fully_async_main import main
+from asyncrl.models.checkpoint import read_tensors
+from tests.support.faults import OPTIONS, FaultyRun, audit, restores
+from tests.support.tiny import make_inputs, overrides
+
+STEPS = 8
+DETERMINISTIC = (
+    f"trainer.total_steps={STEPS}",
+    "async_training.staleness_threshold=0",
+    "rollout.engine.deterministic=true",
+    "checkpoint.export_hf=final",
+    # groups are dropped and refilled, so that the history is more than its steps
+    "algorithm.filter_zero_variance=true",
+    "reward.function=tests.test_synchronous_equality:coarse_reward",
+)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def begin():
+    """Start a run in a folder, or resume the one that is there."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(*args, **kwargs) -> FaultyRun:
+            run = FaultyRun(*args, **kwargs)
+            stack.callback(run.close)
+            return run
+
+        yield begin
+
+
+@pytest.fixture(scope="module")
+def killed(inputs, begin, tmp_path_factory) -> Path:
+    """The folder of a run whose driver was killed after step 7; it has checkpoints of steps 3 and 6."""
+    run = begin(inputs, tmp_path_factory.mktemp("killed") / "run", "trainer.total_steps=1000")
+    run.until_trained(7)
+    run.until(lambda: (run.folder / "checkpoints/step_000006").exists(), "saved step 6")
+    run.process.kill()
+    run.process.wait()
+    run.close()
+    return run.folder
+
+
+@pytest.fixture
+def folder(killed, tmp_path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(killed, tmp_path / "run", symlinks=True))
+
+
+def test_killed_between_checkpoints_and_resumed_equals_never_killed_bit_for_bit(inputs, begin, tmp_path):
+    undisturbed = begin(inputs, tmp_path / "undisturbed" / "run", *DETERMINISTIC)
+    assert undisturbed.wait() == 0, undisturbed.text
+
+    run = begin(inputs, tmp_path / "driver" / "run", *DETERMINISTIC)
+    run.until_trained(4)
+    run.process.kill()
+    run.process.wait()
+    resumed = begin(inputs, run.folder, *DETERMINISTIC)
+    assert resumed.wait() == 0, resumed.text
+    assert "back at step 3" in resumed.text
+
+    ranks = begin(inputs, tmp_path / "rank" / "run", *DETERMINISTIC)
+    ranks.until_trained(5)
+    ranks.kill("rank")
+    assert ranks.wait() == 0, ranks.text
+    assert "back at step 3" in ranks.text
+
+    expected = read_tensors(undisturbed.folder / "checkpoints/final/hf")
+    for disturbed in (resumed, ranks):
+        found = read_tensors(disturbed.folder / "checkpoints/final/hf")
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+        audit(disturbed.folder, [2] * STEPS, staleness_bound=0)
+        assert restores(disturbed.folder) == 1
+        with closing(sqlite3.connect(disturbed.folder / "ledger.sqlite")) as db:
+            assert db.execute("SELECT COUNT(*) FROM groups WHERE state = 'dropped'").fetchone()[0] > 0
+
+
+def test_a_killed_run_goes_on_with_other_pools_and_batches_and_again_after_an_interruption(inputs, begin, folder):
+    """Its spool has a torn tail, and there is a save that was interrupted, newer than all others."""
+    newest_segment = max((folder / "spool").iterdir())
+    with newest_segment.open("ab") as file:
+        file.write(b"the beginning of a record")
+    interrupted = folder / "checkpoints/step_000009.partial"
+    shutil.copytree(folder / "checkpoints/step_000006", interrupted)
+
+    larger = "trainer.mini_batch_groups=4"
+    run = begin(inputs, folder, "trainer.total_steps=1000", larger, "rollout.replicas=2", "ray.cpus_per_replica=0.25")
+    run.until_printed("back at step 6")
+    run.until_trained(7)
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.wait(60) == 128 + signal.SIGINT, run.text
+    ended = max(int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").glob("step_*"))
+    assert ended >= 7
+    assert (folder / "checkpoints/final").resolve().name == f"step_{ended:06d}"
+    assert not interrupted.exists()
+
+    steps = ended + 2
+    ranks = ("trainer.ranks=2", "ray.cpus_per_rank=0.25")
+    resumed = begin(inputs, folder, f"trainer.total_steps={steps}", larger, *ranks)
+    assert resumed.wait() == 0, resumed.text
+    assert f"back at step {ended}:" in resumed.text
+    audit(folder, [2] * 6 + [4] * (steps - 6), staleness_bound=2)
+    assert restores(folder) >= 2
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("rollout.temperature=0.5", "rollout.temperature: the run to resume has 1.0, found 0.5"),
+        ("rollout.n=2", "rollout.n: the run to resume has 4, found 2"),
+        ("seed=7", "seed: the run to resume has 0, found 7"),
+    ],
+)
+def test_a_change_that_would_give_what_is_queued_another_meaning_is_refused(inputs, folder, capfd, option, message):
+    assert message in refused(inputs, folder, capfd, option)
+
+
+def test_other_prompts_in_the_same_file_are_refused(inputs, folder, capfd):
+    file = inputs / "train.jsonl"
+    rows = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(rows[:-1]))
+    try:
+        told = refused(inputs, folder, capfd)
+    finally:
+        file.write_text("".join(rows))
+    assert "data.train_files: the run to resume has 25 prompts" in told
+    assert "found 24 prompts" in told
+
+
+def test_a_damaged_shard_of_the_newest_checkpoint_is_named(inputs, folder, capfd):
+    shard = max((folder / "checkpoints/step_000006/state").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"!")
+    told = refused(inputs, folder, capfd)
+    assert f"{shard} is damaged" in told
+    assert "step_000003" in told  # what else there is
+
+
+def test_a_damaged_ledger_is_named(inputs, folder, capfd):
+    ledger = folder / "ledger.sqlite"
+    with closing(sqlite3.connect(ledger)) as db:
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    content = bytearray(ledger.read_bytes())
+    content[4096:8192] = os.urandom(4096)
+    ledger.write_bytes(content)
+    assert f"{ledger} is damaged" in refused(inputs, folder, capfd)
+
+
+def test_groups_that_no_checkpoint_holds_any_more_are_missed(inputs, folder, capfd):
+    shutil.rmtree(folder / "checkpoints")
+    assert "no checkpoint is left, but the groups trained up to step 3 are kept no longer" in refused(
+        inputs, folder, capfd
+    )
+
+
+def test_only_a_checkpoint_in_the_folder_of_a_run_can_be_resumed(inputs, folder, capfd, tmp_path):
+    assert f"expected auto or the folder of a checkpoint, found {tmp_path}" in refused(
+        inputs, folder, capfd, resume=tmp_path
+    )
+    copied = shutil.copytree(folder / "checkpoints/step_000006", tmp_path / "elsewhere/step_000006")
+    assert f"{copied} is not in the folder of a run" in refused(inputs, folder, capfd, resume=copied)
+
+
+def test_a_run_that_goes_on_is_left_alone(inputs, folder, capfd, monkeypatch):
+    monkeypatch.setattr(run_folder, "LOCK_PATIENCE_S", 0.5)
+    fd = os.open(folder, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)  # as a run holds it
+    try:
+        assert f"{folder} is in use by a run that goes on" in refused(inputs, folder, capfd)
+    finally:
+        os.close(fd)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(inputs, folder, capfd, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder / "ledger.sqlite")  # root may all
+    assert f"{folder / 'ledger.sqlite'} cannot be written" in refused(inputs, folder, capfd)
+
+
+def refused(inputs: Path, folder: Path, capfd, *more: str, resume: str | Path = "auto") -> str:
+    """What is said about a run that is not resumed; nothing in its folder has changed."""
+    before = contents(folder)
+    options = overrides(inputs, folder, *OPTIONS, "trainer.total_steps=1000", *more)
+    assert main(["--resume", str(resume), *options]) == 2
+    told = capfd.readouterr().err
+    assert all(line.startswith("config: ") for line in told.splitlines()), told
+    assert contents(folder) == before
+    return told
+
+
+def contents(folder: Path) -> dict[str, str]:
+    # SQLite's shared memory is of those who have the ledger open
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(("-shm", "-wal"))]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
