@@ -46,6 +46,7 @@ class _Replica:
     training: int = 0  # of them, those that the width counts
     load: int = 0  # outstanding tokens
     heard_s: float = 0.0
+    line: dict[_Active, None] = dataclasses.field(default_factory=dict)  # of requests that wait for room here
     lost: bool = False
     task: asyncio.Task[None] | None = None
 
@@ -96,7 +97,7 @@ class Router:
         self._is_death = is_death
         self._routable = set(replicas)
         self._active: dict[str, _Active] = {}  # with a replica, by the id of the part
-        self._waiting: dict[_Active, None] = {}  # for a replica, in order
+        self._waiting: dict[_Active, None] = {}  # for any replica, in order
         self._width: int | None = None
         self._home: dict[str, str] = {}  # group → replica
         self._members: dict[str, int] = {}  # group → requests under way
@@ -123,8 +124,7 @@ class Router:
             self._place(active)
             return await active.future
         finally:
-            self._remove(active, abort=True)
-            self._admit()
+            self._admit(self._remove(active, abort=True))
             self._members[request.group] -= 1
             if not self._members[request.group]:
                 del self._members[request.group]
@@ -133,7 +133,8 @@ class Router:
     def set_width(self, width: int | None) -> None:
         """Let each replica serve at most so many requests of training at once (None: any number); more wait here."""
         self._width = width
-        self._admit()
+        for replica in self._replicas.values():
+            self._admit(replica)
 
     async def set_routable(self, names: Sequence[str]) -> None:
         """Serve from these replicas only, less those that are lost; requests of others continue here."""
@@ -176,19 +177,23 @@ class Router:
     # -- where requests are ----------------------------------------------------------------------------------------
 
     def _place(self, active: _Active) -> None:
-        if not self._placed(active):
-            self._waiting[active] = None
+        """Give the request to the replica that has its group, else to the one with the least to do. Without room there,
+        it waits in a line: that of its group's replica, or the common one."""
+        home = self._replicas.get(self._home.get(active.request.group, ""))
+        if home is None or home.name not in self._routable:
+            everyone = [self._replicas[name] for name in sorted(self._routable)]
+            open_ = [r for r in everyone if not (self._is_full(r) and _is_training(active))]
+            if not open_:
+                self._waiting[active] = None
+                return
+            home = min(open_, key=lambda replica: replica.load)
+        elif self._is_full(home) and _is_training(active):
+            home.line[active] = None
+            return
+        self._give(active, home)
 
-    def _placed(self, active: _Active) -> bool:
-        """Give the request to a replica, if one has room for it."""
-        if not self._routable:
-            return False
-        group = active.request.group
-        if self._home.get(group) not in self._routable:
-            self._home[group] = min(sorted(self._routable), key=lambda name: self._replicas[name].load)
-        replica = self._replicas[self._home[group]]
-        if self._is_full(replica) and _is_training(active):
-            return False
+    def _give(self, active: _Active, replica: _Replica) -> None:
+        self._home[active.request.group] = replica.name
         active.replica = replica
         if not replica.serving:
             replica.heard_s = now_s()
@@ -198,17 +203,17 @@ class Router:
         self._active[active.id] = active
         replica.requests.append(active.part())
         replica.work.set()
-        return True
 
     def _is_full(self, replica: _Replica) -> bool:
         return self._width is not None and replica.training >= self._width
 
-    def _remove(self, active: _Active, abort: bool) -> None:
-        """It is with no replica any more; ``abort``: unless its part ended there, it is to end."""
-        self._waiting.pop(active, None)
+    def _remove(self, active: _Active, abort: bool) -> _Replica | None:
+        """It is with no replica any more; ``abort``: unless its part ended there, it is to end. Returns its replica."""
         replica, active.replica = active.replica, None
         if replica is None:
-            return
+            for line in (self._waiting, *(r.line for r in self._replicas.values())):
+                line.pop(active, None)
+            return None
         del self._active[active.id]
         replica.serving -= 1
         replica.training -= _is_training(active)
@@ -216,14 +221,20 @@ class Router:
         if abort:
             replica.aborts.append(active.id)
             replica.work.set()
+        return replica
 
-    def _admit(self) -> None:
-        """Place those that wait, in order, as far as there is room."""
-        for active in list(self._waiting):
-            if all(self._is_full(self._replicas[name]) for name in self._routable):
-                return
-            if self._placed(active):
-                del self._waiting[active]
+    def _admit(self, replica: _Replica | None) -> None:
+        """There may be room at this replica: the next ones of its line get it, then those of the common one."""
+        if replica is None or replica.name not in self._routable:
+            return
+        while not self._is_full(replica) and (line := replica.line or self._waiting):
+            active = next(iter(line))
+            del line[active]
+            home = self._home.get(active.request.group)
+            if home in self._routable and home != replica.name:
+                self._place(active)  # its group has found a replica since
+            else:
+                self._give(active, replica)
 
     def _continue(self, active: _Active, abort: bool) -> None:
         self._remove(active, abort)
@@ -232,7 +243,10 @@ class Router:
 
     def _resettle(self) -> None:
         """After a change of who is routable: what is elsewhere, or waits, goes on there."""
-        waiting, self._waiting = self._waiting, {}
+        lines = [self._waiting, *(replica.line for replica in self._replicas.values())]
+        waiting = [active for line in lines for active in line]
+        for line in lines:
+            line.clear()
         for active in [a for a in self._active.values() if a.replica and a.replica.name not in self._routable]:
             self._continue(active, abort=True)
         for active in waiting:
@@ -298,8 +312,7 @@ class Router:
         if finish is FinishReason.ABORT and active.outstanding > 0:
             self._continue(active, abort=False)
             return
-        self._remove(active, abort=False)
-        self._admit()
+        self._admit(self._remove(active, abort=False))
         if finish is FinishReason.ERROR:
             active.future.set_exception(GenerationFailed(batch.errors.get(batch.ids[e], "the engine gave no reason")))
         else:

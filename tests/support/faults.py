@@ -56,9 +56,14 @@ class FaultyRun(Run):
             folder.parent / f"{Path(self.ray_dir).name}.log",
         )
 
-    def actor(self, kind: str, index: int = 0) -> psutil.Process:
+    def actor(self, kind: str) -> psutil.Process:
+        """A process of this kind; the next one, if the last has just died."""
+        self.until(lambda: self.actors(kind), f"had a {kind}")
+        return self.actors(kind)[0]
+
+    def actors(self, kind: str) -> list[psutil.Process]:
         below = psutil.Process(self.process.pid).children(recursive=True)
-        return [p for p in below if p.is_running() and _name(p).startswith(f"ray::{ACTORS[kind]}")][index]
+        return [p for p in below if _name(p).startswith(f"ray::{ACTORS[kind]}")]
 
     def kill(self, kind: str) -> None:
         """``kill -9`` one process of a kind, and wait until the run has noticed it."""
