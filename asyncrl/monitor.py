@@ -171,7 +171,8 @@ class Monitor:
             for name, drain in self._watched.drains().items():
                 if name not in self._asked:
                     self._asked[name] = asyncio.create_task(self._answer(name, drain()))
-            await asyncio.wait(self._asked.values(), timeout=DRAIN_PATIENCE_S)
+            if self._asked:  # else all are being started again
+                await asyncio.wait(self._asked.values(), timeout=DRAIN_PATIENCE_S)
             answered = [name for name, asked in self._asked.items() if asked.done()]
             for batch in [*(self._asked.pop(name).result() for name in answered), self._own.drain()]:
                 self._activity.add(batch)

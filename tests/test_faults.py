@@ -108,6 +108,7 @@ def test_a_queue_that_dies_between_two_transitions_is_where_it_was(inputs, tmp_p
     audit(tmp_path / "run", [BATCH] * 6)
 
 
+@pytest.mark.faults
 def test_ranks_that_die_too_often_end_the_run_with_the_reason(start, tmp_path):
     run = start("trainer.total_steps=1000", "supervision.max_restarts=0")
     run.until_trained(2)

@@ -20,7 +20,7 @@ from asyncrl.models.checkpoint import read_tensors
 from tests.support.faults import OPTIONS, FaultyRun, audit, restores
 from tests.support.tiny import make_inputs, overrides
 
-STEPS = 8
+STEPS = 9
 DETERMINISTIC = (
     f"trainer.total_steps={STEPS}",
     "async_training.staleness_threshold=0",
@@ -72,28 +72,30 @@ def test_killed_between_checkpoints_and_resumed_equals_never_killed_bit_for_bit(
     undisturbed = begin(inputs, tmp_path / "undisturbed" / "run", *DETERMINISTIC)
     assert undisturbed.wait() == 0, undisturbed.text
 
-    run = begin(inputs, tmp_path / "driver" / "run", *DETERMINISTIC)
-    run.until_trained(4)
+    run = begin(inputs, tmp_path / "disturbed" / "run", *DETERMINISTIC)
+    until_between(run, 3)
     run.process.kill()
     run.process.wait()
-    resumed = begin(inputs, run.folder, *DETERMINISTIC)
-    assert resumed.wait() == 0, resumed.text
-    assert "back at step 3" in resumed.text
-
-    ranks = begin(inputs, tmp_path / "rank" / "run", *DETERMINISTIC)
-    ranks.until_trained(5)
-    ranks.kill("rank")
-    assert ranks.wait() == 0, ranks.text
-    assert "back at step 3" in ranks.text
+    run = begin(inputs, run.folder, *DETERMINISTIC)
+    until_between(run, 6)
+    run.kill("rank")
+    assert run.wait() == 0, run.text
+    assert "back at step 3" in run.text  # resumed
+    assert "back at step 6" in run.text  # restored
 
     expected = read_tensors(undisturbed.folder / "checkpoints/final/hf")
-    for disturbed in (resumed, ranks):
-        found = read_tensors(disturbed.folder / "checkpoints/final/hf")
-        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
-        audit(disturbed.folder, [2] * STEPS, staleness_bound=0)
-        assert restores(disturbed.folder) == 1
-        with closing(sqlite3.connect(disturbed.folder / "ledger.sqlite")) as db:
-            assert db.execute("SELECT COUNT(*) FROM groups WHERE state = 'dropped'").fetchone()[0] > 0
+    found = read_tensors(run.folder / "checkpoints/final/hf")
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    audit(run.folder, [2] * STEPS, staleness_bound=0)
+    assert restores(run.folder) == 2
+    with closing(sqlite3.connect(run.folder / "ledger.sqlite")) as db:
+        assert db.execute("SELECT COUNT(*) FROM groups WHERE state = 'dropped'").fetchone()[0] > 0
+
+
+def until_between(run: FaultyRun, saved: int) -> None:
+    """Until the checkpoint of a step is whole, and the next step trained."""
+    run.until(lambda: (run.folder / f"checkpoints/step_{saved:06d}").exists(), f"saved step {saved}")
+    run.until_trained(saved + 1)
 
 
 def test_a_killed_run_goes_on_with_other_pools_and_batches_and_again_after_an_interruption(inputs, begin, folder):
