@@ -8,14 +8,14 @@ from asyncrl.rollouter.pacing import LEAST, Pace, keep_pace
 def test_what_is_held_up_narrows_and_what_is_waited_for_widens():
     pace = Pace(20)
     assert pace.width == 20
-    assert pace.observe(held_up=0.4, waited_for=0.0) == 16
-    assert pace.observe(held_up=0.01, waited_for=0.01) == 16  # slack on both sides
-    assert pace.observe(held_up=0.4, waited_for=0.2) == 18  # who is waited for must not slow down
-    for _ in range(9):
+    assert pace.observe(held_up=0.4, waited_for=0.0) == 19
+    assert pace.observe(held_up=0.1, waited_for=0.02) == 19  # neither is much
+    assert pace.observe(held_up=0.4, waited_for=0.2) == 20  # who is waited for must not slow down
+    for _ in range(30):
         pace.observe(held_up=0.9, waited_for=0.0)
     assert pace.width == round(LEAST * 20)
-    for _ in range(9):
-        pace.observe(held_up=0.0, waited_for=0.5)
+    pace.observe(held_up=0.0, waited_for=0.5)
+    pace.observe(held_up=0.0, waited_for=0.5)
     assert pace.width == 20
 
 
@@ -34,7 +34,7 @@ async def test_it_settles_where_a_simple_pair_of_pools_is_balanced():
         version_s = max(1.0, generating)
         width = pace.observe((version_s - generating) / version_s, (version_s - 1.0) / version_s)
         widths.append(width)
-    assert all(12 <= w <= 14 for w in widths[-10:])
+    assert all(12 < w <= 14 for w in widths[-10:])  # a little too fast
 
 
 async def test_the_width_is_adjusted_at_each_version(monkeypatch):

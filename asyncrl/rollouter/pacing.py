@@ -2,8 +2,9 @@
 
 A rollouter that is faster than the trainer uses up the staleness budget, stops, and starts again at the next version
 with all of its slots. Fewer samples at once give the same throughput without the stops: each starts later, under
-younger weights, and decodes faster. So the width narrows while generation is held up by the budget although the trainer
-never waits, and widens as soon as the trainer waits.
+younger weights, and decodes faster. So the width narrows, in small steps, while generation is held up by the budget for
+much of the time, and widens in large ones as soon as the trainer waits. What remains is a rollouter that is a little too
+fast, so that the finished groups which the budget allows are there, and a straggler holds up nobody.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from asyncrl.telemetry.recorder import now_s
 
 LOOK_EVERY_S = 0.5
 LEAST = 0.6  # of the slots: narrower, the engine loses more throughput than it gains in evenness
-SLACK = 0.02  # of the time: held up, or waited for, for less counts as not at all
-WIDEN = 1.1  # while the trainer waits
+HELD_UP = 0.1  # of the time, at most, is how much too fast the rollouter may stay
+NARROW = 0.95
+WAITED_FOR = 0.02  # of the time: for less counts as not at all
+WIDEN = 1.3
 
 
 class Queue(Protocol):
@@ -38,10 +41,10 @@ class Pace:
     def observe(self, held_up: float, waited_for: float) -> int:
         """Shares of the time since the last call: that no group could start for want of budget, and that the trainer
         waited for a batch. Returns the new width."""
-        if waited_for > SLACK:
+        if waited_for > WAITED_FOR:
             self._width *= WIDEN
-        elif held_up > SLACK:
-            self._width *= 1 - held_up / 2  # half of the way: what is held up now may have been started narrower
+        elif held_up > HELD_UP:
+            self._width *= NARROW
         self._width = min(max(self._width, LEAST * self._slots), self._slots)
         return self.width
 
