@@ -3,7 +3,7 @@
 A rollouter that is faster than the trainer uses up the staleness budget, stops, and starts again at the next version
 with all of its slots. Fewer samples at once give the same throughput without the stops: each starts later, under
 younger weights, and decodes faster. So the width narrows, in small steps, while generation is held up by the budget for
-much of the time, and widens in large ones as soon as the trainer waits. What remains is a rollouter that is a little too
+much of the time, and widens in large ones as soon as the trainer waits. What remains is a rollouter a little too
 fast, so that the finished groups which the budget allows are there, and a straggler holds up nobody.
 """
 
