@@ -39,6 +39,7 @@ def test_a_mode_is_what_it_says(mode):
     assert derived.pause == ("abort" if partial else "wait")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["stream_off_policy", "async_stale_samples"])
 def test_a_mode_runs_and_keeps_its_bound(mode, tmp_path):
     inputs = make_inputs(tmp_path)

@@ -98,6 +98,7 @@ def until_between(run: FaultyRun, saved: int) -> None:
     run.until_trained(saved + 1)
 
 
+@pytest.mark.faults
 def test_a_killed_run_goes_on_with_other_pools_and_batches_and_again_after_an_interruption(inputs, begin, folder):
     """Its spool has a torn tail, and there is a save that was interrupted, newer than all others."""
     newest_segment = max((folder / "spool").iterdir())

@@ -206,6 +206,7 @@ def test_the_death_of_a_process_is_told_by_name_and_ends_a_run_that_may_not_rest
     assert processes_of(ray_dir) == []
 
 
+@pytest.mark.faults
 def test_a_replica_that_dies_during_a_validation_comes_back_for_it(start, tmp_path, ray_dir):
     run = start(
         "trainer.total_steps=2", "validation.samples=150", "reporting.report=false", "reporting.console_every_s=0.3"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,6 +23,7 @@ from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.backend import NonFiniteError
+from asyncrl.trainer.backends import torch_state
 from asyncrl.trainer.batches import build_batch
 from asyncrl.trainer.checkpoints import PARTIAL, CheckpointStore, Cut
 from asyncrl.trainer.rank import TrainerRank
@@ -274,27 +276,41 @@ def test_a_new_process_continues_from_a_staged_state_bit_for_bit(checkpoint, sta
     assert torch.equal(resumed["drawn"], straight[2])
 
 
-def test_staging_while_a_write_is_under_way_is_refused(checkpoint, start, tmp_path):
-    """The write is held by a pipe in the place of the file that nobody reads yet."""
+def test_staging_while_a_write_is_under_way_is_refused(checkpoint, start, tmp_path, monkeypatch):
+    """The write is held at its start, until the test lets it go on."""
     rank = start(make_config(checkpoint))
     with pytest.raises(RuntimeError, match="call stage first"):
         rank.write(tmp_path / "state")
     rank.stage()
     rank.stage()  # one that is not written after all
-    (tmp_path / "held").mkdir()
-    os.mkfifo(pipe := tmp_path / "held" / "__0_0.distcp")
+    begun, go_on, save = threading.Event(), threading.Event(), torch_state.dcp.save
+
+    def held(*args, **options):
+        begun.set()
+        assert go_on.wait(60)
+        return save(*args, **options)
+
+    monkeypatch.setattr(torch_state.dcp, "save", held)
     with ThreadPoolExecutor(1) as thread:
-        writing = thread.submit(rank.write, tmp_path / "held")
-        reader = os.open(pipe, os.O_RDONLY)  # returns when the write is under way
+        writing = thread.submit(rank.write, tmp_path / "state")
+        assert begun.wait(60)
         for work in (rank.stage, lambda: rank.write(tmp_path / "second")):
             with pytest.raises(RuntimeError, match="while a staged state is being written"):
                 work()
         assert rank.train(0, make_groups())["trainer/optimizer_steps"] == 1
-        os.close(reader)
-        with pytest.raises(CheckpointError, match=r"held cannot be written: trainer/0"):
-            writing.result()
-    rank.write(tmp_path / "state")  # the copy is still there
+        go_on.set()
+        writing.result()
     rank.stage()
+    start(make_config(checkpoint)).load(tmp_path / "state")
+
+
+def test_a_write_that_fails_keeps_the_copy(checkpoint, start, tmp_path):
+    rank = start(make_config(checkpoint))
+    rank.stage()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"file/state cannot be written: trainer/0"):
+        rank.write(tmp_path / "file" / "state")
+    rank.write(tmp_path / "state")
     start(make_config(checkpoint)).load(tmp_path / "state")
 
 

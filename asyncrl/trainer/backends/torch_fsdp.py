@@ -224,7 +224,7 @@ class TorchFSDPBackend:
             self._staged.fill(self.state())
 
     def write(self, path: Path) -> None:
-        if self._staged is None:
+        if self._staged is None or not self._staged.filled:
             raise RuntimeError(f"nothing to write to {path}: call stage first")
         with self._recorder.span("trainer/write"):
             self._staged.write(Path(path))

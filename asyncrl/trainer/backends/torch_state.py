@@ -60,12 +60,14 @@ class StagedState:
         mesh = DeviceMesh.from_group(group, "cpu")
         self._state = {name: _host_buffers(part, mesh) for name, part in state.items()}
         self._writing = threading.Lock()
+        self.filled = False
 
     @torch.no_grad()
     def fill(self, state: Mapping[str, Any]) -> None:
         """Copy the state as it is now; done on return. RuntimeError while a `write` is under way: it would be torn."""
         with self._alone("stage"):
             _copy(self._state, state)
+            self.filled = True
             if torch.cuda.is_available():
                 torch.cuda.current_stream().synchronize()
 
