@@ -14,7 +14,7 @@ from dataclasses import replace
 from asyncrl.config.checks import local_cpus
 from asyncrl.config.load import ConfigError, load_config, to_yaml
 from asyncrl.config.schema import Config
-from asyncrl.supervision import Ending, on_signals, together
+from asyncrl.ending import Ending, on_signals, together
 
 EXIT_CONFIG = 2
 
@@ -51,8 +51,8 @@ async def run(config: Config, resume: str | None = None) -> int:
         from asyncrl.param_sync.group import ParameterSyncGroup
         from asyncrl.preflight import preflight
         from asyncrl.reporting.sinks import open_hub
-        from asyncrl.restarts import RestartableRanks, RestartPolicy, Supervisor
         from asyncrl.run_folder import RunFolder
+        from asyncrl.supervision import RestartableRanks, RestartPolicy, Supervisor
         from asyncrl.telemetry.recorder import Recorder
         from asyncrl.trainer.loop import TrainLoop
 

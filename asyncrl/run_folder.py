@@ -18,12 +18,12 @@ import xxhash
 from asyncrl.config.load import ConfigError, load_config, to_yaml
 from asyncrl.config.resume import refused_changes
 from asyncrl.config.schema import Config
+from asyncrl.ending import Ending
 from asyncrl.models.config import CheckpointError
 from asyncrl.preflight import Preflight
 from asyncrl.sample_queue.journal import found_copy
 from asyncrl.sample_queue.ledger import FILE as LEDGER
 from asyncrl.sample_queue.ledger import LedgerError, read_meta, reading
-from asyncrl.supervision import Ending
 from asyncrl.trainer.checkpoints import Checkpoint, CheckpointStore
 
 AUTO = "auto"

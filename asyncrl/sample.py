@@ -201,7 +201,8 @@ class Group:
     span_mixed_kv: np.ndarray
     metrics: dict[str, np.ndarray] = field(default_factory=dict)
     extras: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
-    times: dict[str, float] = field(default_factory=dict)  # seconds on the node's clock: issued, finished, ...
+    #: seconds on the node's clock: issued, started (its first token), generated (all samples), finished (judged)
+    times: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def from_samples(

@@ -42,7 +42,7 @@ from asyncrl.ray_client import ActorClient
 from asyncrl.rollouter.outbox import Outbox
 from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
 from asyncrl.sample_queue.actor import SampleQueueActor
-from asyncrl.sample_queue.core import Ticket
+from asyncrl.sample_queue.messages import Ticket
 from asyncrl.telemetry.recorder import now_s
 from asyncrl.trainer.actors import QueueOfRay
 from benchmarks import quickstart

@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
 from asyncrl.sample_queue import life
 from asyncrl.sample_queue.admission import Admission
-from asyncrl.sample_queue.core import QueueError, SampleQueue, Ticket
+from asyncrl.sample_queue.core import QueueError, SampleQueue
 from asyncrl.sample_queue.journal import Journal
 from asyncrl.sample_queue.life import IN_FLIGHT, LEASED, QUEUED, TRAINED, JournalError
+from asyncrl.sample_queue.messages import Ticket
 from tests.support.in_memory import InMemoryRecords
 
 EVENTS = 200  # of each history, at least

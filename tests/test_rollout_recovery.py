@@ -15,7 +15,7 @@ from asyncrl.rollouter.fence import Fence, Owned
 from asyncrl.rollouter.partial import PartialSample, pack, unpack
 from asyncrl.rollouter.validation import ROUNDS
 from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
-from asyncrl.sample_queue.inflight import InFlight, Recovery
+from asyncrl.sample_queue.messages import InFlight, Recovery
 from tests.support.in_memory import InMemoryRecords
 from tests.support.rollout import System, fine
 from tests.support.scripted import Death

@@ -8,9 +8,9 @@ import pytest
 
 from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
 from asyncrl.sample_queue.admission import Admission
-from asyncrl.sample_queue.core import QueueError, SampleQueue, Ticket
-from asyncrl.sample_queue.inflight import InFlight, Recovery
+from asyncrl.sample_queue.core import QueueError, SampleQueue
 from asyncrl.sample_queue.journal import Journal
+from asyncrl.sample_queue.messages import InFlight, Recovery, Ticket
 from tests.support.in_memory import InMemoryRecords
 
 

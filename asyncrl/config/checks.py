@@ -146,7 +146,7 @@ def derive(config: Config) -> Derived:
         total_groups=per_step * config.trainer.total_steps,
         pause=pause,
         max_concurrent_groups=config.rollout.max_concurrent_groups
-        or math.ceil(slots / config.rollout.n) + config.rollout.replicas,
+        or math.ceil(1.5 * slots / config.rollout.n) + config.rollout.replicas,
     )
 
 

@@ -16,7 +16,7 @@ from asyncrl.ray_client import ActorClient, ActorDied, Watched, first_leaf
 from asyncrl.rollouter.engine import Capabilities, EventBatch, Request
 from asyncrl.rollouter.fence import Owned
 from asyncrl.rollouter.pacing import Pace, keep_pace
-from asyncrl.sample_queue.inflight import Recovery
+from asyncrl.sample_queue.messages import Recovery
 from asyncrl.telemetry.recorder import Batch, Recorder
 
 

@@ -26,8 +26,7 @@ from asyncrl.rollouter.outbox import Outbox
 from asyncrl.rollouter.partial import PartialSample, pack, unpack
 from asyncrl.rollouter.samples import Failed, SampleMaker, Task
 from asyncrl.sample import Group, Prompt, Sample, effective_reward
-from asyncrl.sample_queue.core import Ticket
-from asyncrl.sample_queue.inflight import InFlight, Recovery
+from asyncrl.sample_queue.messages import InFlight, Recovery, Ticket
 from asyncrl.telemetry.recorder import Recorder, now_s
 
 
@@ -255,6 +254,7 @@ class RolloutLoop:
         one_version = not self._config.async_training.partial_rollout
         task = Task(prompt, tokens, self._sampling, name=prompt.uid, key=prompt.uid, one_version=one_version)
         made = await self._maker.make(task, group.samples)
+        generated_s = now_s()
         self._vacate(group)
         judged = await self._maker.score(prompt, [_trainable(s) for s in made])
         failed = [s for s in judged if isinstance(s, Failed)]
@@ -266,7 +266,9 @@ class RolloutLoop:
             self._drop(prompt, reason, failed)
             return
         self._drops_in_a_row.clear()
-        times = {"issued_s": issued_s, "finished_s": now_s()}
+        times = {"issued_s": issued_s, "generated_s": generated_s, "finished_s": now_s()}
+        if began := [s.first_token_s for s in group.samples if s.first_token_s is not None]:
+            times["started_s"] = min(began)
         whole = Group.from_samples(prompt.uid, prompt.prompt_id, prompt.epoch, tokens, samples, times)
         self._finished.add(whole.to_bytes())
 

@@ -35,10 +35,12 @@ class Pace:
         self._width = float(slots)
 
     @property
-    def width(self) -> int:
-        return round(self._width)
+    def width(self) -> int | None:
+        """None: no limit. The engine then has more requests than slots, and a slot that becomes free is taken at once
+        by one that is there already."""
+        return round(self._width) if self._width < self._slots else None
 
-    def observe(self, held_up: float, waited_for: float) -> int:
+    def observe(self, held_up: float, waited_for: float) -> int | None:
         """Shares of the time since the last call: that no group could start for want of budget, and that the trainer
         waited for a batch. Returns the new width."""
         if waited_for > WAITED_FOR:
@@ -49,7 +51,9 @@ class Pace:
         return self.width
 
 
-async def keep_pace(pace: Pace, queue: Queue, held_up_s: Callable[[], float], set_width: Callable[[int], None]) -> None:
+async def keep_pace(
+    pace: Pace, queue: Queue, held_up_s: Callable[[], float], set_width: Callable[[int | None], None]
+) -> None:
     """Adjust the width from version to version, until cancelled. ``held_up_s``: seconds so far that groups could not
     start for want of budget."""
     version, since_s, held_s, starved_s = -1.0, now_s(), 0.0, 0.0

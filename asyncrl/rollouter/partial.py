@@ -13,6 +13,7 @@ import numpy as np
 
 from asyncrl.rollouter.agent_loops.base import Completion
 from asyncrl.sample import Buffer, FinishReason, Layout, PolicyVersion, VersionSpan
+from asyncrl.telemetry.recorder import now_s
 
 _SNAPSHOT = Layout("snapshot", b"ARLP")
 _NONE = -1  # in place of a finish reason, a version's lineage or a state's length
@@ -22,9 +23,10 @@ _NONE = -1  # in place of a finish reason, a version's lineage or a state's leng
 class Drawn:
     """What a call of generate has given so far. The router adds to it, whoever holds it sees it grow.
 
-    ``version``: of the sample's first token, be it of this call or of an earlier one."""
+    ``version`` and ``began_s`` are those of the sample's first token, be it of this call or of an earlier one."""
 
     version: PolicyVersion | None = None
+    began_s: float | None = None
     count: int = 0
     tokens: list[np.ndarray] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
@@ -37,6 +39,8 @@ class Drawn:
             self.spans.append(span)
         if self.version is None:
             self.version = version
+        if self.began_s is None:
+            self.began_s = now_s()
         self.tokens.append(tokens)
         self.logprobs.append(logprobs)
         self.count += len(tokens)
@@ -58,11 +62,12 @@ class Call:
 @dataclass(eq=False)
 class PartialSample:
     """``state``: saved last by the agent loop. ``calls``: since then. ``drawn_before``: tokens drawn until then, and
-    ``version`` that of the sample's first token if it is one of these."""
+    ``version`` and ``began_s`` those of the sample's first token if it is one of these."""
 
     state: bytes | None = None
     drawn_before: int = 0
     version: PolicyVersion | None = None
+    began_s: float | None = None
     calls: list[Call] = field(default_factory=list)
     requests: int = 0  # made by this process: what they are named by
     changes: int = 0  # beside drawn tokens
@@ -71,6 +76,11 @@ class PartialSample:
     def drawn(self) -> int:
         """Tokens drawn so far, over all calls."""
         return self.drawn_before + sum(call.drawn.count for call in self.calls)
+
+    @property
+    def first_token_s(self) -> float | None:
+        """When it came, in this process, in seconds of the node's clock."""
+        return self.calls[-1].drawn.began_s if self.calls else self.began_s
 
     @property
     def begun(self) -> bool:
@@ -82,8 +92,8 @@ class PartialSample:
         return self.changes, self.drawn
 
     def begin(self, asked: int) -> Call:
-        version = self.calls[-1].drawn.version if self.calls else self.version
-        self.calls.append(Call(asked, Drawn(version)))
+        last = self.calls[-1].drawn if self.calls else self
+        self.calls.append(Call(asked, Drawn(last.version, last.began_s)))
         self.changes += 1
         return self.calls[-1]
 
@@ -100,13 +110,13 @@ class PartialSample:
         """``state`` stands for all before it and the first ``calls`` calls."""
         covered, self.calls = self.calls[:calls], self.calls[calls:]
         if covered:
-            self.version = covered[-1].drawn.version
+            self.version, self.began_s = covered[-1].drawn.version, covered[-1].drawn.began_s
         self.drawn_before += sum(call.drawn.count for call in covered)
         self.state = state
         self.changes += 1
 
     def restart(self) -> None:
-        self.state, self.drawn_before, self.version, self.calls = None, 0, None, []
+        self.state, self.drawn_before, self.version, self.began_s, self.calls = None, 0, None, None, []
         self.changes += 1
 
 

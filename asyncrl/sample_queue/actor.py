@@ -12,10 +12,10 @@ import ray
 
 from asyncrl.ray_client import Watched
 from asyncrl.sample_queue.admission import Admission
-from asyncrl.sample_queue.core import Order, Overdue, SampleQueue, Ticket
-from asyncrl.sample_queue.inflight import Recovery
+from asyncrl.sample_queue.core import Order, Overdue, SampleQueue
 from asyncrl.sample_queue.journal import Journal
 from asyncrl.sample_queue.life import JournalError
+from asyncrl.sample_queue.messages import Recovery, Ticket
 
 GONE_WITHIN_S = 20.0  # the process of a queue that was killed, and with it its lock
 

@@ -23,11 +23,10 @@ from bisect import insort
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 from asyncrl.sample import Group, PolicyVersion
 from asyncrl.sample_queue.admission import Admission
-from asyncrl.sample_queue.inflight import InFlight, Recovery
 from asyncrl.sample_queue.ledger import Recovered
 from asyncrl.sample_queue.life import (
     DROPPED,
@@ -47,6 +46,7 @@ from asyncrl.sample_queue.life import (
     Retired,
     Trained,
 )
+from asyncrl.sample_queue.messages import InFlight, Lease, LeasedGroup, Recovery, Ticket
 from asyncrl.sample_queue.spool import Place
 
 OVERDUE = "overdue"  # the reason of groups that would be trained after their deadline
@@ -67,28 +67,6 @@ class State(enum.Enum):
     IN_FLIGHT = "in_flight"
     QUEUED = "queued"
     LEASED = "leased"
-
-
-@dataclass(frozen=True)
-class LeasedGroup:
-    """One group of a lease, without its payload. ``oldest``: the version its staleness counts from; ``processing_s``:
-    from its issue to its end; ``in_queue_s``: from there to the lease."""
-
-    uid: str
-    oldest: PolicyVersion
-    processing_s: float
-    in_queue_s: float
-
-
-@dataclass(frozen=True)
-class Lease:
-    """``groups`` in the order of their payloads; empty, with the reason in ``closed``, when there will be none.
-
-    Tokens of versions numbered below ``mask_before`` are too old to be trained; None: none can be."""
-
-    groups: tuple[LeasedGroup, ...]
-    closed: str | None = None
-    mask_before: int | None = None
 
 
 @dataclass
@@ -114,14 +92,6 @@ class Records(Protocol):
     def recover(self) -> Recovered: ...
     def read(self, place: Place) -> bytes: ...
     def states(self, uids: Sequence[str]) -> dict[str, str]: ...
-
-
-class Ticket(NamedTuple):
-    """A group that wants to start."""
-
-    uid: str
-    prompt_id: str
-    epoch: int
 
 
 class SampleQueue:

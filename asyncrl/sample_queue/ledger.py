@@ -19,7 +19,7 @@ from asyncrl.sample_queue.life import DROPPED, TRAINED, GroupRecord, VersionReco
 from asyncrl.sample_queue.spool import Place
 
 FILE = "ledger.sqlite"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _APPLICATION_ID = 0x41524C4C  # "ARLL": tells an asyncrl ledger from other SQLite files
 _ROWS_PER_STATEMENT = 32
 _BUSY_TIMEOUT_MS = 30_000  # a client that holds the write lock longer than this fails the run
@@ -46,9 +46,12 @@ CREATE TABLE groups (
   samples INTEGER,
   tokens INTEGER,
   reward REAL,
+  started_s REAL,
+  generated_s REAL,
   finished_s REAL,
   leased_s REAL,
   trained_s REAL,
+  dropped_s REAL,
   segment INTEGER,
   offset INTEGER,
   length INTEGER

@@ -50,9 +50,12 @@ class GroupRecord(NamedTuple):
     samples: int | None = None
     tokens: int | None = None  # response tokens of all samples
     reward: float | None = None  # mean over the samples
+    started_s: float | None = None  # its first token was drawn
+    generated_s: float | None = None  # all of its samples were; then came their rewards
     finished_s: float | None = None
     leased_s: float | None = None
     trained_s: float | None = None
+    dropped_s: float | None = None
     segment: int | None = None  # where the spool holds its payload
     offset: int | None = None
     length: int | None = None
@@ -96,7 +99,8 @@ class Issued:
 
 
 class Measures(NamedTuple):
-    """What the ledger keeps of a finished group; ``reward`` is the mean over its samples."""
+    """What the ledger keeps of a finished group; ``reward`` is the mean over its samples. Seconds are those before its
+    end; None: not told."""
 
     uid: str
     oldest: PolicyVersion | None
@@ -104,12 +108,25 @@ class Measures(NamedTuple):
     samples: int
     tokens: int
     reward: float | None
+    started_ago_s: float | None
+    generated_ago_s: float | None
 
     @classmethod
     def of(cls, group: Group) -> Measures:
         oldest, newest = trained_versions(group) or (None, None)
         reward = float(group.rewards.mean()) if len(group) else None
-        return cls(group.uid, oldest, newest, len(group), len(group.tokens), reward)
+        end_s = group.times.get("finished_s")
+        ago = {name: end_s - at_s for name, at_s in group.times.items()} if end_s is not None else {}
+        return cls(
+            group.uid,
+            oldest,
+            newest,
+            len(group),
+            len(group.tokens),
+            reward,
+            ago.get("started_s"),
+            ago.get("generated_s"),
+        )
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -303,7 +320,7 @@ class _Stage:
                     self._finish(event)
                 case Dropped(uid, reason):
                     group = self._get("Dropped", uid, IN_FLIGHT, QUEUED, LEASED)
-                    self._set(group, state=DROPPED, reason=reason)
+                    self._set(group, state=DROPPED, reason=reason, dropped_s=self._at_s)
                 case Leased(uids, step):
                     self._after_covered("Leased", step)
                     for uid in uids:
@@ -348,7 +365,7 @@ class _Stage:
         )
 
     def _finish(self, event: Finished) -> None:
-        uid, oldest, newest, samples, tokens, reward = event.measures
+        uid, oldest, newest, samples, tokens, reward, started_ago_s, generated_ago_s = event.measures
         oldest_lineage, oldest_number = oldest or (None, None)
         newest_lineage, newest_number = newest or (None, None)
         self._set(
@@ -361,6 +378,8 @@ class _Stage:
             samples=samples,
             tokens=tokens,
             reward=reward,
+            started_s=None if started_ago_s is None else self._at_s - started_ago_s,
+            generated_s=None if generated_ago_s is None else self._at_s - generated_ago_s,
             finished_s=self._at_s,
         )
         self._changes.payloads[uid] = event.record

@@ -17,7 +17,7 @@ from asyncrl.param_sync.manifest import Manifest
 from asyncrl.param_sync.sender import SendPlan, SendReport
 from asyncrl.param_sync.transports.base import Address
 from asyncrl.ray_client import ActorClient, ActorDied, Watched, raised_there
-from asyncrl.sample_queue.core import Lease
+from asyncrl.sample_queue.messages import Lease
 from asyncrl.telemetry.recorder import Batch, Recorder
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from asyncrl.config.checks import Derived
 from asyncrl.config.schema import Config
 from asyncrl.param_sync.errors import ALL_REPLICAS, SyncError
 from asyncrl.sample import PolicyVersion
-from asyncrl.sample_queue.core import Lease
+from asyncrl.sample_queue.messages import Lease
 from asyncrl.tasks import cancelled
 from asyncrl.telemetry.recorder import Recorder, now_s
 from asyncrl.trainer.checkpoints import Checkpoint, CheckpointStore, Cut

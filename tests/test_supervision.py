@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.config.schema import SupervisionConfig
 from asyncrl.ray_client import ActorDied
-from asyncrl.restarts import DiedTooOften, RestartPolicy, Supervisor
+from asyncrl.supervision import DiedTooOften, RestartPolicy, Supervisor
 from asyncrl.telemetry.recorder import Recorder
 
 

@@ -1,0 +1,138 @@
+"""How a run ends: to the end, by a signal, or by a failure of any part, each told once."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from asyncrl.ray_client import first_leaf
+from asyncrl.tasks import cancelled
+
+EXIT_FAILED = 1
+
+
+class Interrupted(Exception):
+    """A signal came while the run was starting, or a second one while it was ending."""
+
+
+class Ending:
+    """Collects why the run ends. The first signal asks for an orderly end after the step under way, the second abandons
+    it. ``failure`` is one line about what failed, ``stopped`` about what else ended the run early."""
+
+    def __init__(self) -> None:
+        self.failure: str | None = None
+        self.stopped: str | None = None
+        self.signal: signal.Signals | None = None
+        self._interrupted = asyncio.Event()
+        self._abandoned = asyncio.Event()
+        self._callbacks: list[Callable[[str], None]] = []
+
+    def interrupt(self, signum: int) -> None:
+        if self.signal is not None:
+            self._abandoned.set()
+            return
+        self.signal = signal.Signals(signum)
+        self.stopped = self.signal.name
+        print(f"{self.signal.name}: finishing the step under way, then saving; once more abandons it", flush=True)
+        self._interrupted.set()
+        for callback in self._callbacks:
+            callback(self.signal.name)
+
+    def on_interrupt(self, callback: Callable[[str], None]) -> None:
+        """Call ``callback(signal's name)`` at the first signal, even if it came before."""
+        self._callbacks.append(callback)
+        if self.signal is not None:
+            callback(self.signal.name)
+
+    async def unless_interrupted(self, work: Awaitable[Any]) -> Any:
+        """Await ``work``; raise Interrupted if a signal comes first."""
+        return await self._race(work, self._interrupted)
+
+    async def unless_abandoned(self, work: Awaitable[Any]) -> Any:
+        """Await ``work``; raise Interrupted if a second signal comes first."""
+        return await self._race(work, self._abandoned)
+
+    async def _race(self, work: Awaitable[Any], event: asyncio.Event) -> Any:
+        await asyncio.sleep(0)  # a signal that came while nothing was awaited is heard of now
+        working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
+        try:
+            await asyncio.wait([working, waiting], return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise Interrupted(f"abandoned by {self.signal.name if self.signal else 'a signal'}")
+        finally:
+            await cancelled([working, waiting])
+
+    def failed(self, error: BaseException) -> None:
+        """Record a failure and print it, once, with its traceback; an interruption needs none."""
+        error = first_leaf(error)
+        if isinstance(error, Interrupted):
+            print(str(error), file=sys.stderr, flush=True)
+            return
+        self.failure = self.failure or f"{type(error).__name__}: {error}"
+        if remote := remote_traceback(error):  # it happened in an actor: what led here is no news
+            print(f"Traceback of an actor:\n{remote.strip()}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exception(error)
+            sys.stderr.flush()
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """A part of closing: what it raises is a failure of the run, and the other parts are closed all the same."""
+        try:
+            yield
+        except Exception as e:
+            self.failed(e)
+
+    @property
+    def exit_status(self) -> int:
+        if self.failure is not None:
+            return EXIT_FAILED
+        return 0 if self.signal is None else 128 + self.signal
+
+    @property
+    def status(self) -> str:
+        return "failed" if self.failure else "interrupted" if self.signal else "finished"
+
+
+@contextmanager
+def on_signals(handler: Callable[[int], None]) -> Iterator[None]:
+    """SIGINT and SIGTERM call ``handler`` on the running loop."""
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for s in signals:
+        loop.add_signal_handler(s, handler, s)
+    try:
+        yield
+    finally:
+        for s in signals:
+            loop.remove_signal_handler(s)
+
+
+async def together(main: Coroutine[Any, Any, Any], beside: Sequence[Awaitable[Any]]) -> Any:
+    """Run ``main`` to its end with the others beside it. The first exception of any ends all and is raised; one of the
+    others may end early without."""
+    task = asyncio.ensure_future(main)
+    pending = {task, *(asyncio.ensure_future(b) for b in beside)}
+    try:
+        while not task.done():
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for d in done:
+                d.result()
+        return task.result()
+    finally:
+        await cancelled(pending)
+
+
+def remote_traceback(error: BaseException | None) -> str | None:
+    """Where in an actor it began, if it did: of the error or of what it was raised from."""
+    while error is not None:
+        if remote := getattr(error, "remote_traceback", None):
+            return str(remote)
+        error = error.__cause__
+    return None
