@@ -39,6 +39,7 @@ def report(db: sqlite3.Connection) -> Iterator[str]:
     yield from _balance(db)
     yield from _staleness(db)
     yield from _distributions(db)
+    yield from _timings(db)
     yield from _drops(db)
     yield from _versions(db)
 
@@ -83,6 +84,26 @@ def _distributions(db: sqlite3.Connection) -> Iterator[str]:
     rows.sort(key=lambda row: row[0], reverse=True)
     header = ["group's mean", "of", "groups", "mean", "min", "p10", "p50", "p90", "max"]
     yield from _table("generated against trained", header, rows)
+
+
+def _timings(db: sqlite3.Connection) -> Iterator[str]:
+    """What each part of a group's life takes."""
+    parts = [
+        ("waiting for its first token", "started_s", "issued_s"),
+        ("generating", "generated_s", "started_s"),
+        ("judging", "finished_s", "generated_s"),
+        ("queued", "leased_s", "finished_s"),
+        ("being trained", "trained_s", "leased_s"),
+    ]
+    rows = []
+    for label, until, since in parts:
+        seconds = np.array(
+            db.execute(f"SELECT {until} - {since} FROM groups WHERE {until} - {since} NOT NULL").fetchall()
+        )
+        if len(seconds):
+            points = [seconds.mean(), *np.quantile(seconds, [0.5, 0.95, 0.99, 1])]
+            rows.append([label, str(len(seconds)), *(f"{point:.3f}" for point in points)])
+    yield from _table("seconds", ["", "groups", "mean", "p50", "p95", "p99", "max"], rows)
 
 
 def _drops(db: sqlite3.Connection) -> Iterator[str]:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from asyncrl import ledger as command
 from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
 from asyncrl.sample_queue.journal import Journal, found_copy
-from asyncrl.sample_queue.ledger import LedgerError, Recovered
+from asyncrl.sample_queue.ledger import SCHEMA_VERSION, LedgerError, Recovered
 from asyncrl.sample_queue.life import (
     Covered,
     Dropped,
@@ -53,9 +53,9 @@ def sample(index: int, length: int, spans=((0, 0),), mask=None, reward: float = 
     )
 
 
-def payload(uid: str, spans=((0, 0),), length: int = 20, reward: float = 0.0) -> bytes:
+def payload(uid: str, spans=((0, 0),), length: int = 20, reward: float = 0.0, times=None) -> bytes:
     samples = [sample(i, length, spans, reward=reward) for i in range(2)]
-    return Group.from_samples(uid, uid, 0, np.ones(3, np.int32), samples).to_bytes()
+    return Group.from_samples(uid, uid, 0, np.ones(3, np.int32), samples, times).to_bytes()
 
 
 def issued(first: int, count: int, version: PolicyVersion = V0) -> list[Issued]:
@@ -89,7 +89,8 @@ async def test_a_group_is_followed_from_issue_to_final_training(tmp_path):
     journal = Journal(tmp_path, {"run": "a"}, clock=lambda: next(now))
     await journal.write([Published(PolicyVersion(0, 3), 7)])
     await journal.write(issued(1, 1, PolicyVersion(0, 3)))
-    await journal.write([Finished(payload("1", spans=((0, 2), (5, 3)), reward=0.5))])
+    times = {"issued_s": 1.0, "started_s": 1.25, "generated_s": 1.5, "finished_s": 2.0}
+    await journal.write([Finished(payload("1", spans=((0, 2), (5, 3)), reward=0.5, times=times))])
     await journal.write([Leased(["1"], 4)])
     await journal.write([Trained(["1"], 4)])
     found = journal.recover()
@@ -98,6 +99,7 @@ async def test_a_group_is_followed_from_issue_to_final_training(tmp_path):
     assert (group.version, group.oldest, group.newest_number) == (PolicyVersion(0, 3), PolicyVersion(0, 2), 3)
     assert (group.trained_number, group.samples, group.tokens, group.reward) == (3, 2, 40, 0.5)
     assert (group.issued_s, group.finished_s, group.leased_s, group.trained_s) == (101, 102, 103, 104)
+    assert (group.started_s, group.generated_s, group.dropped_s) == (102 - 0.75, 102 - 0.5, None)
     assert (found.version, found.served) == (PolicyVersion(0, 3), {PolicyVersion(0, 3): 7})
     await journal.write([Covered(4)])
     found = journal.recover()
@@ -634,12 +636,15 @@ async def test_a_damaged_or_foreign_ledger_is_refused_and_left_as_it_is(tmp_path
     elif how == "not SQLite":
         path.write_text("notes of mine\n" * 100)
     else:
-        pragma = "application_id = 7" if how == "other program" else "user_version = 2"
+        pragma = "application_id = 7" if how == "other program" else f"user_version = {SCHEMA_VERSION + 1}"
         with sqlite3.connect(path) as db:
             db.execute(f"PRAGMA {pragma}")
         db.close()
     before = path.read_bytes()
-    expected = {"other program": "something else", "newer schema": "schema 2, expected 1"}.get(how, "left as it is")
+    expected = {
+        "other program": "something else",
+        "newer schema": f"schema {SCHEMA_VERSION + 1}, expected {SCHEMA_VERSION}",
+    }.get(how, "left as it is")
     with pytest.raises(LedgerError, match=expected) as refusal:
         Journal(tmp_path)
     assert str(path) in str(refusal.value)
