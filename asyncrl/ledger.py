@@ -97,9 +97,8 @@ def _timings(db: sqlite3.Connection) -> Iterator[str]:
     ]
     rows = []
     for label, until, since in parts:
-        seconds = np.array(
-            db.execute(f"SELECT {until} - {since} FROM groups WHERE {until} - {since} NOT NULL").fetchall()
-        )
+        query = f"SELECT {until} - {since} FROM groups WHERE {until} NOT NULL AND {since} NOT NULL"
+        seconds = np.array(db.execute(query).fetchall())
         if len(seconds):
             points = [seconds.mean(), *np.quantile(seconds, [0.5, 0.95, 0.99, 1])]
             rows.append([label, str(len(seconds)), *(f"{point:.3f}" for point in points)])

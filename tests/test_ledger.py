@@ -641,10 +641,8 @@ async def test_a_damaged_or_foreign_ledger_is_refused_and_left_as_it_is(tmp_path
             db.execute(f"PRAGMA {pragma}")
         db.close()
     before = path.read_bytes()
-    expected = {
-        "other program": "something else",
-        "newer schema": f"schema {SCHEMA_VERSION + 1}, expected {SCHEMA_VERSION}",
-    }.get(how, "left as it is")
+    schemas = f"schema {SCHEMA_VERSION + 1}, expected {SCHEMA_VERSION}"
+    expected = {"other program": "something else", "newer schema": schemas}.get(how, "left as it is")
     with pytest.raises(LedgerError, match=expected) as refusal:
         Journal(tmp_path)
     assert str(path) in str(refusal.value)
