@@ -182,6 +182,7 @@ class Cluster:
             options.queue_policy,
             options.overdue,
             {"prompts": self._preflight.prompts_fingerprint},
+            self._config.supervision.backoff_s,
         )
 
     def _make_rollouter(self) -> Any:

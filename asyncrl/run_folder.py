@@ -44,11 +44,8 @@ class RunFolder:
         self.resumed = resumed
         self.checkpoint: Checkpoint | None = None
         self.checkpoints = CheckpointStore(path / "checkpoints", config.checkpoint)
-        self.journal = path
-        self.journal_copy: Path | None = None
-        if config.journal_dir:
-            self.journal = Path(config.journal_dir) / f"{path.name}-{xxhash.xxh3_64_hexdigest(str(path).encode())}"
-            self.journal_copy = path / JOURNAL_COPY
+        self.journal = journal_folder(path, config.journal_dir)
+        self.journal_copy = path / JOURNAL_COPY if config.journal_dir else None
         self._lock = _locked(path, LOCK_PATIENCE_S if resumed else 0.0)
 
     @classmethod
@@ -201,6 +198,13 @@ class RunFolder:
         new.replace(path)  # at once: a run without its config is not found again
 
 
+def journal_folder(run: Path, journal_dir: str) -> Path:
+    """Where the ledger and the spool of a run are: in its own folder, or in one of its own in ``journal_dir``."""
+    if not journal_dir:
+        return run
+    return Path(journal_dir) / f"{run.name}-{xxhash.xxh3_64_hexdigest(str(run).encode())}"
+
+
 def _unwritable(path: Path, why: str | None) -> str:
     return f"run_dir: {path} cannot be written ({why}); make it writable, or choose another run_dir"
 
@@ -220,4 +224,4 @@ def _locked(path: Path, patience_s: float) -> int:
                 raise ConfigError(
                     [f"run_dir: {path} is in use by a run that goes on; end it first, or choose another run_dir"]
                 ) from None
-            time.sleep(0.2)
+            time.sleep(0.2)  # flock can wait, but not for a limited time

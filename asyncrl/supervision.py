@@ -129,7 +129,7 @@ class Supervisor:
             try:
                 await self._queue_lives()
             except ActorDied as died:
-                self._policy.next_backoff_s("queue", str(died))  # Ray does not wait, but how often counts
+                self._policy.next_backoff_s("queue", str(died))  # how often is counted here; the pause is the actor's
                 self._recorder.count("supervision/restarts/queue")
                 print(f"supervision: {died}; it is started again, with all it knew", file=sys.stderr, flush=True)
                 await self._pool.locate("queue")  # answered by the new one

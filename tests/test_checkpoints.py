@@ -42,10 +42,9 @@ def names(store):
 
 def test_a_checkpoint_comes_back_as_it_was_cut(tmp_path):
     store = store_in(tmp_path)
-    assert (store.all(), store.newest(), store.oldest_step()) == ([], None, 0)
+    assert (store.all(), store.newest()) == ([], None)
     written = [save(store, step, reward=step / 3) for step in (3, 12, 7)]
     assert steps(store) == [3, 7, 12]
-    assert store.oldest_step() == 3
     assert store.newest() == written[1] == store.open(store.folder / "step_000012")
     assert written[1].cut == cut_of(12, reward=4.0)
     assert isinstance(store.newest().cut.version, PolicyVersion)
@@ -133,7 +132,6 @@ def test_the_newest_and_the_best_are_kept(tmp_path, options, kept):
         save(store, step, **({"reward": rewards[step]} if step in rewards else {}))
         assert store.newest().cut.step == step
     assert steps(store) == kept
-    assert store.oldest_step() == kept[0]
     assert names(store) == [f"step_{step:06d}" for step in kept]
 
 
@@ -154,7 +152,7 @@ def test_a_run_that_went_back_is_newer_than_where_it_had_been(tmp_path):
     save(store, 9)
     save(store, 6, lineage=1)
     assert [(c.cut.version.lineage, c.cut.step) for c in store.all()] == [(0, 9), (1, 6)]
-    assert store.newest().cut.step == store.oldest_step() == 6
+    assert store.newest().cut.step == 6
     save(store, 7, lineage=1)
     assert steps(store) == [6, 7]
 
@@ -215,7 +213,6 @@ def test_killed_anywhere_the_newest_checkpoint_is_whole(tmp_path, step):
         content = (found.path / "state" / "shard").read_bytes()
         assert (found.cut.step, content) in ((6, b"old"), (step, b"new"))
         assert not [name for name in names(store) if "." in name]
-        assert store.oldest_step() in (6, step)
         if (link := store.folder / "final").is_symlink():
             store.open(link)
         if process.exitcode == 0:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from asyncrl.config.load import load_config
-from tests.support.faults import ACTORS, NAMES, FaultyRun, audit, restores, run_through, trained_steps
+from tests.support.faults import ACTORS, NAMES, FaultyRun, audit, crash_at, restores, run_through, trained_steps
 from tests.support.tiny import make_inputs
 
 BATCH = 2
@@ -116,6 +116,48 @@ def test_ranks_that_die_too_often_end_the_run_with_the_reason(start, tmp_path):
     assert run.wait(60) == 1, run.text
     assert "trainer/0 died" in (failed := json.loads((tmp_path / "run/summary.json").read_text())["failed"])
     assert "supervision.max_restarts is 0" in failed
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    "full",
+    [
+        "asyncrl.sample_queue.spool:Disk.write:full:6",
+        "asyncrl.sample_queue.ledger:Ledger.commit:full:9",
+        "asyncrl.trainer.rank:TrainerRank.write:full:1",
+    ],
+    ids=["spool", "ledger", "checkpoint"],
+)
+def test_a_full_disk_ends_the_run_with_the_reason_and_costs_nothing(start, tmp_path, monkeypatch, full):
+    marks = crash_at([full], tmp_path, monkeypatch)
+    run = start("trainer.total_steps=8")
+    assert run.wait() == 1, run.text
+    assert len(list(marks.iterdir())) == 1
+    assert "No space left on device" in json.loads((tmp_path / "run/summary.json").read_text())["failed"]
+    assert run.text.count("Traceback") == 1, run.text
+    run = start("trainer.total_steps=8")
+    assert run.wait() == 0, run.text
+    audit(tmp_path / "run", [BATCH] * 8)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("mode", "in_order"),
+    [
+        (["async_training.queue_policy=ready_first"], False),
+        (["async_training.partial_rollout=false"], True),
+        (["async_training.trigger_parameter_sync_step=2", "async_training.staleness_threshold=0.5"], True),
+    ],
+    ids=["ready first", "whole samples", "two steps a version"],
+)
+def test_in_every_mode_processes_may_die(start, tmp_path, mode, in_order):
+    steps = 20
+    run = start(f"trainer.total_steps={steps}", *mode)
+    for step, kind in ((3, "replica"), (6, "queue"), (9, "rollouter"), (12, "rank")):
+        run.until_trained(step)
+        run.kill(kind)
+    assert run.wait() == 0, run.text
+    audit(tmp_path / "run", [BATCH] * steps, in_order=in_order)
 
 
 # -- the long form -----------------------------------------------------------------------------------------------------

@@ -127,6 +127,39 @@ def test_a_killed_run_goes_on_with_other_pools_and_batches_and_again_after_an_in
     assert restores(folder) >= 2
 
 
+@pytest.mark.faults
+def test_a_journal_that_is_lost_with_its_machine_comes_back_from_the_copy_beside_the_checkpoint(
+    inputs, begin, tmp_path
+):
+    disk = tmp_path / "disk"
+    run = begin(inputs, tmp_path / "runs" / "run", "trainer.total_steps=1000", f"journal_dir={disk}")
+    journal = run_folder.journal_folder(run.folder.resolve(), str(disk))
+    run.until(lambda: (run.folder / "checkpoints/step_000006").exists(), "saved step 6")
+    run.process.kill()
+    run.process.wait()
+    run.close()
+    assert not (run.folder / "ledger.sqlite").exists()
+    shutil.rmtree(disk)
+
+    run = begin(inputs, run.folder, "trainer.total_steps=15", f"journal_dir={disk}")
+    assert run.wait() == 0, run.text
+    audit(run.folder, [2] * 15, journal=journal)
+
+
+@pytest.mark.faults
+def test_a_damaged_spool_is_named(inputs, begin, folder):
+    """All of it is read when the queue starts: what is damaged there was promised to be kept."""
+    segment = min((folder / "spool").iterdir())
+    content = bytearray(segment.read_bytes())
+    content[len(content) // 2] ^= 1
+    segment.write_bytes(content)
+    before = contents(folder / "spool") | contents(folder / "checkpoints")
+    run = begin(inputs, folder, "trainer.total_steps=1000")
+    assert run.wait(60) == 1, run.text
+    assert f"SpoolError: {segment} is damaged at offset" in run.text
+    assert contents(folder / "spool") | contents(folder / "checkpoints") == before
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [

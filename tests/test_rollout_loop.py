@@ -11,6 +11,7 @@ from asyncrl.config.load import load_config
 from asyncrl.rollouter.agent_loops.single_turn import SingleTurn
 from asyncrl.rollouter.engine import SamplingParams
 from asyncrl.rollouter.loop import NothingToTrain, truncations
+from asyncrl.rollouter.places import Places
 from asyncrl.rollouter.samples import random_key
 from asyncrl.sample import FinishReason, PolicyVersion, VersionSpan
 from tests.support.rollout import System, broken, fine
@@ -191,7 +192,24 @@ def test_random_keys_differ_by_seed_group_and_sample():
 
 def test_derived_slots_are_always_kept_busy(inputs):
     config = load_config(None, overrides(inputs, inputs / "run"))
-    assert derive(config).max_concurrent_groups == 12 // 4 + 1
-    fixed = replace(config, rollout=replace(config.rollout, max_concurrent_groups=7))
-    assert derive(fixed).max_concurrent_groups == 7
+    assert derive(config).concurrent_samples == 8 + 4  # the slots, and a group
+    two = replace(config, rollout=replace(config.rollout, replicas=2))
+    assert derive(two).concurrent_samples == 2 * (8 + 4)
     assert np.isclose(float(derive(config).staleness_threshold), 0.0)
+
+
+async def test_groups_start_as_samples_end_and_a_straggler_holds_one_place_only():
+    places = Places(samples=12, groups=0)
+    assert await places.free(4) == 3
+    for _ in range(3):
+        places.take(4)
+    waiting = asyncio.create_task(places.free(4))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    places.leave()
+    assert await waiting == 1  # eleven generate: with this group all twelve are covered again
+    places.take(4)
+    places.leave(3)
+    assert not asyncio.create_task(places.free(4)).done()
+    few = Places(samples=12, groups=1)
+    assert await few.free(4) == 1

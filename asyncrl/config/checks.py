@@ -128,7 +128,7 @@ class Derived:
     staleness_bound: int
     total_groups: int
     pause: str
-    max_concurrent_groups: int
+    concurrent_samples: int
 
 
 def derive(config: Config) -> Derived:
@@ -137,7 +137,6 @@ def derive(config: Config) -> Derived:
     pause = config.param_sync.pause
     if pause == "auto":
         pause = "abort" if config.async_training.partial_rollout else "wait"
-    slots = config.rollout.engine.slots * config.rollout.replicas
     return Derived(
         groups_per_step=per_step,
         groups_per_version=per_step * config.async_training.trigger_parameter_sync_step,
@@ -145,8 +144,8 @@ def derive(config: Config) -> Derived:
         staleness_bound=math.ceil(threshold),
         total_groups=per_step * config.trainer.total_steps,
         pause=pause,
-        max_concurrent_groups=config.rollout.max_concurrent_groups
-        or math.ceil(1.5 * slots / config.rollout.n) + config.rollout.replicas,
+        # one group more per replica than fills its slots: a request is there when a slot becomes free
+        concurrent_samples=(config.rollout.engine.slots + config.rollout.n) * config.rollout.replicas,
     )
 
 

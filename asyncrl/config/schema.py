@@ -52,7 +52,7 @@ class RolloutConfig:
     stop_strings: list[str] = field(default_factory=list)
     agent_loop: str = "asyncrl.rollouter.agent_loops.single_turn:SingleTurn"  # import path
     agent_loop_args: dict[str, Any] = field(default_factory=dict)
-    max_concurrent_groups: int = 0  # 0: enough for every slot and half as many more, so that stragglers leave none idle
+    max_concurrent_groups: int = 0  # at once; 0: as many as keep every slot busy, and one more per replica
     max_consecutive_drops: int = 1000  # so many groups dropped in a row end the run: nothing would ever be trained
     pacing: bool = True  # where generation outruns training: fewer samples at once rather than stop and go
     snapshot_every_s: float = 1.0  # samples in flight are on disk this often: what the rollouter's death costs at most

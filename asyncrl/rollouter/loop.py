@@ -24,6 +24,7 @@ from asyncrl.data.prompts import DataError
 from asyncrl.rollouter.engine import SamplingParams
 from asyncrl.rollouter.outbox import Outbox
 from asyncrl.rollouter.partial import PartialSample, pack, unpack
+from asyncrl.rollouter.places import Places
 from asyncrl.rollouter.samples import Failed, SampleMaker, Task
 from asyncrl.sample import Group, Prompt, Sample, effective_reward
 from asyncrl.sample_queue.messages import InFlight, Recovery, Ticket
@@ -56,13 +57,13 @@ class NothingToTrain(RuntimeError):
 
 @dataclass(eq=False)
 class _UnderWay:
-    """A group in flight. ``place``: it counts among those that generate. ``told``: `news` of the samples in the
+    """A group in flight. ``generating``: how many of its samples have not ended. ``told``: `news` of the samples in the
     snapshot that was handed over last."""
 
     samples: list[PartialSample]
     told: list[tuple[int, int]]
+    generating: int
     task: asyncio.Task[None] | None = None
-    place: bool = True
 
 
 def truncations(sampling: SamplingParams) -> list[str]:
@@ -104,7 +105,7 @@ class RolloutLoop:
         )
         self._finished: Outbox[bytes] = Outbox(lambda groups: queue.put(groups, now_s()))
         self._drops: Outbox[tuple[str, str]] = Outbox(queue.drop)
-        self._places = asyncio.Semaphore(derived.max_concurrent_groups)
+        self._places = Places(derived.concurrent_samples, config.rollout.max_concurrent_groups)
         self._under_way: dict[str, _UnderWay] = {}
         self._upcoming: dict[str, tuple[Prompt, list[PartialSample]]] = {}  # those to be issued next, in order
         self._drops_in_a_row: Counter[str] = Counter()
@@ -179,11 +180,7 @@ class RolloutLoop:
     async def _issue(self, groups: asyncio.TaskGroup) -> bool:
         """Until the prompts end (True) or the queue is closed (False)."""
         while True:
-            await self._places.acquire()
-            wanted = 1
-            while not self._places.locked():
-                await self._places.acquire()
-                wanted += 1
+            wanted = await self._places.free(self._config.rollout.n)
             while len(self._upcoming) < wanted and (prompt := next(self._prompts, None)) is not None:
                 self._upcoming[prompt.uid] = prompt, self._new_samples()
             if not self._upcoming:
@@ -195,26 +192,25 @@ class RolloutLoop:
             if issued == 0:
                 return False
             for prompt, samples in asked[:issued]:
-                if self._upcoming.pop(prompt.uid, None):
+                if self._upcoming.pop(prompt.uid, None):  # else it is overdue meanwhile
                     self._start(groups, prompt, samples)
-                else:  # overdue meanwhile
-                    self._places.release()
-            for _ in range(wanted - issued):
-                self._places.release()
 
     def _start(self, groups: asyncio.TaskGroup, prompt: Prompt, samples: list[PartialSample]) -> None:
-        """The group holds the place that was acquired for it until its samples are generated."""
-        group = self._under_way[prompt.uid] = _UnderWay(samples, [s.news for s in samples])
+        """The group's samples have their places until they are generated."""
+        group = self._under_way[prompt.uid] = _UnderWay(samples, [s.news for s in samples], len(samples))
+        self._places.take(group.generating)
         group.task = groups.create_task(self._group(prompt, group))
         group.task.add_done_callback(lambda _: self._end(prompt.uid))
 
     def _end(self, uid: str) -> None:
-        self._vacate(self._under_way.pop(uid))
+        group = self._under_way.pop(uid)
+        if group.generating:
+            self._leave(group, group.generating)
 
-    def _vacate(self, group: _UnderWay) -> None:
-        if group.place:
-            group.place = False
-            self._places.release()
+    def _leave(self, group: _UnderWay, samples: int = 1) -> None:
+        """So many of its samples have ended."""
+        group.generating -= samples
+        self._places.leave(samples, groups=int(not group.generating))
 
     # -- what is under way -----------------------------------------------------------------------------------------
 
@@ -253,9 +249,8 @@ class RolloutLoop:
         tokens = self._maker.tokenizer.encode(prompt)
         one_version = not self._config.async_training.partial_rollout
         task = Task(prompt, tokens, self._sampling, name=prompt.uid, key=prompt.uid, one_version=one_version)
-        made = await self._maker.make(task, group.samples)
+        made = await self._maker.make(task, group.samples, ended=lambda: self._leave(group))
         generated_s = now_s()
-        self._vacate(group)
         judged = await self._maker.score(prompt, [_trainable(s) for s in made])
         failed = [s for s in judged if isinstance(s, Failed)]
         samples = [s for s in judged if isinstance(s, Sample)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,14 +74,23 @@ class SampleMaker:
         self._rewards = rewards
         self._recorder = recorder
 
-    async def make(self, task: Task, partials: Sequence[PartialSample]) -> list[Sample | Failed]:
-        """One sample for each of ``partials``, from what it has so far."""
+    async def make(
+        self, task: Task, partials: Sequence[PartialSample], ended: Callable[[], None] = lambda: None
+    ) -> list[Sample | Failed]:
+        """One sample for each of ``partials``, from what it has so far; ``ended`` is called whenever one is made."""
         if len(task.tokens) > self._max_prompt_tokens:
             message = (
                 f"prompt of {len(task.tokens)} tokens, at most {self._max_prompt_tokens} leave room for the response"
             )
             return [Failed("prompt_too_long", message)] * len(partials)
-        return await asyncio.gather(*(self._sample(task, index, partial) for index, partial in enumerate(partials)))
+
+        async def one(index: int, partial: PartialSample) -> Sample | Failed:
+            try:
+                return await self._sample(task, index, partial)
+            finally:
+                ended()
+
+        return await asyncio.gather(*(one(index, partial) for index, partial in enumerate(partials)))
 
     async def score(self, prompt: Prompt, made: Sequence[Sample | Failed]) -> list[Sample | Failed]:
         """The samples with their rewards and metrics; one whose reward cannot be had becomes a failed one."""

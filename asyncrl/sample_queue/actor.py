@@ -23,7 +23,7 @@ GONE_WITHIN_S = 20.0  # the process of a queue that was killed, and with it its 
 @ray.remote
 class SampleQueueActor(Watched):
     """``lease`` returns two objects, so that the driver can pass the payload on to the ranks without reading it.
-    ``about``: more of the run, for readers of the ledger.
+    ``about``: more of the run, for readers of the ledger. ``backoff_s``: to wait before a new start.
 
     Ray starts it anew when its process dies, with the same arguments, and makes the calls again that had no answer:
     the journal in ``folder`` holds all that it knew, and every call may be repeated."""
@@ -37,8 +37,11 @@ class SampleQueueActor(Watched):
         order: Order = "fifo",
         overdue: Overdue = "wait",
         about: Mapping[str, str] | None = None,
+        backoff_s: float = 0.0,
     ) -> None:
         self._problem: Exception | None = None
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            time.sleep(backoff_s)  # Ray itself starts it again at once
         admission = Admission(groups_per_version, Fraction(*threshold), total_groups)
         meta: dict[str, str | int | float] = {
             "groups_per_version": groups_per_version,
@@ -124,4 +127,4 @@ def _opened(folder: Path, meta: Mapping[str, str | int | float]) -> Journal:
         except JournalError:
             if time.monotonic() > deadline:
                 raise
-            time.sleep(0.2)
+            time.sleep(0.2)  # flock can wait, but not for a limited time

@@ -100,15 +100,6 @@ class Recovered:
     last_uid: str | None = None
     closed: str | None = None
 
-    @property
-    def steps(self) -> dict[int, list[str]]:
-        """The uids of leased and provisionally trained groups by step, in the order of issue."""
-        steps: dict[int, list[str]] = {}
-        for group in self.groups:
-            if group.step is not None:
-                steps.setdefault(group.step, []).append(group.uid)
-        return dict(sorted(steps.items()))
-
 
 class Ledger:
     """The writing end. ``meta`` describes the run (its id, G, the threshold, …) and is written at every opening.

@@ -129,10 +129,6 @@ class CheckpointStore:
     def newest(self) -> Checkpoint | None:
         return found[-1] if (found := self.all()) else None
 
-    def oldest_step(self) -> int:
-        """The lowest step that could be restored; 0 if there is no checkpoint."""
-        return min((checkpoint.cut.step for checkpoint in self.all()), default=0)
-
     def open(self, path: Path) -> Checkpoint:
         """The checkpoint at ``path`` (it may be a link to one), with every file of it verified.
 

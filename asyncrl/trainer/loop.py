@@ -276,6 +276,8 @@ class TrainLoop:
         self._saving = self._reporting = None
         if saving is not None:  # it fails with the ranks, or becomes the checkpoint to go back to
             await asyncio.wait([saving])
+            if not saving.cancelled() and (problem := saving.exception()) is not None:
+                print(f"the checkpoint that was being written is lost: {problem}", file=sys.stderr, flush=True)
         await cancelled([task for task in (saving, reporting) if task is not None])
         await self._ranks.restart(why)
 

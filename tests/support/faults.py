@@ -101,11 +101,7 @@ def run_through(
     inputs: Path, folder: Path, *more: str, points: Sequence[str] = (), monkeypatch: pytest.MonkeyPatch
 ) -> list[FaultyRun]:
     """Run to the end, resumed as often as the driver dies, by way of all of the crash ``points`` (see crash_site)."""
-    marks = folder.parent / "marks"
-    marks.mkdir()
-    monkeypatch.setenv("PYTHONPATH", str(CRASH_SITE), prepend=os.pathsep)
-    monkeypatch.setenv("CRASH_POINTS", ",".join(points))
-    monkeypatch.setenv("CRASH_MARKS", str(marks))
+    marks = crash_at(points, folder.parent, monkeypatch)
     runs: list[FaultyRun] = []
     while not runs or runs[-1].process.returncode == KILLED:
         runs.append(run := FaultyRun(inputs, folder, *more))
@@ -117,6 +113,17 @@ def run_through(
     return runs
 
 
+def crash_at(points: Sequence[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Processes that are started from now on have these crash points; the marks of those reached are in what this
+    returns."""
+    marks = folder / "marks"
+    marks.mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(CRASH_SITE), prepend=os.pathsep)
+    monkeypatch.setenv("CRASH_POINTS", ",".join(points))
+    monkeypatch.setenv("CRASH_MARKS", str(marks))
+    return marks
+
+
 def trained_steps(folder: Path) -> int:
     """The newest step in the weights; 0 if there is no ledger yet."""
     try:
@@ -125,20 +132,26 @@ def trained_steps(folder: Path) -> int:
         return 0
 
 
-def audit(folder: Path, batches: Sequence[int], staleness_bound: int = 1) -> None:
+def audit(
+    folder: Path, batches: Sequence[int], staleness_bound: int = 1, journal: Path | None = None, in_order: bool = True
+) -> None:
     """Hold the ledger of a run that is over against what it should have done: steps of ``batches`` groups each.
 
-    Each group in the weights is there once, in the order of issue and in time; all others were dropped; and what
-    was issued are the first prompts of the order, each once."""
+    Each group in the weights is there once, in time and, unless ``in_order`` is false, in the order of issue; all
+    others were dropped; and what was issued are the first prompts of the order, each once. ``journal``: its folder, if
+    that is another one."""
+    run, folder = folder, journal or folder
     assert asyncrl.ledger.main([str(folder)]) == 0
     columns = "uid, state, step, final, trained_number - oldest_number"
     groups = _query(folder, f"SELECT {columns} FROM groups ORDER BY seq")
 
-    config = load_config(folder / "config.yaml")
+    config = load_config(run / "config.yaml")
     order = PromptOrder(load_prompts(config.data.train_files, config.data), config.seed, config.data.shuffle)
     assert [uid for uid, *_ in groups] == [prompt.uid for prompt in itertools.islice(order, len(groups))]
 
     kept = [group for group in groups if group[1] != "dropped"]
+    if not in_order:
+        kept.sort(key=lambda group: group[2] or 0)
     steps = [step for step, count in enumerate(batches, start=1) for _ in range(count)]
     assert [(state, step, final) for _, state, step, final, _ in kept] == [("trained", step, 1) for step in steps]
     assert max(staleness for *_, staleness in kept) <= staleness_bound

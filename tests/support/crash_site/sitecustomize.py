@@ -1,10 +1,12 @@
-"""Ends processes of a run as `kill -9` does, at chosen calls, without a hook in what is tested: with this folder on
-PYTHONPATH, Python imports this file whenever a process starts.
+"""Ends processes of a run as `kill -9` does, or lets the disk be full, at chosen calls, without a hook in what is
+tested: with this folder on PYTHONPATH, Python imports this file whenever a process starts.
 
-CRASH_POINTS: ``module:Class.method:before|after:n``, separated by commas. Each is where the next process dies: at the
-n-th call since the one before was reached. CRASH_MARKS: a folder with one file for each that was reached.
+CRASH_POINTS: ``module:Class.method:before|after|full:n``, separated by commas. Each is where the next process dies, or
+finds no space: at the n-th call since the one before was reached. CRASH_MARKS: a folder with one file for each that was
+reached.
 """
 
+import errno
 import functools
 import importlib.abc
 import importlib.machinery
@@ -21,11 +23,16 @@ calls: Counter[int] = Counter()
 def reach(method: str, when: str) -> None:
     """Die here, if it is time to."""
     now = len(os.listdir(os.environ["CRASH_MARKS"]))
-    if now == len(POINTS) or [f"{POINTS[now][0]}:{POINTS[now][1]}", POINTS[now][2]] != [method, when]:
+    if now == len(POINTS) or f"{POINTS[now][0]}:{POINTS[now][1]}" != method:
+        return
+    how = POINTS[now][2]
+    if when != ("before" if how == "full" else how):
         return
     calls[now] += 1
     if calls[now] == int(POINTS[now][3]):
         with open(os.path.join(os.environ["CRASH_MARKS"], str(now)), "x"):
+            if how == "full":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.kill(os.getpid(), signal.SIGKILL)
 
 
