@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from asyncrl.config.checks import local_cpus
 from asyncrl.config.load import ConfigError
 from asyncrl.config.schema import Config
+from asyncrl.param_sync.transports.choose import Place, TransportError, choose
 from asyncrl.preflight import Preflight
 from asyncrl.ray_client import ActorClient, RestartableClient
 from asyncrl.rollouter.actors import EngineReplicaActor, RollouterActor, SyncedReplica
@@ -33,6 +34,7 @@ from asyncrl.telemetry.recorder import Batch
 from asyncrl.trainer.actors import QueueOfRay, RankGroup, TrainerRankActor
 
 CALLS_AT_ONCE = 1000  # of one actor: most of them wait on a condition
+BESIDE_TRAINERS_S = 5.0  # to find room for the replicas on the trainers' machine
 CLOSING_S = 3.0  # for an actor to close by itself
 OBJECT_STORE_BYTES = 512 * 1024 * 1024  # of a cluster started here: batches pass through it, nothing stays
 
@@ -79,9 +81,8 @@ class Cluster:
             "trainer", {"CPU": config.ray.cpus_per_rank}, config.trainer.ranks, config.trainer.device
         )
         await self._placed(trainers, "trainer")
-        beside = {"CPU": config.ray.cpus_per_replica, _machine_of(trainers): 0.001}
-        rollouts = self._reserve("rollout", beside, config.rollout.replicas, config.rollout.engine.device)
-        await self._placed(rollouts, "rollout")
+        rollouts = await self._reserve_rollouts(config, _machine_of(trainers))
+        config = _with_transport(config, trainers, rollouts)
         self.rank_names = [f"trainer/{i}" for i in range(config.trainer.ranks)]
         self.replica_names = [f"replica/{i}" for i in range(config.rollout.replicas)]
         self._config, self._trainers, self._rollouts = config, trainers, rollouts
@@ -231,6 +232,7 @@ class Cluster:
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
             _temp_dir=self._config.ray.temp_dir or None,
+            _system_config={"worker_niceness": 0},  # at Ray's 15, the pools would get what other programs leave
             **common,
         )
 
@@ -247,11 +249,27 @@ class Cluster:
             rollout=replace(config.rollout, engine=replace(engine, device=resolve(engine.device))),
         )
 
-    def _reserve(self, pool: str, bundle: dict[str, float], count: int, device: str) -> PlacementGroup:
+    async def _reserve_rollouts(self, config: Config, trainers_machine: str) -> PlacementGroup:
+        """On the machine of the trainers if it has room; else elsewhere, if the transport reaches so far."""
+        wants, transport = {"CPU": config.ray.cpus_per_replica}, config.param_sync.transport
+        replicas, device = config.rollout.replicas, config.rollout.engine.device
+        if transport not in ("auto", "shared_memory"):
+            group = self._reserve("rollout", wants, replicas, device, "PACK")
+        else:
+            group = self._reserve("rollout", wants | {trainers_machine: 0.001}, replicas, device)
+            if transport == "auto" and not await asyncio.to_thread(group.wait, BESIDE_TRAINERS_S):
+                remove_placement_group(group)
+                self._groups.remove(group)
+                group = self._reserve("rollout", wants, replicas, device, "PACK")
+        await self._placed(group, "rollout")
+        return group
+
+    def _reserve(
+        self, pool: str, bundle: dict[str, float], count: int, device: str, strategy: str = "STRICT_PACK"
+    ) -> PlacementGroup:
         if device == "cuda":
             bundle = bundle | {"GPU": 1.0}
-        # the one transport there is, shared memory, joins processes of one machine
-        group = placement_group([bundle] * count, strategy="STRICT_PACK", name=f"asyncrl-{self._config.name}-{pool}")
+        group = placement_group([bundle] * count, strategy=strategy, name=f"asyncrl-{self._config.name}-{pool}")
         self._groups.append(group)
         return group
 
@@ -266,7 +284,7 @@ class Cluster:
                     wants[resource] = wants.get(resource, 0) + amount
         free = ray.available_resources()
         short = ", ".join(f"{v:g} {k} (free: {free.get(k, 0):g})" for k, v in wants.items())
-        raise PlacementError(f"the {pool} pool was not placed within {limit_s:g} s: it wants {short} on one machine")
+        raise PlacementError(f"the {pool} pool was not placed within {limit_s:g} s: it wants {short}")
 
     def _check(self, engine: Capabilities) -> None:
         pair = (self._preflight.derived.pause, self._config.param_sync.kv)
@@ -302,6 +320,26 @@ class Cluster:
     def _actor_name(self, role: str) -> str:
         """Readable in Ray's dashboard, and unique where several runs share a cluster."""
         return f"asyncrl/{self._config.name}/{os.getpid()}/{role}"
+
+
+def _with_transport(config: Config, trainers: PlacementGroup, rollouts: PlacementGroup) -> Config:
+    """Raises ConfigError if the transport does not join the places that the pools have got."""
+    try:
+        transport, why = choose(
+            config.param_sync.transport,
+            _places(trainers, config.trainer.device, "trainer"),
+            _places(rollouts, config.rollout.engine.device, "rollout"),
+        )
+    except TransportError as e:
+        raise ConfigError([str(e)]) from None
+    print(f"param_sync: weights travel by {transport} ({why})", flush=True)
+    return replace(config, param_sync=replace(config.param_sync, transport=transport))
+
+
+def _places(group: PlacementGroup, device: str, pool: str) -> list[Place]:
+    """Where each bundle is. Ray gives every bundle a GPU of its own."""
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    return [Place(node, f"{pool}/{bundle}" if device == "cuda" else None) for bundle, node in nodes.items()]
 
 
 def _machine_of(group: PlacementGroup) -> str:

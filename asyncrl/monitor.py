@@ -109,6 +109,10 @@ class Monitor:
             groups = [Group.from_buffer(b) for b in await self._watched.ranks.first_groups(k)]
             self._hub.trajectories(sampled_rows(progress.step, groups, self._decode, k))
         values = dict(metrics) | await self._window_metrics() | await self._watched.queue.stats()
+        if (paused_s := metrics.get("param_sync/paused_total_s")) is not None:
+            generating_s = len(self._watched.replica_names) * values["perf/step_s"] - paused_s
+            rate = values["perf/rollout_tokens_per_s"] * values["perf/step_s"] / max(generating_s, 1e-9)
+            values["param_sync/tokens_not_generated"] = rate * paused_s
         values["perf/trainer_tokens_per_s"] = metrics.get("trainer/tokens", 0.0) / values["perf/step_s"]
         values["fully_async/version"] = progress.version.number
         self._hub.metrics(progress.step, values)

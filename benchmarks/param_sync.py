@@ -1,36 +1,50 @@
-"""How fast weights travel: `python -m benchmarks.param_sync`. Ends with one line of JSON.
+"""How fast weights travel, and how long generation pauses for them: `python -m benchmarks.param_sync`. Ends with one
+line of JSON.
 
-Two processes with one thread each; what is compared is measured in turn and the best of all rounds counts, so that
-the ratios mean something on a machine that does other work too.
+Processes with one thread each on this machine; what is compared is measured in turns, and medians count.
 
-- ``shm_fraction_of_memcpy``: throughput of a transfer into live parameters, tensor digests included, over that of one
-  ``memcpy`` of as many bytes; ``…_checksummed``: with the checksum of every bucket on both sides as well.
+- ``shm_fraction_of_memcpy``: throughput of a transfer over shared memory into live parameters, tensor digests included,
+  over that of one ``memcpy`` of as many bytes; ``…_checksummed``: with the checksum of every bucket on both sides too.
 - ``bucketed_over_per_tensor``: a transfer of many small tensors in buckets against one bucket for each tensor.
+- ``gloo_fraction_of_broadcast``: a transfer over gloo, over a bare gloo broadcast of one flat tensor of that size.
+- ``rolling_pause_ratio``: the pause of a replica when four change over one by one, over that of one alone. The sender
+  writes the weights once, however many replicas there are.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import multiprocessing
 import os
+import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
 from multiprocessing.connection import Connection
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from asyncrl.param_sync.digest import dtype_name
+from asyncrl.config.schema import DeadlinesConfig, ParamSyncConfig
+from asyncrl.param_sync.digest import digest_tensors, dtype_name
+from asyncrl.param_sync.endpoint import ReplicaEndpoint
+from asyncrl.param_sync.fleet import Fleet
 from asyncrl.param_sync.live_receiver import LiveViewReceiver
-from asyncrl.param_sync.manifest import Manifest, TensorSpec
-from asyncrl.param_sync.sender import Sender, SendPlan
-from asyncrl.param_sync.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
+from asyncrl.param_sync.manifest import Manifest, Role, TensorSpec
+from asyncrl.param_sync.sender import Sender, SendPlan, SendReport
+from asyncrl.param_sync.session import SyncReport, SyncSession
+from asyncrl.param_sync.transports.choose import make_reader, make_writer
 from asyncrl.sample import PolicyVersion
+from benchmarks.remote import Remote
 
 Tensors = dict[str, torch.Tensor]
 MIB = 1024 * 1024
+HOST = "127.0.0.1"
 
 
 def large_and_small(total_bytes: int) -> Tensors:
@@ -52,12 +66,15 @@ def manifest_of(tensors: Tensors) -> Manifest:
     return Manifest(tuple(TensorSpec(n, dtype_name(t), tuple(t.shape)) for n, t in tensors.items()))
 
 
-def receive_forever(pipe: Connection, manifest: Manifest) -> None:
+# -- one sender, one replica -------------------------------------------------------------------------------------------
+
+
+def receive_forever(pipe: Connection, transport: str, manifest: Manifest) -> None:
     """A replica without an engine: joins a session for each address and session id that comes over the pipe."""
     torch.set_num_threads(1)
     live = {t.name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in manifest}
     receiver = LiveViewReceiver(live, {}, on_commit=lambda version: None)
-    reader = SharedMemoryReader("replica/0")
+    reader = make_reader(transport, "replica/0")
     with contextlib.suppress(EOFError):
         while True:
             session, address = pipe.recv()
@@ -73,14 +90,10 @@ def receive_forever(pipe: Connection, manifest: Manifest) -> None:
 class Link:
     """A sender here and a receiver in a process of its own."""
 
-    def __init__(self, tensors: Tensors, bucket_bytes: int) -> None:
+    def __init__(self, transport: str, tensors: Tensors, bucket_bytes: int) -> None:
         self._tensors, self._manifest = tensors, manifest_of(tensors)
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=receive_forever, args=(theirs, self._manifest), daemon=True)
-        self._process.start()
-        theirs.close()
-        self._sender = Sender("trainer/0", SharedMemoryWriter(0, bucket_bytes))
+        self._pipe, self._process = started(receive_forever, transport, self._manifest)
+        self._sender = Sender("trainer/0", make_writer(transport, 0, bucket_bytes, HOST))
         self._session = 0
 
     def transfer_s(self, checksum: bool) -> float:
@@ -90,10 +103,10 @@ class Link:
         assert self._pipe.recv() == "ready"
         version = PolicyVersion(0, self._session)
         plan = SendPlan(f"s{self._session}", version, self._manifest, ("replica/0",), 60, 60, checksum)
-        started = time.perf_counter()
+        began = time.perf_counter()
         self._sender.open(plan)
         report = self._sender.send(iter(self._tensors.items()))
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - began
         assert report.nbytes == self._manifest.nbytes
         assert not report.dropped
         return seconds
@@ -104,32 +117,164 @@ class Link:
         self._sender.close()
 
 
+def started(target: Callable[..., None], *args: object) -> tuple[Connection, multiprocessing.process.BaseProcess]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, *args), daemon=True)
+    process.start()
+    theirs.close()
+    return ours, process
+
+
+def receive_broadcasts(pipe: Connection, port: int, nbytes: int) -> None:
+    torch.set_num_threads(1)
+    group, flat = gloo_pair(port, rank=1), torch.zeros(nbytes, dtype=torch.uint8)
+    with contextlib.suppress(EOFError):
+        while True:
+            pipe.recv()
+            broadcast(group, flat)
+            pipe.send("received")
+
+
+def gloo_pair(port: int, rank: int) -> dist.ProcessGroupGloo:
+    store = dist.TCPStore(HOST, port, is_master=False, wait_for_workers=False)
+    return dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
+
+
+def broadcast(group: dist.ProcessGroupGloo, flat: torch.Tensor) -> None:
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    group.broadcast([flat], options).wait()
+
+
+class Broadcast:
+    """A bare gloo broadcast of one flat tensor between two processes."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        self._pipe, self._process = started(receive_broadcasts, self._store.port, nbytes)
+        self._group, self._flat = gloo_pair(self._store.port, rank=0), torch.ones(nbytes, dtype=torch.uint8)
+
+    def seconds(self) -> float:
+        self._pipe.send("now")
+        began = time.perf_counter()
+        broadcast(self._group, self._flat)
+        assert self._pipe.recv() == "received"
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join()
+
+
+# -- replicas that change over one by one ------------------------------------------------------------------------------
+
+
+class Weights:
+    """An engine that holds weights and generates nothing."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._views = {t.name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in manifest}
+        self._receiver = LiveViewReceiver(self._views, {}, on_commit=lambda version: None)
+
+    async def pause(self, mode: str, deadline_s: float) -> int:
+        return 0
+
+    async def resume(self, version: PolicyVersion) -> None: ...
+    async def release_kv(self) -> int:
+        return 0
+
+    async def restore_kv(self) -> None: ...
+    async def flush_kv(self) -> None: ...
+    def receivers(self) -> list[LiveViewReceiver]:
+        return [self._receiver]
+
+    async def digest(self, role: Role) -> str:
+        return digest_tensors(self._views.items() if role == "target" else [])
+
+
+def replica(name: str, manifest: Manifest) -> ReplicaEndpoint:
+    return ReplicaEndpoint(name, Weights(manifest), make_reader("shared_memory", name))
+
+
+class Rank:
+    """Sends the same weights at every version."""
+
+    def __init__(self, mib: int, bucket_bytes: int) -> None:
+        self._tensors = large_and_small(mib * MIB)
+        self._sender = Sender("trainer/0", make_writer("shared_memory", 0, bucket_bytes, HOST))
+
+    async def manifest(self) -> Manifest:
+        return manifest_of(self._tensors)
+
+    async def address(self) -> object:
+        return self._sender.address
+
+    async def send(self, plan: SendPlan) -> SendReport:
+        def send() -> SendReport:
+            self._sender.open(plan)
+            return self._sender.send(iter(self._tensors.items()))
+
+        return await asyncio.to_thread(send)
+
+    async def abort(self, session: str) -> None:
+        self._sender.abort(session)
+
+
+async def rolling(replicas: int, mib: int, bucket_bytes: int, rounds: int) -> list[SyncReport]:
+    deadlines = DeadlinesConfig(**{f"{phase}_s": 60.0 for phase in "plan pause unload transfer verify".split()})
+    config = replace(ParamSyncConfig(), pause="abort", staging="full", rollout_update="rolling", deadlines=deadlines)
+    rank, fleet = Remote(Rank, mib, bucket_bytes), Fleet()
+    manifest = await rank.manifest()
+    remotes = {f"replica/{i}": Remote(replica, f"replica/{i}", manifest) for i in range(replicas)}
+    for name, remote in remotes.items():
+        fleet.add(name, remote)
+    reports = []
+    for number in range(rounds + 1):
+        session = SyncSession({"trainer/0": rank}, fleet, config)
+        reports.append(await session.run(PolicyVersion(0, number)))
+        assert not reports[-1].evicted
+        assert reports[-1].nbytes == manifest.nbytes
+    for remote in (rank, *remotes.values()):
+        remote.end()
+    return reports[1:]
+
+
+def pause_s(reports: list[SyncReport]) -> float:
+    """The median over sessions and replicas."""
+    return statistics.median(seconds for report in reports for seconds in report.paused_s.values())
+
+
+# -- all of it ---------------------------------------------------------------------------------------------------------
+
+
 def timed(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
+    began = time.perf_counter()
     work()
-    return time.perf_counter() - started
+    return time.perf_counter() - began
 
 
-def best(rounds: int, *measure: Callable[[], float]) -> list[float]:
-    """The least of each measure over ``rounds``, in turn, after one round to warm up."""
+def medians(rounds: int, *measure: Callable[[], float]) -> list[float]:
+    """The median of each measure over ``rounds``, in turns, after one round to warm up."""
     times = [[run() for run in measure] for _ in range(rounds + 1)]
-    return [min(column) for column in zip(*times[1:])]
+    return [statistics.median(column) for column in zip(*times[1:], strict=True)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=256, help="bytes of the large transfer")
     parser.add_argument("--bucket-mib", type=int, default=4)
+    parser.add_argument("--gloo-bucket-mib", type=int, default=32)
     parser.add_argument("--tensors", type=int, default=5000, help="tensors of the small transfer, 4 KiB each")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=11)
     args = parser.parse_args()
     torch.set_num_threads(1)
 
     tensors, bucket_bytes = large_and_small(args.mib * MIB), args.bucket_mib * MIB
     nbytes = manifest_of(tensors).nbytes
     source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
-    link = Link(tensors, bucket_bytes)
-    memcpy_s, plain_s, checked_s = best(
+    link = Link("shared_memory", tensors, bucket_bytes)
+    memcpy_s, plain_s, checked_s = medians(
         args.rounds,
         lambda: timed(lambda: np.copyto(target, source)),
         lambda: link.transfer_s(checksum=False),
@@ -139,12 +284,21 @@ def main() -> None:
 
     small = many(args.tensors, 1024)
     small_bytes = manifest_of(small).nbytes
-    bucketed, single = Link(small, bucket_bytes), Link(small, 4096)  # a bucket of a tensor's size holds just one
-    bucketed_s, single_s = best(
+    bucketed = Link("shared_memory", small, bucket_bytes)
+    single = Link("shared_memory", small, 4096)  # a bucket of a tensor's size holds just one
+    bucketed_s, single_s = medians(
         args.rounds, lambda: bucketed.transfer_s(checksum=True), lambda: single.transfer_s(checksum=True)
     )
     bucketed.close()
     single.close()
+
+    gloo, bare = Link("gloo", tensors, args.gloo_bucket_mib * MIB), Broadcast(nbytes)
+    gloo_s, bare_s = medians(args.rounds, lambda: gloo.transfer_s(checksum=False), bare.seconds)
+    gloo.close()
+    bare.close()
+
+    counts = (1, 2, 4)
+    pauses = [pause_s(asyncio.run(rolling(n, args.mib, bucket_bytes, args.rounds))) for n in counts]
 
     rows = [
         (f"memcpy, {nbytes / MIB:.0f} MiB", nbytes, memcpy_s),
@@ -152,8 +306,11 @@ def main() -> None:
         ("shared memory, digests and checksums", nbytes, checked_s),
         (f"{args.tensors} tensors of 4 KiB, bucketed", small_bytes, bucketed_s),
         (f"{args.tensors} tensors of 4 KiB, one call each", small_bytes, single_s),
+        ("bare gloo broadcast", nbytes, bare_s),
+        ("gloo, digests", nbytes, gloo_s),
+        *((f"pause of a replica, {n} rolling", nbytes, seconds) for n, seconds in zip(counts, pauses, strict=True)),
     ]
-    print(f"{os.cpu_count()} cores, buckets of {args.bucket_mib} MiB, best of {args.rounds} rounds\n")
+    print(f"{os.cpu_count()} cores, buckets of {args.bucket_mib} MiB, medians of {args.rounds} rounds\n")
     print(f"{'':42}{'ms':>10}{'GB/s':>10}")
     for name, size, seconds in rows:
         print(f"{name:42}{seconds * 1e3:10.1f}{size / seconds / 1e9:10.2f}")
@@ -161,6 +318,8 @@ def main() -> None:
         "shm_fraction_of_memcpy": memcpy_s / plain_s,
         "shm_fraction_of_memcpy_checksummed": memcpy_s / checked_s,
         "bucketed_over_per_tensor": single_s / bucketed_s,
+        "gloo_fraction_of_broadcast": bare_s / gloo_s,
+        "rolling_pause_ratio": pauses[-1] / pauses[0],
     }
     print("\n" + json.dumps({name: round(value, 3) for name, value in figures.items()}))
 

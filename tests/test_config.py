@@ -137,6 +137,8 @@ def test_memory_is_at_most_what_the_machine_has():
 
 def test_pause_and_kv_must_fit_each_other_and_partial_rollout(files):
     assert "param_sync.kv" in problems([*files, "param_sync.pause=keep", "param_sync.kv=unload"])[0]
+    (rolling,) = problems([*files, "param_sync.rollout_update=rolling"])
+    assert "expected param_sync.staging full, found bucket" in rolling
     assert problems([*files, "param_sync.kv=keep"]) == [
         "param_sync.kv: keep does not go with pause abort in the native engine; expected one of recompute, unload"
     ]

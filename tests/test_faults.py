@@ -142,22 +142,26 @@ def test_a_full_disk_ends_the_run_with_the_reason_and_costs_nothing(start, tmp_p
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    ("mode", "in_order"),
+    ("mode", "held_to"),
     [
-        (["async_training.queue_policy=ready_first"], False),
-        (["async_training.partial_rollout=false"], True),
-        (["async_training.trigger_parameter_sync_step=2", "async_training.staleness_threshold=0.5"], True),
+        (["async_training.queue_policy=ready_first"], {"in_order": False}),
+        (["async_training.partial_rollout=false"], {}),
+        (
+            ["async_training.trigger_parameter_sync_step=2", "async_training.staleness_threshold=0.5"],
+            {"steps_per_version": 2},
+        ),
+        (["param_sync.staging=full"], {}),
     ],
-    ids=["ready first", "whole samples", "two steps a version"],
+    ids=["ready first", "whole samples", "two steps a version", "a host copy"],
 )
-def test_in_every_mode_processes_may_die(start, tmp_path, mode, in_order):
+def test_in_every_mode_processes_may_die(start, tmp_path, mode, held_to):
     steps = 20
     run = start(f"trainer.total_steps={steps}", *mode)
     for step, kind in ((3, "replica"), (6, "queue"), (9, "rollouter"), (12, "rank")):
         run.until_trained(step)
         run.kill(kind)
     assert run.wait() == 0, run.text
-    audit(tmp_path / "run", [BATCH] * steps, in_order=in_order)
+    audit(tmp_path / "run", [BATCH] * steps, **held_to)
 
 
 # -- the long form -----------------------------------------------------------------------------------------------------

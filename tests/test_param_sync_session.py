@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -39,18 +40,25 @@ def digests(number):
     return {role: digest(weights(number), role) for role in ("target", "draft")}
 
 
-async def test_all_replicas_come_to_the_new_version_bit_exact():
+BUCKET = {"staging": "bucket"}
+FULL = {"staging": "full"}
+ROLLING = {"staging": "full", "rollout_update": "rolling"}
+
+
+@pytest.mark.parametrize("how", [BUCKET, FULL, ROLLING], ids=["bucket", "full", "rolling"])
+async def test_all_replicas_come_to_the_new_version_bit_exact(how):
+    phases = set(PHASES) - ({"load"} if how is BUCKET else set())
     async with processes(2) as (ranks, replicas):
         fleet, recorder = fleet_of(replicas), Recorder("driver")
         assert fleet.routable == {}
-        report = await sync(ranks, fleet, 1, recorder=recorder)
+        report = await sync(ranks, fleet, 1, config(**how), recorder)
         assert fleet.routable == dict.fromkeys(replicas, version(1))
         assert report.digests == digests(1)
         assert report.nbytes == sum(t.nbytes for t in weights(1).values())
         assert report.evicted == {}
         assert report.paused_s.keys() == replicas.keys()
-        assert report.seconds.keys() == set(PHASES)
-        assert {span.name for span in recorder.drain().spans} == {f"sync/{phase}" for phase in PHASES}
+        assert report.seconds.keys() == phases
+        assert {span.name for span in recorder.drain().spans} == {f"sync/{phase}" for phase in phases}
         for replica in replicas.values():
             seen = await replica.look()
             assert seen["digests"] == digests(1)
@@ -72,11 +80,12 @@ async def test_pause_and_kv_are_as_configured(pause, kv, calls):
         assert seen["digests"] == digests(1)
 
 
-async def test_several_senders_share_a_session():
+@pytest.mark.parametrize("how", [BUCKET, ROLLING], ids=["bucket", "rolling"])
+async def test_several_senders_share_a_session(how):
     async with processes(2, shares=(slice(0, 5), slice(5, None))) as (ranks, replicas):
         fleet = fleet_of(replicas)
         for number in (1, 2):
-            assert (await sync(ranks, fleet, number)).digests == digests(number)
+            assert (await sync(ranks, fleet, number, config(**how))).digests == digests(number)
         assert fleet.routable == dict.fromkeys(replicas, version(2))
 
 
@@ -98,6 +107,93 @@ async def test_closing_gives_back_memory_and_descriptors():
         for remote in everyone:
             await remote.close()
             assert segments(remote.process.pid) == []
+
+
+# -- staging full ------------------------------------------------------------------------------------------------------
+
+
+async def test_with_a_host_copy_replicas_generate_during_the_transfer_and_the_senders_are_free_after_it():
+    async with processes(2) as (ranks, replicas):
+        fleet, sent = fleet_of(replicas), asyncio.Event()
+        await sync(ranks, fleet, 1, config(**ROLLING))
+        await ranks[0].set(hold_at=9)
+        session = SyncSession({"trainer/0": ranks[0]}, fleet, config(**ROLLING), on_sent=sent.set)
+        running = asyncio.create_task(session.run(version(2)))
+        await ranks[0].held()
+        before = [(await replica.look())["calls"] for replica in replicas.values()]
+        assert all(calls[-1] == "resume 0.1" for calls in before)  # nothing is paused
+        replicas["replica/1"].signal(signal.SIGSTOP)
+        await ranks[0].release()
+        await asyncio.wait_for(sent.wait(), 10)  # a replica that does not read holds no sender up
+        replicas["replica/1"].signal(signal.SIGCONT)
+        report = await running
+        assert report.evicted == {}
+        assert fleet.routable == dict.fromkeys(replicas, version(2))
+
+
+async def test_rolling_replicas_change_over_one_after_the_other():
+    async with processes(3) as (ranks, replicas):
+        recorder = Recorder("driver")
+        await sync(ranks, fleet_of(replicas), 1, config(**ROLLING), recorder)
+        spans = recorder.drain().spans
+        paused = sorted((s.start_s, s.end_s, s.args["who"]) for s in spans if s.name == "sync/pause")
+        resumed = sorted((s.start_s, s.end_s, s.args["who"]) for s in spans if s.name == "sync/resume")
+        assert [who for *_, who in paused] == [who for *_, who in resumed] == sorted(replicas)
+        for (_, end_s, _), (start_s, _, _) in zip(resumed[:-1], paused[1:], strict=True):
+            assert end_s <= start_s
+
+
+async def test_a_sender_that_dies_in_the_transfer_leaves_the_old_version_serving():
+    async with processes(2) as (ranks, replicas):
+        fleet = fleet_of(replicas)
+        await sync(ranks, fleet, 1, config(**FULL))
+        await ranks[0].set(hold_at=9)
+        session = asyncio.create_task(sync(ranks, fleet, 2, config(**FULL)))
+        await ranks[0].held()
+        ranks[0].signal(signal.SIGKILL)
+        with pytest.raises(SyncError, match=r"sync phase transfer, trainer/0, version 0.2"):
+            await session
+        assert fleet.routable == dict.fromkeys(replicas, version(1))
+        for replica in replicas.values():
+            seen = await replica.look()
+            assert (seen["digests"], seen["calls"][-1]) == (digests(1), "resume 0.1")
+        async with processes(0) as (fresh, _):
+            await sync(fresh, fleet, 3, config(**FULL))
+        assert fleet.routable == dict.fromkeys(replicas, version(3))
+
+
+async def test_a_replica_that_dies_while_it_changes_over_is_evicted_and_the_others_go_on():
+    async with processes(3) as (ranks, replicas):
+        fleet = fleet_of(replicas)
+        await sync(ranks, fleet, 1, config(**ROLLING))
+        replicas["replica/1"].signal(signal.SIGKILL)
+        report = await sync(ranks, fleet, 2, config(**ROLLING))
+        assert report.evicted.keys() == {"replica/1"}
+        assert fleet.routable == {"replica/0": version(2), "replica/2": version(2)}
+
+
+async def test_a_copy_is_read_again_only_in_its_own_session():
+    """A stopped replica wakes when the memory that its copy was in holds a later version."""
+    async with processes(2) as (ranks, replicas):
+        fleet, late = fleet_of(replicas), replicas["replica/1"]
+        await sync(ranks, fleet, 1, config(**ROLLING))
+        sent = asyncio.Event()
+        settings = hurried(pause_s=0.5, **{f"{p}_s": 5.0 for p in ("plan", "transfer", "resume", "reload")})
+        settings = replace(settings, **ROLLING)
+        session = SyncSession({"trainer/0": ranks[0]}, fleet, settings, on_sent=sent.set)
+        running = asyncio.create_task(session.run(version(2)))
+        await sent.wait()
+        late.signal(signal.SIGSTOP)
+        report = await running
+        assert report.evicted.keys() <= {"replica/1"}
+        await sync(ranks, fleet, 3, replace(settings, deadlines=replace(settings.deadlines, plan_s=1.0)))
+        late.signal(signal.SIGCONT)
+        for step in (late.load, late.verify):
+            with pytest.raises(SyncError):
+                await step(report.session)
+        assert (await sync(ranks, fleet, 4, config(**ROLLING))).evicted == {}
+        assert fleet.routable == dict.fromkeys(replicas, version(4))
+        assert (await late.look())["digests"] == digests(4)
 
 
 def segments(pid):
@@ -172,7 +268,7 @@ async def test_a_stopped_replica_costs_its_deadline_and_changes_nothing_when_it_
         assert (await late.look())["digests"] == digests(3)
 
 
-async def test_a_replica_that_stops_after_the_transfer_holds_nobody_up():
+async def test_a_replica_that_is_stopped_before_the_session_holds_nobody_up():
     async with processes(2) as (ranks, replicas):
         fleet = fleet_of(replicas)
         await sync(ranks, fleet, 1)

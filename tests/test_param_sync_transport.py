@@ -1,9 +1,12 @@
-"""The shared-memory transport by itself: a writer in a thread, readers beside it."""
+"""Each transport by itself: a writer in a thread, readers beside it."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -11,17 +14,62 @@ import torch
 
 from asyncrl.param_sync.buckets import pack
 from asyncrl.param_sync.errors import SyncError
-from asyncrl.param_sync.transports.base import NoReaders
+from asyncrl.param_sync.transports.base import BucketReader, BucketWriter, NoReaders
+from asyncrl.param_sync.transports.collective import CollectiveWriter
+from asyncrl.param_sync.transports.collective_reader import CollectiveReader
 from asyncrl.param_sync.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
 
 TENSORS = {f"t{i}": torch.full((16,), float(i)) for i in range(10)}  # one to a bucket of 64 bytes
 
 
+class Transport(NamedTuple):
+    """``connection``: one to a writer that says nothing."""
+
+    writer: Callable[[int, int], BucketWriter]
+    reader: Callable[[str], BucketReader]
+    connection: Callable[[Any], socket.socket]
+
+
+def unix_connection(address):
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect("\0" + address.socket)
+    return sock
+
+
+TRANSPORTS = {
+    "shared_memory": Transport(SharedMemoryWriter, SharedMemoryReader, unix_connection),
+    "gloo": Transport(
+        lambda sender, bucket_bytes: CollectiveWriter(sender, bucket_bytes, "127.0.0.1"),
+        CollectiveReader,
+        lambda address: socket.create_connection((address.host, address.port)),
+    ),
+}
+
+
+@pytest.fixture(params=list(TRANSPORTS))
+def transport(request):
+    return TRANSPORTS[request.param]
+
+
 @pytest.fixture
-def writer():
-    writer = SharedMemoryWriter(0, 100)  # rounded down to 64
+def writer(transport):
+    writer = transport.writer(0, 100)  # rounded down to 64
     yield writer
     writer.close()
+
+
+@pytest.fixture
+def reader_named(transport):
+    """Makes readers, and closes them."""
+    made = []
+
+    def make(who):
+        made.append(transport.reader(who))
+        return made[-1]
+
+    yield make
+    for reader in made:
+        reader.close()
 
 
 @pytest.fixture
@@ -37,8 +85,8 @@ def write(writer, session, readers, stall_s=20.0):
     writer.finish()
 
 
-def test_every_reader_sees_every_bucket_in_order(writer, thread):
-    readers = [SharedMemoryReader(f"r{i}") for i in range(2)]
+def test_every_reader_sees_every_bucket_in_order(writer, reader_named, thread):
+    readers = [reader_named(f"r{i}") for i in range(2)]
     with ThreadPoolExecutor(2) as others:
         for session in ("s1", "s2"):
             for reader in readers:
@@ -59,8 +107,8 @@ def test_every_reader_sees_every_bucket_in_order(writer, thread):
         lambda data: np.frombuffer(data[8:16], np.float32)[1:],
     ],
 )
-def test_a_receiver_that_keeps_a_view_into_a_bucket_is_found_out(writer, thread, view):
-    reader = SharedMemoryReader("r0")
+def test_a_receiver_that_keeps_a_view_into_a_bucket_is_found_out(writer, reader_named, thread, view):
+    reader = reader_named("r0")
     reader.connect("s", [writer.address], 5)
     done = thread.submit(write, writer, "s", ["r0"])
     with pytest.raises(SyncError, match="kept a view into a bucket"):
@@ -70,8 +118,8 @@ def test_a_receiver_that_keeps_a_view_into_a_bucket_is_found_out(writer, thread,
     assert "went away" in writer.dropped["r0"]
 
 
-def test_a_reader_of_another_session_or_without_an_invitation_is_turned_away(writer, thread):
-    late, stranger, expected = (SharedMemoryReader(who) for who in ("r0", "stranger", "r0"))
+def test_a_reader_of_another_session_or_without_an_invitation_is_turned_away(writer, reader_named, thread):
+    late, stranger, expected = (reader_named(who) for who in ("r0", "stranger", "r0"))
     late.connect("older", [writer.address], 5)
     stranger.connect("s", [writer.address], 5)
     expected.connect("s", [writer.address], 5)
@@ -83,10 +131,9 @@ def test_a_reader_of_another_session_or_without_an_invitation_is_turned_away(wri
     done.result()
 
 
-def test_who_connects_and_says_nothing_does_not_hold_the_others_up(writer, thread):
-    mute = socket.socket(socket.AF_UNIX)
-    mute.connect("\0" + writer.address.socket)
-    reader = SharedMemoryReader("r0")
+def test_who_connects_and_says_nothing_does_not_hold_the_others_up(transport, writer, reader_named, thread):
+    mute = transport.connection(writer.address)
+    reader = reader_named("r0")
     reader.connect("s", [writer.address], 5)
     done = thread.submit(write, writer, "s", ["r0"])
     assert len(list(reader.buckets(5))) == len(TENSORS)
@@ -94,8 +141,8 @@ def test_who_connects_and_says_nothing_does_not_hold_the_others_up(writer, threa
     mute.close()
 
 
-def test_a_silent_reader_is_dropped_after_the_stall_time(writer, thread):
-    reader = SharedMemoryReader("r0")
+def test_a_silent_reader_is_dropped_after_the_stall_time(writer, reader_named, thread):
+    reader = reader_named("r0")
     reader.connect("s", [writer.address], 5)
     with pytest.raises(NoReaders):
         write(writer, "s", ["r0", "absent"], stall_s=0.2)
@@ -103,8 +150,8 @@ def test_a_silent_reader_is_dropped_after_the_stall_time(writer, thread):
     assert "did not join within 0.2 s" in writer.dropped["absent"]
 
 
-def test_abort_ends_a_wait_of_either_side(writer, thread):
-    reader = SharedMemoryReader("r0")
+def test_abort_ends_a_wait_of_either_side(writer, reader_named, thread):
+    reader = reader_named("r0")
     reader.connect("s", [writer.address], 5)
     done = thread.submit(write, writer, "s", ["r0"])
     buckets = reader.buckets(5)
@@ -123,14 +170,18 @@ def test_abort_ends_a_wait_of_either_side(writer, thread):
         reading.result(timeout=5)
 
 
-def test_a_writer_that_is_gone_or_elsewhere_is_named(writer):
-    address = writer.address
-    with pytest.raises(SyncError, match="sender 0 is on another machine"):
-        SharedMemoryReader("r0").connect("s", [address._replace(machine="other")], 5)
+def test_a_sender_on_another_machine_is_named():
+    with contextlib.closing(SharedMemoryWriter(0, 64)) as writer, pytest.raises(SyncError, match="on another machine"):
+        SharedMemoryReader("r0").connect("s", [writer.address._replace(machine="other")], 5)
+
+
+def test_a_sender_that_is_gone_is_named(transport, reader_named):
+    gone = transport.writer(3, 64)
+    gone.close()
     with pytest.raises(SyncError, match="sender 3 does not listen"):
-        SharedMemoryReader("r0").connect("s", [address._replace(sender=3, socket="asyncrl-nobody")], 5)
+        reader_named("r0").connect("s", [gone.address], 5)
 
 
-def test_a_bucket_holds_at_least_one_line():
+def test_a_bucket_holds_at_least_one_line(transport):
     with pytest.raises(ValueError, match="at least 64"):
-        SharedMemoryWriter(0, 63)
+        transport.writer(0, 63)

@@ -375,7 +375,7 @@ class History:
     async def retire(self) -> bool:
         if len(self.served) < 2:
             return False
-        await self.call("retire", next(iter(self.served)))
+        await self.call("retire_before", list(self.served)[1])
         del self.served[next(iter(self.served))]
         return True
 

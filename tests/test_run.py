@@ -87,6 +87,8 @@ def test_a_run_with_two_ranks_and_two_replicas_trains_reports_and_leaves_nothing
     run = start(
         "trainer.ranks=2",
         "rollout.replicas=2",
+        "param_sync.staging=full",
+        "param_sync.rollout_update=rolling",
         "async_training.staleness_threshold=1",
         "ray.cpus_per_rank=0.25",
         "ray.cpus_per_replica=0.25",

@@ -495,7 +495,7 @@ async def test_while_an_update_rolls_each_group_counts_from_the_version_of_its_r
     await q.publish(new, rolling=True)
     on_old, on_any = await waits(q.issue(tickets("c"), old)), await waits(q.issue(tickets("d")))
     await started(q, "c", new)
-    await q.retire(old)
+    await q.retire_before(new)
     assert await on_any == 1
     assert await on_old == 1  # its replica serves the new version by now
 
@@ -510,6 +510,6 @@ async def test_a_queue_that_restarts_while_an_update_rolls_still_counts_from_the
     await q.publish(PolicyVersion(0, 1), rolling=True)
     q = queue(per_version=1, threshold="0", records=records)
     issue = await waits(q.issue(tickets("b")))
-    await q.retire(PolicyVersion(0, 0))
+    await q.retire_before(PolicyVersion(0, 1))
     assert await issue == 1
     assert await queue(per_version=1, threshold="0", records=records).issue(tickets("b")) == 1

@@ -40,8 +40,9 @@ _CHOICES = {
     "algorithm.loss_aggregation": ("token_mean", "sequence_mean"),
     "algorithm.kl_estimator": ("k1", "k2", "k3"),
     "algorithm.overlong": ("keep", "mask", "penalize"),
-    "param_sync.transport": ("auto", "shared_memory"),
-    "param_sync.staging": ("bucket",),
+    "param_sync.transport": ("auto", "shared_memory", "nccl", "gloo"),
+    "param_sync.staging": ("bucket", "full"),
+    "param_sync.rollout_update": ("all_at_once", "rolling"),
     "param_sync.pause": ("auto", "abort", "keep", "wait"),
     "param_sync.kv": ("keep", "recompute", "unload"),
     "async_training.queue_policy": ("fifo", "ready_first"),
@@ -193,6 +194,11 @@ def _problems(c: Config, cpus: int | None) -> Iterator[str]:
     for key in ("reward.function", "rollout.agent_loop"):
         if str(_get(c, key)).count(":") != 1:
             yield f"{key}: expected an import path package.module:name, found {_get(c, key)!r}"
+    if c.param_sync.rollout_update == "rolling" and c.param_sync.staging != "full":
+        yield (
+            f"param_sync.rollout_update: rolling replicas load from a copy on their host; expected param_sync.staging "
+            f"full, found {c.param_sync.staging}"
+        )
     pause = c.param_sync.pause
     if pause != "auto" and pause in ("abort", "keep") and not c.async_training.partial_rollout:
         yield (

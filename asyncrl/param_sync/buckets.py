@@ -28,11 +28,17 @@ class Filled(NamedTuple):
     checksum: int | None
 
 
+def host_bytes(bucket: Bucket) -> Any:
+    """Array uint8 [n] of the bucket's data: a view of it on the host, a copy of what lies on a device."""
+    data = bucket.data
+    return data.cpu().numpy() if isinstance(data, torch.Tensor) else np.frombuffer(data, np.uint8)
+
+
 def bucket_checksum(bucket: Bucket) -> int:
     """xxh3_64 of the bytes of the bucket's parts, in order (the gaps between them are nobody's)."""
-    h = xxhash.xxh3_64()
+    h, data = xxhash.xxh3_64(), host_bytes(bucket)
     for part in bucket.parts:
-        h.update(bucket.data[part.offset : part.offset + part.nbytes])
+        h.update(data[part.offset : part.offset + part.nbytes])
     return h.intdigest()
 
 
@@ -44,8 +50,9 @@ def pack(
 ) -> Iterator[Filled]:
     """Fill buffers with tensors, yielding each when it is full and the last one as it is.
 
-    ``next_buffer`` gives a free buffer, uint8 [capacity] on CPU, capacity a positive multiple of 64. Each tensor is
-    read before the next one is asked for. ``on_bytes`` sees every tensor's bytes in order (an empty one's once, empty).
+    ``next_buffer`` gives a free buffer, uint8 [capacity], capacity a positive multiple of 64. Each tensor is read
+    before the next one is asked for. ``on_bytes`` sees every tensor's bytes in order (an empty one's once, empty); they
+    and the checksum's bytes are copied to the host when the buffer is on a device.
     """
     filling: _Filling | None = None
     for name, tensor in items:
@@ -79,7 +86,8 @@ class _Filling:
         if not buffer.numel() or buffer.numel() % ALIGN_BYTES:
             raise ValueError(f"a bucket holds a positive multiple of {ALIGN_BYTES} bytes, found {buffer.numel()}")
         self.capacity = buffer.numel()
-        self._buffer, self._bytes = buffer, buffer.numpy()
+        self._buffer = buffer
+        self._bytes = buffer.numpy() if buffer.device.type == "cpu" else None
         self._parts: list[TensorPart] = []
         self._at = 0
         self._checksum = xxhash.xxh3_64() if checksum else None
@@ -93,7 +101,7 @@ class _Filling:
         at, end = self._at, self._at + nbytes
         self._parts.append(TensorPart(name, start, nbytes, at))
         self._at = end + -end % ALIGN_BYTES
-        if source.is_contiguous() and source.device.type == "cpu":
+        if self._bytes is not None and source.is_contiguous() and source.device.type == "cpu":
             flat = flat_bytes(source).numpy()
             for lo in range(0, nbytes, _SLICE_BYTES):
                 hi = min(lo + _SLICE_BYTES, nbytes)
@@ -101,7 +109,8 @@ class _Filling:
                 self._see(name, self._bytes[at + lo : at + hi])
         elif nbytes:
             self._buffer[at:end].view(source.dtype).view(source.shape).copy_(source)
-            self._see(name, self._bytes[at:end])
+            if self._checksum is not None or self._on_bytes is not None:
+                self._see(name, self._buffer[at:end].cpu().numpy())
         if not nbytes:
             self._see(name, b"")
 

@@ -8,25 +8,22 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
+from asyncrl.param_sync.buckets import host_bytes
 from asyncrl.param_sync.digest import ROLES
 from asyncrl.param_sync.errors import SyncError
-from asyncrl.param_sync.handles import KVMode, PauseMode, ReceivePlan
+from asyncrl.param_sync.handles import KVMode, PauseMode, ReceivePlan, Staging
+from asyncrl.param_sync.live_receiver import check_checksum
 from asyncrl.param_sync.manifest import Role
-from asyncrl.param_sync.receiver import Receiver
+from asyncrl.param_sync.receiver import Bucket, Receiver
 from asyncrl.param_sync.transports.base import BucketReader
 from asyncrl.sample import PolicyVersion
 
 T = TypeVar("T")
 
-#: the steps of a session and the one that comes before each
-_AFTER = {
-    "pause": "plan",
-    "unload": "pause",
-    "transfer": "unload",
-    "verify": "transfer",
-    "commit": "verify",
-    "reload": "commit",
-    "resume": "reload",
+#: the steps of a session, in order
+_STEPS: dict[Staging, Sequence[str]] = {
+    "bucket": ("plan", "pause", "unload", "transfer", "verify", "commit", "reload", "resume"),
+    "full": ("plan", "transfer", "pause", "unload", "load", "verify", "commit", "reload", "resume"),
 }
 
 
@@ -55,7 +52,9 @@ class ReplicaEndpoint:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="param-sync")
         self._session: str | None = None
         self._version: PolicyVersion | None = None  # the last one committed
+        self._staging: Staging = "bucket"
         self._done = ""  # the last step of the session that was done
+        self._copy: list[Bucket] = []  # staging full: all that has arrived
         self._paused = self._kv_released = False
         self._planning = asyncio.Lock()
 
@@ -65,7 +64,7 @@ class ReplicaEndpoint:
             if self._version is not None and plan.version < self._version:
                 raise self._error("plan", f"version {plan.version} is older than {self._version}, which it holds")
             await self._in_thread(self._open, plan)
-            self._session, self._done = plan.session, "plan"
+            self._session, self._staging, self._done = plan.session, plan.staging, "plan"
 
     async def pause(self, session: str, mode: PauseMode, deadline_s: float) -> int:
         """Returns how many requests were cut, kept or waited for; none if an earlier session left it paused."""
@@ -89,9 +88,15 @@ class ReplicaEndpoint:
 
     async def receive(self, session: str, deadline_s: float) -> int:
         self._enter(session, "transfer")
-        nbytes = await self._in_thread(self._take_all, deadline_s)
+        take = self._take if self._staging == "bucket" else self._stage
+        nbytes = await self._in_thread(self._receive, deadline_s, take)
         self._leave_step(session, "transfer")
         return nbytes
+
+    async def load(self, session: str) -> None:
+        self._enter(session, "load")
+        await self._in_thread(self._load)
+        self._leave_step(session, "load")
 
     async def verify(self, session: str) -> dict[Role, str]:
         self._enter(session, "verify")
@@ -138,8 +143,11 @@ class ReplicaEndpoint:
     def _enter(self, session: str, step: str) -> None:
         if session != self._session:
             raise self._error(step, f"session {session} is over here; this replica takes part in {self._session}")
-        if self._done != _AFTER[step]:
-            raise self._error(step, f"comes after {_AFTER[step]}, the last step done is {self._done}")
+        steps = _STEPS[self._staging]
+        if step not in steps:
+            raise self._error(step, f"is no step of a session with staging {self._staging}")
+        if self._done != (before := steps[steps.index(step) - 1]):
+            raise self._error(step, f"comes after {before}, the last step done is {self._done}")
         self._done = f"{step} (not finished)"
 
     def _leave_step(self, session: str, step: str) -> None:
@@ -175,15 +183,29 @@ class ReplicaEndpoint:
             receiver.open(plan.session, plan.manifest)
         self._reader.connect(plan.session, plan.addresses, plan.deadline_s)
 
-    def _take_all(self, deadline_s: float) -> int:
-        nbytes, receivers = 0, self._engine.receivers()
+    def _receive(self, deadline_s: float, take: Callable[[Bucket], None]) -> int:
+        nbytes = 0
         # closed at once when a receiver fails, so that the senders do not wait for this replica
         with contextlib.closing(self._reader.buckets(deadline_s)) as buckets:  # type: ignore[type-var]
             for bucket in buckets:
-                for receiver in receivers:
-                    receiver.take(bucket)
+                take(bucket)
                 nbytes += sum(part.nbytes for part in bucket.parts)
         return nbytes
+
+    def _take(self, bucket: Bucket) -> None:
+        for receiver in self._engine.receivers():
+            receiver.take(bucket)
+
+    def _stage(self, bucket: Bucket) -> None:
+        """Keep a bucket that is as it was sent."""
+        check_checksum(bucket)
+        data = bucket.data if bucket.kept else memoryview(bytes(host_bytes(bucket)))
+        self._copy.append(bucket._replace(data=data, checksum=None))
+
+    def _load(self) -> None:
+        copy, self._copy = self._copy, []
+        for bucket in copy:
+            self._take(bucket)
 
     def _verify(self) -> None:
         for receiver in self._engine.receivers():
@@ -197,5 +219,6 @@ class ReplicaEndpoint:
         self._version = version
 
     def _abort(self) -> None:
+        self._copy = []
         for receiver in self._engine.receivers():
             receiver.abort()

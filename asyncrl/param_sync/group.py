@@ -17,7 +17,8 @@ from asyncrl.telemetry.recorder import Recorder, now_s
 
 
 class ParameterSyncGroup:
-    """``await group(version)`` moves all replicas to a version and returns the session's metrics.
+    """``await group(version)`` moves all replicas to a version and returns the session's metrics. One session runs at a
+    time, others wait for it.
 
     ``on_routable`` is told which replicas may be given work whenever that changes, ``on_unfit`` which one to end, and
     why, when a session had none left. ``config.pause`` must be a mode. ``senders`` may change between sessions."""
@@ -35,15 +36,17 @@ class ParameterSyncGroup:
         self._on_routable, self._on_unfit = on_routable, on_unfit
         self._routable: frozenset[str] = frozenset(replicas)  # what the router believes at first
         self._joined = asyncio.Event()
+        self._one_session = asyncio.Lock()
         self.last_sync_s = now_s()
         self.fleet = Fleet()
         for name, handle in replicas.items():
             self.fleet.add(name, handle)
 
-    async def __call__(self, version: PolicyVersion) -> dict[str, float]:
-        """Raises what `SyncSession.run` raises; an evicted replica is told on stderr and left out until the next."""
+    async def __call__(self, version: PolicyVersion, on_sent: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """``on_sent`` is called when the senders are free again. Raises what `SyncSession.run` raises; an evicted
+        replica is told on stderr and left out until the next."""
         self._joined.clear()
-        return metrics(await self._session(version, None))
+        return metrics(await self._session(version, None, on_sent))
 
     async def rejoin(self, version: PolicyVersion) -> None:
         """Bring the replicas that are out of service to ``version``, which the others serve and which the senders still
@@ -80,12 +83,16 @@ class ParameterSyncGroup:
     def routable(self) -> list[str]:
         return sorted(self.fleet.routable)
 
-    async def _session(self, version: PolicyVersion, only: Sequence[str] | None) -> SyncReport:
-        try:
-            report = await SyncSession(self._senders, self.fleet, self._config, self._recorder, only).run(version)
-        finally:
-            self.last_sync_s = now_s()
-            await self._tell()
+    async def _session(
+        self, version: PolicyVersion, only: Sequence[str] | None, on_sent: Callable[[], None] = lambda: None
+    ) -> SyncReport:
+        async with self._one_session:
+            session = SyncSession(self._senders, self.fleet, self._config, self._recorder, only, on_sent)
+            try:
+                report = await session.run(version)
+            finally:
+                self.last_sync_s = now_s()
+                await self._tell()
         for error in report.evicted.values():
             print(f"evicted until the next sync: {error}", file=sys.stderr, flush=True)
         return report
@@ -99,13 +106,18 @@ class ParameterSyncGroup:
 def metrics(report: SyncReport) -> dict[str, float]:
     """A session's figures under their public names."""
     transfer_s = report.seconds["transfer"]
-    paused = report.paused_s.values()
+    rate = report.nbytes / transfer_s if transfer_s else 0.0
+    paused = report.paused_s
     return {
         **{f"param_sync/{phase}_s": seconds for phase, seconds in report.seconds.items()},
         "param_sync/total_s": report.total_s,
         "param_sync/bytes": report.nbytes,
-        "param_sync/gb_per_s": report.nbytes / 1e9 / transfer_s if transfer_s else 0.0,
-        "param_sync/paused_s": max(paused, default=0.0),
+        "param_sync/gb_per_s": rate / 1e9,
+        "param_sync/paused_s": max(paused.values(), default=0.0),
+        "param_sync/paused_total_s": sum(paused.values()),
+        **{f"param_sync/paused_s/{name}": seconds for name, seconds in paused.items()},
+        "param_sync/kv_freed_bytes": sum(report.freed_bytes.values()),
+        **({"param_sync/link_fraction": rate / report.ceiling} if report.ceiling else {}),
         "param_sync/held_requests": report.held_requests,
         "param_sync/evicted": len(report.evicted),
     }

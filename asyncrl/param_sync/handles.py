@@ -13,17 +13,19 @@ from asyncrl.sample import PolicyVersion
 
 PauseMode = Literal["abort", "keep", "wait"]
 KVMode = Literal["keep", "recompute", "unload"]
+Staging = Literal["bucket", "full"]
 
 
 @dataclass(frozen=True)
 class ReceivePlan:
-    """What a replica is told of a session. ``addresses``: of every sender."""
+    """What a replica is told of a session. ``addresses``: of every sender. ``staging``: ``bucket``, or ``full``."""
 
     session: str
     version: PolicyVersion
     manifest: Manifest
     addresses: tuple[Address, ...]
     deadline_s: float
+    staging: Staging = "bucket"
 
 
 class SenderHandle(Protocol):
@@ -53,8 +55,12 @@ class ReplicaHandle(Protocol):
     async def unload(self, session: str, kv: KVMode) -> int: ...
 
     async def receive(self, session: str, deadline_s: float) -> int:
-        """Take every bucket; returns their bytes."""
+        """Take every bucket; returns their bytes. Into the live weights, under pause; with staging ``full`` into a copy
+        on this host, while generation goes on."""
         ...
+
+    async def load(self, session: str) -> None:
+        """Staging ``full``: write that copy into the live weights."""
 
     async def verify(self, session: str) -> dict[Role, str]:
         """Everything has arrived; returns the digests of the live weights."""

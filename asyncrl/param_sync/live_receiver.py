@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.param_sync.buckets import bucket_checksum
+from asyncrl.param_sync.buckets import bucket_checksum, host_bytes
 from asyncrl.param_sync.digest import dtype_name, flat_bytes
 from asyncrl.param_sync.errors import BucketKey, SyncError
 from asyncrl.param_sync.manifest import DTYPE_BYTES, Manifest, ManifestError, TensorSpec
@@ -63,7 +63,12 @@ class LiveViewReceiver:
         self._received, self._next = {}, {}
 
     def take(self, bucket: Bucket) -> None:
-        """Check the whole bucket, then write it. Raises SyncError for a bucket of another session, out of sequence,
+        """Check the whole bucket, then write it. Raises what `check` does."""
+        self.check(bucket)
+        self.write(bucket)
+
+    def check(self, bucket: Bucket) -> None:
+        """Count the bucket in and write nothing. Raises SyncError for a bucket of another session, out of sequence,
         with a wrong checksum, or with bytes that were not expected next."""
         key = BucketKey(bucket.session, bucket.sender, bucket.sequence)
         expected = self._next.get(bucket.sender, 0)
@@ -73,13 +78,16 @@ class LiveViewReceiver:
             raise _refused(key, f"out of sequence, bucket {expected} of this sender comes next")
         for part in bucket.parts:
             self._expect(key, part, len(bucket.data))
-        if bucket.checksum is not None and (found := bucket_checksum(bucket)) != bucket.checksum:
-            raise _refused(key, f"damaged on its way: checksum {bucket.checksum:016x} sent, {found:016x} arrived")
-        self._intact = self._verified = False
-        data = np.frombuffer(bucket.data, dtype=np.uint8)
+        check_checksum(bucket)
+        self._verified = False
+        self._next[bucket.sender] = expected + 1
+
+    def write(self, bucket: Bucket) -> None:
+        """Write a bucket that `check` has let in."""
+        self._intact = False
+        data = host_bytes(bucket)
         for part in bucket.parts:
             self._writers[part.name](part.start, data[part.offset : part.offset + part.nbytes])
-        self._next[bucket.sender] = expected + 1
 
     def verify(self) -> None:
         """Raises SyncError unless every byte of every sent tensor has arrived (once: `take` sees to that)."""
@@ -190,6 +198,14 @@ def write_range(view: Any, start: int, source: Any) -> None:
             count = rows * row
             view[i : i + rows] = source[:count].reshape(rows, *view.shape[1:])
         start, source = start + count, source[count:]
+
+
+def check_checksum(bucket: Bucket) -> None:
+    """Raises SyncError unless the bucket's bytes are those that its checksum, if it has one, was taken of."""
+    if bucket.checksum is None or (found := bucket_checksum(bucket)) == bucket.checksum:
+        return
+    key = BucketKey(bucket.session, bucket.sender, bucket.sequence)
+    raise _refused(key, f"damaged on its way: checksum {bucket.checksum:016x} sent, {found:016x} arrived")
 
 
 def _refused(key: BucketKey, message: str) -> SyncError:

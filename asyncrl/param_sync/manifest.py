@@ -45,11 +45,41 @@ class TensorSpec(NamedTuple):
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
+_ADAPTER_SEGMENTS = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"})
+
+
+def is_adapter(name: str) -> bool:
+    """Whether it names a LoRA tensor, with or without an adapter's name in it (``q_proj.lora_A.default.weight``)."""
+    return "lora_" in name and not _ADAPTER_SEGMENTS.isdisjoint(name.split("."))
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """A LoRA adapter: a target module's weight [out, in] is used as ``weight + alpha / r · B @ A``, with A [r, in] and
+    B [out, r]. ``target_modules`` are whole ends of module paths: ``q_proj`` means this module of every layer."""
+
+    name: str
+    r: int
+    alpha: float
+    target_modules: tuple[str, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.r < 1 or not self.target_modules:
+            found = f"r {self.r} and target modules {list(self.target_modules)}"
+            raise ManifestError(f"adapter {self.name}: a rank of at least 1 and a target module, found {found}")
+
+    def targets(self, module: str) -> bool:
+        return any(f".{module}".endswith(f".{target}") for target in self.target_modules)
+
+
 @dataclass(frozen=True)
 class Manifest:
-    """All tensors of a session, in the order in which they are exported."""
+    """All tensors of a session, in the order in which they are exported. ``adapter``: what its adapter tensors make up
+    together, None without any."""
 
     tensors: tuple[TensorSpec, ...]
+    adapter: AdapterSpec | None = None
 
     def __post_init__(self) -> None:
         names = [t.name for t in self.tensors]

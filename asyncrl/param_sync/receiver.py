@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+import torch
+
 from asyncrl.param_sync.manifest import Manifest
 from asyncrl.sample import PolicyVersion
 
@@ -19,7 +21,8 @@ class TensorPart(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """One flat buffer of many tensors. ``data`` is only valid until `Receiver.take` returns: the buffer is used again.
+    """One flat buffer of many tensors. ``data`` is only valid until `Receiver.take` returns: the buffer is used again,
+    unless it is ``kept`` until the next session. It is uint8 [n]: a memoryview on the host, a tensor on a device.
 
     The key (session, sender, sequence) is unique; ``checksum`` is xxh3_64 of the used bytes, or None when off."""
 
@@ -27,8 +30,9 @@ class Bucket(NamedTuple):
     sender: int
     sequence: int
     parts: tuple[TensorPart, ...]
-    data: memoryview
+    data: memoryview | torch.Tensor
     checksum: int | None
+    kept: bool = False
 
 
 class Receiver(Protocol):

@@ -28,7 +28,8 @@ from asyncrl.telemetry.recorder import now_s
 @dataclass(frozen=True)
 class SendPlan:
     """What a sender is told of a session. ``readers`` are the replicas that have connected; one that is silent for
-    ``stall_s`` is dropped, so that the others still make the ``deadline_s`` of the whole transfer."""
+    ``stall_s`` is dropped, so that the others still make the ``deadline_s`` of the whole transfer. ``keep``: readers
+    come back to the buckets later (staging ``full``)."""
 
     session: str
     version: PolicyVersion
@@ -37,17 +38,20 @@ class SendPlan:
     deadline_s: float
     stall_s: float
     checksum: bool
+    keep: bool = False
 
 
 @dataclass(frozen=True)
 class SendReport:
     """What one sender sent. ``hashes``: of each of its tensors by role and name, joined over all senders they give the
-    digests. ``dropped``: readers that it lost, and why. Without any reader left nothing is hashed."""
+    digests. ``dropped``: readers that it lost, and why. Without any reader left nothing is hashed. ``ceiling``: bytes
+    per second of the bare link, if its transport has measured it."""
 
     nbytes: int = 0
     seconds: float = 0.0
     hashes: dict[Role, dict[str, bytes]] = field(default_factory=lambda: {role: {} for role in ROLES})
     dropped: dict[str, str] = field(default_factory=dict)
+    ceiling: float | None = None
 
     @property
     def digests(self) -> dict[Role, str]:
@@ -71,7 +75,7 @@ class Sender:
         self._plan = plan
         if self._writer is not None:
             with contextlib.suppress(NoReaders):  # `send` still has to drive the export
-                self._writer.open(plan.session, plan.readers, plan.deadline_s, plan.stall_s)
+                self._writer.open(plan.session, plan.readers, plan.deadline_s, plan.stall_s, plan.keep)
 
     def send(self, export: Iterator[tuple[str, torch.Tensor]]) -> SendReport:
         """Send all of ``export``, which is driven to its end whatever happens: other ranks may wait in its collectives.
@@ -100,7 +104,8 @@ class Sender:
         finally:
             for _ in export:
                 pass
-        return SendReport(nbytes, now_s() - started_s, digest.hashes(), dict(self._writer.dropped))
+        dropped, ceiling = dict(self._writer.dropped), self._writer.ceiling
+        return SendReport(nbytes, now_s() - started_s, digest.hashes(), dropped, ceiling)
 
     def abort(self, session: str) -> None:
         """End a session that others gave up: its readers are dropped, `send` comes to its end without them."""

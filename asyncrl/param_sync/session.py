@@ -1,9 +1,15 @@
 """One sync session: the transaction that moves every replica from one policy version to the next.
 
-``plan → pause → unload → transfer → verify → commit → reload → resume``. A replica goes through the phases before and
-after the transfer at its own pace, the transfer is common to all. Who fails is evicted and no longer called; the
-others go on. What stops the session as a whole: a manifest that does not fit (before anything is paused), a sender's
-failure, and having no replica left.
+::
+
+    staging bucket   plan → pause → unload → transfer → verify → commit → reload → resume
+    staging full     plan → transfer → pause → unload → load → verify → commit → reload → resume
+
+The transfer is common to all replicas, the rest goes at the pace of each. With staging ``full`` it fills a copy on the
+replicas' hosts while they generate: the senders are free after it, the pauses are short, and the replicas may change
+over one by one (``rollout_update: rolling``). Who fails is evicted and no longer called; the others go on. What stops
+the session as a whole: a manifest that does not fit (before anything is paused), a sender's failure, and having no
+replica left.
 """
 
 from __future__ import annotations
@@ -19,7 +25,14 @@ from asyncrl.config.schema import ParamSyncConfig
 from asyncrl.param_sync.digest import ROLES, combine_hashes
 from asyncrl.param_sync.errors import ALL_REPLICAS, SyncError
 from asyncrl.param_sync.fleet import Fleet
-from asyncrl.param_sync.handles import KVMode, PauseMode, ReceivePlan, ReplicaHandle, SenderHandle
+from asyncrl.param_sync.handles import (
+    KVMode,
+    PauseMode,
+    ReceivePlan,
+    ReplicaHandle,
+    SenderHandle,
+    Staging,
+)
 from asyncrl.param_sync.manifest import Manifest, ManifestError, Role
 from asyncrl.param_sync.sender import SendPlan, SendReport
 from asyncrl.sample import PolicyVersion
@@ -28,21 +41,24 @@ from asyncrl.telemetry.recorder import Recorder, now_s
 T = TypeVar("T")
 
 _LAST_WORDS_S = 1.0  # for a replica that a sender dropped to say why
-PHASES = ("plan", "pause", "unload", "transfer", "verify", "commit", "reload", "resume")
+PHASES = ("plan", "pause", "unload", "transfer", "load", "verify", "commit", "reload", "resume")
 
 
 @dataclass
 class SyncReport:
     """What a session did. ``seconds``: by phase, from when the first replica entered it until the last one left it, so
-    the phases may overlap. ``held_requests``: those that the pause cut, kept or waited for. ``paused_s``: by replica.
-    ``evicted``: by replica, why."""
+    the phases may overlap. ``held_requests``: those that the pause cut, kept or waited for. ``freed_bytes``: of KV
+    cache, by replica. ``paused_s``: by replica. ``evicted``: by replica, why. ``ceiling``: bytes per second of the
+    slowest link, if all senders have measured theirs."""
 
     session: str
     version: PolicyVersion
     seconds: dict[str, float] = field(default_factory=dict)
     total_s: float = 0.0
     nbytes: int = 0
+    ceiling: float | None = None
     held_requests: int = 0
+    freed_bytes: dict[str, int] = field(default_factory=dict)
     paused_s: dict[str, float] = field(default_factory=dict)
     evicted: dict[str, SyncError] = field(default_factory=dict)
     digests: dict[Role, str] = field(default_factory=dict)
@@ -50,7 +66,7 @@ class SyncReport:
 
 class SyncSession:
     """Runs once. ``senders``: every trainer rank by name; ``config.pause`` must be a mode, not ``auto``; ``only``: the
-    replicas that take part (None: all of the fleet). ::
+    replicas that take part (None: all of the fleet). ``on_sent`` is called when the senders are free again. ::
 
     report = await SyncSession(senders, fleet, config.param_sync, recorder).run(PolicyVersion(0, 7))
     """
@@ -62,12 +78,14 @@ class SyncSession:
         config: ParamSyncConfig,
         recorder: Recorder | None = None,
         only: Collection[str] | None = None,
+        on_sent: Callable[[], None] = lambda: None,
     ) -> None:
         if config.pause not in ("abort", "keep", "wait"):
             raise ValueError(f"pause is {config.pause!r} where a sync session needs abort, keep or wait")
         self._senders, self._fleet, self._config = dict(senders), fleet, config
         self._deadlines = config.deadlines
-        self._recorder = recorder or Recorder("sync")
+        self._recorder, self._on_sent = recorder or Recorder("sync"), on_sent
+        self._full = config.staging == "full"
         self._active: dict[str, ReplicaHandle] = {
             name: handle for name, handle in fleet.handles.items() if only is None or name in only
         }
@@ -87,9 +105,15 @@ class SyncSession:
         self._report = SyncReport(self._session, version)
         try:
             manifest = await self._plan()
-            await self._each(self._quiesce)
-            await self._transfer(manifest)
-            await self._each(self._adopt)
+            if self._full:
+                await self._transfer(manifest)
+                await self._each(self._received)
+                await self._change_over()
+            else:
+                await self._each(self._quiesce)
+                await self._transfer(manifest)
+                await self._each(self._received)
+                await self._each(self._adopt)
         except BaseException:
             await self._roll_back()
             raise
@@ -97,7 +121,7 @@ class SyncSession:
             for task in self._receiving.values():
                 task.cancel()
             await asyncio.gather(*self._receiving.values(), return_exceptions=True)
-        self._report.seconds = {p: self._times[p][1] - self._times[p][0] for p in PHASES}
+        self._report.seconds = {p: end_s - start_s for p, (start_s, end_s) in self._times.items()}
         self._report.total_s = now_s() - started_s
         return self._report
 
@@ -108,7 +132,8 @@ class SyncSession:
         manifest = await self._call("plan", first, sender.manifest())  # the same on all ranks
         located = await asyncio.gather(*(self._call("plan", n, s.address()) for n, s in self._senders.items()))
         addresses = tuple(address for address in located if address is not None)
-        plan = ReceivePlan(self._session, self._version, manifest, addresses, self._deadlines.plan_s)
+        staging: Staging = "full" if self._full else "bucket"
+        plan = ReceivePlan(self._session, self._version, manifest, addresses, self._deadlines.plan_s, staging)
         await self._each(lambda name, replica: self._call("plan", name, replica.plan(plan)))
         return manifest
 
@@ -117,7 +142,22 @@ class SyncSession:
         self._pausing_since[name] = now_s()
         held = await self._call("pause", name, replica.pause(self._session, mode, limit_s))
         self._report.held_requests += held
-        await self._call("unload", name, replica.unload(self._session, kv))
+        freed = await self._call("unload", name, replica.unload(self._session, kv))
+        self._report.freed_bytes[name] = freed
+
+    async def _change_over(self) -> None:
+        """From the copy on their hosts: all at once, or one after the other."""
+
+        async def change(name: str, replica: ReplicaHandle) -> None:
+            await self._quiesce(name, replica)
+            await self._call("load", name, replica.load(self._session))
+            await self._adopt(name, replica)
+
+        if self._config.rollout_update == "rolling":
+            for name in list(self._active):
+                await self._each(change, [name])
+        else:
+            await self._each(change)
 
     async def _transfer(self, manifest: Manifest) -> None:
         """Send to all active replicas; afterwards their receiving tasks are done or about to be."""
@@ -127,7 +167,14 @@ class SyncSession:
             self._receiving[name] = asyncio.create_task(receive)
         # A replica that stops costs half of the deadline, the other half is left to the others.
         plan = SendPlan(
-            self._session, self._version, manifest, tuple(self._active), limit_s, limit_s / 2, self._config.checksum
+            self._session,
+            self._version,
+            manifest,
+            tuple(self._active),
+            limit_s,
+            limit_s / 2,
+            self._config.checksum,
+            keep=self._full,
         )
         reports = await self._send(plan)
         self._dropped = {who: why for report in reports for who, why in report.dropped.items()}
@@ -135,6 +182,10 @@ class SyncSession:
             hashes = {name: h for report in reports for name, h in report.hashes[role].items()}
             self._report.digests[role] = combine_hashes(hashes)
         self._report.nbytes = sum(report.nbytes for report in reports)
+        ceilings = [report.ceiling for report in reports if report.nbytes]
+        measured = [ceiling for ceiling in ceilings if ceiling is not None]
+        self._report.ceiling = min(measured) if measured and measured == ceilings else None
+        self._on_sent()
 
     async def _send(self, plan: SendPlan) -> list[SendReport]:
         """Every sender's report; the first failure is raised at once: the others may wait in a collective for it."""
@@ -148,13 +199,15 @@ class SyncSession:
             for task in tasks:
                 task.cancel()
 
-    async def _adopt(self, name: str, replica: ReplicaHandle) -> None:
+    async def _received(self, name: str, replica: ReplicaHandle) -> None:
         if name in self._dropped:
             # Its own account of the failure is the better one, if it lives to tell.
             await asyncio.wait([self._receiving[name]], timeout=_LAST_WORDS_S)
             if not self._receiving[name].done() or self._receiving[name].exception() is None:
                 raise SyncError("transfer", name, self._version, None, f"dropped by a sender: {self._dropped[name]}")
         await self._receiving[name]
+
+    async def _adopt(self, name: str, replica: ReplicaHandle) -> None:
         digests = await self._call("verify", name, replica.verify(self._session))
         for role, sent in self._report.digests.items():
             if digests.get(role) != sent:
@@ -168,8 +221,10 @@ class SyncSession:
 
     # -- failure ------------------------------------------------------------------------------------------------------
 
-    async def _each(self, step: Callable[[str, ReplicaHandle], Awaitable[None]]) -> None:
-        """Run a step of all active replicas, side by side; those that fail are evicted."""
+    async def _each(
+        self, step: Callable[[str, ReplicaHandle], Awaitable[None]], names: Collection[str] | None = None
+    ) -> None:
+        """Run a step of all active replicas, or of these, side by side; those that fail are evicted."""
 
         async def guarded(name: str, replica: ReplicaHandle) -> None:
             try:
@@ -177,7 +232,8 @@ class SyncSession:
             except SyncError as error:
                 self._evict(name, error)
 
-        await asyncio.gather(*(guarded(name, replica) for name, replica in list(self._active.items())))
+        chosen = [(name, replica) for name, replica in self._active.items() if names is None or name in names]
+        await asyncio.gather(*(guarded(name, replica) for name, replica in chosen))
         self._need_replicas()
 
     def _evict(self, name: str, error: SyncError) -> None:
@@ -223,7 +279,7 @@ class SyncSession:
     async def _call(self, phase: str, who: str, answer: Awaitable[T]) -> T:
         """Await an answer of this phase until its deadline. Any failure becomes a SyncError that says where it was; a
         ManifestError stays what it is."""
-        deadline_s: float = getattr(self._deadlines, f"{phase}_s")
+        deadline_s: float = getattr(self._deadlines, f"{'transfer' if phase == 'load' else phase}_s")
         with self._timed(phase, who):
             try:
                 return await asyncio.wait_for(answer, deadline_s)

@@ -36,7 +36,7 @@ class EngineReplicaActor(Watched):
 
     async def start(self) -> Capabilities:
         from asyncrl.param_sync.endpoint import ReplicaEndpoint
-        from asyncrl.param_sync.transports.shared_memory import SharedMemoryReader
+        from asyncrl.param_sync.transports.choose import make_reader
         from asyncrl.rollouter.engines.native.engine import NativeEngine
         from asyncrl.rollouter.fence import Fence
         from asyncrl.rollouter.tokenizer import PromptTokenizer
@@ -46,7 +46,8 @@ class EngineReplicaActor(Watched):
             self._config.model.path, self._config.rollout.engine, recorder=self._recorder, tokenizer=tokenizer.hf
         )
         self._fence = Fence(engine)
-        self._endpoint = ReplicaEndpoint(self._name, engine, SharedMemoryReader(self._name))
+        reader = make_reader(self._config.param_sync.transport, self._name)
+        self._endpoint = ReplicaEndpoint(self._name, engine, reader)
         return engine.capabilities()
 
     async def sync(self, step: str, *args: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -40,8 +41,11 @@ class SampleQueueActor(Watched):
         backoff_s: float = 0.0,
     ) -> None:
         self._problem: Exception | None = None
-        if ray.get_runtime_context().was_current_actor_reconstructed:
-            time.sleep(backoff_s)  # Ray itself starts it again at once
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of what Ray calls there
+            again = ray.get_runtime_context().was_current_actor_reconstructed
+        if again:
+            time.sleep(backoff_s)  # Ray itself starts it at once
         admission = Admission(groups_per_version, Fraction(*threshold), total_groups)
         meta: dict[str, str | int | float] = {
             "groups_per_version": groups_per_version,
@@ -102,8 +106,11 @@ class SampleQueueActor(Watched):
     async def rollback(self, step: int) -> Any:
         return await self._queue.rollback(step)
 
-    async def publish(self, version: Any, trained: int | None = None) -> dict[str, int]:
-        return await self._queue.publish(version, trained)
+    async def publish(self, version: Any, trained: int | None = None, rolling: bool = False) -> dict[str, int]:
+        return await self._queue.publish(version, trained, rolling)
+
+    async def retire_before(self, version: Any) -> None:
+        await self._queue.retire_before(version)
 
     async def stats(self) -> dict[str, float]:
         return await self._queue.stats() | {"perf/ledger_cpu_s": self._journal.stats().cpu_s}

@@ -310,10 +310,14 @@ class SampleQueue:
             self._changed.notify_all()
             return self.balance()
 
-    async def retire(self, version: PolicyVersion) -> None:
-        """No replica serves ``version`` any more, though a newer one was published while it rolled out."""
+    async def retire_before(self, version: PolicyVersion) -> None:
+        """No replica serves a version before ``version`` any more, after it was published as rolling."""
         async with self._changed:
-            self._admission.retire(version)
+            older = [served for served in self._admission.served if served < version]
+            for served in older:
+                self._admission.retire(served)
+        if not older:
+            return
         await self._records.write([Retired(next(iter(self._admission.served)))])
         async with self._changed:
             self._changed.notify_all()

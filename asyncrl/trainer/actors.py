@@ -50,12 +50,13 @@ class TrainerRankActor(Watched):
     async def start(self, init_method: str) -> None:
         def build() -> None:
             from asyncrl.param_sync.sender import Sender
-            from asyncrl.param_sync.transports.shared_memory import SharedMemoryWriter
+            from asyncrl.param_sync.transports.choose import make_writer
             from asyncrl.trainer.rank import TrainerRank
 
             self._core = TrainerRank(self._config, self._rank, self._world_size, init_method, self._recorder)
             # the backend's export yields on rank 0, which therefore sends
-            writer = SharedMemoryWriter(0, self._config.param_sync.bucket_bytes) if self._rank == 0 else None
+            sync, host = self._config.param_sync, ray.util.get_node_ip_address()
+            writer = make_writer(sync.transport, 0, sync.bucket_bytes, host) if self._rank == 0 else None
             self._sender = Sender(f"trainer/{self._rank}", writer)
 
         await self._compute(build)

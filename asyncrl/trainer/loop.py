@@ -42,7 +42,10 @@ class QueueClient(Protocol):
     async def covered(self, step: int) -> None: ...
     async def release(self, step: int) -> None: ...
     async def rollback(self, step: int) -> PolicyVersion | None: ...
-    async def publish(self, version: PolicyVersion, trained: int | None = None) -> dict[str, int]: ...
+    async def publish(
+        self, version: PolicyVersion, trained: int | None = None, rolling: bool = False
+    ) -> dict[str, int]: ...
+    async def retire_before(self, version: PolicyVersion) -> None: ...
     async def copy_to(self, folder: Path) -> None: ...
     async def finish(self) -> dict[str, float]: ...
 
@@ -66,8 +69,9 @@ class Ranks(Protocol):
 class Sync(Protocol):
     """The parameter-sync group, see `asyncrl.param_sync.group.ParameterSyncGroup`."""
 
-    async def __call__(self, version: PolicyVersion) -> Mapping[str, float]:
-        """Move all replicas to a version; returns metrics of the session."""
+    async def __call__(self, version: PolicyVersion, on_sent: Callable[[], None]) -> Mapping[str, float]:
+        """Move all replicas to a version; returns metrics of the session. ``on_sent`` is called as soon as the ranks
+        may train on."""
         ...
 
     async def rejoin(self, version: PolicyVersion) -> None:
@@ -143,6 +147,9 @@ class TrainLoop:
         self._newest_save = (-1, False)  # of which step, and whether as the last one
         self._saving: asyncio.Task[None] | None = None
         self._reporting: asyncio.Task[None] | None = None
+        self._changing: asyncio.Task[None] | None = None
+        self._served = False  # whether a version was published since the start or the last restore
+        self._sync_metrics: Mapping[str, float] = {}  # of the last sync, until they are reported
 
     def stop(self, reason: str) -> None:
         if not self._stop.is_set():
@@ -172,6 +179,7 @@ class TrainLoop:
                 f"back at step {cut.step}: the weights are those of version {cut.version}, now {self._progress.version}"
             )
         self._newest_save = (cut.step if checkpoint is not None else -1, False)
+        self._served = False
 
     async def run(self) -> Progress:
         """Sync the first version, train up to ``trainer.total_steps``, save, sync the final weights. When ranks die, go
@@ -189,10 +197,14 @@ class TrainLoop:
             except Exception as e:
                 if (why := await self._ranks.lost(e)) is None:
                     raise
+            finally:
+                if self._changing is not None:
+                    await cancelled([self._changing])
+                    self._changing = None
 
     async def _train(self) -> Progress:
         total, every = self._config.trainer.total_steps, self._config.checkpoint.every_steps
-        sync_metrics = await self._publish()
+        await self._publish()
         prompts_ended = False
         while self._progress.step < total:
             step = self._progress.step + 1
@@ -202,17 +214,16 @@ class TrainLoop:
                 if prompts_ended:
                     self._progress = replace(self._progress, stopped=lease.closed)
                 break
-            metrics = {**self._batch_metrics(step, lease), **sync_metrics}
+            metrics, self._sync_metrics = {**self._batch_metrics(step, lease), **self._sync_metrics}, {}
             metrics |= await self._ranks.train(step, payload, lease.mask_before)
             await self._queue.trained(step)
             self._progress = replace(self._progress, step=step, trained=self._progress.trained + len(lease.groups))
             await self._report(metrics)
             if self._saving is not None and self._saving.done():
                 await self._saved()
-            sync_metrics = {}
             if self._version_is_full and step < total:
                 self._next_version()
-                sync_metrics = await self._publish()
+                await self._publish()
             if every and step % every == 0 and step < total:
                 await self._save()
         await self._save(last=True)
@@ -299,27 +310,66 @@ class TrainLoop:
         version = PolicyVersion(p.version.lineage, p.version.number + 1)
         self._progress = replace(p, version=version, trained_at_publish=p.trained)
 
-    async def _publish(self) -> Mapping[str, float]:
-        """Have all replicas serve the version, then let groups start under it; not, if stopped before they do."""
+    async def _publish(self) -> None:
+        """Have all replicas serve the version, then let groups start under it; not, if stopped before they do.
+
+        With a host copy of the weights (staging ``full``) training goes on as soon as they have left the ranks; but not
+        at the first and the last version, or after a restore. The next one waits until all replicas serve this one."""
+        await self._changed()
         await self._beside_joins(self._hooks.before_sync(self._progress), self._nobody_serves)
-        if (metrics := await self._synced()) is None:
-            return {}
+        sent = asyncio.Event()
+        if self._config.param_sync.staging == "full" and self._served and not self._progress.last:
+            self._changing = asyncio.create_task(self._change_over(self._progress, sent))
+            await self._first_of(sent.wait(), beside=self._changing)
+            if not sent.is_set():
+                await self._changed()
+            return
+        if (metrics := await self._synced(self._progress.version, sent.set)) is None:
+            return
+        self._sync_metrics = metrics
         await self._beside_joins(self._hooks.on_version(self._progress), self._rejoin)
         # nothing starts under the last version: what is left may be trained by a run that resumes this one
         if not self._progress.last:
             await self._queue.publish(self._progress.version, self._progress.trained_at_publish)
-        return metrics
+        self._served = True
+
+    async def _change_over(self, progress: Progress, sent: asyncio.Event) -> None:
+        """Move the replicas to a version while training goes on. Until the last one has it, groups count as started
+        under the version before."""
+        weights_sent = asyncio.Event()
+        syncing = asyncio.create_task(self._synced(progress.version, weights_sent.set))
+        try:
+            await self._first_of(weights_sent.wait(), beside=syncing)
+            if weights_sent.is_set():
+                await self._queue.publish(progress.version, progress.trained_at_publish, rolling=True)
+                sent.set()
+            if (metrics := await syncing) is not None:
+                self._sync_metrics = metrics
+                await self._queue.retire_before(progress.version)
+                await self._hooks.on_version(progress)
+        finally:
+            await cancelled([syncing])
+
+    async def _change_is_over(self) -> None:
+        if self._changing is not None:
+            await asyncio.wait([self._changing])
+
+    async def _changed(self) -> None:
+        """Wait for the replicas that change over; raise what went wrong."""
+        changing, self._changing = self._changing, None
+        if changing is not None:
+            await changing
 
     async def _nobody_serves(self) -> bool:
         """Whether all that is held up waits for a replica which only the next sync can bring back."""
         return not self._sync.routable()
 
-    async def _synced(self) -> Mapping[str, float] | None:
+    async def _synced(self, version: PolicyVersion, on_sent: Callable[[], None]) -> Mapping[str, float] | None:
         """Sync the version; None if stopped while no replica lives. A session that fails for want of replicas is run
         again when there is one: the weights, and so the version, are the same."""
         while True:
             try:
-                return await self._sync(self._progress.version)
+                return await self._sync(version, on_sent)
             except SyncError as e:
                 if e.who != ALL_REPLICAS or await self._ranks.lost(e) is not None:
                     raise
@@ -363,10 +413,15 @@ class TrainLoop:
 
     async def _beside_joins(self, work: Awaitable[T], joined: Callable[[], Awaitable[bool]]) -> T | None:
         """The result of ``work``; None if `stop` comes first, or came before. Whenever a replica came back meanwhile,
-        ``joined`` sees to it; if it returns True, the work is given up."""
+        ``joined`` sees to it, after a change-over that is going on; if it returns True, the work is given up."""
         working = asyncio.ensure_future(work)
         try:
             while not working.done() and not self._stop.is_set():
+                if self._changing is not None:
+                    await self._first_of(self._change_is_over(), self._stop.wait(), beside=working)
+                    if self._changing.done():
+                        await self._changed()
+                    continue
                 await self._first_of(self._sync.someone_to_join(), self._stop.wait(), beside=working)
                 if not working.done() and not self._stop.is_set() and await joined():
                     break

@@ -34,8 +34,10 @@ class BucketWriter(Protocol):
     @property
     def address(self) -> Address: ...
 
-    def open(self, session: str, readers: Sequence[str], deadline_s: float, stall_s: float) -> None:
-        """Welcome these readers, which have called `BucketReader.connect`, and no others."""
+    def open(self, session: str, readers: Sequence[str], deadline_s: float, stall_s: float, keep: bool = False) -> None:
+        """Welcome these readers, which have called `BucketReader.connect`, and no others. ``keep``: readers would like
+        all buckets to stay readable until the next session; a transport that can do it marks them as ``kept``, and
+        waits for no reader then."""
 
     def buffer(self) -> torch.Tensor:
         """A free buffer, uint8 [bucket_bytes]: waits until everyone has read what it held."""
@@ -53,6 +55,11 @@ class BucketWriter(Protocol):
     @property
     def dropped(self) -> Mapping[str, str]:
         """Readers that the session lost, and why."""
+        ...
+
+    @property
+    def ceiling(self) -> float | None:
+        """Bytes per second that the bare link was measured to carry; None if it was not."""
         ...
 
     def close(self) -> None: ...

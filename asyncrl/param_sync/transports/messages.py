@@ -1,4 +1,4 @@
-"""Messages on a Unix socket: a length, then JSON. Small ones only, the data has other ways."""
+"""Messages on a socket: a length, then JSON. Small ones only, the data has other ways."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 _LENGTH = struct.Struct("<I")
@@ -31,6 +31,14 @@ def message_in(received: bytearray) -> dict[str, Any] | None:
     (length,) = _LENGTH.unpack_from(received)
     body = received[_LENGTH.size : _LENGTH.size + length]
     return json.loads(body) if len(body) == length else None
+
+
+def take_messages(received: bytearray) -> Iterator[dict[str, Any]]:
+    """The whole messages that ``received`` begins with; each is taken off it."""
+    while (message := message_in(received)) is not None:
+        (length,) = _LENGTH.unpack_from(received)
+        del received[: _LENGTH.size + length]
+        yield message
 
 
 def read_message(sock: socket.socket) -> dict[str, Any]:

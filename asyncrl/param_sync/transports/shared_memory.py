@@ -1,14 +1,17 @@
 """Buckets in shared memory, on one machine: the data is written once and read where it lies.
 
-A writer owns two memory files (memfd), mapped and touched once per run, and a Unix socket in the abstract namespace.
+A writer owns a memory file (memfd), mapped and touched once per run, and a Unix socket in the abstract namespace.
 Neither has a name in any folder, so a killed process leaves nothing behind. Only small messages take the socket::
 
     reader                                            writer
-      hello {session, who, mapped}      ───────────►
-                                        ◄───────────   one byte, with the memory files' descriptors unless mapped
-                                        ◄───────────   bucket {sequence, buffer, checksum, parts}
+      hello {session, who}              ───────────►
+                                        ◄───────────   one byte, with the memory file's descriptor
+                                        ◄───────────   bucket {sequence, place, keep, checksum, parts}
       acknowledgement (sequence)        ───────────►   … the buffer is free when all readers have sent this
                                         ◄───────────   end {buckets}
+
+Two buffers in the file take turns. In a session that keeps, each bucket has a buffer of its own, nobody acknowledges,
+and the readers read when they like, until the next session.
 
 Whoever dies closes the socket, which the other end sees at once. A connection lives for one session, so a message of an
 earlier session has no way to arrive. Linux only.
@@ -17,6 +20,7 @@ earlier session has no way to arrive. Linux only.
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 import selectors
@@ -54,17 +58,18 @@ class SharedMemoryAddress(NamedTuple):
 
 class SharedMemoryWriter:
     """Implements `BucketWriter`. ``sender`` numbers the sending ranks; ``bucket_bytes`` is rounded down to whole lines
-    of 64 bytes, and twice that is mapped here and in every reader."""
+    of 64 bytes. Twice that is mapped here and in every reader; all buckets at once, after a session that kept them."""
 
     def __init__(self, sender: int, bucket_bytes: int) -> None:
-        capacity = bucket_bytes // ALIGN_BYTES * ALIGN_BYTES
-        if capacity <= 0:
+        self._capacity = bucket_bytes // ALIGN_BYTES * ALIGN_BYTES
+        self._stride = -(-self._capacity // mmap.PAGESIZE) * mmap.PAGESIZE  # buffers are mapped one by one
+        if self._capacity <= 0:
             raise ValueError(f"bucket_bytes is {bucket_bytes}, a bucket has at least {ALIGN_BYTES}")
         self.address = SharedMemoryAddress(sender, f"asyncrl-{uuid.uuid4().hex}", _machine())
-        self._files = [os.memfd_create(f"asyncrl-bucket-{i}") for i in range(_BUFFERS)]
-        for file in self._files:
-            os.truncate(file, capacity)
-        self._buffers = [torch.frombuffer(_map(file), dtype=torch.uint8) for file in self._files]
+        self._file = os.memfd_create("asyncrl-buckets")
+        self._buffers: list[torch.Tensor] = []
+        for index in range(_BUFFERS):
+            self._at(index)
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind("\0" + self.address.socket)
@@ -78,12 +83,13 @@ class SharedMemoryWriter:
         self._expected: set[str] = set()
         self._peers: dict[str, _Peer] = {}
         self._sequence = 0  # of the bucket being filled
+        self._keep = False
         self._deadline = self._stall_s = 0.0
         self.dropped: dict[str, str] = {}
 
-    def open(self, session: str, readers: Sequence[str], deadline_s: float, stall_s: float) -> None:
+    def open(self, session: str, readers: Sequence[str], deadline_s: float, stall_s: float, keep: bool = False) -> None:
         self._leave()
-        self._session, self._expected, self._sequence = session, set(readers), 0
+        self._session, self._expected, self._sequence, self._keep = session, set(readers), 0, keep
         self._deadline, self._stall_s = now_s() + deadline_s, stall_s
         self.dropped = {}
         if not self._pump(lambda: not self._expected, self._limit()):
@@ -92,14 +98,18 @@ class SharedMemoryWriter:
         self._need_readers()
 
     def buffer(self) -> torch.Tensor:
-        self._await_read(self._sequence - _BUFFERS)
+        if self._keep:
+            self._handle(0)  # who went, and an abort
+        else:
+            self._await_read(self._sequence - _BUFFERS)
         self._need_readers()
-        return self._buffers[self._sequence % _BUFFERS]
+        return self._at(self._index)
 
     def publish(self, filled: Filled) -> None:
         message = {
             "sequence": self._sequence,
-            "buffer": self._sequence % _BUFFERS,
+            "place": (self._index * self._stride, self._capacity),
+            "keep": self._keep,
             "checksum": filled.checksum,
             "parts": filled.parts,
         }
@@ -108,7 +118,8 @@ class SharedMemoryWriter:
         self._need_readers()
 
     def finish(self) -> None:
-        self._await_read(self._sequence - 1)
+        if not self._keep:
+            self._await_read(self._sequence - 1)
         self._send_all({"end": self._sequence})
         self._leave()
 
@@ -121,9 +132,32 @@ class SharedMemoryWriter:
         self._leave()
         self._selector.close()
         self._listener.close()
-        for file in [*self._files, self._wake]:
+        for file in (self._file, self._wake):
             os.close(file)
-        self._files, self._buffers = [], []
+        self._buffers = []
+
+    @property
+    def _index(self) -> int:
+        """Of the buffer for the bucket that is next."""
+        return self._sequence if self._keep else self._sequence % _BUFFERS
+
+    @functools.cached_property
+    def ceiling(self) -> float:
+        """Bytes per second of a plain copy of a bucket."""
+        source, target = np.zeros(self._capacity, np.uint8), np.empty(self._capacity, np.uint8)
+        np.copyto(target, source)  # touches the pages
+        began_s = now_s()
+        np.copyto(target, source)
+        return self._capacity / max(now_s() - began_s, 1e-9)
+
+    def _at(self, index: int) -> torch.Tensor:
+        """The buffer of this index; it is made if there was none yet."""
+        while index >= len(self._buffers):
+            start = len(self._buffers) * self._stride
+            os.truncate(self._file, start + self._stride)
+            mapped = _map(self._file, start, self._capacity)
+            self._buffers.append(torch.frombuffer(mapped, dtype=torch.uint8))
+        return self._buffers[index]
 
     # -- readers come and go ------------------------------------------------------------------------------------------
 
@@ -153,7 +187,7 @@ class SharedMemoryWriter:
         peer = self._peers[who] = _Peer(who, sock)
         self._selector.register(sock, selectors.EVENT_READ, partial(self._acknowledged, peer))
         try:
-            socket.send_fds(sock, [b"."], [] if hello["mapped"] else self._files)
+            socket.send_fds(sock, [b"."], [self._file])
         except OSError as e:
             self._drop(peer, f"went away when it joined ({e})")
 
@@ -212,11 +246,14 @@ class SharedMemoryWriter:
             left = limit - now_s()
             if left <= 0:
                 return False
-            for key, _ in self._selector.select(left):
-                # an earlier event of this round may have closed it
-                if self._selector.get_map().get(key.fd) is key:
-                    key.data()
+            self._handle(left)
         return True
+
+    def _handle(self, timeout_s: float) -> None:
+        for key, _ in self._selector.select(timeout_s):
+            # an earlier event of this round may have closed it
+            if self._selector.get_map().get(key.fd) is key:
+                key.data()
 
     def _await_read(self, sequence: int) -> None:
         """Wait until every reader has read bucket ``sequence``; those that do not are dropped."""
@@ -253,13 +290,14 @@ class SharedMemoryReader:
     def __init__(self, who: str) -> None:
         self._who = who
         self._session = ""
-        self._mapped: dict[SharedMemoryAddress, list[mmap.mmap]] = {}
+        self._files: dict[SharedMemoryAddress, int] = {}
+        self._mapped: dict[SharedMemoryAddress, dict[int, mmap.mmap]] = {}  # by their start in the file
         self._links: dict[SharedMemoryAddress, socket.socket] = {}
 
     def connect(self, session: str, addresses: Sequence[SharedMemoryAddress], deadline_s: float) -> None:
         self._hang_up()
-        for gone in self._mapped.keys() - set(addresses):
-            del self._mapped[gone]
+        for gone in self._files.keys() - set(addresses):
+            self._forget(gone)
         self._session = session
         for address in addresses:
             if address.machine != _machine():
@@ -270,7 +308,7 @@ class SharedMemoryReader:
                 link.connect("\0" + address.socket)
                 if not same_user(link):
                     raise self._failed("plan", address, "belongs to another user")
-                link.sendall(framed({"session": session, "who": self._who, "mapped": address in self._mapped}))
+                link.sendall(framed({"session": session, "who": self._who}))
             except OSError as e:
                 raise self._failed("plan", address, f"does not listen ({e}): its process has ended") from e
 
@@ -302,10 +340,13 @@ class SharedMemoryReader:
                         if "end" in message:
                             selector.unregister(link)
                             continue
-                        with self._bucket(address, message) as bucket:
-                            yield bucket
+                        if message["keep"]:
+                            yield self._kept(address, message)
+                        else:
+                            with self._bucket(address, message) as bucket:
+                                yield bucket
+                            link.sendall(_SEQUENCE.pack(message["sequence"]))
                         expected[address] += 1
-                        link.sendall(_SEQUENCE.pack(message["sequence"]))
                     except (OSError, EOFError) as e:
                         reason = f"went away amid the session ({e})"
                         raise self._failed("transfer", address, reason, expected[address]) from e
@@ -317,23 +358,38 @@ class SharedMemoryReader:
 
     def close(self) -> None:
         self._hang_up()
-        self._mapped.clear()
+        for address in list(self._files):
+            self._forget(address)
 
     def _receive_welcome(self, address: SharedMemoryAddress, link: socket.socket) -> None:
-        byte, files, _, _ = socket.recv_fds(link, 1, _BUFFERS)
-        try:
-            if not byte:
-                raise EOFError("it did not let this replica in")
-            if files:
-                self._mapped[address] = [_map(file, mmap.PROT_READ) for file in files]
-        finally:
-            for file in files:
-                os.close(file)
+        byte, files, _, _ = socket.recv_fds(link, 1, 1)
+        if not byte:
+            raise EOFError("it did not let this replica in")
+        if address in self._files:
+            os.close(files[0])
+        else:
+            self._files[address], self._mapped[address] = files[0], {}
+
+    def _forget(self, address: SharedMemoryAddress) -> None:
+        os.close(self._files.pop(address))
+        del self._mapped[address]
+
+    def _array(self, address: SharedMemoryAddress, place: Sequence[int]) -> np.ndarray:
+        """uint8 [capacity]: a new array over a bucket's memory."""
+        (start, length), mapped = place, self._mapped[address]
+        if start not in mapped:
+            mapped[start] = _map(self._files[address], start, length, mmap.PROT_READ)
+        return np.frombuffer(mapped[start], dtype=np.uint8)
+
+    def _kept(self, address: SharedMemoryAddress, message: dict[str, Any]) -> Bucket:
+        parts = tuple(TensorPart(*part) for part in message["parts"])
+        data = memoryview(self._array(address, message["place"]).data)
+        return Bucket(self._session, address.sender, message["sequence"], parts, data, message["checksum"], kept=True)
 
     @contextlib.contextmanager
     def _bucket(self, address: SharedMemoryAddress, message: dict[str, Any]) -> Iterator[Bucket]:
         # All views of a bucket, however derived, hang on this one array: when it is gone, so are they.
-        array = np.frombuffer(self._mapped[address][message["buffer"]], dtype=np.uint8)
+        array = self._array(address, message["place"])
         data, held = memoryview(array.data), weakref.ref(array)
         del array
         parts = tuple(TensorPart(*part) for part in message["parts"])
@@ -354,10 +410,9 @@ class SharedMemoryReader:
         return SyncError(phase, self._who, None, bucket, f"sender {address.sender} {message}")
 
 
-def _map(file: int, protection: int = mmap.PROT_READ | mmap.PROT_WRITE) -> mmap.mmap:
-    """Map a whole file, all its pages present: no page fault is left for the transfer."""
-    size = os.fstat(file).st_size
-    return mmap.mmap(file, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=protection)
+def _map(file: int, start: int, length: int, protection: int = mmap.PROT_READ | mmap.PROT_WRITE) -> mmap.mmap:
+    """Map a part of a file, all its pages present: no page fault is left for the transfer."""
+    return mmap.mmap(file, length, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=protection, offset=start)
 
 
 def _machine() -> str:

@@ -121,7 +121,7 @@ class NativeEngine:
             name="native",
             pause_kv=_PAUSE_KV,
             receiver="local",
-            staging=frozenset({"bucket"}),
+            staging=frozenset({"bucket", "full"}),
             deterministic=True,
             speculation=False,
             max_context_tokens=self._core.context_tokens,

@@ -1,0 +1,89 @@
+"""Which transport joins senders and replicas, given where they are, and how to make its two ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from asyncrl.param_sync.transports.base import BucketReader, BucketWriter
+
+TRANSPORTS = ("shared_memory", "nccl", "gloo")
+
+
+class Place(NamedTuple):
+    """Where an end of the sync is. ``device``: its GPU, unique in the cluster; None: on the CPU."""
+
+    machine: str
+    device: str | None = None
+
+
+class Choice(NamedTuple):
+    transport: str
+    why: str
+
+
+class TransportError(ValueError):
+    """The transport that was asked for cannot join these places; the message says which can."""
+
+
+def choose(wanted: str, senders: Sequence[Place], replicas: Sequence[Place]) -> Choice:
+    """``wanted``: a transport, or ``auto`` for the fastest that fits. Raises TransportError for one that does not."""
+    fitting = list(_fitting(senders, replicas))
+    if wanted == "auto":
+        return fitting[0]
+    for choice in fitting:
+        if choice.transport == wanted:
+            return Choice(wanted, "as configured")
+    others = ", ".join(f"{transport} ({why})" for transport, why in fitting)
+    raise TransportError(
+        f"param_sync.transport: {wanted} needs {_NEEDS[wanted]}; found senders {_told(senders)} and replicas "
+        f"{_told(replicas)}. What fits: {others}"
+    )
+
+
+def make_writer(transport: str, sender: int, bucket_bytes: int, host: str) -> BucketWriter:
+    """The sending end of rank ``sender``. ``host``: its machine's address on the network where the replicas are."""
+    if transport == "shared_memory":
+        from asyncrl.param_sync.transports.shared_memory import SharedMemoryWriter
+
+        return SharedMemoryWriter(sender, bucket_bytes)
+    from asyncrl.param_sync.transports.collective import CollectiveWriter
+
+    return CollectiveWriter(sender, bucket_bytes, host, "nccl" if transport == "nccl" else "gloo")
+
+
+def make_reader(transport: str, who: str) -> BucketReader:
+    """The receiving end of replica ``who``."""
+    if transport == "shared_memory":
+        from asyncrl.param_sync.transports.shared_memory import SharedMemoryReader
+
+        return SharedMemoryReader(who)
+    from asyncrl.param_sync.transports.collective_reader import CollectiveReader
+
+    return CollectiveReader(who, "nccl" if transport == "nccl" else "gloo")
+
+
+_NEEDS = {
+    "shared_memory": "all senders and replicas on one machine",
+    "nccl": "each sender and replica on a GPU of its own",
+    "gloo": "nothing but a network",
+}
+
+
+def _fitting(senders: Sequence[Place], replicas: Sequence[Place]) -> list[Choice]:
+    """All that fit, the fastest first."""
+    everyone = [*senders, *replicas]
+    one_machine = len({place.machine for place in everyone}) == 1
+    devices = [place.device for place in everyone]
+    found = []
+    if None not in devices and len(set(devices)) == len(devices):
+        found.append(Choice("nccl", f"{len(senders)} + {len(replicas)} GPUs of their own"))
+    if one_machine:
+        found.append(Choice("shared_memory", "all on one machine"))
+    machines = len({place.machine for place in everyone})
+    found.append(Choice("gloo", f"{machines} machine{'s' if machines > 1 else ''}, over the network"))
+    return found
+
+
+def _told(places: Sequence[Place]) -> str:
+    return ", ".join(f"{place.machine}{'/' + place.device if place.device else ' (CPU)'}" for place in places)

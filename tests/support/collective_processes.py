@@ -1,0 +1,139 @@
+"""Senders and readers of the collective transport in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from asyncrl.param_sync.buckets import pack
+from asyncrl.param_sync.transports.base import NoReaders
+from asyncrl.param_sync.transports.collective import CollectiveAddress, CollectiveWriter
+from asyncrl.param_sync.transports.collective_reader import CollectiveReader
+
+HOST = "127.0.0.1"
+BUCKET_BYTES = 1 << 20
+
+
+def payload(seed: int, buckets: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors, one to a bucket, each of other bytes; the last one does not fill its bucket."""
+    generator = torch.Generator().manual_seed(seed)
+    for i in range(buckets):
+        nbytes = BUCKET_BYTES if i < buckets - 1 else 1000
+        yield f"t{i}", torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+def payload_digest(seed: int, buckets: int) -> str:
+    """What `ReaderProcess.read` returns of a sender whose bytes have arrived once each, in order."""
+    h = hashlib.sha256()
+    for _, tensor in payload(seed, buckets):
+        h.update(tensor.numpy())
+    return h.hexdigest()
+
+
+class Gated:
+    """Stands still at one bucket, once, until `release`."""
+
+    def __init__(self) -> None:
+        self.hold_at = -1
+        self._gate, self._reached = threading.Event(), threading.Event()
+
+    async def hold(self, at: int) -> None:
+        self._gate.clear()
+        self._reached.clear()
+        self.hold_at = at
+
+    async def held(self) -> None:
+        """Returns when it stands there."""
+        await asyncio.to_thread(self._reached.wait)
+
+    async def release(self) -> None:
+        self._gate.set()
+
+    def pass_gate(self, at: int) -> None:
+        if at == self.hold_at:
+            self.hold_at = -1
+            self._reached.set()
+            self._gate.wait()
+
+
+def resources() -> dict[str, int]:
+    with open("/proc/self/statm") as statm:
+        resident = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return {"fds": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task")), "bytes": resident}
+
+
+class SenderProcess(Gated):
+    """Sends `payload(seed, buckets)`."""
+
+    def __init__(self, sender: int) -> None:
+        super().__init__()
+        self._writer = CollectiveWriter(sender, BUCKET_BYTES, HOST)
+
+    async def address(self) -> CollectiveAddress:
+        return self._writer.address
+
+    async def send(self, session: str, readers: list[str], seed: int, buckets: int, stall_s: float) -> dict[str, str]:
+        """Returns the readers that were dropped, and why."""
+        return await asyncio.to_thread(self._send, session, readers, seed, buckets, stall_s)
+
+    async def abort(self, session: str) -> None:
+        self._writer.abort(session)
+
+    async def generation(self) -> str:
+        return self._writer._generation
+
+    async def resources(self) -> dict[str, int]:
+        return resources()
+
+    def _send(self, session: str, readers: list[str], seed: int, buckets: int, stall_s: float) -> dict[str, str]:
+        try:
+            self._writer.open(session, readers, 60.0, stall_s)
+            for at, filled in enumerate(pack(payload(seed, buckets), self._writer.buffer)):
+                self.pass_gate(at)
+                self._writer.publish(filled)
+            self._writer.finish()
+        except NoReaders:
+            pass
+        return dict(self._writer.dropped)
+
+
+class ReaderProcess(Gated):
+    """Reads sessions; ``linger_s`` is the time that it takes over each bucket."""
+
+    def __init__(self, who: str) -> None:
+        super().__init__()
+        self._reader = CollectiveReader(who)
+        self._linger_s: dict[int, float] = {}
+
+    async def linger(self, seconds: dict[int, float]) -> None:
+        """How long to take over which bucket."""
+        self._linger_s = seconds
+
+    async def connect(self, session: str, addresses: list[CollectiveAddress]) -> None:
+        await asyncio.to_thread(self._reader.connect, session, addresses, 20.0)
+
+    async def read(self, deadline_s: float = 60.0) -> dict[int, tuple[list[int], str]]:
+        """By sender: the sequences of its buckets, and the digest of their bytes."""
+        return await asyncio.to_thread(self._read, deadline_s)
+
+    async def resources(self) -> dict[str, int]:
+        return resources()
+
+    def _read(self, deadline_s: float) -> dict[int, tuple[list[int], str]]:
+        sequences: dict[int, list[int]] = {}
+        hashes: dict[int, Any] = {}
+        for bucket in self._reader.buckets(deadline_s):
+            self.pass_gate(bucket.sequence)
+            time.sleep(self._linger_s.get(bucket.sequence, 0.0))
+            sequences.setdefault(bucket.sender, []).append(bucket.sequence)
+            h = hashes.setdefault(bucket.sender, hashlib.sha256())
+            for part in bucket.parts:
+                h.update(bucket.data[part.offset : part.offset + part.nbytes])
+        return {sender: (sequences[sender], hashes[sender].hexdigest()) for sender in sequences}

@@ -1,0 +1,42 @@
+"""Which transport joins which places."""
+
+import pytest
+
+from asyncrl.param_sync.transports.choose import Place, TransportError, choose, make_reader, make_writer
+
+CPU = [Place("a")]
+GPUS = [Place("a", f"a/{i}") for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("senders", "replicas", "transport", "why"),
+    [
+        (CPU, CPU * 2, "shared_memory", "all on one machine"),
+        (CPU, [Place("a"), Place("b")], "gloo", "2 machines, over the network"),
+        (GPUS[:4], GPUS[4:], "nccl", "4 + 4 GPUs of their own"),
+        (GPUS[:4], [Place("b", "b/0")], "nccl", "4 + 1 GPUs of their own"),
+        (GPUS[:2], GPUS[1:3], "shared_memory", "all on one machine"),  # they share GPUs
+        (GPUS[:1], CPU, "shared_memory", "all on one machine"),
+        (GPUS[:1], [Place("b")], "gloo", "2 machines, over the network"),
+    ],
+)
+def test_auto_takes_the_fastest_that_fits_and_says_why(senders, replicas, transport, why):
+    assert choose("auto", senders, replicas) == (transport, why)
+
+
+def test_one_that_was_asked_for_is_taken_if_it_fits():
+    assert choose("gloo", CPU, CPU).transport == "gloo"
+    with pytest.raises(TransportError, match=r"nccl needs .* on a GPU of its own; found senders a \(CPU\)"):
+        choose("nccl", CPU, CPU)
+    with pytest.raises(TransportError, match=r"What fits: gloo \(2 machines"):
+        choose("shared_memory", CPU, [Place("b")])
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+def test_both_ends_are_made(transport):
+    writer, reader = make_writer(transport, 3, 4096, "127.0.0.1"), make_reader(transport, "replica/0")
+    reader.connect("s", [writer.address], 5)
+    writer.open("s", ["replica/0"], 5, 5)
+    writer.abort("s")
+    reader.close()
+    writer.close()

@@ -1,0 +1,415 @@
+"""The collective transport between real processes over gloo, with what can go wrong on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import struct
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from asyncrl.param_sync.buckets import Filled, bucket_checksum, pack
+from asyncrl.param_sync.errors import SyncError
+from asyncrl.param_sync.receiver import Bucket, TensorPart
+from asyncrl.param_sync.transports.base import NoReaders
+from asyncrl.param_sync.transports.collective import CollectiveWriter
+from asyncrl.param_sync.transports.collective_reader import CollectiveReader
+from asyncrl.param_sync.transports.messages import framed, read_message
+from benchmarks.remote import Remote
+from tests.support.collective_processes import HOST, ReaderProcess, SenderProcess, payload_digest
+
+BUCKETS = 8
+
+
+@asynccontextmanager
+async def processes(senders, readers):
+    """Senders, and readers by name."""
+    sending = [Remote(SenderProcess, i) for i in range(senders)]
+    reading = {f"r{i}": Remote(ReaderProcess, f"r{i}") for i in range(readers)}
+    try:
+        yield sending, reading
+    finally:
+        for remote in [*sending, *reading.values()]:
+            remote.end()
+
+
+class Session:
+    """One session under way: `dropped` by each sender and `read` by each reader, or its error."""
+
+    def __init__(self, number, senders, readers, buckets, stall_s, deadline_s):
+        self.number, self.buckets = number, buckets
+        self.sends = [
+            asyncio.create_task(s.send(str(number), list(readers), self.seed(i), buckets, stall_s))
+            for i, s in enumerate(senders)
+        ]
+        self.reads = {who: asyncio.create_task(r.read(deadline_s)) for who, r in readers.items()}
+
+    def seed(self, sender):
+        return self.number * 10 + sender
+
+    async def dropped(self):
+        return await asyncio.gather(*self.sends)
+
+    async def assert_whole(self, who):
+        """It has read every bucket of every sender, once, in order, with the bytes that were sent."""
+        got = await self.reads[who]
+        assert got == {
+            i: (list(range(self.buckets)), payload_digest(self.seed(i), self.buckets)) for i in range(len(self.sends))
+        }
+
+
+async def session(number, senders, readers, buckets=BUCKETS, stall_s=20.0, deadline_s=60.0):
+    addresses = [await sender.address() for sender in senders]
+    await asyncio.gather(*(reader.connect(str(number), addresses) for reader in readers.values()))
+    return Session(number, senders, readers, buckets, stall_s, deadline_s)
+
+
+async def assert_all_whole(running):
+    assert await running.dropped() == [{}] * len(running.sends)
+    for who in running.reads:
+        await running.assert_whole(who)
+
+
+async def test_two_readers_get_every_bucket_of_two_senders_and_the_groups_are_used_again():
+    async with processes(2, 2) as (senders, readers):
+        generations = set()
+        for number in range(3):
+            await assert_all_whole(await session(number, senders, readers))
+            generations.add(tuple([await sender.generation() for sender in senders]))
+        assert len(generations) == 1
+
+
+async def test_other_members_make_another_group():
+    async with processes(1, 2) as ((sender,), readers):
+        generations = []
+        for number, members in enumerate(["r0", "r0 r1", "r1", "r1"]):
+            taking_part = {who: readers[who] for who in members.split()}
+            await assert_all_whole(await session(number, [sender], taking_part))
+            generations.append(await sender.generation())
+        assert len(set(generations)) == 3
+        assert generations[2] == generations[3]
+
+
+@pytest.mark.parametrize("held", ["sender", "reader"])
+async def test_a_reader_killed_amid_the_transfer_costs_the_survivor_nothing(held):
+    async with processes(2, 2) as (senders, readers):
+        # the sender stands still with nothing on its way, or the reader with two buckets that it does not take
+        gate = senders[0] if held == "sender" else readers["r1"]
+        await gate.hold(3)
+        running = await session(0, senders, readers)
+        await gate.held()
+        readers["r1"].signal(signal.SIGKILL)
+        started = time.monotonic()
+        await gate.release() if held == "sender" else None
+        for dropped in await running.dropped():
+            assert dropped.keys() <= {"r1"}
+        assert "went away" in running.sends[0].result()["r1"]
+        assert "was its next" in running.sends[0].result()["r1"]
+        await running.assert_whole("r0")
+        assert time.monotonic() - started < 8  # the time-outs are 20 s and more
+        with contextlib.suppress(ConnectionError):
+            await running.reads["r1"]
+
+        readers["r1"].end()
+        readers["r1"] = Remote(ReaderProcess, "r1")
+        await assert_all_whole(await session(1, senders, readers))
+
+
+async def test_a_stopped_reader_is_dropped_and_changes_nothing_when_it_wakes():
+    async with processes(1, 3) as (senders, readers):
+        await senders[0].hold(3)
+        running = await session(0, senders, readers, stall_s=2.0)
+        await senders[0].held()
+        readers["r1"].signal(signal.SIGSTOP)
+        await senders[0].release()
+        started = time.monotonic()
+        (dropped,) = await running.dropped()
+        assert time.monotonic() - started < 8
+        assert dropped.keys() == {"r1"}
+        assert "was silent for 2.0 s; bucket " in dropped["r1"]
+        await running.assert_whole("r0")
+        await running.assert_whole("r2")
+
+        readers["r1"].signal(signal.SIGCONT)
+        with pytest.raises(SyncError, match=r"sync phase transfer, r1, bucket 0/\d of session 0: sender 0 went away"):
+            await running.reads["r1"]
+        await assert_all_whole(await session(1, senders, readers))
+
+
+async def test_a_slow_reader_is_waited_for_and_nobody_gets_a_bucket_twice():
+    async with processes(1, 2) as (senders, readers):
+        # longer than half of the stall time: the group is given up and formed again while it works
+        await readers["r1"].linger({2: 1.8})
+        await readers["r0"].linger({BUCKETS - 1: 1.8})
+        for number in range(2):
+            await assert_all_whole(await session(number, senders, readers, stall_s=3.0))
+
+
+async def test_a_killed_sender_is_named_by_its_readers_at_once():
+    async with processes(2, 2) as (senders, readers):
+        await senders[1].hold(3)
+        running = await session(0, senders, readers)
+        await senders[1].held()
+        senders[1].signal(signal.SIGKILL)
+        started = time.monotonic()
+        for read in running.reads.values():
+            with pytest.raises(SyncError, match=r"bucket 1/\d of session 0: sender 1 went away amid the session"):
+                await read
+        assert time.monotonic() - started < 5
+
+
+async def test_a_stopped_sender_is_named_by_its_readers_at_the_deadline():
+    async with processes(1, 2) as (senders, readers):
+        await senders[0].hold(3)
+        running = await session(0, senders, readers, deadline_s=3.0)
+        await senders[0].held()
+        senders[0].signal(signal.SIGSTOP)
+        started = time.monotonic()
+        for read in running.reads.values():
+            with pytest.raises(
+                SyncError, match=r"bucket 0/\d of session 0: sender 0 was not done by the deadline of 3 s"
+            ):
+                await read
+        assert time.monotonic() - started < 5
+        senders[0].signal(signal.SIGCONT)
+
+
+async def test_abort_ends_a_wait_for_a_stopped_reader():
+    async with processes(1, 2) as (senders, readers):
+        await readers["r1"].hold(2)
+        running = await session(0, senders, readers)
+        await readers["r1"].held()
+        readers["r1"].signal(signal.SIGSTOP)
+        started = time.monotonic()
+        await senders[0].abort("0")
+        (dropped,) = await running.dropped()
+        assert time.monotonic() - started < 3
+        assert all("the session was aborted" in why for why in dropped.values())
+        assert dropped.keys() == {"r0", "r1"}
+        with pytest.raises(SyncError, match="went away"):
+            await running.reads["r0"]
+        readers["r1"].signal(signal.SIGCONT)
+        await readers["r1"].release()
+        with pytest.raises(SyncError, match="went away"):
+            await running.reads["r1"]
+        await assert_all_whole(await session(1, senders, readers))
+
+
+async def test_many_sessions_and_many_groups_grow_nothing():
+    async with processes(1, 2) as (senders, readers):
+        everyone = [*senders, *readers.values()]
+
+        async def used(numbers, members):
+            for number in numbers:
+                taking_part = {who: readers[who] for who in members(number).split()}
+                await assert_all_whole(await session(number, senders, taking_part, buckets=2))
+            return [await remote.resources() for remote in everyone]
+
+        alternating = lambda number: "r0 r1" if number % 2 else "r0"
+        warm = await used(range(20), alternating)
+        many_groups = await used(range(20, 50), alternating)  # each leaves 2 MiB of buffers behind if it is kept
+        many_sessions = await used(range(51, 251), lambda _: "r0 r1")
+        for first, then, last in zip(warm, many_groups, many_sessions):
+            assert abs(then["fds"] - first["fds"]) <= 2
+            assert abs(then["threads"] - first["threads"]) <= 2
+            assert then["bytes"] < first["bytes"] + 40e6
+            assert last["fds"] <= then["fds"] + 2
+            assert last["threads"] <= then["threads"] + 2
+            assert last["bytes"] < then["bytes"] + 10e6
+
+
+def write(writer, session, readers):
+    writer.open(session, readers, 20.0, 20.0)
+    for filled in pack([("t", torch.ones(100))], writer.buffer):
+        writer.publish(filled)
+    writer.finish()
+
+
+@pytest.fixture
+def pair():
+    with (
+        contextlib.closing(CollectiveWriter(0, 4096, HOST)) as writer,
+        contextlib.closing(CollectiveReader("r0")) as reader,
+    ):
+        yield writer, reader
+
+
+def test_the_default_group_is_left_alone(pair):
+    writer, reader = pair
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=20))
+    try:
+        default = dist.group.WORLD
+        reader.connect("s", [writer.address], 5)
+        with ThreadPoolExecutor(1) as thread:
+            done = thread.submit(write, writer, "s", ["r0"])
+            assert len(list(reader.buckets(20))) == 1
+            done.result()
+        assert dist.group.WORLD is default
+        dist.all_reduce(torch.ones(1))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_who_does_not_know_the_token_is_turned_away(pair):
+    writer, reader = pair
+    stranger = CollectiveReader("r0")
+    stranger.connect("s", [replace(writer.address, token="0" * 32)], 5)
+    reader.connect("s", [writer.address], 5)
+    with ThreadPoolExecutor(1) as thread:
+        done = thread.submit(write, writer, "s", ["r0"])
+        assert len(list(reader.buckets(20))) == 1
+        with pytest.raises(SyncError, match="it did not let this replica in"):
+            list(stranger.buckets(5))
+        done.result()
+    assert writer.address.token not in repr(writer.address)
+
+
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"\xff" * 10_000, b"\0" * 32])
+def test_garbage_on_the_port_is_turned_away(pair, garbage):
+    writer, reader = pair
+    with (
+        socket.create_connection((writer.address.host, writer.address.port)) as caller,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        caller.sendall(garbage)
+        caller.settimeout(10)
+        reader.connect("s", [writer.address], 5)
+        done = thread.submit(write, writer, "s", ["r0"])
+        assert len(list(reader.buckets(20))) == 1
+        done.result()
+        with contextlib.suppress(ConnectionResetError):
+            assert caller.recv(1) == b""
+
+
+def test_a_hello_that_is_longer_than_any_is_turned_away(pair):
+    writer, _ = pair
+    with socket.create_connection((writer.address.host, writer.address.port)) as caller:
+        caller.sendall(writer.address.token.encode() + struct.pack("<I", 1 << 31) + b" " * 5000)
+        with pytest.raises(NoReaders):
+            writer.open("s", ["r0"], 20.0, 0.5)
+        caller.settimeout(10)
+        with contextlib.suppress(ConnectionResetError):
+            assert caller.recv(1) == b""
+
+
+def test_a_wrong_acknowledgement_drops_its_reader(pair):
+    writer, _ = pair
+    address = writer.address
+    with socket.create_connection((address.host, address.port)) as caller, ThreadPoolExecutor(1) as thread:
+        caller.sendall(address.token.encode() + framed({"session": "s", "who": "r0", "holds": ""}))
+        done = thread.submit(write, writer, "s", ["r0"])
+        while "sequence" not in read_message(caller):
+            pass
+        caller.sendall(framed({"read": 7}))
+        done.result()
+    assert writer.dropped == {"r0": "acknowledged bucket 7 where 0 was next; bucket 0 was its next"}
+
+
+def test_both_sides_need_the_same_backend(pair):
+    writer, reader = pair
+    with pytest.raises(SyncError, match="sender 0 sends over nccl, this replica receives over gloo"):
+        reader.connect("s", [replace(writer.address, backend="nccl")], 5)
+
+
+def test_a_host_that_is_not_this_machine_is_named():
+    with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1 .*must be an address of this machine"):
+        CollectiveWriter(0, 4096, "192.0.2.1")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_nccl_without_a_device_is_refused():
+    with pytest.raises(ValueError, match="nccl needs a CUDA device"):
+        CollectiveWriter(0, 4096, HOST, "nccl")
+
+
+def test_a_bucket_of_empty_tensors_alone_travels(pair):
+    writer, reader = pair
+    reader.connect("s", [writer.address], 5)
+    with ThreadPoolExecutor(1) as thread:
+
+        def send():
+            writer.open("s", ["r0"], 20.0, 20.0)
+            for filled in pack([("none", torch.empty(0, 3))], writer.buffer):
+                writer.publish(filled)
+            writer.finish()
+
+        done = thread.submit(send)
+        assert [(b.parts, len(b.data)) for b in reader.buckets(20)] == [((TensorPart("none", 0, 0, 0),), 0)]
+        done.result()
+
+
+def test_the_checksum_of_a_bucket_on_a_device_is_that_of_its_bytes():
+    buffer = torch.zeros(4096, dtype=torch.uint8)
+    (filled,) = pack([("a", torch.arange(100.0)), ("b", torch.ones(3))], lambda: buffer)
+    bucket = Bucket("s", 0, 0, filled.parts, buffer, filled.checksum)
+    assert bucket_checksum(bucket) == filled.checksum
+    buffer[5] ^= 1
+    assert bucket_checksum(bucket) != filled.checksum
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")
+def test_packing_to_a_device_gives_the_same_bytes_and_checksum():
+    tensors = {"a": torch.randn(5, 6).t(), "b": torch.randn(70).bfloat16(), "c": torch.tensor(True)}
+    seen: dict[str, list[tuple[Filled, bytes]]] = {}
+    for device in ("cpu", "cuda"):
+        buffer = torch.zeros(128, dtype=torch.uint8, device=device)
+        packed = pack(((n, t.to(device)) for n, t in tensors.items()), lambda buffer=buffer: buffer)
+        seen[device] = [(filled, buffer.cpu().numpy().tobytes()) for filled in packed]
+    assert [f for f, _ in seen["cpu"]] == [f for f, _ in seen["cuda"]]
+    assert seen["cpu"] == seen["cuda"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_nccl_carries_buckets_from_one_device_to_another():
+    tensors = {f"t{i}": torch.randn(1000, device="cuda:0") for i in range(10)}
+    with (
+        contextlib.closing(CollectiveWriter(0, 8192, HOST, "nccl", "cuda:0")) as writer,
+        contextlib.closing(CollectiveReader("r0", "nccl", "cuda:1")) as reader,
+        ThreadPoolExecutor(1) as thread,
+    ):
+
+        def send(session):
+            writer.open(session, ["r0"], 60.0, 60.0)
+            for filled in pack(tensors.items(), writer.buffer):
+                writer.publish(filled)
+            writer.finish()
+
+        for session in ("s1", "s2"):
+            reader.connect(session, [writer.address], 5)
+            done = thread.submit(send, session)
+            got = {}
+            for bucket in reader.buckets(60):
+                assert bucket.data.device == torch.device("cuda:1")
+                assert bucket_checksum(bucket) == bucket.checksum
+                for part in bucket.parts:
+                    got[part.name] = bucket.data[part.offset : part.offset + part.nbytes].clone().view(torch.float32)
+            done.result()
+            assert got.keys() == tensors.keys()
+            assert all(torch.equal(got[name].cpu(), t.cpu()) for name, t in tensors.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")
+def test_a_view_that_is_kept_of_a_bucket_on_a_device_is_found_out():
+    with (
+        contextlib.closing(CollectiveWriter(0, 4096, HOST, "gloo", "cuda")) as writer,
+        contextlib.closing(CollectiveReader("r0", "gloo", "cuda")) as reader,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        reader.connect("s", [writer.address], 5)
+        done = thread.submit(write, writer, "s", ["r0"])
+        with pytest.raises(SyncError, match="kept a view into a bucket"):
+            _ = [bucket.data[8:16].view(torch.float32) for bucket in reader.buckets(20)]
+        with pytest.raises(NoReaders):
+            done.result()
