@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import selectors
 import socket
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from asyncrl.param_sync.errors import BucketKey, SyncError
 from asyncrl.param_sync.receiver import Bucket, TensorPart
 from asyncrl.param_sync.transports.collective import CollectiveAddress
+from asyncrl.param_sync.transports.lend import lent, lent_on_device
 from asyncrl.param_sync.transports.messages import framed, take_messages
 from asyncrl.param_sync.transports.process_group import (
     BUFFERS,
@@ -26,7 +27,6 @@ from asyncrl.param_sync.transports.process_group import (
     Seat,
     device_for,
     make_buffers,
-    settle,
 )
 from asyncrl.telemetry.recorder import now_s
 
@@ -229,30 +229,5 @@ class _Link:
         return self.ended and not self.coming
 
 
-@contextlib.contextmanager
-def _lent(buffer: torch.Tensor, key: BucketKey, who: str) -> Iterator[memoryview | torch.Tensor]:
-    """Let a consumer have a buffer. Raises SyncError if it keeps a view of it."""
-    if buffer.device.type == "cpu":
-        # All views, however derived, hang on this one array: when it is gone, so are they.
-        array = buffer.numpy()
-        array.flags.writeable = False
-        view, held = memoryview(array.data), weakref.ref(array)
-        del array
-        yield view
-        with contextlib.suppress(BufferError):
-            view.release()
-        kept = held() is not None
-    else:
-        users = _users(buffer)
-        yield buffer
-        settle(buffer.device)  # the consumer's copies may still run
-        kept = _users(buffer) > users
-    if kept:
-        problem = "a receiver kept a view into a bucket, whose memory will be written again; let it copy"
-        raise SyncError("transfer", who, None, key, problem)
-
-
-def _users(tensor: torch.Tensor) -> int:
-    """How many tensors share its storage."""
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata)
+def _lent(buffer: torch.Tensor, key: BucketKey, who: str) -> AbstractContextManager[memoryview | torch.Tensor]:
+    return lent(buffer.numpy(), key, who) if buffer.device.type == "cpu" else lent_on_device(buffer, key, who)

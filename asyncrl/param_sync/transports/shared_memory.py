@@ -27,7 +27,6 @@ import selectors
 import socket
 import struct
 import uuid
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,6 +39,7 @@ from asyncrl.param_sync.buckets import ALIGN_BYTES, Filled
 from asyncrl.param_sync.errors import BucketKey, SyncError
 from asyncrl.param_sync.receiver import Bucket, TensorPart
 from asyncrl.param_sync.transports.base import NoReaders
+from asyncrl.param_sync.transports.lend import lent
 from asyncrl.param_sync.transports.messages import framed, message_in, read_message, same_user
 from asyncrl.telemetry.recorder import now_s
 
@@ -314,7 +314,7 @@ class SharedMemoryReader:
 
     def buckets(self, deadline_s: float) -> Iterator[Bucket]:
         limit = now_s() + deadline_s
-        links = dict(self._links)
+        session, links = self._session, dict(self._links)
         expected = dict.fromkeys(links, 0)
         with contextlib.ExitStack() as stack:
             stack.callback(self._hang_up)  # also when the consumer fails: the writers see it at once
@@ -340,11 +340,14 @@ class SharedMemoryReader:
                         if "end" in message:
                             selector.unregister(link)
                             continue
+                        parts = tuple(TensorPart(*part) for part in message["parts"])
+                        which = BucketKey(session, address.sender, message["sequence"])
                         if message["keep"]:
-                            yield self._kept(address, message)
+                            data = memoryview(self._array(address, message["place"]).data)
+                            yield Bucket(*which, parts, data, message["checksum"], kept=True)
                         else:
-                            with self._bucket(address, message) as bucket:
-                                yield bucket
+                            with lent(self._array(address, message["place"]), which, self._who) as data:
+                                yield Bucket(*which, parts, data, message["checksum"])
                             link.sendall(_SEQUENCE.pack(message["sequence"]))
                         expected[address] += 1
                     except (OSError, EOFError) as e:
@@ -380,26 +383,6 @@ class SharedMemoryReader:
         if start not in mapped:
             mapped[start] = _map(self._files[address], start, length, mmap.PROT_READ)
         return np.frombuffer(mapped[start], dtype=np.uint8)
-
-    def _kept(self, address: SharedMemoryAddress, message: dict[str, Any]) -> Bucket:
-        parts = tuple(TensorPart(*part) for part in message["parts"])
-        data = memoryview(self._array(address, message["place"]).data)
-        return Bucket(self._session, address.sender, message["sequence"], parts, data, message["checksum"], kept=True)
-
-    @contextlib.contextmanager
-    def _bucket(self, address: SharedMemoryAddress, message: dict[str, Any]) -> Iterator[Bucket]:
-        # All views of a bucket, however derived, hang on this one array: when it is gone, so are they.
-        array = self._array(address, message["place"])
-        data, held = memoryview(array.data), weakref.ref(array)
-        del array
-        parts = tuple(TensorPart(*part) for part in message["parts"])
-        yield Bucket(self._session, address.sender, message["sequence"], parts, data, message["checksum"])
-        with contextlib.suppress(BufferError):
-            data.release()
-        if held() is not None:
-            key = BucketKey(self._session, address.sender, message["sequence"])
-            problem = "a receiver kept a view into a bucket, whose memory will be written again; let it copy"
-            raise SyncError("transfer", self._who, None, key, problem)
 
     def _hang_up(self) -> None:
         while self._links:
