@@ -26,15 +26,15 @@ def test_in_synchronous_training_the_trainer_waits_each_time_so_nothing_narrows(
 
 
 async def test_it_settles_where_a_simple_pair_of_pools_is_balanced():
-    """Generation of a version takes 12 / width seconds, training 1: the balance is a width of 12."""
+    """Generation of a version takes 16 / width seconds, training 1: the balance is a width of 16."""
     width, widths = 20.0, []
     pace = Pace(20)
     for _ in range(40):
-        generating = 12 / width
+        generating = 16 / width
         version_s = max(1.0, generating)
         width = pace.observe((version_s - generating) / version_s, (version_s - 1.0) / version_s) or 20
         widths.append(width)
-    assert all(12 < w <= 14 for w in widths[-10:])  # a little too fast
+    assert all(16 < w <= 18 for w in widths[-10:])  # a little too fast
 
 
 async def test_the_width_is_adjusted_at_each_version(monkeypatch):

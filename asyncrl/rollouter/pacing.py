@@ -16,7 +16,7 @@ from typing import Protocol
 from asyncrl.telemetry.recorder import now_s
 
 LOOK_EVERY_S = 0.5
-LEAST = 0.6  # of the slots: narrower, the engine loses more throughput than it gains in evenness
+LEAST = 0.75  # of the slots: narrower, the engine loses more throughput than it gains in evenness
 HELD_UP = 0.1  # of the time, at most, is how much too fast the rollouter may stay
 NARROW = 0.95
 WAITED_FOR = 0.02  # of the time: for less counts as not at all

@@ -45,7 +45,7 @@ from asyncrl.sample import PolicyVersion
 from asyncrl.telemetry.recorder import Recorder, now_s
 
 _EVENTS_EVERY_S = 0.1  # while tokens flow and nothing ends
-_ENDS_EVERY_S = 0.05  # while requests end: each call costs the caller about a millisecond of a core
+_ENDS_EVERY_S = 0.03  # while requests end: each call costs the caller about a millisecond of a core
 _PAUSE_KV: frozenset[tuple[PauseMode, KVMode]] = frozenset(
     {
         ("abort", "recompute"),
