@@ -7,7 +7,7 @@ export OMP_NUM_THREADS = 1
 CHECKPOINT = checkpoints/arith-mimo
 DATA = data/arithmetic
 
-.PHONY: venv quickstart test test-faults lint format clean
+.PHONY: venv quickstart test test-faults test-slow lint format clean
 
 venv:
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/make_venv.sh
@@ -25,7 +25,10 @@ test: venv
 	$(BIN)/python -m pytest -q
 
 test-faults: venv $(CHECKPOINT)/model.safetensors $(DATA)/train.jsonl
-	$(BIN)/python -m pytest -q -m faults -o timeout=900
+	$(BIN)/python -m pytest -q -m "faults and not slow" -o timeout=900
+
+test-slow: venv $(CHECKPOINT)/model.safetensors $(DATA)/train.jsonl
+	$(BIN)/python -m pytest -q -m slow -o timeout=1500
 
 lint: venv
 	$(BIN)/ruff check .

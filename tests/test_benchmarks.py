@@ -48,10 +48,22 @@ def test_cpu_seconds_of_a_process_that_was_never_seen_are_not_zero(tmp_path):
     assert math.isnan(cpu.threads_s(1))
 
 
+@pytest.mark.slow
 def test_the_sample_queue_s_benchmark_ends_with_its_figures():
-    command = "-m benchmarks.sample_queue --windows 1 --window-s 0.1 --latency-window-s 0.5 --steps 0".split()
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout.splitlines()[-1])
+    figures = last_line("benchmarks.sample_queue --windows 1 --window-s 0.1 --latency-window-s 0.5 --steps 0")
     assert figures["speedup_over_per_call"] > 1
     assert figures["latency_p99_ms"] == max(figures["durable_p99_ms"], figures["readable_p99_ms"]) > 0
+
+
+@pytest.mark.slow
+def test_the_parameter_sync_s_benchmark_ends_with_its_figures():
+    figures = last_line("benchmarks.param_sync --mib 8 --tensors 50 --rounds 1")
+    assert figures.keys() >= {"shm_fraction_of_memcpy", "bucketed_over_per_tensor", "gloo_fraction_of_broadcast"}
+    assert all(value > 0 for value in figures.values())
+
+
+def last_line(command: str) -> dict[str, float]:
+    """What a benchmark's last line says."""
+    done = subprocess.run([sys.executable, "-m", *command.split()], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])

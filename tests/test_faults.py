@@ -102,6 +102,7 @@ def test_a_run_that_loses_each_of_its_processes_goes_on_by_itself(start, tmp_pat
     assert restores(tmp_path / "run") >= 1  # for the rank; a replica that died alone may have had a version of its own
 
 
+@pytest.mark.faults
 def test_a_queue_that_dies_between_two_transitions_is_where_it_was(inputs, tmp_path, monkeypatch):
     points = [QUEUE_POINTS[1], QUEUE_POINTS[3]]
     run_through(inputs, tmp_path / "run", "trainer.total_steps=6", points=points, monkeypatch=monkeypatch)
@@ -247,6 +248,7 @@ def test_of_two_replicas_one_goes_on_until_the_other_is_back(start, tmp_path):
 
 
 @pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_a_quickstart_with_five_kills_learns_as_much_as_one_without(tmp_path, capsys):
     accuracy: dict[str, float] = {}

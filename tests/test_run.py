@@ -167,6 +167,7 @@ def test_an_interruption_while_the_run_starts_ends_it_at_once(start, tmp_path, r
     assert processes_of(ray_dir) == []
 
 
+@pytest.mark.faults
 def test_a_second_interruption_abandons_even_a_sync_that_hangs(start, tmp_path, ray_dir):
     run = start(
         "trainer.total_steps=100000",
