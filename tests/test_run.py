@@ -102,7 +102,9 @@ def test_a_run_with_two_ranks_and_two_replicas_trains_reports_and_leaves_nothing
         counts = {k.rsplit("/", 1)[1]: v for k, v in r.items() if k.startswith("fully_async/count/")}
         assert counts.pop("issued") == sum(counts.values())
         assert r["fully_async/staleness/max"] <= r["fully_async/staleness/bound"] == 1
-        assert r["param_sync/bytes"] > 4e6
+        assert r.get("param_sync/bytes", 5e6) > 4e6  # replicas may still change over when a step is reported
+    assert "param_sync/bytes" in steps[0]
+    assert "param_sync/paused_s/replica/1" in steps[0]
     assert steps[0]["actor/ratio_max"] == pytest.approx(1, abs=1e-4)  # engine and trainer agree on every logprob
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["failed"] is None
@@ -197,6 +199,7 @@ def test_when_the_prompts_end_the_rest_is_counted_and_the_last_weights_are_valid
     assert "Unhandled" not in run.text
 
 
+@pytest.mark.faults
 def test_the_death_of_a_process_is_told_by_name_and_ends_a_run_that_may_not_restart_it(start, tmp_path, ray_dir):
     run = start(
         "trainer.total_steps=100000", "data.validation_files=[]", "reporting.report=false", "supervision.max_restarts=0"

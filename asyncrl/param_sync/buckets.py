@@ -7,6 +7,7 @@ while they are hashed for the bucket's checksum and the tensor's digest.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -62,13 +63,13 @@ def pack(
             filling = None
         filling = filling or _Filling(next_buffer(), checksum, on_bytes)
         # A strided tensor goes into the bucket as it is if it goes whole; split, it needs its bytes in one row first.
-        source = tensor.detach() if nbytes <= filling.room else flat_bytes(tensor)
+        source = tensor.detach() if nbytes <= filling.room else tensor.detach().contiguous()
         start = 0
         while True:
             if filling is None:
                 filling = _Filling(next_buffer(), checksum, on_bytes)
             count = min(nbytes - start, filling.room)
-            filling.add(name, source if count == nbytes else source[start : start + count], start, count)
+            filling.add(name, source, start, count)
             start += count
             if not filling.room:
                 yield filling.filled()
@@ -88,6 +89,7 @@ class _Filling:
         self.capacity = buffer.numel()
         self._buffer = buffer
         self._bytes = buffer.numpy() if buffer.device.type == "cpu" else None
+        self._address = buffer.data_ptr()
         self._parts: list[TensorPart] = []
         self._at = 0
         self._checksum = xxhash.xxh3_64() if checksum else None
@@ -98,17 +100,22 @@ class _Filling:
         return self.capacity - self._at
 
     def add(self, name: str, source: torch.Tensor, start: int, nbytes: int) -> None:
+        """``nbytes`` of a tensor from byte ``start`` on: all of it, or it must be contiguous."""
         at, end = self._at, self._at + nbytes
         self._parts.append(TensorPart(name, start, nbytes, at))
         self._at = end + -end % ALIGN_BYTES
-        if self._bytes is not None and source.is_contiguous() and source.device.type == "cpu":
-            flat = flat_bytes(source).numpy()
+        if self._bytes is not None and source.is_cpu and source.is_contiguous():
+            # By address: views of a small tensor's bytes would take longer than its copy.
+            copy_from, copy_to = source.data_ptr() + start, self._address + at
             for lo in range(0, nbytes, _SLICE_BYTES):
-                hi = min(lo + _SLICE_BYTES, nbytes)
-                np.copyto(self._bytes[at + lo : at + hi], flat[lo:hi])
-                self._see(name, self._bytes[at + lo : at + hi])
+                size = min(_SLICE_BYTES, nbytes - lo)
+                ctypes.memmove(copy_to + lo, copy_from + lo, size)
+                self._see(name, self._bytes[at + lo : at + lo + size])
         elif nbytes:
-            self._buffer[at:end].view(source.dtype).view(source.shape).copy_(source)
+            if source.is_contiguous():
+                self._buffer[at:end].copy_(flat_bytes(source)[start : start + nbytes])
+            else:
+                self._buffer[at:end].view(source.dtype).view(source.shape).copy_(source)
             if self._checksum is not None or self._on_bytes is not None:
                 self._see(name, self._buffer[at:end].cpu().numpy())
         if not nbytes:

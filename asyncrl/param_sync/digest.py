@@ -8,6 +8,7 @@ order of their names. So it does not depend on the order of export, and the hash
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,7 +22,12 @@ ROLES: tuple[Role, ...] = ("target", "draft")
 
 def dtype_name(tensor: torch.Tensor) -> str:
     """The name of a tensor's dtype as manifests write it: ``bfloat16``."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return _name_of(tensor.dtype)
+
+
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from asyncrl.param_sync.buckets import bucket_checksum, host_bytes
 from asyncrl.param_sync.digest import dtype_name, flat_bytes
 from asyncrl.param_sync.errors import BucketKey, SyncError
-from asyncrl.param_sync.manifest import DTYPE_BYTES, Manifest, ManifestError, TensorSpec
+from asyncrl.param_sync.manifest import DTYPE_BYTES, Manifest, ManifestError
 from asyncrl.param_sync.receiver import Bucket, TensorPart
 from asyncrl.sample import PolicyVersion
 
@@ -44,7 +44,7 @@ class LiveViewReceiver:
             raise ValueError(f"tied names need a view under another name: {_some(both | lost)}")
         self._writers = {name: _writer(view) for name, view in self._views.items()}
         self._session: str | None = None
-        self._specs: dict[str, TensorSpec] = {}
+        self._sizes: dict[str, tuple[int, int]] = {}  # of each tensor to come: its bytes, and those of an element
         self._received: dict[str, int] = {}  # bytes of each tensor that has begun to arrive
         self._next: dict[int, int] = {}  # sender → sequence of its next bucket
         self._verified = False
@@ -59,7 +59,7 @@ class LiveViewReceiver:
                 f"{'; '.join(problems[:4])}{more}. Both sides must build the model from the same checkpoint"
             )
         self._session, self._verified = session, False
-        self._specs = {t.name: t for t in manifest.sent()}
+        self._sizes = {t.name: (t.nbytes, DTYPE_BYTES[t.dtype]) for t in manifest.sent()}
         self._received, self._next = {}, {}
 
     def take(self, bucket: Bucket) -> None:
@@ -94,9 +94,9 @@ class LiveViewReceiver:
         if self._session is None:
             raise SyncError("verify", None, None, None, "no session is open")
         short = [
-            f"{t.name}: {self._received.get(t.name, 0)} of {t.nbytes} bytes"
-            for t in self._specs.values()
-            if self._received.get(t.name, -1) != t.nbytes
+            f"{name}: {self._received.get(name, 0)} of {nbytes} bytes"
+            for name, (nbytes, _) in self._sizes.items()
+            if self._received.get(name, -1) != nbytes
         ]
         if short:
             raise SyncError("verify", None, None, None, f"{len(short)} tensors are not whole: {_some(short)}")
@@ -116,18 +116,18 @@ class LiveViewReceiver:
 
     def _expect(self, key: BucketKey, part: TensorPart, capacity: int) -> None:
         """Count a part in, if it is the next one of its tensor."""
-        spec = self._specs.get(part.name)
-        if spec is None:
-            raise _refused(key, f"{part.name} is not a tensor that the manifest sends")
-        at = self._received.get(part.name, 0)
-        again = part.start < at or (part.name in self._received and at == spec.nbytes)
-        if again or part.start != at:
+        name, start, count, offset = part
+        if name not in self._sizes:
+            raise _refused(key, f"{name} is not a tensor that the manifest sends")
+        nbytes, itemsize = self._sizes[name]
+        at, end = self._received.get(name, 0), start + count
+        again = start < at or (at == nbytes and name in self._received)
+        if again or start != at:
             what = "arrived a second time" if again else "came early"
-            raise _refused(key, f"{part.name}: byte {part.start} {what}, {at} of {spec.nbytes} bytes are here")
-        itemsize, end = DTYPE_BYTES[spec.dtype], part.start + part.nbytes
-        if part.start % itemsize or end % itemsize or end > spec.nbytes or part.offset + part.nbytes > capacity:
-            raise _refused(key, f"{part} does not fit {part.name} ({spec.nbytes} bytes) or a bucket of {capacity}")
-        self._received[part.name] = end
+            raise _refused(key, f"{name}: byte {start} {what}, {at} of {nbytes} bytes are here")
+        if start % itemsize or end % itemsize or end > nbytes or offset + count > capacity:
+            raise _refused(key, f"{part} does not fit {name} ({nbytes} bytes) or a bucket of {capacity}")
+        self._received[name] = end
 
     def _clashes(self, manifest: Manifest) -> list[str]:
         """Where the manifest and the live tensors differ, one line each."""

@@ -120,12 +120,12 @@ class Sender:
         specs = {t.name: t for t in plan.manifest.sent()}
         for name, tensor in export:
             spec = specs.pop(name, None)
-            found = f"{dtype_name(tensor)}{list(tensor.shape)}"
             if spec is None:
                 problem = "which its manifest does not send, or not again"
-            elif found != (planned := f"{spec.dtype}{list(spec.shape)}"):
-                problem = f"where its manifest says {planned}"
+            elif tensor.shape != spec.shape or dtype_name(tensor) != spec.dtype:
+                problem = f"where its manifest says {spec.dtype}{list(spec.shape)}"
             else:
                 yield name, tensor
                 continue
+            found = f"{dtype_name(tensor)}{list(tensor.shape)}"
             raise SyncError("transfer", self._name, plan.version, None, f"export gave {name} as {found}, {problem}")

@@ -214,8 +214,9 @@ class TrainLoop:
                 if prompts_ended:
                     self._progress = replace(self._progress, stopped=lease.closed)
                 break
-            metrics, self._sync_metrics = {**self._batch_metrics(step, lease), **self._sync_metrics}, {}
+            metrics = self._batch_metrics(step, lease)
             metrics |= await self._ranks.train(step, payload, lease.mask_before)
+            metrics, self._sync_metrics = {**metrics, **self._sync_metrics}, {}
             await self._queue.trained(step)
             self._progress = replace(self._progress, step=step, trained=self._progress.trained + len(lease.groups))
             await self._report(metrics)
