@@ -12,8 +12,9 @@ from typing import Protocol
 
 import torch
 
+from asyncrl.param_sync.buckets import check_checksum
 from asyncrl.param_sync.errors import SyncError
-from asyncrl.param_sync.live_receiver import LiveViewReceiver, check_checksum
+from asyncrl.param_sync.live_receiver import LiveViewReceiver
 from asyncrl.param_sync.manifest import AdapterSpec, Manifest, ManifestError, TensorSpec, is_adapter
 from asyncrl.param_sync.receiver import Bucket, Receiver, TensorPart
 from asyncrl.sample import PolicyVersion

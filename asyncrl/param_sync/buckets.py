@@ -16,6 +16,7 @@ import torch
 import xxhash
 
 from asyncrl.param_sync.digest import flat_bytes
+from asyncrl.param_sync.errors import BucketKey, SyncError
 from asyncrl.param_sync.receiver import Bucket, TensorPart
 
 ALIGN_BYTES = 64
@@ -41,6 +42,15 @@ def bucket_checksum(bucket: Bucket) -> int:
     for part in bucket.parts:
         h.update(data[part.offset : part.offset + part.nbytes])
     return h.intdigest()
+
+
+def check_checksum(bucket: Bucket) -> None:
+    """Raises SyncError unless the bucket's bytes are those that its checksum, if it has one, was taken of."""
+    if bucket.checksum is None or (found := bucket_checksum(bucket)) == bucket.checksum:
+        return
+    key = BucketKey(bucket.session, bucket.sender, bucket.sequence)
+    message = f"damaged on its way: checksum {bucket.checksum:016x} sent, {found:016x} arrived"
+    raise SyncError("transfer", None, None, key, message)
 
 
 def pack(

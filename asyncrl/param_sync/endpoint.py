@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
-from asyncrl.param_sync.buckets import host_bytes
+from asyncrl.param_sync.buckets import check_checksum, host_bytes
 from asyncrl.param_sync.digest import ROLES
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.handles import KVMode, PauseMode, ReceivePlan, Staging
-from asyncrl.param_sync.live_receiver import check_checksum
 from asyncrl.param_sync.manifest import Role
 from asyncrl.param_sync.receiver import Bucket, Receiver
 from asyncrl.param_sync.transports.base import BucketReader

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.param_sync.buckets import bucket_checksum, host_bytes
+from asyncrl.param_sync.buckets import check_checksum, host_bytes
 from asyncrl.param_sync.digest import dtype_name, flat_bytes
 from asyncrl.param_sync.errors import BucketKey, SyncError
 from asyncrl.param_sync.manifest import DTYPE_BYTES, Manifest, ManifestError
@@ -198,14 +198,6 @@ def write_range(view: Any, start: int, source: Any) -> None:
             count = rows * row
             view[i : i + rows] = source[:count].reshape(rows, *view.shape[1:])
         start, source = start + count, source[count:]
-
-
-def check_checksum(bucket: Bucket) -> None:
-    """Raises SyncError unless the bucket's bytes are those that its checksum, if it has one, was taken of."""
-    if bucket.checksum is None or (found := bucket_checksum(bucket)) == bucket.checksum:
-        return
-    key = BucketKey(bucket.session, bucket.sender, bucket.sequence)
-    raise _refused(key, f"damaged on its way: checksum {bucket.checksum:016x} sent, {found:016x} arrived")
 
 
 def _refused(key: BucketKey, message: str) -> SyncError:

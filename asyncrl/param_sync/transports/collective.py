@@ -27,7 +27,7 @@ import secrets
 import selectors
 import socket
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -36,7 +36,7 @@ import torch
 
 from asyncrl.param_sync.buckets import ALIGN_BYTES, Filled
 from asyncrl.param_sync.transports.base import NoReaders
-from asyncrl.param_sync.transports.messages import framed, message_in, take_messages
+from asyncrl.param_sync.transports.messages import message_in, take_messages
 from asyncrl.param_sync.transports.process_group import (
     BUFFERS,
     Backend,
@@ -49,6 +49,7 @@ from asyncrl.param_sync.transports.process_group import (
     make_buffers,
     settle,
 )
+from asyncrl.param_sync.transports.pump import Pump
 from asyncrl.telemetry.recorder import now_s
 
 _ATTEMPTS = 3  # generations in a row that may come to nothing with the same members
@@ -67,7 +68,7 @@ class CollectiveAddress:
     token: str = field(repr=False)
 
 
-class CollectiveWriter:
+class CollectiveWriter(Pump):
     """Implements `BucketWriter`. ``sender`` numbers the sending ranks; ``bucket_bytes`` is rounded down to whole lines
     of 64 bytes, and twice that is held here and per sender in every reader, on ``device`` (NCCL: a CUDA device, by
     default the current one). ``host``: this machine's address on the network where the readers are."""
@@ -80,6 +81,7 @@ class CollectiveWriter:
         backend: Backend = "gloo",
         device: torch.device | str | None = None,
     ) -> None:
+        super().__init__()
         capacity = bucket_bytes // ALIGN_BYTES * ALIGN_BYTES
         if capacity <= 0:
             raise ValueError(f"bucket_bytes is {bucket_bytes}, a bucket has at least {ALIGN_BYTES}")
@@ -90,7 +92,6 @@ class CollectiveWriter:
         self._store = host_store(host)
         self.address = CollectiveAddress(sender, backend, host, self._listener.getsockname()[1], secrets.token_hex(16))
         self._calls = Calls()
-        self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._calls.fd, selectors.EVENT_READ, self._calls.run)
         self._greeted: set[socket.socket] = set()  # those whose hello is not whole
@@ -105,7 +106,6 @@ class CollectiveWriter:
         self._failures, self._why = 0, ""  # generations in a row that came to nothing
         self._unread: dict[int, dict[str, Any]] = {}  # messages of buckets that a new generation may need again
         self._sequence = 0  # of the bucket being filled
-        self._deadline = self._stall_s = 0.0
         self.dropped: dict[str, str] = {}
         self.ceiling: float | None = None  # the link's own speed is not measured
 
@@ -320,21 +320,9 @@ class CollectiveWriter:
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
-    def _limit(self) -> float:
-        return min(now_s() + self._stall_s, self._deadline)
-
-    def _pump(self, done: Callable[[], bool], limit: float) -> bool:
-        """Handle what comes until ``done``; False at ``limit``."""
-        while not done():
-            left = limit - now_s()
-            if left <= 0:
-                return False
-            for key, _ in self._selector.select(left):
-                # an earlier event of this round may have closed it
-                if self._selector.get_map().get(key.fd) is key:
-                    key.data()
-            self._mend()
-        return True
+    def _handle(self, timeout_s: float) -> None:
+        super()._handle(timeout_s)
+        self._mend()
 
     def _await_read(self, sequence: int) -> None:
         """Wait until every reader has read bucket ``sequence``.
@@ -354,19 +342,6 @@ class CollectiveWriter:
             mute = [p for p in self._peers.values() if not p.stopped]
             for peer in behind() if now_s() >= self._deadline else mute:
                 self._drop(peer, f"was silent for {now_s() - waited_from:.1f} s")
-
-    def _tell(self, peers: Iterable[_Peer], message: dict[str, Any]) -> None:
-        data, limit = framed(message), self._limit()
-        for peer in list(peers):
-            try:
-                # A reader takes its messages at once unless it is stopped, and few fill its socket's buffer.
-                peer.sock.settimeout(max(limit - now_s(), 1e-3))
-                peer.sock.sendall(data)
-                peer.sock.setblocking(False)
-            except TimeoutError:
-                self._drop(peer, f"was silent for {self._stall_s:g} s, taking no message")
-            except OSError as e:
-                self._drop(peer, f"went away ({e})")
 
 
 @dataclass(eq=False)

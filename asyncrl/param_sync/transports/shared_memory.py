@@ -27,10 +27,10 @@ import selectors
 import socket
 import struct
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ from asyncrl.param_sync.receiver import Bucket, TensorPart
 from asyncrl.param_sync.transports.base import NoReaders
 from asyncrl.param_sync.transports.lend import lent
 from asyncrl.param_sync.transports.messages import framed, message_in, read_message, same_user
+from asyncrl.param_sync.transports.pump import Pump
 from asyncrl.telemetry.recorder import now_s
 
 _SEQUENCE = struct.Struct("<Q")  # an acknowledgement
@@ -56,11 +57,12 @@ class SharedMemoryAddress(NamedTuple):
     machine: str
 
 
-class SharedMemoryWriter:
+class SharedMemoryWriter(Pump):
     """Implements `BucketWriter`. ``sender`` numbers the sending ranks; ``bucket_bytes`` is rounded down to whole lines
     of 64 bytes. Twice that is mapped here and in every reader; all buckets at once, after a session that kept them."""
 
     def __init__(self, sender: int, bucket_bytes: int) -> None:
+        super().__init__()
         self._capacity = bucket_bytes // ALIGN_BYTES * ALIGN_BYTES
         self._stride = -(-self._capacity // mmap.PAGESIZE) * mmap.PAGESIZE  # buffers are mapped one by one
         if self._capacity <= 0:
@@ -70,7 +72,6 @@ class SharedMemoryWriter:
         self._buffers: list[torch.Tensor] = []
         for index in range(_BUFFERS):
             self._at(index)
-        self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind("\0" + self.address.socket)
         self._listener.listen(_BACKLOG)
@@ -84,7 +85,6 @@ class SharedMemoryWriter:
         self._peers: dict[str, _Peer] = {}
         self._sequence = 0  # of the bucket being filled
         self._keep = False
-        self._deadline = self._stall_s = 0.0
         self.dropped: dict[str, str] = {}
 
     def open(self, session: str, readers: Sequence[str], deadline_s: float, stall_s: float, keep: bool = False) -> None:
@@ -113,14 +113,14 @@ class SharedMemoryWriter:
             "checksum": filled.checksum,
             "parts": filled.parts,
         }
-        self._send_all(message)
+        self._tell(self._peers.values(), message)
         self._sequence += 1
         self._need_readers()
 
     def finish(self) -> None:
         if not self._keep:
             self._await_read(self._sequence - 1)
-        self._send_all({"end": self._sequence})
+        self._tell(self._peers.values(), {"end": self._sequence})
         self._leave()
 
     def abort(self, session: str) -> None:
@@ -237,24 +237,6 @@ class SharedMemoryWriter:
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
-    def _limit(self) -> float:
-        return min(now_s() + self._stall_s, self._deadline)
-
-    def _pump(self, done: Callable[[], bool], limit: float) -> bool:
-        """Handle what comes until ``done``; False at ``limit``."""
-        while not done():
-            left = limit - now_s()
-            if left <= 0:
-                return False
-            self._handle(left)
-        return True
-
-    def _handle(self, timeout_s: float) -> None:
-        for key, _ in self._selector.select(timeout_s):
-            # an earlier event of this round may have closed it
-            if self._selector.get_map().get(key.fd) is key:
-                key.data()
-
     def _await_read(self, sequence: int) -> None:
         """Wait until every reader has read bucket ``sequence``; those that do not are dropped."""
         waited_from = now_s()
@@ -262,19 +244,6 @@ class SharedMemoryWriter:
         if not self._pump(lambda: not behind(), self._limit()):
             for peer in behind():
                 self._drop(peer, f"was silent for {now_s() - waited_from:.1f} s")
-
-    def _send_all(self, message: dict[str, Any]) -> None:
-        data, limit = framed(message), self._limit()
-        for peer in list(self._peers.values()):
-            try:
-                # A reader takes its messages at once unless it is stopped, and few fill its socket's buffer.
-                peer.sock.settimeout(max(limit - now_s(), 1e-3))
-                peer.sock.sendall(data)
-                peer.sock.setblocking(False)
-            except TimeoutError:
-                self._drop(peer, f"was silent for {self._stall_s:g} s, taking no message")
-            except OSError as e:
-                self._drop(peer, f"went away ({e})")
 
 
 class _Peer:
