@@ -250,6 +250,7 @@ async def test_a_stopped_replica_costs_its_deadline_and_changes_nothing_when_it_
         error = report.evicted["replica/1"]
         assert (error.phase, error.who, error.version) == ("transfer", "replica/1", version(2))
         assert "was silent" in str(error)
+        assert report.paused_s["replica/0"] < report.paused_s["replica/1"] - 0.5  # its last words hold nobody up
         assert fleet.routable == {"replica/0": version(2)}
 
         late.signal(signal.SIGCONT)

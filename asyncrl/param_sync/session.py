@@ -112,8 +112,7 @@ class SyncSession:
             else:
                 await self._each(self._quiesce)
                 await self._transfer(manifest)
-                await self._each(self._received)
-                await self._each(self._adopt)
+                await self._each(self._receive_and_adopt)
         except BaseException:
             await self._roll_back()
             raise
@@ -206,6 +205,11 @@ class SyncSession:
             if not self._receiving[name].done() or self._receiving[name].exception() is None:
                 raise SyncError("transfer", name, self._version, None, f"dropped by a sender: {self._dropped[name]}")
         await self._receiving[name]
+
+    async def _receive_and_adopt(self, name: str, replica: ReplicaHandle) -> None:
+        """In one step: who has all of it does not wait for the others, as generation is paused."""
+        await self._received(name, replica)
+        await self._adopt(name, replica)
 
     async def _adopt(self, name: str, replica: ReplicaHandle) -> None:
         digests = await self._call("verify", name, replica.verify(self._session))
