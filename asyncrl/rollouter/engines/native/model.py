@@ -18,7 +18,7 @@ from asyncrl.models.checkpoint import load_decoder
 from asyncrl.models.config import DecoderConfig
 from asyncrl.models.decoder import rope_table
 from asyncrl.rollouter.engines.native.kv import KVCache
-from asyncrl.rollouter.engines.native.linear import linear
+from asyncrl.rollouter.engines.native.linear import Linear
 
 #: (layer, queries [N, H, D], keys [N, K, D], values [N, K, D]) → attended [N, H·D], or None if nobody reads it
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor | None]
@@ -28,8 +28,8 @@ class NativeModel:
     """Weights of one decoder and the two passes that generation needs: `prefill` a chunk, `decode` one token a row.
 
     Projections that read the same input are one matrix; `named_views` are the parts of it under the names of the
-    safetensors files, so writing a view (in place) changes what the next step computes. Nothing is derived from the
-    weights and kept, so there is nothing to refresh. Weights start as zeros until `load`.
+    safetensors files: after writing them (in place), `refresh`, and the next step computes with them. Weights start as
+    zeros until `load`.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class NativeModel:
         self.embed = self._empty(config.vocab_size, config.hidden_size)
         self.layers = [_Layer(config, self._empty) for _ in range(config.num_layers)]
         self.norm = self._empty(config.hidden_size)
-        self.head = self.embed if config.tie_word_embeddings else self._empty(*self.embed.shape)
+        self.head = Linear(self.embed if config.tie_word_embeddings else self._empty(*self.embed.shape))
         self.draft = [_DraftLayer(config, self._empty) for _ in range(config.num_mtp_layers)]
         cos_T1D, sin_T1D = rope_table(config, torch.arange(context_tokens))
         # rotate(x) = x·cos + swap(x)·sin, the sign of the swapped half kept in the table
@@ -54,6 +54,12 @@ class NativeModel:
         with torch.no_grad():
             for name, parameter in load_decoder(path, self.dtype).named_parameters():
                 views[name].copy_(parameter)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Must be called after the views were written to: large matrices are also kept in the kernel's own layout."""
+        for matrix in (self.head, *(m for layer in self.layers for m in layer.matrices())):
+            matrix.refresh()
 
     def named_views(self) -> dict[str, Tensor]:
         """Name in the safetensors files → live view, target and draft; a tied head is not among them, see `tied`."""
@@ -63,7 +69,7 @@ class NativeModel:
         for i, draft in enumerate(self.draft):
             views |= dict(draft.views(f"model.mtp_layers.{i}."))
         if not self.config.tie_word_embeddings:
-            views["lm_head.weight"] = self.head
+            views["lm_head.weight"] = self.head.weight
         return views
 
     def tied(self) -> dict[str, str]:
@@ -93,7 +99,7 @@ class NativeModel:
             weights = torch.softmax(scores, -1, dtype=torch.float32).to(self.dtype)
             return torch.bmm(weights, values).view(n, -1)
 
-        return linear(self._trunk(tokens_N, positions_N, attend), self.head)
+        return self.head(self._trunk(tokens_N, positions_N, attend))
 
     def prefill(self, tokens_T: Tensor, slot: int, start: int, kv: KVCache, valid: int, length: int) -> None:
         """Compute keys and values of ``tokens_T`` (int64) at positions ``start`` … of ``slot``; the first ``valid`` of
@@ -138,39 +144,41 @@ class _Layer:
         self._c = c
         self._split = (c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim)
         self.input_norm = empty(c.hidden_size)
-        self.qkv = empty(sum(self._split), c.hidden_size)
-        self.qkv_bias = empty(sum(self._split)) if c.qkv_bias else None
+        qkv_bias = empty(sum(self._split)) if c.qkv_bias else None
+        self.qkv = Linear(empty(sum(self._split), c.hidden_size), qkv_bias)
         self.q_norm = empty(c.head_dim) if c.qk_norm else None
         self.k_norm = empty(c.head_dim) if c.qk_norm else None
-        self.o = empty(c.hidden_size, self._split[0])
-        self.o_bias = empty(c.hidden_size) if c.o_bias else None
+        self.o = Linear(empty(c.hidden_size, self._split[0]), empty(c.hidden_size) if c.o_bias else None)
         self.post_norm = empty(c.hidden_size)
-        self.gate_up = empty(2 * c.intermediate_size, c.hidden_size)
-        self.down = empty(c.hidden_size, c.intermediate_size)
+        self.gate_up = Linear(empty(2 * c.intermediate_size, c.hidden_size))
+        self.down = Linear(empty(c.hidden_size, c.intermediate_size))
+
+    def matrices(self) -> tuple[Linear, ...]:
+        return self.qkv, self.o, self.gate_up, self.down
 
     def views(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         yield f"{prefix}input_layernorm.weight", self.input_norm
-        for kind, fused in (("weight", self.qkv), ("bias", self.qkv_bias)):
+        for kind, fused in (("weight", self.qkv.weight), ("bias", self.qkv.bias)):
             if fused is not None:
                 for proj, part in zip("qkv", fused.split(self._split)):
                     yield f"{prefix}self_attn.{proj}_proj.{kind}", part
         if self.q_norm is not None and self.k_norm is not None:
             yield f"{prefix}self_attn.q_norm.weight", self.q_norm
             yield f"{prefix}self_attn.k_norm.weight", self.k_norm
-        yield f"{prefix}self_attn.o_proj.weight", self.o
-        if self.o_bias is not None:
-            yield f"{prefix}self_attn.o_proj.bias", self.o_bias
+        yield f"{prefix}self_attn.o_proj.weight", self.o.weight
+        if self.o.bias is not None:
+            yield f"{prefix}self_attn.o_proj.bias", self.o.bias
         yield f"{prefix}post_attention_layernorm.weight", self.post_norm
-        gate, up = self.gate_up.chunk(2)
+        gate, up = self.gate_up.weight.chunk(2)
         yield f"{prefix}mlp.gate_proj.weight", gate
         yield f"{prefix}mlp.up_proj.weight", up
-        yield f"{prefix}mlp.down_proj.weight", self.down
+        yield f"{prefix}mlp.down_proj.weight", self.down.weight
 
     def forward_(self, x_NM: Tensor, cos_N1D: Tensor, sin_N1D: Tensor, index: int, attend: Attend) -> None:
         """Add the block's output to ``x_NM`` in place."""
         c = self._c
         h_NM = F.rms_norm(x_NM, self.input_norm.shape, self.input_norm, c.rms_norm_eps)
-        qkv_NXD = linear(h_NM, self.qkv, self.qkv_bias).view(len(x_NM), -1, c.head_dim)
+        qkv_NXD = self.qkv(h_NM).view(len(x_NM), -1, c.head_dim)
         qk_NXD, v_NKD = qkv_NXD.split([c.num_heads + c.num_kv_heads, c.num_kv_heads], 1)
         if self.q_norm is not None and self.k_norm is not None:
             q_NHD, k_NKD = qk_NXD.split([c.num_heads, c.num_kv_heads], 1)
@@ -181,10 +189,10 @@ class _Layer:
         attended = attend(index, qk_NXD[:, : c.num_heads], qk_NXD[:, c.num_heads :], v_NKD)
         if attended is None:
             return
-        x_NM.add_(linear(attended, self.o, self.o_bias))
+        x_NM.add_(self.o(attended))
         h_NM = F.rms_norm(x_NM, self.post_norm.shape, self.post_norm, c.rms_norm_eps)
-        gate, up = linear(h_NM, self.gate_up).chunk(2, -1)
-        x_NM.add_(linear(F.silu(gate).mul_(up), self.down))
+        gate, up = self.gate_up(h_NM).chunk(2, -1)
+        x_NM.add_(self.down(F.silu(gate).mul_(up)))
 
 
 class _DraftLayer(_Layer):
