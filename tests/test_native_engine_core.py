@@ -30,8 +30,12 @@ SIZES = {
 }
 
 
-def _mimo(path: Path) -> Path:
-    raw = SIZES | {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1, "tie_word_embeddings": True}
+def _mimo(path: Path, **sizes: int) -> Path:
+    raw = (
+        SIZES
+        | sizes
+        | {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1, "tie_word_embeddings": True}
+    )
     config = DecoderConfig.from_dict(raw)
     decoder = Decoder(config)
     decoder.init_weights(seed=5, std=0.3)
@@ -66,6 +70,15 @@ def _finish(core: Core, requests=()) -> dict[str, tuple[list[int], np.ndarray, F
     while core.active:
         core.step()
     return _told(core.drain())
+
+
+def _full_forward(decoder: Decoder, request: Request, tokens: list[int]) -> np.ndarray:
+    """The logprobs of ``tokens`` in one forward without a cache."""
+    row = torch.tensor([*request.tokens.tolist(), *tokens])
+    with torch.no_grad():
+        logits = decoder.logits(row, PackedLayout.from_lengths([len(row)])) / request.sampling.temperature
+    drawn = logits.log_softmax(-1)[len(request.tokens) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])
+    return drawn.squeeze(1).numpy()
 
 
 def _told(events):
@@ -116,11 +129,7 @@ def test_logprobs_equal_a_full_forward_for_mixed_lengths_and_temperatures(mimo, 
         tokens, logprobs, finish = told[request.id]
         assert len(tokens) == 5 + 6 * i
         assert finish is FinishReason.LENGTH
-        row = torch.tensor([*request.tokens.tolist(), *tokens])
-        with torch.no_grad():
-            logits = decoder.logits(row, PackedLayout.from_lengths([len(row)])) / request.sampling.temperature
-        expected = logits.log_softmax(-1)[len(request.tokens) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])
-        np.testing.assert_allclose(logprobs, expected.squeeze(1).numpy(), atol=1e-4)
+        np.testing.assert_allclose(logprobs, _full_forward(decoder, request, tokens), atol=1e-4)
 
 
 def test_a_shared_prompt_is_prefilled_once_and_copied_also_to_those_placed_later(mimo):
@@ -315,5 +324,22 @@ def test_named_views_are_the_checkpoint_and_live(mimo, tmp_path):
     assert any(name.startswith("model.mtp_layers.0.") for name in views)
     assert model.tied() == {"lm_head.weight": "model.embed_tokens.weight"}
     views["model.layers.1.self_attn.k_proj.weight"].zero_()
-    assert not model.layers[1].qkv[64:96].any()
-    assert model.layers[1].qkv[:64].any()
+    assert not model.layers[1].qkv.weight[64:96].any()
+    assert model.layers[1].qkv.weight[:64].any()
+
+
+def test_large_matrices_follow_their_views_once_a_version_starts(tmp_path):
+    """Matrices of this size are also kept in the kernel's own layout, which must not go stale."""
+    size = {"hidden_size": 384, "intermediate_size": 512, "vocab_size": 512}
+    core = _core(_mimo(tmp_path, **size))
+    assert all(m.weight.numel() >= 1 << 17 for m in core.model.layers[0].matrices())
+    decoder = load_decoder(tmp_path)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            core.model.named_views()[name].copy_(parameter.mul_(0.5))
+    core.start(PolicyVersion(0, 1))
+    requests = [_request(f"r{i}", _prompt(i, 9), 20, key=i) for i in range(4)]
+    told = _finish(core, requests)
+    for request in requests:
+        tokens, logprobs, _ = told[request.id]
+        np.testing.assert_allclose(logprobs, _full_forward(decoder, request, tokens), atol=1e-4)

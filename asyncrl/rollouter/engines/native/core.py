@@ -146,8 +146,8 @@ class Core:
     # -- weights and KV --------------------------------------------------------------------------------------------
 
     def start(self, version: PolicyVersion) -> None:
-        """Generate from here on under ``version``, with what the model's views hold now. KV that is kept across a change
-        of version is marked as mixed."""
+        """Generate from here on under ``version``, with what the model's views hold now. KV that is kept across a
+        change of version is marked as mixed."""
         self.model.refresh()
         if self.version is None and self.deterministic:
             self._require_equal_rows()

@@ -17,8 +17,8 @@ from torch import Tensor
 from asyncrl.models.checkpoint import load_decoder
 from asyncrl.models.config import DecoderConfig
 from asyncrl.models.decoder import rope_table
+from asyncrl.rollouter.engines.native.kernels import Linear, unit_rms
 from asyncrl.rollouter.engines.native.kv import KVCache
-from asyncrl.rollouter.engines.native.linear import Linear
 
 #: (layer, queries [N, H, D], keys [N, K, D], values [N, K, D]) → attended [N, H·D], or None if nobody reads it
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor | None]
@@ -134,7 +134,7 @@ class NativeModel:
         x_NM = self.embed.index_select(0, tokens_N)
         for i, layer in enumerate(self.layers):
             layer.forward_(x_NM, rope[:, 0], rope[:, 1], i, attend)
-        return F.rms_norm(x_NM, self.norm.shape, self.norm, self.config.rms_norm_eps)
+        return unit_rms(x_NM, self.config.rms_norm_eps).mul_(self.norm)
 
 
 class _Layer:
@@ -177,20 +177,19 @@ class _Layer:
     def forward_(self, x_NM: Tensor, cos_N1D: Tensor, sin_N1D: Tensor, index: int, attend: Attend) -> None:
         """Add the block's output to ``x_NM`` in place."""
         c = self._c
-        h_NM = F.rms_norm(x_NM, self.input_norm.shape, self.input_norm, c.rms_norm_eps)
+        h_NM = unit_rms(x_NM, c.rms_norm_eps).mul_(self.input_norm)
         qkv_NXD = self.qkv(h_NM).view(len(x_NM), -1, c.head_dim)
         qk_NXD, v_NKD = qkv_NXD.split([c.num_heads + c.num_kv_heads, c.num_kv_heads], 1)
         if self.q_norm is not None and self.k_norm is not None:
-            q_NHD, k_NKD = qk_NXD.split([c.num_heads, c.num_kv_heads], 1)
-            q_NHD = F.rms_norm(q_NHD, self.q_norm.shape, self.q_norm, c.rms_norm_eps)
-            k_NKD = F.rms_norm(k_NKD, self.k_norm.shape, self.k_norm, c.rms_norm_eps)
-            qk_NXD = torch.cat([q_NHD, k_NKD], 1)
+            qk_NXD = unit_rms(qk_NXD, c.rms_norm_eps)
+            qk_NXD[:, : c.num_heads].mul_(self.q_norm)
+            qk_NXD[:, c.num_heads :].mul_(self.k_norm)
         qk_NXD = torch.addcmul(qk_NXD * cos_N1D, qk_NXD.roll(c.head_dim // 2, -1), sin_N1D)
         attended = attend(index, qk_NXD[:, : c.num_heads], qk_NXD[:, c.num_heads :], v_NKD)
         if attended is None:
             return
         x_NM.add_(self.o(attended))
-        h_NM = F.rms_norm(x_NM, self.post_norm.shape, self.post_norm, c.rms_norm_eps)
+        h_NM = unit_rms(x_NM, c.rms_norm_eps).mul_(self.post_norm)
         gate, up = self.gate_up(h_NM).chunk(2, -1)
         x_NM.add_(self.down(F.silu(gate).mul_(up)))
 
