@@ -87,6 +87,8 @@ _AT_LEAST = {
     "async_training.staleness_threshold": 0,
     "async_training.trigger_parameter_sync_step": 1,
     "async_training.require_batches": 1,
+    "mtp.loss_scaling_factor": 0,
+    "mtp.num_speculative_tokens": 1,
     "param_sync.bucket_bytes": 4096,
     "validation.every_versions": 0,
     "validation.samples": 1,

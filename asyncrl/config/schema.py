@@ -124,6 +124,19 @@ class AsyncTrainingConfig:
 
 
 @dataclass
+class MTPConfig:
+    """Multi-token prediction: the checkpoint's MTP layers, here called the draft, trained and used to speculate."""
+
+    enable_train: bool = False  # train the draft beside the policy; else it stays as the checkpoint has it
+    loss_scaling_factor: float = 0.1  # of the MTP loss, beside the policy's
+    detach_encoder: bool = True  # no gradient from the MTP loss into trunk, embedding or head
+    init_from_trunk: bool = False  # a checkpoint without MTP weights gets a draft made from its last trunk layer
+    enable_rollout: bool = False  # speculative decoding with the draft
+    num_speculative_tokens: int = 1  # drafted per verification, at most
+    guard: bool = True  # a replica stops speculating while that costs it throughput
+
+
+@dataclass
 class DeadlinesConfig:
     plan_s: float = 60.0
     pause_s: float = 600.0  # with pause `wait` this includes the longest sample
@@ -214,6 +227,7 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     async_training: AsyncTrainingConfig = field(default_factory=AsyncTrainingConfig)
+    mtp: MTPConfig = field(default_factory=MTPConfig)
     param_sync: ParamSyncConfig = field(default_factory=ParamSyncConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
