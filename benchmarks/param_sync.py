@@ -4,8 +4,10 @@ line of JSON.
 Processes with one thread each on this machine; what is compared is measured in turns, and medians count.
 
 - ``shm_fraction_of_memcpy``: throughput of a transfer over shared memory into live parameters, tensor digests included,
-  over that of one ``memcpy`` of as many bytes; ``…_checksummed``: with the checksum of every bucket on both sides too.
-- ``bucketed_over_per_tensor``: a transfer of many small tensors in buckets against one bucket for each tensor.
+  over that of copying the same tensors within one process; ``…_checksummed``: with the checksum of every bucket on both
+  sides too.
+- ``bucketed_over_per_tensor``: the same bytes as thousands of tensors, in buckets, against one call for each: the next
+  tensor is sent when the last one was taken. (Two such calls in flight at once need a third of that time.)
 - ``gloo_fraction_of_broadcast``: a transfer over gloo, over a bare gloo broadcast of one flat tensor of that size.
 - ``rolling_pause_ratio``: the pause of a replica when four change over one by one, over that of one alone. The sender
   writes the weights once, however many replicas there are.
@@ -26,7 +28,6 @@ from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -39,6 +40,7 @@ from asyncrl.param_sync.manifest import Manifest, Role, TensorSpec
 from asyncrl.param_sync.sender import Sender, SendPlan, SendReport
 from asyncrl.param_sync.session import SyncReport, SyncSession
 from asyncrl.param_sync.transports.choose import make_reader, make_writer
+from asyncrl.param_sync.transports.shared_memory import SharedMemoryWriter
 from asyncrl.sample import PolicyVersion
 from benchmarks.remote import Remote
 
@@ -90,10 +92,13 @@ def receive_forever(pipe: Connection, transport: str, manifest: Manifest) -> Non
 class Link:
     """A sender here and a receiver in a process of its own."""
 
-    def __init__(self, transport: str, tensors: Tensors, bucket_bytes: int) -> None:
+    def __init__(self, transport: str, tensors: Tensors, bucket_bytes: int, buffers: int = 2) -> None:
         self._tensors, self._manifest = tensors, manifest_of(tensors)
         self._pipe, self._process = started(receive_forever, transport, self._manifest)
-        self._sender = Sender("trainer/0", make_writer(transport, 0, bucket_bytes, HOST))
+        writer = make_writer(transport, 0, bucket_bytes, HOST)
+        if buffers != 2:
+            writer = SharedMemoryWriter(0, bucket_bytes, buffers)
+        self._sender = Sender("trainer/0", writer)
         self._session = 0
 
     def transfer_s(self, checksum: bool) -> float:
@@ -264,28 +269,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=256, help="bytes of the large transfer")
     parser.add_argument("--bucket-mib", type=int, default=4)
-    parser.add_argument("--gloo-bucket-mib", type=int, default=32)
-    parser.add_argument("--tensors", type=int, default=5000, help="tensors of the small transfer, 4 KiB each")
+    parser.add_argument("--gloo-bucket-mib", type=int, default=16)
+    parser.add_argument("--tensors", type=int, default=5000, help="that the same bytes are sent as once more")
     parser.add_argument("--rounds", type=int, default=11)
     args = parser.parse_args()
     torch.set_num_threads(1)
 
     tensors, bucket_bytes = large_and_small(args.mib * MIB), args.bucket_mib * MIB
     nbytes = manifest_of(tensors).nbytes
-    source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    live = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     link = Link("shared_memory", tensors, bucket_bytes)
     memcpy_s, plain_s, checked_s = medians(
         args.rounds,
-        lambda: timed(lambda: np.copyto(target, source)),
+        lambda: timed(lambda: [live[name].copy_(tensor) for name, tensor in tensors.items()]),
         lambda: link.transfer_s(checksum=False),
         lambda: link.transfer_s(checksum=True),
     )
     link.close()
 
-    small = many(args.tensors, 1024)
+    small = many(args.tensors, nbytes // args.tensors // 64 * 16)
     small_bytes = manifest_of(small).nbytes
     bucketed = Link("shared_memory", small, bucket_bytes)
-    single = Link("shared_memory", small, 4096)  # a bucket of a tensor's size holds just one
+    # a bucket of a tensor's size holds just one, and without a second buffer each waits until the last one is taken
+    single = Link("shared_memory", small, small_bytes // args.tensors, buffers=1)
     bucketed_s, single_s = medians(
         args.rounds, lambda: bucketed.transfer_s(checksum=True), lambda: single.transfer_s(checksum=True)
     )
@@ -304,8 +310,8 @@ def main() -> None:
         (f"memcpy, {nbytes / MIB:.0f} MiB", nbytes, memcpy_s),
         ("shared memory, digests", nbytes, plain_s),
         ("shared memory, digests and checksums", nbytes, checked_s),
-        (f"{args.tensors} tensors of 4 KiB, bucketed", small_bytes, bucketed_s),
-        (f"{args.tensors} tensors of 4 KiB, one call each", small_bytes, single_s),
+        (f"{args.tensors} tensors, bucketed", small_bytes, bucketed_s),
+        (f"{args.tensors} tensors, one call each", small_bytes, single_s),
         ("bare gloo broadcast", nbytes, bare_s),
         ("gloo, digests", nbytes, gloo_s),
         *((f"pause of a replica, {n} rolling", nbytes, seconds) for n, seconds in zip(counts, pauses, strict=True)),

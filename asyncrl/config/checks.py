@@ -89,7 +89,7 @@ _AT_LEAST = {
     "async_training.require_batches": 1,
     "mtp.loss_scaling_factor": 0,
     "mtp.num_speculative_tokens": 1,
-    "param_sync.bucket_bytes": 4096,
+    "param_sync.bucket_bytes": 0,
     "validation.every_versions": 0,
     "validation.samples": 1,
     "validation.temperature": 0,
@@ -196,6 +196,8 @@ def _problems(c: Config, cpus: int | None) -> Iterator[str]:
     for key in ("reward.function", "rollout.agent_loop"):
         if str(_get(c, key)).count(":") != 1:
             yield f"{key}: expected an import path package.module:name, found {_get(c, key)!r}"
+    if 0 < c.param_sync.bucket_bytes < 4096:
+        yield f"param_sync.bucket_bytes: expected 0 or at least 4096, found {c.param_sync.bucket_bytes}"
     if c.param_sync.rollout_update == "rolling" and c.param_sync.staging != "full":
         yield (
             f"param_sync.rollout_update: rolling replicas load from a copy on their host; expected param_sync.staging "

@@ -20,7 +20,7 @@ from asyncrl.param_sync.errors import BucketKey, SyncError
 from asyncrl.param_sync.receiver import Bucket, TensorPart
 
 ALIGN_BYTES = 64
-_SLICE_BYTES = 256 * 1024  # fits a core's L2 cache beside the source
+_SLICE_BYTES = 512 * 1024  # fits a core's L2 cache beside the source
 
 
 class Filled(NamedTuple):
@@ -67,25 +67,27 @@ def pack(
     """
     filling: _Filling | None = None
     for name, tensor in items:
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes = tensor.nbytes
         if filling is not None and filling.room < nbytes <= filling.capacity:
             yield filling.filled()
             filling = None
         filling = filling or _Filling(next_buffer(), checksum, on_bytes)
+        if nbytes <= filling.room:
+            filling.add(name, tensor, 0, nbytes)
+            if not filling.room:
+                yield filling.filled()
+                filling = None
+            continue
         # A strided tensor goes into the bucket as it is if it goes whole; split, it needs its bytes in one row first.
-        source = tensor.detach() if nbytes <= filling.room else tensor.detach().contiguous()
-        start = 0
-        while True:
-            if filling is None:
-                filling = _Filling(next_buffer(), checksum, on_bytes)
+        source, start = tensor.detach().contiguous(), 0
+        while start < nbytes:
+            filling = filling or _Filling(next_buffer(), checksum, on_bytes)
             count = min(nbytes - start, filling.room)
             filling.add(name, source, start, count)
             start += count
             if not filling.room:
                 yield filling.filled()
                 filling = None
-            if start == nbytes:
-                break
     if filling is not None:
         yield filling.filled()
 
@@ -96,32 +98,29 @@ class _Filling:
     def __init__(self, buffer: torch.Tensor, checksum: bool, on_bytes: Callable[[str, Any], None] | None) -> None:
         if not buffer.numel() or buffer.numel() % ALIGN_BYTES:
             raise ValueError(f"a bucket holds a positive multiple of {ALIGN_BYTES} bytes, found {buffer.numel()}")
-        self.capacity = buffer.numel()
+        self.capacity = self.room = buffer.numel()
         self._buffer = buffer
-        self._bytes = buffer.numpy() if buffer.device.type == "cpu" else None
+        self._bytes = memoryview(buffer.numpy().data) if buffer.device.type == "cpu" else None
         self._address = buffer.data_ptr()
         self._parts: list[TensorPart] = []
-        self._at = 0
         self._checksum = xxhash.xxh3_64() if checksum else None
         self._on_bytes = on_bytes
 
-    @property
-    def room(self) -> int:
-        return self.capacity - self._at
-
     def add(self, name: str, source: torch.Tensor, start: int, nbytes: int) -> None:
         """``nbytes`` of a tensor from byte ``start`` on: all of it, or it must be contiguous."""
-        at, end = self._at, self._at + nbytes
+        at = self.capacity - self.room
+        end = at + nbytes
         self._parts.append(TensorPart(name, start, nbytes, at))
-        self._at = end + -end % ALIGN_BYTES
+        self.room -= nbytes + -nbytes % ALIGN_BYTES
         if self._bytes is not None and source.is_cpu and source.is_contiguous():
             # By address: views of a small tensor's bytes would take longer than its copy.
-            copy_from, copy_to = source.data_ptr() + start, self._address + at
-            for lo in range(0, nbytes, _SLICE_BYTES):
-                size = min(_SLICE_BYTES, nbytes - lo)
-                ctypes.memmove(copy_to + lo, copy_from + lo, size)
-                self._see(name, self._bytes[at + lo : at + lo + size])
+            copy_from = source.data_ptr() + start - at
+            for lo in range(at, end, _SLICE_BYTES):
+                hi = lo + _SLICE_BYTES if lo + _SLICE_BYTES < end else end
+                ctypes.memmove(self._address + lo, copy_from + lo, hi - lo)
+                self._see(name, self._bytes[lo:hi])
         elif nbytes:
+            source = source.detach()
             if source.is_contiguous():
                 self._buffer[at:end].copy_(flat_bytes(source)[start : start + nbytes])
             else:

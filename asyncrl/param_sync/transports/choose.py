@@ -9,6 +9,11 @@ from asyncrl.param_sync.transports.base import BucketReader, BucketWriter
 
 TRANSPORTS = ("shared_memory", "nccl", "gloo")
 
+MIB = 1024 * 1024
+#: the size of a bucket where none is configured: in shared memory two should stay in the cache between the two ends; a
+#: collective costs half a millisecond however little it carries
+BUCKET_BYTES = {"shared_memory": 4 * MIB, "nccl": 16 * MIB, "gloo": 16 * MIB}
+
 
 class Place(NamedTuple):
     """Where an end of the sync is. ``device``: its GPU, unique in the cluster; None: on the CPU."""
@@ -42,7 +47,9 @@ def choose(wanted: str, senders: Sequence[Place], replicas: Sequence[Place]) -> 
 
 
 def make_writer(transport: str, sender: int, bucket_bytes: int, host: str) -> BucketWriter:
-    """The sending end of rank ``sender``. ``host``: its machine's address on the network where the replicas are."""
+    """The sending end of rank ``sender``. ``bucket_bytes`` 0: what suits the transport. ``host``: its machine's address
+    on the network where the replicas are."""
+    bucket_bytes = bucket_bytes or BUCKET_BYTES[transport]
     if transport == "shared_memory":
         from asyncrl.param_sync.transports.shared_memory import SharedMemoryWriter
 

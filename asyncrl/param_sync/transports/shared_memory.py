@@ -10,7 +10,7 @@ Neither has a name in any folder, so a killed process leaves nothing behind. Onl
       acknowledgement (sequence)        ───────────►   … the buffer is free when all readers have sent this
                                         ◄───────────   end {buckets}
 
-Two buffers in the file take turns. In a session that keeps, each bucket has a buffer of its own, nobody acknowledges,
+The buffers in the file take turns. In a session that keeps, each bucket has a buffer of its own, nobody acknowledges,
 and the readers read when they like, until the next session.
 
 Whoever dies closes the socket, which the other end sees at once. A connection lives for one session, so a message of an
@@ -30,7 +30,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ from asyncrl.telemetry.recorder import now_s
 
 _SEQUENCE = struct.Struct("<Q")  # an acknowledgement
 _BACKLOG = 1024
-_BUFFERS = 2  # filling one overlaps reading the other
+_WATCHFUL_S = 1e-3  # a reader that sleeps between two buckets costs its writer a tenth of the bucket's time to wake
 
 
 class SharedMemoryAddress(NamedTuple):
@@ -59,9 +59,10 @@ class SharedMemoryAddress(NamedTuple):
 
 class SharedMemoryWriter(Pump):
     """Implements `BucketWriter`. ``sender`` numbers the sending ranks; ``bucket_bytes`` is rounded down to whole lines
-    of 64 bytes. Twice that is mapped here and in every reader; all buckets at once, after a session that kept them."""
+    of 64 bytes. So much is mapped here and in every reader for each of ``buffers`` (with two, filling one overlaps
+    reading the other), and for all buckets at once after a session that kept them."""
 
-    def __init__(self, sender: int, bucket_bytes: int) -> None:
+    def __init__(self, sender: int, bucket_bytes: int, buffers: int = 2) -> None:
         super().__init__()
         self._capacity = bucket_bytes // ALIGN_BYTES * ALIGN_BYTES
         self._stride = -(-self._capacity // mmap.PAGESIZE) * mmap.PAGESIZE  # buffers are mapped one by one
@@ -70,7 +71,8 @@ class SharedMemoryWriter(Pump):
         self.address = SharedMemoryAddress(sender, f"asyncrl-{uuid.uuid4().hex}", _machine())
         self._file = os.memfd_create("asyncrl-buckets")
         self._buffers: list[torch.Tensor] = []
-        for index in range(_BUFFERS):
+        self._rotating = buffers
+        for index in range(buffers):
             self._at(index)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind("\0" + self.address.socket)
@@ -101,7 +103,7 @@ class SharedMemoryWriter(Pump):
         if self._keep:
             self._handle(0)  # who went, and an abort
         else:
-            self._await_read(self._sequence - _BUFFERS)
+            self._await_read(self._sequence - self._rotating)
         self._need_readers()
         return self._at(self._index)
 
@@ -139,7 +141,7 @@ class SharedMemoryWriter(Pump):
     @property
     def _index(self) -> int:
         """Of the buffer for the bucket that is next."""
-        return self._sequence if self._keep else self._sequence % _BUFFERS
+        return self._sequence if self._keep else self._sequence % self._rotating
 
     @functools.cached_property
     def ceiling(self) -> float:
@@ -291,8 +293,9 @@ class SharedMemoryReader:
             for address, link in links.items():
                 selector.register(link, selectors.EVENT_READ, address)
             welcomed: set[SharedMemoryAddress] = set()
+            watchful_s = _WATCHFUL_S
             while selector.get_map():
-                ready = selector.select(max(limit - now_s(), 0))
+                ready = _select(selector, limit, watchful_s)
                 if not ready:
                     address = next(iter(selector.get_map().values())).data
                     reason = f"was not done by the deadline of {deadline_s:g} s"
@@ -312,6 +315,7 @@ class SharedMemoryReader:
                         parts = tuple(TensorPart(*part) for part in message["parts"])
                         which = BucketKey(session, address.sender, message["sequence"])
                         if message["keep"]:
+                            watchful_s = 0.0  # nobody waits for this reader, and its engine generates meanwhile
                             data = memoryview(self._array(address, message["place"]).data)
                             yield Bucket(*which, parts, data, message["checksum"], kept=True)
                         else:
@@ -360,6 +364,14 @@ class SharedMemoryReader:
     def _failed(self, phase: str, address: SharedMemoryAddress, message: str, sequence: int | None = None) -> SyncError:
         bucket = None if sequence is None else BucketKey(self._session, address.sender, sequence)
         return SyncError(phase, self._who, None, bucket, f"sender {address.sender} {message}")
+
+
+def _select(selector: selectors.BaseSelector, limit: float, watchful_s: float) -> list[tuple[Any, int]]:
+    """What is ready by ``limit``. For the first ``watchful_s`` it looks again and again, letting others run between."""
+    asleep_from = now_s() + watchful_s
+    while not (ready := selector.select(0)) and now_s() < min(asleep_from, limit):
+        os.sched_yield()
+    return ready or selector.select(max(limit - now_s(), 0))
 
 
 def _map(file: int, start: int, length: int, protection: int = mmap.PROT_READ | mmap.PROT_WRITE) -> mmap.mmap:
