@@ -1,0 +1,164 @@
+"""What unloading the KV cache frees while weights arrive: `python -m benchmarks.kv_unload`. Ends with one line of JSON.
+
+A native engine in a process of its own has filled its KV cache, and syncs with a sender in another process over shared
+memory, with its KV recomputed afterwards (the memory stays) and unloaded (the memory goes before the first bucket and
+comes back after the last). ``peak_mib`` is the most resident memory of the replica's process while weights arrive, as
+the kernel counts it; ``saved_of_kv`` the difference of both peaks over the size of the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncrl.config.schema import DeadlinesConfig, EngineConfig, ParamSyncConfig
+from asyncrl.models.checkpoint import read_tensors, save_checkpoint
+from asyncrl.models.config import DecoderConfig
+from asyncrl.models.decoder import Decoder
+from asyncrl.param_sync.digest import dtype_name
+from asyncrl.param_sync.endpoint import ReplicaEndpoint
+from asyncrl.param_sync.fleet import Fleet
+from asyncrl.param_sync.manifest import Manifest, TensorSpec
+from asyncrl.param_sync.sender import Sender, SendPlan, SendReport
+from asyncrl.param_sync.session import SyncReport, SyncSession
+from asyncrl.param_sync.transports.choose import make_reader, make_writer
+from asyncrl.rollouter.engine import Request, SamplingParams
+from asyncrl.rollouter.engines.native.engine import NativeEngine
+from asyncrl.sample import PolicyVersion
+from benchmarks.remote import Remote
+
+SLOTS, CONTEXT_TOKENS, MIB = 32, 1024, 1024 * 1024
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": CONTEXT_TOKENS,
+}
+
+
+class Replica:
+    """An endpoint that watches its process's memory during a session and can fill its KV cache."""
+
+    def __init__(self, folder: str) -> None:
+        self._engine = NativeEngine(folder, EngineConfig(slots=SLOTS, max_context_tokens=CONTEXT_TOKENS))
+        self._endpoint = ReplicaEndpoint("replica/0", self._engine, make_reader("shared_memory", "replica/0"))
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return getattr(self._endpoint, method)
+
+    async def fill(self) -> int:
+        """Generate until every slot holds a whole context; returns the cache's bytes."""
+        prompts = np.random.default_rng(0).integers(0, MODEL["vocab_size"], (SLOTS, CONTEXT_TOKENS - 2))
+        requests = [
+            Request(f"{i}", f"{i}", prompts[i].astype(np.int32), 0, i, 0, 1, SamplingParams()) for i in range(SLOTS)
+        ]
+        await self._engine.submit(requests)
+        unfinished = SLOTS
+        while unfinished:
+            unfinished -= sum(finish is not None for finish in (await self._engine.events()).finish)
+        return (await self._engine.stats()).kv_bytes
+
+    async def unload(self, *args: Any) -> int:
+        freed = await self._endpoint.unload(*args)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+        return freed
+
+    async def reload(self, *args: Any) -> None:
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert found is not None
+        self._peak_bytes = int(found[1]) * 1024
+        await self._endpoint.reload(*args)
+
+    async def peak_bytes(self) -> int:
+        """The most resident memory from the unloading, or where it would have been, until the last weight was in."""
+        return self._peak_bytes
+
+
+class Rank:
+    """Sends the checkpoint's tensors."""
+
+    def __init__(self, folder: str) -> None:
+        self._tensors = read_tensors(folder)
+        self._sender = Sender("trainer/0", make_writer("shared_memory", 0, 0, "127.0.0.1"))
+
+    async def manifest(self) -> Manifest:
+        return Manifest(tuple(TensorSpec(n, dtype_name(t), tuple(t.shape)) for n, t in self._tensors.items()))
+
+    async def address(self) -> object:
+        return self._sender.address
+
+    async def send(self, plan: SendPlan) -> SendReport:
+        def send() -> SendReport:
+            self._sender.open(plan)
+            return self._sender.send(iter(self._tensors.items()))
+
+        return await asyncio.to_thread(send)
+
+    async def abort(self, session: str) -> None:
+        self._sender.abort(session)
+
+
+async def measure(folder: str, rounds: int) -> tuple[int, dict[str, list[tuple[int, SyncReport]]]]:
+    """The cache's bytes, and of each session the peak and the report, by what was done with the KV cache."""
+    rank, engine, fleet = Remote(Rank, folder), Remote(Replica, folder), Fleet()
+    fleet.add("replica/0", engine)
+    found: dict[str, list[tuple[int, SyncReport]]] = {"recompute": [], "unload": []}
+    config = replace(ParamSyncConfig(), pause="abort", deadlines=DeadlinesConfig())
+    await SyncSession({"trainer/0": rank}, fleet, config).run(PolicyVersion(0, 0))
+    for number in range(1, 2 * rounds + 1):
+        kv = "unload" if number % 2 else "recompute"
+        kv_bytes = await engine.fill()
+        report = await SyncSession({"trainer/0": rank}, fleet, replace(config, kv=kv)).run(PolicyVersion(0, number))
+        assert not report.evicted
+        found[kv].append((await engine.peak_bytes(), report))
+    for remote in (rank, engine):
+        remote.end()
+    return kv_bytes, found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    with tempfile.TemporaryDirectory() as folder:
+        config = DecoderConfig.from_dict(MODEL)
+        decoder = Decoder(config)
+        decoder.init_weights(seed=0)
+        save_checkpoint(folder, dict(decoder.named_parameters()), config)
+        kv_bytes, found = asyncio.run(measure(folder, rounds))
+    sent = found["unload"][0][1].nbytes
+    print(f"KV cache {kv_bytes / MIB:.0f} MiB, weights {sent / MIB:.0f} MiB, {rounds} rounds\n")
+    print(
+        f"{'':12}{'peak MiB':>10}{'freed MiB':>11}{'unload ms':>11}{'transfer ms':>13}{'reload ms':>11}{'pause ms':>10}"
+    )
+    figures: dict[str, float] = {"kv_mib": kv_bytes / MIB}
+    for kv, rows in found.items():
+        median = lambda of: statistics.median(of(*row) for row in rows)  # noqa: B023 (used at once)
+        seconds = lambda phase: median(lambda _, report: report.seconds.get(phase, 0.0)) * 1e3  # noqa: B023
+        figures[f"peak_mib_{kv}"] = median(lambda peak, _: peak) / MIB
+        figures[f"freed_mib_{kv}"] = median(lambda _, report: sum(report.freed_bytes.values())) / MIB
+        pause_ms = median(lambda _, report: sum(report.paused_s.values())) * 1e3
+        print(
+            f"{kv:12}{figures[f'peak_mib_{kv}']:10.0f}{figures[f'freed_mib_{kv}']:11.0f}{seconds('unload'):11.1f}"
+            f"{seconds('transfer'):13.1f}{seconds('reload'):11.1f}{pause_ms:10.1f}"
+        )
+    figures["saved_of_kv"] = (figures["peak_mib_recompute"] - figures["peak_mib_unload"]) / figures["kv_mib"]
+    print("\n" + json.dumps({name: round(value, 3) for name, value in figures.items()}))
+
+
+if __name__ == "__main__":
+    main()
