@@ -7,10 +7,11 @@ import pytest
 import torch
 import transformers
 
-from asyncrl.models.checkpoint import check_checkpoint, load_decoder, read_tensors, save_checkpoint
+from asyncrl.models.checkpoint import check_checkpoint, is_draft, load_decoder, read_tensors, save_checkpoint
 from asyncrl.models.config import CheckpointError, DecoderConfig
-from asyncrl.models.decoder import Decoder
+from asyncrl.models.decoder import Decoder, DraftTargets, rope_table
 from asyncrl.models.layout import PackedLayout
+from asyncrl.models.mtp_from_trunk import HIDDEN_SHARE
 
 SMALL = {
     "vocab_size": 300,
@@ -150,3 +151,147 @@ def test_a_damaged_index_is_named(tmp_path, index):
 def test_written_weights_are_readable_by_all(tmp_path):
     tiny_mimo(tmp_path)
     assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [
+        ({}, 0),
+        ({"num_nextn_predict_layers": 2}, 2),
+        ({"mtp_num_hidden_layers": 1}, 1),
+        ({"text_config": {"num_nextn_predict_layers": 1}}, 1),
+        ({"text_config": {"mtp_num_hidden_layers": 2}}, 2),
+    ],
+)
+def test_mtp_layers_are_counted_under_either_name_and_nested(fields, layers):
+    raw = {"architectures": ["MiMoForCausalLM"], **SMALL, **fields}
+    config = DecoderConfig.from_dict(raw)
+    assert config.num_mtp_layers == layers
+    for count in (0, 3):
+        changed = config.with_mtp_layers(count)
+        assert DecoderConfig.from_dict(changed.raw) == changed
+        assert changed.num_mtp_layers == count
+
+
+def tiny_drafting(layers):
+    decoder = Decoder(
+        DecoderConfig.from_dict({"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": layers, **SMALL})
+    )
+    decoder.init_weights(0, std=0.15)
+    return decoder
+
+
+@torch.no_grad()
+def test_a_repeated_layer_is_trained_as_it_drafts():
+    """Drafting from place i: the layer's first step over all places up to i, then one more place for each further step,
+    which reads what the one before put out and the next token."""
+    model, depths = tiny_drafting(1), 3
+    tokens, layout = torch.randint(0, SMALL["vocab_size"], (19,)), PackedLayout.from_lengths(np.array([7, 12]))
+    hidden = model.hidden_states(tokens, layout)
+    found = model.draft_states(hidden, tokens, layout, depths, detach=True)
+    layer, start, i = model.model.mtp_layers[0], 7, 5  # in the second sequence
+    steps, embeds = hidden[start : start + i + 1], model.model.embed_tokens(tokens[start + 1 :])
+    embeds[0] = 0
+    for depth in range(1, depths + 1):
+        length = i + depth
+        rope, row = rope_table(model.config, torch.arange(length)), PackedLayout.from_lengths(np.array([length]))
+        out, _ = layer.draft(steps, embeds[:length], rope, row)
+        torch.testing.assert_close(found[depth - 1][start + i], out[-1], atol=1e-5, rtol=0)
+        steps = torch.cat([steps, out[-1:]])
+
+
+@torch.no_grad()
+def test_depths_beyond_the_layers_repeat_the_last_one_and_packed_neighbours_change_nothing():
+    model = tiny_drafting(2)
+    tokens, lengths = torch.randint(0, SMALL["vocab_size"], (30,)), [13, 17]
+    whole = PackedLayout.from_lengths(np.array(lengths))
+    packed = model.draft_states(model.hidden_states(tokens, whole), tokens, whole, 3, detach=True)
+    for row, start in zip(tokens.split(lengths), (0, lengths[0]), strict=True):
+        layout = PackedLayout.from_lengths(np.array([len(row)]))
+        alone = model.draft_states(model.hidden_states(row, layout), row, layout, 3, detach=True)
+        for depth in (1, 2, 3):
+            places = slice(0, len(row) - depth)
+            torch.testing.assert_close(packed[depth - 1][start:][places], alone[depth - 1][places], atol=1e-5, rtol=0)
+    model.model.mtp_layers[1].final_layernorm.weight.zero_()
+    silent = model.draft_states(model.hidden_states(tokens, whole), tokens, whole, 3, detach=True)
+    assert [bool(state.any()) for state in silent] == [True, False, False]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+@pytest.mark.parametrize("detach", [True, False])
+def test_the_drafts_scores_and_gradients_equal_those_of_whole_logits(chunk, detach):
+    model = tiny_drafting(1)
+    tokens, layout = torch.randint(0, SMALL["vocab_size"], (41,)), PackedLayout.from_lengths(np.array([20, 21]))
+    targets = [
+        DraftTargets(places, tokens[places + depth + 1])
+        for depth in (1, 2)
+        for places in [torch.arange(20 - depth - 1, 20 - depth - 9, -1)]
+    ]
+    scores = model(tokens, layout, torch.arange(1), tokens[1:2], 0.7, chunk, targets, detach)
+    (scores.drafts[0].loss * 0.3 + scores.drafts[1].loss * 0.2).backward()
+    found = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+
+    states = model.draft_states(model.hidden_states(tokens, layout), tokens, layout, 2, detach)
+    head = model.lm_head.weight.detach() if detach else model.lm_head.weight
+    total = torch.zeros(())
+    for state, target, score, factor in zip(states, targets, scores.drafts, (0.3, 0.2), strict=True):
+        logits = state[target.places] @ head.T / 0.7
+        loss = torch.nn.functional.cross_entropy(logits, target.tokens, reduction="sum")
+        torch.testing.assert_close(score.loss, loss, atol=1e-4, rtol=0)
+        assert score.hits == (logits.argmax(1) == target.tokens).sum()
+        total = total + loss * factor
+    total.backward()
+    for name, p in model.named_parameters():
+        assert (found[name] is None) == (p.grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(found[name], p.grad, atol=1e-4, rtol=1e-4)
+    reached = {name for name, gradient in found.items() if gradient is not None}
+    assert (reached == {name for name in found if is_draft(name)}) == detach
+
+
+@pytest.mark.parametrize("saved", FAMILIES, indirect=True)
+@torch.no_grad()
+def test_a_draft_is_made_from_the_trunk_where_there_is_none(saved, tmp_path):
+    theirs, folder = saved
+    plain, model = load_decoder(folder), load_decoder(folder, mtp_from_trunk=True)
+    assert check_checkpoint(folder).num_mtp_layers == plain.config.num_mtp_layers == 0
+    assert check_checkpoint(folder, mtp_from_trunk=True) == model.config
+    tokens, layout = torch.randint(0, SMALL["vocab_size"], (30,)), PackedLayout.from_lengths(np.array([30]))
+    hidden = model.hidden_states(tokens, layout)
+    (state,) = model.draft_states(hidden, tokens, layout, 1, detach=True)
+    norm = lambda x: x / x.pow(2).mean(-1, keepdim=True).sqrt()
+    rope = rope_table(model.config, layout.positions)
+    embed = norm(model.model.embed_tokens(tokens.roll(-1)))
+    embed[0] = 0
+    stream = HIDDEN_SHARE * norm(hidden) + embed
+    one_more = plain.model.norm(plain.model.layers[-1](stream, rope, layout))  # it begins as a second last layer
+    torch.testing.assert_close(state, one_more, atol=1e-4, rtol=1e-4)
+
+    save_checkpoint(tmp_path / "out", model.named_parameters(), model.config)
+    back = load_decoder(tmp_path / "out")
+    assert back.config == model.config
+    assert back.config.raw["num_nextn_predict_layers"] == 1
+    before = plain.config.architecture
+    assert back.config.architecture == ("MiMoForCausalLM" if before == "Qwen2ForCausalLM" else before)
+    drawn = load_decoder(folder, mtp_from_trunk=True)
+    for (name, a), (_, b), (_, c) in zip(*(m.named_parameters() for m in (model, back, drawn)), strict=True):
+        assert torch.equal(a, b), name
+        assert torch.equal(a, c), name
+    known = type(theirs).from_pretrained(tmp_path / "out", dtype=torch.float32)
+    torch.testing.assert_close(known(tokens[None]).logits, theirs(tokens[None]).logits, atol=1e-5, rtol=0)
+
+
+def test_weights_of_the_draft_that_are_missing_are_told_with_what_to_do(tmp_path):
+    tiny_mimo(tmp_path)
+    trunk = {name: tensor for name, tensor in read_tensors(tmp_path).items() if not is_draft(name)}
+    save_checkpoint(tmp_path, trunk, DecoderConfig.load(tmp_path))  # config.json still says one layer
+    with pytest.raises(CheckpointError, match=r"missing tensors: model\.mtp_layers.*mtp\.init_from_trunk=true"):
+        load_decoder(tmp_path)
+    assert load_decoder(tmp_path, mtp_from_trunk=True).config.num_mtp_layers == 1
+
+
+def test_a_draft_that_is_there_is_kept(tmp_path):
+    before = tiny_mimo(tmp_path)
+    after = load_decoder(tmp_path, mtp_from_trunk=True)
+    assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))

@@ -16,11 +16,17 @@ from torch import Tensor
 
 from asyncrl.models.config import CheckpointError, DecoderConfig
 from asyncrl.models.decoder import Decoder
+from asyncrl.models.mtp_from_trunk import draft_from_trunk
 
 TOKENIZER_FILES = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json vocab.json merges.txt tokenizer.model "
     "chat_template.jinja added_tokens.json generation_config.json"
 ).split()
+
+#: what to do about a checkpoint without MTP weights where they are needed
+MAKE_DRAFT = (
+    "take a checkpoint with MTP weights, or set mtp.init_from_trunk=true to make them from the last trunk layer"
+)
 
 
 def tensor_files(path: str | Path) -> list[Path]:
@@ -55,24 +61,28 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
     return tensors
 
 
-def check_checkpoint(path: str | Path) -> DecoderConfig:
-    """Compare config.json with the headers of the tensor files, without reading a tensor; returns the config.
+def check_checkpoint(path: str | Path, mtp_from_trunk: bool = False) -> DecoderConfig:
+    """Compare config.json with the headers of the tensor files, without reading a tensor; returns the config of what
+    `load_decoder` builds.
 
     Raises CheckpointError for a damaged file and for missing, unknown or misshapen tensors."""
-    config = DecoderConfig.load(path)
     shapes: dict[str, tuple[int, ...]] = {}
+    config = DecoderConfig.load(path)
     for file in tensor_files(path):
         with _opened(file) as f:
             shapes |= {key: tuple(f.get_slice(key).get_shape()) for key in f.keys()}  # noqa: SIM118 (not a dict)
-    _compare(path, config, shapes)
-    return config
+    return _checked(path, config, shapes, mtp_from_trunk)
 
 
-def load_decoder(path: str | Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    """Build the decoder that ``path`` holds. Raises CheckpointError listing missing, unknown or misshapen tensors."""
-    config = DecoderConfig.load(path)
-    tensors = read_tensors(path)
-    _compare(path, config, {name: tuple(t.shape) for name, t in tensors.items()})
+def load_decoder(path: str | Path, dtype: torch.dtype = torch.float32, mtp_from_trunk: bool = False) -> Decoder:
+    """Build the decoder that ``path`` holds. Raises CheckpointError listing missing, unknown or misshapen tensors.
+
+    ``mtp_from_trunk``: where ``path`` holds no MTP weights, the decoder gets one MTP layer all the same, see
+    `asyncrl.models.mtp_from_trunk`. Trainer and engines make equal ones."""
+    config, tensors = DecoderConfig.load(path), read_tensors(path)
+    config = _checked(path, config, {name: tuple(t.shape) for name, t in tensors.items()}, mtp_from_trunk)
+    if config.num_mtp_layers and not any(map(is_draft, tensors)):
+        tensors |= draft_from_trunk(tensors, config)
     with torch.device("meta"):
         model = Decoder(config)
     model = model.to_empty(device="cpu").to(dtype)
@@ -93,6 +103,15 @@ def _opened(file: Path) -> Iterator[Any]:
         raise CheckpointError(f"{file}: truncated or damaged ({e})") from None
 
 
+def _checked(
+    path: str | Path, config: DecoderConfig, found: Mapping[str, tuple[int, ...]], mtp_from_trunk: bool
+) -> DecoderConfig:
+    """The config of the decoder to build from tensors of these shapes; CheckpointError if they are not its."""
+    made = mtp_from_trunk and not any(map(is_draft, found))
+    _compare(path, config.with_mtp_layers(0) if made else config, found)
+    return config.with_mtp_layers(1) if made else config
+
+
 def _compare(path: str | Path, config: DecoderConfig, found: Mapping[str, tuple[int, ...]]) -> None:
     with torch.device("meta"):
         expected = {name: tuple(p.shape) for name, p in Decoder(config).named_parameters()}
@@ -110,7 +129,14 @@ def _compare(path: str | Path, config: DecoderConfig, found: Mapping[str, tuple[
     for what, names in differences.items():
         if names:
             more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            if what == "missing" and all(map(is_draft, names)):
+                more += f"; config.json says num_nextn_predict_layers {config.num_mtp_layers}, {MAKE_DRAFT}"
             raise CheckpointError(f"{path}: {what} tensors: {', '.join(names[:4])}{more}")
+
+
+def without_draft(path: str | Path) -> CheckpointError:
+    """What to raise where a draft is needed and the model of ``path`` has none."""
+    return CheckpointError(f"{path} has no MTP layers (num_nextn_predict_layers in config.json); {MAKE_DRAFT}")
 
 
 def is_draft(name: str) -> bool:

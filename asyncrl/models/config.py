@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,26 @@ class DecoderConfig:
             raise ValueError(f"rollout.engine.dtype is {option!r}; expected auto, float32 or bfloat16")
         return option
 
+    def with_mtp_layers(self, count: int) -> DecoderConfig:
+        """The same trunk with ``count`` MTP layers, in ``raw`` too.
+
+        A Qwen2 trunk with MTP layers is a MiMo, and named so. There is no architecture of MiMo's MTP layers on a Qwen3
+        or Llama trunk, so those keep their name: this project goes by the field, other software sees a plain trunk with
+        tensors that it does not know."""
+        raw = {**self.raw, "num_nextn_predict_layers": count}
+        raw.pop("mtp_num_hidden_layers", None)
+        if raw.get("text_config"):
+            raw["text_config"] = {
+                **raw["text_config"],
+                "num_nextn_predict_layers": count,
+                "mtp_num_hidden_layers": count,
+            }
+        architecture = self.architecture
+        if count and architecture == "Qwen2ForCausalLM":
+            architecture = "MiMoForCausalLM"
+            raw["architectures"] = [architecture]
+        return replace(self, architecture=architecture, num_mtp_layers=count, raw=raw)
+
     @classmethod
     def load(cls, path: str | Path) -> DecoderConfig:
         """Read ``path/config.json``. Raises CheckpointError naming what is missing or not supported."""
@@ -69,7 +89,7 @@ class DecoderConfig:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], where: str = "config") -> DecoderConfig:
-        text: dict[str, Any] = {**raw, **raw.get("text_config", {})}
+        text: dict[str, Any] = {**raw, **(raw.get("text_config") or {})}
         architecture = (raw.get("architectures") or ["?"])[0]
         if architecture not in _FAMILIES:
             raise CheckpointError(

@@ -1,13 +1,15 @@
 """The decoder that the torch backend trains: a Qwen2/Qwen3/Llama trunk and MiMo's MTP layers.
 
 Its parameters carry the names of the safetensors files, so a state dict is a checkpoint. It runs on packed sequences.
-Shape suffixes: T packed tokens, B sequences, L padded length, H heads, K key/value heads, D head_dim, M hidden size,
-V vocabulary, C a chunk of tokens.
+Shape suffixes: T packed tokens, R some of them, B sequences, L padded length, H heads, K key/value heads, D head_dim,
+M hidden size, V vocabulary, X any.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from asyncrl.models.chunked import ChunkedCrossEntropy, ChunkedScores
 from asyncrl.models.config import DecoderConfig
 from asyncrl.models.layout import PackedLayout
 
@@ -63,6 +66,13 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
+class KeysValues(NamedTuple):
+    """[B, K, L, D] each, keys with their rotation."""
+
+    keys: Tensor
+    values: Tensor
+
+
 class Attention(nn.Module):
     def __init__(self, c: DecoderConfig) -> None:
         super().__init__()
@@ -76,7 +86,11 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
         self.qk_norm = c.qk_norm
 
-    def forward(self, x_TM: Tensor, rope: tuple[Tensor, Tensor], layout: PackedLayout) -> Tensor:
+    def forward(
+        self, x_TM: Tensor, rope: tuple[Tensor, Tensor], layout: PackedLayout, earlier: Sequence[KeysValues] = ()
+    ) -> tuple[Tensor, KeysValues]:
+        """Causal attention, [T, M], and its keys and values. With ``earlier``, those of earlier draft steps of the same
+        layer, see `MTPLayer.draft`: a place attends causally to the first step's, and to its own of every later one."""
         q_THD = self.q_proj(x_TM).view(-1, self.heads, self.head_dim)
         k_TKD = self.k_proj(x_TM).view(-1, self.kv_heads, self.head_dim)
         v_TKD = self.v_proj(x_TM).view(-1, self.kv_heads, self.head_dim)
@@ -86,8 +100,15 @@ class Attention(nn.Module):
         # one gather for the three: they are padded alike
         qkv_BLXD = layout.pad(torch.cat([q_THD, k_TKD, v_TKD], 1)).transpose(1, 2)
         q, k, v = qkv_BLXD.split([self.heads, self.kv_heads, self.kv_heads], 1)
-        out_BHLD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
-        return self.o_proj(layout.unpad(out_BHLD.transpose(1, 2)).flatten(1))
+        own, grouped = KeysValues(k, v), self.heads != self.kv_heads
+        if not earlier:
+            out_BHLD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        else:
+            k, v = (torch.cat(parts, 2) for parts in zip(*earlier, own, strict=True))
+            itself_LL = torch.eye(layout.length, dtype=torch.bool, device=x_TM.device)
+            mask_LX = torch.cat([torch.ones_like(itself_LL).tril(), *[itself_LL] * len(earlier)], 1)
+            out_BHLD = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_LX, enable_gqa=grouped)
+        return self.o_proj(layout.unpad(out_BHLD.transpose(1, 2)).flatten(1)), own
 
 
 class MLP(nn.Module):
@@ -110,8 +131,14 @@ class Layer(nn.Module):
         self.mlp = MLP(c)
 
     def forward(self, x_TM: Tensor, rope: tuple[Tensor, Tensor], layout: PackedLayout) -> Tensor:
-        x_TM = x_TM + self.self_attn(self.input_layernorm(x_TM), rope, layout)
-        return x_TM + self.mlp(self.post_attention_layernorm(x_TM))
+        return self.block(x_TM, rope, layout)[0]
+
+    def block(
+        self, x_TM: Tensor, rope: tuple[Tensor, Tensor], layout: PackedLayout, earlier: Sequence[KeysValues] = ()
+    ) -> tuple[Tensor, KeysValues]:
+        attended_TM, own = self.self_attn(self.input_layernorm(x_TM), rope, layout, earlier)
+        x_TM = x_TM + attended_TM
+        return x_TM + self.mlp(self.post_attention_layernorm(x_TM)), own
 
 
 class MTPLayer(Layer):
@@ -125,12 +152,23 @@ class MTPLayer(Layer):
         self.input_proj = nn.Linear(2 * c.hidden_size, c.hidden_size, bias=False)
         self.final_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
-    def draft(self, hidden_TM: Tensor, embed_TM: Tensor, rope: tuple[Tensor, Tensor], layout: PackedLayout) -> Tensor:
+    def draft(
+        self,
+        hidden_TM: Tensor,
+        embed_TM: Tensor,
+        rope: tuple[Tensor, Tensor],
+        layout: PackedLayout,
+        earlier: Sequence[KeysValues] = (),
+    ) -> tuple[Tensor, KeysValues]:
         """Returns the post-``final_layernorm`` hidden state [T, M], which the shared head reads and a further draft
-        step takes as its ``hidden``. The embedding at position 0 is zeroed, as the engines do."""
-        embed_TM = embed_TM * (layout.positions != 0).unsqueeze(1)
+        step takes as its ``hidden``, and this step's keys and values.
+
+        ``earlier``: what this layer's steps of smaller depth returned. While drafting, a repeated layer finds in its KV
+        cache the first step's keys up to where the draft began, and after them one of each step since."""
         joined = torch.cat([self.hidden_layernorm(hidden_TM), self.token_layernorm(embed_TM)], -1)
-        return self.final_layernorm(super().forward(self.input_proj(joined), rope, layout))
+        out_TM, own = self.block(self.input_proj(joined), rope, layout, earlier)
+        # copies, as what an FSDP module returns must be no view
+        return self.final_layernorm(out_TM), KeysValues(own.keys.clone(), own.values.clone())
 
 
 class Trunk(nn.Module):
@@ -143,11 +181,27 @@ class Trunk(nn.Module):
             self.mtp_layers = nn.ModuleList([MTPLayer(c) for _ in range(c.num_mtp_layers)])
 
 
+class DraftTargets(NamedTuple):
+    """What the draft of one depth is to predict: ``tokens`` from the packed places ``places``, int64 [R] each."""
+
+    places: Tensor
+    tokens: Tensor
+
+
+class DraftScores(NamedTuple):
+    """Of one depth, float32 scalars: the sum of cross-entropies in nats, and how many targets the draft likes best."""
+
+    loss: Tensor
+    hits: Tensor
+
+
 class TokenScores(NamedTuple):
-    """float32 [T]: log-probability of each target token, and the entropy of the distribution it was drawn from."""
+    """float32 [R]: log-probability of each target token, and the entropy of the distribution it was drawn from; and of
+    each depth what the draft makes of its targets."""
 
     logprobs: Tensor
     entropy: Tensor
+    drafts: tuple[DraftScores, ...] = ()
 
 
 class Decoder(nn.Module):
@@ -177,11 +231,39 @@ class Decoder(nn.Module):
         rope = rope_table(self.config, layout.positions)
         x_TM = self.model.embed_tokens(tokens_T)
         for layer in self.model.layers:
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                x_TM = checkpoint(layer, x_TM, rope, layout, use_reentrant=False)
-            else:
-                x_TM = layer(x_TM, rope, layout)
+            x_TM = self._run(layer, x_TM, rope, layout)
         return self.model.norm(x_TM)
+
+    def draft_states(
+        self, hidden_TM: Tensor, tokens_T: Tensor, layout: PackedLayout, depths: int, detach: bool
+    ) -> list[Tensor]:
+        """[T, M] for each depth 1 … ``depths``: place i of depth d is what the head reads to predict token i+d+1, given
+        the trunk's ``hidden_TM`` of place i and the tokens up to i+d; the last d places of a sequence mean nothing.
+
+        Depth d is the engines' draft step d, at position i+d−1: layer min(d, layers) reads depth d−1's output and the
+        embedding of token i+d. ``detach``: no gradient to the embedding or to ``hidden_TM``."""
+        layers: Sequence[Any] = self.model.mtp_layers  # type: ignore[assignment]
+        weight_VM = self.model.embed_tokens.weight
+        if detach:
+            hidden_TM, weight_VM = hidden_TM.detach(), weight_VM.detach()
+        steps: dict[int, list[KeysValues]] = defaultdict(list)  # by layer
+        states: list[Tensor] = []
+        for depth in range(1, depths + 1):
+            index = min(depth, len(layers)) - 1
+            # what rolls over a sequence's end is read by places that mean nothing, and these by no others
+            embed_TM = F.embedding(tokens_T.roll(-depth), weight_VM)
+            positions = layout.positions + (depth - 1)
+            embed_TM = embed_TM * (positions != 0).unsqueeze(1)  # as the engines do
+            rope = rope_table(self.config, positions)
+            hidden_TM, own = self._run(layers[index].draft, hidden_TM, embed_TM, rope, layout, tuple(steps[index]))
+            steps[index].append(own)
+            states.append(hidden_TM)
+        return states
+
+    def _run(self, module: Callable[..., Any], *inputs: Any) -> Any:
+        if self.activation_checkpointing and torch.is_grad_enabled():
+            return checkpoint(module, *inputs, use_reentrant=False)
+        return module(*inputs)
 
     def logits(self, tokens_T: Tensor, layout: PackedLayout) -> Tensor:
         """float32 [T, V]: for tests and tiny inputs; training reads `forward`, which never holds it whole."""
@@ -195,53 +277,24 @@ class Decoder(nn.Module):
         targets_R: Tensor,
         temperature: float,
         chunk: int = 1024,
+        drafts: Sequence[DraftTargets] = (),
+        detach_draft: bool = True,
     ) -> TokenScores:
-        """Score ``targets_R`` as drawn after the tokens at packed places ``rows_R``, in chunks of ``chunk`` rows."""
-        hidden_RM = self.hidden_states(tokens_T, layout).index_select(0, rows_R)
-        logprobs, entropy = _ChunkedScores.apply(hidden_RM, self.lm_head.weight, targets_R, temperature, chunk)
-        return TokenScores(logprobs, entropy)
+        """Score ``targets_R`` as drawn after the tokens at packed places ``rows_R``, in chunks of ``chunk`` rows.
 
-
-class _ChunkedScores(torch.autograd.Function):
-    """Log-probabilities and entropies of ``softmax(hidden @ W.T / temperature)`` without ever holding [R, V].
-
-    Both passes go over chunks of rows; the backward computes the chunk's logits again. With p the softmax, z the scaled
-    logits, H the entropy and g, e the gradients of logprob and entropy::
-
-        dz = g · (onehot − p) − e · p · (log p + H)
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int) -> Any:
-        logprobs = hidden.new_empty(len(targets), dtype=torch.float32)
-        entropy = torch.empty_like(logprobs)
-        for lo in range(0, len(targets), chunk):
-            rows = slice(lo, lo + chunk)
-            logp_CV = _log_softmax(hidden[rows], weight, temperature)
-            logprobs[rows] = logp_CV.gather(1, targets[rows, None]).squeeze(1)
-            entropy[rows] = -(logp_CV.exp() * logp_CV).sum(-1)
-        ctx.save_for_backward(hidden, weight, targets, entropy)
-        ctx.temperature, ctx.chunk = temperature, chunk
-        return logprobs, entropy
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor, e: Tensor) -> Any:  # type: ignore[override]
-        hidden, weight, targets, entropy = ctx.saved_tensors
-        d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for lo in range(0, len(targets), ctx.chunk):
-            rows = slice(lo, lo + ctx.chunk)
-            logp_CV = _log_softmax(hidden[rows], weight, ctx.temperature)
-            p_CV = logp_CV.exp()
-            entropy_term = (e[rows, None] * p_CV).mul_(logp_CV + entropy[rows, None])
-            dz_CV = p_CV.mul_(-g[rows, None]).sub_(entropy_term)
-            dz_CV.scatter_add_(1, targets[rows, None], g[rows, None])
-            dz_CV = dz_CV.div_(ctx.temperature).to(weight.dtype)
-            d_hidden[rows] = dz_CV @ weight
-            d_weight += dz_CV.t() @ hidden[rows]
-        return d_hidden, d_weight.to(weight.dtype), None, None, None
-
-
-def _log_softmax(hidden_CM: Tensor, weight_VM: Tensor, temperature: float) -> Tensor:
-    logits_CV = F.linear(hidden_CM, weight_VM).float()
-    return torch.log_softmax(logits_CV.div_(temperature) if temperature != 1.0 else logits_CV, -1)
+        ``drafts``: the draft's targets for depth 1, 2 …, scored at the same temperature; the MTP layers run only for
+        them. ``detach_draft``: no gradient from their scores to the trunk, the embedding or the head."""
+        hidden_TM = self.hidden_states(tokens_T, layout)
+        head_VM = self.lm_head.weight
+        logprobs, entropy = ChunkedScores.apply(
+            hidden_TM.index_select(0, rows_R), head_VM, targets_R, temperature, chunk
+        )
+        draft_scores = []
+        if drafts:
+            head_VM = head_VM.detach() if detach_draft else head_VM
+            states = self.draft_states(hidden_TM, tokens_T, layout, len(drafts), detach_draft)
+            for draft_TM, (places_R, tokens_R) in zip(states, drafts, strict=True):
+                draft_RM = draft_TM.index_select(0, places_R)
+                found = ChunkedCrossEntropy.apply(draft_RM, head_VM, tokens_R, temperature, chunk)
+                draft_scores.append(DraftScores(*found))
+        return TokenScores(logprobs, entropy, tuple(draft_scores))

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncrl.models.decoder import Decoder, MTPLayer, rope_table
+from asyncrl.models.decoder import Decoder
 from asyncrl.models.layout import PackedLayout
 
 
@@ -74,13 +74,7 @@ def demonstration_losses(model: Decoder, batch: Sequence[Demonstration]) -> tupl
     if not model.config.num_mtp_layers:
         return target, target.new_zeros(())
 
-    # at place i the draft reads the trunk's hidden state of i and the embedding of token i+1, and predicts token i+2;
-    # the last place of a sequence has no next token, and what it reads instead (the next sequence's first, or the
-    # row's first) is seen by no place that has a target
-    places = places[layout.positions[places] >= 2]
-    mtp_layer: MTPLayer = model.model.mtp_layers[0]  # type: ignore[assignment]
-    rope = rope_table(model.config, layout.positions)
-    embed_TM = model.model.embed_tokens.weight.detach()[tokens_T.roll(-1)]
-    draft_TM = mtp_layer.draft(hidden_TM.detach(), embed_TM, rope, layout)
+    places = places[layout.positions[places] >= 2]  # the draft sees a hidden state and the token after it first
+    (draft_TM,) = model.draft_states(hidden_TM, tokens_T, layout, depths=1, detach=True)
     logits = F.linear(draft_TM[places - 2], model.lm_head.weight.detach())
     return target, F.cross_entropy(logits, tokens_T[places])
