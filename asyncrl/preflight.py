@@ -14,7 +14,7 @@ from asyncrl.config.checks import Derived, check, local_memory_bytes
 from asyncrl.config.load import ConfigError
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import DataError, load_prompts
-from asyncrl.models.checkpoint import check_checkpoint
+from asyncrl.models.checkpoint import check_checkpoint, without_draft
 from asyncrl.models.config import CheckpointError, DecoderConfig
 from asyncrl.param_sync.manifest import DTYPE_BYTES
 from asyncrl.rollouter.agent_loops.base import load_object
@@ -48,10 +48,11 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
     model: DecoderConfig | None = None
     tokenizer: PromptTokenizer | None = None
     try:
-        model = check_checkpoint(config.model.path)
+        model = check_checkpoint(config.model.path, config.mtp.init_from_trunk)
         tokenizer = PromptTokenizer(config.model.path, config.data.apply_chat_template)
     except CheckpointError as e:
         problems.append(f"model.path: {e}")
+    problems += _draft_problems(config, model)
     problems += _reference_problems(config.algorithm.reference_path, model)
     counts = dict.fromkeys(("train_files", "validation_files"), 0)
     fingerprint = ""
@@ -116,6 +117,13 @@ def kv_cache_bytes(model: DecoderConfig, slots: int, context_tokens: int, dtype:
     for every slot up to the end of the context."""
     tokens = slots * context_tokens
     return 2 * model.num_layers * tokens * model.num_kv_heads * model.head_dim * DTYPE_BYTES[dtype]
+
+
+def _draft_problems(config: Config, model: DecoderConfig | None) -> list[str]:
+    if model is None or model.num_mtp_layers:
+        return []
+    wanted = {"mtp.enable_train": config.mtp.enable_train, "mtp.enable_rollout": config.mtp.enable_rollout}
+    return [f"{key}: {without_draft(config.model.path)}" for key, value in wanted.items() if value][:1]
 
 
 def _reference_problems(path: str, policy: DecoderConfig | None) -> list[str]:

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from asyncrl.config.load import ConfigError, load_config
+from asyncrl.models.checkpoint import is_draft, read_tensors, save_checkpoint
 from asyncrl.models.config import DecoderConfig
 from asyncrl.preflight import kv_cache_bytes, preflight
 from asyncrl.rollouter.engines.native.kv import KVCache
@@ -38,7 +39,6 @@ def test_a_bad_reference_is_told_under_its_own_key(inputs, tmp_path):
 
 
 def test_a_reference_of_another_vocabulary_is_refused(inputs, tmp_path):
-    from asyncrl.models.checkpoint import save_checkpoint
     from asyncrl.models.decoder import Decoder
 
     raw = json.loads((inputs / "checkpoint/config.json").read_text())
@@ -64,3 +64,25 @@ def test_a_kv_cache_beyond_the_machines_memory_is_refused_where_the_run_starts_i
     assert "rollout.engine.slots or rollout.replicas" in problem
     # on a cluster it is another machine's memory
     assert preflight(load_config(None, overrides(inputs, inputs / "run", slots)), cpus=None).context_tokens == 64
+
+
+@pytest.mark.parametrize("key", ["mtp.enable_train", "mtp.enable_rollout"])
+def test_a_draft_that_is_not_there_is_refused_unless_it_is_made(inputs, tmp_path, key):
+    without = tmp_path / "checkpoint"
+    shutil.copytree(inputs / "checkpoint", without)
+    config = DecoderConfig.load(without).with_mtp_layers(0)
+    trunk = {name: tensor for name, tensor in read_tensors(without).items() if not is_draft(name)}
+    save_checkpoint(without, trunk, config)
+    options = (f"model.path={without}", f"{key}=true")
+    (problem,) = problems(inputs, *options)
+    assert problem.startswith(f"{key}: {without} has no MTP layers")
+    assert "mtp.init_from_trunk=true" in problem
+    made = load_config(None, overrides(inputs, inputs / "run", *options, "mtp.init_from_trunk=true"))
+    assert preflight(made, cpus=4).model.num_mtp_layers == 1
+
+
+def test_draft_options_that_do_nothing_are_refused(inputs):
+    (problem,) = problems(inputs, "mtp.init_from_trunk=true")
+    assert problem.startswith("mtp.init_from_trunk: makes a draft that nothing would use")
+    (problem,) = problems(inputs, "mtp.enable_train=true", "mtp.loss_scaling_factor=0")
+    assert problem.startswith("mtp.loss_scaling_factor: 0 trains no draft")

@@ -176,7 +176,8 @@ def quantiles(name: str, values: np.ndarray, percents: Sequence[int]) -> dict[st
 
 
 def step_metrics(figures: dict[str, list[float]]) -> dict[str, float]:
-    """Figures of several optimizer steps as ``actor/...``: means, but the outermost extremes and the last ``lr``."""
+    """Figures of several optimizer steps as ``actor/...`` (or ``mtp/...``, where they say so): means, but the outermost
+    extremes and the last ``lr``."""
     metrics: dict[str, float] = {}
     for name, values in figures.items():
         if name.endswith("ratio_min_negated"):
@@ -186,7 +187,7 @@ def step_metrics(figures: dict[str, list[float]]) -> dict[str, float]:
         elif name == "lr":
             metrics["actor/lr"] = values[-1]
         elif values:
-            metrics[f"actor/{name}"] = float(np.mean(values))
+            metrics[name if name.startswith("mtp/") else f"actor/{name}"] = float(np.mean(values))
     return metrics
 
 

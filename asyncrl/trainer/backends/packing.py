@@ -8,8 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncrl.models.decoder import DraftTargets
 from asyncrl.models.layout import PackedLayout
 from asyncrl.trainer.backend import TrainBatch
+from asyncrl.trainer.draft_loss import draft_targets
 
 
 @dataclass(frozen=True)
@@ -46,14 +48,25 @@ class MicroBatch:
         )
         return cls._on(device, batch, np.empty(0, np.int64))
 
+    def drafts(self, depths: int) -> list[DraftTargets]:
+        """What the draft is taught at each depth; a placeholder has nothing for it either."""
+        device = self.tokens.device
+        return [
+            DraftTargets(*(_on_device(array, device) for array in draft_targets(self.batch, depth)))
+            for depth in range(1, depths + 1)
+        ]
+
     @classmethod
     def _on(cls, device: torch.device, batch: TrainBatch, places: np.ndarray) -> MicroBatch:
-        put = lambda array: torch.from_numpy(array.astype(np.int64, copy=False)).to(device)
         return cls(
             batch=batch,
             places=places,
-            tokens=put(batch.tokens),
+            tokens=_on_device(batch.tokens, device),
             layout=PackedLayout.from_lengths(batch.lengths, device),
-            rows=put(batch.rows),
-            targets=put(batch.targets),
+            rows=_on_device(batch.rows, device),
+            targets=_on_device(batch.targets, device),
         )
+
+
+def _on_device(array: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(array.astype(np.int64, copy=False)).to(device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -13,12 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from asyncrl.config.schema import Config
-from asyncrl.models.checkpoint import copy_tokenizer, is_draft, load_decoder, save_checkpoint
-from asyncrl.models.decoder import Decoder, TokenScores
+from asyncrl.models.checkpoint import copy_tokenizer, is_draft, load_decoder, save_checkpoint, without_draft
+from asyncrl.models.decoder import Decoder, MTPLayer, TokenScores
 from asyncrl.param_sync.manifest import Manifest
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.backend import LossFunction, NonFiniteError, Scores, TrainBatch
@@ -27,12 +34,14 @@ from asyncrl.trainer.backends.schedule import learning_rate
 from asyncrl.trainer.backends.torch_state import (
     StagedState,
     checkpoint_dtype,
+    expect_same_draft,
     load_state,
     manifest_of,
     saved_names,
     whole_tensors,
 )
 from asyncrl.trainer.batches import cut_micro_batches
+from asyncrl.trainer.draft_loss import draft_targets
 
 
 class TorchFSDPBackend:
@@ -43,8 +52,9 @@ class TorchFSDPBackend:
     holds one backend at a time (`close` leaves the process group). One rank is sharded like many: the single code path
     costs it 3 to 8 % on a CPU with a million parameters, and less with more.
 
-    The MTP layers belong to the model, so they are saved, exported and listed as ``draft``; the policy loss does not
-    reach them, so they are frozen and have no optimizer state.
+    The MTP layers belong to the model, so they are saved, exported and listed as ``draft``. The policy loss does not
+    reach them: they are frozen and have no optimizer state, unless ``mtp.enable_train`` adds a loss of their own (see
+    `asyncrl.trainer.draft_loss`) and clips their gradient apart from the policy's.
     """
 
     def __init__(
@@ -63,17 +73,24 @@ class TorchFSDPBackend:
             torch.set_num_threads(self._options.threads)
         torch.manual_seed(config.seed)
 
+        model = load_decoder(config.model.path, mtp_from_trunk=config.mtp.init_from_trunk)
+        if config.mtp.enable_train and not model.config.num_mtp_layers:
+            raise without_draft(config.model.path)
         self._mesh = self._join_group(init_method, timeout_s)
 
-        self._model = self._prepare(load_decoder(config.model.path))
+        self._draft_depths = config.mtp.num_speculative_tokens if config.mtp.enable_train else 0
+        self._draft_scale = config.mtp.loss_scaling_factor / max(self._draft_depths, 1)
+        self._model = self._prepare(model, train_draft=config.mtp.enable_train)
         self._engine_dtype = self._model.config.engine_dtype(config.rollout.engine.dtype)
         self._model.activation_checkpointing = self._options.activation_checkpointing
         self._reference: Decoder | None = None
         if config.algorithm.kl_coef > 0:
             reference = load_decoder(config.algorithm.reference_path or config.model.path)
-            self._reference = self._prepare(reference.requires_grad_(False))
+            self._reference = self._prepare(reference.requires_grad_(False), train_draft=False)
 
         self._trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        self._target_parameters = [p for name, p in self._trained.items() if not is_draft(name)]
+        self._draft_parameters = [p for name, p in self._trained.items() if is_draft(name)]
         self._optimizer = self._make_optimizer()
         self._optimizer_steps = 0
         self._total_optimizer_steps = (
@@ -115,21 +132,31 @@ class TorchFSDPBackend:
         with self._recorder.span("trainer/forward_backward", tokens=len(batch.tokens)):
             sums: dict[str, Tensor] = {}
             extremes: dict[str, Tensor] = {}
+            of_draft: dict[str, Tensor] = {}
+            counts = self._draft_counts(batch)
             for micro in self._micro_batches(batch):
-                output = loss(*self._forward(self._model, micro, temperature), micro.batch)
-                # FSDP averages gradients over ranks, but the loss is a sum over them
-                (output.loss * (self.world_size / global_denominator)).backward()
-                for name, value in {"loss": output.loss.detach(), **output.sums}.items():
-                    sums[name] = sums[name] + value.double() if name in sums else value.double()
+                scores = self._forward(self._model, micro, temperature, self._draft_depths)
+                output = loss(scores.logprobs, scores.entropy, micro.batch)
+                # FSDP averages gradients over ranks, but the losses are sums over them
+                total = output.loss * (self.world_size / global_denominator)
+                for depth, (draft, count) in enumerate(zip(scores.drafts, counts, strict=True), 1):
+                    total = total + draft.loss * (self.world_size * self._draft_scale / count)
+                    _add(of_draft, {f"mtp/loss_{depth}": draft.loss.detach() / count})
+                    _add(of_draft, {f"mtp/accuracy_{depth}": draft.hits / count})
+                total.backward()
+                _add(sums, {"loss": output.loss.detach(), **output.sums})
                 for name, value in output.extremes.items():
                     extremes[name] = torch.maximum(extremes[name], value) if name in extremes else value
             figures = self._over_ranks(sums, dist.ReduceOp.SUM, 1 / global_denominator)
             figures |= self._over_ranks(extremes, dist.ReduceOp.MAX)
+            figures |= self._over_ranks(of_draft, dist.ReduceOp.SUM)
 
         with self._recorder.span("trainer/optimizer"):
-            figures["grad_norm"] = self._clip_gradients()
-            for name in ("loss", "grad_norm"):
-                if not math.isfinite(figures[name]):
+            figures["grad_norm"] = self._clip_gradients(self._target_parameters)
+            if self._draft_depths:  # apart, so that the draft cannot shorten the policy's step
+                figures["mtp/grad_norm"] = self._clip_gradients(self._draft_parameters)
+            for name in ("loss", "grad_norm", "mtp/grad_norm"):
+                if not math.isfinite(figures.get(name, 0.0)):
                     self._optimizer.zero_grad()
                     raise NonFiniteError(
                         f"optimizer step {self._optimizer_steps}: {name} is {figures[name]}, expected a finite number; "
@@ -143,10 +170,23 @@ class TorchFSDPBackend:
             self._optimizer_steps += 1
         return figures
 
-    def _forward(self, model: Decoder, micro: MicroBatch, temperature: float) -> TokenScores:
+    def _forward(self, model: Decoder, micro: MicroBatch, temperature: float, draft_depths: int = 0) -> TokenScores:
         return model(
-            micro.tokens, micro.layout, micro.rows, micro.targets, temperature, self._options.logprob_chunk_tokens
+            micro.tokens,
+            micro.layout,
+            micro.rows,
+            micro.targets,
+            temperature,
+            self._options.logprob_chunk_tokens,
+            micro.drafts(draft_depths),
+            self._config.mtp.detach_encoder,
         )
+
+    def _draft_counts(self, batch: TrainBatch) -> list[float]:
+        """For each depth, how many tokens of all ranks the draft is taught; 1 where there is none, to divide by."""
+        depths = range(1, self._draft_depths + 1)
+        counts = {str(depth): torch.tensor(float(len(draft_targets(batch, depth)[0]))) for depth in depths}
+        return [max(count, 1.0) for count in self._over_ranks(counts, dist.ReduceOp.SUM).values()]
 
     def _micro_batches(self, batch: TrainBatch) -> Iterator[MicroBatch]:
         """This rank's micro-batches, then placeholders up to the number that the busiest rank has."""
@@ -171,12 +211,12 @@ class TorchFSDPBackend:
             dist.all_reduce(packed, op)
         return dict(zip(values, (packed * scale).tolist(), strict=True))
 
-    def _clip_gradients(self) -> float:
-        """Scale the gradient down to ``grad_clip``; returns its norm before, over all ranks."""
-        gradients = [p.grad for p in self._trained.values() if p.grad is not None]
+    def _clip_gradients(self, parameters: Sequence[Tensor]) -> float:
+        """Scale these parameters' gradient down to ``grad_clip``; returns its norm before, over all ranks."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
         norm = cast(DTensor, nn.utils.get_total_norm(gradients)).full_tensor()
         if 0 < self._options.optimizer.grad_clip < norm:
-            nn.utils.clip_grads_with_norm_(self._trained.values(), self._options.optimizer.grad_clip, norm)
+            nn.utils.clip_grads_with_norm_(parameters, self._options.optimizer.grad_clip, norm)
         return float(norm)
 
     # -- weights out -----------------------------------------------------------------------------------------------
@@ -234,6 +274,7 @@ class TorchFSDPBackend:
         was not saved keeps its own."""
         saved = saved_names(Path(path))
         state = dict(self.state())
+        expect_same_draft(Path(path), saved, state)
         owner = self.rank if f"random_state.rank_{self.rank}.cpu" in saved else 0
         random = {
             device: value
@@ -282,10 +323,11 @@ class TorchFSDPBackend:
         )
         return init_device_mesh(self._device.type, (self.world_size,))
 
-    def _prepare(self, model: Decoder) -> Decoder:
-        """Freeze the draft, and shard layer by layer; the root's own group is embedding, final norm and head."""
+    def _prepare(self, model: Decoder, train_draft: bool) -> Decoder:
+        """Freeze a draft that is not trained, and shard layer by layer; the root's own group is embedding, final norm
+        and head."""
         for name, p in model.named_parameters():
-            if is_draft(name):
+            if is_draft(name) and not train_draft:
                 p.requires_grad_(False)
         # host memory to offload to is elsewhere only with CUDA
         offload = self._options.cpu_offload and self._device.type == "cuda"
@@ -296,6 +338,8 @@ class TorchFSDPBackend:
         }
         for layer in [*model.model.layers, *getattr(model.model, "mtp_layers", [])]:
             fully_shard(layer, **shared)
+            if isinstance(layer, MTPLayer):
+                register_fsdp_forward_method(layer, "draft")
         fully_shard(model, **shared)
         return model
 
@@ -317,6 +361,11 @@ class TorchFSDPBackend:
                 "exp_avg_sq": torch.zeros_like(p, requires_grad=False),
             }
         return optimizer
+
+
+def _add(sums: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
+        sums[name] = sums[name] + value.double() if name in sums else value.double()
 
 
 def _choose_device(name: str, rank: int) -> torch.device:

@@ -110,6 +110,26 @@ def saved_names(path: Path) -> frozenset[str]:
     return frozenset(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
 
 
+def expect_same_draft(path: Path, saved: frozenset[str], state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where a draft is there or trained, and was not when ``saved`` was; or the reverse."""
+    had, trained = (
+        any(is_draft(name.removeprefix(part)) for name in saved if name.startswith(part))
+        for part in ("model.", "optimizer.exp_avg.")
+    )
+    if had != any(map(is_draft, state["model"])):
+        raise CheckpointError(
+            f"{path} was saved {'with' if had else 'without'} MTP layers, the model to load it into has "
+            f"{'none' if had else 'them'}; resume with the model.path and mtp.init_from_trunk of the run that saved it"
+        )
+    if trained != any(map(is_draft, state["optimizer"]["exp_avg"])):
+        was, found = ("true", "false") if trained else ("false", "true")
+        raise CheckpointError(
+            f"{path} was saved with mtp.enable_train={was}, found {found}: the optimizer's state of the draft is "
+            f"{'not wanted' if trained else 'missing'}; resume with mtp.enable_train={was}, or start a new run from an "
+            f"exported checkpoint"
+        )
+
+
 def _expect_whole(path: Path) -> None:
     if not (path / ".metadata").is_file():
         raise CheckpointError(

@@ -1,0 +1,105 @@
+"""Trainer ranks over small random checkpoints, and groups to train them on."""
+
+import numpy as np
+import torch
+
+from asyncrl.config.schema import Config
+from asyncrl.models.checkpoint import save_checkpoint
+from asyncrl.models.config import DecoderConfig
+from asyncrl.models.decoder import Decoder
+from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.trainer.rank import TrainerRank
+
+VOCAB = 64
+
+
+def make_checkpoint(folder, **overrides):
+    raw = {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 128,
+        "num_nextn_predict_layers": 1,
+        "tie_word_embeddings": False,
+        **overrides,
+    }
+    model = Decoder(DecoderConfig.from_dict(raw))
+    model.init_weights(seed=0, std=0.1)
+    save_checkpoint(folder, model.named_parameters(), model.config)
+    return str(folder)
+
+
+def make_config(checkpoint, **options):
+    """Config with ``options`` by their last name, wherever in the trainer's part of the tree it is."""
+    config = Config()
+    config.model.path = checkpoint
+    config.trainer.device = "cpu"
+    config.trainer.optimizer.lr = 1e-3
+    config.trainer.mini_batch_groups = 64
+    for name, value in options.items():
+        rooms = (config.trainer, config.trainer.optimizer, config.algorithm, config.rollout, config.mtp)
+        owners = [o for o in rooms if hasattr(o, name)]
+        assert len(owners) == 1, name
+        setattr(owners[0], name, value)
+    return config
+
+
+def make_groups(sizes=(4, 3, 4), seed=0, rewards=None):
+    rng = np.random.default_rng(seed)
+    buffers = []
+    for g, size in enumerate(sizes):
+        samples = []
+        for index in range(size):
+            length = int(rng.integers(1, 24))
+            samples.append(
+                Sample(
+                    index=index,
+                    tokens=rng.integers(0, VOCAB, length),
+                    logprobs=rng.uniform(-6, -1, length),
+                    loss_mask=rng.random(length) > 0.1,
+                    spans=[VersionSpan(0, PolicyVersion(0, 0))],
+                    finish=FinishReason.LENGTH if length > 20 else FinishReason.STOP,
+                    reward=float(rng.integers(0, 3)) if rewards is None else rewards,
+                )
+            )
+        prompt = rng.integers(0, VOCAB, int(rng.integers(1, 9)))
+        buffers.append(Group.from_samples(f"g{g}", f"p{g}", 0, prompt, samples).to_bytes())
+    return buffers
+
+
+def started_ranks():
+    """For a fixture: builds trainer ranks of world size 1, one after another: a process holds one process group at a
+    time."""
+    alive: list[TrainerRank] = []
+
+    def build(config):
+        while alive:
+            alive.pop().close()
+        alive.append(TrainerRank(config, 0, 1, None, Recorder("trainer/0")))
+        return alive[-1]
+
+    yield build
+    while alive:
+        alive.pop().close()
+
+
+def weights(rank):
+    return {name: tensor.clone() for name, tensor in rank.export()}
+
+
+def first_gradient(rank, groups):
+    """float32, flat. AdamW's first moment after one step is (1 − beta1) times the gradient."""
+    rank.train(0, groups)
+    moments = rank._backend.state()["optimizer"]["exp_avg"]
+    return torch.cat([m.full_tensor().flatten() for m in moments.values()]) * 10
+
+
+def relative(a, b):
+    return ((a - b).norm() / b.norm()).item()

@@ -1,0 +1,237 @@
+"""The draft trained beside the policy: its loss and gradient, what it leaves alone, and its way into checkpoints."""
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+
+from asyncrl.models.checkpoint import is_draft, load_decoder, read_tensors
+from asyncrl.models.config import CheckpointError, DecoderConfig
+from asyncrl.models.layout import PackedLayout
+from asyncrl.sample import Group
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.trainer.batches import build_batch
+from asyncrl.trainer.draft_loss import draft_targets
+from asyncrl.trainer.rank import TrainerRank
+from tests.support.trainer import make_checkpoint, make_config, make_groups, started_ranks, weights
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def start():
+    yield from started_ranks()
+
+
+def gradients(rank, groups):
+    """Metrics of one step, and by name its gradient: AdamW's first moment is then (1 − beta1) times that."""
+    metrics = rank.train(0, groups)
+    moments = rank._backend.state()["optimizer"]["exp_avg"]
+    return metrics, {name: m.full_tensor() * 10 for name, m in moments.items()}
+
+
+def flat(gradient, of_draft):
+    return torch.cat([g.flatten() for name, g in gradient.items() if is_draft(name) == of_draft])
+
+
+def test_each_depth_is_taught_the_trained_tokens_that_it_can_predict():
+    groups = [Group.from_buffer(data) for data in make_groups()]
+    batch = build_batch(groups)
+    for depth in (1, 2, 3):
+        places, tokens = draft_targets(batch, depth)
+        expected, start = [], 0
+        for group in groups:
+            for s in range(len(group)):
+                rows, prompt = group.response(s), len(group.prompt_tokens)
+                trained = np.flatnonzero(group.loss_mask[rows])
+                # the first two tokens of a sequence have no place to be drafted from at depth 1, the first three at 2 …
+                ends = [prompt + r for r in trained if prompt + r > depth]
+                expected += [(start + end - depth - 1, group.tokens[rows][end - prompt]) for end in ends]
+                start += prompt + rows.stop - rows.start
+        assert list(zip(places.tolist(), tokens.tolist(), strict=True)) == expected
+        assert (batch.tokens[places + depth + 1] == tokens).all()
+
+
+@pytest.mark.parametrize("detach", [True, False])
+def test_loss_and_gradient_are_those_of_the_formula(checkpoint, start, detach):
+    """Equal rewards: no advantage, so all of the gradient is the draft's loss. One layer, repeated for depth 2."""
+    config = make_config(
+        checkpoint,
+        grad_clip=0.0,
+        temperature=0.7,
+        loss_aggregation="sequence_mean",
+        max_tokens_per_micro_batch=50,
+        enable_train=True,
+        num_speculative_tokens=2,
+        loss_scaling_factor=0.4,
+        detach_encoder=detach,
+    )
+    groups = make_groups(rewards=1.0)
+    metrics, found = gradients(start(config), groups)
+
+    model = load_decoder(checkpoint)
+    losses, hits, counts = [torch.zeros(()), torch.zeros(())], [0, 0], [0, 0]
+    for group in map(Group.from_buffer, groups):
+        for s in range(len(group)):
+            prompt = torch.tensor(group.prompt_tokens).long()
+            tokens = torch.cat([prompt, torch.tensor(group.tokens[group.response(s)]).long()])
+            trained = torch.cat([torch.zeros(len(prompt)).bool(), torch.tensor(group.loss_mask[group.response(s)])])
+            layout = PackedLayout.from_lengths(np.array([len(tokens)]))
+            states = model.draft_states(model.hidden_states(tokens, layout), tokens, layout, 2, detach)
+            head = model.lm_head.weight.detach() if detach else model.lm_head.weight
+            for depth, state in enumerate(states, 1):
+                logits = (state @ head.T / 0.7)[: len(tokens) - depth - 1][trained[depth + 1 :]]
+                targets = tokens[depth + 1 :][trained[depth + 1 :]]
+                losses[depth - 1] = losses[depth - 1] + F.cross_entropy(logits, targets, reduction="sum")
+                hits[depth - 1] += int((logits.argmax(1) == targets).sum())
+                counts[depth - 1] += len(targets)
+    for depth, (loss, hit, count) in enumerate(zip(losses, hits, counts, strict=True), 1):
+        assert metrics[f"mtp/loss_{depth}"] == pytest.approx(loss.item() / count, rel=1e-5)
+        assert metrics[f"mtp/accuracy_{depth}"] == pytest.approx(hit / count)
+    (0.4 / 2 * (losses[0] / counts[0] + losses[1] / counts[1])).backward()
+    expected = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    for of_draft in (True, False):
+        a, b = flat(found, of_draft), flat(expected, of_draft)
+        assert (a - b).norm() <= 1e-5 * b.norm()
+        assert bool(b.any()) == (of_draft or not detach)
+    assert metrics["mtp/grad_norm"] == pytest.approx(flat(expected, True).norm().item(), rel=1e-4)
+
+
+def test_neither_micro_batches_nor_chunks_nor_checkpointing_change_the_drafts_gradient(checkpoint, start):
+    options = {"grad_clip": 0.0, "enable_train": True, "num_speculative_tokens": 2, "detach_encoder": False}
+    _, whole = gradients(start(make_config(checkpoint, **options)), make_groups())
+    for other in ({"max_tokens_per_micro_batch": 1}, {"logprob_chunk_tokens": 7}, {"activation_checkpointing": True}):
+        _, found = gradients(start(make_config(checkpoint, **options, **other)), make_groups())
+        for of_draft in (True, False):
+            a, b = flat(found, of_draft), flat(whole, of_draft)
+            assert (a - b).norm() <= 1e-6 * b.norm(), other
+
+
+def test_a_detached_draft_leaves_the_policys_update_bit_identical(checkpoint, start):
+    """Several optimizer steps a batch, a reference, and gradients that are clipped: all that it could disturb."""
+    runs = []
+    options = {"grad_clip": 0.05, "kl_coef": 0.1, "mini_batch_groups": 2, "weight_decay": 0.1}
+    for mtp in (False, True):
+        config = make_config(checkpoint, **options, enable_train=mtp, num_speculative_tokens=2)
+        rank = start(config)
+        before = weights(rank)
+        metrics = [rank.train(step, make_groups(seed=step)) for step in range(3)]
+        runs.append((metrics, before, weights(rank)))
+    (plain, _, without), (drafted, before, trained) = runs
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in without.items() if not is_draft(name))
+    assert all(not torch.equal(tensor, before[name]) for name, tensor in trained.items())
+    for mine, theirs in zip(plain, drafted, strict=True):
+        more = {f"mtp/{name}" for name in ("loss_1", "loss_2", "accuracy_1", "accuracy_2", "grad_norm")}
+        assert theirs == mine | {name: theirs[name] for name in more}
+        assert theirs["actor/grad_norm"] > 0.05
+        assert theirs["mtp/grad_norm"] > 0.05
+
+
+def test_the_draft_learns(checkpoint, start):
+    rank = start(make_config(checkpoint, enable_train=True, lr=3e-3))
+    losses = [rank.train(step, make_groups())["mtp/loss_1"] for step in range(8)]
+    assert losses[-1] < losses[0] - 0.3
+
+
+def train_on_two_ranks(rank, config, folder):
+    torch.set_num_threads(1)
+    trainer = TrainerRank(config, rank, 2, f"file://{folder}/rendezvous", Recorder(f"trainer/{rank}"))
+    found = gradients(trainer, make_groups((4, 3, 1)))
+    trainer.save(folder / "of_two")
+    trainer.load(folder / "of_one")
+    again = trainer.train(1, make_groups((4, 3, 1), seed=1))
+    trainer.close()
+    torch.save((found, again), folder / f"rank{rank}.pt")
+
+
+@pytest.mark.parametrize("detach", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_ranks_train_the_draft_like_one_and_load_each_others_state(checkpoint, start, tmp_path, detach):
+    """Micro-batches of one sequence each, the ranks have unequal numbers of them; one layer does two depths."""
+    config = make_config(
+        checkpoint,
+        grad_clip=0.0,
+        max_tokens_per_micro_batch=40,
+        activation_checkpointing=True,
+        enable_train=True,
+        num_speculative_tokens=2,
+        detach_encoder=detach,
+    )
+    config.trainer.ranks = 2
+    one = start(config)
+    metrics, gradient = gradients(one, make_groups((4, 3, 1)))
+    one.save(tmp_path / "of_one")
+    second = one.train(1, make_groups((4, 3, 1), seed=1))
+
+    mp.spawn(train_on_two_ranks, args=(config, tmp_path), nprocs=2)
+    two = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+    assert two[0][0][0] == two[1][0][0]
+    assert two[0][0][0] == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+    for name, expected in gradient.items():
+        torch.testing.assert_close(two[0][0][1][name], expected, rtol=0, atol=1e-5)
+    assert two[0][1] == pytest.approx(second, rel=1e-4, abs=1e-5)  # on from what one rank saved
+
+    again = start(config)
+    again.load(tmp_path / "of_two")
+    assert again.train(1, make_groups((4, 3, 1), seed=1)) == pytest.approx(second, rel=1e-4, abs=1e-5)
+
+
+def test_a_restored_run_goes_on_bit_for_bit_and_not_with_other_draft_options(checkpoint, start, tmp_path):
+    config = make_config(checkpoint, enable_train=True, schedule="cosine", total_steps=3)
+    rank = start(config)
+    rank.train(0, make_groups())
+    rank.save(tmp_path / "trained")
+    straight = rank.train(1, make_groups(seed=1)), weights(rank)
+    rank = start(config)
+    rank.load(tmp_path / "trained")
+    resumed = rank.train(1, make_groups(seed=1)), weights(rank)
+    assert straight[0] == resumed[0]
+    assert all(torch.equal(tensor, resumed[1][name]) for name, tensor in straight[1].items())
+
+    frozen = start(make_config(checkpoint))
+    with pytest.raises(CheckpointError, match=r"was saved with mtp\.enable_train=true, found false.*resume with") as e:
+        frozen.load(tmp_path / "trained")
+    assert "\n" not in str(e.value)
+    frozen.save(tmp_path / "frozen")
+    with pytest.raises(CheckpointError, match=r"was saved with mtp\.enable_train=false, found true.*is missing"):
+        start(config).load(tmp_path / "frozen")
+    plain = start(make_config(make_checkpoint(tmp_path / "plain", num_nextn_predict_layers=0)))
+    with pytest.raises(CheckpointError, match="was saved with MTP layers, the model to load it into has none"):
+        plain.load(tmp_path / "frozen")
+
+
+@pytest.mark.parametrize("precision", ["no", "bfloat16"])
+def test_the_trained_draft_is_what_is_sent_and_exported(checkpoint, start, tmp_path, precision):
+    rank = start(make_config(checkpoint, enable_train=True, mixed_precision=precision))
+    before = weights(rank)
+    rank.train(0, make_groups())
+    sent = weights(rank)
+    assert list(sent) == [t.name for t in rank.manifest().sent()]
+    state = rank._backend.state()["model"]
+    for name in filter(is_draft, sent):
+        assert torch.equal(sent[name], state[name].full_tensor())
+        assert not torch.equal(sent[name], before[name])
+    rank.export_hf(tmp_path / "hf")
+    assert all(torch.equal(tensor, sent[name]) for name, tensor in read_tensors(tmp_path / "hf").items())
+
+
+def test_a_draft_made_from_the_trunk_is_trained_saved_and_exported(start, tmp_path):
+    plain = make_checkpoint(tmp_path / "plain", architectures=["Qwen2ForCausalLM"], num_nextn_predict_layers=0)
+    with pytest.raises(CheckpointError, match=r"plain has no MTP layers.*mtp\.init_from_trunk=true"):
+        TrainerRank(make_config(plain, enable_train=True), 0, 1, None, Recorder("trainer/0"))
+    config = make_config(plain, enable_train=True, init_from_trunk=True)
+    rank = start(config)
+    assert {t.role for t in rank.manifest()} == {"target", "draft"}
+    rank.train(0, make_groups())
+    rank.save(tmp_path / "state")
+    rank.export_hf(tmp_path / "hf")
+    trained = weights(rank)
+    written = DecoderConfig.load(tmp_path / "hf")
+    assert (written.architecture, written.num_mtp_layers) == ("MiMoForCausalLM", 1)
+    assert all(torch.equal(p, trained[name]) for name, p in load_decoder(tmp_path / "hf").named_parameters())
+    rank = start(config)
+    rank.load(tmp_path / "state")
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in rank.export())
