@@ -192,8 +192,8 @@ def _problems(c: Config, cpus: int | None) -> Iterator[str]:
     if not c.name.strip() or "/" in c.name or c.name in (".", ".."):
         yield f"name: expected a word that can name a folder, found {c.name!r}"
     yield from _rollout_problems(c)
-    yield from _draft_training_problems(c)
     yield from _file_problems(c)
+    yield from _draft_training_problems(c)
     for key in ("reward.function", "rollout.agent_loop"):
         if str(_get(c, key)).count(":") != 1:
             yield f"{key}: expected an import path package.module:name, found {_get(c, key)!r}"
@@ -256,16 +256,6 @@ def _rollout_problems(c: Config) -> Iterator[str]:
         yield f"trainer.ranks: a step of at least {need} samples cannot feed {c.trainer.ranks} ranks"
 
 
-def _draft_training_problems(c: Config) -> Iterator[str]:
-    if c.mtp.enable_train and c.mtp.loss_scaling_factor == 0:
-        yield "mtp.loss_scaling_factor: 0 trains no draft; expected more than 0, or mtp.enable_train=false"
-    if c.mtp.init_from_trunk and not (c.mtp.enable_train or c.mtp.enable_rollout):
-        yield (
-            "mtp.init_from_trunk: makes a draft that nothing would use; expected mtp.enable_train=true or "
-            "mtp.enable_rollout=true beside it"
-        )
-
-
 def _file_problems(c: Config) -> Iterator[str]:
     if not (Path(c.model.path) / "config.json").is_file():
         yield (
@@ -280,6 +270,16 @@ def _file_problems(c: Config) -> Iterator[str]:
         for file in getattr(c.data, key):
             if not Path(file).is_file():
                 yield f"data.{key}: no such file: {file}"
+
+
+def _draft_training_problems(c: Config) -> Iterator[str]:
+    if c.mtp.enable_train and c.mtp.loss_scaling_factor == 0:
+        yield "mtp.loss_scaling_factor: 0 trains no draft; expected more than 0, or mtp.enable_train=false"
+    if c.mtp.init_from_trunk and not (c.mtp.enable_train or c.mtp.enable_rollout):
+        yield (
+            "mtp.init_from_trunk: makes a draft that nothing would use; expected mtp.enable_train=true or "
+            "mtp.enable_rollout=true beside it"
+        )
 
 
 def _cpu_problems(c: Config, cpus: int) -> Iterator[str]:
