@@ -11,6 +11,7 @@ from asyncrl.config.schema import Config
 from asyncrl.ray_client import ActorDied
 from asyncrl.reporting.hub import Hub
 from asyncrl.reporting.trajectories import Decode, sampled_rows
+from asyncrl.rollouter.spec_metrics import spec_metrics
 from asyncrl.sample import Group
 from asyncrl.telemetry.intervals import Activity, intersect, length
 from asyncrl.telemetry.recorder import Batch, Recorder, now_s
@@ -167,6 +168,7 @@ class Monitor:
             values |= {f"rollout/{name}": total / samples for name, total in sums.items()}
         if groups := counters["rollout/groups"]:
             values["rollout/zero_variance"] = counters["rollout/zero_variance_groups"] / groups
+        values |= spec_metrics(counters)
         return values | {k: v for k, v in self._totals.items() if k.startswith(_TOTALS)}
 
     async def _drain(self) -> None:

@@ -10,12 +10,12 @@ import transformers
 from asyncrl.models.checkpoint import load_decoder, read_tensors, save_checkpoint
 from asyncrl.models.config import DecoderConfig
 from asyncrl.models.decoder import Decoder
-from asyncrl.models.layout import PackedLayout
-from asyncrl.rollouter.engine import EngineError, Request, SamplingParams
+from asyncrl.rollouter.engine import EngineError, Request
 from asyncrl.rollouter.engines.native.core import Core
 from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.sample import FinishReason, PolicyVersion
 from asyncrl.telemetry.recorder import Recorder
+from tests.support.stepping import full_forward, make_request, read, run_all
 
 VOCABULARY, CONTEXT = 150, 128
 SIZES = {
@@ -60,40 +60,6 @@ def _prompt(seed: int, length: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, VOCABULARY, length).astype(np.int32)
 
 
-def _request(id, tokens, new=12, *, key=0, group=None, shared=0, position=0, priority=0, **sampling) -> Request:
-    tokens = np.asarray(tokens, dtype=np.int32)
-    return Request(id, group or id, tokens, shared, key, position, new, SamplingParams(**sampling), priority)
-
-
-def _finish(core: Core, requests=()) -> dict[str, tuple[list[int], np.ndarray, FinishReason]]:
-    core.submit(requests)
-    while core.active:
-        core.step()
-    return _told(core.drain())
-
-
-def _full_forward(decoder: Decoder, request: Request, tokens: list[int]) -> np.ndarray:
-    """The logprobs of ``tokens`` in one forward without a cache."""
-    row = torch.tensor([*request.tokens.tolist(), *tokens])
-    with torch.no_grad():
-        logits = decoder.logits(row, PackedLayout.from_lengths([len(row)])) / request.sampling.temperature
-    drawn = logits.log_softmax(-1)[len(request.tokens) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])
-    return drawn.squeeze(1).numpy()
-
-
-def _told(events):
-    told = {}
-    for e, id in enumerate(events.ids):
-        part = slice(events.offsets[e], events.offsets[e + 1])
-        tokens, logprobs, _ = told.get(id, ([], np.empty(0, np.float32), None))
-        told[id] = (
-            tokens + events.tokens[part].tolist(),
-            np.concatenate([logprobs, events.logprobs[part]]),
-            events.finish[e],
-        )
-    return told
-
-
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Llama"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_greedy_output_equals_transformers_generate(tmp_path, family, tied):
@@ -107,8 +73,8 @@ def test_greedy_output_equals_transformers_generate(tmp_path, family, tied):
                 p.add_(torch.randn_like(p) * 0.2)
     hf.save_pretrained(tmp_path)
     prompts = [_prompt(i, n) for i, n in enumerate((1, 5, 30, 47))]
-    requests = [_request(f"r{i}", p, 20, temperature=0.0) for i, p in enumerate(prompts)]
-    told = _finish(_core(tmp_path, slots=3), requests)
+    requests = [make_request(f"r{i}", p, 20, temperature=0.0) for i, p in enumerate(prompts)]
+    told = run_all(_core(tmp_path, slots=3), requests)
     for i, prompt in enumerate(prompts):
         ids = torch.from_numpy(prompt)[None].long()
         with torch.no_grad():
@@ -121,40 +87,40 @@ def test_greedy_output_equals_transformers_generate(tmp_path, family, tied):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_logprobs_equal_a_full_forward_for_mixed_lengths_and_temperatures(mimo, deterministic):
     requests = [
-        _request(f"r{i}", _prompt(i, 3 + 7 * i), 5 + 6 * i, key=i, temperature=(1.0, 0.7)[i % 2]) for i in range(9)
+        make_request(f"r{i}", _prompt(i, 3 + 7 * i), 5 + 6 * i, key=i, temperature=(1.0, 0.7)[i % 2]) for i in range(9)
     ]
-    told = _finish(_core(mimo, deterministic=deterministic), requests)
+    told = run_all(_core(mimo, deterministic=deterministic), requests)
     decoder = load_decoder(mimo)
     for i, request in enumerate(requests):
         tokens, logprobs, finish = told[request.id]
         assert len(tokens) == 5 + 6 * i
         assert finish is FinishReason.LENGTH
-        np.testing.assert_allclose(logprobs, _full_forward(decoder, request, tokens), atol=1e-4)
+        np.testing.assert_allclose(logprobs, full_forward(decoder, request, tokens), atol=1e-4)
 
 
 def test_a_shared_prompt_is_prefilled_once_and_copied_also_to_those_placed_later(mimo):
     recorder = Recorder("test")
     core = _core(mimo, slots=3, recorder=recorder)
     prompt = _prompt(1, 40)
-    group = [_request(f"s{i}", prompt, 4 + 4 * i, key=i, group="g", shared=40) for i in range(6)]
-    together = _finish(core, group)
+    group = [make_request(f"s{i}", prompt, 4 + 4 * i, key=i, group="g", shared=40) for i in range(6)]
+    together = run_all(core, group)
     assert recorder.drain().counters["rollout/prefill_tokens"] == 39
     for request in group:
-        alone = _finish(_core(mimo), [_request("x", prompt, request.max_new_tokens, key=request.key)])["x"]
+        alone = run_all(_core(mimo), [make_request("x", prompt, request.max_new_tokens, key=request.key)])["x"]
         assert together[request.id][0] == alone[0]
         np.testing.assert_allclose(together[request.id][1], alone[1], atol=1e-4)
 
 
 def test_a_prefix_that_differs_in_spite_of_its_group_is_not_shared(mimo):
     a, b = _prompt(1, 20), _prompt(2, 20)
-    requests = [_request("a", a, group="g", shared=20), _request("b", b, group="g", shared=20)]
-    told = _finish(_core(mimo), requests)
-    assert told["b"][0] == _finish(_core(mimo), [_request("b", b)])["b"][0]
+    requests = [make_request("a", a, group="g", shared=20), make_request("b", b, group="g", shared=20)]
+    told = run_all(_core(mimo), requests)
+    assert told["b"][0] == run_all(_core(mimo), [make_request("b", b)])["b"][0]
 
 
 def test_lower_priority_numbers_are_served_first(mimo):
     core = _core(mimo, slots=1)
-    core.submit([_request(str(i), _prompt(i, 4), 3, priority=p) for i, p in enumerate((2, 0, 1, 0))])
+    core.submit([make_request(str(i), _prompt(i, 4), 3, priority=p) for i, p in enumerate((2, 0, 1, 0))])
     while core.active:
         core.step()
     events = core.drain()
@@ -169,30 +135,32 @@ def _bits(told):
 def test_deterministic_bits_do_not_depend_on_order_slot_companions_or_an_abort(mimo):
     prompts = [_prompt(g, (9, 70, 26)[g]) for g in range(3)]
     requests = [
-        _request(f"{g}.{s}", prompts[g], 10 + 5 * s, key=100 * g + s, group=str(g), shared=len(prompts[g]), top_p=0.9)
+        make_request(
+            f"{g}.{s}", prompts[g], 10 + 5 * s, key=100 * g + s, group=str(g), shared=len(prompts[g]), top_p=0.9
+        )
         for g in range(3)
         for s in range(3)
     ]
-    reference = _bits(_finish(_core(mimo, deterministic=True), requests))
+    reference = _bits(run_all(_core(mimo, deterministic=True), requests))
 
     shuffled = [requests[i] for i in np.random.default_rng(0).permutation(len(requests))]
-    companions = [_request(f"c{i}", _prompt(50 + i, 5 + i), 30, key=i, temperature=0.6) for i in range(5)]
+    companions = [make_request(f"c{i}", _prompt(50 + i, 5 + i), 30, key=i, temperature=0.6) for i in range(5)]
     core = _core(mimo, deterministic=True)
     core.submit(companions[:2])
     for _ in range(7):
         core.step()
-    other = _bits(_finish(core, [*shuffled, *companions[2:]]))
+    other = _bits(run_all(core, [*shuffled, *companions[2:]]))
     assert {id: other[id] for id in reference} == reference
 
     for request in requests[::2]:  # alone
-        assert _bits(_finish(_core(mimo, deterministic=True), [request]))[request.id] == reference[request.id]
+        assert _bits(run_all(_core(mimo, deterministic=True), [request]))[request.id] == reference[request.id]
 
     core = _core(mimo, deterministic=True)
     core.submit(shuffled)
     for _ in range(9):
         core.step()
     core.abort()
-    before = _told(core.drain())
+    before = read(core.drain())
     continued = []
     for request in requests:
         tokens, _, finish = before[request.id]
@@ -212,7 +180,7 @@ def test_deterministic_bits_do_not_depend_on_order_slot_companions_or_an_abort(m
                 )
             )
     assert any(request.position for request in continued)
-    after = _finish(core, continued)
+    after = run_all(core, continued)
     whole = {
         id: (before[id][0] + after[id][0], np.concatenate([before[id][1], after[id][1]]), None) if id in after else told
         for id, told in before.items()
@@ -222,32 +190,32 @@ def test_deterministic_bits_do_not_depend_on_order_slot_companions_or_an_abort(m
 
 def test_a_continued_request_draws_the_numbers_that_it_would_have_drawn(mimo):
     prompt = _prompt(3, 10)
-    whole = _finish(_core(mimo), [_request("a", prompt, 20, key=9)])["a"][0]
-    rest = _finish(_core(mimo), [_request("a", [*prompt, *whole[:8]], 12, key=9, position=8)])["a"][0]
+    whole = run_all(_core(mimo), [make_request("a", prompt, 20, key=9)])["a"][0]
+    rest = run_all(_core(mimo), [make_request("a", [*prompt, *whole[:8]], 12, key=9, position=8)])["a"][0]
     assert whole[8:] == rest
 
 
 def test_a_flush_prefills_kept_requests_again_under_the_new_weights(mimo):
     core = _core(mimo)
-    requests = [_request(f"r{i}", _prompt(i, 6 + i), 30, key=i) for i in range(3)]
+    requests = [make_request(f"r{i}", _prompt(i, 6 + i), 30, key=i) for i in range(3)]
     core.submit(requests)
     for _ in range(10):
         core.step()
-    first = _told(core.drain())
+    first = read(core.drain())
     views = core.model.named_views()
     with torch.no_grad():
         for name, view in views.items():
             view.add_(torch.randn(view.shape, generator=torch.Generator().manual_seed(len(name))) * 0.02)
     core.flush_kv()
     core.start(PolicyVersion(0, 1))
-    second = _told(core.drain()) | _finish(core)
+    second = read(core.drain()) | run_all(core)
 
     fresh = Core(core.model, slots=4, context_tokens=CONTEXT, prefill_chunk_tokens=16)
     fresh.start(PolicyVersion(0, 1))
     for request in requests:
         done = first[request.id][0]
         row = [*request.tokens, *done]
-        again = _finish(fresh, [_request("x", row, 30 - len(done), key=request.key, position=len(done))])["x"]
+        again = run_all(fresh, [make_request("x", row, 30 - len(done), key=request.key, position=len(done))])["x"]
         assert second[request.id][0] == again[0]
         np.testing.assert_allclose(second[request.id][1], again[1], atol=1e-4)
 
@@ -256,11 +224,11 @@ def test_kv_kept_across_versions_marks_the_tokens_and_is_not_shared_with_new_req
     recorder = Recorder("test")
     core = _core(mimo, recorder=recorder)
     prompt = _prompt(4, 20)
-    core.submit([_request("old", prompt, 20, group="g", shared=20)])
+    core.submit([make_request("old", prompt, 20, group="g", shared=20)])
     for _ in range(5):
         core.step()
     core.start(PolicyVersion(0, 1))
-    core.submit([_request("new", prompt, 5, group="g", shared=20)])
+    core.submit([make_request("new", prompt, 5, group="g", shared=20)])
     while core.active:
         core.step()
     events = core.drain()
@@ -270,7 +238,9 @@ def test_kv_kept_across_versions_marks_the_tokens_and_is_not_shared_with_new_req
 
 
 def test_generation_goes_on_to_the_end_of_the_context_and_no_further(mimo):
-    told = _finish(_core(mimo, context=32), [_request("a", _prompt(0, 20), 1000), _request("b", _prompt(0, 31), 5)])
+    told = run_all(
+        _core(mimo, context=32), [make_request("a", _prompt(0, 20), 1000), make_request("b", _prompt(0, 31), 5)]
+    )
     assert [len(told[id][0]) for id in "ab"] == [12, 1]
     assert told["a"][2] is FinishReason.LENGTH
 
@@ -278,17 +248,17 @@ def test_generation_goes_on_to_the_end_of_the_context_and_no_further(mimo):
 @pytest.mark.parametrize(
     ("request_", "says"),
     [
-        (_request("x", _prompt(0, 128)), "128 tokens and the context holds 128"),
-        (_request("x", []), "no tokens"),
-        (_request("x", [3, VOCABULARY]), f"0 to {VOCABULARY - 1}"),
-        (_request("x", [3], 0), "max_new_tokens is 0"),
-        (_request("x", [3], top_p=0.0), "top_p"),
-        (_request("x", [3], stop_strings=("a",)), "without a tokenizer"),
+        (make_request("x", _prompt(0, 128)), "128 tokens and the context holds 128"),
+        (make_request("x", []), "no tokens"),
+        (make_request("x", [3, VOCABULARY]), f"0 to {VOCABULARY - 1}"),
+        (make_request("x", [3], 0), "max_new_tokens is 0"),
+        (make_request("x", [3], top_p=0.0), "top_p"),
+        (make_request("x", [3], stop_strings=("a",)), "without a tokenizer"),
     ],
 )
 def test_a_request_that_can_never_run_is_answered_with_an_error(mimo, request_, says):
     core = _core(mimo)
-    core.submit([request_, _request("fine", [1, 2], 2)])
+    core.submit([request_, make_request("fine", [1, 2], 2)])
     while core.active:
         core.step()
     events = core.drain()
@@ -298,16 +268,16 @@ def test_a_request_that_can_never_run_is_answered_with_an_error(mimo, request_, 
 
 def test_an_id_that_is_still_running_is_refused_and_nothing_is_queued(mimo):
     core = _core(mimo)
-    core.submit([_request("a", [1])])
+    core.submit([make_request("a", [1])])
     with pytest.raises(EngineError, match="used twice: a"):
-        core.submit([_request("b", [1]), _request("a", [1])])
+        core.submit([make_request("b", [1]), make_request("a", [1])])
     assert core.active == 1
 
 
 def test_diverged_weights_end_requests_with_an_error(mimo):
     core = _core(mimo)
     core.model.named_views()["model.norm.weight"].fill_(torch.nan)
-    core.submit([_request("a", [1, 2])])
+    core.submit([make_request("a", [1, 2])])
     core.step()
     events = core.drain()
     assert events.finish == [FinishReason.ERROR]
@@ -338,8 +308,8 @@ def test_large_matrices_follow_their_views_once_a_version_starts(tmp_path):
         for name, parameter in decoder.named_parameters():
             core.model.named_views()[name].copy_(parameter.mul_(0.5))
     core.start(PolicyVersion(0, 1))
-    requests = [_request(f"r{i}", _prompt(i, 9), 20, key=i) for i in range(4)]
-    told = _finish(core, requests)
+    requests = [make_request(f"r{i}", _prompt(i, 9), 20, key=i) for i in range(4)]
+    told = run_all(core, requests)
     for request in requests:
         tokens, logprobs, _ = told[request.id]
-        np.testing.assert_allclose(logprobs, _full_forward(decoder, request, tokens), atol=1e-4)
+        np.testing.assert_allclose(logprobs, full_forward(decoder, request, tokens), atol=1e-4)

@@ -192,6 +192,7 @@ def _problems(c: Config, cpus: int | None) -> Iterator[str]:
     if not c.name.strip() or "/" in c.name or c.name in (".", ".."):
         yield f"name: expected a word that can name a folder, found {c.name!r}"
     yield from _rollout_problems(c)
+    yield from _speculation_problems(c)
     yield from _file_problems(c)
     yield from _draft_training_problems(c)
     for key in ("reward.function", "rollout.agent_loop"):
@@ -254,6 +255,22 @@ def _rollout_problems(c: Config) -> Iterator[str]:
     need = c.trainer.mini_batch_groups * c.async_training.require_batches * r.min_group_size
     if need < c.trainer.ranks:
         yield f"trainer.ranks: a step of at least {need} samples cannot feed {c.trainer.ranks} ranks"
+
+
+def _speculation_problems(c: Config) -> Iterator[str]:
+    if not c.mtp.enable_rollout:
+        return
+    if c.rollout.engine.deterministic:
+        yield (
+            "mtp.enable_rollout: does not go with rollout.engine.deterministic, as how many drafted tokens hold "
+            "decides which shapes are computed; expected one of the two to be false"
+        )
+    drafted, context = c.mtp.num_speculative_tokens, c.rollout.engine.max_context_tokens
+    if context and drafted > context - 2:
+        yield (
+            f"mtp.num_speculative_tokens: expected at most {max(context - 2, 0)}, as a context of {context} tokens "
+            f"(rollout.engine.max_context_tokens) holds a prompt and a token beside them; found {drafted}"
+        )
 
 
 def _file_problems(c: Config) -> Iterator[str]:

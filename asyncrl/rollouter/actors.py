@@ -43,7 +43,11 @@ class EngineReplicaActor(Watched):
 
         tokenizer = PromptTokenizer(self._config.model.path, self._config.data.apply_chat_template)
         engine = NativeEngine(
-            self._config.model.path, self._config.rollout.engine, recorder=self._recorder, tokenizer=tokenizer.hf
+            self._config.model.path,
+            self._config.rollout.engine,
+            recorder=self._recorder,
+            tokenizer=tokenizer.hf,
+            mtp=self._config.mtp,
         )
         self._fence = Fence(engine)
         reader = make_reader(self._config.param_sync.transport, self._name)

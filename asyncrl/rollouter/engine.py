@@ -84,7 +84,7 @@ class Capabilities:
     """What an engine can do; config is checked against it before the run starts.
 
     ``pause_kv``: the legal (pause, KV) pairs. ``receiver``: where weights are taken, ``local`` (a Receiver in this
-    process) or ``delegated`` (the engine's own server takes them)."""
+    process) or ``delegated`` (the engine's own server takes them). ``speculation``: whether it drafts and verifies."""
 
     name: str
     pause_kv: frozenset[tuple[PauseMode, KVMode]]

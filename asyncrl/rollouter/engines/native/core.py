@@ -1,7 +1,7 @@
 """The stepper: continuous batching over slots, without threads, asyncio or Ray.
 
 One `Core.step` places waiting requests, prefills up to a chunk of prompt tokens and decodes one token for every running
-sequence. What happened is told by `Core.drain`::
+sequence, or several where it speculates. What happened is told by `Core.drain`::
 
     core = Core(model, slots=32, context_tokens=1024, prefill_chunk_tokens=512)
     core.start(PolicyVersion(0, 0))
@@ -29,13 +29,15 @@ from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.rollouter.engines.native.occupancy import Occupancy
 from asyncrl.rollouter.engines.native.sampler import SamplingColumns, sample, uniforms
 from asyncrl.rollouter.engines.native.scheduler import CopyPrefix, Scheduler, Sequence
+from asyncrl.rollouter.engines.native.speculation import Speculation, Speculator
 from asyncrl.rollouter.engines.native.stops import StopStrings, Tokenizer
 from asyncrl.sample import FinishReason, PolicyVersion
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.telemetry.recorder import Recorder, now_s
 
 _LENGTH_STEP = 32  # attended KV lengths are rounded up to a multiple of this
 _ROWS_STEP = 16  # and so are the rows of a prefill: every new shape costs the kernels some preparation
 _FIXED_CHUNK_TOKENS = 64  # prompts of deterministic mode are padded to it, so that it must be small
+_Ended = tuple[Sequence, FinishReason, str]  # and why, for an ERROR
 NO_VERSION = PolicyVersion(0, -1)  # on events of requests that ended before any version was started, without tokens
 
 
@@ -54,10 +56,16 @@ class Core:
         deterministic: bool = False,
         recorder: Recorder | None = None,
         tokenizer: Tokenizer | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
+        if speculation is not None and deterministic:
+            raise EngineError(
+                "deterministic mode does not speculate: how many drafted tokens hold decides which shapes are "
+                "computed; use rollout.engine.deterministic=false or mtp.enable_rollout=false"
+            )
         self.model, self.slots, self.context_tokens = model, slots, context_tokens
         self.deterministic = deterministic
-        self.kv = KVCache(model.config, slots, context_tokens, model.dtype, model.device)
+        self.kv = KVCache(model.config, slots, context_tokens, model.dtype, model.device, draft=speculation is not None)
         self.version: PolicyVersion | None = None
         self.generated_tokens = 0
         self._chunk_tokens = min(prefill_chunk_tokens, context_tokens)
@@ -75,6 +83,9 @@ class Core:
         self._positions = np.zeros(slots, dtype=np.int64)
         self._uniforms = np.zeros((slots, context_tokens), dtype=np.float32)  # by the position that is fed
         self._columns: SamplingColumns | None = None
+        self._speculator: Speculator | None = None
+        if speculation is not None:
+            self._speculator = Speculator(model, self.kv, *speculation, self._recorder)
         self._counted_tokens = 0
 
     # -- requests --------------------------------------------------------------------------------------------------
@@ -83,6 +94,10 @@ class Core:
     def active(self) -> int:
         """Requests that run or wait; those behind a closed gate do not count."""
         return len(self._scheduler.by_id)
+
+    @property
+    def speculates(self) -> bool:
+        return self._speculator is not None
 
     @property
     def running(self) -> int:
@@ -164,6 +179,8 @@ class Core:
         self._tell_all()
         for sequence in self._scheduler.forget_kv():
             self._feed(sequence)
+            if self._speculator is not None:
+                self._speculator.forget(sequence.slot)
 
     def release_kv(self) -> int:
         """Free the cache's memory; returns its bytes. Raises EngineError while requests hold slots."""
@@ -208,6 +225,9 @@ class Core:
         self._uniforms[slot, size - 1 : sequence.limit - 1] = uniforms(
             request.key, request.position, sequence.limit - size
         )
+        if self._speculator is not None:
+            left = sequence.limit - size
+            self._speculator.begin(slot, sequence.tokens, request.key, request.position, left)
         self._feed(sequence)
         self._columns = None
 
@@ -223,61 +243,108 @@ class Core:
             if isinstance(work, CopyPrefix):
                 self.kv.copy(work.source.slot, sequence.slot, work.tokens)
                 sequence.computed = work.tokens
+                if self._speculator is not None:
+                    self._speculator.copied(work.source.slot, sequence.slot, work.tokens)
             else:
                 chunk = sequence.tokens[work.start : work.start + work.tokens]
                 rows = self._chunk_tokens if self.deterministic else _round_up(len(chunk), _ROWS_STEP)
                 length = self.context_tokens if self.deterministic else work.start + work.tokens
                 chunk += [0] * (rows - len(chunk))
                 tokens = torch.tensor(chunk, device=self.model.device)
-                self.model.prefill(tokens, sequence.slot, work.start, self.kv, work.tokens, length)
+                drafting = self._speculator is not None
+                self.model.prefill(tokens, sequence.slot, work.start, self.kv, work.tokens, length, drafting)
                 sequence.computed += work.tokens
+                if self._speculator is not None:
+                    self._speculator.prefilled(sequence.slot, sequence.computed)
                 computed += work.tokens
             self._feed(sequence)
         if computed:
             self._recorder.count("rollout/prefill_tokens", computed)
 
     def _decode(self, decoding: SequenceOf[Sequence]) -> None:
+        began_s = now_s()
+        k = 0 if self._speculator is None else self._speculator.guard.choose(len(decoding))
         if self.deterministic:
             rows, length = self.slots, self.context_tokens
         else:
             rows = self._scheduler.highest()
-            length = min(_round_up(int(self._positions[:rows].max()) + 1, _LENGTH_STEP), self.context_tokens)
-        tokens, logprobs = self._draw(rows, length)
-        finished: list[tuple[Sequence, FinishReason, str]] = []
-        for sequence in decoding:
-            slot = sequence.slot
-            sequence.computed += 1
-            if sequence.computed == len(sequence.tokens):  # else a token that was drawn before is replayed
-                if math.isnan(logprobs[slot]):
-                    finished.append((sequence, FinishReason.ERROR, self._diverged()))
-                    continue
-                sequence.tokens.append(tokens[slot])
-                sequence.logprobs.append(logprobs[slot])
-                self.generated_tokens += 1
-                if (reason := self._reached(sequence)) is not None:
-                    finished.append((sequence, reason, ""))
-            self._feed(sequence)
-        for sequence, finish, error in finished:
-            self._finish(sequence, finish, error)
-        if finished and not self.deterministic and not self._scheduler.waiting:
-            self._compact()
-
-    def _draw(self, rows: int, length: int) -> tuple[list[int], list[float]]:
-        """One token for each of the first ``rows`` slots, and its logprob."""
-        device = self.model.device
-        positions = self._positions[:rows]
+            length = min(_round_up(int(self._positions[:rows].max()) + 1 + k, _LENGTH_STEP), self.context_tokens)
         if self._columns is None:
             params = [None if s is None else s.request.sampling for s in self._scheduler.placed[:rows]]
-            self._columns = SamplingColumns.of(params, device)
-        logits_NV = self.model.decode(
-            torch.from_numpy(self._tokens[:rows]).to(device),
-            torch.from_numpy(positions).to(device),
-            self.kv,
-            length,
-        )
+            self._columns = SamplingColumns.of(params, self.model.device)
+        accepted: list[int] = []
+        if k:
+            ended, accepted = self._verify(decoding, rows, length, k)
+        else:
+            ended = self._draw_next(decoding, rows, length)
+        if self._speculator is not None:
+            self._speculator.took(k, len(decoding), accepted, now_s() - began_s)
+        for sequence, finish, error in ended:
+            self._finish(sequence, finish, error)
+        if ended and not self.deterministic and not self._scheduler.waiting:
+            self._compact()
+
+    def _draw_next(self, decoding: SequenceOf[Sequence], rows: int, length: int) -> list[_Ended]:
+        """One token for each of the first ``rows`` slots; returns those that end with it."""
+        assert self._columns is not None
+        device, positions = self.model.device, self._positions[:rows]
+        tokens_N = torch.from_numpy(self._tokens[:rows]).to(device)
+        positions_N = torch.from_numpy(positions).to(device)
+        if self._speculator is None:
+            logits_NV = self.model.decode(tokens_N, positions_N, self.kv, length)
+        else:
+            hidden_NM = self.model.hidden_states(tokens_N.unsqueeze(1), positions_N.unsqueeze(1), self.kv, length)
+            self._speculator.keep_hidden(positions[:, None], hidden_NM)
+            logits_NV = self.model.head(hidden_NM)
         draws = torch.from_numpy(self._uniforms[np.arange(rows), positions]).to(device)
-        tokens_N, logprobs_N = sample(logits_NV, self._columns, draws)
-        return tokens_N.tolist(), logprobs_N.tolist()
+        drawn_N, logprobs_N = sample(logits_NV, self._columns, draws)
+        drawn, logprobs = drawn_N.tolist(), logprobs_N.tolist()
+        ended: list[_Ended] = []
+        for sequence in decoding:
+            sequence.computed += 1
+            if sequence.computed == len(sequence.tokens):  # else a token that was drawn before is replayed
+                slot = sequence.slot
+                if (end := self._append(sequence, drawn[slot], logprobs[slot])) is not None:
+                    ended.append(end)
+                    continue
+            self._feed(sequence)
+        return ended
+
+    def _verify(self, decoding: SequenceOf[Sequence], rows: int, length: int, k: int) -> tuple[list[_Ended], list[int]]:
+        """Between one and ``k`` + 1 tokens for each sequence; returns those that end with them, and how many drafted
+        tokens held for each."""
+        assert self._speculator is not None
+        assert self._columns is not None
+        slots = np.array([sequence.slot for sequence in decoding])
+        verified = self._speculator.step(slots, self._positions[:rows], self._uniforms, self._columns, k, length)
+        rooms = [min(k, s.limit - len(s.tokens)) for s in decoding]
+        accepted = [min(verified.accepted[s.slot], room) for s, room in zip(decoding, rooms)]
+        before = self.generated_tokens
+        ended: list[_Ended] = []
+        for sequence in decoding:
+            slot = sequence.slot
+            for j in range(verified.accepted[slot] + 1):
+                end = self._append(sequence, verified.tokens[slot][j], verified.logprobs[slot][j])
+                if end is not None:  # what was accepted after it is nobody's
+                    ended.append(end)
+                    break
+                sequence.computed += 1
+            else:
+                self._feed(sequence)
+        self._speculator.count(k, rooms, accepted, self.generated_tokens - before)
+        return ended, accepted
+
+    def _append(self, sequence: Sequence, token: int, logprob: float) -> _Ended | None:
+        """Take a drawn token; returns the sequence's end where it is the last one."""
+        if math.isnan(logprob):
+            return sequence, FinishReason.ERROR, self._diverged()
+        if self._speculator is not None:
+            self._speculator.append(sequence.slot, len(sequence.tokens), token)
+        sequence.tokens.append(token)
+        sequence.logprobs.append(logprob)
+        self.generated_tokens += 1
+        reason = self._reached(sequence)
+        return None if reason is None else (sequence, reason, "")
 
     def _reached(self, sequence: Sequence) -> FinishReason | None:
         """Why the token just drawn is the last one, or None."""
@@ -298,6 +365,8 @@ class Core:
         if sequence.slot >= 0:
             self._positions[sequence.slot] = 0
             self._columns = None
+            if self._speculator is not None:
+                self._speculator.forget(sequence.slot)
 
     def _compact(self) -> None:
         """Fill the holes with the last slots: with nothing left to place, fewer rows are to be decoded."""
@@ -308,6 +377,8 @@ class Core:
                 column[sequence.slot] = column[source]
             self._positions[source] = 0
             self._columns = None
+            if self._speculator is not None:
+                self._speculator.move(source, sequence.slot)
 
     # -- telling ---------------------------------------------------------------------------------------------------
 
@@ -326,6 +397,8 @@ class Core:
         self._tell_all()
         self._recorder.count("rollout/tokens", self.generated_tokens - self._counted_tokens)
         self._counted_tokens = self.generated_tokens
+        if self._speculator is not None:
+            self._speculator.report()
         return self._log.take()
 
     def rest(self) -> None:

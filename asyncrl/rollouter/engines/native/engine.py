@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 
-from asyncrl.config.schema import EngineConfig
+from asyncrl.config.schema import EngineConfig, MTPConfig
 from asyncrl.models.checkpoint import is_draft
 from asyncrl.models.config import DecoderConfig
 from asyncrl.param_sync.digest import digest_tensors
@@ -40,6 +40,7 @@ from asyncrl.rollouter.engine import (
 from asyncrl.rollouter.engines.native.core import Core
 from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.rollouter.engines.native.receiver import NativeReceiver
+from asyncrl.rollouter.engines.native.speculation import Speculation
 from asyncrl.rollouter.engines.native.stops import Tokenizer
 from asyncrl.sample import PolicyVersion
 from asyncrl.telemetry.recorder import Recorder, now_s
@@ -63,7 +64,8 @@ T = TypeVar("T")
 
 class NativeEngine:
     """Implements `asyncrl.rollouter.engine.Engine`. ``tokenizer`` is needed for stop strings only; with
-    ``load_weights=False`` the weights are zeros and must be synced before the first `resume`.
+    ``load_weights=False`` the weights are zeros and must be synced before the first `resume`. ``mtp``
+    says whether it speculates.
 
     Raises CheckpointError for a checkpoint that cannot be built or read, EngineError for options that do not fit it.
     """
@@ -76,6 +78,7 @@ class NativeEngine:
         recorder: Recorder | None = None,
         tokenizer: Tokenizer | None = None,
         load_weights: bool = True,
+        mtp: MTPConfig | None = None,
     ) -> None:
         decoder = DecoderConfig.load(checkpoint)
         context = config.max_context_tokens or decoder.max_position_embeddings
@@ -96,6 +99,7 @@ class NativeEngine:
             deterministic=config.deterministic,
             recorder=recorder,
             tokenizer=tokenizer,
+            speculation=Speculation(mtp.num_speculative_tokens, mtp.guard) if mtp and mtp.enable_rollout else None,
         )
         self._threads = config.threads
         self._weights_loaded = load_weights
@@ -123,7 +127,7 @@ class NativeEngine:
             receiver="local",
             staging=frozenset({"bucket", "full"}),
             deterministic=True,
-            speculation=False,
+            speculation=self._core.speculates,
             max_context_tokens=self._core.context_tokens,
             slots=self._core.slots,
         )

@@ -1,6 +1,6 @@
 """The KV cache: one slot per running sequence, allocated once, really freed when asked.
 
-Shape suffixes: S slots, K key/value heads, L context tokens, D head_dim.
+Shape suffixes: S slots, K key/value heads, L context tokens, D head_dim, M hidden size.
 """
 
 from __future__ import annotations
@@ -14,20 +14,32 @@ from asyncrl.models.config import DecoderConfig
 class KVCache:
     """Keys and values of all layers, ``[layers, 2, S, K, L, D]`` in one allocation.
 
-    ``keys[i]`` and ``values[i]`` are layer i's ``[S, K, L, D]``. `release` gives the memory back to the system,
-    `restore` takes it again, empty. Fresh memory is zero: attention multiplies what is masked by zero, so it must be
-    finite.
+    ``keys[i]`` and ``values[i]`` are layer i's ``[S, K, L, D]``. With ``draft`` the MTP layers follow the trunk's, and
+    ``hidden[i]`` [S, L, M] is what MTP layer i reads beside the tokens: the trunk's hidden states, then the outputs of
+    the MTP layer before. `release` gives the memory back to the system, `restore` takes it again, empty. Fresh memory
+    is zero: attention multiplies what is masked by zero, so it must be finite.
     """
 
     def __init__(
-        self, config: DecoderConfig, slots: int, context_tokens: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: DecoderConfig,
+        slots: int,
+        context_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        draft: bool = False,
     ) -> None:
         self.slots, self.context_tokens = slots, context_tokens
-        self._shape = (config.num_layers, 2, slots, config.num_kv_heads, context_tokens, config.head_dim)
+        drafting = config.num_mtp_layers if draft else 0
+        layers = config.num_layers + drafting
+        self._shape = (layers, 2, slots, config.num_kv_heads, context_tokens, config.head_dim)
+        self._hidden_shape = (drafting, slots, context_tokens, config.hidden_size)
         self._dtype, self._device = dtype, device
         self._data: Tensor | None = None
+        self._hidden: Tensor | None = None
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self.hidden: list[Tensor] = []
         self.restore()
 
     @property
@@ -37,12 +49,13 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes held now: 0 after `release`."""
-        return 0 if self._data is None else self._data.nbytes
+        return sum(held.nbytes for held in (self._data, self._hidden) if held is not None)
 
     def release(self) -> int:
         """Free the memory; returns its bytes (0 if it was free already)."""
         freed = self.nbytes
-        self._data, self.keys, self.values = None, [], []
+        self._data = self._hidden = None
+        self.keys, self.values, self.hidden = [], [], []
         if freed and self._device.type == "cuda":
             torch.cuda.empty_cache()
         return freed
@@ -52,10 +65,14 @@ class KVCache:
         if self._data is not None:
             return
         data = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
-        self._data = data
+        hidden = torch.zeros(self._hidden_shape, dtype=self._dtype, device=self._device)
+        self._data, self._hidden = data, hidden
         self.keys, self.values = list(data[:, 0].unbind(0)), list(data[:, 1].unbind(0))
+        self.hidden = list(hidden.unbind(0))
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copy the first ``tokens`` positions of slot ``source`` to slot ``target``, in all layers."""
         assert self._data is not None
+        assert self._hidden is not None
         self._data[:, :, target, :, :tokens] = self._data[:, :, source, :, :tokens]
+        self._hidden[:, target, :tokens] = self._hidden[:, source, :tokens]

@@ -1,12 +1,11 @@
 """The decoder as generation wants it: fused weights, a KV cache, no autograd, and live views under the file's names.
 
-Shape suffixes: N rows (one token each), T tokens of one prefill chunk, S slots, L KV length attended, H heads,
-K key/value heads, G heads per key/value head, D head_dim, M hidden size, V vocabulary.
+Shape suffixes: N rows (slots), J places of each in one pass, T tokens of one prefill chunk, S slots, L KV length
+attended, H heads, K key/value heads, D head_dim, M hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from asyncrl.models.checkpoint import load_decoder
 from asyncrl.models.config import DecoderConfig
 from asyncrl.models.decoder import rope_table
+from asyncrl.rollouter.engines.native.attention import Places
 from asyncrl.rollouter.engines.native.kernels import Linear, unit_rms
 from asyncrl.rollouter.engines.native.kv import KVCache
 
@@ -25,7 +25,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor | None]
 
 
 class NativeModel:
-    """Weights of one decoder and the two passes that generation needs: `prefill` a chunk, `decode` one token a row.
+    """Weights of one decoder and the two passes that generation needs: `prefill` a chunk, `decode` one token a row
+    (`hidden_states`: several).
 
     Projections that read the same input are one matrix; `named_views` are the parts of it under the names of the
     safetensors files: after writing them (in place), `refresh`, and the next step computes with them. Weights start as
@@ -41,7 +42,7 @@ class NativeModel:
         self.layers = [_Layer(config, self._empty) for _ in range(config.num_layers)]
         self.norm = self._empty(config.hidden_size)
         self.head = Linear(self.embed if config.tie_word_embeddings else self._empty(*self.embed.shape))
-        self.draft = [_DraftLayer(config, self._empty) for _ in range(config.num_mtp_layers)]
+        self.draft = [DraftLayer(config, self._empty) for _ in range(config.num_mtp_layers)]
         cos_T1D, sin_T1D = rope_table(config, torch.arange(context_tokens))
         # rotate(x) = x·cos + swap(x)·sin, the sign of the swapped half kept in the table
         sin_T1D[..., : config.head_dim // 2].neg_()
@@ -58,7 +59,7 @@ class NativeModel:
 
     def refresh(self) -> None:
         """Must be called after the views were written to: large matrices are also kept in the kernel's own layout."""
-        for matrix in (self.head, *(m for layer in self.layers for m in layer.matrices())):
+        for matrix in (self.head, *(m for layer in [*self.layers, *self.draft] for m in layer.matrices())):
             matrix.refresh()
 
     def named_views(self) -> dict[str, Tensor]:
@@ -79,32 +80,19 @@ class NativeModel:
     def decode(self, tokens_N: Tensor, positions_N: Tensor, kv: KVCache, length: int) -> Tensor:
         """Logits [N, V] after row n's token (int64) at its position, for slots 0 … N−1, attending ``length`` ≥ every
         position + 1 of the cache. Keys and values go to the row's slot at its position."""
-        c, n = self.config, len(tokens_N)
-        groups, scale = c.num_heads // c.num_kv_heads, 1.0 / math.sqrt(c.head_dim)
-        seen_NL = self._places[:length] <= positions_N.unsqueeze(1)
-        bias_NL = torch.zeros((), dtype=self.dtype, device=self.device).where(seen_NL, -math.inf)
-        bias = bias_NL[:, None, None].expand(n, c.num_kv_heads, 1, length).reshape(-1, 1, length)  # [N·K, 1, L]
-        heads = torch.arange(n * c.num_kv_heads, device=self.device).view(n, -1)
-        into = (heads * kv.context_tokens + positions_N.unsqueeze(1)).view(-1)  # [N·K] rows of [S·K·context, D]
+        return self.head(self.hidden_states(tokens_N.unsqueeze(1), positions_N.unsqueeze(1), kv, length))
 
-        def attend(i: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
-            keys, values = kv.keys[i], kv.values[i]
-            keys.view(-1, c.head_dim).index_copy_(0, into, k_NKD.reshape(-1, c.head_dim))
-            values.view(-1, c.head_dim).index_copy_(0, into, v_NKD.reshape(-1, c.head_dim))
-            keys = keys.view(-1, kv.context_tokens, c.head_dim)[: n * c.num_kv_heads, :length]
-            values = values.view(-1, kv.context_tokens, c.head_dim)[: n * c.num_kv_heads, :length]
-            q = q_NHD.reshape(-1, groups, c.head_dim)  # [N·K, G, D]
-            # two batched products beat the fused kernel at one query a row on CPU, and equal it on a GPU
-            scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=scale)
-            weights = torch.softmax(scores, -1, dtype=torch.float32).to(self.dtype)
-            return torch.bmm(weights, values).view(n, -1)
+    def hidden_states(self, tokens_NJ: Tensor, positions_NJ: Tensor, kv: KVCache, length: int) -> Tensor:
+        """Hidden states [N·J, M] after the final norm, of J tokens a row at consecutive positions; as `decode`."""
+        return self._trunk(tokens_NJ.view(-1), positions_NJ.view(-1), Places(self.config, kv, positions_NJ, length))
 
-        return self.head(self._trunk(tokens_N, positions_N, attend))
-
-    def prefill(self, tokens_T: Tensor, slot: int, start: int, kv: KVCache, valid: int, length: int) -> None:
+    def prefill(
+        self, tokens_T: Tensor, slot: int, start: int, kv: KVCache, valid: int, length: int, keep_hidden: bool = False
+    ) -> None:
         """Compute keys and values of ``tokens_T`` (int64) at positions ``start`` … of ``slot``; the first ``valid`` of
         them are stored. ``length`` ≥ start + valid places of the cache are attended: padding tokens and a fixed length
-        give every prompt the same shapes."""
+        give every prompt the same shapes. With ``keep_hidden``, the hidden states that the draft reads are stored
+        too."""
         c = self.config
         positions_T = torch.arange(start, start + len(tokens_T), device=self.device).clamp_(max=len(self._places) - 1)
         causal = start == 0 and length == len(tokens_T)
@@ -114,7 +102,7 @@ class NativeModel:
             keys_KLD, values_KLD = kv.keys[i][slot], kv.values[i][slot]
             keys_KLD[:, start : start + valid] = k_TKD[:valid].transpose(0, 1)
             values_KLD[:, start : start + valid] = v_TKD[:valid].transpose(0, 1)
-            if i == c.num_layers - 1:
+            if i == c.num_layers - 1 and not keep_hidden:
                 return None  # the cache is all that a prefill is for
             out_HTD = F.scaled_dot_product_attention(
                 q_THD.transpose(0, 1)[None],
@@ -126,14 +114,23 @@ class NativeModel:
             )[0]
             return out_HTD.transpose(0, 1).reshape(len(tokens_T), -1)
 
-        self._trunk(tokens_T, positions_T, attend)
+        hidden_TM = self._trunk(tokens_T, positions_T, attend)
+        if keep_hidden:
+            kv.hidden[0][slot, start : start + valid] = hidden_TM[:valid]
+
+    def rope(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and signed sin, [N, 1, D]."""
+        cos_N1D, sin_N1D = self._rope.index_select(0, positions_N).unbind(1)
+        return cos_N1D, sin_N1D
 
     def _trunk(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
         """Hidden states [N, M] after the final norm."""
-        rope = self._rope.index_select(0, positions_N)  # [N, 2, 1, D]
+        rope = self.rope(positions_N)
         x_NM = self.embed.index_select(0, tokens_N)
         for i, layer in enumerate(self.layers):
-            layer.forward_(x_NM, rope[:, 0], rope[:, 1], i, attend)
+            attended = attend(i, *layer.project(x_NM, *rope))
+            if attended is not None:
+                layer.finish_(x_NM, attended)
         return unit_rms(x_NM, self.config.rms_norm_eps).mul_(self.norm)
 
 
@@ -174,8 +171,8 @@ class _Layer:
         yield f"{prefix}mlp.up_proj.weight", up
         yield f"{prefix}mlp.down_proj.weight", self.down.weight
 
-    def forward_(self, x_NM: Tensor, cos_N1D: Tensor, sin_N1D: Tensor, index: int, attend: Attend) -> None:
-        """Add the block's output to ``x_NM`` in place."""
+    def project(self, x_NM: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [N, H, D], keys and values [N, K, D] of the block's input."""
         c = self._c
         h_NM = unit_rms(x_NM, c.rms_norm_eps).mul_(self.input_norm)
         qkv_NXD = self.qkv(h_NM).view(len(x_NM), -1, c.head_dim)
@@ -185,28 +182,42 @@ class _Layer:
             qk_NXD[:, : c.num_heads].mul_(self.q_norm)
             qk_NXD[:, c.num_heads :].mul_(self.k_norm)
         qk_NXD = torch.addcmul(qk_NXD * cos_N1D, qk_NXD.roll(c.head_dim // 2, -1), sin_N1D)
-        attended = attend(index, qk_NXD[:, : c.num_heads], qk_NXD[:, c.num_heads :], v_NKD)
-        if attended is None:
-            return
+        return qk_NXD[:, : c.num_heads], qk_NXD[:, c.num_heads :], v_NKD
+
+    def finish_(self, x_NM: Tensor, attended: Tensor) -> None:
+        """Add the block's output to its input ``x_NM`` in place; ``attended`` [N, H·D]."""
         x_NM.add_(self.o(attended))
-        h_NM = unit_rms(x_NM, c.rms_norm_eps).mul_(self.post_norm)
+        h_NM = unit_rms(x_NM, self._c.rms_norm_eps).mul_(self.post_norm)
         gate, up = self.gate_up(h_NM).chunk(2, -1)
         x_NM.add_(self.down(F.silu(gate).mul_(up)))
 
 
-class _DraftLayer(_Layer):
-    """MiMo's MTP layer: a block with an input projection before it and a norm after it. Held, synced and digested as
-    role ``draft``; speculative decoding will run it."""
+class DraftLayer(_Layer):
+    """MiMo's MTP layer: a block with an input projection before it and a norm after it, see `drafter`."""
 
     def __init__(self, c: DecoderConfig, empty: Callable[..., Tensor]) -> None:
         super().__init__(c, empty)
-        self.token_norm, self.hidden_norm = empty(c.hidden_size), empty(c.hidden_size)
-        self.input_proj = empty(c.hidden_size, 2 * c.hidden_size)
+        self._entry_norms = empty(2, c.hidden_size)  # of hidden and token: both are normed at once
+        self.hidden_norm, self.token_norm = self._entry_norms
+        self.input_proj = Linear(empty(c.hidden_size, 2 * c.hidden_size))
         self.final_norm = empty(c.hidden_size)
+
+    def matrices(self) -> tuple[Linear, ...]:
+        return self.input_proj, *super().matrices()
+
+    def enter(self, hidden_NM: Tensor, embed_NM: Tensor) -> Tensor:
+        """The block's input [N, M]."""
+        joined_N2M = unit_rms(torch.stack([hidden_NM, embed_NM], 1), self._c.rms_norm_eps).mul_(self._entry_norms)
+        return self.input_proj(joined_N2M.view(len(hidden_NM), -1))
+
+    def leave(self, x_NM: Tensor, attended: Tensor) -> Tensor:
+        """What the head and a further draft step read [N, M], from the block's input (which is overwritten)."""
+        self.finish_(x_NM, attended)
+        return unit_rms(x_NM, self._c.rms_norm_eps).mul_(self.final_norm)
 
     def views(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         yield from super().views(prefix)
         yield f"{prefix}token_layernorm.weight", self.token_norm
         yield f"{prefix}hidden_layernorm.weight", self.hidden_norm
-        yield f"{prefix}input_proj.weight", self.input_proj
+        yield f"{prefix}input_proj.weight", self.input_proj.weight
         yield f"{prefix}final_layernorm.weight", self.final_norm

@@ -27,13 +27,16 @@ def _mix(z: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-def uniforms(key: int, position: int, count: int) -> np.ndarray:
+def uniforms(key: int, position: int, count: int, purpose: int = 0) -> np.ndarray:
     """float32 [count] in [0, 1): the numbers that draw tokens ``position`` … ``position + count - 1`` of ``key``.
 
-    A function of (key, position) alone, with 24 random bits. The key is mixed first, so that keys which differ by a
-    multiple of the counter's stride do not share a stream.
+    A function of (key, position, purpose) alone, with 24 random bits; each purpose has a stream of its own, 0 is the
+    draw of the token itself. The key is mixed first, so that keys which differ by a multiple of the counter's stride
+    do not share a stream.
     """
     stream = _mix(np.array([key & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64))
+    if purpose:
+        stream = _mix(stream + np.uint64(purpose))
     counter = np.arange(position + 1, position + 1 + count, dtype=np.uint64)
     return (_mix(stream + counter * _GOLDEN) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
@@ -70,6 +73,15 @@ class SamplingColumns(NamedTuple):
             )
         return cls(temperature, greedy, filters)
 
+    def repeated(self, times: int) -> SamplingColumns:
+        """Each row ``times`` times in a row."""
+
+        def repeat(column: Tensor | None) -> Tensor | None:
+            return None if column is None else column.repeat_interleave(times, 0)
+
+        filters = None if self.filters is None else tuple(c.repeat_interleave(times, 0) for c in self.filters)
+        return SamplingColumns(repeat(self.temperature), repeat(self.greedy), filters)  # type: ignore[arg-type]
+
 
 def sample(logits_NV: Tensor, columns: SamplingColumns, uniforms_N: Tensor) -> tuple[Tensor, Tensor]:
     """Draw one token a row: (tokens int64 [N], behaviour logprobs float32 [N]).
@@ -82,10 +94,26 @@ def sample(logits_NV: Tensor, columns: SamplingColumns, uniforms_N: Tensor) -> t
         scaled_NV = scaled_NV / columns.temperature
     probs_NV = torch.softmax(scaled_NV, -1)
     kept_NV = probs_NV if columns.filters is None else keep_likely(probs_NV, *columns.filters)
-    tokens_N1 = _inverse_cdf(kept_NV, uniforms_N.unsqueeze(1))
+    tokens_N1 = inverse_cdf(kept_NV, uniforms_N.unsqueeze(1))
     if columns.greedy is not None:
         tokens_N1 = torch.where(columns.greedy.unsqueeze(1), scaled_NV.argmax(-1, keepdim=True), tokens_N1)
     return tokens_N1.squeeze(1), probs_NV.gather(1, tokens_N1).log_().squeeze(1)
+
+
+def distributions(logits_NV: Tensor, columns: SamplingColumns) -> tuple[Tensor, Tensor]:
+    """What `sample` draws from, whole: (softmax(logits / temperature) [N, V], whose logarithm is the behaviour logprob;
+    the same after the filters, renormalised, or all on the most likely token where a row is greedy)."""
+    scaled_NV = logits_NV.float()
+    if columns.temperature is not None:
+        scaled_NV = scaled_NV / columns.temperature
+    probs_NV = drawn_NV = torch.softmax(scaled_NV, -1)
+    if columns.filters is not None:
+        kept_NV = keep_likely(probs_NV, *columns.filters)
+        drawn_NV = kept_NV.div_(kept_NV.sum(-1, keepdim=True))
+    if columns.greedy is not None:
+        one_NV = torch.zeros_like(probs_NV).scatter_(1, scaled_NV.argmax(-1, keepdim=True), 1.0)
+        drawn_NV = one_NV if bool(columns.greedy.all()) else one_NV.where(columns.greedy.unsqueeze(1), drawn_NV)
+    return probs_NV, drawn_NV
 
 
 def keep_likely(probs_NV: Tensor, top_k_N1: Tensor, top_p_N1: Tensor, min_p_N1: Tensor) -> Tensor:
@@ -105,7 +133,7 @@ def keep_likely(probs_NV: Tensor, top_k_N1: Tensor, top_p_N1: Tensor, min_p_N1: 
     return torch.zeros_like(probs_NV).scatter_(1, order_NV, ordered_NV.masked_fill_(enough_NV, 0.0))
 
 
-def _inverse_cdf(weights_NV: Tensor, uniforms_N1: Tensor) -> Tensor:
+def inverse_cdf(weights_NV: Tensor, uniforms_N1: Tensor) -> Tensor:
     """int64 [N, 1]: the first token whose cumulative weight exceeds u · total; never one of zero weight.
 
     A large vocabulary is searched in two levels, blocks and then tokens: a sum is several times cheaper than a running

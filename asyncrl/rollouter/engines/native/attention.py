@@ -1,0 +1,72 @@
+"""Attention of rows that each have their own slot: one place a row in decode, several when drafts are verified.
+
+Shape suffixes: N rows (slots), J places of each row, X = N·J of them row by row, L KV length attended, H heads, K
+key/value heads, G heads per key/value head, D head_dim.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from asyncrl.models.config import DecoderConfig
+from asyncrl.rollouter.engines.native.kv import KVCache
+
+
+class Places:
+    """Where the rows of one pass write their keys and values, and what each of their places sees: the cache of its own
+    slot up to itself. Row n has slot ``first + n``; ``length`` ≥ every position + 1 is what is attended."""
+
+    def __init__(self, c: DecoderConfig, kv: KVCache, positions_NJ: Tensor, length: int, first: int = 0) -> None:
+        self._c, self._kv, self._length = c, kv, length
+        self._n, self._j = positions_NJ.shape
+        self._positions_NJ, self._bias = positions_NJ, None
+        self._heads = slice(first * c.num_kv_heads, (first + self._n) * c.num_kv_heads)
+        heads = torch.arange(self._heads.start, self._heads.stop, device=positions_NJ.device)
+        heads_N1K = heads.view(self._n, 1, -1)
+        # [N·J·K] rows of [S·K·context, D]
+        self._into = (heads_N1K * kv.context_tokens + positions_NJ.unsqueeze(2)).view(-1)
+        self._scale = 1.0 / math.sqrt(c.head_dim)
+
+    def write(self, layer: int, k_XKD: Tensor, v_XKD: Tensor) -> None:
+        d = self._c.head_dim
+        self._kv.keys[layer].view(-1, d).index_copy_(0, self._into, k_XKD.reshape(-1, d))
+        self._kv.values[layer].view(-1, d).index_copy_(0, self._into, v_XKD.reshape(-1, d))
+
+    def attend(self, layer: int, q_XHD: Tensor) -> Tensor:
+        """[X, H·D], over what is in the cache now."""
+        c, n, j = self._c, self._n, self._j
+        groups = c.num_heads // c.num_kv_heads
+        keys = self._kv.keys[layer].view(-1, self._kv.context_tokens, c.head_dim)[self._heads, : self._length]
+        values = self._kv.values[layer].view(-1, self._kv.context_tokens, c.head_dim)[self._heads, : self._length]
+        if j == 1:
+            q = q_XHD.reshape(-1, groups, c.head_dim)
+        else:
+            q = q_XHD.reshape(n, j, -1, groups * c.head_dim).transpose(1, 2).reshape(-1, j * groups, c.head_dim)
+        # two batched products beat the fused kernel at few queries a row on CPU, and equal it on a GPU
+        scores = torch.baddbmm(self._biased(q.dtype), q, keys.transpose(1, 2), alpha=self._scale)  # [N·K, J·G, L]
+        weights = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
+        out = torch.bmm(weights, values)
+        if j == 1:
+            return out.view(n, -1)
+        return out.view(n, -1, j, groups * c.head_dim).transpose(1, 2).reshape(n * j, -1)
+
+    def __call__(self, layer: int, q_XHD: Tensor, k_XKD: Tensor, v_XKD: Tensor) -> Tensor:
+        self.write(layer, k_XKD, v_XKD)
+        return self.attend(layer, q_XHD)
+
+    def _biased(self, dtype: torch.dtype) -> Tensor:
+        """0 for what is seen, −∞ for what is not: [N·K, 1 or J·G, L]."""
+        if self._bias is None:
+            c, n, j, length = self._c, self._n, self._j, self._length
+            seen_NJL = torch.arange(length, device=self._into.device) <= self._positions_NJ.unsqueeze(2)
+            bias_NJL = torch.zeros((), dtype=dtype, device=self._into.device).where(seen_NJL, -math.inf)
+            if j == 1:
+                self._bias = bias_NJL[:, None].expand(n, c.num_kv_heads, 1, length).reshape(-1, 1, length)
+            else:
+                groups = c.num_heads // c.num_kv_heads
+                bias = bias_NJL[:, None, :, None].expand(n, c.num_kv_heads, j, groups, length)
+                self._bias = bias.reshape(-1, j * groups, length)
+        return self._bias

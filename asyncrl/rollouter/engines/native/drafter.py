@@ -1,0 +1,102 @@
+"""The draft at work: MiMo's MTP layers propose the tokens that the target then verifies.
+
+At place i the first MTP layer reads the target's hidden state of i (after the final norm) and the embedding of token
+i+1, and what it gives, through the shared head, predicts token i+2. A further step takes the layer's own output as
+hidden state and the drafted token, at the next place, in the next MTP layer (the last one again when there are no
+more). Each layer has its keys and values by place; those of places that a verification passed are written again from
+the target's true hidden states.
+
+Shape suffixes: N rows (slots), W places of each that are caught up, X = N·W of them row by row, M hidden size, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.rollouter.engines.native.attention import Places
+from asyncrl.rollouter.engines.native.kv import KVCache
+from asyncrl.rollouter.engines.native.model import NativeModel
+
+_LENGTH_STEP = 32  # attended KV lengths are rounded up to a multiple of this
+
+#: (draft step 0 …, logits [N, V]) → the tokens drawn from them, int64 [N]
+Draw = Callable[[int, Tensor], Tensor]
+
+
+class Drafter:
+    """``kv`` must have been made with ``draft=True`` and hold the target's hidden states of every place that is
+    read."""
+
+    def __init__(self, model: NativeModel, kv: KVCache) -> None:
+        self._model, self._kv = model, kv
+
+    def catch_up(self, places_NW: np.ndarray, next_NW: np.ndarray, first: int = 0) -> None:
+        """Write keys and values of these places (int64), the tokens after which are ``next_NW``, of slots ``first``
+        …"""
+        places = self._places(places_NW, int(places_NW.max()) + 1, first)
+        for layer in range(len(self._model.draft)):
+            self._enter(layer, places_NW, next_NW, places, first, whole=True)
+
+    def propose(self, places_NW: np.ndarray, next_NW: np.ndarray, last_N: np.ndarray, k: int, draw: Draw) -> None:
+        """Catch up with these places, then draft ``k`` tokens a row: after what follows place ``places[n, last_N[n]]``.
+        ``draw`` is called k times."""
+        model, n, rows = self._model, len(places_NW), np.arange(len(places_NW))
+        at_N = places_NW[rows, last_N]
+        top = self._kv.context_tokens - 1
+        length = min(-(-(int(at_N.max()) + k) // _LENGTH_STEP) * _LENGTH_STEP, top + 1)
+        pick_N = None if places_NW.shape[1] == 1 else self._tensor(rows * places_NW.shape[1] + last_N)
+        places = self._places(places_NW, length)
+        several = len(model.draft) > 1
+        x_XM, q_XHD = self._enter(0, places_NW, next_NW, places, 0, whole=several)
+        for layer in range(1, len(model.draft)):
+            self._enter(layer, places_NW, next_NW, places, 0, whole=True)
+        if pick_N is not None:
+            x_XM, q_XHD = x_XM.index_select(0, pick_N), q_XHD.index_select(0, pick_N)
+            places = self._places(at_N[:, None], length)
+        trunk = model.config.num_layers
+        hidden_NM = model.draft[0].leave(x_XM, places.attend(trunk, q_XHD))
+        tokens_N = draw(0, model.head(hidden_NM))
+        for step in range(1, k):
+            layer = min(step, len(model.draft) - 1)
+            at_N = np.minimum(at_N + 1, top)
+            positions_N = self._tensor(at_N)
+            places = Places(model.config, self._kv, positions_N.view(n, 1), length)
+            x_NM = model.draft[layer].enter(hidden_NM, model.embed.index_select(0, tokens_N))
+            attended = places(trunk + layer, *model.draft[layer].project(x_NM, *model.rope(positions_N)))
+            hidden_NM = model.draft[layer].leave(x_NM, attended)
+            tokens_N = draw(step, model.head(hidden_NM))
+
+    def _enter(
+        self, layer: int, places_NW: np.ndarray, next_NW: np.ndarray, places: Places, first: int, whole: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Write the layer's keys and values; with ``whole``, its outputs too, which the next layer reads. Returns the
+        block's input [X, M] and its queries [X, H, D]."""
+        model, kv, block = self._model, self._kv, self._model.draft[layer]
+        at_X = (places_NW + np.arange(first, first + len(places_NW))[:, None] * kv.context_tokens).ravel()
+        # MTP layer i > 0 goes on from what the layer before said of the place before
+        read_X = self._tensor(at_X - (layer > 0) * (places_NW.ravel() > 0))
+        hidden_XM = kv.hidden[layer].view(-1, model.config.hidden_size).index_select(0, read_X)
+        embed_XM = model.embed.index_select(0, self._tensor(next_NW.ravel()))
+        if not places_NW.all():
+            started_X1 = self._tensor(places_NW.reshape(-1, 1) != 0)
+            embed_XM.mul_(started_X1)
+            if layer:
+                hidden_XM.mul_(started_X1)
+        x_XM = block.enter(hidden_XM, embed_XM)
+        q_XHD, k_XKD, v_XKD = block.project(x_XM, *model.rope(self._tensor(places_NW.ravel())))
+        places.write(model.config.num_layers + layer, k_XKD, v_XKD)
+        if whole and layer + 1 < len(model.draft):
+            out_XM = block.leave(x_XM.clone(), places.attend(model.config.num_layers + layer, q_XHD))
+            kv.hidden[layer + 1].view(-1, out_XM.shape[1]).index_copy_(0, self._tensor(at_X), out_XM)
+        return x_XM, q_XHD
+
+    def _places(self, places_NW: np.ndarray, length: int, first: int = 0) -> Places:
+        return Places(self._model.config, self._kv, self._tensor(places_NW), length, first)
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._model.device)

@@ -1,0 +1,262 @@
+"""Speculative decoding: the draft proposes k tokens a row, one pass of the target judges them all.
+
+The rule is that of Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding" (2023,
+arXiv 2211.17192) and Chen et al., "Accelerating Large Language Model Decoding with Speculative Sampling" (2023,
+arXiv 2302.01318): whatever the draft proposes, the tokens follow the target's own distribution. The draft is sampled
+with the request's temperature and filters: then a draft that equals the target has every token accepted, while its
+most likely token alone would be accepted only as often as the target draws it.
+
+Shape suffixes: N rows (slots), k drafted tokens, J = k + 1 places verified, X = N·J of them row by row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.rollouter.engine import EngineError
+from asyncrl.rollouter.engines.native.drafter import Drafter
+from asyncrl.rollouter.engines.native.guard import Guard
+from asyncrl.rollouter.engines.native.kv import KVCache
+from asyncrl.rollouter.engines.native.model import NativeModel
+from asyncrl.rollouter.engines.native.sampler import SamplingColumns, distributions, inverse_cdf, uniforms
+from asyncrl.telemetry.recorder import Recorder
+
+_DRAFT, _ACCEPT = 1, 2  # purposes of random numbers; the redraw is the token's own draw, purpose 0
+_WIDE = 64  # places caught up at once after steps without speculation
+_ROWS_STEP = 16
+BARREN_TOKENS = 1000  # drafted without one accepted: the draft does not belong to these weights
+
+
+class Speculation(NamedTuple):
+    """``tokens`` are drafted per step at most; with ``guard``, fewer or none where that is faster."""
+
+    tokens: int
+    guard: bool = True
+
+
+class Verified(NamedTuple):
+    """By row: how many drafted tokens were accepted; those and the one drawn after them, with their behaviour logprobs,
+    in the first ``accepted + 1`` of k + 1 columns."""
+
+    accepted: list[int]
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+
+
+def judge(
+    target_NJV: Tensor, draft_NkV: Tensor, drafted_Nk: Tensor, accept_Nk: Tensor, redraw_NJ: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(how many of the drafted tokens hold, int64 [N]; the token after them, int64 [N]).
+
+    ``target`` and ``draft`` are the distributions p and q that each place's token is, or was, drawn from; ``accept``
+    and ``redraw`` are uniforms. Token x holds with probability min(1, p(x) / q(x)). The first that does not is drawn
+    again, from max(p − q, 0) renormalised; after k that hold, one more is drawn from p.
+    """
+    p_Nk = target_NJV[:, :-1].gather(2, drafted_Nk.unsqueeze(2)).squeeze(2)
+    q_Nk = draft_NkV.gather(2, drafted_Nk.unsqueeze(2)).squeeze(2)
+    accepted_N = (accept_Nk * q_Nk < p_Nk).long().cumprod(1).sum(1)
+    rows_N, k = torch.arange(len(accepted_N), device=accepted_N.device), draft_NkV.shape[1]
+    p_NV = target_NJV[rows_N, accepted_N]
+    q_NV = draft_NkV[rows_N, accepted_N.clamp(max=k - 1)] * (accepted_N < k).unsqueeze(1)
+    rest_NV = (p_NV - q_NV).clamp_(min=0)
+    # p = q but for rounding, or a draft of NaN: nothing is left of p − q
+    rest_NV = rest_NV.where(rest_NV.sum(-1, keepdim=True) > 0, p_NV)
+    return accepted_N, inverse_cdf(rest_NV, redraw_NJ.gather(1, accepted_N.unsqueeze(1))).squeeze(1)
+
+
+class Speculator:
+    """The draft's side of a `Core`: what its rows have drafted, which random numbers they use, and how well it goes.
+
+    The core tells of what happens to its slots (`begin`, `copied`, `prefilled`, `append`, `move`, `forget`) and asks
+    for `step`s of as many tokens as `guard` advises. Raises EngineError for a model without MTP layers and for a
+    context in which so many tokens have no place.
+    """
+
+    def __init__(self, model: NativeModel, kv: KVCache, tokens: int, guarded: bool, recorder: Recorder) -> None:
+        slots, context = kv.slots, kv.context_tokens
+        if not model.draft:
+            raise EngineError(
+                "mtp.enable_rollout: the checkpoint has no MTP layers (num_nextn_predict_layers is 0) to draft with; "
+                "use one that has, or mtp.enable_rollout=false"
+            )
+        if not 1 <= tokens <= context - 2:
+            raise EngineError(
+                f"mtp.num_speculative_tokens is {tokens}; a context of {context} tokens has room for 1 to {context - 2}"
+            )
+        self.guard = Guard(tokens, guarded)
+        self._model, self._kv, self._most, self._top = model, kv, tokens, context - 1
+        self._drafter = Drafter(model, kv)
+        self._recorder = recorder
+        self._tokens = np.zeros((slots, context), dtype=np.int64)  # of each slot's sequence, all that are known
+        self._drafted = np.zeros(slots, dtype=np.int64)  # leading places whose draft KV is right
+        self._draft_uniforms = np.zeros((slots, context), dtype=np.float32)  # by the position before the token, as
+        self._accept_uniforms = np.zeros((slots, context), dtype=np.float32)  # the core's
+        self._repeated: tuple[SamplingColumns, int, SamplingColumns] | None = None
+        self._verifications = self._told = 0
+        self._drafts, self._accepts = np.zeros(tokens, dtype=np.int64), np.zeros(tokens, dtype=np.int64)  # by place
+        self._barren, self._warned = 0, False
+
+    # -- what happens to the slots ---------------------------------------------------------------------------------
+
+    def begin(self, slot: int, tokens: SequenceOf[int], key: int, position: int, count: int) -> None:
+        """A sequence of these tokens was placed; ``count`` more will be drawn, from ``position`` on."""
+        size = len(tokens)
+        self._tokens[slot, :size], self._drafted[slot] = tokens, 0
+        drawn = slice(size - 1, size - 1 + count)
+        self._draft_uniforms[slot, drawn] = uniforms(key, position, count, _DRAFT)
+        self._accept_uniforms[slot, drawn] = uniforms(key, position, count, _ACCEPT)
+        if size == 1:
+            self._kv.hidden[0][slot, 0].zero_()  # nothing to draft from yet: at least the same nothing each time
+
+    def append(self, slot: int, place: int, token: int) -> None:
+        self._tokens[slot, place] = token
+
+    def copied(self, source: int, target: int, tokens: int) -> None:
+        """The first ``tokens`` places were copied; the draft at the last of them had read the source's next token."""
+        self._drafted[target] = max(min(self._drafted[source], tokens - 1), 0)
+
+    def prefilled(self, slot: int, end: int) -> None:
+        """The target's places before ``end`` are there: the draft's follow."""
+        start = int(self._drafted[slot])
+        rows = -(-(end - start) // _ROWS_STEP) * _ROWS_STEP
+        places_W = np.arange(start, start + rows)
+        places_1W = np.where(places_W < end, places_W, self._top)[None]
+        self._drafter.catch_up(places_1W, self._next(np.array([slot]), places_1W), slot)
+        self._drafted[slot] = end
+
+    def move(self, source: int, target: int) -> None:
+        for column in (self._tokens, self._drafted, self._draft_uniforms, self._accept_uniforms):
+            column[target] = column[source]
+        self._drafted[source] = 0
+
+    def forget(self, slot: int) -> None:
+        """The slot's KV is not valid any more."""
+        self._drafted[slot] = 0
+
+    def keep_hidden(self, positions_NJ: np.ndarray, hidden_XM: Tensor) -> None:
+        """Store the target's hidden states of these positions of slots 0 … N−1, which the draft will read."""
+        into_NJ = positions_NJ + (np.arange(len(positions_NJ)) * self._kv.context_tokens)[:, None]
+        self._kv.hidden[0].view(-1, hidden_XM.shape[1]).index_copy_(0, self._tensor(into_NJ.ravel()), hidden_XM)
+
+    # -- the step --------------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        draws: np.ndarray,
+        columns: SamplingColumns,
+        k: int,
+        length: int,
+    ) -> Verified:
+        """Draft and verify ``k`` tokens for the first N slots; ``slots`` of them decode, the other rows are computed
+        and not read. ``positions`` int64 [N] are those of the last tokens, ``draws`` float32 [slots, context] the
+        uniforms by position. ``length`` ≥ every position + k + 1, within the context, is attended.
+
+        The last place of the context is where rows that are near its end write what nobody reads: no sequence has KV
+        there, as its last token is drawn and not computed."""
+        n, rows = len(positions), np.arange(len(positions))
+        drafts: list[Tensor] = []
+        drafted: list[Tensor] = []
+
+        def draw(step: int, logits_NV: Tensor) -> Tensor:
+            weights_NV = distributions(logits_NV, columns)[1]
+            u = self._draft_uniforms[rows, np.minimum(positions + step, self._top)]
+            drafts.append(weights_NV)
+            drafted.append(inverse_cdf(weights_NV, self._tensor(u).unsqueeze(1)))
+            return drafted[-1].squeeze(1)
+
+        self._drafter.propose(*self._behind(slots, positions), k, draw)
+        drafted_Nk, draft_NkV = torch.cat(drafted, 1), torch.stack(drafts, 1)
+
+        positions_NJ = np.minimum(positions[:, None] + np.arange(k + 1), self._top)
+        feed_NJ = torch.cat([self._tensor(self._tokens[rows, positions]).unsqueeze(1), drafted_Nk], 1)
+        hidden_XM = self._model.hidden_states(feed_NJ, self._tensor(positions_NJ), self._kv, length)
+        self.keep_hidden(positions_NJ, hidden_XM)
+        probs_XV, target_XV = distributions(self._model.head(hidden_XM), self._columns(columns, k + 1))
+        places = (rows[:, None], positions_NJ)
+        accept_Nk = self._tensor(self._accept_uniforms[places][:, :-1])
+        accepted_N, next_N = judge(
+            target_XV.view(n, k + 1, -1), draft_NkV, drafted_Nk, accept_Nk, self._tensor(draws[places])
+        )
+        tokens_NJ = torch.cat([drafted_Nk, next_N.unsqueeze(1)], 1)
+        tokens_NJ.scatter_(1, accepted_N.unsqueeze(1), next_N.unsqueeze(1))
+        logprobs_NJ = probs_XV.gather(1, tokens_NJ.view(-1, 1)).log_().view(n, -1)
+        return Verified(accepted_N.tolist(), tokens_NJ.tolist(), logprobs_NJ.tolist())
+
+    def _behind(self, slots: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The places [N, W] that the draft has to compute before it can go on from the last tokens, the tokens after
+        them [N, W], and which of the W is each row's last one [N]; what is far behind is computed here."""
+        rows, last = np.arange(len(positions)), np.maximum(positions - 1, 0)
+        while True:
+            start = np.minimum(self._drafted[: len(positions)], last)
+            behind = last - start
+            widest = int(behind[slots].max()) + 1
+            width = widest if widest <= self._most + 1 else _WIDE
+            places_NW = np.minimum(start[:, None] + np.arange(width), self._top)
+            next_NW = self._next(rows, places_NW)
+            if widest <= width:
+                self._drafted[: len(positions)] = np.minimum(start + width, positions)
+                return places_NW, next_NW, np.minimum(behind, width - 1)
+            self._drafter.catch_up(places_NW, next_NW)
+            self._drafted[: len(positions)] = np.minimum(start + width, last)
+
+    def _next(self, slots: np.ndarray, places_NW: np.ndarray) -> np.ndarray:
+        return self._tokens[slots[:, None], np.minimum(places_NW + 1, self._top)]
+
+    def _columns(self, columns: SamplingColumns, times: int) -> SamplingColumns:
+        if self._repeated is None or self._repeated[0] is not columns or self._repeated[1] != times:
+            self._repeated = columns, times, columns.repeated(times)
+        return self._repeated[2]
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._model.device)
+
+    # -- figures ---------------------------------------------------------------------------------------------------
+
+    def count(self, k: int, drafted: SequenceOf[int], accepted: SequenceOf[int], told: int) -> None:
+        """Of one step of ``k``: by row, the drafted tokens that had a place before the sequence's end and those of them
+        accepted; ``told`` tokens came of it."""
+        places = np.arange(k)[:, None]
+        accepts = (np.asarray(accepted) > places).sum(1)
+        self._drafts[:k] += (np.asarray(drafted) > places).sum(1)
+        self._accepts[:k] += accepts
+        self._verifications += len(drafted)
+        self._told += told
+        self._barren = 0 if accepts[0] else self._barren + sum(drafted)
+        if self._barren >= BARREN_TOKENS and not self._warned:
+            print(
+                f"{self._recorder.actor}: none of the last {self._barren} drafted tokens was accepted: the draft does "
+                "not belong to these weights (was it ever trained?). Expected mtp.enable_train, or a checkpoint with a "
+                "trained draft, or mtp.enable_rollout=false",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._warned = self._barren >= BARREN_TOKENS
+
+    def took(self, k: int, rows: int, accepted: SequenceOf[int], seconds: float) -> None:
+        """A step of ``k`` drafted tokens, 0 included, for ``rows`` sequences; a switch of the guard is logged."""
+        self.guard.observe(k, rows, accepted, seconds)
+        while self.guard.switches:
+            print(f"{self._recorder.actor}: {self.guard.switches.pop(0)}", file=sys.stderr, flush=True)
+
+    def report(self) -> None:
+        """Counters since the last call, from which `asyncrl.rollouter.spec_metrics` makes rates, and gauges."""
+        count = self._recorder.count
+        if self._verifications:
+            count("rollout/spec/verifications", self._verifications)
+            count("rollout/spec/tokens", self._told)
+            for place in range(self._most):
+                count(f"rollout/spec/drafted/{place + 1}", int(self._drafts[place]))
+                count(f"rollout/spec/accepted/{place + 1}", int(self._accepts[place]))
+        self._verifications = self._told = 0
+        self._drafts[:] = 0
+        self._accepts[:] = 0
+        self._recorder.gauge("rollout/spec_zero_acceptance", float(self._warned))
+        self._recorder.gauge("rollout/spec_tokens_per_step", self.guard.latest)

@@ -1,0 +1,23 @@
+"""Rates of speculative decoding from the engines' counters, of whatever replicas and time they were summed over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+def spec_metrics(counters: Mapping[str, float]) -> dict[str, float]:
+    """Of ``rollout/spec/verifications``, ``…/tokens``, ``…/drafted/<place>`` and ``…/accepted/<place>``, places counted
+    from 1: accepted ÷ drafted tokens, in all and by place, and tokens per verification. Empty where nothing was
+    drafted.
+    """
+    verifications = counters.get("rollout/spec/verifications", 0.0)
+    if not verifications:
+        return {}
+    values = {"rollout/spec_accept_length": counters.get("rollout/spec/tokens", 0.0) / verifications}
+    prefix = "rollout/spec/drafted/"
+    drafted = {key.removeprefix(prefix): n for key, n in counters.items() if key.startswith(prefix) and n}
+    accepted = {place: counters.get(f"rollout/spec/accepted/{place}", 0.0) for place in drafted}
+    values |= {f"rollout/spec_accept_rate_{place}": accepted[place] / n for place, n in drafted.items()}
+    if drafted:
+        values["rollout/spec_accept_rate"] = sum(accepted.values()) / sum(drafted.values())
+    return values

@@ -1,0 +1,46 @@
+"""Driving the native engine's stepper by hand: requests in, what was told of them out."""
+
+import numpy as np
+import torch
+
+from asyncrl.models.decoder import Decoder
+from asyncrl.models.layout import PackedLayout
+from asyncrl.rollouter.engine import Request, SamplingParams
+from asyncrl.rollouter.engines.native.core import Core
+from asyncrl.sample import FinishReason
+
+
+def make_request(id, tokens, new=12, *, key=0, group=None, shared=0, position=0, priority=0, **sampling) -> Request:
+    tokens = np.asarray(tokens, dtype=np.int32)
+    return Request(id, group or id, tokens, shared, key, position, new, SamplingParams(**sampling), priority)
+
+
+def run_all(core: Core, requests=()) -> dict[str, tuple[list[int], np.ndarray, FinishReason]]:
+    """Submit these and step until nothing is active."""
+    core.submit(requests)
+    while core.active:
+        core.step()
+    return read(core.drain())
+
+
+def full_forward(decoder: Decoder, request: Request, tokens: list[int]) -> np.ndarray:
+    """The logprobs of ``tokens`` in one forward without a cache."""
+    row = torch.tensor([*request.tokens.tolist(), *tokens])
+    with torch.no_grad():
+        logits = decoder.logits(row, PackedLayout.from_lengths([len(row)])) / request.sampling.temperature
+    drawn = logits.log_softmax(-1)[len(request.tokens) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])
+    return drawn.squeeze(1).numpy()
+
+
+def read(events):
+    """By id: the tokens, their logprobs, how it ended (None: not yet)."""
+    told = {}
+    for e, id in enumerate(events.ids):
+        part = slice(events.offsets[e], events.offsets[e + 1])
+        tokens, logprobs, _ = told.get(id, ([], np.empty(0, np.float32), None))
+        told[id] = (
+            tokens + events.tokens[part].tolist(),
+            np.concatenate([logprobs, events.logprobs[part]]),
+            events.finish[e],
+        )
+    return told

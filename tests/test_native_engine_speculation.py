@@ -1,0 +1,458 @@
+"""Speculative decoding in the native engine: the same tokens, or the same distribution, as without it."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from asyncrl.models.checkpoint import load_decoder, save_checkpoint
+from asyncrl.models.config import DecoderConfig
+from asyncrl.models.decoder import Decoder, rope_table
+from asyncrl.models.layout import PackedLayout
+from asyncrl.models.warm_start import Demonstration, warm_start
+from asyncrl.rollouter.engine import EngineError
+from asyncrl.rollouter.engines.native import speculation
+from asyncrl.rollouter.engines.native.core import Core
+from asyncrl.rollouter.engines.native.model import NativeModel
+from asyncrl.rollouter.engines.native.sampler import SamplingColumns, distributions, inverse_cdf
+from asyncrl.rollouter.engines.native.speculation import BARREN_TOKENS, Speculation, judge
+from asyncrl.rollouter.spec_metrics import spec_metrics
+from asyncrl.sample import FinishReason, PolicyVersion
+from asyncrl.telemetry.recorder import Recorder
+from tests.support.stepping import full_forward, make_request, read, run_all
+
+VOCABULARY, CONTEXT = 24, 128
+
+
+def _decoder(seed: int, std: float = 0.3, **sizes: int) -> Decoder:
+    raw = {
+        "architectures": ["MiMoForCausalLM"],
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT,
+        "num_nextn_predict_layers": 1,
+        "tie_word_embeddings": True,
+    }
+    decoder = Decoder(DecoderConfig.from_dict(raw | sizes))
+    decoder.init_weights(seed, std)
+    return decoder
+
+
+def _save(path: Path, decoder: Decoder) -> Path:
+    save_checkpoint(path, dict(decoder.named_parameters()), decoder.config)
+    return path
+
+
+def _walks():
+    """Steps of one or two, mostly one: predictable, but not certain."""
+    rng = np.random.default_rng(0)
+    while True:
+        steps = rng.choice([1, 2, 7], 30, p=[0.7, 0.2, 0.1])
+        walk = (np.cumsum(steps) + rng.integers(VOCABULARY)) % VOCABULARY
+        yield Demonstration(walk[:2].tolist(), walk[2:].tolist())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A target and a draft that often agree."""
+    torch.manual_seed(0)
+    decoder = _decoder(seed=3, std=0.1)
+    warm_start(decoder, _walks(), steps=60, batch_size=16, lr=4e-3, warmup_steps=10)
+    return _save(tmp_path_factory.mktemp("trained"), decoder)
+
+
+@pytest.fixture(scope="module")
+def random(tmp_path_factory):
+    """Weights that make confident nonsense: target and draft seldom agree."""
+    return _save(tmp_path_factory.mktemp("random"), _decoder(seed=5))
+
+
+def _core(path, k=1, *, slots=4, chunk=16, context=CONTEXT, guard=False, **options) -> Core:
+    """``k`` = 0: without speculation."""
+    model = NativeModel(DecoderConfig.load(path), context, torch.float32)
+    model.load(path)
+    spec = Speculation(k, guard) if k else None
+    core = Core(model, slots=slots, context_tokens=context, prefill_chunk_tokens=chunk, speculation=spec, **options)
+    core.start(PolicyVersion(0, 0))
+    return core
+
+
+def _prompt(seed: int, length: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCABULARY, length).astype(np.int32)
+
+
+def _requests(lengths=(1, 2, 5, 17, 33, 40, 3), new=25, **sampling):
+    return [make_request(f"r{i}", _prompt(i, n), new + i, key=i, **sampling) for i, n in enumerate(lengths)]
+
+
+def _tokens(told):
+    return {id: (tokens, finish) for id, (tokens, _, finish) in told.items()}
+
+
+def _figures(core) -> dict[str, float]:
+    core.drain()
+    return spec_metrics(core._recorder.drain().counters)
+
+
+# -- exactness -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("weights", ["trained", "random"])
+def test_greedy_tokens_are_those_of_decoding_one_by_one(request, weights, k):
+    path = request.getfixturevalue(weights)
+    requests = _requests(temperature=0.0)
+    core = _core(path, k)
+    assert _tokens(run_all(core, requests)) == _tokens(run_all(_core(path, 0), requests))
+    if weights == "trained":
+        assert _figures(core)["rollout/spec_accept_length"] > 1.3
+
+
+def test_several_mtp_layers_take_turns_and_change_nothing_but_speed(tmp_path):
+    path = _save(tmp_path, _decoder(seed=7, std=0.1, num_nextn_predict_layers=2))
+    requests = _requests(temperature=0.0)
+    assert _tokens(run_all(_core(path, 3), requests)) == _tokens(run_all(_core(path, 0), requests))
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_logprobs_are_those_of_a_full_forward(trained, k):
+    requests = _requests(temperature=0.8, top_p=0.9)
+    told = run_all(_core(trained, k), requests)
+    decoder = load_decoder(trained)
+    for request in requests:
+        tokens, logprobs, _ = told[request.id]
+        assert len(tokens) == len(logprobs) == request.max_new_tokens
+        np.testing.assert_allclose(logprobs, full_forward(decoder, request, tokens), atol=1e-4)
+
+
+def test_a_sample_does_not_depend_on_its_slot_or_companions(trained):
+    requests = _requests(temperature=1.0)
+    together = run_all(_core(trained, 2, slots=3), requests)
+    for request in requests[::2]:
+        assert run_all(_core(trained, 2), [request])[request.id][0] == together[request.id][0]
+
+
+# -- ends ----------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_told_after_a_stop_token_within_an_accepted_run(trained):
+    plain = run_all(_core(trained, 0), _requests(temperature=0.0))
+    stops = tuple(tokens[len(tokens) // 2] for tokens, _, _ in plain.values())
+    requests = _requests(temperature=0.0, stop_token_ids=stops)
+    expected = run_all(_core(trained, 0), requests)
+    core = _core(trained, 3)
+    assert _tokens(run_all(core, requests)) == _tokens(expected)
+    assert {finish for _, _, finish in expected.values()} == {FinishReason.STOP}
+
+
+class Letters:
+    def decode(self, token_ids, **kwargs):
+        return "".join(chr(ord("a") + token) for token in token_ids)
+
+
+def test_nothing_is_told_after_a_stop_string_within_an_accepted_run(trained):
+    plain = run_all(_core(trained, 0), _requests(temperature=0.0))
+    strings = tuple(Letters().decode(tokens[9:11]) for tokens, _, _ in plain.values())
+    requests = _requests(temperature=0.0, stop_strings=strings)
+    expected = run_all(_core(trained, 0, tokenizer=Letters()), requests)
+    assert _tokens(run_all(_core(trained, 3, tokenizer=Letters()), requests)) == _tokens(expected)
+    assert max(len(tokens) for tokens, _, _ in expected.values()) <= 11
+
+
+@pytest.mark.parametrize("new", [1, 2, 3])
+def test_short_samples_end_at_their_length(trained, new):
+    requests = _requests(new=new, temperature=0.0)
+    assert _tokens(run_all(_core(trained, 3), requests)) == _tokens(run_all(_core(trained, 0), requests))
+
+
+def test_samples_go_on_to_the_end_of_the_context_and_no_further(trained):
+    requests = [make_request(f"r{i}", _prompt(i, n), 100, temperature=0.0) for i, n in enumerate((20, 29, 30, 31, 1))]
+    told = run_all(_core(trained, 3, context=32), requests)
+    assert _tokens(told) == _tokens(run_all(_core(trained, 0, context=32), requests))
+    assert [len(told[f"r{i}"][0]) for i in range(5)] == [12, 3, 2, 1, 31]
+
+
+# -- interruptions -------------------------------------------------------------------------------------------------
+
+
+def test_an_aborted_sample_goes_on_where_it_was(trained):
+    requests = _requests(temperature=0.0)
+    whole = run_all(_core(trained, 0), requests)
+    core = _core(trained, 3)
+    core.submit(requests)
+    for _ in range(6):
+        core.step()
+    core.abort()
+    before = read(core.drain())
+    assert any(tokens for tokens, _, _ in before.values())
+    rest = []
+    for request in requests:
+        done = before[request.id][0]
+        assert done == whole[request.id][0][: len(done)]
+        row, left = [*request.tokens, *done], request.max_new_tokens - len(done)
+        rest.append(make_request(request.id, row, left, key=request.key, position=len(done), temperature=0.0))
+    after = run_all(core, rest)
+    for request in requests:
+        assert before[request.id][0] + after[request.id][0] == whole[request.id][0]
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_new_weights_amid_generation(trained, flush):
+    """With a flush every token after it is the new weights'; without, generation goes on over the old KV."""
+    core = _core(trained, 2)
+    requests = _requests(lengths=(4, 9, 30), temperature=1.0)
+    core.submit(requests)
+    for _ in range(6):
+        core.step()
+    first = read(core.drain())
+    decoder = load_decoder(trained)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+            core.model.named_views()[name].copy_(parameter.add_(noise * 0.02))
+    if flush:
+        core.flush_kv()
+    core.start(PolicyVersion(0, 1))
+    second = run_all(core)
+    for request in requests:
+        done, (tokens, logprobs, _) = first[request.id][0], second[request.id]
+        assert len(done) + len(tokens) == request.max_new_tokens
+        going_on = make_request("x", [*request.tokens, *done], 1, temperature=1.0)
+        exact = full_forward(decoder, going_on, tokens)
+        assert np.allclose(logprobs, exact, atol=1e-4) == flush
+
+
+def test_released_memory_includes_the_drafts_and_comes_back(trained):
+    core, plain = _core(trained, 1), _core(trained, 0)
+    held = core.kv.nbytes
+    # one layer of two more, and the hidden states
+    assert held == plain.kv.nbytes * 3 // 2 + 4 * CONTEXT * 64 * 4
+    request = make_request("a", _prompt(0, 9), 20, temperature=0.0)
+    expected = _tokens(run_all(core, [request]))
+    assert core.release_kv() == held
+    assert core.kv.nbytes == 0
+    core.kv.restore()
+    assert _tokens(run_all(core, [request])) == expected
+
+
+# -- the draft -----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _drafted_distributions(decoder: Decoder, tokens: list[int], drafted: list[int]) -> torch.Tensor:
+    """[k, V] in the training form: what the draft says after ``tokens``, then after each of ``drafted``."""
+    row, layer = torch.tensor([*tokens, *drafted]), decoder.model.mtp_layers[0]
+    hidden = decoder.hidden_states(row, PackedLayout.from_lengths([len(row)]))[: len(tokens) - 1]
+    out = []
+    for size in range(len(tokens), len(tokens) + len(drafted)):
+        layout = PackedLayout.from_lengths([size - 1])
+        embed = decoder.model.embed_tokens(row[1:size])
+        states = layer.draft(hidden, embed, rope_table(decoder.config, layout.positions), layout)
+        out.append(F.linear(states[-1], decoder.lm_head.weight).softmax(-1))
+        hidden = torch.cat([hidden, states[-1:]])
+    return torch.stack(out)
+
+
+def _recorded(core, monkeypatch) -> list[tuple[list[int], list[int], torch.Tensor]]:
+    """Of each verification of each sequence: tokens before it, drafted tokens, distributions they were drawn from."""
+    seen = []
+
+    def spy(target_NJV, draft_NkV, drafted_Nk, accept_Nk, redraw_NJ):
+        for sequence in core._scheduler.decoding():
+            slot = sequence.slot
+            seen.append((list(sequence.tokens), drafted_Nk[slot].tolist(), draft_NkV[slot]))
+        return judge(target_NJV, draft_NkV, drafted_Nk, accept_Nk, redraw_NJ)
+
+    monkeypatch.setattr(speculation, "judge", spy)
+    return seen
+
+
+def _expect_exact_drafts(decoder, seen):
+    assert len(seen) > 20
+    for tokens, drafted, draft_kV in seen:
+        if len(tokens) > 1:
+            torch.testing.assert_close(draft_kV, _drafted_distributions(decoder, tokens, drafted), atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_drafts_are_those_of_the_training_form(trained, monkeypatch, k):
+    """Over chunk borders, shared prompts, slots that move, and rejections."""
+    core = _core(trained, k)
+    seen = _recorded(core, monkeypatch)
+    group = [make_request(f"g{i}", _prompt(9, 37), 4 + 6 * i, key=50 + i, group="g", shared=37) for i in range(5)]
+    run_all(core, [*_requests(new=8), *group])
+    _expect_exact_drafts(load_decoder(trained), seen)
+
+
+def test_drafts_catch_up_after_steps_without_speculation_and_after_a_flush(trained, monkeypatch):
+    core = _core(trained, 2)
+    seen = _recorded(core, monkeypatch)
+    core.submit([make_request(f"r{i}", _prompt(i, n), 110, key=i) for i, n in enumerate((3, 8, 14))])
+    ks = itertools.chain([2] * 4, [0] * 5, [2] * 3, [0] * 75, itertools.repeat(2))
+    core._speculator.guard.choose = lambda rows: next(ks)
+    for step in itertools.count():
+        if not core.active:
+            break
+        core.step()
+        if step == 10:
+            core.flush_kv()
+    _expect_exact_drafts(load_decoder(trained), seen)
+
+
+# -- the distribution ----------------------------------------------------------------------------------------------
+
+SMALL, NEW = 6, 3
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Six words, and a draft that is sometimes right."""
+    decoder = _decoder(seed=11, std=0.17, vocab_size=SMALL, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+    return _save(tmp_path_factory.mktemp("tiny"), decoder)
+
+
+def _differs_beyond_chance(path, draws, **sampling) -> bool:
+    """Chi-square: whether three tokens drawn after a fixed prompt differ from their exact joint distribution (0.1 %)."""
+    prompt = [1, 4, 2, 2, 5]
+    requests = [
+        make_request(str(i), prompt, NEW, key=i, group="g", shared=len(prompt), **sampling) for i in range(draws)
+    ]
+    told = run_all(_core(path, 2, slots=400, context=16), requests)
+    seen = np.zeros((SMALL,) * NEW)
+    for tokens, _, _ in told.values():
+        seen[tuple(tokens)] += 1
+    decoder, columns = load_decoder(path), SamplingColumns.of([requests[0].sampling])
+    expected = np.full(seen.shape, float(draws))
+    for drawn in range(NEW):
+        for before in itertools.product(range(SMALL), repeat=drawn):
+            row = torch.tensor([*prompt, *before])
+            with torch.no_grad():
+                logits = decoder.logits(row, PackedLayout.from_lengths([len(row)]))[-1:]
+            p = distributions(logits, columns)[1][0].double().numpy()
+            expected[before] *= p.reshape(-1, *[1] * (NEW - drawn - 1))
+    if seen[expected == 0].any():
+        return True
+    often = expected >= 8
+    seen_bins, bins = [*seen[often], seen[~often].sum()], [*expected[often], expected[~often].sum()]
+    if bins[-1] < 8:
+        seen_bins, bins = seen_bins[:-1], bins[:-1]
+    assert len(bins) > 10
+    chi2 = ((np.array(seen_bins) - bins) ** 2 / bins).sum()
+    free = len(bins) - 1
+    return chi2 > free * (1 - 2 / (9 * free) + 3.09 * np.sqrt(2 / (9 * free))) ** 3  # Wilson and Hilferty
+
+
+FILTERED = {"temperature": 0.7, "top_p": 0.9}
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 1.0}, FILTERED], ids=["plain", "filtered"])
+def test_draws_follow_the_targets_own_distribution(tiny, sampling):
+    assert not _differs_beyond_chance(tiny, 12_000, **sampling)
+
+
+def _accepts_whatever_is_possible(target_NJV, draft_NkV, drafted_Nk, accept_Nk, redraw_NJ):
+    return judge(target_NJV, draft_NkV, drafted_Nk, torch.zeros_like(accept_Nk), redraw_NJ)
+
+
+def _accepts_without_the_ratio(target_NJV, draft_NkV, drafted_Nk, accept_Nk, redraw_NJ):
+    q_Nk = draft_NkV.gather(2, drafted_Nk.unsqueeze(2)).squeeze(2)
+    return judge(target_NJV, draft_NkV, drafted_Nk, accept_Nk / q_Nk, redraw_NJ)  # u < p
+
+
+def _redraws_from_the_target(target_NJV, draft_NkV, drafted_Nk, accept_Nk, redraw_NJ):
+    accepted_N, _ = judge(target_NJV, draft_NkV, drafted_Nk, accept_Nk, redraw_NJ)
+    p_NV = target_NJV[torch.arange(len(accepted_N)), accepted_N]
+    return accepted_N, inverse_cdf(p_NV, redraw_NJ.gather(1, accepted_N.unsqueeze(1))).squeeze(1)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [_accepts_whatever_is_possible, _accepts_without_the_ratio, _redraws_from_the_target],
+    ids=lambda f: f.__name__,
+)
+def test_the_test_above_finds_a_wrong_rule(tiny, monkeypatch, bug):
+    monkeypatch.setattr(speculation, "judge", bug)
+    assert _differs_beyond_chance(tiny, 4000, temperature=1.0)
+
+
+def test_the_test_above_finds_a_target_without_its_filters(tiny, monkeypatch):
+    def unfiltered(logits, columns):
+        return distributions(logits, columns._replace(filters=None))
+
+    monkeypatch.setattr(speculation, "distributions", unfiltered)
+    assert _differs_beyond_chance(tiny, 4000, **FILTERED)
+
+
+def test_a_draft_of_no_numbers_costs_speed_and_nothing_else(trained):
+    core = _core(trained, 2)
+    core.model.named_views()["model.mtp_layers.0.final_layernorm.weight"].fill_(torch.nan)
+    requests = _requests(lengths=(4, 9), temperature=1.0)
+    told = run_all(core, requests)
+    assert all(finish is FinishReason.LENGTH for _, _, finish in told.values())
+    assert _figures(core)["rollout/spec_accept_rate"] == 0
+
+
+def test_diverged_weights_end_requests_with_an_error(trained):
+    core = _core(trained, 2)
+    core.model.named_views()["model.norm.weight"].fill_(torch.nan)
+    told = run_all(core, _requests(lengths=(4,)))
+    assert [finish for _, _, finish in told.values()] == [FinishReason.ERROR]
+
+
+# -- refusals and figures ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "k", "options", "says"),
+    [
+        ({"num_nextn_predict_layers": 0}, 1, {}, "no MTP layers"),
+        ({}, 31, {"context": 32}, "room for 1 to 30"),
+        ({}, 1, {"deterministic": True}, "deterministic mode does not speculate"),
+    ],
+)
+def test_what_cannot_speculate_is_refused(tmp_path, sizes, k, options, says):
+    path = _save(tmp_path, _decoder(seed=0, **sizes))
+    with pytest.raises(EngineError, match=says):
+        _core(path, k, **options)
+
+
+def test_figures_are_ratios_of_sums_that_agree_with_what_was_told(trained):
+    recorder = Recorder("replica/0")
+    core = _core(trained, 3, recorder=recorder)
+    told = run_all(core, _requests(temperature=0.0))
+    counters = recorder.drain().counters
+    values = spec_metrics(counters)
+    assert counters["rollout/spec/tokens"] == counters["rollout/tokens"] == sum(len(t) for t, _, _ in told.values())
+    places = [values[f"rollout/spec_accept_rate_{place}"] for place in (1, 2, 3)]
+    assert places == sorted(places, reverse=True)
+    assert places[2] < values["rollout/spec_accept_rate"] < places[0]
+    assert (
+        values["rollout/spec_accept_length"] == counters["rollout/spec/tokens"] / counters["rollout/spec/verifications"]
+    )
+    accepted = sum(counters[f"rollout/spec/accepted/{place}"] for place in (1, 2, 3))
+    # each verification tells one token more than it accepts, but where a sample ends with an accepted one
+    assert 0 <= counters["rollout/spec/verifications"] + accepted - counters["rollout/spec/tokens"] <= len(told)
+    assert spec_metrics({"rollout/tokens": 5.0}) == {}
+
+
+def test_a_thousand_drafted_tokens_without_one_accepted_are_an_alarm(random, capsys):
+    recorder = Recorder("replica/0")
+    core = _core(random, 3, slots=8, recorder=recorder)
+    count = core._speculator.count
+    count(3, [3] * 8, [1] + [0] * 7, 9)
+    for _ in range(BARREN_TOKENS // 24):
+        count(3, [3] * 8, [0] * 8, 8)
+    core.drain()
+    assert recorder.drain().gauges["rollout/spec_zero_acceptance"] == 0
+    count(3, [3] * 8, [0] * 8, 8)
+    count(3, [3] * 8, [0] * 8, 8)
+    core.drain()
+    assert recorder.drain().gauges["rollout/spec_zero_acceptance"] == 1
+    assert capsys.readouterr().err.count("replica/0: none of the last 1008 drafted tokens was accepted") == 1
