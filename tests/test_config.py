@@ -126,6 +126,15 @@ def test_a_group_of_one_is_refused(files):
     assert found == ["rollout.n: grpo compares the samples of a group and needs at least 2, found 1"]
 
 
+def test_speculation_needs_room_in_the_context_and_goes_without_deterministic_mode(files):
+    speculate = [*files, "mtp.enable_rollout=true", "mtp.num_speculative_tokens=5"]
+    check(load_config(None, [*speculate, "rollout.engine.max_context_tokens=7"]))
+    (small,) = problems([*speculate, "rollout.engine.max_context_tokens=6"])
+    assert small.startswith("mtp.num_speculative_tokens: expected at most 4")
+    (fixed,) = problems([*speculate, "rollout.engine.deterministic=true"])
+    assert "mtp.enable_rollout: does not go with rollout.engine.deterministic" in fixed
+
+
 def test_what_cannot_be_divided_by_is_a_problem_and_no_crash(files):
     assert problems([*files, "rollout.n=0"])[0] == "rollout.n: expected at least 1, found 0"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asyncrl.config.checks import PAUSE_KV
-from asyncrl.config.schema import EngineConfig
+from asyncrl.config.schema import EngineConfig, MTPConfig
 from asyncrl.models.checkpoint import is_draft, read_tensors, save_checkpoint
 from asyncrl.models.config import DecoderConfig
 from asyncrl.models.decoder import Decoder
@@ -21,6 +21,7 @@ from asyncrl.rollouter.engines.native.engine import NativeEngine
 from asyncrl.sample import FinishReason, PolicyVersion
 from asyncrl.telemetry.recorder import Recorder
 
+SPECULATION = MTPConfig(enable_rollout=True, num_speculative_tokens=2)
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
 RAW = {
     "architectures": ["MiMoForCausalLM"],
@@ -54,9 +55,11 @@ async def start(checkpoint):
     """Builds engines that are closed in the end."""
     engines = []
 
-    def build(slots=4, context=256, path=checkpoint, load_weights=True, recorder=None, tokenizer=None, **options):
+    def build(
+        slots=4, context=256, path=checkpoint, load_weights=True, recorder=None, tokenizer=None, mtp=None, **options
+    ):
         config = EngineConfig(slots=slots, max_context_tokens=context, **options)
-        engine = NativeEngine(path, config, recorder=recorder, tokenizer=tokenizer, load_weights=load_weights)
+        engine = NativeEngine(path, config, recorder=recorder, tokenizer=tokenizer, load_weights=load_weights, mtp=mtp)
         engines.append(engine)
         return engine
 
@@ -188,9 +191,10 @@ async def test_pause_abort_cuts_everything_and_a_later_submission_waits_for_the_
     assert set(told.versions["later"]) == {(V1, False)}
 
 
+@pytest.mark.parametrize("mtp", [None, SPECULATION], ids=["plain", "speculative"])
 @pytest.mark.parametrize("flush", [False, True])
-async def test_pause_keep_goes_on_under_the_next_version(start, flush):
-    engine = start(context=4096)
+async def test_pause_keep_goes_on_under_the_next_version(start, flush, mtp):
+    engine = start(context=4096, mtp=mtp)
     await engine.resume(V0)
     await engine.submit([_request("a", 1500)])
     told = await Told(engine).until_tokens("a", 3)
@@ -280,10 +284,12 @@ def _manifest(tensors: dict[str, torch.Tensor]) -> Manifest:
     return Manifest((*specs, TensorSpec("lm_head.weight", "float32", (256, 64), tied_to="model.embed_tokens.weight")))
 
 
-async def test_a_sync_replaces_the_weights_of_target_and_draft_in_place(start, tmp_path):
+@pytest.mark.parametrize("mtp", [None, SPECULATION], ids=["plain", "speculative"])
+async def test_a_sync_replaces_the_weights_of_target_and_draft_in_place(start, tmp_path, mtp):
     fresh = _save(tmp_path, seed=2)
     tensors = read_tensors(fresh)
-    engine, expected = start(), start(path=fresh)
+    engine, expected = start(mtp=mtp), start(path=fresh, mtp=mtp)
+    assert engine.capabilities().speculation == (mtp is not None)
     await engine.resume(V0)
     (receiver,) = engine.receivers()
     receiver.open("s", _manifest(tensors))

@@ -72,7 +72,7 @@ def test_it_begins_again_when_the_draft_has_become_better():
     assert [line.split(" at ")[0] for line in guard.switches] == ["speculation off", "speculation on"]
 
 
-@pytest.mark.parametrize(("hold", "each", "best"), [(0.95, 0.1, 4), (0.6, 0.25, 1), (0.75, 0.2, 2)])
+@pytest.mark.parametrize(("hold", "each", "best"), [(0.95, 0.1, 4), (0.6, 0.4, 1), (0.75, 0.35, 2)])
 def test_the_number_drafted_becomes_the_one_that_is_fastest(hold, each, best):
     rates = [sum(hold**j for j in range(k + 1)) / (1 + each * k) for k in range(5)]
     assert max(range(5), key=rates.__getitem__) == best

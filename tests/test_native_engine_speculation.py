@@ -278,7 +278,8 @@ def _expect_exact_drafts(decoder, seen):
     assert len(seen) > 20
     for tokens, drafted, draft_kV in seen:
         if len(tokens) > 1:
-            torch.testing.assert_close(draft_kV, _drafted_distributions(decoder, tokens, drafted), atol=1e-4, rtol=1e-3)
+            exact = _drafted_distributions(decoder, tokens, drafted)
+            torch.testing.assert_close(draft_kV, exact, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("k", [1, 3])
@@ -319,7 +320,7 @@ def tiny(tmp_path_factory):
 
 
 def _differs_beyond_chance(path, draws, **sampling) -> bool:
-    """Chi-square: whether three tokens drawn after a fixed prompt differ from their exact joint distribution (0.1 %)."""
+    """Whether tokens drawn after a fixed prompt differ from their exact joint distribution (chi-square, 0.1 %)."""
     prompt = [1, 4, 2, 2, 5]
     requests = [
         make_request(str(i), prompt, NEW, key=i, group="g", shared=len(prompt), **sampling) for i in range(draws)
@@ -433,12 +434,11 @@ def test_figures_are_ratios_of_sums_that_agree_with_what_was_told(trained):
     places = [values[f"rollout/spec_accept_rate_{place}"] for place in (1, 2, 3)]
     assert places == sorted(places, reverse=True)
     assert places[2] < values["rollout/spec_accept_rate"] < places[0]
-    assert (
-        values["rollout/spec_accept_length"] == counters["rollout/spec/tokens"] / counters["rollout/spec/verifications"]
-    )
+    verifications, tokens = counters["rollout/spec/verifications"], counters["rollout/spec/tokens"]
+    assert values["rollout/spec_accept_length"] == tokens / verifications
     accepted = sum(counters[f"rollout/spec/accepted/{place}"] for place in (1, 2, 3))
     # each verification tells one token more than it accepts, but where a sample ends with an accepted one
-    assert 0 <= counters["rollout/spec/verifications"] + accepted - counters["rollout/spec/tokens"] <= len(told)
+    assert 0 <= verifications + accepted - tokens <= len(told)
     assert spec_metrics({"rollout/tokens": 5.0}) == {}
 
 
