@@ -28,6 +28,7 @@ from asyncrl.sample import Message
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+LAYERS = 4  # of the trunk
 WARM_START_STEPS = 700  # batches of BATCH_SIZE demonstrations
 CAREFUL_SHARE = 0.75  # of them by the careful author, the rest by the careless one
 BATCH_SIZE = 16
@@ -43,7 +44,7 @@ def model_config(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
         "vocab_size": -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
         "hidden_size": 128,
         "intermediate_size": 384,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": LAYERS,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
@@ -70,6 +71,7 @@ def make_checkpoint(
     seed: int = 0,
     warm_start_steps: int = WARM_START_STEPS,
     demonstrations: str = "asyncrl.data.arithmetic:demonstrations",
+    layers: int = LAYERS,
 ) -> Path:
     """Write the checkpoint folder and return its path; the same arguments give the same weights.
 
@@ -84,7 +86,7 @@ def make_checkpoint(
         for messages, response in islice(source(0, True), TOKENIZER_TEXTS)  # one vocabulary, whatever the seed
         for message in messages
     )
-    config = DecoderConfig.from_dict(model_config(tokenizer))
+    config = DecoderConfig.from_dict(model_config(tokenizer) | {"num_hidden_layers": layers})
     model = Decoder(config)
     init_small_model(model, seed)
     careful_steps = int(CAREFUL_SHARE * warm_start_steps)
@@ -135,9 +137,10 @@ def main(argv: list[str] | None = None) -> None:
         default="asyncrl.data.arithmetic:demonstrations",
         help="import path of a function (seed, careful) that gives an endless iterator of (chat messages, response)",
     )
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of the trunk")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # sums in one order, whatever the machine's number of cores
-    folder = make_checkpoint(args.out, args.seed, args.warm_start_steps, args.demonstrations)
+    folder = make_checkpoint(args.out, args.seed, args.warm_start_steps, args.demonstrations, args.layers)
     parameters = sum(p.numel() for p in Decoder(DecoderConfig.load(folder)).parameters())
     print(f"{folder}: {parameters:,} parameters, warm-started for {args.warm_start_steps} steps, seed {args.seed}")
 

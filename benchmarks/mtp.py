@@ -1,0 +1,327 @@
+"""What a draft that is trained and reloaded with the policy is worth: `python -m benchmarks.mtp`. Ends with one line of
+JSON.
+
+Everything runs in one process with one thread, engine and trainer in turns, so that what is timed is not disturbed. The
+guard that stops speculation where it does not pay is off.
+
+1. *Learning*: the quickstart's task and learning rate, the policy moves at every step. Three arms: the draft is trained
+   and reloaded at each sync (``trained``), stays as it was at the start but follows the trunk's syncs (``frozen``), or is
+   trained and never reloaded (``stale``). Figures of an arm are those of its last third.
+   ``acceptance_gain``: trained over stale. ``throughput_gain``: generated tokens per second, trained over stale.
+   ``throughput_of_predicted``: that, over what the tokens per verification of both arms predict at equal cost of a step.
+   ``acceptance_of_refit``: the trained arm's final draft over one that was fitted to its final policy from scratch data
+   of that policy, both on the same prompts.
+2. *Speed*: speculation against none with the same weights, a trunk of 8 layers and a draft trained with it, at 1, 8 and
+   32 sequences; ``speedup_b*`` is that of the best number of drafted tokens, which the table names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+import torch
+
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
+from asyncrl.data.order import PromptOrder
+from asyncrl.data.prompts import load_prompts
+from asyncrl.models.checkpoint import is_draft, load_decoder
+from asyncrl.models.config import DecoderConfig
+from asyncrl.models.make_checkpoint import make_checkpoint
+from asyncrl.models.warm_start import Demonstration, demonstration_losses
+from asyncrl.rollouter.engine import Request, SamplingParams
+from asyncrl.rollouter.engines.native.core import Core
+from asyncrl.rollouter.engines.native.model import NativeModel
+from asyncrl.rollouter.engines.native.speculation import Speculation
+from asyncrl.rollouter.rewards.arithmetic import score
+from asyncrl.rollouter.samples import random_key
+from asyncrl.rollouter.spec_metrics import spec_metrics
+from asyncrl.rollouter.tokenizer import PromptTokenizer
+from asyncrl.sample import FinishReason, Group, PolicyVersion, Prompt, Sample, VersionSpan
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.trainer.rank import TrainerRank
+from benchmarks.quickstart import ROOT, ensure_inputs
+
+SLOTS, CONTEXT_TOKENS = 32, 256
+ARMS = {"trained": (True, True), "frozen": (False, True), "stale": (True, False)}  # MTP training, reload
+REFIT_STEPS, REFIT_BATCH = 250, 32
+
+
+def make_core(model: NativeModel, k: int, recorder: Recorder, slots: int = SLOTS) -> Core:
+    speculation = Speculation(k, guard=False) if k else None
+    core = Core(
+        model,
+        slots=slots,
+        context_tokens=CONTEXT_TOKENS,
+        prefill_chunk_tokens=512,
+        recorder=recorder,
+        speculation=speculation,
+    )
+    core.start(PolicyVersion(0, 0))
+    return core
+
+
+def load_model(folder: str | Path) -> NativeModel:
+    model = NativeModel(DecoderConfig.load(folder), CONTEXT_TOKENS, torch.float32)
+    model.load(folder)
+    return model
+
+
+@torch.inference_mode()
+def generate(core: Core, requests: Sequence[Request]) -> tuple[dict[str, tuple[list[int], list[float]]], float]:
+    """Tokens and logprobs by request, and the seconds that it took."""
+    core.submit(requests)
+    began = time.perf_counter()
+    while core.active:
+        core.step()
+    seconds = time.perf_counter() - began
+    events = core.drain()
+    told: dict[str, tuple[list[int], list[float]]] = {r.id: ([], []) for r in requests}
+    for e, name in enumerate(events.ids):
+        part = slice(events.offsets[e], events.offsets[e + 1])
+        told[name][0].extend(events.tokens[part].tolist())
+        told[name][1].extend(events.logprobs[part].tolist())
+    return told, seconds
+
+
+class Task:
+    """Prompts as the quickstart has them, and the groups of samples that were drawn for them."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._tokenizer = PromptTokenizer(config.model.path)
+        self._prompts = PromptOrder(load_prompts(config.data.train_files, config.data), config.seed)
+        self._sampling = SamplingParams(stop_token_ids=self._tokenizer.stop_token_ids)
+
+    def requests(self, prompts: int, samples: int) -> tuple[list[Prompt], list[Request]]:
+        chosen, longest = list(islice(self._prompts, prompts)), self._config.rollout.max_response_tokens
+        requests = []
+        for prompt in chosen:
+            tokens = self._tokenizer.encode(prompt)
+            for i in range(samples):
+                key = random_key(self._config.seed, prompt.uid, i)
+                name = f"{prompt.uid}/{i}"
+                requests.append(Request(name, prompt.uid, tokens, len(tokens), key, 0, longest, self._sampling))
+        return chosen, requests
+
+    def groups(
+        self, prompts: Sequence[Prompt], requests: Sequence[Request], told: dict[str, Any], version: PolicyVersion
+    ) -> tuple[list[bytes], float]:
+        """The groups to train on, and the share of right answers."""
+        samples, tokens_of = {p.uid: [] for p in prompts}, {p.uid: np.empty(0, np.int32) for p in prompts}
+        by_uid = {p.uid: p for p in prompts}
+        for request in requests:
+            tokens, logprobs = told[request.id]
+            stopped = tokens[-1] in self._sampling.stop_token_ids
+            reward = score(by_uid[request.group], self._tokenizer.decode(np.array(tokens)))["reward"]
+            tokens_of[request.group] = request.tokens
+            samples[request.group].append(
+                Sample(
+                    index=len(samples[request.group]),
+                    tokens=np.array(tokens, np.int32),
+                    logprobs=np.array(logprobs, np.float32),
+                    loss_mask=np.ones(len(tokens), bool),
+                    spans=[VersionSpan(0, version)],
+                    finish=FinishReason.STOP if stopped else FinishReason.LENGTH,
+                    reward=reward,
+                )
+            )
+        rewards = [s.reward for group in samples.values() for s in group]
+        buffers = [
+            Group.from_samples(p.uid, p.prompt_id, version.number, tokens_of[p.uid], samples[p.uid]).to_bytes()
+            for p in prompts
+        ]
+        return buffers, float(np.mean(rewards))
+
+
+@dataclass
+class Arm:
+    """By step. ``accepted``: share of the drafted tokens; ``length``: tokens per verification."""
+
+    accepted: list[float] = field(default_factory=list)
+    length: list[float] = field(default_factory=list)
+    tokens_per_s: list[float] = field(default_factory=list)
+    train_s: list[float] = field(default_factory=list)
+    reward: list[float] = field(default_factory=list)
+
+    def last(self, name: str) -> float:
+        """The median of the last third."""
+        values = getattr(self, name)
+        return statistics.median(values[-max(len(values) // 3, 1) :])
+
+
+def learn(config: Config, train_draft: bool, reload: bool, k: int, folder: Path) -> Arm:
+    """Train for ``total_steps``; the final policy and its draft are written to ``folder``."""
+    config.mtp.enable_train, config.mtp.num_speculative_tokens = train_draft, k
+    recorder, task, arm = Recorder("engine"), Task(config), Arm()
+    core = make_core(load_model(config.model.path), k, recorder)
+    views = core.model.named_views()
+    rank = TrainerRank(config, 0, 1, None, Recorder("trainer"))
+    try:
+        for step in range(1, config.trainer.total_steps + 1):
+            version = PolicyVersion(0, step - 1)
+            prompts, requests = task.requests(config.trainer.mini_batch_groups, config.rollout.n)
+            told, seconds = generate(core, requests)
+            spec = spec_metrics(recorder.drain().counters)
+            arm.accepted.append(spec["rollout/spec_accept_rate"])
+            arm.length.append(spec["rollout/spec_accept_length"])
+            arm.tokens_per_s.append(sum(len(tokens) for tokens, _ in told.values()) / seconds)
+            buffers, reward = task.groups(prompts, requests, told, version)
+            arm.reward.append(reward)
+            began = time.perf_counter()
+            rank.train(step, buffers)
+            arm.train_s.append(time.perf_counter() - began)
+            for name, tensor in rank.export():
+                if reload or not is_draft(name):
+                    views[name].copy_(tensor)
+            core.start(PolicyVersion(0, step))
+        rank.export_hf(folder)
+    finally:
+        rank.close()
+    return arm
+
+
+def refit(config: Config, final: Path, steps: int) -> tuple[float, float]:
+    """Acceptance of the final draft, and of one fitted to the final policy on samples of that policy alone, starting
+    from the final draft and going on until it has seen many times what one sync step trains on. Same prompts, same
+    random numbers."""
+    recorder, model = Recorder("engine"), load_model(final)
+    core, task = make_core(model, config.mtp.num_speculative_tokens, recorder), Task(config)
+    _, held_out = task.requests(64, 4)
+    generate(core, held_out)
+    before = spec_metrics(recorder.drain().counters)["rollout/spec_accept_rate"]
+
+    _, requests = task.requests(max(steps * REFIT_BATCH // 16, 1), 8)
+    told, _ = generate(core, requests)
+    study = [Demonstration(r.tokens.tolist(), told[r.id][0]) for r in requests]
+    decoder = load_decoder(final)
+    for name, parameter in decoder.named_parameters():
+        parameter.requires_grad_(is_draft(name))
+    fitted = {name: p for name, p in decoder.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(fitted.values(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.0)
+    order = np.random.default_rng(0)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 1e-3 * (1 - 0.95 * step / steps)
+        _, draft = demonstration_losses(decoder, [study[i] for i in order.choice(len(study), REFIT_BATCH, False)])
+        optimizer.zero_grad()
+        draft.backward()
+        optimizer.step()
+    views = model.named_views()
+    for name, parameter in fitted.items():
+        views[name].copy_(parameter.detach())
+    core.start(PolicyVersion(0, 1))
+    recorder.drain()
+    generate(core, held_out)
+    return before, spec_metrics(recorder.drain().counters)["rollout/spec_accept_rate"]
+
+
+def speedups(config: Config, checkpoint: Path, drafted: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
+    """Per batch size and number of drafted tokens: tokens per second with and without."""
+    model, recorder = load_model(checkpoint), Recorder("engine")
+    for batch in (1, 8, 32):
+        cores = {k: make_core(model, k, recorder, slots=batch) for k in (0, *drafted)}
+        rates: dict[int, list[float]] = {k: [] for k in cores}
+        for number in range(rounds + 1):
+            _, requests = Task(config).requests(max(batch // 4, 1) * 4, max(4 // max(batch // 8, 1), 1) if batch > 1 else 2)
+            for k, core in cores.items():
+                recorder.drain()
+                told, seconds = generate(core, requests)
+                if number:
+                    rates[k].append(sum(len(tokens) for tokens, _ in told.values()) / seconds)
+                lengths = spec_metrics(recorder.drain().counters)
+                if k:
+                    yield {"batch": batch, "k": k, "length": lengths["rollout/spec_accept_length"]}
+        for k in drafted:
+            ratio = statistics.median(ours / plain for ours, plain in zip(rates[k], rates[0]))
+            yield {"batch": batch, "k": k, "speedup": ratio, "tokens_per_s": statistics.median(rates[k])}
+
+
+def draw(arms: dict[str, Arm], path: Path) -> None:
+    figure = go.Figure()
+    for name, arm in arms.items():
+        figure.add_scatter(x=list(range(1, len(arm.accepted) + 1)), y=arm.accepted, name=name, mode="lines")
+    figure.update_layout(
+        title="Accepted share of drafted tokens", xaxis_title="train step", yaxis_title="acceptance", template="simple_white"
+    )
+    figure.write_html(path, include_plotlyjs=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--drafted", type=int, default=1, help="tokens drafted per step while learning")
+    parser.add_argument("--warm-start-steps", type=int, default=500, help="of the 8 layers")
+    parser.add_argument("--refit-steps", type=int, default=REFIT_STEPS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--figure", type=Path, default=ROOT / "benchmarks/results/mtp_acceptance.html")
+    parser.add_argument("--checkpoint", type=Path, default=ROOT / "checkpoints/arith-mimo")
+    parser.add_argument("--data", type=Path, default=ROOT / "data/arithmetic")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    ensure_inputs(args.checkpoint, args.data)
+
+    def options() -> Config:
+        return load_config(
+            ROOT / "configs/quickstart.yaml",
+            [
+                f"model.path={args.checkpoint}",
+                f"data.train_files=[{args.data / 'train.jsonl'}]",
+                f"trainer.total_steps={args.steps}",
+                "trainer.mini_batch_groups=16",
+                "trainer.optimizer.schedule=constant",
+                "checkpoint.every_steps=0",
+            ],
+        )
+
+    with tempfile.TemporaryDirectory() as folder:
+        arms = {}
+        print(f"{'arm':10}{'acceptance':>12}{'tokens/verify':>15}{'tokens/s':>10}{'train s':>9}{'reward':>8}", flush=True)
+        for name, (train_draft, reload) in ARMS.items():
+            arms[name] = arm = learn(options(), train_draft, reload, args.drafted, Path(folder) / name)
+            print(
+                f"{name:10}{arm.last('accepted'):12.3f}{arm.last('length'):15.3f}{arm.last('tokens_per_s'):10.0f}"
+                f"{arm.last('train_s'):9.3f}{arm.last('reward'):8.3f}",
+                flush=True,
+            )
+        args.figure.parent.mkdir(parents=True, exist_ok=True)
+        draw(arms, args.figure)
+        config = options()
+        config.mtp.num_speculative_tokens = args.drafted
+        own, fitted = refit(config, Path(folder) / "trained", args.refit_steps)
+        print(f"\nfinal draft {own:.3f}, refitted {fitted:.3f}; acceptance over steps: {args.figure}\n", flush=True)
+
+        deep = make_checkpoint(Path(folder) / "deep", 1, args.warm_start_steps, layers=8)
+        print(f"{'batch':>5}{'drafted':>9}{'tokens/verify':>15}{'tokens/s':>10}{'speedup':>9}")
+        rows: dict[tuple[int, int], dict[str, Any]] = {}
+        for row in speedups(options(), deep, (1, 2, 3), args.rounds):
+            rows.setdefault((row["batch"], row["k"]), {}).update(row)
+        for (batch, k), row in rows.items():
+            print(f"{batch:5}{k:9}{row['length']:15.3f}{row['tokens_per_s']:10.0f}{row['speedup']:9.2f}")
+
+    trained, stale = arms["trained"], arms["stale"]
+    gain = trained.last("tokens_per_s") / stale.last("tokens_per_s")
+    figures = {
+        "acceptance_gain": trained.last("accepted") / stale.last("accepted"),
+        "throughput_gain": gain,
+        "throughput_of_predicted": gain / (trained.last("length") / stale.last("length")),
+        "acceptance_of_refit": own / fitted,
+        **{f"speedup_b{b}": max(row["speedup"] for (batch, _), row in rows.items() if batch == b) for b in (1, 8, 32)},
+        "train_step_with_over_without": trained.last("train_s") / arms["frozen"].last("train_s"),
+        "acceptance_gain_over_frozen": trained.last("accepted") / arms["frozen"].last("accepted"),
+    }
+    print("\n" + json.dumps({name: round(value, 3) for name, value in figures.items()}))
+
+
+if __name__ == "__main__":
+    main()
