@@ -193,10 +193,10 @@ def test_a_repeated_layer_is_trained_as_it_drafts():
     steps, embeds = hidden[start : start + i + 1], model.model.embed_tokens(tokens[start + 1 :])
     embeds[0] = 0
     for depth in range(1, depths + 1):
-        length = i + depth
-        rope, row = rope_table(model.config, torch.arange(length)), PackedLayout.from_lengths(np.array([length]))
-        out, _ = layer.draft(steps, embeds[:length], rope, row)
-        torch.testing.assert_close(found[depth - 1][start + i], out[-1], atol=1e-5, rtol=0)
+        place = i + depth - 1
+        rope, row = rope_table(model.config, torch.arange(place + 1)), PackedLayout.from_lengths(np.array([place + 1]))
+        out, _ = layer.draft(steps, embeds[: place + 1], rope, row)
+        torch.testing.assert_close(found[depth - 1][start + place], out[-1], atol=1e-5, rtol=0)
         steps = torch.cat([steps, out[-1:]])
 
 
@@ -209,9 +209,8 @@ def test_depths_beyond_the_layers_repeat_the_last_one_and_packed_neighbours_chan
     for row, start in zip(tokens.split(lengths), (0, lengths[0]), strict=True):
         layout = PackedLayout.from_lengths(np.array([len(row)]))
         alone = model.draft_states(model.hidden_states(row, layout), row, layout, 3, detach=True)
-        for depth in (1, 2, 3):
-            places = slice(0, len(row) - depth)
-            torch.testing.assert_close(packed[depth - 1][start:][places], alone[depth - 1][places], atol=1e-5, rtol=0)
+        for mine, theirs in zip(packed, alone, strict=True):
+            torch.testing.assert_close(mine[start : start + len(row) - 1], theirs[:-1], atol=1e-5, rtol=0)
     model.model.mtp_layers[1].final_layernorm.weight.zero_()
     silent = model.draft_states(model.hidden_states(tokens, whole), tokens, whole, 3, detach=True)
     assert [bool(state.any()) for state in silent] == [True, False, False]
@@ -223,9 +222,7 @@ def test_the_drafts_scores_and_gradients_equal_those_of_whole_logits(chunk, deta
     model = tiny_drafting(1)
     tokens, layout = torch.randint(0, SMALL["vocab_size"], (41,)), PackedLayout.from_lengths(np.array([20, 21]))
     targets = [
-        DraftTargets(places, tokens[places + depth + 1])
-        for depth in (1, 2)
-        for places in [torch.arange(20 - depth - 1, 20 - depth - 9, -1)]
+        DraftTargets(places, tokens[places + 2]) for places in (torch.arange(17, 9, -1), torch.arange(18, 3, -2))
     ]
     scores = model(tokens, layout, torch.arange(1), tokens[1:2], 0.7, chunk, targets, detach)
     (scores.drafts[0].loss * 0.3 + scores.drafts[1].loss * 0.2).backward()

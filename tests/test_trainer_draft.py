@@ -48,12 +48,12 @@ def test_each_depth_is_taught_the_trained_tokens_that_it_can_predict():
             for s in range(len(group)):
                 rows, prompt = group.response(s), len(group.prompt_tokens)
                 trained = np.flatnonzero(group.loss_mask[rows])
-                # the first two tokens of a sequence have no place to be drafted from at depth 1, the first three at 2 …
-                ends = [prompt + r for r in trained if prompt + r > depth]
-                expected += [(start + end - depth - 1, group.tokens[rows][end - prompt]) for end in ends]
+                # the first two tokens of a sequence cannot be drafted at depth 1, the first three at depth 2 …
+                drafted = [prompt + r for r in trained if prompt + r > depth]
+                expected += [(start + place - 2, group.tokens[rows][place - prompt]) for place in drafted]
                 start += prompt + rows.stop - rows.start
         assert list(zip(places.tolist(), tokens.tolist(), strict=True)) == expected
-        assert (batch.tokens[places + depth + 1] == tokens).all()
+        assert (batch.tokens[places + 2] == tokens).all()
 
 
 @pytest.mark.parametrize("detach", [True, False])
@@ -84,8 +84,8 @@ def test_loss_and_gradient_are_those_of_the_formula(checkpoint, start, detach):
             states = model.draft_states(model.hidden_states(tokens, layout), tokens, layout, 2, detach)
             head = model.lm_head.weight.detach() if detach else model.lm_head.weight
             for depth, state in enumerate(states, 1):
-                logits = (state @ head.T / 0.7)[: len(tokens) - depth - 1][trained[depth + 1 :]]
-                targets = tokens[depth + 1 :][trained[depth + 1 :]]
+                drafted = depth + 1 + trained[depth + 1 :].nonzero().squeeze(1)
+                logits, targets = state[drafted - 2] @ head.T / 0.7, tokens[drafted]
                 losses[depth - 1] = losses[depth - 1] + F.cross_entropy(logits, targets, reduction="sum")
                 hits[depth - 1] += int((logits.argmax(1) == targets).sum())
                 counts[depth - 1] += len(targets)

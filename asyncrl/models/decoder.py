@@ -89,8 +89,9 @@ class Attention(nn.Module):
     def forward(
         self, x_TM: Tensor, rope: tuple[Tensor, Tensor], layout: PackedLayout, earlier: Sequence[KeysValues] = ()
     ) -> tuple[Tensor, KeysValues]:
-        """Causal attention, [T, M], and its keys and values. With ``earlier``, those of earlier draft steps of the same
-        layer, see `MTPLayer.draft`: a place attends causally to the first step's, and to its own of every later one."""
+        """Causal attention, [T, M], and its keys and values. ``earlier``: those of n draft steps of this layer before
+        this one (see `MTPLayer.draft`). Place p attends to the first step's up to place p−n, to the second's of p−n+1
+        and so on, and to its own."""
         q_THD = self.q_proj(x_TM).view(-1, self.heads, self.head_dim)
         k_TKD = self.k_proj(x_TM).view(-1, self.kv_heads, self.head_dim)
         v_TKD = self.v_proj(x_TM).view(-1, self.kv_heads, self.head_dim)
@@ -105,8 +106,9 @@ class Attention(nn.Module):
             out_BHLD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         else:
             k, v = (torch.cat(parts, 2) for parts in zip(*earlier, own, strict=True))
-            itself_LL = torch.eye(layout.length, dtype=torch.bool, device=x_TM.device)
-            mask_LX = torch.cat([torch.ones_like(itself_LL).tril(), *[itself_LL] * len(earlier)], 1)
+            behind = torch.arange(layout.length, device=x_TM.device)
+            behind_LL, steps = behind[:, None] - behind, len(earlier)
+            mask_LX = torch.cat([behind_LL >= steps, *(behind_LL == back for back in reversed(range(steps)))], 1)
             out_BHLD = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_LX, enable_gqa=grouped)
         return self.o_proj(layout.unpad(out_BHLD.transpose(1, 2)).flatten(1)), own
 
@@ -164,7 +166,7 @@ class MTPLayer(Layer):
         step takes as its ``hidden``, and this step's keys and values.
 
         ``earlier``: what this layer's steps of smaller depth returned. While drafting, a repeated layer finds in its KV
-        cache the first step's keys up to where the draft began, and after them one of each step since."""
+        cache the first step's keys up to where the draft began, and after them one place of each step since."""
         joined = torch.cat([self.hidden_layernorm(hidden_TM), self.token_layernorm(embed_TM)], -1)
         out_TM, own = self.block(self.input_proj(joined), rope, layout, earlier)
         # copies, as what an FSDP module returns must be no view
@@ -237,24 +239,27 @@ class Decoder(nn.Module):
     def draft_states(
         self, hidden_TM: Tensor, tokens_T: Tensor, layout: PackedLayout, depths: int, detach: bool
     ) -> list[Tensor]:
-        """[T, M] for each depth 1 … ``depths``: place i of depth d is what the head reads to predict token i+d+1, given
-        the trunk's ``hidden_TM`` of place i and the tokens up to i+d; the last d places of a sequence mean nothing.
+        """[T, M] for each depth 1 … ``depths``: at place p what the head reads to predict token p+2, in the d-th step
+        of a draft that began with the trunk's ``hidden_TM`` of place p+1−d and was fed the tokens that came. The last
+        place of a sequence and the first d−1 mean nothing.
 
-        Depth d is the engines' draft step d, at position i+d−1: layer min(d, layers) reads depth d−1's output and the
-        embedding of token i+d. ``detach``: no gradient to the embedding or to ``hidden_TM``."""
+        As the engines draft: layer min(d, layers) reads at place p the output of depth d−1 at place p−1 (depth 1: the
+        trunk's at place p) and the embedding of token p+1; at place 0 both are zeros, but for the trunk's.
+        ``detach``: no gradient to the embedding or to ``hidden_TM``."""
         layers: Sequence[Any] = self.model.mtp_layers  # type: ignore[assignment]
         weight_VM = self.model.embed_tokens.weight
         if detach:
             hidden_TM, weight_VM = hidden_TM.detach(), weight_VM.detach()
+        started_T1 = (layout.positions != 0).unsqueeze(1)
+        # a sequence's last place reads the next one's first token; no other place reads what it makes of that
+        embed_TM = F.embedding(tokens_T.roll(-1), weight_VM) * started_T1
+        rope = rope_table(self.config, layout.positions)
         steps: dict[int, list[KeysValues]] = defaultdict(list)  # by layer
         states: list[Tensor] = []
         for depth in range(1, depths + 1):
             index = min(depth, len(layers)) - 1
-            # what rolls over a sequence's end is read by places that mean nothing, and these by no others
-            embed_TM = F.embedding(tokens_T.roll(-depth), weight_VM)
-            positions = layout.positions + (depth - 1)
-            embed_TM = embed_TM * (positions != 0).unsqueeze(1)  # as the engines do
-            rope = rope_table(self.config, positions)
+            if depth > 1:
+                hidden_TM = hidden_TM.roll(1, 0) * started_T1
             hidden_TM, own = self._run(layers[index].draft, hidden_TM, embed_TM, rope, layout, tuple(steps[index]))
             steps[index].append(own)
             states.append(hidden_TM)

@@ -20,9 +20,10 @@ from asyncrl.trainer.backend import TrainBatch
 def draft_targets(batch: TrainBatch, depth: int) -> tuple[np.ndarray, np.ndarray]:
     """What depth ``depth`` (from 1) is taught: packed places and the tokens to predict from them, int64 [S] each.
 
-    A token at place p is predicted from place p − 1 − depth, which must be in the same sequence."""
+    Token p+2 is predicted from place p, see `asyncrl.models.decoder.Decoder.draft_states`; place p+1−depth, where the
+    draft began, must be in the same sequence."""
     trained = batch.loss_mask
     rows, tokens = batch.rows[trained], batch.targets[trained]
     first = np.repeat(batch.cu_seqlens[:-1], np.diff(batch.row_offsets))[trained]
     known = rows - depth >= first
-    return rows[known] - depth, tokens[known].astype(np.int64)
+    return rows[known] - 1, tokens[known].astype(np.int64)
