@@ -141,8 +141,8 @@ class TorchFSDPBackend:
                 total = output.loss * (self.world_size / global_denominator)
                 for depth, (draft, count) in enumerate(zip(scores.drafts, counts, strict=True), 1):
                     total = total + draft.loss * (self.world_size * self._draft_scale / count)
-                    _add(of_draft, {f"mtp/loss_{depth}": draft.loss.detach() / count})
-                    _add(of_draft, {f"mtp/accuracy_{depth}": draft.hits / count})
+                    _add(of_draft, {f"mtp/loss_{depth}": draft.loss.detach().double() / count})
+                    _add(of_draft, {f"mtp/accuracy_{depth}": draft.hits.double() / count})
                 total.backward()
                 _add(sums, {"loss": output.loss.detach(), **output.sums})
                 for name, value in output.extremes.items():
