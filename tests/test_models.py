@@ -201,6 +201,19 @@ def test_a_repeated_layer_is_trained_as_it_drafts():
 
 
 @torch.no_grad()
+def test_a_second_layer_goes_on_one_place_later_from_what_the_first_put_out():
+    model = tiny_drafting(2)
+    tokens, layout = torch.randint(0, SMALL["vocab_size"], (12,)), PackedLayout.from_lengths(np.array([12]))
+    hidden = model.hidden_states(tokens, layout)
+    first, second = model.draft_states(hidden, tokens, layout, 2, detach=True)
+    embeds, rope = model.model.embed_tokens(tokens.roll(-1)), rope_table(model.config, layout.positions)
+    embeds[0] = 0
+    shifted = torch.cat([torch.zeros_like(first[:1]), first[:-1]])
+    expected, _ = model.model.mtp_layers[1].draft(shifted, embeds, rope, layout)
+    torch.testing.assert_close(second, expected, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
 def test_depths_beyond_the_layers_repeat_the_last_one_and_packed_neighbours_change_nothing():
     model = tiny_drafting(2)
     tokens, lengths = torch.randint(0, SMALL["vocab_size"], (30,)), [13, 17]

@@ -4,7 +4,7 @@ With S_d the trained response tokens that depth d can predict, in all micro-batc
 distribution at the temperature that the tokens were sampled at (so that its logits approach the policy's)::
 
     loss_d = − 1/|S_d| · Σ over S_d of log p_d(token)
-    L      = loss_scaling_factor / depths · Σ over d of loss_d          (DeepSeek-V3 2024, equations 24 and 25)
+    L      = loss_scaling_factor / depths · Σ over d of loss_d          (DeepSeek-V3 2024, section 2.2)
 
 |S_d| is a count of its own, whatever the policy's loss divides by: advantages and sequence weights say nothing of how
 often the draft should have been right.
