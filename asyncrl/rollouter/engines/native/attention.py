@@ -22,7 +22,8 @@ class Places:
     def __init__(self, c: DecoderConfig, kv: KVCache, positions_NJ: Tensor, length: int, first: int = 0) -> None:
         self._c, self._kv, self._length = c, kv, length
         self._n, self._j = positions_NJ.shape
-        self._positions_NJ, self._bias = positions_NJ, None
+        self._positions_NJ = positions_NJ
+        self._bias: Tensor | None = None
         self._heads = slice(first * c.num_kv_heads, (first + self._n) * c.num_kv_heads)
         heads = torch.arange(self._heads.start, self._heads.stop, device=positions_NJ.device)
         heads_N1K = heads.view(self._n, 1, -1)

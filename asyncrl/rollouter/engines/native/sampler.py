@@ -141,7 +141,9 @@ def inverse_cdf(weights_NV: Tensor, uniforms_N1: Tensor) -> Tensor:
     """
     size = weights_NV.shape[-1]
     if size <= 16 * _BLOCK:
-        return _search(weights_NV.cumsum(-1), uniforms_N1)[0]
+        cdf_NV = weights_NV.cumsum(-1)
+        # the clamp only matters for rows of NaN, here and below
+        return torch.searchsorted(cdf_NV, cdf_NV[:, -1:] * uniforms_N1, right=True).clamp_(max=size - 1)
     if size % _BLOCK:
         weights_NV = F.pad(weights_NV, (0, -size % _BLOCK))
     blocks_NXB = weights_NV.unflatten(1, (-1, _BLOCK))

@@ -58,13 +58,14 @@ def judge(
     and ``redraw`` are uniforms. Token x holds with probability min(1, p(x) / q(x)). The first that does not is drawn
     again, from max(p − q, 0) renormalised; after k that hold, one more is drawn from p.
     """
-    p_Nk = target_NJV[:, :-1].gather(2, drafted_Nk.unsqueeze(2)).squeeze(2)
-    q_Nk = draft_NkV.gather(2, drafted_Nk.unsqueeze(2)).squeeze(2)
-    accepted_N = (accept_Nk * q_Nk < p_Nk).long().cumprod(1).sum(1)
-    rows_N, k = torch.arange(len(accepted_N), device=accepted_N.device), draft_NkV.shape[1]
-    p_NV = target_NJV[rows_N, accepted_N]
-    q_NV = draft_NkV[rows_N, accepted_N.clamp(max=k - 1)] * (accepted_N < k).unsqueeze(1)
-    rest_NV = (p_NV - q_NV).clamp_(min=0)
+    n, k, size = draft_NkV.shape
+    drafted_Nk1 = drafted_Nk.unsqueeze(2)
+    p_Nk1, q_Nk1 = target_NJV[:, :-1].gather(2, drafted_Nk1), draft_NkV.gather(2, drafted_Nk1)
+    accepted_N = (accept_Nk.unsqueeze(2) * q_Nk1 < p_Nk1).cumprod(1).sum((1, 2))
+    rows_N = torch.arange(n, device=accepted_N.device)
+    p_NV = target_NJV.view(-1, size).index_select(0, rows_N * (k + 1) + accepted_N)
+    q_NV = draft_NkV.view(-1, size).index_select(0, rows_N * k + accepted_N.clamp(max=k - 1))
+    rest_NV = p_NV.addcmul(q_NV, (accepted_N < k).to(q_NV.dtype).unsqueeze(1), value=-1).clamp_(min=0)
     # p = q but for rounding, or a draft of NaN: nothing is left of p − q
     rest_NV = rest_NV.where(rest_NV.sum(-1, keepdim=True) > 0, p_NV)
     return accepted_N, inverse_cdf(rest_NV, redraw_NJ.gather(1, accepted_N.unsqueeze(1))).squeeze(1)
@@ -97,6 +98,7 @@ class Speculator:
         self._drafted = np.zeros(slots, dtype=np.int64)  # leading places whose draft KV is right
         self._draft_uniforms = np.zeros((slots, context), dtype=np.float32)  # by the position before the token, as
         self._accept_uniforms = np.zeros((slots, context), dtype=np.float32)  # the core's
+        self._base_S1 = np.arange(slots)[:, None] * context  # of each slot, in columns laid end to end
         self._repeated: tuple[SamplingColumns, int, SamplingColumns] | None = None
         self._verifications = self._told = 0
         self._drafts, self._accepts = np.zeros(tokens, dtype=np.int64), np.zeros(tokens, dtype=np.int64)  # by place
@@ -127,7 +129,8 @@ class Speculator:
         rows = -(-(end - start) // _ROWS_STEP) * _ROWS_STEP
         places_W = np.arange(start, start + rows)
         places_1W = np.where(places_W < end, places_W, self._top)[None]
-        self._drafter.catch_up(places_1W, self._next(np.array([slot]), places_1W), slot)
+        next_1W = self._tokens[slot, np.minimum(places_1W + 1, self._top)]
+        self._drafter.catch_up(places_1W, next_1W, slot)
         self._drafted[slot] = end
 
     def move(self, source: int, target: int) -> None:
@@ -141,8 +144,10 @@ class Speculator:
 
     def keep_hidden(self, positions_NJ: np.ndarray, hidden_XM: Tensor) -> None:
         """Store the target's hidden states of these positions of slots 0 … N−1, which the draft will read."""
-        into_NJ = positions_NJ + (np.arange(len(positions_NJ)) * self._kv.context_tokens)[:, None]
-        self._kv.hidden[0].view(-1, hidden_XM.shape[1]).index_copy_(0, self._tensor(into_NJ.ravel()), hidden_XM)
+        self._keep_hidden((positions_NJ + self._base_S1[: len(positions_NJ)]).ravel(), hidden_XM)
+
+    def _keep_hidden(self, into_X: np.ndarray, hidden_XM: Tensor) -> None:
+        self._kv.hidden[0].view(-1, hidden_XM.shape[1]).index_copy_(0, self._tensor(into_X), hidden_XM)
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -161,29 +166,29 @@ class Speculator:
 
         The last place of the context is where rows that are near its end write what nobody reads: no sequence has KV
         there, as its last token is drawn and not computed."""
-        n, rows = len(positions), np.arange(len(positions))
+        n, base_N1 = len(positions), self._base_S1[: len(positions)]
         drafts: list[Tensor] = []
         drafted: list[Tensor] = []
 
         def draw(step: int, logits_NV: Tensor) -> Tensor:
             weights_NV = distributions(logits_NV, columns)[1]
-            u = self._draft_uniforms[rows, np.minimum(positions + step, self._top)]
+            u_N1 = self._draft_uniforms.take(places_NJ[:, step : step + 1])
             drafts.append(weights_NV)
-            drafted.append(inverse_cdf(weights_NV, self._tensor(u).unsqueeze(1)))
+            drafted.append(inverse_cdf(weights_NV, self._tensor(u_N1)))
             return drafted[-1].squeeze(1)
 
+        positions_NJ = np.minimum(positions[:, None] + np.arange(k + 1), self._top)
+        places_NJ = positions_NJ + base_N1
         self._drafter.propose(*self._behind(slots, positions), k, draw)
         drafted_Nk, draft_NkV = torch.cat(drafted, 1), torch.stack(drafts, 1)
 
-        positions_NJ = np.minimum(positions[:, None] + np.arange(k + 1), self._top)
-        feed_NJ = torch.cat([self._tensor(self._tokens[rows, positions]).unsqueeze(1), drafted_Nk], 1)
+        feed_NJ = torch.cat([self._tensor(self._tokens.take(places_NJ[:, :1])), drafted_Nk], 1)
         hidden_XM = self._model.hidden_states(feed_NJ, self._tensor(positions_NJ), self._kv, length)
-        self.keep_hidden(positions_NJ, hidden_XM)
+        self._keep_hidden(places_NJ.ravel(), hidden_XM)
         probs_XV, target_XV = distributions(self._model.head(hidden_XM), self._columns(columns, k + 1))
-        places = (rows[:, None], positions_NJ)
-        accept_Nk = self._tensor(self._accept_uniforms[places][:, :-1])
+        accept_Nk, redraw_NJ = self._tensor(self._accept_uniforms.take(places_NJ[:, :-1])), draws.take(places_NJ)
         accepted_N, next_N = judge(
-            target_XV.view(n, k + 1, -1), draft_NkV, drafted_Nk, accept_Nk, self._tensor(draws[places])
+            target_XV.view(n, k + 1, -1), draft_NkV, drafted_Nk, accept_Nk, self._tensor(redraw_NJ)
         )
         tokens_NJ = torch.cat([drafted_Nk, next_N.unsqueeze(1)], 1)
         tokens_NJ.scatter_(1, accepted_N.unsqueeze(1), next_N.unsqueeze(1))
@@ -193,22 +198,19 @@ class Speculator:
     def _behind(self, slots: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The places [N, W] that the draft has to compute before it can go on from the last tokens, the tokens after
         them [N, W], and which of the W is each row's last one [N]; what is far behind is computed here."""
-        rows, last = np.arange(len(positions)), np.maximum(positions - 1, 0)
+        last = np.maximum(positions - 1, 0)
         while True:
             start = np.minimum(self._drafted[: len(positions)], last)
             behind = last - start
             widest = int(behind[slots].max()) + 1
             width = widest if widest <= self._most + 1 else _WIDE
             places_NW = np.minimum(start[:, None] + np.arange(width), self._top)
-            next_NW = self._next(rows, places_NW)
+            next_NW = self._tokens.take(np.minimum(places_NW + 1, self._top) + self._base_S1[: len(positions)])
             if widest <= width:
                 self._drafted[: len(positions)] = np.minimum(start + width, positions)
                 return places_NW, next_NW, np.minimum(behind, width - 1)
             self._drafter.catch_up(places_NW, next_NW)
             self._drafted[: len(positions)] = np.minimum(start + width, last)
-
-    def _next(self, slots: np.ndarray, places_NW: np.ndarray) -> np.ndarray:
-        return self._tokens[slots[:, None], np.minimum(places_NW + 1, self._top)]
 
     def _columns(self, columns: SamplingColumns, times: int) -> SamplingColumns:
         if self._repeated is None or self._repeated[0] is not columns or self._repeated[1] != times:
