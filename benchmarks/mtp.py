@@ -4,13 +4,13 @@ JSON.
 Everything runs in one process with one thread, engine and trainer in turns, so that what is timed is not disturbed. The
 guard that stops speculation where it does not pay is off.
 
-1. *Learning*: the quickstart's task and learning rate, the policy moves at every step. Three arms: the draft is trained
-   and reloaded at each sync (``trained``), stays as it was at the start but follows the trunk's syncs (``frozen``), or is
-   trained and never reloaded (``stale``). Figures of an arm are those of its last third.
+1. *Learning*: the quickstart's task and learning rate, from a shorter warm start, so that policy and draft still have
+   much to learn. Three arms: the draft is trained and reloaded at each sync (``trained``), reloaded and not trained
+   (``frozen``), or trained and never reloaded (``stale``). Figures of an arm are those of its last third.
    ``acceptance_gain``: trained over stale. ``throughput_gain``: generated tokens per second, trained over stale.
-   ``throughput_of_predicted``: that, over what the tokens per verification of both arms predict at equal cost of a step.
-   ``acceptance_of_refit``: the trained arm's final draft over one that was fitted to its final policy from scratch data
-   of that policy, both on the same prompts.
+   ``throughput_of_predicted``: that, over what the tokens per verification of both predict at equal cost of a step.
+   ``acceptance_of_refit``: the trained arm's final draft over the same fitted further, on samples of the final policy
+   alone, until that brings no more; both on the same prompts.
 2. *Speed*: speculation against none with the same weights, a trunk of 8 layers and a draft trained with it, at 1, 8 and
    32 sequences; ``speedup_b*`` is that of the best number of drafted tokens, which the table names.
 """
@@ -233,7 +233,9 @@ def speedups(config: Config, checkpoint: Path, drafted: Sequence[int], rounds: i
         cores = {k: make_core(model, k, recorder, slots=batch) for k in (0, *drafted)}
         rates: dict[int, list[float]] = {k: [] for k in cores}
         for number in range(rounds + 1):
-            _, requests = Task(config).requests(max(batch // 4, 1) * 4, max(4 // max(batch // 8, 1), 1) if batch > 1 else 2)
+            _, requests = Task(config).requests(
+                max(batch // 4, 1) * 4, max(4 // max(batch // 8, 1), 1) if batch > 1 else 2
+            )
             for k, core in cores.items():
                 recorder.drain()
                 told, seconds = generate(core, requests)
@@ -252,7 +254,10 @@ def draw(arms: dict[str, Arm], path: Path) -> None:
     for name, arm in arms.items():
         figure.add_scatter(x=list(range(1, len(arm.accepted) + 1)), y=arm.accepted, name=name, mode="lines")
     figure.update_layout(
-        title="Accepted share of drafted tokens", xaxis_title="train step", yaxis_title="acceptance", template="simple_white"
+        title="Accepted share of drafted tokens",
+        xaxis_title="train step",
+        yaxis_title="acceptance",
+        template="simple_white",
     )
     figure.write_html(path, include_plotlyjs=True)
 
@@ -261,21 +266,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--drafted", type=int, default=1, help="tokens drafted per step while learning")
-    parser.add_argument("--warm-start-steps", type=int, default=500, help="of the 8 layers")
+    parser.add_argument("--start-steps", type=int, default=250, help="of the warm start of the policy that learns")
+    parser.add_argument("--deep-steps", type=int, default=350, help="of the warm start of the 8 layers")
     parser.add_argument("--refit-steps", type=int, default=REFIT_STEPS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--figure", type=Path, default=ROOT / "benchmarks/results/mtp_acceptance.html")
-    parser.add_argument("--checkpoint", type=Path, default=ROOT / "checkpoints/arith-mimo")
-    parser.add_argument("--data", type=Path, default=ROOT / "data/arithmetic")
+    parser.add_argument("--checkpoint", type=Path, default=ROOT / "checkpoints/arith-mimo", help="made if absent")
+    parser.add_argument("--data", type=Path, default=ROOT / "data/arithmetic", help="made if absent")
     args = parser.parse_args()
     torch.set_num_threads(1)
     ensure_inputs(args.checkpoint, args.data)
 
-    def options() -> Config:
+    def options(start: Path) -> Config:
         return load_config(
             ROOT / "configs/quickstart.yaml",
             [
-                f"model.path={args.checkpoint}",
+                f"model.path={start}",
                 f"data.train_files=[{args.data / 'train.jsonl'}]",
                 f"trainer.total_steps={args.steps}",
                 "trainer.mini_batch_groups=16",
@@ -285,10 +291,13 @@ def main() -> None:
         )
 
     with tempfile.TemporaryDirectory() as folder:
+        start = make_checkpoint(Path(folder) / "start", 1, args.start_steps)
         arms = {}
-        print(f"{'arm':10}{'acceptance':>12}{'tokens/verify':>15}{'tokens/s':>10}{'train s':>9}{'reward':>8}", flush=True)
+        print(
+            f"{'arm':10}{'acceptance':>12}{'tokens/verify':>15}{'tokens/s':>10}{'train s':>9}{'reward':>8}", flush=True
+        )
         for name, (train_draft, reload) in ARMS.items():
-            arms[name] = arm = learn(options(), train_draft, reload, args.drafted, Path(folder) / name)
+            arms[name] = arm = learn(options(start), train_draft, reload, args.drafted, Path(folder) / name)
             print(
                 f"{name:10}{arm.last('accepted'):12.3f}{arm.last('length'):15.3f}{arm.last('tokens_per_s'):10.0f}"
                 f"{arm.last('train_s'):9.3f}{arm.last('reward'):8.3f}",
@@ -296,15 +305,15 @@ def main() -> None:
             )
         args.figure.parent.mkdir(parents=True, exist_ok=True)
         draw(arms, args.figure)
-        config = options()
+        config = options(start)
         config.mtp.num_speculative_tokens = args.drafted
         own, fitted = refit(config, Path(folder) / "trained", args.refit_steps)
         print(f"\nfinal draft {own:.3f}, refitted {fitted:.3f}; acceptance over steps: {args.figure}\n", flush=True)
 
-        deep = make_checkpoint(Path(folder) / "deep", 1, args.warm_start_steps, layers=8)
+        deep = make_checkpoint(Path(folder) / "deep", 1, args.deep_steps, layers=8)
         print(f"{'batch':>5}{'drafted':>9}{'tokens/verify':>15}{'tokens/s':>10}{'speedup':>9}")
         rows: dict[tuple[int, int], dict[str, Any]] = {}
-        for row in speedups(options(), deep, (1, 2, 3), args.rounds):
+        for row in speedups(options(deep), deep, (1, 2, 3), args.rounds):
             rows.setdefault((row["batch"], row["k"]), {}).update(row)
         for (batch, k), row in rows.items():
             print(f"{batch:5}{k:9}{row['length']:15.3f}{row['tokens_per_s']:10.0f}{row['speedup']:9.2f}")

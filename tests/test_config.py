@@ -146,6 +146,8 @@ def test_memory_is_at_most_what_the_machine_has():
 
 def test_pause_and_kv_must_fit_each_other_and_partial_rollout(files):
     assert "param_sync.kv" in problems([*files, "param_sync.pause=keep", "param_sync.kv=unload"])[0]
+    (stale,) = problems([*files, "param_sync.reload_draft=false"])
+    assert "param_sync.allow_stale_draft=true" in stale
     (rolling,) = problems([*files, "param_sync.rollout_update=rolling"])
     assert "expected param_sync.staging full, found bucket" in rolling
     assert problems([*files, "param_sync.kv=keep"]) == [

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from asyncrl.models.checkpoint import load_decoder, save_checkpoint
 from asyncrl.models.config import DecoderConfig
-from asyncrl.models.decoder import Decoder, rope_table
+from asyncrl.models.decoder import Decoder
 from asyncrl.models.layout import PackedLayout
 from asyncrl.models.warm_start import Demonstration, warm_start
 from asyncrl.rollouter.engine import EngineError
@@ -248,16 +248,11 @@ def test_released_memory_includes_the_drafts_and_comes_back(trained):
 @torch.no_grad()
 def _drafted_distributions(decoder: Decoder, tokens: list[int], drafted: list[int]) -> torch.Tensor:
     """[k, V] in the training form: what the draft says after ``tokens``, then after each of ``drafted``."""
-    row, layer = torch.tensor([*tokens, *drafted]), decoder.model.mtp_layers[0]
-    hidden = decoder.hidden_states(row, PackedLayout.from_lengths([len(row)]))[: len(tokens) - 1]
-    out = []
-    for size in range(len(tokens), len(tokens) + len(drafted)):
-        layout = PackedLayout.from_lengths([size - 1])
-        embed = decoder.model.embed_tokens(row[1:size])
-        states = layer.draft(hidden, embed, rope_table(decoder.config, layout.positions), layout)
-        out.append(F.linear(states[-1], decoder.lm_head.weight).softmax(-1))
-        hidden = torch.cat([hidden, states[-1:]])
-    return torch.stack(out)
+    row = torch.tensor([*tokens, *drafted])
+    layout = PackedLayout.from_lengths([len(row)])
+    states = decoder.draft_states(decoder.hidden_states(row, layout), row, layout, len(drafted), detach=True)
+    last = len(tokens) - 2  # the place before the last token is where the first draft is made
+    return torch.stack([F.linear(s_TM[last + i], decoder.lm_head.weight).softmax(-1) for i, s_TM in enumerate(states)])
 
 
 def _recorded(core, monkeypatch) -> list[tuple[list[int], list[int], torch.Tensor]]:

@@ -218,6 +218,20 @@ def test_the_trained_draft_is_what_is_sent_and_exported(checkpoint, start, tmp_p
     assert all(torch.equal(tensor, sent[name]) for name, tensor in read_tensors(tmp_path / "hf").items())
 
 
+def test_without_reload_the_draft_goes_out_as_it_was_at_the_start(checkpoint, start):
+    config = make_config(checkpoint, enable_train=True)
+    config.param_sync.reload_draft = False
+    rank = start(config)
+    before = {name: tensor.clone() for name, tensor in rank.export()}
+    rank.train(0, make_groups())
+    after = dict(rank.export())
+    moved = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert moved
+    assert not any(is_draft(name) for name in moved)
+    trained = {name: p.full_tensor() for name, p in rank._backend.state()["model"].items() if is_draft(name)}
+    assert any(not torch.equal(tensor, after[name]) for name, tensor in trained.items())
+
+
 def test_a_draft_made_from_the_trunk_is_trained_saved_and_exported(start, tmp_path):
     plain = make_checkpoint(tmp_path / "plain", architectures=["Qwen2ForCausalLM"], num_nextn_predict_layers=0)
     with pytest.raises(CheckpointError, match=r"plain has no MTP layers.*mtp\.init_from_trunk=true"):

@@ -198,6 +198,11 @@ def _problems(c: Config, cpus: int | None) -> Iterator[str]:
     for key in ("reward.function", "rollout.agent_loop"):
         if str(_get(c, key)).count(":") != 1:
             yield f"{key}: expected an import path package.module:name, found {_get(c, key)!r}"
+    if not (c.param_sync.reload_draft or c.param_sync.allow_stale_draft):
+        yield (
+            "param_sync.reload_draft: a draft that stays behind the policy loses acceptance step by step; expected "
+            "true, or with param_sync.allow_stale_draft=true, to measure it, false"
+        )
     if 0 < c.param_sync.bucket_bytes < 4096:
         yield f"param_sync.bucket_bytes: expected 0 or at least 4096, found {c.param_sync.bucket_bytes}"
     if c.param_sync.rollout_update == "rolling" and c.param_sync.staging != "full":

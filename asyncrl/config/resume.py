@@ -23,6 +23,11 @@ MAY_CHANGE = (
     "trainer.",  # ranks, batch size, steps, optimizer, precision
     "algorithm.",
     "async_training.",
+    "mtp.loss_scaling_factor",
+    "mtp.detach_encoder",
+    "mtp.enable_rollout",
+    "mtp.num_speculative_tokens",
+    "mtp.guard",
     "param_sync.",
     "validation.",
     "checkpoint.",

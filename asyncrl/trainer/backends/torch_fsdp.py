@@ -82,6 +82,10 @@ class TorchFSDPBackend:
         self._draft_scale = config.mtp.loss_scaling_factor / max(self._draft_depths, 1)
         self._model = self._prepare(model, train_draft=config.mtp.enable_train)
         self._engine_dtype = self._model.config.engine_dtype(config.rollout.engine.dtype)
+        self._first_draft: dict[str, Tensor] = {}
+        if not config.param_sync.reload_draft:
+            weights = whole_tensors(self._model, getattr(torch, self._engine_dtype))
+            self._first_draft = {name: tensor.clone() for name, tensor in weights if is_draft(name)}
         self._model.activation_checkpointing = self._options.activation_checkpointing
         self._reference: Decoder | None = None
         if config.algorithm.kl_coef > 0:
@@ -226,10 +230,11 @@ class TorchFSDPBackend:
         return manifest_of(self._model, self._engine_dtype)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Backend.export`: rank 0 is the sender; the others take part in gathering and yield nothing."""
+        """See `Backend.export`: rank 0 is the sender; the others take part in gathering and yield nothing. Without
+        ``param_sync.reload_draft`` the draft goes out as it was at the start."""
         for name, tensor in whole_tensors(self._model, getattr(torch, self._engine_dtype)):
             if self.rank == 0:
-                yield name, tensor
+                yield name, self._first_draft.get(name, tensor)
 
     def export_hf(self, path: Path) -> None:
         """See `Backend.export_hf`; in the dtype that the checkpoint's config.json names."""

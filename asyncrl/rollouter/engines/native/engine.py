@@ -23,8 +23,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 import torch
 
 from asyncrl.config.schema import EngineConfig, MTPConfig
-from asyncrl.models.checkpoint import is_draft
-from asyncrl.models.config import DecoderConfig
+from asyncrl.models.checkpoint import check_checkpoint, is_draft
 from asyncrl.param_sync.digest import digest_tensors
 from asyncrl.param_sync.manifest import Role
 from asyncrl.param_sync.receiver import Receiver
@@ -80,7 +79,8 @@ class NativeEngine:
         load_weights: bool = True,
         mtp: MTPConfig | None = None,
     ) -> None:
-        decoder = DecoderConfig.load(checkpoint)
+        from_trunk = mtp is not None and mtp.init_from_trunk
+        decoder = check_checkpoint(checkpoint, from_trunk)
         context = config.max_context_tokens or decoder.max_position_embeddings
         if context > decoder.max_position_embeddings:
             raise EngineError(
@@ -90,7 +90,7 @@ class NativeEngine:
         dtype = getattr(torch, decoder.engine_dtype(config.dtype))
         self._model = NativeModel(decoder, context, dtype, _device(config.device))
         if load_weights:
-            self._model.load(checkpoint)
+            self._model.load(checkpoint, from_trunk)
         self._core = Core(
             self._model,
             slots=config.slots,

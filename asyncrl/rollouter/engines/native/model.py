@@ -49,11 +49,11 @@ class NativeModel:
         self._rope = torch.stack([cos_T1D, sin_T1D], 1).to(self.device, dtype)  # [context, 2, 1, D]
         self._places = torch.arange(context_tokens, device=self.device)
 
-    def load(self, path: str | Path) -> None:
+    def load(self, path: str | Path, mtp_from_trunk: bool = False) -> None:
         """Read a checkpoint folder. Raises CheckpointError as `asyncrl.models.checkpoint.load_decoder` does."""
         views = self.named_views()
         with torch.no_grad():
-            for name, parameter in load_decoder(path, self.dtype).named_parameters():
+            for name, parameter in load_decoder(path, self.dtype, mtp_from_trunk).named_parameters():
                 views[name].copy_(parameter)
         self.refresh()
 
