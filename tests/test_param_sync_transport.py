@@ -17,7 +17,7 @@ from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.transports.base import BucketReader, BucketWriter, NoReaders
 from asyncrl.param_sync.transports.collective import CollectiveWriter
 from asyncrl.param_sync.transports.collective_reader import CollectiveReader
-from asyncrl.param_sync.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
+from asyncrl.param_sync.transports.local import SharedMemoryReader, SharedMemoryWriter
 
 TENSORS = {f"t{i}": torch.full((16,), float(i)) for i in range(10)}  # one to a bucket of 64 bytes
 

@@ -51,7 +51,7 @@ def make_writer(transport: str, sender: int, bucket_bytes: int, host: str) -> Bu
     on the network where the replicas are."""
     bucket_bytes = bucket_bytes or BUCKET_BYTES[transport]
     if transport == "shared_memory":
-        from asyncrl.param_sync.transports.shared_memory import SharedMemoryWriter
+        from asyncrl.param_sync.transports.local import SharedMemoryWriter
 
         return SharedMemoryWriter(sender, bucket_bytes)
     from asyncrl.param_sync.transports.collective import CollectiveWriter
@@ -62,7 +62,7 @@ def make_writer(transport: str, sender: int, bucket_bytes: int, host: str) -> Bu
 def make_reader(transport: str, who: str) -> BucketReader:
     """The receiving end of replica ``who``."""
     if transport == "shared_memory":
-        from asyncrl.param_sync.transports.shared_memory import SharedMemoryReader
+        from asyncrl.param_sync.transports.local import SharedMemoryReader
 
         return SharedMemoryReader(who)
     from asyncrl.param_sync.transports.collective_reader import CollectiveReader
