@@ -253,7 +253,7 @@ class Cluster:
         """On the machine of the trainers if it has room; else elsewhere, if the transport reaches so far."""
         wants, transport = {"CPU": config.ray.cpus_per_replica}, config.param_sync.transport
         replicas, device = config.rollout.replicas, config.rollout.engine.device
-        if transport not in ("auto", "shared_memory"):
+        if transport not in ("auto", "shared_memory", "cuda_ipc"):
             group = self._reserve("rollout", wants, replicas, device, "PACK")
         else:
             group = self._reserve("rollout", wants | {trainers_machine: 0.001}, replicas, device)

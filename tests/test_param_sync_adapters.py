@@ -24,7 +24,7 @@ from asyncrl.param_sync.live_receiver import LiveViewReceiver
 from asyncrl.param_sync.manifest import AdapterSpec, Manifest, ManifestError, TensorSpec, is_adapter
 from asyncrl.param_sync.receiver import Bucket
 from asyncrl.param_sync.session import SyncSession
-from asyncrl.param_sync.transports.local import SharedMemoryReader
+from asyncrl.param_sync.transports.shared_memory import SharedMemoryReader
 from asyncrl.sample import PolicyVersion
 from tests.support.sync_processes import RankProcess, Remote, WeightsEngine, config, role_of
 

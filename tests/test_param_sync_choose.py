@@ -1,11 +1,14 @@
 """Which transport joins which places."""
 
 import pytest
+import torch
 
 from asyncrl.param_sync.transports.choose import Place, TransportError, choose, make_reader, make_writer
 
 CPU = [Place("a")]
 GPUS = [Place("a", f"a/{i}") for i in range(8)]
+NEITHER = "their GPUs are neither one for all nor one for each"
+MIXED = "all on one machine; " + NEITHER
 
 
 @pytest.mark.parametrize(
@@ -15,9 +18,13 @@ GPUS = [Place("a", f"a/{i}") for i in range(8)]
         (CPU, [Place("a"), Place("b")], "gloo", "2 machines, over the network"),
         (GPUS[:4], GPUS[4:], "nccl", "4 + 4 GPUs of their own"),
         (GPUS[:4], [Place("b", "b/0")], "nccl", "4 + 1 GPUs of their own"),
-        (GPUS[:2], GPUS[1:3], "shared_memory", "all on one machine"),  # they share GPUs
-        (GPUS[:1], CPU, "shared_memory", "all on one machine"),
-        (GPUS[:1], [Place("b")], "gloo", "2 machines, over the network"),
+        (GPUS[:1], GPUS[:1] * 3, "cuda_ipc", "all on GPU a/0"),
+        (GPUS[:1] * 2, GPUS[:1], "cuda_ipc", "all on GPU a/0"),
+        (GPUS[:2], GPUS[:1], "shared_memory", MIXED),  # two of three share one
+        (GPUS[:2], GPUS[1:3], "shared_memory", MIXED),
+        (GPUS[:1], CPU, "shared_memory", MIXED),
+        (GPUS[:1], [*GPUS[:1], Place("b", "b/0")], "gloo", "2 machines, over the network; " + NEITHER),
+        (GPUS[:1], [Place("b")], "gloo", "2 machines, over the network; " + NEITHER),
     ],
 )
 def test_auto_takes_the_fastest_that_fits_and_says_why(senders, replicas, transport, why):
@@ -28,8 +35,17 @@ def test_one_that_was_asked_for_is_taken_if_it_fits():
     assert choose("gloo", CPU, CPU).transport == "gloo"
     with pytest.raises(TransportError, match=r"nccl needs .* on a GPU of its own; found senders a \(CPU\)"):
         choose("nccl", CPU, CPU)
+    with pytest.raises(TransportError, match=r"cuda_ipc needs .* the same GPU; .* What fits: nccl \(1 \+ 1 "):
+        choose("cuda_ipc", GPUS[:1], GPUS[1:2])
     with pytest.raises(TransportError, match=r"What fits: gloo \(2 machines"):
         choose("shared_memory", CPU, [Place("b")])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_ipc_without_a_device_is_refused():
+    for make in (lambda: make_writer("cuda_ipc", 0, 4096, "127.0.0.1"), lambda: make_reader("cuda_ipc", "replica/0")):
+        with pytest.raises(ValueError, match=r"cuda_ipc needs a CUDA device .* use shared_memory"):
+            make()
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])

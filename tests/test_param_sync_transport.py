@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -14,10 +15,19 @@ import torch
 
 from asyncrl.param_sync.buckets import pack
 from asyncrl.param_sync.errors import SyncError
+from asyncrl.param_sync.manifest import Manifest, TensorSpec
+from asyncrl.param_sync.sender import Sender, SendPlan
 from asyncrl.param_sync.transports.base import BucketReader, BucketWriter, NoReaders
 from asyncrl.param_sync.transports.collective import CollectiveWriter
 from asyncrl.param_sync.transports.collective_reader import CollectiveReader
-from asyncrl.param_sync.transports.local import SharedMemoryReader, SharedMemoryWriter
+from asyncrl.param_sync.transports.local import LocalReader, LocalWriter
+from asyncrl.param_sync.transports.shared_memory import (
+    MappedFile,
+    MemoryFile,
+    SharedMemoryReader,
+    SharedMemoryWriter,
+)
+from asyncrl.sample import PolicyVersion
 
 TENSORS = {f"t{i}": torch.full((16,), float(i)) for i in range(10)}  # one to a bucket of 64 bytes
 
@@ -173,6 +183,85 @@ def test_abort_ends_a_wait_of_either_side(writer, reader_named, thread):
 def test_a_sender_on_another_machine_is_named():
     with contextlib.closing(SharedMemoryWriter(0, 64)) as writer, pytest.raises(SyncError, match="on another machine"):
         SharedMemoryReader("r0").connect("s", [writer.address._replace(machine="other")], 5)
+
+
+def test_a_sender_whose_buckets_are_on_another_device_is_named():
+    class Elsewhere(MemoryFile):
+        device = "GPU 1"
+
+    with contextlib.closing(LocalWriter(3, Elsewhere(64))) as writer:
+        for reader, ours in (
+            (SharedMemoryReader("r0"), "host memory"),
+            (LocalReader("r0", "GPU 2", MappedFile), "GPU 2"),
+        ):
+            with pytest.raises(SyncError, match=f"sender 3 has its buckets in GPU 1, this replica reads from {ours}"):
+                reader.connect("s", [writer.address], 5)
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 5])
+def test_a_memory_that_keeps_nothing_lends_its_buffers_in_turn_for_as_many_sessions_as_there_are(thread, buffers):
+    class OfAGpu(MemoryFile):
+        device = "GPU 1"
+        keeps = False
+
+    opened = []
+
+    def open_memory(*welcome):
+        opened.append(MappedFile(*welcome))
+        return opened[-1]
+
+    memory = OfAGpu(64, buffers)
+    with (
+        contextlib.closing(LocalWriter(0, memory, buffers)) as writer,
+        contextlib.closing(LocalReader("r0", "GPU 1", open_memory)) as reader,
+    ):
+        for session in ("s1", "s2"):
+            reader.connect(session, [writer.address], 5)
+
+            def send(session=session):
+                writer.open(session, ["r0"], 20.0, 20.0, keep=True)
+                for filled in pack(TENSORS.items(), writer.buffer):
+                    writer.publish(filled)
+                writer.finish()
+
+            done = thread.submit(send)
+            got = [(bucket.kept, bucket.data[0:4].tobytes()) for bucket in reader.buckets(5)]
+            assert got == [(False, tensor.numpy().tobytes()[:4]) for tensor in TENSORS.values()]
+            done.result()
+        assert len(opened) == 1
+        assert memory.buffer(buffers - 1) is not None
+        assert len(memory._buffers) == buffers
+
+
+def test_an_export_is_sent_tensor_by_tensor(writer, reader_named, thread):
+    """So the experts of a large model can be gathered one after the other, each when the one before it is gone."""
+    count, nbytes = 12, 1000
+    arrays: list[weakref.ref[np.ndarray]] = []
+    alive = lambda: sum(array() is not None for array in arrays)
+    most = 0
+
+    def make(i):
+        nonlocal most
+        array = np.full(nbytes, i, np.uint8)
+        arrays.append(weakref.ref(array))
+        most = max(most, alive())
+        return torch.from_numpy(array)
+
+    names = [f"experts.{i}.weight" for i in range(count)]
+    manifest = Manifest(tuple(TensorSpec(name, "uint8", (nbytes,)) for name in names))
+    plan = SendPlan("s", PolicyVersion(0, 1), manifest, ("r0",), 20.0, 20.0, checksum=True)
+    sender, reader = Sender("trainer/0", writer), reader_named("r0")
+    reader.connect("s", [writer.address], 5)
+
+    def send():
+        sender.open(plan)
+        return sender.send((name, make(i)) for i, name in enumerate(names))
+
+    done = thread.submit(send)
+    received = sum(part.nbytes for bucket in reader.buckets(20) for part in bucket.parts)
+    assert received == done.result().nbytes == count * nbytes
+    assert most == 2  # the one that was just made, and the one before it
+    assert alive() == 0
 
 
 def test_a_sender_that_is_gone_is_named(transport, reader_named):

@@ -40,7 +40,7 @@ _CHOICES = {
     "algorithm.loss_aggregation": ("token_mean", "sequence_mean"),
     "algorithm.kl_estimator": ("k1", "k2", "k3"),
     "algorithm.overlong": ("keep", "mask", "penalize"),
-    "param_sync.transport": ("auto", "shared_memory", "nccl", "gloo"),
+    "param_sync.transport": ("auto", "cuda_ipc", "nccl", "shared_memory", "gloo"),
     "param_sync.staging": ("bucket", "full"),
     "param_sync.rollout_update": ("all_at_once", "rolling"),
     "param_sync.pause": ("auto", "abort", "keep", "wait"),

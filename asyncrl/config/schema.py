@@ -150,7 +150,7 @@ class DeadlinesConfig:
 
 @dataclass
 class ParamSyncConfig:
-    transport: str = "auto"  # auto: the fastest that fits where the pools are | shared_memory | nccl | gloo
+    transport: str = "auto"  # auto: the fastest that fits the places | cuda_ipc | nccl | shared_memory | gloo
     staging: str = "bucket"  # bucket: buckets are written straight into the live weights | full: into a host copy first
     rollout_update: str = "all_at_once"  # | rolling: one replica after the other, from the host copy of staging full
     bucket_bytes: int = 0  # 0: what suits the transport, 4 MiB in shared memory, 16 MiB else; a few are held a side

@@ -18,7 +18,7 @@ from asyncrl.param_sync.endpoint import ReplicaEndpoint
 from asyncrl.param_sync.live_receiver import LiveViewReceiver
 from asyncrl.param_sync.manifest import Manifest, Role, TensorSpec
 from asyncrl.param_sync.sender import Sender, SendPlan, SendReport
-from asyncrl.param_sync.transports.local import SharedMemoryReader, SharedMemoryWriter
+from asyncrl.param_sync.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
 from asyncrl.sample import PolicyVersion
 from benchmarks.remote import Remote, context
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from asyncrl.param_sync.transports.base import BucketReader, BucketWriter
 
-TRANSPORTS = ("shared_memory", "nccl", "gloo")
+TRANSPORTS = ("cuda_ipc", "nccl", "shared_memory", "gloo")
 
 MIB = 1024 * 1024
 #: the size of a bucket where none is configured: in shared memory two should stay in the cache between the two ends; a
@@ -51,9 +51,13 @@ def make_writer(transport: str, sender: int, bucket_bytes: int, host: str) -> Bu
     on the network where the replicas are."""
     bucket_bytes = bucket_bytes or BUCKET_BYTES[transport]
     if transport == "shared_memory":
-        from asyncrl.param_sync.transports.local import SharedMemoryWriter
+        from asyncrl.param_sync.transports.shared_memory import SharedMemoryWriter
 
         return SharedMemoryWriter(sender, bucket_bytes)
+    if transport == "cuda_ipc":
+        from asyncrl.param_sync.transports.cuda_ipc import CudaIpcWriter
+
+        return CudaIpcWriter(sender, bucket_bytes)
     from asyncrl.param_sync.transports.collective import CollectiveWriter
 
     return CollectiveWriter(sender, bucket_bytes, host, "nccl" if transport == "nccl" else "gloo")
@@ -62,15 +66,20 @@ def make_writer(transport: str, sender: int, bucket_bytes: int, host: str) -> Bu
 def make_reader(transport: str, who: str) -> BucketReader:
     """The receiving end of replica ``who``."""
     if transport == "shared_memory":
-        from asyncrl.param_sync.transports.local import SharedMemoryReader
+        from asyncrl.param_sync.transports.shared_memory import SharedMemoryReader
 
         return SharedMemoryReader(who)
+    if transport == "cuda_ipc":
+        from asyncrl.param_sync.transports.cuda_ipc import CudaIpcReader
+
+        return CudaIpcReader(who)
     from asyncrl.param_sync.transports.collective_reader import CollectiveReader
 
     return CollectiveReader(who, "nccl" if transport == "nccl" else "gloo")
 
 
 _NEEDS = {
+    "cuda_ipc": "all senders and replicas on one and the same GPU",
     "shared_memory": "all senders and replicas on one machine",
     "nccl": "each sender and replica on a GPU of its own",
     "gloo": "nothing but a network",
@@ -80,15 +89,18 @@ _NEEDS = {
 def _fitting(senders: Sequence[Place], replicas: Sequence[Place]) -> list[Choice]:
     """All that fit, the fastest first."""
     everyone = [*senders, *replicas]
-    one_machine = len({place.machine for place in everyone}) == 1
+    machines = len({place.machine for place in everyone})
     devices = [place.device for place in everyone]
     found = []
-    if None not in devices and len(set(devices)) == len(devices):
+    if None not in devices and len(set(devices)) == 1:
+        found.append(Choice("cuda_ipc", f"all on GPU {devices[0]}"))
+    if None not in devices and len(set(devices)) == len(devices):  # NCCL refuses two members on one GPU
         found.append(Choice("nccl", f"{len(senders)} + {len(replicas)} GPUs of their own"))
-    if one_machine:
-        found.append(Choice("shared_memory", "all on one machine"))
-    machines = len({place.machine for place in everyone})
-    found.append(Choice("gloo", f"{machines} machine{'s' if machines > 1 else ''}, over the network"))
+    # Through the host, also from GPU to GPU where they are neither all the same nor all different.
+    mixed = "; their GPUs are neither one for all nor one for each" if not found and any(devices) else ""
+    if machines == 1:
+        found.append(Choice("shared_memory", f"all on one machine{mixed}"))
+    found.append(Choice("gloo", f"{machines} machine{'s' if machines > 1 else ''}, over the network{mixed}"))
     return found
 
 

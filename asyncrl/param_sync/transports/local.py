@@ -1,17 +1,18 @@
-"""Buckets in shared memory, on one machine: the data is written once and read where it lies.
+"""Buckets between processes of one machine: the data is written once and read where it lies.
 
-A writer owns a memory file (memfd), mapped and touched once per run, and a Unix socket in the abstract namespace.
-Neither has a name in any folder, so a killed process leaves nothing behind. Only small messages take the socket::
+Where that is, is for a `BucketMemory` to say: host memory (`shared_memory`), or that of a GPU (`cuda_ipc`). Everything
+else takes a Unix socket in the abstract namespace, which has no name in any folder, so that a killed process leaves
+nothing behind::
 
     reader                                            writer
       hello {session, who}              ───────────►
-                                        ◄───────────   one byte, with the memory file's descriptor
+                                        ◄───────────   welcome: how the memory is opened
                                         ◄───────────   bucket {sequence, place, keep, checksum, parts}
       acknowledgement (sequence)        ───────────►   … the buffer is free when all readers have sent this
                                         ◄───────────   end {buckets}
 
-The buffers in the file take turns. In a session that keeps, each bucket has a buffer of its own, nobody acknowledges,
-and the readers read when they like, until the next session.
+The buffers take turns. In a session that keeps, each bucket has a buffer of its own, nobody acknowledges, and the
+readers read when they like, until the next session.
 
 Whoever dies closes the socket, which the other end sees at once. A connection lives for one session, so a message of an
 earlier session has no way to arrive. Linux only.
@@ -20,60 +21,102 @@ earlier session has no way to arrive. Linux only.
 from __future__ import annotations
 
 import contextlib
-import functools
-import mmap
 import os
 import selectors
 import socket
 import struct
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 
 from asyncrl.param_sync.buckets import ALIGN_BYTES, Filled
 from asyncrl.param_sync.errors import BucketKey, SyncError
 from asyncrl.param_sync.receiver import Bucket, TensorPart
 from asyncrl.param_sync.transports.base import NoReaders
-from asyncrl.param_sync.transports.lend import lent
 from asyncrl.param_sync.transports.messages import framed, message_in, read_message, same_user
 from asyncrl.param_sync.transports.pump import Pump
 from asyncrl.telemetry.recorder import now_s
 
+BUFFERS = 2  # filling one overlaps reading the other
+
 _SEQUENCE = struct.Struct("<Q")  # an acknowledgement
+_WELCOME = b"."  # descriptors travel with it, then a message
+_MOST_FILES = 4
 _BACKLOG = 1024
-_WATCHFUL_S = 1e-3  # a reader that sleeps between two buckets costs its writer a tenth of the bucket's time to wake
+
+#: where a bucket lies in its memory: a value for JSON that only the kind of memory reads
+Place = Any
 
 
-class SharedMemoryAddress(NamedTuple):
-    """``socket`` is unique to one writer's life; ``machine`` is the boot id of where it lives."""
+class LocalAddress(NamedTuple):
+    """``socket`` is unique to one writer's life; ``machine`` is the boot id of where it lives, ``device`` the GPU that
+    its buckets are on (None: in host memory)."""
 
     sender: int
     socket: str
     machine: str
+    device: str | None
 
 
-class SharedMemoryWriter(Pump):
-    """Implements `BucketWriter`. ``sender`` numbers the sending ranks; ``bucket_bytes`` is rounded down to whole lines
-    of 64 bytes. So much is mapped here and in every reader for each of ``buffers`` (with two, filling one overlaps
-    reading the other), and for all buckets at once after a session that kept them."""
+class Welcome(NamedTuple):
+    """What a reader opens a memory by: values for JSON, and descriptors of files."""
 
-    def __init__(self, sender: int, bucket_bytes: int, buffers: int = 2) -> None:
+    message: Mapping[str, Any]
+    files: Sequence[int] = ()
+
+
+class BucketMemory(Protocol):
+    """The memory of a writer's buckets."""
+
+    device: str | None
+    keeps: bool  # there is room for all buckets of a session
+    welcome: Welcome
+
+    def buffer(self, index: int) -> torch.Tensor:
+        """The buffer of this index, uint8 [capacity]; it is made if there was none yet."""
+        ...
+
+    def place(self, index: int) -> Place: ...
+
+    def settle(self) -> None:
+        """Return when what this thread has written may be read by others."""
+
+    @property
+    def ceiling(self) -> float | None:
+        """Bytes per second of a plain copy of a bucket; None if it was not measured."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back, at the latest when nobody holds a buffer any more."""
+
+
+class OpenedMemory(Protocol):
+    """The same, as a reader has it."""
+
+    def lent(self, place: Place, key: BucketKey, who: str) -> AbstractContextManager[memoryview | torch.Tensor]:
+        """Lend a bucket's data to ``who``, see `asyncrl.param_sync.transports.lend`."""
+        ...
+
+    def kept(self, place: Place) -> memoryview:
+        """Data that is left as it is until the next session; asked of a memory that ``keeps``."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LocalWriter(Pump):
+    """Implements `BucketWriter` over a memory, whose first ``buffers`` take turns. ``sender`` numbers the sending
+    ranks."""
+
+    def __init__(self, sender: int, memory: BucketMemory, buffers: int = BUFFERS) -> None:
         super().__init__()
-        self._capacity = bucket_bytes // ALIGN_BYTES * ALIGN_BYTES
-        self._stride = -(-self._capacity // mmap.PAGESIZE) * mmap.PAGESIZE  # buffers are mapped one by one
-        if self._capacity <= 0:
-            raise ValueError(f"bucket_bytes is {bucket_bytes}, a bucket has at least {ALIGN_BYTES}")
-        self.address = SharedMemoryAddress(sender, f"asyncrl-{uuid.uuid4().hex}", _machine())
-        self._file = os.memfd_create("asyncrl-buckets")
-        self._buffers: list[torch.Tensor] = []
-        self._rotating = buffers
-        for index in range(buffers):
-            self._at(index)
+        self._memory, self._buffers = memory, buffers
+        self.address = LocalAddress(sender, f"asyncrl-{uuid.uuid4().hex}", _machine(), memory.device)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind("\0" + self.address.socket)
         self._listener.listen(_BACKLOG)
@@ -91,7 +134,8 @@ class SharedMemoryWriter(Pump):
 
     def open(self, session: str, readers: Sequence[str], deadline_s: float, stall_s: float, keep: bool = False) -> None:
         self._leave()
-        self._session, self._expected, self._sequence, self._keep = session, set(readers), 0, keep
+        self._session, self._expected, self._sequence = session, set(readers), 0
+        self._keep = keep and self._memory.keeps
         self._deadline, self._stall_s = now_s() + deadline_s, stall_s
         self.dropped = {}
         if not self._pump(lambda: not self._expected, self._limit()):
@@ -103,14 +147,15 @@ class SharedMemoryWriter(Pump):
         if self._keep:
             self._handle(0)  # who went, and an abort
         else:
-            self._await_read(self._sequence - self._rotating)
+            self._await_read(self._sequence - self._buffers)
         self._need_readers()
-        return self._at(self._index)
+        return self._memory.buffer(self._index)
 
     def publish(self, filled: Filled) -> None:
+        self._memory.settle()
         message = {
             "sequence": self._sequence,
-            "place": (self._index * self._stride, self._capacity),
+            "place": self._memory.place(self._index),
             "keep": self._keep,
             "checksum": filled.checksum,
             "parts": filled.parts,
@@ -129,37 +174,21 @@ class SharedMemoryWriter(Pump):
         self._aborted = session
         os.eventfd_write(self._wake, 1)
 
+    @property
+    def ceiling(self) -> float | None:
+        return self._memory.ceiling
+
     def close(self) -> None:
-        """Give everything back. The buffers are unmapped when nobody holds them any more."""
         self._leave()
         self._selector.close()
         self._listener.close()
-        for file in (self._file, self._wake):
-            os.close(file)
-        self._buffers = []
+        os.close(self._wake)
+        self._memory.close()
 
     @property
     def _index(self) -> int:
         """Of the buffer for the bucket that is next."""
-        return self._sequence if self._keep else self._sequence % self._rotating
-
-    @functools.cached_property
-    def ceiling(self) -> float:
-        """Bytes per second of a plain copy of a bucket."""
-        source, target = np.zeros(self._capacity, np.uint8), np.empty(self._capacity, np.uint8)
-        np.copyto(target, source)  # touches the pages
-        began_s = now_s()
-        np.copyto(target, source)
-        return self._capacity / max(now_s() - began_s, 1e-9)
-
-    def _at(self, index: int) -> torch.Tensor:
-        """The buffer of this index; it is made if there was none yet."""
-        while index >= len(self._buffers):
-            start = len(self._buffers) * self._stride
-            os.truncate(self._file, start + self._stride)
-            mapped = _map(self._file, start, self._capacity)
-            self._buffers.append(torch.frombuffer(mapped, dtype=torch.uint8))
-        return self._buffers[index]
+        return self._sequence if self._keep else self._sequence % self._buffers
 
     # -- readers come and go ------------------------------------------------------------------------------------------
 
@@ -189,7 +218,8 @@ class SharedMemoryWriter(Pump):
         peer = self._peers[who] = _Peer(who, sock)
         self._selector.register(sock, selectors.EVENT_READ, partial(self._acknowledged, peer))
         try:
-            socket.send_fds(sock, [b"."], [self._file])
+            message, files = self._memory.welcome
+            socket.send_fds(sock, [_WELCOME, framed(message)], files)
         except OSError as e:
             self._drop(peer, f"went away when it joined ({e})")
 
@@ -255,24 +285,33 @@ class _Peer:
         self.who, self.sock, self.read, self.received = who, sock, 0, bytearray()
 
 
-class SharedMemoryReader:
-    """Implements `BucketReader`. ``who`` is the replica's name. A writer's memory stays mapped between sessions."""
+class LocalReader:
+    """Implements `BucketReader`. ``who`` is the replica's name; ``open_memory`` opens a writer's memory, which is on
+    ``device``, by its welcome: it owns the descriptors. The memory stays open between sessions."""
 
-    def __init__(self, who: str) -> None:
-        self._who = who
+    def __init__(
+        self,
+        who: str,
+        device: str | None,
+        open_memory: Callable[[Mapping[str, Any], Sequence[int]], OpenedMemory],
+    ) -> None:
+        self._who, self._device, self._open_memory = who, device, open_memory
         self._session = ""
-        self._files: dict[SharedMemoryAddress, int] = {}
-        self._mapped: dict[SharedMemoryAddress, dict[int, mmap.mmap]] = {}  # by their start in the file
-        self._links: dict[SharedMemoryAddress, socket.socket] = {}
+        self._opened: dict[LocalAddress, OpenedMemory] = {}
+        self._links: dict[LocalAddress, socket.socket] = {}
 
-    def connect(self, session: str, addresses: Sequence[SharedMemoryAddress], deadline_s: float) -> None:
+    def connect(self, session: str, addresses: Sequence[LocalAddress], deadline_s: float) -> None:
         self._hang_up()
-        for gone in self._files.keys() - set(addresses):
+        for gone in self._opened.keys() - set(addresses):
             self._forget(gone)
         self._session = session
         for address in addresses:
             if address.machine != _machine():
-                raise self._failed("plan", address, "is on another machine, where shared memory does not reach")
+                raise self._failed("plan", address, "is on another machine, whose memory cannot be read here")
+            if address.device != self._device:
+                theirs, ours = address.device or "host memory", self._device or "host memory"
+                problem = f"has its buckets in {theirs}, this replica reads from {ours}; both must be in one place"
+                raise self._failed("plan", address, problem)
             link = self._links[address] = socket.socket(socket.AF_UNIX)
             link.settimeout(deadline_s)
             try:
@@ -292,10 +331,9 @@ class SharedMemoryReader:
             selector = stack.enter_context(selectors.DefaultSelector())
             for address, link in links.items():
                 selector.register(link, selectors.EVENT_READ, address)
-            welcomed: set[SharedMemoryAddress] = set()
-            watchful_s = _WATCHFUL_S
+            welcomed: set[LocalAddress] = set()
             while selector.get_map():
-                ready = _select(selector, limit, watchful_s)
+                ready = selector.select(max(limit - now_s(), 0))
                 if not ready:
                     address = next(iter(selector.get_map().values())).data
                     reason = f"was not done by the deadline of {deadline_s:g} s"
@@ -314,13 +352,12 @@ class SharedMemoryReader:
                             continue
                         parts = tuple(TensorPart(*part) for part in message["parts"])
                         which = BucketKey(session, address.sender, message["sequence"])
+                        memory, place, checksum = self._opened[address], message["place"], message["checksum"]
                         if message["keep"]:
-                            watchful_s = 0.0  # nobody waits for this reader, and its engine generates meanwhile
-                            data = memoryview(self._array(address, message["place"]).data)
-                            yield Bucket(*which, parts, data, message["checksum"], kept=True)
+                            yield Bucket(*which, parts, memory.kept(place), checksum, kept=True)
                         else:
-                            with lent(self._array(address, message["place"]), which, self._who) as data:
-                                yield Bucket(*which, parts, data, message["checksum"])
+                            with memory.lent(place, which, self._who) as data:
+                                yield Bucket(*which, parts, data, checksum)
                             link.sendall(_SEQUENCE.pack(message["sequence"]))
                         expected[address] += 1
                     except (OSError, EOFError) as e:
@@ -334,49 +371,39 @@ class SharedMemoryReader:
 
     def close(self) -> None:
         self._hang_up()
-        for address in list(self._files):
+        for address in list(self._opened):
             self._forget(address)
 
-    def _receive_welcome(self, address: SharedMemoryAddress, link: socket.socket) -> None:
-        byte, files, _, _ = socket.recv_fds(link, 1, 1)
-        if not byte:
-            raise EOFError("it did not let this replica in")
-        if address in self._files:
-            os.close(files[0])
-        else:
-            self._files[address], self._mapped[address] = files[0], {}
+    def _receive_welcome(self, address: LocalAddress, link: socket.socket) -> None:
+        with contextlib.ExitStack() as unwanted:
+            byte, files, _, _ = socket.recv_fds(link, len(_WELCOME), _MOST_FILES)
+            for file in files:
+                unwanted.callback(os.close, file)
+            if not byte:
+                raise EOFError("it did not let this replica in")
+            message = read_message(link)
+            if address not in self._opened:
+                unwanted.pop_all()
+                self._opened[address] = self._open_memory(message, files)
 
-    def _forget(self, address: SharedMemoryAddress) -> None:
-        os.close(self._files.pop(address))
-        del self._mapped[address]
-
-    def _array(self, address: SharedMemoryAddress, place: Sequence[int]) -> np.ndarray:
-        """uint8 [capacity]: a new array over a bucket's memory."""
-        (start, length), mapped = place, self._mapped[address]
-        if start not in mapped:
-            mapped[start] = _map(self._files[address], start, length, mmap.PROT_READ)
-        return np.frombuffer(mapped[start], dtype=np.uint8)
+    def _forget(self, address: LocalAddress) -> None:
+        self._opened.pop(address).close()
 
     def _hang_up(self) -> None:
         while self._links:
             self._links.popitem()[1].close()
 
-    def _failed(self, phase: str, address: SharedMemoryAddress, message: str, sequence: int | None = None) -> SyncError:
+    def _failed(self, phase: str, address: LocalAddress, message: str, sequence: int | None = None) -> SyncError:
         bucket = None if sequence is None else BucketKey(self._session, address.sender, sequence)
         return SyncError(phase, self._who, None, bucket, f"sender {address.sender} {message}")
 
 
-def _select(selector: selectors.BaseSelector, limit: float, watchful_s: float) -> list[tuple[Any, int]]:
-    """What is ready by ``limit``. For the first ``watchful_s`` it looks again and again, letting others run between."""
-    asleep_from = now_s() + watchful_s
-    while not (ready := selector.select(0)) and now_s() < min(asleep_from, limit):
-        os.sched_yield()
-    return ready or selector.select(max(limit - now_s(), 0))
-
-
-def _map(file: int, start: int, length: int, protection: int = mmap.PROT_READ | mmap.PROT_WRITE) -> mmap.mmap:
-    """Map a part of a file, all its pages present: no page fault is left for the transfer."""
-    return mmap.mmap(file, length, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=protection, offset=start)
+def whole_lines(bucket_bytes: int) -> int:
+    """A bucket's capacity: ``bucket_bytes`` rounded down to lines of 64 bytes. Raises ValueError if none is left."""
+    capacity = bucket_bytes // ALIGN_BYTES * ALIGN_BYTES
+    if capacity <= 0:
+        raise ValueError(f"bucket_bytes is {bucket_bytes}, a bucket has at least {ALIGN_BYTES}")
+    return capacity
 
 
 def _machine() -> str:
