@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -78,9 +79,11 @@ async def _serve_calls(pipe: Any, make: Callable[..., Any], args: tuple[Any, ...
         except Exception as error:
             pipe.send((number, None, error))
 
+    # Of its own: the loop's threads grow in number by chance, when the next call comes before the last one is put away.
+    reading, loop = ThreadPoolExecutor(1), asyncio.get_running_loop()
     while True:
         try:
-            call = await asyncio.to_thread(pipe.recv)
+            call = await loop.run_in_executor(reading, pipe.recv)
         except EOFError:
             os._exit(0)
         task = asyncio.create_task(answer(*call))

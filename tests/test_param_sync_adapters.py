@@ -171,7 +171,7 @@ class AdapterRank(RankProcess):
 
 @contextlib.asynccontextmanager
 async def trainer_and_replicas(replicas=1, shares=(slice(None),)):
-    ranks = [Remote(AdapterRank, i, share) for i, share in enumerate(shares)]
+    ranks = [Remote(AdapterRank, i, "shared_memory", share) for i, share in enumerate(shares)]
     others = {f"replica/{i}": Remote(ReplicaProcess, f"replica/{i}") for i in range(replicas)}
     try:
         yield ranks, others

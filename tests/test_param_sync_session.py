@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import re
 import signal
 import time
 from dataclasses import replace
@@ -15,40 +15,31 @@ from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.fleet import Fleet
 from asyncrl.param_sync.manifest import ManifestError
 from asyncrl.param_sync.session import PHASES, SyncSession
-from asyncrl.sample import PolicyVersion
 from asyncrl.telemetry.recorder import Recorder
-from tests.support.sync_processes import config, digest, hurried, processes, weights
-
-
-def version(number):
-    return PolicyVersion(0, number)
-
-
-def fleet_of(replicas):
-    fleet = Fleet()
-    for name, handle in replicas.items():
-        fleet.add(name, handle)
-    return fleet
-
-
-async def sync(ranks, fleet, number, settings=None, recorder=None):
-    senders = {f"trainer/{i}": rank for i, rank in enumerate(ranks)}
-    return await SyncSession(senders, fleet, settings or config(), recorder).run(version(number))
-
-
-def digests(number):
-    return {role: digest(weights(number), role) for role in ("target", "draft")}
-
+from tests.support.sync_processes import (
+    config,
+    digests,
+    fleet_of,
+    hurried,
+    processes,
+    segments,
+    sync,
+    version,
+    weights,
+)
 
 BUCKET = {"staging": "bucket"}
 FULL = {"staging": "full"}
 ROLLING = {"staging": "full", "rollout_update": "rolling"}
 
+over_each_transport = pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+
 
 @pytest.mark.parametrize("how", [BUCKET, FULL, ROLLING], ids=["bucket", "full", "rolling"])
-async def test_all_replicas_come_to_the_new_version_bit_exact(how):
+@over_each_transport
+async def test_all_replicas_come_to_the_new_version_bit_exact(how, transport):
     phases = set(PHASES) - ({"load"} if how is BUCKET else set())
-    async with processes(2) as (ranks, replicas):
+    async with processes(2, transport=transport) as (ranks, replicas):
         fleet, recorder = fleet_of(replicas), Recorder("driver")
         assert fleet.routable == {}
         report = await sync(ranks, fleet, 1, config(**how), recorder)
@@ -81,8 +72,9 @@ async def test_pause_and_kv_are_as_configured(pause, kv, calls):
 
 
 @pytest.mark.parametrize("how", [BUCKET, ROLLING], ids=["bucket", "rolling"])
-async def test_several_senders_share_a_session(how):
-    async with processes(2, shares=(slice(0, 5), slice(5, None))) as (ranks, replicas):
+@over_each_transport
+async def test_several_senders_share_a_session(how, transport):
+    async with processes(2, shares=(slice(0, 5), slice(5, None)), transport=transport) as (ranks, replicas):
         fleet = fleet_of(replicas)
         for number in (1, 2):
             assert (await sync(ranks, fleet, number, config(**how))).digests == digests(number)
@@ -93,10 +85,10 @@ async def test_many_sessions_grow_nothing():
     async with processes(2) as (ranks, replicas):
         fleet, everyone = fleet_of(replicas), [*ranks, *replicas.values()]
         await sync(ranks, fleet, 1)
-        before = [(await remote.look())["fds"] for remote in everyone]
+        before = [(await remote.resources())["fds"] for remote in everyone]
         for number in range(2, 52):
             await sync(ranks, fleet, number)
-        assert [(await remote.look())["fds"] for remote in everyone] == before
+        assert [(await remote.resources())["fds"] for remote in everyone] == before
 
 
 async def test_closing_gives_back_memory_and_descriptors():
@@ -196,16 +188,9 @@ async def test_a_copy_is_read_again_only_in_its_own_session():
         assert (await late.look())["digests"] == digests(4)
 
 
-def segments(pid):
-    """Bucket memory that a process has mapped or open, and names in the folder for shared memory."""
-    with open(f"/proc/{pid}/maps") as maps:
-        mapped = [line for line in maps if "asyncrl-bucket" in line]
-    opened = [fd for fd in os.listdir(f"/proc/{pid}/fd") if "asyncrl-bucket" in os.readlink(f"/proc/{pid}/fd/{fd}")]
-    return mapped + opened + [name for name in os.listdir("/dev/shm") if "asyncrl-bucket" in name]
-
-
-async def test_a_wrong_shape_is_refused_with_nothing_paused():
-    async with processes(2, extra={"norm.weight": torch.zeros(8)}) as (ranks, replicas):
+@over_each_transport
+async def test_a_wrong_shape_is_refused_with_nothing_paused(transport):
+    async with processes(2, extra={"norm.weight": torch.zeros(8)}, transport=transport) as (ranks, replicas):
         fleet = fleet_of(replicas)
         with pytest.raises(ManifestError, match=r"norm.weight: sent as float32\[7\], the replica holds float32\[8\]"):
             await sync(ranks, fleet, 1)
@@ -216,8 +201,9 @@ async def test_a_wrong_shape_is_refused_with_nothing_paused():
         assert fleet.routable == {"replica/0": version(1)}
 
 
-async def test_a_replica_killed_in_the_transfer_is_evicted_at_once_and_survivors_commit():
-    async with processes(2) as (ranks, replicas):
+@over_each_transport
+async def test_a_replica_killed_in_the_transfer_is_evicted_at_once_and_survivors_commit(transport):
+    async with processes(2, transport=transport) as (ranks, replicas):
         fleet = fleet_of(replicas)
         await sync(ranks, fleet, 1)
         await ranks[0].set(hold_at=9)
@@ -229,16 +215,18 @@ async def test_a_replica_killed_in_the_transfer_is_evicted_at_once_and_survivors
         report = await session
         assert time.monotonic() - started < 5  # its deadlines are 20 s and more
         assert report.evicted.keys() == {"replica/1"}
+        told = r"transfer, replica/1, version 0.2: .*; trainer/0 dropped it: went away .*; bucket \d was its next"
+        assert re.search(told, str(report.evicted["replica/1"]))
         assert fleet.routable == {"replica/0": version(2)}
         assert (await replicas["replica/0"].look())["digests"] == digests(2)
-        assert segments(ranks[0].process.pid)  # still the same ones, for the next session
         report = await sync(ranks, fleet, 3)
         assert report.evicted["replica/1"].phase == "plan"
         assert fleet.routable == {"replica/0": version(3)}
 
 
-async def test_a_stopped_replica_costs_its_deadline_and_changes_nothing_when_it_wakes():
-    async with processes(2) as (ranks, replicas):
+@over_each_transport
+async def test_a_stopped_replica_costs_its_deadline_and_changes_nothing_when_it_wakes(transport):
+    async with processes(2, transport=transport) as (ranks, replicas):
         fleet, late = fleet_of(replicas), replicas["replica/1"]
         await sync(ranks, fleet, 1)
         await ranks[0].set(hold_at=9)
@@ -283,8 +271,9 @@ async def test_a_replica_that_is_stopped_before_the_session_holds_nobody_up():
         assert fleet.routable == dict.fromkeys(replicas, version(3))
 
 
-async def test_a_killed_sender_fails_the_session_and_no_replica_serves_a_mixture():
-    async with processes(2) as (ranks, replicas):
+@over_each_transport
+async def test_a_killed_sender_fails_the_session_and_no_replica_serves_a_mixture(transport):
+    async with processes(2, transport=transport) as (ranks, replicas):
         fleet = fleet_of(replicas)
         await sync(ranks, fleet, 1)
         await ranks[0].set(hold_at=9)
@@ -298,13 +287,14 @@ async def test_a_killed_sender_fails_the_session_and_no_replica_serves_a_mixture
             seen = await replica.look()
             assert not seen["intact"]
             assert seen["calls"][-1] == "release_kv"  # still paused
-        async with processes(0) as (fresh, _):
+        async with processes(0, transport=transport) as (fresh, _):
             await sync(fresh, fleet, 3)
         assert fleet.routable == dict.fromkeys(replicas, version(3))
 
 
-async def test_replicas_that_took_nothing_serve_on_when_the_sender_fails():
-    async with processes(2) as (ranks, replicas):
+@over_each_transport
+async def test_replicas_that_took_nothing_serve_on_when_the_sender_fails(transport):
+    async with processes(2, transport=transport) as (ranks, replicas):
         fleet = fleet_of(replicas)
         await sync(ranks, fleet, 1)
         await ranks[0].set(fail_at=0)
@@ -317,8 +307,9 @@ async def test_replicas_that_took_nothing_serve_on_when_the_sender_fails():
             assert seen["digests"] == digests(1)
 
 
-async def test_a_stopped_sender_fails_at_the_deadline_and_writes_nothing_when_it_wakes():
-    async with processes(1) as (ranks, replicas):
+@over_each_transport
+async def test_a_stopped_sender_fails_at_the_deadline_and_writes_nothing_when_it_wakes(transport):
+    async with processes(1, transport=transport) as (ranks, replicas):
         fleet, replica = fleet_of(replicas), replicas["replica/0"]
         await sync(ranks, fleet, 1)
         await ranks[0].set(hold_at=0)
@@ -336,8 +327,9 @@ async def test_a_stopped_sender_fails_at_the_deadline_and_writes_nothing_when_it
         assert (await replica.look())["digests"] == digests(3)
 
 
-async def test_a_damaged_bucket_evicts_and_the_export_is_driven_to_its_end():
-    async with processes(1) as (ranks, replicas):
+@over_each_transport
+async def test_a_damaged_bucket_evicts_and_the_export_is_driven_to_its_end(transport):
+    async with processes(1, transport=transport) as (ranks, replicas):
         fleet = fleet_of(replicas)
         await ranks[0].damage_next()
         with pytest.raises(SyncError, match=r"all replicas.*bucket 0/0 of session .*damaged on its way"):

@@ -40,7 +40,7 @@ from asyncrl.telemetry.recorder import Recorder, now_s
 
 T = TypeVar("T")
 
-_LAST_WORDS_S = 1.0  # for a replica that a sender dropped to say why
+_LAST_WORDS_S = 1.0  # for a replica that a sender dropped to say why, and for a sender to hear that all is over
 PHASES = ("plan", "pause", "unload", "transfer", "load", "verify", "commit", "reload", "resume")
 
 
@@ -176,7 +176,11 @@ class SyncSession:
             keep=self._full,
         )
         reports = await self._send(plan)
-        self._dropped = {who: why for report in reports for who, why in report.dropped.items()}
+        self._dropped = {
+            who: f"{sender} dropped it: {why}"
+            for sender, report in zip(self._senders, reports, strict=True)
+            for who, why in report.dropped.items()
+        }
         for role in ROLES:
             hashes = {name: h for report in reports for name, h in report.hashes[role].items()}
             self._report.digests[role] = combine_hashes(hashes)
@@ -202,8 +206,10 @@ class SyncSession:
         if name in self._dropped:
             # Its own account of the failure is the better one, if it lives to tell.
             await asyncio.wait([self._receiving[name]], timeout=_LAST_WORDS_S)
-            if not self._receiving[name].done() or self._receiving[name].exception() is None:
-                raise SyncError("transfer", name, self._version, None, f"dropped by a sender: {self._dropped[name]}")
+            own = self._receiving[name].exception() if self._receiving[name].done() else None
+            if not isinstance(own, SyncError) or own.bucket is None:
+                account = f"{own.message}; " if isinstance(own, SyncError) else ""
+                raise SyncError("transfer", name, self._version, None, f"{account}{self._dropped[name]}") from own
         await self._receiving[name]
 
     async def _receive_and_adopt(self, name: str, replica: ReplicaHandle) -> None:
@@ -272,8 +278,8 @@ class SyncSession:
                 self._fleet.serve(name, whole)
 
         async def dismiss(sender: SenderHandle) -> None:
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(sender.abort(self._session), limit_s)
+            with contextlib.suppress(Exception):  # one that hangs is told when it wakes
+                await asyncio.wait_for(sender.abort(self._session), _LAST_WORDS_S)
 
         releases = [release(name, replica) for name, replica in self._active.items()]
         await asyncio.gather(*releases, *(dismiss(sender) for sender in self._senders.values()))

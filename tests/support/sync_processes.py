@@ -1,12 +1,14 @@
-"""Replicas and trainer ranks for the parameter sync tests: real processes, real shared memory, calls over a pipe."""
+"""Replicas and trainer ranks for the parameter sync tests: real processes and transports, calls over a pipe."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from signal import Signals
 from typing import Any
 
 import torch
@@ -15,12 +17,17 @@ from asyncrl.config.schema import DeadlinesConfig, ParamSyncConfig
 from asyncrl.param_sync.buckets import Filled
 from asyncrl.param_sync.digest import digest_tensors, dtype_name
 from asyncrl.param_sync.endpoint import ReplicaEndpoint
+from asyncrl.param_sync.fleet import Fleet
 from asyncrl.param_sync.live_receiver import LiveViewReceiver
 from asyncrl.param_sync.manifest import Manifest, Role, TensorSpec
 from asyncrl.param_sync.sender import Sender, SendPlan, SendReport
-from asyncrl.param_sync.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
+from asyncrl.param_sync.session import SyncReport, SyncSession
+from asyncrl.param_sync.transports.base import BucketWriter
+from asyncrl.param_sync.transports.choose import make_reader, make_writer
 from asyncrl.sample import PolicyVersion
+from asyncrl.telemetry.recorder import Recorder
 from benchmarks.remote import Remote, context
+from tests.support.collective_processes import HOST, resources
 
 Tensors = dict[str, torch.Tensor]
 BUCKET_BYTES = 4096
@@ -98,23 +105,63 @@ class WeightsEngine:
 class ReplicaProcess(ReplicaEndpoint):
     """Runs in a replica's process: the endpoint, and a look at what it did."""
 
-    def __init__(self, name: str, extra: Tensors) -> None:
+    def __init__(self, name: str, transport: str, extra: Tensors) -> None:
         self.engine = WeightsEngine(weights(0) | extra)
-        super().__init__(name, self.engine, SharedMemoryReader(name))
+        super().__init__(name, self.engine, make_reader(transport, name))
 
     async def look(self) -> dict[str, Any]:
-        fds = len(os.listdir("/proc/self/fd"))
         digests = {role: digest(self.engine.views, role) for role in ("target", "draft")}
-        return {"calls": self.engine.calls, "fds": fds, "digests": digests, "intact": self.engine.receiver.intact()}
+        return {"calls": self.engine.calls, "digests": digests, "intact": self.engine.receiver.intact()}
+
+    async def resources(self) -> dict[str, int]:
+        return resources()
+
+    async def strike(self, phase: str, number: Signals) -> None:
+        """Send this process a signal amid a phase, once."""
+        engine, receiver = self.engine, self.engine.receiver
+        amid: dict[str, list[tuple[Any, str]]] = {
+            "plan": [(receiver, "open")],
+            "pause": [(engine, "pause")],
+            "unload": [(engine, "release_kv")],
+            "transfer": [(self, "_take"), (self, "_stage")],  # whichever comes first
+            "load": [(self, "_take")],
+            "verify": [(engine, "digest")],
+            "commit": [(receiver, "commit")],
+            "reload": [(engine, "restore_kv")],
+            "resume": [(engine, "resume")],
+        }
+        strike(amid[phase], number)
 
 
-class DamagingWriter(SharedMemoryWriter):
-    """Flips one bit of a bucket when told to, after its checksum was taken."""
+def strike(methods: Sequence[tuple[Any, str]], number: Signals, at: int = 0) -> None:
+    """Send this process a signal before the call number ``at`` of these methods, then go on with the call."""
+    calls = 0
 
-    damage = False
+    def counted(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == at + 1:
+                os.kill(os.getpid(), number)
+            return method(*args)
+
+        return call
+
+    for owner, name in methods:
+        setattr(owner, name, counted(getattr(owner, name)))
+
+
+class DamagingWriter:
+    """A writer that flips one bit of a bucket when told to, after its checksum was taken."""
+
+    def __init__(self, writer: BucketWriter) -> None:
+        self._writer, self.damage = writer, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._writer, name)
 
     def buffer(self) -> torch.Tensor:
-        self._last = super().buffer()
+        self._last = self._writer.buffer()
         return self._last
 
     def publish(self, filled: Filled) -> None:
@@ -122,7 +169,7 @@ class DamagingWriter(SharedMemoryWriter):
             self.damage = False
             self._last[0] ^= 1
         del self._last
-        super().publish(filled)
+        self._writer.publish(filled)
 
 
 class RankProcess:
@@ -130,10 +177,11 @@ class RankProcess:
 
     The export stops before its ``hold_at``-th tensor, once, until ``release``; ``fail_at`` raises there."""
 
-    def __init__(self, sender: int, share: slice) -> None:
-        self._writer = DamagingWriter(sender, BUCKET_BYTES)
+    def __init__(self, sender: int, transport: str, share: slice) -> None:
+        self._writer = DamagingWriter(make_writer(transport, sender, BUCKET_BYTES, HOST))
         self._sender = Sender(f"trainer/{sender}", self._writer)
         self._share = share
+        self._thread = ThreadPoolExecutor(1)  # a rank computes and sends in one
         self._gate = context.Event()
         self._reached = asyncio.Event()
         self.hold_at = self.fail_at = self.exported = -1
@@ -153,7 +201,16 @@ class RankProcess:
         self._gate.set()
 
     async def look(self) -> dict[str, Any]:
-        return {"fds": len(os.listdir("/proc/self/fd")), "exported": self.exported}
+        return {"exported": self.exported}
+
+    async def resources(self) -> dict[str, int]:
+        return resources()
+
+    async def strike(self, call: str, number: Signals) -> None:
+        """Send this process a signal as it is asked for its ``manifest`` or ``address``, or at its part of the
+        transfer: ``open``, ``publish`` of the third bucket, ``finish``."""
+        owner = {"manifest": self, "address": self, "open": self._sender}.get(call, self._writer)
+        strike([(owner, call)], number, at=2 if call == "publish" else 0)
 
     async def manifest(self) -> Manifest:
         return manifest_of(weights(0))
@@ -163,7 +220,7 @@ class RankProcess:
 
     async def send(self, plan: SendPlan) -> SendReport:
         loop = asyncio.get_running_loop()
-        return await asyncio.to_thread(self._send, plan, loop)
+        return await loop.run_in_executor(self._thread, self._send, plan, loop)
 
     async def abort(self, session: str) -> None:
         self._sender.abort(session)
@@ -191,18 +248,58 @@ class RankProcess:
 
 @asynccontextmanager
 async def processes(
-    replicas: int, shares: tuple[slice, ...] = (slice(None),), extra: Tensors | None = None
+    replicas: int,
+    shares: tuple[slice, ...] = (slice(None),),
+    extra: Tensors | None = None,
+    transport: str = "shared_memory",
 ) -> AsyncIterator[tuple[list[Remote], dict[str, Remote]]]:
-    """Trainer ranks (each with its share of the tensors) and replicas (the last one with ``extra`` parameters)."""
-    ranks = [Remote(RankProcess, i, share) for i, share in enumerate(shares)]
+    """Trainer ranks (each with its share of the tensors) and replicas (the last one with ``extra`` parameters); those
+    that are put into what this yields are ended with them."""
+    ranks = [Remote(RankProcess, i, transport, share) for i, share in enumerate(shares)]
     others: dict[str, Remote] = {}
     for i in range(replicas):
-        others[f"replica/{i}"] = Remote(ReplicaProcess, f"replica/{i}", (extra or {}) if i == replicas - 1 else {})
+        more = (extra or {}) if i == replicas - 1 else {}
+        others[f"replica/{i}"] = Remote(ReplicaProcess, f"replica/{i}", transport, more)
     try:
         yield ranks, others
     finally:
         for remote in [*ranks, *others.values()]:
             remote.end()
+
+
+def version(number: int) -> PolicyVersion:
+    return PolicyVersion(0, number)
+
+
+def fleet_of(replicas: dict[str, Remote]) -> Fleet:
+    fleet = Fleet()
+    for name, handle in replicas.items():
+        fleet.add(name, handle)
+    return fleet
+
+
+async def sync(
+    ranks: Sequence[Remote],
+    fleet: Fleet,
+    number: int,
+    settings: ParamSyncConfig | None = None,
+    recorder: Recorder | None = None,
+) -> SyncReport:
+    senders = {f"trainer/{i}": rank for i, rank in enumerate(ranks)}
+    return await SyncSession(senders, fleet, settings or config(), recorder).run(version(number))
+
+
+def digests(number: int) -> dict[Role, str]:
+    """Of the weights of a version, as a replica's `look` gives them."""
+    return {role: digest(weights(number), role) for role in ("target", "draft")}
+
+
+def segments(pid: int) -> list[Any]:
+    """Bucket memory that a process has mapped or open, and names in the folder for shared memory."""
+    with open(f"/proc/{pid}/maps") as maps:
+        mapped = [line for line in maps if "asyncrl-bucket" in line]
+    opened = [fd for fd in os.listdir(f"/proc/{pid}/fd") if "asyncrl-bucket" in os.readlink(f"/proc/{pid}/fd/{fd}")]
+    return mapped + opened + [name for name in os.listdir("/dev/shm") if "asyncrl-bucket" in name]
 
 
 def config(**changes: Any) -> ParamSyncConfig:
