@@ -6,6 +6,7 @@ writer's. Its handle is in the welcome, and each reader opens it once, for all s
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from asyncrl.param_sync.errors import BucketKey
-from asyncrl.param_sync.transports.cuda_memory import DeviceMemory, cuda_device, device_name
+from asyncrl.param_sync.transports.cuda_memory import CudaError, DeviceMemory, cuda_device, device_name
 from asyncrl.param_sync.transports.lend import lent_on_device
 from asyncrl.param_sync.transports.local import BUFFERS, LocalReader, LocalWriter, Welcome, whole_lines
 from asyncrl.param_sync.transports.process_group import settle
@@ -98,4 +99,5 @@ class OpenedBuckets:
         raise NotImplementedError("buckets on a device are not kept, see DeviceBuckets.keeps")
 
     def close(self) -> None:
-        self._memory.close()
+        with contextlib.suppress(CudaError):  # the writer's process may have ended: no reason to fail the next session
+            self._memory.close()
