@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from signal import Signals
 from typing import Any
 
 import torch
@@ -116,7 +117,7 @@ class ReplicaProcess(ReplicaEndpoint):
     async def resources(self) -> dict[str, int]:
         return resources()
 
-    async def strike(self, phase: str, number: Signals) -> None:
+    async def strike(self, phase: str, number: signal.Signals) -> None:
         """Send this process a signal amid a phase, once."""
         engine, receiver = self.engine, self.engine.receiver
         amid: dict[str, list[tuple[Any, str]]] = {
@@ -133,7 +134,7 @@ class ReplicaProcess(ReplicaEndpoint):
         strike(amid[phase], number)
 
 
-def strike(methods: Sequence[tuple[Any, str]], number: Signals, at: int = 0) -> None:
+def strike(methods: Sequence[tuple[Any, str]], number: signal.Signals, at: int = 0) -> None:
     """Send this process a signal before the call number ``at`` of these methods, then go on with the call."""
     calls = 0
 
@@ -142,7 +143,8 @@ def strike(methods: Sequence[tuple[Any, str]], number: Signals, at: int = 0) -> 
             nonlocal calls
             calls += 1
             if calls == at + 1:
-                os.kill(os.getpid(), number)
+                # To this thread: of a process's signal another may learn first, while this one goes on for a moment.
+                signal.pthread_kill(threading.get_ident(), number)
             return method(*args)
 
         return call
@@ -206,7 +208,7 @@ class RankProcess:
     async def resources(self) -> dict[str, int]:
         return resources()
 
-    async def strike(self, call: str, number: Signals) -> None:
+    async def strike(self, call: str, number: signal.Signals) -> None:
         """Send this process a signal as it is asked for its ``manifest`` or ``address``, or at its part of the
         transfer: ``open``, ``publish`` of the third bucket, ``finish``."""
         owner = {"manifest": self, "address": self, "open": self._sender}.get(call, self._writer)
