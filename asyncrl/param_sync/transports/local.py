@@ -48,6 +48,7 @@ _SEQUENCE = struct.Struct("<Q")  # an acknowledgement
 _WELCOME = b"."  # descriptors travel with it, then a message
 _MOST_FILES = 4
 _BACKLOG = 1024
+_WATCHFUL_S = 1e-3  # a reader that sleeps between two buckets costs its writer a tenth of the bucket's time to wake
 
 #: where a bucket lies in its memory: a value for JSON that only the kind of memory reads
 Place = Any
@@ -332,8 +333,9 @@ class LocalReader:
             for address, link in links.items():
                 selector.register(link, selectors.EVENT_READ, address)
             welcomed: set[LocalAddress] = set()
+            watchful_s = _WATCHFUL_S
             while selector.get_map():
-                ready = selector.select(max(limit - now_s(), 0))
+                ready = _select(selector, limit, watchful_s)
                 if not ready:
                     address = next(iter(selector.get_map().values())).data
                     reason = f"was not done by the deadline of {deadline_s:g} s"
@@ -354,6 +356,7 @@ class LocalReader:
                         which = BucketKey(session, address.sender, message["sequence"])
                         memory, place, checksum = self._opened[address], message["place"], message["checksum"]
                         if message["keep"]:
+                            watchful_s = 0.0  # nobody waits for this reader, and its engine generates meanwhile
                             yield Bucket(*which, parts, memory.kept(place), checksum, kept=True)
                         else:
                             with memory.lent(place, which, self._who) as data:
@@ -396,6 +399,14 @@ class LocalReader:
     def _failed(self, phase: str, address: LocalAddress, message: str, sequence: int | None = None) -> SyncError:
         bucket = None if sequence is None else BucketKey(self._session, address.sender, sequence)
         return SyncError(phase, self._who, None, bucket, f"sender {address.sender} {message}")
+
+
+def _select(selector: selectors.BaseSelector, limit: float, watchful_s: float) -> list[tuple[Any, int]]:
+    """What is ready by ``limit``. For the first ``watchful_s`` it looks again and again, letting others run between."""
+    asleep_from = now_s() + watchful_s
+    while not (ready := selector.select(0)) and now_s() < min(asleep_from, limit):
+        os.sched_yield()
+    return ready or selector.select(max(limit - now_s(), 0))
 
 
 def whole_lines(bucket_bytes: int) -> int:

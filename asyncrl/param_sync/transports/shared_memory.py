@@ -24,10 +24,11 @@ from asyncrl.telemetry.recorder import now_s
 
 class SharedMemoryWriter(LocalWriter):
     """Implements `BucketWriter`. ``sender`` numbers the sending ranks; ``bucket_bytes`` is rounded down to whole lines
-    of 64 bytes. Twice that is mapped here and in every reader; all buckets at once, after a session that kept them."""
+    of 64 bytes. So much is mapped here and in every reader for each of ``buffers``, and for all buckets at once after a
+    session that kept them."""
 
-    def __init__(self, sender: int, bucket_bytes: int) -> None:
-        super().__init__(sender, MemoryFile(bucket_bytes))
+    def __init__(self, sender: int, bucket_bytes: int, buffers: int = BUFFERS) -> None:
+        super().__init__(sender, MemoryFile(bucket_bytes, buffers), buffers)
 
 
 class SharedMemoryReader(LocalReader):
