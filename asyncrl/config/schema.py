@@ -153,7 +153,7 @@ class ParamSyncConfig:
     transport: str = "auto"  # auto: the fastest that fits the places | cuda_ipc | nccl | shared_memory | gloo
     staging: str = "bucket"  # bucket: buckets are written straight into the live weights | full: into a host copy first
     rollout_update: str = "all_at_once"  # | rolling: one replica after the other, from the host copy of staging full
-    bucket_bytes: int = 0  # 0: what suits the transport, 4 MiB in shared memory, 16 MiB else; a few are held a side
+    bucket_bytes: int = 0  # 0: what suits the transport, 4 MiB in shared memory, 32 MiB else; two are held a side
     reload_draft: bool = True  # false: replicas keep the draft that the run started from; to measure what that costs
     allow_stale_draft: bool = False  # must be true for reload_draft=false
     pause: str = "auto"  # auto | abort | keep | wait; auto: abort with partial_rollout, else wait

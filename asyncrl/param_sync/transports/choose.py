@@ -12,7 +12,7 @@ TRANSPORTS = ("cuda_ipc", "nccl", "shared_memory", "gloo")
 MIB = 1024 * 1024
 #: the size of a bucket where none is configured: in shared memory two should stay in the cache between the two ends; a
 #: collective costs half a millisecond however little it carries
-BUCKET_BYTES = {"shared_memory": 4 * MIB, "cuda_ipc": 16 * MIB, "nccl": 16 * MIB, "gloo": 16 * MIB}
+BUCKET_BYTES = {"shared_memory": 4 * MIB, "cuda_ipc": 32 * MIB, "nccl": 32 * MIB, "gloo": 32 * MIB}
 
 
 class Place(NamedTuple):

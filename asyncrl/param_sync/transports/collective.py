@@ -70,7 +70,7 @@ class CollectiveAddress:
 
 class CollectiveWriter(Pump):
     """Implements `BucketWriter`. ``sender`` numbers the sending ranks; ``bucket_bytes`` is rounded down to whole lines
-    of 64 bytes, and four times that is held here and per sender in every reader, on ``device`` (NCCL: a CUDA device, by
+    of 64 bytes, and twice that is held here and per sender in every reader, on ``device`` (NCCL: a CUDA device, by
     default the current one). ``host``: this machine's address on the network where the readers are."""
 
     def __init__(

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 Backend = Literal["gloo", "nccl"]
-BUFFERS = 4  # with two, the link is idle while an acknowledgement is on its way
+BUFFERS = 2  # filling one overlaps sending the other
 
 _NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 _FORMING = threading.Lock()
