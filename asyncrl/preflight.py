@@ -112,11 +112,13 @@ def prompts_fingerprint(prompts: Sequence[Prompt]) -> str:
     return f"{len(prompts)} prompts, {digest.hexdigest()}"
 
 
-def kv_cache_bytes(model: DecoderConfig, slots: int, context_tokens: int, dtype: str) -> int:
+def kv_cache_bytes(model: DecoderConfig, slots: int, context_tokens: int, dtype: str, draft: bool = False) -> int:
     """Bytes of one replica's KV cache in the native engine, which is allocated whole: keys and values of all layers,
-    for every slot up to the end of the context."""
-    tokens = slots * context_tokens
-    return 2 * model.num_layers * tokens * model.num_kv_heads * model.head_dim * DTYPE_BYTES[dtype]
+    for every slot up to the end of the context; with ``draft``, those of the MTP layers and the hidden states that they
+    read, too."""
+    drafting = model.num_mtp_layers if draft else 0
+    width = 2 * (model.num_layers + drafting) * model.num_kv_heads * model.head_dim + drafting * model.hidden_size
+    return slots * context_tokens * width * DTYPE_BYTES[dtype]
 
 
 def _draft_problems(config: Config, model: DecoderConfig | None) -> list[str]:
@@ -146,7 +148,8 @@ def _memory_problems(config: Config, model: DecoderConfig, context_tokens: int) 
     engine, replicas = config.rollout.engine, config.rollout.replicas
     if engine.device == "cuda" or (engine.device == "auto" and torch.cuda.is_available()):
         return []
-    each = kv_cache_bytes(model, engine.slots, context_tokens, model.engine_dtype(engine.dtype))
+    dtype = model.engine_dtype(engine.dtype)
+    each = kv_cache_bytes(model, engine.slots, context_tokens, dtype, config.mtp.enable_rollout)
     memory = local_memory_bytes()
     if each * replicas <= MEMORY_SHARE * memory:
         return []

@@ -18,8 +18,8 @@ from asyncrl.rollouter.engines.native import speculation
 from asyncrl.rollouter.engines.native.core import Core
 from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.rollouter.engines.native.sampler import SamplingColumns, distributions, inverse_cdf
-from asyncrl.rollouter.engines.native.speculation import BARREN_TOKENS, Speculation, judge
-from asyncrl.rollouter.spec_metrics import spec_metrics
+from asyncrl.rollouter.engines.native.speculation import Speculation, judge
+from asyncrl.rollouter.spec_metrics import BARREN_TOKENS, spec_metrics
 from asyncrl.sample import FinishReason, PolicyVersion
 from asyncrl.telemetry.recorder import Recorder
 from tests.support.stepping import full_forward, make_request, read, run_all

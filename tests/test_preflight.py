@@ -53,8 +53,9 @@ def test_the_predicted_kv_cache_is_what_the_engine_allocates(inputs):
 
     model = DecoderConfig.load(inputs / "checkpoint")
     for dtype in ("float32", "bfloat16"):
-        cache = KVCache(model, 3, 50, getattr(torch, dtype), torch.device("cpu"))
-        assert cache.nbytes == kv_cache_bytes(model, 3, 50, dtype)
+        for draft in (False, True):
+            cache = KVCache(model, 3, 50, getattr(torch, dtype), torch.device("cpu"), draft)
+            assert cache.nbytes == kv_cache_bytes(model, 3, 50, dtype, draft)
 
 
 def test_a_kv_cache_beyond_the_machines_memory_is_refused_where_the_run_starts_its_own_cluster(inputs):

@@ -155,6 +155,44 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
             (Line("param_sync/gb_per_s", "GB/s", BLUE),),
         ),
     ),
+    "Speculation": (
+        Chart(
+            "Acceptance",
+            "Accepted share of the drafted tokens, in all and by their place in the draft. It falls where the draft "
+            "stays behind the policy.",
+            (
+                Line("rollout/spec_accept_rate", "all", BLUE),
+                Line("rollout/spec_accept_rate_1", "1st", GREEN, "faint"),
+                Line("rollout/spec_accept_rate_2", "2nd", ORANGE, "faint"),
+                Line("rollout/spec_accept_rate_3", "3rd", RED, "faint"),
+            ),
+            percent=True,
+        ),
+        Chart(
+            "Tokens per verification",
+            "What one pass of the target brings: the accepted tokens and one of its own.",
+            (Line("rollout/spec_accept_length", "tokens", BLUE),),
+        ),
+        Chart(
+            "Draft loss",
+            "Cross-entropy of the trained tokens under the draft, in nats, by depth.",
+            (
+                Line("mtp/loss_1", "depth 1", BLUE),
+                Line("mtp/loss_2", "depth 2", ORANGE),
+                Line("mtp/loss_3", "depth 3", VIOLET),
+            ),
+        ),
+        Chart(
+            "Draft accuracy",
+            "Trained tokens that the draft likes best, by depth.",
+            (
+                Line("mtp/accuracy_1", "depth 1", BLUE),
+                Line("mtp/accuracy_2", "depth 2", ORANGE),
+                Line("mtp/accuracy_3", "depth 3", VIOLET),
+            ),
+            percent=True,
+        ),
+    ),
     "Policy": (
         Chart(
             "Entropy",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+BARREN_TOKENS = 1000  # drafted without one accepted: the draft does not belong to these weights
+
 
 def spec_metrics(counters: Mapping[str, float]) -> dict[str, float]:
     """Of ``rollout/spec/verifications``, ``…/tokens``, ``…/drafted/<place>`` and ``…/accepted/<place>``, places counted
-    from 1: accepted ÷ drafted tokens, in all and by place, and tokens per verification. Empty where nothing was
-    drafted.
+    from 1: accepted ÷ drafted tokens, in all and by place, tokens per verification, and the alarm: 1 where of
+    `BARREN_TOKENS` or more none was accepted. Empty where nothing was drafted.
     """
     verifications = counters.get("rollout/spec/verifications", 0.0)
     if not verifications:
@@ -20,4 +22,6 @@ def spec_metrics(counters: Mapping[str, float]) -> dict[str, float]:
     values |= {f"rollout/spec_accept_rate_{place}": accepted[place] / n for place, n in drafted.items()}
     if drafted:
         values["rollout/spec_accept_rate"] = sum(accepted.values()) / sum(drafted.values())
+        barren = sum(drafted.values()) >= BARREN_TOKENS and not any(accepted.values())
+        values["rollout/spec_zero_acceptance"] = float(barren)
     return values

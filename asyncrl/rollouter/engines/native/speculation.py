@@ -25,12 +25,12 @@ from asyncrl.rollouter.engines.native.guard import Guard
 from asyncrl.rollouter.engines.native.kv import KVCache
 from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.rollouter.engines.native.sampler import SamplingColumns, distributions, inverse_cdf, uniforms
+from asyncrl.rollouter.spec_metrics import BARREN_TOKENS
 from asyncrl.telemetry.recorder import Recorder
 
 _DRAFT, _ACCEPT = 1, 2  # purposes of random numbers; the redraw is the token's own draw, purpose 0
 _WIDE = 64  # places caught up at once after steps without speculation
 _ROWS_STEP = 16
-BARREN_TOKENS = 1000  # drafted without one accepted: the draft does not belong to these weights
 
 
 class Speculation(NamedTuple):
@@ -249,7 +249,7 @@ class Speculator:
             print(f"{self._recorder.actor}: {self.guard.switches.pop(0)}", file=sys.stderr, flush=True)
 
     def report(self) -> None:
-        """Counters since the last call, from which `asyncrl.rollouter.spec_metrics` makes rates, and gauges."""
+        """Counters since the last call, from which `asyncrl.rollouter.spec_metrics` makes rates, and a gauge."""
         count = self._recorder.count
         if self._verifications:
             count("rollout/spec/verifications", self._verifications)
@@ -260,5 +260,4 @@ class Speculator:
         self._verifications = self._told = 0
         self._drafts[:] = 0
         self._accepts[:] = 0
-        self._recorder.gauge("rollout/spec_zero_acceptance", float(self._warned))
         self._recorder.gauge("rollout/spec_tokens_per_step", self.guard.latest)
