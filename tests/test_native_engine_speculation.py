@@ -314,26 +314,34 @@ def tiny(tmp_path_factory):
     return _save(tmp_path_factory.mktemp("tiny"), decoder)
 
 
-def _differs_beyond_chance(path, draws, **sampling) -> bool:
-    """Whether tokens drawn after a fixed prompt differ from their exact joint distribution (chi-square, 0.1 %)."""
+def _differs_beyond_chance(path, draws, k=2, **sampling) -> bool:
+    """Whether tokens drawn after a fixed prompt differ from their exact joint distribution (chi-square, 0.1 %), or
+    their behaviour logprobs in the mean from what that distribution gives (four standard errors)."""
     prompt = [1, 4, 2, 2, 5]
     requests = [
         make_request(str(i), prompt, NEW, key=i, group="g", shared=len(prompt), **sampling) for i in range(draws)
     ]
-    told = run_all(_core(path, 2, slots=400, context=16), requests)
+    told = run_all(_core(path, k, slots=400, context=16), requests)
     seen = np.zeros((SMALL,) * NEW)
+    logprobs = np.array([sum(drawn) for _, drawn, _ in told.values()])
     for tokens, _, _ in told.values():
         seen[tuple(tokens)] += 1
     decoder, columns = load_decoder(path), SamplingColumns.of([requests[0].sampling])
-    expected = np.full(seen.shape, float(draws))
+    expected, logprob = np.full(seen.shape, float(draws)), np.zeros(seen.shape)
     for drawn in range(NEW):
         for before in itertools.product(range(SMALL), repeat=drawn):
             row = torch.tensor([*prompt, *before])
             with torch.no_grad():
                 logits = decoder.logits(row, PackedLayout.from_lengths([len(row)]))[-1:]
-            p = distributions(logits, columns)[1][0].double().numpy()
-            expected[before] *= p.reshape(-1, *[1] * (NEW - drawn - 1))
+            full, p = (
+                d[0].double().numpy().reshape(-1, *[1] * (NEW - drawn - 1)) for d in distributions(logits, columns)
+            )
+            expected[before] *= p
+            logprob[before] += np.log(full)
     if seen[expected == 0].any():
+        return True
+    off = logprobs.mean() - (expected * logprob).sum() / draws
+    if abs(off) > 4 * logprobs.std() / np.sqrt(draws):
         return True
     often = expected >= 8
     seen_bins, bins = [*seen[often], seen[~often].sum()], [*expected[often], expected[~often].sum()]
@@ -348,9 +356,10 @@ def _differs_beyond_chance(path, draws, **sampling) -> bool:
 FILTERED = {"temperature": 0.7, "top_p": 0.9}
 
 
+@pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("sampling", [{"temperature": 1.0}, FILTERED], ids=["plain", "filtered"])
-def test_draws_follow_the_targets_own_distribution(tiny, sampling):
-    assert not _differs_beyond_chance(tiny, 10_000, **sampling)
+def test_fifty_thousand_tokens_follow_the_targets_own_distribution(tiny, sampling, k):
+    assert not _differs_beyond_chance(tiny, 50_000 // NEW, k, **sampling)
 
 
 def _accepts_whatever_is_possible(target_NJV, draft_NkV, drafted_Nk, accept_Nk, redraw_NJ):
