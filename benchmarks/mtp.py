@@ -55,7 +55,7 @@ from benchmarks.quickstart import ROOT, ensure_inputs
 
 SLOTS, CONTEXT_TOKENS = 32, 256
 ARMS = {"trained": (True, True), "frozen": (False, True), "stale": (True, False)}  # MTP training, reload
-REFIT_STEPS, REFIT_BATCH = 250, 32
+REFIT_STEPS, REFIT_BATCH = 200, 32
 
 
 def make_core(model: NativeModel, k: int, recorder: Recorder, slots: int = SLOTS) -> Core:
@@ -266,11 +266,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--drafted", type=int, default=1, help="tokens drafted per step while learning")
-    parser.add_argument("--start-steps", type=int, default=250, help="of the warm start of the policy that learns")
-    parser.add_argument("--deep-steps", type=int, default=350, help="of the warm start of the 8 layers")
+    parser.add_argument("--start-steps", type=int, default=400, help="of the warm start of the policy that learns")
+    parser.add_argument("--deep-steps", type=int, default=300, help="of the warm start of the 8 layers")
     parser.add_argument("--refit-steps", type=int, default=REFIT_STEPS)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--figure", type=Path, default=ROOT / "benchmarks/results/mtp_acceptance.html")
+    parser.add_argument("--figure", type=Path, default=ROOT / "runs/mtp_acceptance.html")
     parser.add_argument("--checkpoint", type=Path, default=ROOT / "checkpoints/arith-mimo", help="made if absent")
     parser.add_argument("--data", type=Path, default=ROOT / "data/arithmetic", help="made if absent")
     args = parser.parse_args()

@@ -204,6 +204,7 @@ async def test_abort_ends_a_wait_for_a_stopped_reader():
         await assert_all_whole(await session(1, senders, readers))
 
 
+@pytest.mark.faults
 async def test_many_sessions_and_many_groups_grow_nothing():
     async with processes(1, 2) as (senders, readers):
         everyone = [*senders, *readers.values()]
