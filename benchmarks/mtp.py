@@ -266,7 +266,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--drafted", type=int, default=1, help="tokens drafted per step while learning")
-    parser.add_argument("--start-steps", type=int, default=400, help="of the warm start of the policy that learns")
+    parser.add_argument("--start-steps", type=int, default=250, help="of the warm start of the policy that learns")
     parser.add_argument("--deep-steps", type=int, default=300, help="of the warm start of the 8 layers")
     parser.add_argument("--refit-steps", type=int, default=REFIT_STEPS)
     parser.add_argument("--rounds", type=int, default=5)
