@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import re
 import statistics
@@ -25,16 +26,14 @@ from asyncrl.config.schema import DeadlinesConfig, EngineConfig, ParamSyncConfig
 from asyncrl.models.checkpoint import read_tensors, save_checkpoint
 from asyncrl.models.config import DecoderConfig
 from asyncrl.models.decoder import Decoder
-from asyncrl.param_sync.digest import dtype_name
 from asyncrl.param_sync.endpoint import ReplicaEndpoint
 from asyncrl.param_sync.fleet import Fleet
-from asyncrl.param_sync.manifest import Manifest, TensorSpec
-from asyncrl.param_sync.sender import Sender, SendPlan, SendReport
 from asyncrl.param_sync.session import SyncReport, SyncSession
-from asyncrl.param_sync.transports.choose import make_reader, make_writer
+from asyncrl.param_sync.transports.choose import make_reader
 from asyncrl.rollouter.engine import Request, SamplingParams
 from asyncrl.rollouter.engines.native.engine import NativeEngine
 from asyncrl.sample import PolicyVersion
+from benchmarks.param_sync import Rank
 from benchmarks.remote import Remote
 
 SLOTS, CONTEXT_TOKENS, MIB = 32, 1024, 1024 * 1024
@@ -88,33 +87,13 @@ class Replica:
         return self._peak_bytes
 
 
-class Rank:
-    """Sends the checkpoint's tensors."""
-
-    def __init__(self, folder: str) -> None:
-        self._tensors = read_tensors(folder)
-        self._sender = Sender("trainer/0", make_writer("shared_memory", 0, 0, "127.0.0.1"))
-
-    async def manifest(self) -> Manifest:
-        return Manifest(tuple(TensorSpec(n, dtype_name(t), tuple(t.shape)) for n, t in self._tensors.items()))
-
-    async def address(self) -> object:
-        return self._sender.address
-
-    async def send(self, plan: SendPlan) -> SendReport:
-        def send() -> SendReport:
-            self._sender.open(plan)
-            return self._sender.send(iter(self._tensors.items()))
-
-        return await asyncio.to_thread(send)
-
-    async def abort(self, session: str) -> None:
-        self._sender.abort(session)
-
-
 async def measure(folder: str, rounds: int) -> tuple[int, dict[str, list[tuple[int, SyncReport]]]]:
     """The cache's bytes, and of each session the peak and the report, by what was done with the KV cache."""
-    rank, engine, fleet = Remote(Rank, folder), Remote(Replica, folder), Fleet()
+    rank, engine, fleet = (
+        Remote(Rank, functools.partial(read_tensors, folder), 4 * MIB),
+        Remote(Replica, folder),
+        Fleet(),
+    )
     fleet.add("replica/0", engine)
     found: dict[str, list[tuple[int, SyncReport]]] = {"recompute": [], "unload": []}
     config = replace(ParamSyncConfig(), pause="abort", deadlines=DeadlinesConfig())

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
@@ -93,13 +94,12 @@ def receive_forever(pipe: Connection, transport: str, manifest: Manifest) -> Non
 class Link:
     """A sender here and a receiver in a process of its own."""
 
-    def __init__(self, transport: str, tensors: Tensors, bucket_bytes: int, buffers: int = 2) -> None:
+    def __init__(
+        self, transport: str, tensors: Tensors, bucket_bytes: int, writer: SharedMemoryWriter | None = None
+    ) -> None:
         self._tensors, self._manifest = tensors, manifest_of(tensors)
         self._pipe, self._process = started(receive_forever, transport, self._manifest)
-        writer = make_writer(transport, 0, bucket_bytes, HOST)
-        if buffers != 2:
-            writer = SharedMemoryWriter(0, bucket_bytes, buffers)
-        self._sender = Sender("trainer/0", writer)
+        self._sender = Sender("trainer/0", writer or make_writer(transport, 0, bucket_bytes, HOST))
         self._session = 0
 
     def transfer_s(self, checksum: bool) -> float:
@@ -204,10 +204,10 @@ def replica(name: str, manifest: Manifest) -> ReplicaEndpoint:
 
 
 class Rank:
-    """Sends the same weights at every version."""
+    """Sends the same weights at every version, those that ``make`` gives."""
 
-    def __init__(self, mib: int, bucket_bytes: int) -> None:
-        self._tensors = large_and_small(mib * MIB)
+    def __init__(self, make: Callable[[], Tensors], bucket_bytes: int) -> None:
+        self._tensors = make()
         self._sender = Sender("trainer/0", make_writer("shared_memory", 0, bucket_bytes, HOST))
 
     async def manifest(self) -> Manifest:
@@ -230,7 +230,7 @@ class Rank:
 async def rolling(replicas: int, mib: int, bucket_bytes: int, rounds: int) -> list[SyncReport]:
     deadlines = DeadlinesConfig(**{f"{phase}_s": 60.0 for phase in "plan pause unload transfer verify".split()})
     config = replace(ParamSyncConfig(), pause="abort", staging="full", rollout_update="rolling", deadlines=deadlines)
-    rank, fleet = Remote(Rank, mib, bucket_bytes), Fleet()
+    rank, fleet = Remote(Rank, functools.partial(large_and_small, mib * MIB), bucket_bytes), Fleet()
     manifest = await rank.manifest()
     remotes = {f"replica/{i}": Remote(replica, f"replica/{i}", manifest) for i in range(replicas)}
     for name, remote in remotes.items():
@@ -298,7 +298,8 @@ def main() -> None:
     small_bytes = manifest_of(small).nbytes
     bucketed = Link("shared_memory", small, bucket_bytes)
     # a bucket of a tensor's size holds just one, and without a second buffer each waits until the last one is taken
-    single = Link("shared_memory", small, small_bytes // args.tensors, buffers=1)
+    one_each = small_bytes // args.tensors
+    single = Link("shared_memory", small, one_each, SharedMemoryWriter(0, one_each, buffers=1))
     bucketed_s, single_s = medians(
         args.rounds, lambda: bucketed.transfer_s(checksum=True), lambda: single.transfer_s(checksum=True)
     )
