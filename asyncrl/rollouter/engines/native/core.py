@@ -24,6 +24,7 @@ import torch
 from asyncrl.rollouter.engine import EngineError, EventBatch, Request
 from asyncrl.rollouter.engines.native.admission import why_impossible
 from asyncrl.rollouter.engines.native.events import Event, EventLog
+from asyncrl.rollouter.engines.native.kernels import LENGTH_STEP, ROWS_STEP, round_up
 from asyncrl.rollouter.engines.native.kv import KVCache
 from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.rollouter.engines.native.occupancy import Occupancy
@@ -34,8 +35,6 @@ from asyncrl.rollouter.engines.native.stops import StopStrings, Tokenizer
 from asyncrl.sample import FinishReason, PolicyVersion
 from asyncrl.telemetry.recorder import Recorder, now_s
 
-_LENGTH_STEP = 32  # attended KV lengths are rounded up to a multiple of this
-_ROWS_STEP = 16  # and so are the rows of a prefill: every new shape costs the kernels some preparation
 _FIXED_CHUNK_TOKENS = 64  # prompts of deterministic mode are padded to it, so that it must be small
 _Ended = tuple[Sequence, FinishReason, str]  # and why, for an ERROR
 NO_VERSION = PolicyVersion(0, -1)  # on events of requests that ended before any version was started, without tokens
@@ -247,7 +246,7 @@ class Core:
                     self._speculator.copied(work.source.slot, sequence.slot, work.tokens)
             else:
                 chunk = sequence.tokens[work.start : work.start + work.tokens]
-                rows = self._chunk_tokens if self.deterministic else _round_up(len(chunk), _ROWS_STEP)
+                rows = self._chunk_tokens if self.deterministic else round_up(len(chunk), ROWS_STEP)
                 length = self.context_tokens if self.deterministic else work.start + work.tokens
                 chunk += [0] * (rows - len(chunk))
                 tokens = torch.tensor(chunk, device=self.model.device)
@@ -268,7 +267,7 @@ class Core:
             rows, length = self.slots, self.context_tokens
         else:
             rows = self._scheduler.highest()
-            length = min(_round_up(int(self._positions[:rows].max()) + 1 + k, _LENGTH_STEP), self.context_tokens)
+            length = min(round_up(int(self._positions[:rows].max()) + 1 + k, LENGTH_STEP), self.context_tokens)
         if self._columns is None:
             params = [None if s is None else s.request.sampling for s in self._scheduler.placed[:rows]]
             self._columns = SamplingColumns.of(params, self.model.device)
@@ -418,7 +417,3 @@ class Core:
 
     def _tell_unstarted(self, request: Request, finish: FinishReason, error: str = "") -> None:
         self._log.tell(Event(request.id, [], [], self.version or NO_VERSION, finish, error=error))
-
-
-def _round_up(count: int, step: int) -> int:
-    return math.ceil(count / step) * step

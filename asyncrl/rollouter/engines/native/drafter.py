@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from asyncrl.rollouter.engines.native.attention import Places
+from asyncrl.rollouter.engines.native.kernels import LENGTH_STEP, round_up
 from asyncrl.rollouter.engines.native.kv import KVCache
 from asyncrl.rollouter.engines.native.model import NativeModel
-
-_LENGTH_STEP = 32  # attended KV lengths are rounded up to a multiple of this
 
 #: (draft step 0 …, logits [N, V]) → the tokens drawn from them, int64 [N]
 Draw = Callable[[int, Tensor], Tensor]
@@ -48,7 +47,7 @@ class Drafter:
         model, n, rows = self._model, len(places_NW), np.arange(len(places_NW))
         at_N = places_NW[rows, last_N]
         top = self._kv.context_tokens - 1
-        length = min(-(-(int(at_N.max()) + k) // _LENGTH_STEP) * _LENGTH_STEP, top + 1)
+        length = min(round_up(int(at_N.max()) + k, LENGTH_STEP), top + 1)
         pick_N = None if places_NW.shape[1] == 1 else self._tensor(rows * places_NW.shape[1] + last_N)
         places = self._places(places_NW, length)
         several = len(model.draft) > 1

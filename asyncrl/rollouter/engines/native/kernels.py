@@ -12,6 +12,14 @@ from torch import Tensor
 _WORTH_PACKING = 1 << 17  # elements
 _CAN_PACK = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
+# every new shape costs the kernels some preparation
+LENGTH_STEP = 32  # attended KV lengths are rounded up to a multiple of this
+ROWS_STEP = 16  # and so are the rows of a prefill
+
+
+def round_up(count: int, step: int) -> int:
+    return -(-count // step) * step
+
 
 class Linear:
     """``x @ weight.T + bias``, [N, I] → [N, O], over a weight whose live views others write.

@@ -22,6 +22,7 @@ from torch import Tensor
 from asyncrl.rollouter.engine import EngineError
 from asyncrl.rollouter.engines.native.drafter import Drafter
 from asyncrl.rollouter.engines.native.guard import Guard
+from asyncrl.rollouter.engines.native.kernels import ROWS_STEP, round_up
 from asyncrl.rollouter.engines.native.kv import KVCache
 from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.rollouter.engines.native.sampler import SamplingColumns, distributions, inverse_cdf, uniforms
@@ -30,7 +31,6 @@ from asyncrl.telemetry.recorder import Recorder
 
 _DRAFT, _ACCEPT = 1, 2  # purposes of random numbers; the redraw is the token's own draw, purpose 0
 _WIDE = 64  # places caught up at once after steps without speculation
-_ROWS_STEP = 16
 
 
 class Speculation(NamedTuple):
@@ -126,7 +126,7 @@ class Speculator:
     def prefilled(self, slot: int, end: int) -> None:
         """The target's places before ``end`` are there: the draft's follow."""
         start = int(self._drafted[slot])
-        rows = -(-(end - start) // _ROWS_STEP) * _ROWS_STEP
+        rows = round_up(end - start, ROWS_STEP)
         places_W = np.arange(start, start + rows)
         places_1W = np.where(places_W < end, places_W, self._top)[None]
         next_1W = self._tokens[slot, np.minimum(places_1W + 1, self._top)]
