@@ -29,7 +29,6 @@ from asyncrl.models.decoder import Decoder
 from asyncrl.param_sync.endpoint import ReplicaEndpoint
 from asyncrl.param_sync.fleet import Fleet
 from asyncrl.param_sync.session import SyncReport, SyncSession
-from asyncrl.param_sync.transports.choose import make_reader
 from asyncrl.rollouter.engine import Request, SamplingParams
 from asyncrl.rollouter.engines.native.engine import NativeEngine
 from asyncrl.sample import PolicyVersion
@@ -54,7 +53,7 @@ class Replica:
 
     def __init__(self, folder: str) -> None:
         self._engine = NativeEngine(folder, EngineConfig(slots=SLOTS, max_context_tokens=CONTEXT_TOKENS))
-        self._endpoint = ReplicaEndpoint("replica/0", self._engine, make_reader("shared_memory", "replica/0"))
+        self._endpoint = ReplicaEndpoint("replica/0", self._engine, self._engine.intake("replica/0", "shared_memory"))
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         return getattr(self._endpoint, method)

@@ -37,6 +37,7 @@ from asyncrl.config.schema import DeadlinesConfig, ParamSyncConfig
 from asyncrl.param_sync.digest import digest_tensors, dtype_name
 from asyncrl.param_sync.endpoint import ReplicaEndpoint
 from asyncrl.param_sync.fleet import Fleet
+from asyncrl.param_sync.intake import LocalIntake
 from asyncrl.param_sync.live_receiver import LiveViewReceiver
 from asyncrl.param_sync.manifest import Manifest, Role, TensorSpec
 from asyncrl.param_sync.sender import Sender, SendPlan, SendReport
@@ -200,7 +201,8 @@ class Weights:
 
 
 def replica(name: str, manifest: Manifest) -> ReplicaEndpoint:
-    return ReplicaEndpoint(name, Weights(manifest), make_reader("shared_memory", name))
+    engine = Weights(manifest)
+    return ReplicaEndpoint(name, engine, LocalIntake(name, engine.receivers, make_reader("shared_memory", name)))
 
 
 class Rank:

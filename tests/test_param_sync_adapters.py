@@ -20,6 +20,7 @@ from asyncrl.param_sync.digest import digest_tensors, dtype_name
 from asyncrl.param_sync.endpoint import ReplicaEndpoint
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.fleet import Fleet
+from asyncrl.param_sync.intake import LocalIntake
 from asyncrl.param_sync.live_receiver import LiveViewReceiver
 from asyncrl.param_sync.manifest import AdapterSpec, Manifest, ManifestError, TensorSpec, is_adapter
 from asyncrl.param_sync.receiver import Bucket
@@ -145,7 +146,7 @@ class AdapterEngine(WeightsEngine):
 class ReplicaProcess(ReplicaEndpoint):
     def __init__(self, name):
         self.engine = AdapterEngine()
-        super().__init__(name, self.engine, SharedMemoryReader(name))
+        super().__init__(name, self.engine, LocalIntake(name, self.engine.receivers, SharedMemoryReader(name)))
 
     async def look(self):
         replica, receiver = self.engine.replica, self.engine.receiver

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Protocol
 
-from asyncrl.param_sync.buckets import check_checksum, host_bytes
 from asyncrl.param_sync.digest import ROLES
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.handles import KVMode, PauseMode, ReceivePlan, Staging
+from asyncrl.param_sync.intake import Intake
 from asyncrl.param_sync.manifest import Role
-from asyncrl.param_sync.receiver import Bucket, Receiver
-from asyncrl.param_sync.transports.base import BucketReader
 from asyncrl.sample import PolicyVersion
-
-T = TypeVar("T")
 
 #: the steps of a session, in order
 _STEPS: dict[Staging, Sequence[str]] = {
@@ -34,36 +28,34 @@ class SyncedEngine(Protocol):
     async def release_kv(self) -> int: ...
     async def restore_kv(self) -> None: ...
     async def flush_kv(self) -> None: ...
-    def receivers(self) -> Sequence[Receiver]: ...
     async def digest(self, role: Role) -> str: ...
 
 
 class ReplicaEndpoint:
     """Implements `asyncrl.param_sync.handles.ReplicaHandle` in the replica's own process.
 
-    All methods are coroutines of the engine's event loop; the receivers' methods run in one thread of their own, so
-    that copying does not hold the loop up. An evicted replica is simply no longer called: its connection breaks, its
-    weights may be of no version, it stays paused, and the next session's ``plan`` starts it over.
+    All methods are coroutines of the engine's event loop. An evicted replica is simply no longer called: its connection
+    breaks, its weights may be of no version, it stays paused, and the next session's ``plan`` starts it over.
     """
 
-    def __init__(self, name: str, engine: SyncedEngine, reader: BucketReader) -> None:
-        self._name, self._engine, self._reader = name, engine, reader
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="param-sync")
+    def __init__(self, name: str, engine: SyncedEngine, intake: Intake) -> None:
+        self._name, self._engine, self._intake = name, engine, intake
         self._session: str | None = None
         self._version: PolicyVersion | None = None  # the last one committed
         self._staging: Staging = "bucket"
         self._done = ""  # the last step of the session that was done
-        self._copy: list[Bucket] = []  # staging full: all that has arrived
+        self._committing: asyncio.Future[None] | None = None
         self._paused = self._kv_released = False
         self._planning = asyncio.Lock()
 
-    async def plan(self, plan: ReceivePlan) -> None:
+    async def plan(self, plan: ReceivePlan) -> Sequence[str]:
         async with self._planning:
             await self._leave()
             if self._version is not None and plan.version < self._version:
                 raise self._error("plan", f"version {plan.version} is older than {self._version}, which it holds")
-            await self._in_thread(self._open, plan)
+            readers = await self._intake.open(plan)
             self._session, self._staging, self._done = plan.session, plan.staging, "plan"
+            return readers
 
     async def pause(self, session: str, mode: PauseMode, deadline_s: float) -> int:
         """Returns how many requests were cut, kept or waited for; none if an earlier session left it paused."""
@@ -87,26 +79,27 @@ class ReplicaEndpoint:
 
     async def receive(self, session: str, deadline_s: float) -> int:
         self._enter(session, "transfer")
-        take = self._take if self._staging == "bucket" else self._stage
-        nbytes = await self._in_thread(self._receive, deadline_s, take)
+        nbytes = await self._intake.receive(deadline_s)
         self._leave_step(session, "transfer")
         return nbytes
 
     async def load(self, session: str) -> None:
         self._enter(session, "load")
-        await self._in_thread(self._load)
+        await self._intake.load()
         self._leave_step(session, "load")
 
     async def verify(self, session: str) -> dict[Role, str]:
         self._enter(session, "verify")
-        await self._in_thread(self._verify)
+        await self._intake.verify()
         digests = {role: await self._engine.digest(role) for role in ROLES}
         self._leave_step(session, "verify")
         return digests
 
     async def commit(self, session: str, version: PolicyVersion) -> None:
         self._enter(session, "commit")
-        await self._in_thread(self._commit, version)
+        # Shielded: if this step is given up meanwhile, the weights are new all the same.
+        self._committing = asyncio.ensure_future(self._commit(version))
+        await asyncio.shield(self._committing)
         self._leave_step(session, "commit")
 
     async def reload(self, session: str) -> None:
@@ -123,7 +116,7 @@ class ReplicaEndpoint:
 
     async def abort(self, session: str) -> PolicyVersion | None:
         async with self._planning:
-            whole = lambda: self._version is not None and all(r.intact() for r in self._engine.receivers())
+            whole = lambda: self._version is not None and self._intake.intact()
             if session == self._session:
                 await self._leave()
                 if self._version is not None and whole():
@@ -134,8 +127,7 @@ class ReplicaEndpoint:
 
     async def close(self) -> None:
         await self._leave()
-        self._thread.shutdown()
-        self._reader.close()
+        await self._intake.close()
 
     # -- the order of things ------------------------------------------------------------------------------------------
 
@@ -160,8 +152,14 @@ class ReplicaEndpoint:
     async def _leave(self) -> None:
         """Be in no session; returns when nobody writes into the weights any more."""
         self._session, self._done = None, ""
-        self._reader.abort()
-        await self._in_thread(self._abort)
+        await self._intake.abort()
+        if self._committing is not None:
+            await asyncio.wait([self._committing])
+
+    async def _commit(self, version: PolicyVersion) -> None:
+        self._version = None
+        await self._intake.commit(version)
+        self._version = version
 
     async def _restore_kv(self) -> None:
         if self._kv_released:
@@ -171,53 +169,3 @@ class ReplicaEndpoint:
     async def _resume(self, version: PolicyVersion) -> None:
         await self._engine.resume(version)
         self._paused = False
-
-    async def _in_thread(self, call: Callable[..., T], *args: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
-
-    # -- in the thread ------------------------------------------------------------------------------------------------
-
-    def _open(self, plan: ReceivePlan) -> None:
-        for receiver in self._engine.receivers():
-            receiver.open(plan.session, plan.manifest)
-        self._reader.connect(plan.session, plan.addresses, plan.deadline_s)
-
-    def _receive(self, deadline_s: float, take: Callable[[Bucket], None]) -> int:
-        nbytes = 0
-        # closed at once when a receiver fails, so that the senders do not wait for this replica
-        with contextlib.closing(self._reader.buckets(deadline_s)) as buckets:  # type: ignore[type-var]
-            for bucket in buckets:
-                take(bucket)
-                nbytes += sum(part.nbytes for part in bucket.parts)
-        return nbytes
-
-    def _take(self, bucket: Bucket) -> None:
-        for receiver in self._engine.receivers():
-            receiver.take(bucket)
-
-    def _stage(self, bucket: Bucket) -> None:
-        """Keep a bucket that is as it was sent."""
-        check_checksum(bucket)
-        data = bucket.data if bucket.kept else memoryview(bytes(host_bytes(bucket)))
-        self._copy.append(bucket._replace(data=data, checksum=None))
-
-    def _load(self) -> None:
-        copy, self._copy = self._copy, []
-        for bucket in copy:
-            self._take(bucket)
-
-    def _verify(self) -> None:
-        for receiver in self._engine.receivers():
-            receiver.verify()
-
-    def _commit(self, version: PolicyVersion) -> None:
-        # Written here, not where the coroutine goes on: that may have been cancelled, and the weights are new anyhow.
-        self._version = None
-        for receiver in self._engine.receivers():
-            receiver.commit(version)
-        self._version = version
-
-    def _abort(self) -> None:
-        self._copy = []
-        for receiver in self._engine.receivers():
-            receiver.abort()

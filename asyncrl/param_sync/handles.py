@@ -3,6 +3,7 @@ tests. An exception of any other kind than those named here counts as the failur
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -47,8 +48,10 @@ class ReplicaHandle(Protocol):
     """A replica, see `asyncrl.param_sync.endpoint.ReplicaEndpoint`. All but ``plan`` raise SyncError for any other
     session than the planned one."""
 
-    async def plan(self, plan: ReceivePlan) -> None:
-        """Check the manifest and connect to the senders; generation goes on. Raises ManifestError."""
+    async def plan(self, plan: ReceivePlan) -> Sequence[str]:
+        """Check the manifest and connect to the senders; generation goes on. Returns the names of its readers, one per
+        engine worker. Raises ManifestError."""
+        ...
 
     async def pause(self, session: str, mode: PauseMode, deadline_s: float) -> int: ...
 

@@ -27,7 +27,7 @@ from asyncrl.telemetry.recorder import now_s
 
 @dataclass(frozen=True)
 class SendPlan:
-    """What a sender is told of a session. ``readers`` are the replicas that have connected; one that is silent for
+    """What a sender is told of a session. ``readers`` are those that have connected, by name; one that is silent for
     ``stall_s`` is dropped, so that the others still make the ``deadline_s`` of the whole transfer. ``keep``: readers
     come back to the buckets later (staging ``full``)."""
 

@@ -93,6 +93,7 @@ class SyncSession:
         self._times: dict[str, tuple[float, float]] = {}
         self._pausing_since: dict[str, float] = {}
         self._receiving: dict[str, asyncio.Task[int]] = {}
+        self._readers: dict[str, tuple[str, ...]] = {}  # of each replica
         self._dropped: dict[str, str] = {}
 
     async def run(self, version: PolicyVersion) -> SyncReport:
@@ -133,7 +134,11 @@ class SyncSession:
         addresses = tuple(address for address in located if address is not None)
         staging: Staging = "full" if self._full else "bucket"
         plan = ReceivePlan(self._session, self._version, manifest, addresses, self._deadlines.plan_s, staging)
-        await self._each(lambda name, replica: self._call("plan", name, replica.plan(plan)))
+
+        async def join(name: str, replica: ReplicaHandle) -> None:
+            self._readers[name] = tuple(await self._call("plan", name, replica.plan(plan)))
+
+        await self._each(join)
         return manifest
 
     async def _quiesce(self, name: str, replica: ReplicaHandle) -> None:
@@ -169,17 +174,18 @@ class SyncSession:
             self._session,
             self._version,
             manifest,
-            tuple(self._active),
+            tuple(reader for name in self._active for reader in self._readers[name]),
             limit_s,
             limit_s / 2,
             self._config.checksum,
             keep=self._full,
         )
         reports = await self._send(plan)
+        replica_of = {reader: name for name, readers in self._readers.items() for reader in readers}
         self._dropped = {
-            who: f"{sender} dropped it: {why}"
+            replica_of[reader]: f"{sender} dropped it: {why}"
             for sender, report in zip(self._senders, reports, strict=True)
-            for who, why in report.dropped.items()
+            for reader, why in report.dropped.items()
         }
         for role in ROLES:
             hashes = {name: h for report in reports for name, h in report.hashes[role].items()}

@@ -36,22 +36,14 @@ class EngineReplicaActor(Watched):
 
     async def start(self) -> Capabilities:
         from asyncrl.param_sync.endpoint import ReplicaEndpoint
-        from asyncrl.param_sync.transports.choose import make_reader
-        from asyncrl.rollouter.engines.native.engine import NativeEngine
+        from asyncrl.rollouter.engines.make import make_engine
         from asyncrl.rollouter.fence import Fence
-        from asyncrl.rollouter.tokenizer import PromptTokenizer
 
-        tokenizer = PromptTokenizer(self._config.model.path, self._config.data.apply_chat_template)
-        engine = NativeEngine(
-            self._config.model.path,
-            self._config.rollout.engine,
-            recorder=self._recorder,
-            tokenizer=tokenizer.hf,
-            mtp=self._config.mtp,
-        )
+        engine = await make_engine(self._config, self._recorder)
         self._fence = Fence(engine)
-        reader = make_reader(self._config.param_sync.transport, self._name)
-        self._endpoint = ReplicaEndpoint(self._name, engine, reader)
+        self._endpoint = ReplicaEndpoint(
+            self._name, engine, engine.intake(self._name, self._config.param_sync.transport)
+        )
         return engine.capabilities()
 
     async def sync(self, step: str, *args: Any) -> Any:

@@ -13,8 +13,8 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from asyncrl.param_sync.intake import Intake
 from asyncrl.param_sync.manifest import Role
-from asyncrl.param_sync.receiver import Receiver
 from asyncrl.sample import FinishReason, PolicyVersion
 
 PauseMode = Literal["abort", "keep", "wait"]
@@ -83,8 +83,9 @@ class EventBatch:
 class Capabilities:
     """What an engine can do; config is checked against it before the run starts.
 
-    ``pause_kv``: the legal (pause, KV) pairs. ``receiver``: where weights are taken, ``local`` (a Receiver in this
-    process) or ``delegated`` (the engine's own server takes them). ``speculation``: whether it drafts and verifies."""
+    ``pause_kv``: the legal (pause, KV) pairs. ``receiver``: where weights are taken, ``local`` (by receivers in the
+    engine's workers) or ``delegated`` (the engine's own server takes them). ``speculation``: whether it drafts and
+    verifies."""
 
     name: str
     pause_kv: frozenset[tuple[PauseMode, KVMode]]
@@ -110,7 +111,7 @@ class EngineStats:
 
 
 class Engine(Protocol):
-    """One replica's generator. All methods but ``receivers`` are coroutines of one event loop."""
+    """One replica's generator. All methods but ``capabilities`` and ``intake`` are coroutines of one event loop."""
 
     def capabilities(self) -> Capabilities: ...
 
@@ -142,7 +143,9 @@ class Engine(Protocol):
     async def flush_kv(self) -> None:
         """Forget all cached KV (KV mode ``recompute``): kept requests are prefilled again under the new weights."""
 
-    def receivers(self) -> list[Receiver]: ...
+    def intake(self, name: str, transport: str) -> Intake:
+        """Where the weights of replica ``name`` arrive, over this transport: asked for once."""
+        ...
 
     async def digest(self, role: Role) -> str:
         """Digest of the live tensors of a role, see `asyncrl.param_sync.digest`."""

@@ -19,6 +19,7 @@ from asyncrl.param_sync.buckets import Filled
 from asyncrl.param_sync.digest import digest_tensors, dtype_name
 from asyncrl.param_sync.endpoint import ReplicaEndpoint
 from asyncrl.param_sync.fleet import Fleet
+from asyncrl.param_sync.intake import LocalIntake
 from asyncrl.param_sync.live_receiver import LiveViewReceiver
 from asyncrl.param_sync.manifest import Manifest, Role, TensorSpec
 from asyncrl.param_sync.sender import Sender, SendPlan, SendReport
@@ -108,7 +109,7 @@ class ReplicaProcess(ReplicaEndpoint):
 
     def __init__(self, name: str, transport: str, extra: Tensors) -> None:
         self.engine = WeightsEngine(weights(0) | extra)
-        super().__init__(name, self.engine, make_reader(transport, name))
+        super().__init__(name, self.engine, LocalIntake(name, self.engine.receivers, make_reader(transport, name)))
 
     async def look(self) -> dict[str, Any]:
         digests = {role: digest(self.engine.views, role) for role in ("target", "draft")}

@@ -27,7 +27,7 @@ from asyncrl.rollouter.engines.native.events import Event, EventLog
 from asyncrl.rollouter.engines.native.kernels import LENGTH_STEP, ROWS_STEP, round_up
 from asyncrl.rollouter.engines.native.kv import KVCache
 from asyncrl.rollouter.engines.native.model import NativeModel
-from asyncrl.rollouter.engines.native.occupancy import Occupancy
+from asyncrl.rollouter.engines.occupancy import Occupancy
 from asyncrl.rollouter.engines.native.sampler import SamplingColumns, sample, uniforms
 from asyncrl.rollouter.engines.native.scheduler import CopyPrefix, Scheduler, Sequence
 from asyncrl.rollouter.engines.native.speculation import Speculation, Speculator

@@ -25,8 +25,10 @@ import torch
 from asyncrl.config.schema import EngineConfig, MTPConfig
 from asyncrl.models.checkpoint import check_checkpoint, is_draft
 from asyncrl.param_sync.digest import digest_tensors
+from asyncrl.param_sync.intake import Intake, LocalIntake
 from asyncrl.param_sync.manifest import Role
 from asyncrl.param_sync.receiver import Receiver
+from asyncrl.param_sync.transports.choose import make_reader
 from asyncrl.rollouter.engine import (
     Capabilities,
     EngineError,
@@ -182,6 +184,9 @@ class NativeEngine:
 
     def receivers(self) -> list[Receiver]:
         return [self._receiver]
+
+    def intake(self, name: str, transport: str) -> Intake:
+        return LocalIntake(name, self.receivers, make_reader(transport, name))
 
     async def digest(self, role: Role) -> str:
         views = self._model.named_views().items()
