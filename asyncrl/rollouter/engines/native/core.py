@@ -27,11 +27,11 @@ from asyncrl.rollouter.engines.native.events import Event, EventLog
 from asyncrl.rollouter.engines.native.kernels import LENGTH_STEP, ROWS_STEP, round_up
 from asyncrl.rollouter.engines.native.kv import KVCache
 from asyncrl.rollouter.engines.native.model import NativeModel
-from asyncrl.rollouter.engines.occupancy import Occupancy
 from asyncrl.rollouter.engines.native.sampler import SamplingColumns, sample, uniforms
 from asyncrl.rollouter.engines.native.scheduler import CopyPrefix, Scheduler, Sequence
 from asyncrl.rollouter.engines.native.speculation import Speculation, Speculator
 from asyncrl.rollouter.engines.native.stops import StopStrings, Tokenizer
+from asyncrl.rollouter.engines.occupancy import Occupancy
 from asyncrl.sample import FinishReason, PolicyVersion
 from asyncrl.telemetry.recorder import Recorder, now_s
 
