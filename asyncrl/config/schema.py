@@ -29,7 +29,10 @@ class DataConfig:
 
 @dataclass
 class EngineConfig:
-    name: str = "native"
+    name: str = "native"  # native | vllm
+    python: str = (
+        ""  # interpreter of the replicas where they have an environment of their own; same versions of it and Ray
+    )
     slots: int = 32  # samples generated at once per replica
     max_context_tokens: int = 0  # 0: the model's max_position_embeddings
     prefill_chunk_tokens: int = 512  # prompts are prefilled in chunks of at most this many tokens
@@ -37,6 +40,9 @@ class EngineConfig:
     dtype: str = "auto"  # auto | float32 | bfloat16; auto: bfloat16 for a 16-bit checkpoint, else float32
     device: str = "auto"  # auto | cpu | cuda
     threads: int = 1  # CPU threads per replica
+    tensor_parallel_size: int = 1  # vllm: workers of one replica that share each layer, on a GPU each
+    pipeline_parallel_size: int = 1  # vllm: stages of layers
+    args: dict[str, Any] = field(default_factory=dict)  # vllm: further engine arguments, by vLLM's names
 
 
 @dataclass

@@ -39,12 +39,16 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def digest_tensors(items: Iterable[tuple[str, torch.Tensor]]) -> str:
     """Digest of named tensors, 32 hex digits. The tensors may be strided and on any device."""
-    hashes = {}
-    for name, tensor in items:
-        h = _begin(TensorSpec(name, dtype_name(tensor), tuple(tensor.shape)))
-        h.update(flat_bytes(tensor).cpu().numpy())
-        hashes[name] = h.digest()
-    return combine_hashes(hashes)
+    return combine_hashes(
+        {name: hash_tensor(TensorSpec(name, dtype_name(tensor), tuple(tensor.shape)), tensor) for name, tensor in items}
+    )
+
+
+def hash_tensor(spec: TensorSpec, tensor: torch.Tensor) -> bytes:
+    """A tensor's hash, 16 bytes. It may be strided and on any device."""
+    h = _begin(spec)
+    h.update(flat_bytes(tensor).cpu().numpy())
+    return bytes(h.digest())
 
 
 def combine_hashes(hashes: Mapping[str, bytes]) -> str:

@@ -179,6 +179,11 @@ class NameResolver:
         problems.raise_any()
         return NamePlan(tuple(resolved))
 
+    def wants(self, name: str) -> bool:
+        """Whether the name belongs somewhere in the live model where data is needed."""
+        place = self._place(name)
+        return place is not None and place.kind != "adapter" and place.live not in self._ignore
+
     def _holder(self, live: str) -> str:
         return self._ties.get(live, live)
 

@@ -25,6 +25,10 @@ class EngineError(RuntimeError):
     """The engine cannot do what was asked; the message says what it can."""
 
 
+class EngineDied(EngineError):
+    """A process of the engine's own is gone: the replica must be started again."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 switch the filters off; temperature 0 is greedy."""

@@ -125,8 +125,8 @@ class ReplicaProcess(ReplicaEndpoint):
             "plan": [(receiver, "open")],
             "pause": [(engine, "pause")],
             "unload": [(engine, "release_kv")],
-            "transfer": [(self, "_take"), (self, "_stage")],  # whichever comes first
-            "load": [(self, "_take")],
+            "transfer": [(self._intake, "_take"), (self._intake, "_stage")],  # whichever comes first
+            "load": [(self._intake, "_take")],
             "verify": [(engine, "digest")],
             "commit": [(receiver, "commit")],
             "reload": [(engine, "restore_kv")],

@@ -174,6 +174,10 @@ class LocalWriter(Pump):
     def abort(self, session: str) -> None:
         self._aborted = session
         os.eventfd_write(self._wake, 1)
+        if session == self._session:  # the readers are to hear of it though the writer's own thread may wait no more
+            for peer in tuple(self._peers.values()):
+                with contextlib.suppress(OSError):
+                    peer.sock.shutdown(socket.SHUT_RDWR)
 
     @property
     def ceiling(self) -> float | None:
@@ -230,7 +234,10 @@ class LocalWriter(Pump):
         except OSError:
             data = b""
         if not data:
-            self._drop(peer, "went away (its end of the connection is closed)")
+            aborted = self._aborted == self._session
+            self._drop(
+                peer, "the session was aborted" if aborted else "went away (its end of the connection is closed)"
+            )
             return
         peer.received += data
         while len(peer.received) >= _SEQUENCE.size:

@@ -13,7 +13,7 @@ async def make_engine(config: Config, recorder: Recorder) -> Engine:
     if config.rollout.engine.name == "vllm":
         from asyncrl.rollouter.engines.vllm.engine import VLLMEngine
 
-        return await VLLMEngine.start(config.model.path, config.rollout, recorder=recorder, mtp=config.mtp)
+        return await VLLMEngine.start(config, recorder=recorder)
     from asyncrl.rollouter.engines.native.engine import NativeEngine
     from asyncrl.rollouter.tokenizer import PromptTokenizer
 

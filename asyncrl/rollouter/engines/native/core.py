@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from asyncrl.rollouter.engine import EngineError, EventBatch, Request
-from asyncrl.rollouter.engines.native.admission import why_impossible
-from asyncrl.rollouter.engines.native.events import Event, EventLog
+from asyncrl.rollouter.engines.admission import why_impossible
+from asyncrl.rollouter.engines.events import Event, EventLog
 from asyncrl.rollouter.engines.native.kernels import LENGTH_STEP, ROWS_STEP, round_up
 from asyncrl.rollouter.engines.native.kv import KVCache
 from asyncrl.rollouter.engines.native.model import NativeModel

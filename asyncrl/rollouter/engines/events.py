@@ -1,4 +1,4 @@
-"""What the core has to tell since it was last asked, gathered into the columns of an EventBatch."""
+"""What an engine has to tell since it was last asked, gathered into the columns of an EventBatch."""
 
 from __future__ import annotations
 

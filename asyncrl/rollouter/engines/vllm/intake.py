@@ -1,0 +1,92 @@
+"""A sync session's receiving end of a vLLM replica, as its own process sees it: the work is done in vLLM's workers."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from asyncrl.param_sync.errors import SyncError
+from asyncrl.param_sync.handles import ReceivePlan
+from asyncrl.param_sync.manifest import Role
+from asyncrl.sample import PolicyVersion
+
+
+class WorkerIntake:
+    """Implements `asyncrl.param_sync.intake.Intake` over vLLM's weight-transfer interface. Staging ``full`` it has not:
+    while a worker receives, it does nothing else."""
+
+    def __init__(self, llm: AsyncLLM, name: str, transport: str) -> None:
+        self._llm, self._name, self._transport = llm, name, transport
+        self._attached = False
+        self._has_draft = False
+        self._intact = True
+        self._digests: dict[Role, str] = {}
+        self.committed: PolicyVersion | None = None
+
+    async def open(self, plan: ReceivePlan) -> Sequence[str]:
+        if not self._attached:
+            init = {"name": self._name, "transport": self._transport}
+            await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init))
+            self._has_draft = (await self.ask("attach"))[0]["draft"]
+            self._attached = True
+        return await self.ask("open", plan)
+
+    async def receive(self, deadline_s: float) -> int:
+        self._intact = False
+        await self._update(self._llm.start_weight_update, deadline_s)
+        if self._has_draft:
+            await self._update(self._llm.start_draft_weight_update, deadline_s)
+        return (await self.ask("received_bytes"))[0]
+
+    async def load(self) -> None:
+        raise NotImplementedError("vLLM offers staging bucket alone")
+
+    async def verify(self) -> None:
+        answers = await self.ask("verify")
+        self._digests = answers[0]
+        if any(answer != self._digests for answer in answers):
+            raise SyncError("verify", self._name, None, None, f"vLLM's workers took different weights: {answers}")
+
+    async def digest(self, role: Role) -> str:
+        return self._digests[role]
+
+    async def commit(self, version: PolicyVersion) -> None:
+        await self._llm.update_weight_version(str(version))
+        told = await self._llm.get_weight_version()
+        if told != str(version):
+            raise SyncError("commit", self._name, version, None, f"vLLM was given version {version}, it says {told}")
+        self.committed, self._intact = version, True
+
+    async def abort(self) -> None:
+        if self._attached:
+            await self.ask("abandon")
+
+    def intact(self) -> bool:
+        return self._intact
+
+    async def close(self) -> None:
+        if self._attached:
+            await self.abort()
+            await self._llm.shutdown_weight_transfer_engine()
+
+    async def ask(self, command: str, *arguments: Any) -> list[Any]:
+        """Each worker's answer, in their order. Raises what the first one that failed raised."""
+        answers = await self._llm.collective_rpc("asyncrl", args=(command, pickle.dumps(arguments)))
+        results = [pickle.loads(answer) for answer in answers]
+        for outcome, result in results:
+            if outcome == "failed":
+                raise result
+        return [result for _, result in results]
+
+    async def _update(self, start: Callable[[], Awaitable[None]], deadline_s: float) -> None:
+        await start()
+        try:
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"deadline_s": deadline_s}))
+        except Exception:
+            await self.ask("failure")  # raises the worker's own error: vLLM tells only its text
+            raise
+        await self._llm.finish_weight_update()
