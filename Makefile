@@ -7,10 +7,13 @@ export OMP_NUM_THREADS = 1
 CHECKPOINT = checkpoints/arith-mimo
 DATA = data/arithmetic
 
-.PHONY: venv quickstart test test-faults test-slow lint format clean
+.PHONY: venv venv-vllm quickstart test test-faults test-slow test-vllm test-vllm-short lint format clean
 
 venv:
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/make_venv.sh
+
+venv-vllm:
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/make_venv.sh vllm
 
 quickstart: venv $(CHECKPOINT)/model.safetensors $(DATA)/train.jsonl
 	$(BIN)/python -m asyncrl.fully_async_main --config configs/quickstart.yaml
@@ -29,6 +32,13 @@ test-faults: venv $(CHECKPOINT)/model.safetensors $(DATA)/train.jsonl
 
 test-slow: venv $(CHECKPOINT)/model.safetensors $(DATA)/train.jsonl
 	$(BIN)/python -m pytest -q -m slow -o timeout=1500
+
+# Each backend's tests run in its own environment; runs of theirs have drivers and trainers in the default one.
+test-vllm: venv venv-vllm $(CHECKPOINT)/model.safetensors $(DATA)/train.jsonl
+	ASYNCRL_PYTHON=$(BIN)/python $(VENV)-vllm/bin/python -m pytest -q -m vllm
+
+test-vllm-short: venv venv-vllm
+	ASYNCRL_PYTHON=$(BIN)/python $(VENV)-vllm/bin/python -m pytest -q -m "vllm and not slow"
 
 lint: venv
 	$(BIN)/ruff check .

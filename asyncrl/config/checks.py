@@ -23,6 +23,16 @@ PAUSE_KV = {
         ("wait", "recompute"),
         ("wait", "unload"),
     },
+    "vllm": {
+        ("abort", "keep"),
+        ("abort", "recompute"),
+        ("abort", "unload"),
+        ("keep", "keep"),
+        ("keep", "recompute"),
+        ("wait", "keep"),
+        ("wait", "recompute"),
+        ("wait", "unload"),
+    },
 }
 
 #: what `asyncrl.trainer.algorithms` knows; no leaf may import it
@@ -65,6 +75,8 @@ _AT_LEAST = {
     "rollout.engine.max_context_tokens": 0,
     "rollout.engine.prefill_chunk_tokens": 1,
     "rollout.engine.threads": 1,
+    "rollout.engine.tensor_parallel_size": 1,
+    "rollout.engine.pipeline_parallel_size": 1,
     "rollout.max_concurrent_groups": 0,
     "rollout.max_consecutive_drops": 1,
     "reward.workers": 1,
@@ -162,6 +174,11 @@ def check(config: Config, cpus: int | None = None) -> Derived:
     return derive(config)
 
 
+def python_of_replicas(option: str) -> str:
+    """rollout.engine.python: a path is taken from where the run was started, a command as the machines find it."""
+    return str(Path(option).absolute()) if "/" in option else option
+
+
 def local_cpus() -> int:
     """CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -193,6 +210,7 @@ def _problems(c: Config, cpus: int | None) -> Iterator[str]:
         yield f"name: expected a word that can name a folder, found {c.name!r}"
     yield from _rollout_problems(c)
     yield from _speculation_problems(c)
+    yield from _engine_problems(c)
     yield from _file_problems(c)
     yield from _draft_training_problems(c)
     for key in ("reward.function", "rollout.agent_loop"):
@@ -276,6 +294,32 @@ def _speculation_problems(c: Config) -> Iterator[str]:
             f"mtp.num_speculative_tokens: expected at most {max(context - 2, 0)}, as a context of {context} tokens "
             f"(rollout.engine.max_context_tokens) holds a prompt and a token beside them; found {drafted}"
         )
+
+
+def _engine_problems(c: Config) -> Iterator[str]:
+    """What one engine offers and another does not."""
+    engine, name = c.rollout.engine, c.rollout.engine.name
+    if name == "native":
+        for key in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(engine, key) > 1:
+                yield f"rollout.engine.{key}: the native engine has one device per replica; expected 1, or vllm"
+        if engine.args:
+            yield f"rollout.engine.args: the native engine takes none beside its options, found {sorted(engine.args)}"
+    if name == "vllm":
+        if engine.deterministic:
+            yield "rollout.engine.deterministic: vllm's results depend on what else is in the batch; expected native"
+        if c.param_sync.staging == "full":
+            yield "param_sync.staging: vllm's workers do nothing else while they receive; expected bucket, found full"
+        if c.rollout.top_p < 1 or c.rollout.top_k or c.rollout.min_p:
+            yield (
+                "rollout.top_p: with top_p, top_k or min_p vllm tells the logprobs of what they leave, and training needs "
+                "those of the whole vocabulary; expected top_p=1, top_k=0 and min_p=0, or the native engine"
+            )
+        if c.mtp.init_from_trunk and c.mtp.enable_rollout:
+            yield (
+                "mtp.init_from_trunk: vllm reads the draft's layers from the checkpoint, which has none then; expected "
+                "false, or a checkpoint into which the draft was exported"
+            )
 
 
 def _file_problems(c: Config) -> Iterator[str]:

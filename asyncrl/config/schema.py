@@ -31,7 +31,7 @@ class DataConfig:
 class EngineConfig:
     name: str = "native"  # native | vllm
     python: str = (
-        ""  # interpreter of the replicas where they have an environment of their own; same versions of it and Ray
+        ""  # interpreter of replicas with an environment of their own: same version, same Ray; empty: this one
     )
     slots: int = 32  # samples generated at once per replica
     max_context_tokens: int = 0  # 0: the model's max_position_embeddings

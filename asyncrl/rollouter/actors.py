@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import os
+import sys
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -13,7 +16,7 @@ import ray
 from asyncrl.config.checks import Derived
 from asyncrl.config.schema import Config
 from asyncrl.ray_client import ActorClient, ActorDied, Watched, first_leaf
-from asyncrl.rollouter.engine import Capabilities, EventBatch, Request
+from asyncrl.rollouter.engine import Capabilities, EngineDied, EventBatch, Request
 from asyncrl.rollouter.fence import Owned
 from asyncrl.rollouter.pacing import Pace, keep_pace
 from asyncrl.sample_queue.messages import Recovery
@@ -48,23 +51,37 @@ class EngineReplicaActor(Watched):
 
     async def sync(self, step: str, *args: Any) -> Any:
         """One step of a sync session, see asyncrl.param_sync.handles.ReplicaHandle."""
-        return await getattr(self._endpoint, step)(*args)
+        with self._dying_with_its_engine():
+            return await getattr(self._endpoint, step)(*args)
 
     async def attach(self, owner: str) -> None:
         """From now on only ``owner`` may submit, abort and hear of events, see asyncrl.rollouter.fence."""
         await self._fence.attach(owner)
 
     async def submit(self, owner: str, requests: Sequence[Request]) -> None:
-        await self._fence.submit(owner, requests)
+        with self._dying_with_its_engine():
+            await self._fence.submit(owner, requests)
 
     async def events(self, owner: str) -> EventBatch:
-        return await self._fence.events(owner)
+        with self._dying_with_its_engine():
+            return await self._fence.events(owner)
 
     async def abort(self, owner: str, ids: Sequence[str]) -> None:
-        await self._fence.abort(owner, ids)
+        with self._dying_with_its_engine():
+            await self._fence.abort(owner, ids)
 
     async def drain(self) -> Batch:
         return self._recorder.drain()
+
+    @contextlib.contextmanager
+    def _dying_with_its_engine(self) -> Iterator[None]:
+        """An engine with processes of its own may lose one: then this actor ends, as if it had been killed, and is
+        started again like any other."""
+        try:
+            yield
+        except EngineDied as death:
+            print(f"{self._name}: {death}", file=sys.stderr, flush=True)
+            os._exit(1)
 
 
 class SyncedReplica:

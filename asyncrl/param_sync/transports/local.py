@@ -234,10 +234,8 @@ class LocalWriter(Pump):
         except OSError:
             data = b""
         if not data:
-            aborted = self._aborted == self._session
-            self._drop(
-                peer, "the session was aborted" if aborted else "went away (its end of the connection is closed)"
-            )
+            gone = "went away (its end of the connection is closed)"
+            self._drop(peer, "the session was aborted" if self._aborted == self._session else gone)
             return
         peer.received += data
         while len(peer.received) >= _SEQUENCE.size:

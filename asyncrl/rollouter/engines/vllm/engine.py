@@ -194,9 +194,7 @@ class VLLMEngine:
         self._alive()
         committed = self._intake.committed if self._intake is not None else None
         if self._intake is not None and not self._intake.intact():
-            raise EngineError(
-                f"resume({version}): a sync was broken off amid its transfer; send all weights again first"
-            )
+            raise EngineError(f"resume({version}): a sync was broken off amid its transfer; send all again first")
         if committed not in (None, version):
             raise EngineError(f"resume({version}): the weights committed last are those of version {committed}")
         if self._released:
@@ -217,8 +215,8 @@ class VLLMEngine:
         if self._device == "cpu":
             if not self._told_of_cpu:
                 print(
-                    f"{self._recorder.actor}: vLLM on the CPU cannot free its KV cache: param_sync.kv unload empties it "
-                    "and frees no memory",
+                    f"{self._recorder.actor}: vLLM on the CPU cannot free its KV cache: param_sync.kv unload empties "
+                    "it and frees no memory",
                     file=sys.stderr,
                     flush=True,
                 )

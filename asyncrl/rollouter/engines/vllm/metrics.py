@@ -14,7 +14,11 @@ from asyncrl.telemetry.recorder import Recorder
 
 def stat_logger(recorder: Recorder) -> Callable[[VllmConfig, int], StatLoggerBase]:
     """What vLLM is given to make its logger of; it hears of every step of the engine core."""
-    return lambda config, engine_index=0: _SpeculationCounters(recorder)
+
+    def make(config: VllmConfig, engine_index: int = 0) -> StatLoggerBase:
+        return _SpeculationCounters(recorder)
+
+    return make
 
 
 class _SpeculationCounters(StatLoggerBase):

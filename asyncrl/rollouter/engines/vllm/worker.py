@@ -197,6 +197,7 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 yield from ((name, tensor) for name in self._loads["target"].get(spec.name, ()))
 
 
-# vLLM imports this module in its workers, and nobody does elsewhere. It warns of every module without weights of its own; whether all have arrived is checked here.
+# vLLM warns of every module without weights of its own; whether all have arrived is checked here.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+# This module is imported in vLLM's workers alone, where the engine must be known before they load their model.
 WeightTransferEngineFactory.register_engine(BACKEND, BucketTransferEngine)
