@@ -147,7 +147,8 @@ def _environment_problems(config: Config, local: bool) -> list[str]:
     ours = f"{platform.python_version()} with Ray {importlib.metadata.version('ray')}"
     if f"{version} with Ray {its_ray}" != ours:
         return [
-            f"rollout.engine.python: Ray wants the driver's own versions, Python {ours}; {python} is {version} with Ray {its_ray}"
+            f"rollout.engine.python: Ray wants the driver's own versions, Python {ours}; {python} has {version} and "
+            f"Ray {its_ray}"
         ]
     if "asyncrl" not in packages:
         return [f"rollout.engine.python: asyncrl is not installed for {python}; `make venv-vllm` makes an environment"]

@@ -312,8 +312,8 @@ def _engine_problems(c: Config) -> Iterator[str]:
             yield "param_sync.staging: vllm's workers do nothing else while they receive; expected bucket, found full"
         if c.rollout.top_p < 1 or c.rollout.top_k or c.rollout.min_p:
             yield (
-                "rollout.top_p: with top_p, top_k or min_p vllm tells the logprobs of what they leave, and training needs "
-                "those of the whole vocabulary; expected top_p=1, top_k=0 and min_p=0, or the native engine"
+                "rollout.top_p: with top_p, top_k or min_p vllm tells the logprobs of what they leave, training "
+                "needs those of the whole vocabulary; expected top_p=1, top_k=0 and min_p=0, or the native engine"
             )
         if c.mtp.init_from_trunk and c.mtp.enable_rollout:
             yield (
