@@ -44,7 +44,7 @@ def rope_inverse_frequencies(config: DecoderConfig) -> Tensor:
 
 def rope_table(config: DecoderConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin, float32 [T, 1, D], for integer positions [T]."""
-    angles = positions.float()[:, None] * rope_inverse_frequencies(config).to(positions.device)
+    angles = positions.float()[:, None] * rope_inverse_frequencies(config).to(positions.device, non_blocking=True)
     angles = torch.cat([angles, angles], -1)
     return angles.cos()[:, None, :], angles.sin()[:, None, :]
 

@@ -41,7 +41,7 @@ class PackedLayout:
         pad[unpad] = np.arange(len(unpad))
         mask = np.zeros(batch * length, dtype=bool)
         mask[unpad] = True
-        put = lambda a: torch.from_numpy(np.ascontiguousarray(a)).to(device)
+        put = lambda a: torch.from_numpy(np.ascontiguousarray(a)).to(device, non_blocking=True)
         return cls(batch, length, put(positions), put(pad), put(mask), put(unpad))
 
     def pad(self, x_TX: Tensor) -> Tensor:

@@ -43,6 +43,8 @@ class LiveViewReceiver:
         if both or lost:
             raise ValueError(f"tied names need a view under another name: {_some(both | lost)}")
         self._writers = {name: _writer(view) for name, view in self._views.items()}
+        devices = {view.device for view in self._views.values()}
+        self._device = devices.pop() if len(devices) == 1 else torch.device("cpu")  # where buckets are taken apart
         self._session: str | None = None
         self._sizes: dict[str, tuple[int, int]] = {}  # of each tensor to come: its bytes, and those of an element
         self._received: dict[str, int] = {}  # bytes of each tensor that has begun to arrive
@@ -85,7 +87,13 @@ class LiveViewReceiver:
     def write(self, bucket: Bucket) -> None:
         """Write a bucket that `check` has let in."""
         self._intact = False
-        data = host_bytes(bucket)
+        data: Any
+        if self._device.type == "cpu":
+            data = host_bytes(bucket)
+        elif isinstance(bucket.data, torch.Tensor):
+            data = bucket.data.to(self._device)  # where it is already, as a rule
+        else:
+            data = _uploaded(host_bytes(bucket), self._device)  # at once, not part by part
         for part in bucket.parts:
             self._writers[part.name](part.start, data[part.offset : part.offset + part.nbytes])
 
@@ -152,8 +160,8 @@ class LiveViewReceiver:
         return problems
 
 
-#: writes bytes (uint8 [n]) to a tensor from its byte ``start`` on
-_Writer = Callable[[int, np.ndarray], None]
+#: writes bytes (uint8 [n], NumPy's or, for a view on a device, torch's) to a tensor from its byte ``start`` on
+_Writer = Callable[[int, Any], None]
 
 
 def _writer(view: torch.Tensor) -> _Writer:
@@ -172,13 +180,18 @@ def _writer(view: torch.Tensor) -> _Writer:
         array = target.numpy()
         return lambda start, source: write_range(array, start // itemsize, source.view(array.dtype))
 
-    def upload(start: int, source: np.ndarray) -> None:
-        # torch takes no read-only memory, so the bytes are copied once more; inference tensors may be written here too
-        with torch.inference_mode():
-            elements = torch.from_numpy(source.copy()).view(integer).to(view.device)
-            write_range(target, start // itemsize, elements)
+    def write(start: int, source: np.ndarray | torch.Tensor) -> None:
+        if isinstance(source, np.ndarray):
+            source = _uploaded(source, view.device)
+        with torch.inference_mode():  # inference tensors may be written too
+            write_range(target, start // itemsize, source.view(integer))
 
-    return upload
+    return write
+
+
+def _uploaded(source: np.ndarray, device: torch.device) -> torch.Tensor:
+    """The bytes on the device. torch takes no read-only memory, so they are copied once more on the way."""
+    return torch.from_numpy(source.copy()).to(device)
 
 
 def write_range(view: Any, start: int, source: Any) -> None:

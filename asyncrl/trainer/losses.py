@@ -83,7 +83,10 @@ def clipped_policy_loss(config: AlgorithmConfig) -> LossFunction:
         )
 
     def loss(logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> LossOutput:
-        column = {name: torch.from_numpy(values).to(logprobs.device) for name, values in batch.columns.items()}
+        column = {
+            name: torch.from_numpy(values).to(logprobs.device, non_blocking=True)
+            for name, values in batch.columns.items()
+        }
         weights, advantages = column["weights"], column["advantages"]
         current = logprobs.detach()
         proximal = column.get("proximal_logprobs", current)

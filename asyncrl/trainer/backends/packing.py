@@ -69,4 +69,4 @@ class MicroBatch:
 
 
 def _on_device(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(array.astype(np.int64, copy=False)).to(device)
+    return torch.from_numpy(array.astype(np.int64, copy=False)).to(device, non_blocking=True)

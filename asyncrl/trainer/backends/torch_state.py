@@ -68,7 +68,7 @@ class StagedState:
         with self._alone("stage"):
             _copy(self._state, state)
             self.filled = True
-            if torch.cuda.is_available():
+            if torch.cuda.is_initialized():
                 torch.cuda.current_stream().synchronize()
 
     def write(self, path: Path) -> None:

@@ -24,7 +24,7 @@ import torch
 from asyncrl.rollouter.engine import EngineError, EventBatch, Request
 from asyncrl.rollouter.engines.admission import why_impossible
 from asyncrl.rollouter.engines.events import Event, EventLog
-from asyncrl.rollouter.engines.native.kernels import LENGTH_STEP, ROWS_STEP, round_up
+from asyncrl.rollouter.engines.native.kernels import LENGTH_STEP, ROWS_STEP, on_device, round_up
 from asyncrl.rollouter.engines.native.kv import KVCache
 from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.rollouter.engines.native.sampler import SamplingColumns, sample, uniforms
@@ -249,7 +249,7 @@ class Core:
                 rows = self._chunk_tokens if self.deterministic else round_up(len(chunk), ROWS_STEP)
                 length = self.context_tokens if self.deterministic else work.start + work.tokens
                 chunk += [0] * (rows - len(chunk))
-                tokens = torch.tensor(chunk, device=self.model.device)
+                tokens = on_device(np.array(chunk, np.int64), self.model.device)
                 drafting = self._speculator is not None
                 self.model.prefill(tokens, sequence.slot, work.start, self.kv, work.tokens, length, drafting)
                 sequence.computed += work.tokens
@@ -287,15 +287,14 @@ class Core:
         """One token for each of the first ``rows`` slots; returns those that end with it."""
         assert self._columns is not None
         device, positions = self.model.device, self._positions[:rows]
-        tokens_N = torch.from_numpy(self._tokens[:rows]).to(device)
-        positions_N = torch.from_numpy(positions).to(device)
+        tokens_N, positions_N = on_device(self._tokens[:rows], device), on_device(positions, device)
         if self._speculator is None:
             logits_NV = self.model.decode(tokens_N, positions_N, self.kv, length)
         else:
             hidden_NM = self.model.hidden_states(tokens_N.unsqueeze(1), positions_N.unsqueeze(1), self.kv, length)
             self._speculator.keep_hidden(positions[:, None], hidden_NM)
             logits_NV = self.model.head(hidden_NM)
-        draws = torch.from_numpy(self._uniforms[np.arange(rows), positions]).to(device)
+        draws = on_device(self._uniforms[np.arange(rows), positions], device)
         drawn_N, logprobs_N = sample(logits_NV, self._columns, draws)
         drawn, logprobs = drawn_N.tolist(), logprobs_N.tolist()
         ended: list[_Ended] = []

@@ -15,11 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from asyncrl.rollouter.engines.native.attention import Places
-from asyncrl.rollouter.engines.native.kernels import LENGTH_STEP, round_up
+from asyncrl.rollouter.engines.native.kernels import LENGTH_STEP, on_device, round_up
 from asyncrl.rollouter.engines.native.kv import KVCache
 from asyncrl.rollouter.engines.native.model import NativeModel
 
@@ -98,4 +97,4 @@ class Drafter:
         return Places(self._model.config, self._kv, self._tensor(places_NW), length, first)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._model.device)
+        return on_device(array, self._model.device)

@@ -36,7 +36,9 @@ class NativeModel:
     def __init__(
         self, config: DecoderConfig, context_tokens: int, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
-        self.config, self.dtype, self.device = config, dtype, torch.device(device)
+        self.config, self.dtype = config, dtype
+        # with its number: "cuda" is another one in a thread whose current device is another
+        self.device = torch.empty(0, device=device).device
         self._empty = lambda *shape: torch.zeros(shape, dtype=dtype, device=self.device)
         self.embed = self._empty(config.vocab_size, config.hidden_size)
         self.layers = [_Layer(config, self._empty) for _ in range(config.num_layers)]

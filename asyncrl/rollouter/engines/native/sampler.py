@@ -45,12 +45,13 @@ class SamplingColumns(NamedTuple):
     """Sampling parameters of N rows; a column that would change nothing is None, which is the fast path.
 
     ``temperature`` float32 [N, 1] (1 where greedy), ``greedy`` bool [N], ``filters`` (top_k int64 [N, 1],
-    top_p float64 [N, 1], min_p float32 [N, 1]).
+    top_p float64 [N, 1], min_p float32 [N, 1]). ``all_greedy`` says of ``greedy`` what is not to be asked of a device.
     """
 
     temperature: Tensor | None
     greedy: Tensor | None
     filters: tuple[Tensor, Tensor, Tensor] | None
+    all_greedy: bool
 
     @classmethod
     def of(cls, rows: Sequence[SamplingParams | None], device: torch.device | str = "cpu") -> SamplingColumns:
@@ -71,7 +72,7 @@ class SamplingColumns(NamedTuple):
                 column([p.top_p for p in params], torch.float64),
                 column([p.min_p for p in params], torch.float32),
             )
-        return cls(temperature, greedy, filters)
+        return cls(temperature, greedy, filters, all(p.temperature == 0.0 for p in params))
 
     def repeated(self, times: int) -> SamplingColumns:
         """Each row ``times`` times in a row."""
@@ -80,7 +81,7 @@ class SamplingColumns(NamedTuple):
             return None if column is None else column.repeat_interleave(times, 0)
 
         filters = None if self.filters is None else tuple(c.repeat_interleave(times, 0) for c in self.filters)
-        return SamplingColumns(repeat(self.temperature), repeat(self.greedy), filters)  # type: ignore[arg-type]
+        return SamplingColumns(repeat(self.temperature), repeat(self.greedy), filters, self.all_greedy)  # type: ignore[arg-type]
 
 
 def sample(logits_NV: Tensor, columns: SamplingColumns, uniforms_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,7 +113,7 @@ def distributions(logits_NV: Tensor, columns: SamplingColumns) -> tuple[Tensor, 
         drawn_NV = kept_NV.div_(kept_NV.sum(-1, keepdim=True))
     if columns.greedy is not None:
         one_NV = torch.zeros_like(probs_NV).scatter_(1, scaled_NV.argmax(-1, keepdim=True), 1.0)
-        drawn_NV = one_NV if bool(columns.greedy.all()) else one_NV.where(columns.greedy.unsqueeze(1), drawn_NV)
+        drawn_NV = one_NV if columns.all_greedy else one_NV.where(columns.greedy.unsqueeze(1), drawn_NV)
     return probs_NV, drawn_NV
 
 
@@ -141,19 +142,26 @@ def inverse_cdf(weights_NV: Tensor, uniforms_N1: Tensor) -> Tensor:
     """
     size = weights_NV.shape[-1]
     if size <= 16 * _BLOCK:
-        cdf_NV = weights_NV.cumsum(-1)
+        cdf_NV = _running_sum(weights_NV)
         # the clamp only matters for rows of NaN, here and below
         return torch.searchsorted(cdf_NV, cdf_NV[:, -1:] * uniforms_N1, right=True).clamp_(max=size - 1)
     if size % _BLOCK:
         weights_NV = F.pad(weights_NV, (0, -size % _BLOCK))
     blocks_NXB = weights_NV.unflatten(1, (-1, _BLOCK))
-    block_N1, rest_N1 = _search(blocks_NXB.sum(-1).cumsum(-1), uniforms_N1)
+    block_N1, rest_N1 = _search(_running_sum(blocks_NXB.sum(-1)), uniforms_N1)
     chosen_NB = blocks_NXB.gather(1, block_N1.unsqueeze(2).expand(-1, 1, _BLOCK)).squeeze(1)
-    cdf_NB = chosen_NB.cumsum(-1)
+    cdf_NB = _running_sum(chosen_NB)
     # the block's weight may be rounded differently here: stay below it
     rest_N1 = torch.minimum(rest_N1, cdf_NB[:, -1:] * _BELOW_ONE)
     inner_N1 = torch.searchsorted(cdf_NB, rest_N1, right=True)
     return block_N1 * _BLOCK + inner_N1.clamp_(max=_BLOCK - 1)
+
+
+def _running_sum(weights_NX: Tensor) -> Tensor:
+    """Along the last dimension. On CUDA in float64: sums of a long row are put together in another order at each place
+    there, so that in float32 they go up or down by their rounding where nothing is added, and a token of zero weight
+    could be found."""
+    return weights_NX.cumsum(-1, dtype=torch.float64 if weights_NX.is_cuda else None)
 
 
 def _search(cdf_NX: Tensor, uniforms_N1: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from asyncrl.rollouter.engine import EngineError
 from asyncrl.rollouter.engines.native.drafter import Drafter
 from asyncrl.rollouter.engines.native.guard import Guard
-from asyncrl.rollouter.engines.native.kernels import ROWS_STEP, round_up
+from asyncrl.rollouter.engines.native.kernels import ROWS_STEP, on_device, round_up
 from asyncrl.rollouter.engines.native.kv import KVCache
 from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.rollouter.engines.native.sampler import SamplingColumns, distributions, inverse_cdf, uniforms
@@ -218,7 +218,7 @@ class Speculator:
         return self._repeated[2]
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._model.device)
+        return on_device(array, self._model.device)
 
     # -- figures ---------------------------------------------------------------------------------------------------
 
