@@ -1,6 +1,8 @@
-"""One thread per process, no network, whatever the machine."""
+"""One thread per process, no network, whatever the machine; and the device of the tests that want one."""
 
 import os
+
+import pytest
 
 for key, value in {
     "OMP_NUM_THREADS": "1",
@@ -12,3 +14,15 @@ for key, value in {
     "RAY_USAGE_STATS_ENABLED": "0",
 }.items():
     os.environ.setdefault(key, value)
+
+
+@pytest.fixture(scope="session")
+def device():
+    """Where tests marked ``gpu`` compute. ``ASYNCRL_TEST_DEVICE=cpu pytest -m gpu tests/test_trainer_gpu.py`` runs the
+    very same tests without a GPU, to prove the tests themselves."""
+    import torch
+
+    name = os.environ.get("ASYNCRL_TEST_DEVICE", "cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return name

@@ -24,12 +24,13 @@ def run_all(core: Core, requests=()) -> dict[str, tuple[list[int], np.ndarray, F
 
 
 def full_forward(decoder: Decoder, request: Request, tokens: list[int]) -> np.ndarray:
-    """The logprobs of ``tokens`` in one forward without a cache."""
-    row = torch.tensor([*request.tokens.tolist(), *tokens])
+    """The logprobs of ``tokens`` in one forward without a cache, computed where the decoder is."""
+    device = decoder.lm_head.weight.device
+    row = torch.tensor([*request.tokens.tolist(), *tokens], device=device)
     with torch.no_grad():
-        logits = decoder.logits(row, PackedLayout.from_lengths([len(row)])) / request.sampling.temperature
-    drawn = logits.log_softmax(-1)[len(request.tokens) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])
-    return drawn.squeeze(1).numpy()
+        logits = decoder.logits(row, PackedLayout.from_lengths([len(row)], device)) / request.sampling.temperature
+    drawn = logits.log_softmax(-1)[len(request.tokens) - 1 : -1].gather(1, torch.tensor(tokens, device=device)[:, None])
+    return drawn.squeeze(1).cpu().numpy()
 
 
 def read(events):
