@@ -37,13 +37,9 @@ from asyncrl.config.schema import Config
 from asyncrl.data.order import PromptOrder
 from asyncrl.data.prompts import load_prompts
 from asyncrl.models.checkpoint import is_draft, load_decoder
-from asyncrl.models.config import DecoderConfig
 from asyncrl.models.make_checkpoint import make_checkpoint
 from asyncrl.models.warm_start import Demonstration, demonstration_losses
 from asyncrl.rollouter.engine import Request, SamplingParams
-from asyncrl.rollouter.engines.native.core import Core
-from asyncrl.rollouter.engines.native.model import NativeModel
-from asyncrl.rollouter.engines.native.speculation import Speculation
 from asyncrl.rollouter.rewards.arithmetic import score
 from asyncrl.rollouter.samples import random_key
 from asyncrl.rollouter.spec_metrics import spec_metrics
@@ -51,48 +47,11 @@ from asyncrl.rollouter.tokenizer import PromptTokenizer
 from asyncrl.sample import FinishReason, Group, PolicyVersion, Prompt, Sample, VersionSpan
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.rank import TrainerRank
+from benchmarks.generation import generate, load_model, make_core
 from benchmarks.quickstart import ROOT, ensure_inputs
 
-SLOTS, CONTEXT_TOKENS = 32, 256
 ARMS = {"trained": (True, True), "frozen": (False, True), "stale": (True, False)}  # MTP training, reload
 REFIT_STEPS, REFIT_BATCH = 200, 32
-
-
-def make_core(model: NativeModel, k: int, recorder: Recorder, slots: int = SLOTS) -> Core:
-    speculation = Speculation(k, guard=False) if k else None
-    core = Core(
-        model,
-        slots=slots,
-        context_tokens=CONTEXT_TOKENS,
-        prefill_chunk_tokens=512,
-        recorder=recorder,
-        speculation=speculation,
-    )
-    core.start(PolicyVersion(0, 0))
-    return core
-
-
-def load_model(folder: str | Path) -> NativeModel:
-    model = NativeModel(DecoderConfig.load(folder), CONTEXT_TOKENS, torch.float32)
-    model.load(folder)
-    return model
-
-
-@torch.inference_mode()
-def generate(core: Core, requests: Sequence[Request]) -> tuple[dict[str, tuple[list[int], list[float]]], float]:
-    """Tokens and logprobs by request, and the seconds that it took."""
-    core.submit(requests)
-    began = time.perf_counter()
-    while core.active:
-        core.step()
-    seconds = time.perf_counter() - began
-    events = core.drain()
-    told: dict[str, tuple[list[int], list[float]]] = {r.id: ([], []) for r in requests}
-    for e, name in enumerate(events.ids):
-        part = slice(events.offsets[e], events.offsets[e + 1])
-        told[name][0].extend(events.tokens[part].tolist())
-        told[name][1].extend(events.logprobs[part].tolist())
-    return told, seconds
 
 
 class Task:

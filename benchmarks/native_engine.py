@@ -26,7 +26,7 @@ import torch
 import transformers
 
 from asyncrl.config.schema import EngineConfig
-from asyncrl.models.checkpoint import is_draft, save_checkpoint
+from asyncrl.models.checkpoint import is_draft, read_tensors, save_checkpoint
 from asyncrl.models.config import DecoderConfig
 from asyncrl.models.decoder import Decoder
 from asyncrl.rollouter.engine import Request, SamplingParams
@@ -69,16 +69,26 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_model(raw: dict[str, Any], folder: Path) -> Any:
-    """Save a random checkpoint and return the same model as Hugging Face has it (MiMo's trunk is Qwen2's)."""
+def save_random(raw: dict[str, Any], folder: Path) -> None:
+    """A random checkpoint, in the dtype that its config names."""
     config = DecoderConfig.from_dict(raw)
     decoder = Decoder(config)
     decoder.init_weights(seed=0)
-    save_checkpoint(folder, dict(decoder.named_parameters()), config)
+    dtype = getattr(torch, config.engine_dtype("auto"))
+    save_checkpoint(folder, {name: p.detach().to(dtype) for name, p in decoder.named_parameters()}, config)
+
+
+def as_transformers(folder: Path, device: str) -> Any:
+    """The checkpoint's trunk as Hugging Face has it (MiMo's is Qwen2's)."""
+    config = DecoderConfig.load(folder)
     family = "Qwen3" if config.qk_norm else "Qwen2"
-    fields = {k: v for k, v in raw.items() if k not in ("architectures", "num_nextn_predict_layers")}
-    hf: Any = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**fields)).eval()
-    trunk = {name: p for name, p in decoder.named_parameters() if not is_draft(name)}
+    fields = {k: v for k, v in config.raw.items() if k not in ("architectures", "num_nextn_predict_layers")}
+    hf_config = getattr(transformers, f"{family}Config")(**fields)
+    with torch.device(device):
+        hf: Any = transformers.AutoModelForCausalLM.from_config(
+            hf_config, dtype=getattr(torch, config.engine_dtype("auto"))
+        ).eval()
+    trunk = {name: tensor for name, tensor in read_tensors(folder).items() if not is_draft(name)}
     missing, unexpected = hf.load_state_dict(trunk, strict=False)
     assert set(missing) <= {"lm_head.weight"}, missing  # tied
     assert not unexpected, unexpected
@@ -88,7 +98,7 @@ def make_model(raw: dict[str, Any], folder: Path) -> Any:
 @torch.inference_mode()
 def run_transformers(hf: Any, prompts: np.ndarray, lengths: list[int]) -> None:
     for lo in range(0, len(lengths), CONCURRENT):
-        ids = torch.from_numpy(prompts[lo : lo + CONCURRENT]).long()
+        ids = torch.from_numpy(prompts[lo : lo + CONCURRENT]).long().to(hf.device)
         out = hf.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -103,8 +113,11 @@ def run_transformers(hf: Any, prompts: np.ndarray, lengths: list[int]) -> None:
             return_dict_in_generate=True,
         )
         drawn = out.sequences[:, PROMPT_TOKENS:].unbind(1)
-        for logits, tokens in zip(out.logits, drawn, strict=True):
+        logprobs = [
             torch.log_softmax(logits.float(), -1).gather(1, tokens[:, None])
+            for logits, tokens in zip(out.logits, drawn, strict=True)
+        ]
+        torch.cat(logprobs, 1).cpu()
 
 
 async def run_native(engine: NativeEngine, prompts: np.ndarray, lengths: list[int]) -> None:
@@ -118,14 +131,17 @@ async def run_native(engine: NativeEngine, prompts: np.ndarray, lengths: list[in
     assert tokens == sum(lengths), f"expected {sum(lengths)} tokens, found {tokens}"
 
 
-def measure(name: str, repetitions: int) -> dict[str, float]:
+def measure(folder: Path, repetitions: int, device: str = "cpu") -> dict[str, float]:
+    """Of the checkpoint in ``folder``, in its own dtype on both sides."""
     figures: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
-        hf = make_model(MODELS[name], Path(folder))
-        engine = NativeEngine(folder, EngineConfig(slots=CONCURRENT, max_context_tokens=CONTEXT_TOKENS))
+    with asyncio.Runner() as runner:
+        hf = as_transformers(folder, device)
+        options = EngineConfig(slots=CONCURRENT, max_context_tokens=CONTEXT_TOKENS, device=device)
+        engine = NativeEngine(folder, options)
         runner.run(engine.resume(PolicyVersion(0, 0)))
         rng = np.random.default_rng(0)
-        prompts = rng.integers(0, MODELS[name]["vocab_size"], (len(MIXED), PROMPT_TOKENS)).astype(np.int32)
+        vocabulary = DecoderConfig.load(folder).vocab_size
+        prompts = rng.integers(0, vocabulary, (len(MIXED), PROMPT_TOKENS)).astype(np.int32)
         sides: dict[str, Callable[[list[int]], None]] = {
             "transformers": lambda lengths: run_transformers(hf, prompts, lengths),
             "native": lambda lengths: runner.run(run_native(engine, prompts, lengths)),
@@ -154,7 +170,9 @@ def main() -> None:
     torch.set_num_threads(1)
     models = {}
     for name in MODELS:
-        models[name] = figures = measure(name, repetitions)
+        with tempfile.TemporaryDirectory() as folder:
+            save_random(MODELS[name], Path(folder))
+            models[name] = figures = measure(Path(folder), repetitions)
         for kind in ("equal", "mixed"):
             ours, theirs = figures[f"native_{kind}_tokens_per_s"], figures[f"transformers_{kind}_tokens_per_s"]
             print(f"{name:9} {kind:5}  native {ours:8.0f}  transformers {theirs:8.0f} tokens/s  {ours / theirs:.2f}x")

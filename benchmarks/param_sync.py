@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.config.schema import DeadlinesConfig, ParamSyncConfig
+from asyncrl.param_sync.buckets import pack
 from asyncrl.param_sync.digest import digest_tensors, dtype_name
 from asyncrl.param_sync.endpoint import ReplicaEndpoint
 from asyncrl.param_sync.fleet import Fleet
@@ -74,10 +75,10 @@ def manifest_of(tensors: Tensors) -> Manifest:
 # -- one sender, one replica -------------------------------------------------------------------------------------------
 
 
-def receive_forever(pipe: Connection, transport: str, manifest: Manifest) -> None:
+def receive_forever(pipe: Connection, transport: str, manifest: Manifest, device: torch.device) -> None:
     """A replica without an engine: joins a session for each address and session id that comes over the pipe."""
     torch.set_num_threads(1)
-    live = {t.name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in manifest}
+    live = {t.name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype), device=device) for t in manifest}
     receiver = LiveViewReceiver(live, {}, on_commit=lambda version: None)
     reader = make_reader(transport, "replica/0")
     with contextlib.suppress(EOFError):
@@ -93,23 +94,23 @@ def receive_forever(pipe: Connection, transport: str, manifest: Manifest) -> Non
 
 
 class Link:
-    """A sender here and a receiver in a process of its own."""
+    """A sender here and a receiver in a process of its own, whose live tensors are where these are."""
 
     def __init__(
         self, transport: str, tensors: Tensors, bucket_bytes: int, writer: SharedMemoryWriter | None = None
     ) -> None:
         self._tensors, self._manifest = tensors, manifest_of(tensors)
-        self._pipe, self._process = started(receive_forever, transport, self._manifest)
-        self._sender = Sender("trainer/0", writer or make_writer(transport, 0, bucket_bytes, HOST))
-        self._session = 0
+        self._pipe, self._process = started(
+            receive_forever, transport, self._manifest, next(iter(tensors.values())).device
+        )
+        self._writer = writer or make_writer(transport, 0, bucket_bytes, HOST)
+        self._sender = Sender("trainer/0", self._writer)
+        self._sessions = 0
 
     def transfer_s(self, checksum: bool) -> float:
         """Seconds from the first byte packed until the receiver has taken the last one."""
-        self._session += 1
-        self._pipe.send((f"s{self._session}", self._sender.address))
-        assert self._pipe.recv() == "ready"
-        version = PolicyVersion(0, self._session)
-        plan = SendPlan(f"s{self._session}", version, self._manifest, ("replica/0",), 60, 60, checksum)
+        session = self._joined()
+        plan = SendPlan(session, PolicyVersion(0, 1), self._manifest, ("replica/0",), 60, 60, checksum)
         began = time.perf_counter()
         self._sender.open(plan)
         report = self._sender.send(iter(self._tensors.items()))
@@ -117,6 +118,24 @@ class Link:
         assert report.nbytes == self._manifest.nbytes
         assert not report.dropped
         return seconds
+
+    def undigested_s(self) -> float:
+        """The same without digests and checksums, for which the bytes of a GPU have to come to the host."""
+        session = self._joined()
+        began = time.perf_counter()
+        self._writer.open(session, ("replica/0",), 60, 60)
+        for filled in pack(self._tensors.items(), self._writer.buffer, checksum=False):
+            self._writer.publish(filled)
+        self._writer.finish()
+        assert not self._writer.dropped
+        return time.perf_counter() - began
+
+    def _joined(self) -> str:
+        """A session that the receiver has joined."""
+        self._sessions += 1
+        self._pipe.send((f"s{self._sessions}", self._sender.address))
+        assert self._pipe.recv() == "ready"
+        return f"s{self._sessions}"
 
     def close(self) -> None:
         self._pipe.close()

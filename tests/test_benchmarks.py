@@ -62,6 +62,22 @@ def test_the_parameter_sync_s_benchmark_ends_with_its_figures():
     assert all(value > 0 for value in figures.values())
 
 
+@pytest.mark.slow
+def test_a_part_of_the_gpu_s_benchmark_that_fails_does_not_lose_the_others(tmp_path):
+    """On a CPU; without the part that makes the model, those that need it fail."""
+    options = f"--device cpu --tiny --out {tmp_path}"
+    figures = last_line(f"benchmarks.gpu {options} --parts trainer cuda_ipc")
+    assert figures["train_tokens_per_s"] is None
+    assert figures["cuda_ipc_fraction"] > 0
+    (file,) = tmp_path.iterdir()
+    parts = json.loads(file.read_text())["parts"]
+    assert parts["trainer"]["error"] == "exited 1"
+    assert "CheckpointError" in parts["trainer"]["log"][-1]
+    figures = last_line(f"benchmarks.gpu {options} --parts model step speculation trainer")
+    assert figures["train_tokens_per_s"] > 0
+    assert all(figures[f"{name}_b{b}"] > 0 for name in ("step_ms", "speculation_speedup") for b in (1, 8, 32))
+
+
 def last_line(command: str) -> dict[str, float]:
     """What a benchmark's last line says."""
     done = subprocess.run([sys.executable, "-m", *command.split()], capture_output=True, text=True)

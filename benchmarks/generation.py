@@ -1,0 +1,63 @@
+"""Driving the native engine's stepper without asyncio: what several benchmarks share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from asyncrl.models.config import DecoderConfig
+from asyncrl.rollouter.engine import Request
+from asyncrl.rollouter.engines.native.core import Core
+from asyncrl.rollouter.engines.native.model import NativeModel
+from asyncrl.rollouter.engines.native.speculation import Speculation
+from asyncrl.sample import PolicyVersion
+from asyncrl.telemetry.recorder import Recorder
+
+SLOTS, CONTEXT_TOKENS = 32, 256
+
+
+def load_model(
+    folder: str | Path, context_tokens: int = CONTEXT_TOKENS, dtype: str = "float32", device: str = "cpu"
+) -> NativeModel:
+    """``dtype`` as `rollout.engine.dtype` names it."""
+    config = DecoderConfig.load(folder)
+    model = NativeModel(config, context_tokens, getattr(torch, config.engine_dtype(dtype)), device)
+    model.load(folder)
+    return model
+
+
+def make_core(
+    model: NativeModel, k: int, recorder: Recorder, slots: int = SLOTS, context_tokens: int = CONTEXT_TOKENS
+) -> Core:
+    """``k`` tokens are drafted in every step (0: no speculation)."""
+    speculation = Speculation(k, guard=False) if k else None
+    core = Core(
+        model,
+        slots=slots,
+        context_tokens=context_tokens,
+        prefill_chunk_tokens=512,
+        recorder=recorder,
+        speculation=speculation,
+    )
+    core.start(PolicyVersion(0, 0))
+    return core
+
+
+@torch.inference_mode()
+def generate(core: Core, requests: Sequence[Request]) -> tuple[dict[str, tuple[list[int], list[float]]], float]:
+    """Tokens and logprobs by request, and the seconds that it took."""
+    core.submit(requests)
+    began = time.perf_counter()
+    while core.active:
+        core.step()
+    seconds = time.perf_counter() - began
+    events = core.drain()
+    told: dict[str, tuple[list[int], list[float]]] = {r.id: ([], []) for r in requests}
+    for e, name in enumerate(events.ids):
+        part = slice(events.offsets[e], events.offsets[e + 1])
+        told[name][0].extend(events.tokens[part].tolist())
+        told[name][1].extend(events.logprobs[part].tolist())
+    return told, seconds
