@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from asyncrl.models.chunked import ChunkedCrossEntropy, ChunkedScores
 from asyncrl.models.config import DecoderConfig
 from asyncrl.models.layout import PackedLayout
+from asyncrl.models.uploads import on_device
 
 
 def rope_inverse_frequencies(config: DecoderConfig) -> Tensor:
@@ -44,7 +45,7 @@ def rope_inverse_frequencies(config: DecoderConfig) -> Tensor:
 
 def rope_table(config: DecoderConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin, float32 [T, 1, D], for integer positions [T]."""
-    angles = positions.float()[:, None] * rope_inverse_frequencies(config).to(positions.device, non_blocking=True)
+    angles = positions.float()[:, None] * on_device(rope_inverse_frequencies(config), positions.device)
     angles = torch.cat([angles, angles], -1)
     return angles.cos()[:, None, :], angles.sin()[:, None, :]
 

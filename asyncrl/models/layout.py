@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncrl.models.uploads import on_device
+
 
 @dataclass(frozen=True)
 class PackedLayout:
@@ -41,7 +43,7 @@ class PackedLayout:
         pad[unpad] = np.arange(len(unpad))
         mask = np.zeros(batch * length, dtype=bool)
         mask[unpad] = True
-        put = lambda a: torch.from_numpy(np.ascontiguousarray(a)).to(device, non_blocking=True)
+        put = lambda a: on_device(a, torch.device(device))
         return cls(batch, length, put(positions), put(pad), put(mask), put(unpad))
 
     def pad(self, x_TX: Tensor) -> Tensor:

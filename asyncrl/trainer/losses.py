@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.schema import AlgorithmConfig
+from asyncrl.models.uploads import on_device
 from asyncrl.trainer.backend import LossFunction, LossOutput, TrainBatch
 from asyncrl.trainer.batches import per_token, trained_tokens
 
@@ -83,10 +84,7 @@ def clipped_policy_loss(config: AlgorithmConfig) -> LossFunction:
         )
 
     def loss(logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> LossOutput:
-        column = {
-            name: torch.from_numpy(values).to(logprobs.device, non_blocking=True)
-            for name, values in batch.columns.items()
-        }
+        column = {name: on_device(values, logprobs.device) for name, values in batch.columns.items()}
         weights, advantages = column["weights"], column["advantages"]
         current = logprobs.detach()
         proximal = column.get("proximal_logprobs", current)

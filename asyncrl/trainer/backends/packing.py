@@ -10,6 +10,7 @@ from torch import Tensor
 
 from asyncrl.models.decoder import DraftTargets
 from asyncrl.models.layout import PackedLayout
+from asyncrl.models.uploads import on_device
 from asyncrl.trainer.backend import TrainBatch
 from asyncrl.trainer.draft_loss import draft_targets
 
@@ -69,4 +70,4 @@ class MicroBatch:
 
 
 def _on_device(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(array.astype(np.int64, copy=False)).to(device, non_blocking=True)
+    return on_device(array.astype(np.int64, copy=False), device)

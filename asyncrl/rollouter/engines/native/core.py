@@ -21,10 +21,11 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 import torch
 
+from asyncrl.models.uploads import on_device
 from asyncrl.rollouter.engine import EngineError, EventBatch, Request
 from asyncrl.rollouter.engines.admission import why_impossible
 from asyncrl.rollouter.engines.events import Event, EventLog
-from asyncrl.rollouter.engines.native.kernels import LENGTH_STEP, ROWS_STEP, on_device, round_up
+from asyncrl.rollouter.engines.native.kernels import LENGTH_STEP, ROWS_STEP, round_up
 from asyncrl.rollouter.engines.native.kv import KVCache
 from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.rollouter.engines.native.sampler import SamplingColumns, sample, uniforms

@@ -17,8 +17,9 @@ from collections.abc import Callable
 import numpy as np
 from torch import Tensor
 
+from asyncrl.models.uploads import on_device
 from asyncrl.rollouter.engines.native.attention import Places
-from asyncrl.rollouter.engines.native.kernels import LENGTH_STEP, on_device, round_up
+from asyncrl.rollouter.engines.native.kernels import LENGTH_STEP, round_up
 from asyncrl.rollouter.engines.native.kv import KVCache
 from asyncrl.rollouter.engines.native.model import NativeModel
 

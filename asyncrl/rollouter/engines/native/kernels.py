@@ -1,8 +1,7 @@
-"""What generation spends its time in: matrix products and norms; and the way of a step's numbers to the device."""
+"""What generation spends its time in: matrix products and norms."""
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,12 +19,6 @@ ROWS_STEP = 16  # and so are the rows of a prefill
 
 def round_up(count: int, step: int) -> int:
     return -(-count // step) * step
-
-
-def on_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array on the device, on the CPU possibly without a copy. Does not wait for what the device still computes,
-    as a blocking copy would: the array is read before this returns, as its memory is not pinned."""
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
 
 class Linear:

@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncrl.models.uploads import on_device
 from asyncrl.rollouter.engine import EngineError
 from asyncrl.rollouter.engines.native.drafter import Drafter
 from asyncrl.rollouter.engines.native.guard import Guard
-from asyncrl.rollouter.engines.native.kernels import ROWS_STEP, on_device, round_up
+from asyncrl.rollouter.engines.native.kernels import ROWS_STEP, round_up
 from asyncrl.rollouter.engines.native.kv import KVCache
 from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.rollouter.engines.native.sampler import SamplingColumns, distributions, inverse_cdf, uniforms
