@@ -276,7 +276,7 @@ def cuda_ipc(run: Run) -> dict[str, Any]:
 #: in this order, each with the seconds that it may take
 PARTS: dict[str, tuple[Callable[[Run], dict[str, Any]], float]] = {
     "tests": (tests, 110),
-    "model": (model, 60),
+    "model": (model, 100),  # all that follow need it
     "engine": (engine, 140),
     "speculation": (speculation, 100),
     "cuda_ipc": (cuda_ipc, 60),

@@ -72,7 +72,11 @@ MODELS: dict[str, dict[str, Any]] = {
 def save_random(raw: dict[str, Any], folder: Path) -> None:
     """A random checkpoint, in the dtype that its config names."""
     config = DecoderConfig.from_dict(raw)
-    decoder = Decoder(config)
+    with torch.device("meta"):  # weights are drawn once, not first as torch's layers do
+        decoder = Decoder(config)
+    decoder = decoder.to_empty(device="cpu")
+    if config.tie_word_embeddings:
+        decoder.lm_head.weight = decoder.model.embed_tokens.weight
     decoder.init_weights(seed=0)
     dtype = getattr(torch, config.engine_dtype("auto"))
     save_checkpoint(folder, {name: p.detach().to(dtype) for name, p in decoder.named_parameters()}, config)
