@@ -90,7 +90,7 @@ def engine_arguments(config: Config, device: str) -> AsyncEngineArgs:
 
 def prepare_environment(device: str, threads: int) -> None:
     """Before vLLM's first import of the things that read it."""
-    wanted = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", OURS: "1"}
+    wanted = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", OURS: "1"}
     if device == "cpu":
         # one thread a core is what the cluster counts; binding would put all replicas on the same cores
         wanted |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}

@@ -11,7 +11,7 @@ import contextlib
 import sys
 from collections.abc import Iterable, Sequence
 
-from vllm import TokensPrompt
+from vllm.inputs.engine import tokens_input
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -292,7 +292,7 @@ class VLLMEngine:
         """Tell of a request until it ends."""
         request = running.request
         # Salted: what an older version computed of the same prompt must not be taken for this one's.
-        prompt = TokensPrompt(prompt_token_ids=request.tokens.tolist(), cache_salt=str(running.version))
+        prompt = tokens_input(request.tokens.tolist(), cache_salt=str(running.version))
         try:
             outputs = await self._llm.add_request(
                 request.id, prompt, sampling_parameters(request), priority=request.priority
