@@ -30,7 +30,7 @@ class Run:
 
     def __init__(self, options: list[str], log: Path) -> None:
         self.log = log
-        command = [sys.executable, "-u", "-m", "asyncrl.fully_async_main", *options]
+        command = [os.environ.get("ASYNCRL_PYTHON", sys.executable), "-u", "-m", "asyncrl.fully_async_main", *options]
         with log.open("w") as out:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True

@@ -1,0 +1,86 @@
+"""Whole runs on Ray with vLLM replicas: driver and trainer in the default environment, replicas in vLLM's."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest.importorskip("vllm", reason="needs the vLLM environment: make test-vllm")
+
+from tests.support.faults import FaultyRun, audit
+from tests.support.tiny import make_inputs
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+OPTIONS = (
+    "rollout.engine.name=vllm",
+    f"rollout.engine.python={sys.executable}",
+    "ray.placement_timeout_s=120",
+    "supervision.answer_s=300",
+)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture
+def start(inputs, tmp_path):
+    runs = []
+
+    def begin(*more: str) -> FaultyRun:
+        runs.append(FaultyRun(inputs, tmp_path / "run", *OPTIONS, *more))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.close()
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_trains_with_its_draft_to_the_end(start, tmp_path):
+    """The trainer's logprobs of fresh samples are those that vLLM told, and the draft's acceptance is reported."""
+    run = start("mtp.enable_rollout=true", "mtp.enable_train=true", "async_training.staleness_threshold=0")
+    assert run.wait(500) == 0, run.text
+    audit(run.folder, [2] * 5, staleness_bound=0)
+    values = metrics_of(run.folder)
+    ratios = [row["actor/importance_ratio_max"] for row in values if "actor/importance_ratio_max" in row]
+    assert len(ratios) == 5
+    assert max(abs(ratio - 1) for ratio in ratios) < 1e-3
+    assert any(0 <= row.get("rollout/spec_accept_rate", -1) <= 1 for row in values)
+
+
+@pytest.mark.slow
+def test_a_killed_core_costs_no_sample_and_its_replica_comes_back(start):
+    """Samples under way go on elsewhere or wait; the new replica joins at the current version."""
+    run = start("rollout.replicas=2", "ray.cpus_per_replica=0.25", "trainer.total_steps=12")
+    run.until_trained(2, timeout_s=400)
+    noticed = run.text.count("supervision: replica/")
+    engine_core_below(run).kill()
+    run.until(lambda: run.text.count("supervision: replica/") > noticed, "noticed the death")
+    assert run.wait(500) == 0, run.text
+    assert "engine process is gone" in run.text
+    audit(run.folder, [2] * 12)
+
+
+def engine_core_below(run: FaultyRun) -> psutil.Process:
+    below = psutil.Process(run.process.pid).children(recursive=True)
+    return next(p for p in below if "EngineCor" in p.name())
+
+
+def test_an_environment_without_vllm_is_refused_before_anything_starts(inputs, tmp_path):
+    python = os.environ.get("ASYNCRL_PYTHON")
+    if python is None:
+        pytest.skip("ASYNCRL_PYTHON names no environment without vLLM")
+    run = FaultyRun(inputs, tmp_path / "run", "rollout.engine.name=vllm", f"rollout.engine.python={python}")
+    try:
+        assert run.wait(60) == 2
+        assert "vLLM is not installed" in run.text
+    finally:
+        run.close()
