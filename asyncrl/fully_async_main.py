@@ -49,13 +49,14 @@ async def run(config: Config, resume: str | None = None) -> int:
         from asyncrl.cluster import Cluster, joins_a_cluster
         from asyncrl.monitor import Monitor
         from asyncrl.param_sync.group import ParameterSyncGroup
-        from asyncrl.preflight import preflight
+        from asyncrl.preflight import preflight, with_overridden_model
         from asyncrl.reporting.sinks import open_hub
         from asyncrl.run_folder import RunFolder
         from asyncrl.supervision import RestartableRanks, RestartPolicy, Supervisor
         from asyncrl.telemetry.recorder import Recorder
         from asyncrl.trainer.loop import TrainLoop
 
+        config = with_overridden_model(config)
         found = preflight(config, cpus=None if joins_a_cluster(config) else local_cpus())
         folder = await asyncio.to_thread(RunFolder.open, config, resume, found)
         hub = open_hub(config, folder.path)

@@ -9,7 +9,8 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import xxhash
@@ -20,6 +21,7 @@ from asyncrl.config.schema import Config
 from asyncrl.data.prompts import DataError, load_prompts
 from asyncrl.models.checkpoint import check_checkpoint, without_draft
 from asyncrl.models.config import CheckpointError, DecoderConfig
+from asyncrl.models.overridden import overridden
 from asyncrl.param_sync.manifest import DTYPE_BYTES
 from asyncrl.rollouter.agent_loops.base import load_object
 from asyncrl.rollouter.tokenizer import PromptTokenizer
@@ -108,6 +110,18 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
         validation_prompts=counts["validation_files"],
         prompts_fingerprint=fingerprint,
     )
+
+
+def with_overridden_model(config: Config) -> Config:
+    """With model.overrides: model.path becomes a folder in the run's own, see `asyncrl.models.overridden`. Raises
+    ConfigError."""
+    if not config.model.overrides:
+        return config
+    try:
+        made = overridden(config.model.path, config.model.overrides, Path(config.run_dir).absolute() / "model")
+    except CheckpointError as e:
+        raise ConfigError([str(e)]) from None
+    return replace(config, model=replace(config.model, path=str(made)))
 
 
 def prompts_fingerprint(prompts: Sequence[Prompt]) -> str:

@@ -7,6 +7,8 @@ import pytest
 from asyncrl.config.checks import ALGORITHMS, check, derive, local_memory_bytes
 from asyncrl.config.load import ConfigError, known_keys, load_config, to_yaml
 
+ROOT = Path(__file__).parent.parent
+
 REQUIRED = ["model.path=ckpt", "reward.function=package.module:score"]
 
 
@@ -184,3 +186,14 @@ def test_derived_figures(files):
     assert (d.groups_per_step, d.groups_per_version, d.total_groups, d.staleness_bound) == (8, 24, 40, 1)
     assert d.staleness_threshold * 10 == 1  # exactly a tenth
     assert d.pause == "wait"
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda file: file.stem)
+def test_every_config_that_comes_along_is_sound(file, monkeypatch):
+    """Apart from the files that it names: those are made, or the user's."""
+    for variable in ("MODEL_PATH", "TRAIN_FILE", "VALIDATION_FILE", "ASYNCRL_VLLM_PYTHON"):
+        monkeypatch.setenv(variable, "/somewhere")
+    try:
+        check(load_config(file))
+    except ConfigError as e:
+        assert all("no checkpoint at" in p or "no such file" in p for p in e.problems), e.problems

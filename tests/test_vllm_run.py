@@ -50,7 +50,7 @@ def test_a_run_trains_with_its_draft_to_the_end(start, tmp_path):
     assert run.wait(500) == 0, run.text
     audit(run.folder, [2] * 5, staleness_bound=0)
     values = metrics_of(run.folder)
-    ratios = [row["actor/importance_ratio_max"] for row in values if "actor/importance_ratio_max" in row]
+    ratios = [row["actor/ratio_max"] for row in values if "actor/ratio_max" in row]
     assert len(ratios) == 5
     assert max(abs(ratio - 1) for ratio in ratios) < 1e-3
     assert any(0 <= row.get("rollout/spec_accept_rate", -1) <= 1 for row in values)

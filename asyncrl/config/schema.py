@@ -13,6 +13,7 @@ from typing import Any
 @dataclass
 class ModelConfig:
     path: str = "???"  # Hugging Face checkpoint folder: the policy to start from, its tokenizer and chat template
+    overrides: dict[str, Any] = field(default_factory=dict)  # values that replace those of its config.json
 
 
 @dataclass
