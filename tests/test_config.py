@@ -193,7 +193,9 @@ def test_every_config_that_comes_along_is_sound(file, monkeypatch):
     """Apart from the files that it names: those are made, or the user's."""
     for variable in ("MODEL_PATH", "TRAIN_FILE", "VALIDATION_FILE", "ASYNCRL_VLLM_PYTHON"):
         monkeypatch.setenv(variable, "/somewhere")
+    problems = []
     try:
         check(load_config(file))
     except ConfigError as e:
-        assert all("no checkpoint at" in p or "no such file" in p for p in e.problems), e.problems
+        problems = e.problems
+    assert all("no checkpoint at" in p or "no such file" in p for p in problems), problems
