@@ -29,7 +29,7 @@ from asyncrl.config.schema import EngineConfig
 from asyncrl.models.checkpoint import is_draft, read_tensors, save_checkpoint
 from asyncrl.models.config import DecoderConfig
 from asyncrl.models.decoder import Decoder
-from asyncrl.rollouter.engine import Request, SamplingParams
+from asyncrl.rollouter.engine import Engine, Request, SamplingParams
 from asyncrl.rollouter.engines.native.engine import NativeEngine
 from asyncrl.sample import PolicyVersion
 
@@ -124,7 +124,7 @@ def run_transformers(hf: Any, prompts: np.ndarray, lengths: list[int]) -> None:
         torch.cat(logprobs, 1).cpu()
 
 
-async def run_native(engine: NativeEngine, prompts: np.ndarray, lengths: list[int]) -> None:
+async def run_engine(engine: Engine, prompts: np.ndarray, lengths: list[int]) -> None:
     params = SamplingParams()
     await engine.submit([Request(f"{i}", f"{i}", prompts[i], 0, i, 0, n, params) for i, n in enumerate(lengths)])
     unfinished, tokens = len(lengths), 0
@@ -148,7 +148,7 @@ def measure(folder: Path, repetitions: int, device: str = "cpu") -> dict[str, fl
         prompts = rng.integers(0, vocabulary, (len(MIXED), PROMPT_TOKENS)).astype(np.int32)
         sides: dict[str, Callable[[list[int]], None]] = {
             "transformers": lambda lengths: run_transformers(hf, prompts, lengths),
-            "native": lambda lengths: runner.run(run_native(engine, prompts, lengths)),
+            "native": lambda lengths: runner.run(run_engine(engine, prompts, lengths)),
         }
         for run in sides.values():
             run([8] * CONCURRENT)
