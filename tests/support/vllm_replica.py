@@ -86,7 +86,8 @@ class Replica:
 
     def __init__(self, engine: VLLMEngine, config: Config, transport: str, recorder: Recorder) -> None:
         self.engine, self.config, self.recorder = engine, config, recorder
-        self.endpoint = ReplicaEndpoint("replica/0", engine, engine.intake("replica/0", transport))
+        self.intake = engine.intake("replica/0", transport)
+        self.endpoint = ReplicaEndpoint("replica/0", engine, self.intake)
         self.rank = TensorRank(transport)
         self.fleet = Fleet()
         self.fleet.add("replica/0", self.endpoint)
@@ -115,6 +116,11 @@ class Replica:
         while any(id not in answers or answers[id].finish is None for id in ids):
             add(answers, await self.engine.events())
         return {id: answers[id] for id in ids}
+
+    async def corrections(self) -> list[str]:
+        """What of vLLM's CPU build its worker found broken."""
+        (found,) = await self.intake.ask("corrected")
+        return found
 
     async def close(self) -> None:
         await self.engine.close()

@@ -12,14 +12,16 @@ from typing import Any
 import torch
 
 
-def correct_cpu_build(vllm_config: Any) -> None:
-    """Called in each worker once its model is loaded."""
+def correct_cpu_build(vllm_config: Any) -> list[str]:
+    """Called in each worker once its model is loaded; returns what was found broken."""
     if vllm_config.device_config.device_type != "cpu" or vllm_config.speculative_config is None:
-        return
+        return []
     from vllm.v1.sample import rejection_sampler
 
-    if spread_is_broken(rejection_sampler.expand_batch_to_tokens):
-        rejection_sampler.expand_batch_to_tokens = spread
+    if not spread_is_broken(rejection_sampler.expand_batch_to_tokens):
+        return []
+    rejection_sampler.expand_batch_to_tokens = spread
+    return ["temperatures under speculation"]
 
 
 def spread_is_broken(expand: Any) -> bool:

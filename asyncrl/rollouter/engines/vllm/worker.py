@@ -80,6 +80,7 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._loads: dict[Role, dict[str, tuple[str, ...]]] = {}
         self._kept: list[tuple[str, torch.Tensor]] = []  # for the draft
         self._reloading: dict[torch.nn.Module, Any] = {}  # models in the midst of an update, and their configs
+        self._corrected: list[str] = []
         self.problem: BaseException | None = None  # what broke the update
 
     # -- vLLM's interface ----------------------------------------------------------------------------------------------
@@ -116,7 +117,7 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def attach(self, worker: Any) -> dict[str, Any]:
         """Look at the loaded models. Returns what the replica must know of them."""
-        correct_cpu_build(self.vllm_config)
+        self._corrected = correct_cpu_build(self.vllm_config)
         tp_size, lora = self.parallel_config.tensor_parallel_size, self.vllm_config.lora_config is not None
         target, draft = worker.get_model(), worker.get_draft_model()
         self._target = target, resolver(target, tp_size, lora)
@@ -143,6 +144,10 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def received_bytes(self) -> int:
         return 0 if self._tensors is None else self._tensors.nbytes
+
+    def corrected(self) -> list[str]:
+        """Defects of vLLM's that were found here."""
+        return self._corrected
 
     def free_bytes(self) -> int:
         """Of this worker's GPU."""
