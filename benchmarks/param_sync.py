@@ -87,7 +87,7 @@ def receive_forever(pipe: Connection, transport: str, manifest: Manifest, device
             receiver.open(session, manifest)
             reader.connect(session, [address], 60)
             pipe.send("ready")
-            for bucket in reader.buckets(60):
+            for bucket in reader.buckets(60, receiver.place):
                 receiver.take(bucket)
             receiver.verify()
             receiver.commit(PolicyVersion(0, 1))

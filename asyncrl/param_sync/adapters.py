@@ -98,6 +98,8 @@ class AdapterState:
 class TwoStepReceiver(Receiver, Protocol):
     """A receiver whose ``take`` comes in two steps, so that all of a bucket is checked before any of it is written."""
 
+    def place(self, session: str, part: TensorPart, device: torch.device) -> torch.Tensor | None: ...
+
     def check(self, bucket: Bucket) -> None:
         """Count the bucket in. Raises SyncError if it is not the next one, whole."""
 
@@ -172,6 +174,14 @@ class AdapterReceiver:
         self._live = {receiver: frozenset(t.name for t in tensors) for receiver, tensors in shares}
         self.base_travels, self._verified = base_travels, False
 
+    def place(self, session: str, part: TensorPart, device: torch.device) -> torch.Tensor | None:
+        """As the inner receiver says; a part of the adapter comes in a bucket."""
+        owner = self._owner(part.name)
+        if owner is self._copies:
+            return None
+        self._verified = False
+        return owner.place(session, part, device)
+
     def take(self, bucket: Bucket) -> None:
         """Check the whole bucket, its checksum once, then write the inner receivers' parts and copy the adapter's.
         Raises SyncError as `LiveViewReceiver.check` does."""
@@ -243,9 +253,12 @@ class AdapterReceiver:
         """The bucket as each receiver of the session sees it: its own parts, and no checksum, which is the whole's."""
         parts: dict[TwoStepReceiver, list[TensorPart]] = {receiver: [] for receiver in self._receivers()}
         for part in bucket.parts:
-            owner = next((receiver for receiver, names in self._live.items() if part.name in names), self._copies)
-            parts[owner].append(part)  # what nobody expects goes to the copies, which refuse it
+            parts[self._owner(part.name)].append(part)
         return {receiver: bucket._replace(parts=tuple(own), checksum=None) for receiver, own in parts.items()}
+
+    def _owner(self, name: str) -> TwoStepReceiver:
+        """What nobody expects goes to the copies, which refuse it."""
+        return next((receiver for receiver, names in self._live.items() if name in names), self._copies)
 
     def _forget(self) -> None:
         self._copies, self._live, self._staged = _copies_of({}), {}, None

@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
+import torch
+
 from asyncrl.param_sync.buckets import check_checksum, host_bytes
 from asyncrl.param_sync.handles import ReceivePlan, Staging
-from asyncrl.param_sync.receiver import Bucket, Receiver
+from asyncrl.param_sync.receiver import Bucket, Receiver, TensorPart
 from asyncrl.param_sync.transports.base import BucketReader
 from asyncrl.sample import PolicyVersion
 
@@ -100,10 +102,10 @@ class LocalIntake:
         self._reader.connect(plan.session, plan.addresses, plan.deadline_s)
 
     def _receive(self, deadline_s: float) -> int:
-        take = self._take if self._staging == "bucket" else self._stage
+        take, place = (self._take, self._place) if self._staging == "bucket" else (self._stage, None)
         nbytes = 0
         # closed at once when a receiver fails, so that the senders do not wait for this replica
-        with contextlib.closing(self._reader.buckets(deadline_s)) as buckets:  # type: ignore[type-var]
+        with contextlib.closing(self._reader.buckets(deadline_s, place)) as buckets:  # type: ignore[type-var]
             for bucket in buckets:
                 take(bucket)
                 nbytes += sum(part.nbytes for part in bucket.parts)
@@ -112,6 +114,10 @@ class LocalIntake:
     def _each(self, step: Callable[[Receiver], None]) -> None:
         for receiver in self._receivers():
             step(receiver)
+
+    def _place(self, session: str, part: TensorPart, device: torch.device) -> torch.Tensor | None:
+        receivers = self._receivers()
+        return receivers[0].place(session, part, device) if len(receivers) == 1 else None
 
     def _take(self, bucket: Bucket) -> None:
         self._each(lambda receiver: receiver.take(bucket))

@@ -42,6 +42,7 @@ class LiveViewReceiver:
         lost = self._tied.values() - self._views.keys()
         if both or lost:
             raise ValueError(f"tied names need a view under another name: {_some(both | lost)}")
+        self._flat = {name: flat_bytes(view) for name, view in self._views.items() if view.is_contiguous()}
         self._writers = {name: _writer(view) for name, view in self._views.items()}
         devices = {view.device for view in self._views.values()}
         self._device = devices.pop() if len(devices) == 1 else torch.device("cpu")  # where buckets are taken apart
@@ -64,6 +65,16 @@ class LiveViewReceiver:
         self._sizes = {t.name: (t.nbytes, DTYPE_BYTES[t.dtype]) for t in manifest.sent()}
         self._received, self._next = {}, {}
 
+    def place(self, session: str, part: TensorPart, device: torch.device) -> torch.Tensor | None:
+        """Live memory of a part of any tensor that is contiguous there. Which parts may come is for `check` to say."""
+        flat, end = self._flat.get(part.name), part.start + part.nbytes
+        if session != self._session or part.name not in self._sizes or flat is None or flat.device != device:
+            return None
+        if not 0 <= part.start <= end <= len(flat):
+            return None
+        self._intact = self._verified = False
+        return flat[part.start : end]
+
     def take(self, bucket: Bucket) -> None:
         """Check the whole bucket, then write it. Raises what `check` does."""
         self.check(bucket)
@@ -79,13 +90,13 @@ class LiveViewReceiver:
         if bucket.sequence != expected:
             raise _refused(key, f"out of sequence, bucket {expected} of this sender comes next")
         for part in bucket.parts:
-            self._expect(key, part, len(bucket.data))
+            self._expect(key, part, len(bucket.data), part.name in bucket.placed)
         check_checksum(bucket)
         self._verified = False
         self._next[bucket.sender] = expected + 1
 
     def write(self, bucket: Bucket) -> None:
-        """Write a bucket that `check` has let in."""
+        """Write what is not there yet of a bucket that `check` has let in."""
         self._intact = False
         data: Any
         if self._device.type == "cpu":
@@ -95,6 +106,8 @@ class LiveViewReceiver:
         else:
             data = _uploaded(host_bytes(bucket), self._device)  # at once, not part by part
         for part in bucket.parts:
+            if part.name in bucket.placed:
+                continue
             self._writers[part.name](part.start, data[part.offset : part.offset + part.nbytes])
 
     def verify(self) -> None:
@@ -122,7 +135,7 @@ class LiveViewReceiver:
     def intact(self) -> bool:
         return self._intact
 
-    def _expect(self, key: BucketKey, part: TensorPart, capacity: int) -> None:
+    def _expect(self, key: BucketKey, part: TensorPart, capacity: int, placed: bool) -> None:
         """Count a part in, if it is the next one of its tensor."""
         name, start, count, offset = part
         if name not in self._sizes:
@@ -133,7 +146,7 @@ class LiveViewReceiver:
         if again or start != at:
             what = "arrived a second time" if again else "came early"
             raise _refused(key, f"{name}: byte {start} {what}, {at} of {nbytes} bytes are here")
-        if start % itemsize or end % itemsize or end > nbytes or offset + count > capacity:
+        if start % itemsize or end % itemsize or end > nbytes or (offset + count > capacity and not placed):
             raise _refused(key, f"{part} does not fit {name} ({nbytes} bytes) or a bucket of {capacity}")
         self._received[name] = end
 

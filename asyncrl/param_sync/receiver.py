@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -24,7 +25,9 @@ class Bucket(NamedTuple):
     """One flat buffer of many tensors. ``data`` is only valid until `Receiver.take` returns: the buffer is used again,
     unless it is ``kept`` until the next session. It is uint8 [n]: a memoryview on the host, a tensor on a device.
 
-    The key (session, sender, sequence) is unique; ``checksum`` is xxh3_64 of the used bytes, or None when off."""
+    The key (session, sender, sequence) is unique; ``checksum`` is xxh3_64 of the used bytes, or None when off.
+    ``placed``: bytes, uint8 [nbytes], of tensors whose part is not in ``data``: it came to where `Receiver.place` said.
+    """
 
     session: str
     sender: int
@@ -33,20 +36,30 @@ class Bucket(NamedTuple):
     data: memoryview | torch.Tensor
     checksum: int | None
     kept: bool = False
+    placed: Mapping[str, Any] = {}
+
+
+#: `Receiver.place`, of the one receiver there is
+Placing = Callable[[str, TensorPart, torch.device], torch.Tensor | None]
 
 
 class Receiver(Protocol):
     """One per engine worker; all workers of a tensor-parallel replica read the same bucket.
 
     Called in this order, from one thread: ``open`` once, ``take`` per bucket, ``verify``, ``commit``; ``abort`` at any
-    point instead. ``open`` runs while generation goes on and touches nothing; ``take`` runs under pause.
+    point instead. ``open`` runs while generation goes on and touches nothing; ``take`` and ``place`` run
+    under pause.
     """
 
     def open(self, session: str, manifest: Manifest) -> None:
         """Check every name, shape and dtype against the live parameters. Raises ManifestError naming both sides."""
 
+    def place(self, session: str, part: TensorPart, device: torch.device) -> torch.Tensor | None:
+        """Where this part belongs, uint8 [nbytes] on ``device``: it arrives there before its bucket is taken, so from
+        now on the weights are of no version. None if it cannot, and comes in the bucket."""
+
     def take(self, bucket: Bucket) -> None:
-        """Copy the bucket's tensors to where they belong."""
+        """Copy the bucket's tensors to where they belong, but for those that are there."""
 
     def verify(self) -> None:
         """All of the manifest has arrived, whole. Raises SyncError naming what is missing."""

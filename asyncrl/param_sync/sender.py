@@ -92,10 +92,11 @@ class Sender:
                 return SendReport()
             digest = StreamingDigest(plan.manifest)
             try:
-                for filled in pack(self._checked(export, plan), self._writer.buffer, plan.checksum, digest.update):
-                    self._writer.publish(filled)
+                tensors, writer = self._checked(export, plan), self._writer
+                for filled in pack(tensors, writer.buffer, plan.checksum, digest.update, writer.loose_from):
+                    writer.publish(filled)
                     nbytes += sum(part.nbytes for part in filled.parts)
-                self._writer.finish()
+                writer.finish()
             except NoReaders:
                 pass  # the report names them all
             except BaseException:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from asyncrl.param_sync.buckets import Filled
-from asyncrl.param_sync.receiver import Bucket
+from asyncrl.param_sync.receiver import Bucket, Placing
 
 #: where a writer is reached: a small picklable value that only its own transport reads
 Address = Any
@@ -33,6 +33,12 @@ class BucketWriter(Protocol):
 
     @property
     def address(self) -> Address: ...
+
+    @property
+    def loose_from(self) -> int | None:
+        """Parts of so many bytes and more are sent from where they lie (None: none), which must not be written to
+        before `finish` returns: see `asyncrl.param_sync.buckets.pack`."""
+        ...
 
     def open(self, session: str, readers: Sequence[str], deadline_s: float, stall_s: float, keep: bool = False) -> None:
         """Welcome these readers, which have called `BucketReader.connect`, and no others. ``keep``: readers would like
@@ -71,9 +77,10 @@ class BucketReader(Protocol):
     def connect(self, session: str, addresses: Sequence[Address], deadline_s: float) -> None:
         """Join a session at all its senders; one that was joined before is left. Needs no sender to be at work."""
 
-    def buckets(self, deadline_s: float) -> Iterator[Bucket]:
+    def buckets(self, deadline_s: float, place: Placing | None = None) -> Iterator[Bucket]:
         """Every bucket of the session, each sender's in order. A bucket is acknowledged when the next one is asked for,
-        and its memory is gone then. Raises SyncError if a sender goes, or at the deadline; may be read once."""
+        and its memory is gone then. Large parts may come to where ``place`` says; when this is over, however it ends,
+        nobody writes there any more. Raises SyncError if a sender goes, or at the deadline; may be read once."""
         ...
 
     def abort(self) -> None:

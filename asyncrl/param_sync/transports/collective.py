@@ -5,8 +5,9 @@ Only the data takes the group. Everything else takes a TCP connection per reader
     reader                                                  writer
       token, hello {session, who, holds}      ───────────►
                                               ◄───────────   group {generation, rank, size, store, …}
-                                              ◄───────────   bucket {sequence, nbytes, checksum, parts}, the broadcast
-      {read: sequence}                        ───────────►   … the buffer is free when all readers have sent this
+                                              ◄───────────   bucket {sequence, packed, checksum, parts, loose}, and
+                                                             the broadcasts of its packed bytes and each loose part
+      {read: sequence}                        ───────────►   … its memory is free when all readers have sent this
                                               ◄───────────   end {buckets}
 
 A group outlives its session and serves the next one if that has the same members (``holds`` says so). It is whole or
@@ -17,6 +18,9 @@ of no use: when a member goes, or nobody moves, the writer gives the generation 
                                               ◄───────────   group {next generation}, then what not everyone has read
 
 Who does not answer is dropped. A reader has nothing half done when it answers, and takes no bucket a second time.
+
+Copying takes time of cores that gloo needs itself. So large parts travel loose: from where the sender has them and to
+where the receiver wants them. Whoever leaves a group ends its calls first, as they use memory that is not theirs.
 """
 
 from __future__ import annotations
@@ -27,22 +31,22 @@ import secrets
 import selectors
 import socket
 import uuid
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from asyncrl.param_sync.buckets import ALIGN_BYTES, Filled
+from asyncrl.param_sync.receiver import TensorPart
+from asyncrl.param_sync.transports.backends import Backend, Seat
 from asyncrl.param_sync.transports.base import NoReaders
 from asyncrl.param_sync.transports.messages import message_in, take_messages
 from asyncrl.param_sync.transports.process_group import (
     BUFFERS,
-    Backend,
     Calls,
     Group,
-    Seat,
     device_for,
     host_store,
     listen,
@@ -52,6 +56,7 @@ from asyncrl.param_sync.transports.process_group import (
 from asyncrl.param_sync.transports.pump import Pump
 from asyncrl.telemetry.recorder import now_s
 
+_LOOSE_BYTES = 1 << 20  # a broadcast of its own is worth it from here on
 _ATTEMPTS = 3  # generations in a row that may come to nothing with the same members
 _HELLO_BYTES = 4096
 _RECEIVE_BYTES = 1 << 16
@@ -72,6 +77,8 @@ class CollectiveWriter(Pump):
     """Implements `BucketWriter`. ``sender`` numbers the sending ranks; ``bucket_bytes`` is rounded down to whole lines
     of 64 bytes, and twice that is held here and per sender in every reader, on ``device`` (NCCL: a CUDA device, by
     default the current one). ``host``: this machine's address on the network where the readers are."""
+
+    loose_from = _LOOSE_BYTES
 
     def __init__(
         self,
@@ -104,7 +111,7 @@ class CollectiveWriter(Pump):
         self._joined = False  # the session's members are known
         self._broken = False  # the group is to be given up
         self._failures, self._why = 0, ""  # generations in a row that came to nothing
-        self._unread: dict[int, dict[str, Any]] = {}  # messages of buckets that a new generation may need again
+        self._unread: dict[int, _Unread] = {}  # buckets that a new generation may need again
         self._sequence = 0  # of the bucket being filled
         self.dropped: dict[str, str] = {}
         self.ceiling: float | None = None  # the link's own speed is not measured
@@ -128,18 +135,22 @@ class CollectiveWriter(Pump):
 
     def buffer(self) -> torch.Tensor:
         self._await_read(self._sequence - BUFFERS)
+        self._unread.pop(self._sequence - BUFFERS, None)
         self._need_readers()
         return self._buffers[self._sequence % BUFFERS]
 
     def publish(self, filled: Filled) -> None:
         settle(self._device)
-        self._unread.pop(self._sequence - BUFFERS, None)
-        self._unread[self._sequence] = {
+        packed = packed_bytes(filled.parts, filled.loose)
+        message = {
             "sequence": self._sequence,
-            "nbytes": max(part.offset + part.nbytes for part in filled.parts),
+            "packed": packed,
             "checksum": filled.checksum,
             "parts": filled.parts,
+            "loose": list(filled.loose),
         }
+        pieces = pieces_of(self._buffers[self._sequence % BUFFERS], packed, filled.loose.values())
+        self._unread[self._sequence] = _Unread(message, pieces)
         self._sequence += 1
         if self._group is not None:  # a new generation gets all that is unread
             self._send_bucket(self._group, self._sequence - 1)
@@ -255,7 +266,7 @@ class CollectiveWriter(Pump):
         self._greeted.clear()
         if self._session is not None or self._broken:  # members have left the group, or are about to
             self._give_up()
-        self._session = None
+        self._session, self._unread = None, {}
 
     def _need_readers(self) -> None:
         if not self._peers:
@@ -314,9 +325,9 @@ class CollectiveWriter(Pump):
             self._group = None
 
     def _send_bucket(self, group: Group, sequence: int) -> None:
-        message = self._unread[sequence]
-        self._tell(self._peers.values(), message)
-        group.broadcast(self._buffers[sequence % BUFFERS][: max(message["nbytes"], 1)])
+        bucket = self._unread[sequence]
+        self._tell(self._peers.values(), bucket.message)
+        group.broadcast(bucket.pieces)
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
@@ -342,6 +353,24 @@ class CollectiveWriter(Pump):
             mute = [p for p in self._peers.values() if not p.stopped]
             for peer in behind() if now_s() >= self._deadline else mute:
                 self._drop(peer, f"was silent for {now_s() - waited_from:.1f} s")
+
+
+def packed_bytes(parts: Iterable[TensorPart], loose: Container[str]) -> int:
+    """How much of a bucket's buffer its parts take that are not loose."""
+    return max((part.offset + part.nbytes for part in parts if part.name not in loose), default=0)
+
+
+def pieces_of(buffer: torch.Tensor, packed: int, loose: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """What is broadcast of a bucket, one after the other: at least something, if only a byte."""
+    pieces = list(loose)
+    return [buffer[: max(packed, 1)], *pieces] if packed or not pieces else pieces
+
+
+class _Unread(NamedTuple):
+    """A bucket that somebody has still to read: what is said of it, and what is broadcast."""
+
+    message: dict[str, Any]
+    pieces: list[torch.Tensor]
 
 
 @dataclass(eq=False)

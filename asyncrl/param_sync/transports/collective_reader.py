@@ -15,16 +15,15 @@ from typing import Any
 import torch
 
 from asyncrl.param_sync.errors import BucketKey, SyncError
-from asyncrl.param_sync.receiver import Bucket, TensorPart
-from asyncrl.param_sync.transports.collective import CollectiveAddress
+from asyncrl.param_sync.receiver import Bucket, Placing, TensorPart
+from asyncrl.param_sync.transports.backends import Backend, Seat
+from asyncrl.param_sync.transports.collective import CollectiveAddress, packed_bytes, pieces_of
 from asyncrl.param_sync.transports.lend import lent, lent_on_device
 from asyncrl.param_sync.transports.messages import framed, take_messages
 from asyncrl.param_sync.transports.process_group import (
     BUFFERS,
-    Backend,
     Calls,
     Group,
-    Seat,
     device_for,
     make_buffers,
 )
@@ -43,12 +42,15 @@ class CollectiveReader:
         self._calls = Calls()
         self._held: dict[CollectiveAddress, _Membership] = {}  # groups that the next session may use again
         self._links: dict[CollectiveAddress, _Link] = {}
+        self._place: Placing | None = None
+        self._writing: list[Group] = []  # given up, and yet they may still write to where `_place` said
 
     def connect(self, session: str, addresses: Sequence[CollectiveAddress], deadline_s: float) -> None:
         self._hang_up()
         for gone in self._held.keys() - set(addresses):
             self._held.pop(gone).group.abort()
         self._session, limit = session, now_s() + deadline_s
+        self._need_quiet("plan")
         for address in addresses:
             if address.backend != self._backend:
                 problem = f"sends over {address.backend}, this replica receives over {self._backend}; set both alike"
@@ -63,8 +65,8 @@ class CollectiveReader:
             except OSError as e:
                 raise self._failed("plan", address, f"does not listen ({e}): its process has ended") from e
 
-    def buckets(self, deadline_s: float) -> Iterator[Bucket]:
-        limit = now_s() + deadline_s
+    def buckets(self, deadline_s: float, place: Placing | None = None) -> Iterator[Bucket]:
+        self._place, limit = place, now_s() + deadline_s
         links = list(self._links.values())
         with contextlib.ExitStack() as stack:
             stack.callback(self._hang_up)  # also when the consumer fails: the writers see it at once
@@ -144,12 +146,19 @@ class CollectiveReader:
         self._held[link.address] = _Membership(group, make_buffers(message["capacity"], self._device))
 
     def _receive(self, link: _Link, message: dict[str, Any]) -> None:
-        """Post the receive. Its buffer is free: nobody sends bucket k before all have acknowledged bucket k − 2."""
+        """Post the receive."""
         held = self._held.get(link.address)
         if held is None:
             return  # of a generation that has failed here; it will be sent again
-        link.coming.append(message)
-        held.group.broadcast(held.buffer(message)[: max(message["nbytes"], 1)])
+        bucket = held.arriving(message)
+        if bucket.sequence >= link.expected:  # the receiver has those before: what comes again is for other readers
+            for name, part in bucket.loose.items():
+                live = self._place(self._session, part, self._device) if self._place is not None else None
+                if live is not None:
+                    bucket.placed[name] = live
+                    held.writes = True
+        link.coming.append(bucket)
+        held.group.broadcast(bucket.pieces())
 
     def _stop(self, link: _Link, why: str) -> None:
         """Leave the generation. What has not been taken will be sent again."""
@@ -161,8 +170,18 @@ class CollectiveReader:
         link.here.clear()
         if (held := self._held.pop(link.address, None)) is None:
             return None
-        held.group.abort()
+        if not held.group.abort() and held.writes:
+            self._writing.append(held.group)
+            self._need_quiet("transfer")
         return held.group.generation
+
+    def _need_quiet(self, phase: str) -> None:
+        """Raises SyncError while a broadcast of another session, or of this one's last generation, may still write into
+        the weights."""
+        self._writing = [group for group in self._writing if not group.abort()]
+        if self._writing:
+            problem = "a broadcast that was given up does not end and may write into the weights; end this process"
+            raise SyncError(phase, self._who, None, None, problem)
 
     def _group_done(self, group: Group, error: Exception | None) -> None:
         self._calls.hand_over(partial(self._received, group, error))
@@ -175,23 +194,23 @@ class CollectiveReader:
             if error is not None:
                 with contextlib.suppress(OSError):  # its end is handled where the link is read
                     self._stop(link, str(error))
-            elif (message := link.coming.popleft())["sequence"] >= link.expected:
-                link.here.append(message)
+            elif (bucket := link.coming.popleft()).sequence >= link.expected:
+                link.here.append(bucket)
 
     @contextlib.contextmanager
-    def _bucket(self, link: _Link, message: dict[str, Any]) -> Iterator[Bucket]:
-        key = BucketKey(self._session, link.address.sender, message["sequence"])
-        parts = tuple(TensorPart(*part) for part in message["parts"])
-        buffer = self._held[link.address].buffer(message)[: message["nbytes"]]
-        with _lent(buffer, key, self._who) as data:
-            yield Bucket(*key, parts, data, message["checksum"])
+    def _bucket(self, link: _Link, arrived: _Arriving) -> Iterator[Bucket]:
+        key = BucketKey(self._session, link.address.sender, arrived.sequence)
+        with _lent(arrived.buffer[: arrived.in_buffer()], key, self._who) as data:
+            yield Bucket(*key, arrived.parts, data, arrived.checksum, placed=arrived.placed)
 
     def _hang_up(self) -> None:
-        while self._links:
-            _, link = self._links.popitem()
-            link.sock.close()
-            if not link.done:
-                self._give_up(link)
+        self._place = None
+        with contextlib.ExitStack() as stack:  # all of it, also when a group cannot be left
+            while self._links:
+                _, link = self._links.popitem()
+                link.sock.close()
+                if not link.done:
+                    stack.callback(self._give_up, link)
 
     def _failed(self, phase: str, address: CollectiveAddress, message: str, sequence: int | None = None) -> SyncError:
         bucket = None if sequence is None else BucketKey(self._session, address.sender, sequence)
@@ -200,13 +219,41 @@ class CollectiveReader:
 
 @dataclass(eq=False)
 class _Membership:
-    """A generation as a reader uses it. Its buffers are its own: a call that it left behind may still write to them."""
+    """A generation as a reader uses it. Its buffers are its own; ``writes``: it has also received to where they belong
+    parts of buckets."""
 
     group: Group
     buffers: list[torch.Tensor]
+    writes: bool = False
 
-    def buffer(self, message: dict[str, Any]) -> torch.Tensor:
-        return self.buffers[message["sequence"] % BUFFERS]
+    def arriving(self, message: dict[str, Any]) -> _Arriving:
+        parts, sequence = tuple(TensorPart(*part) for part in message["parts"]), message["sequence"]
+        loose = {part.name: part for part in parts if part.name in set(message["loose"])}
+        buffer = self.buffers[sequence % BUFFERS]
+        return _Arriving(sequence, parts, loose, message["packed"], message["checksum"], buffer)
+
+
+@dataclass(eq=False)
+class _Arriving:
+    """A bucket from when its receive is posted: ``packed`` bytes and each ``loose`` part, ``placed`` or into the
+    ``buffer`` too, which is free: nobody sends bucket k before all have acknowledged bucket k − 2."""
+
+    sequence: int
+    parts: tuple[TensorPart, ...]
+    loose: dict[str, TensorPart]
+    packed: int
+    checksum: int | None
+    buffer: torch.Tensor
+    placed: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def pieces(self) -> list[torch.Tensor]:
+        """What the broadcasts fill, in their order."""
+        into = lambda part: self.buffer[part.offset : part.offset + part.nbytes]
+        loose = [self.placed[name] if name in self.placed else into(part) for name, part in self.loose.items()]
+        return pieces_of(self.buffer, self.packed, loose)
+
+    def in_buffer(self) -> int:
+        return packed_bytes(self.parts, self.placed)
 
 
 @dataclass(eq=False)
@@ -219,8 +266,8 @@ class _Link:
     expected: int = 0
     welcome: bool = False
     ended: bool = False
-    coming: deque[dict[str, Any]] = field(default_factory=deque)
-    here: deque[dict[str, Any]] = field(default_factory=deque)
+    coming: deque[_Arriving] = field(default_factory=deque)
+    here: deque[_Arriving] = field(default_factory=deque)
     received: bytearray = field(default_factory=bytearray)
 
     @property

@@ -36,7 +36,7 @@ import torch
 
 from asyncrl.param_sync.buckets import ALIGN_BYTES, Filled
 from asyncrl.param_sync.errors import BucketKey, SyncError
-from asyncrl.param_sync.receiver import Bucket, TensorPart
+from asyncrl.param_sync.receiver import Bucket, Placing, TensorPart
 from asyncrl.param_sync.transports.base import NoReaders
 from asyncrl.param_sync.transports.messages import framed, message_in, read_message, same_user
 from asyncrl.param_sync.transports.pump import Pump
@@ -117,6 +117,7 @@ class LocalWriter(Pump):
     def __init__(self, sender: int, memory: BucketMemory, buffers: int = BUFFERS) -> None:
         super().__init__()
         self._memory, self._buffers = memory, buffers
+        self.loose_from = None
         self.address = LocalAddress(sender, f"asyncrl-{uuid.uuid4().hex}", _machine(), memory.device)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind("\0" + self.address.socket)
@@ -328,7 +329,8 @@ class LocalReader:
             except OSError as e:
                 raise self._failed("plan", address, f"does not listen ({e}): its process has ended") from e
 
-    def buckets(self, deadline_s: float) -> Iterator[Bucket]:
+    def buckets(self, deadline_s: float, place: Placing | None = None) -> Iterator[Bucket]:
+        """The writer's memory is open here already: there is nothing to gain from ``place``."""
         limit = now_s() + deadline_s
         session, links = self._session, dict(self._links)
         expected = dict.fromkeys(links, 0)

@@ -1,8 +1,8 @@
 """A process group of one's own beside the trainer's default one: formed and used in threads that can be left.
 
-Every call of a process group may block until a timeout, and gloo's cannot be interrupted. So each generation of a group
-has threads for its calls, and who has to give a group up leaves them behind: they end by themselves, at the latest when
-the calls they were given time out, and touch no tensor but those they were given.
+Every call of a process group may block until a timeout. So each generation of a group has threads for its calls. Giving
+it up ends those in progress and leaves the threads behind: one that is still to find its peers ends by itself, at the
+latest when that times out, and touches no tensor.
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-Backend = Literal["gloo", "nccl"]
+from asyncrl.param_sync.transports.backends import Backend, Seat, Way, make_way
+
 BUFFERS = 2  # filling one overlaps sending the other
 
-_NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
-_FORMING = threading.Lock()
+_ENDING_S = 5.0  # for calls in progress to end when they are told to
 
 
 class Calls:
@@ -56,25 +54,12 @@ class Calls:
                 os.close(self.fd)
 
 
-@dataclass(frozen=True)
-class Seat:
-    """A place in one generation of a group. The members find each other at ``store_host`` and ``store_port``;
-    ``timeout_s`` limits every single call."""
-
-    generation: str
-    rank: int
-    size: int
-    store_host: str
-    store_port: int
-    timeout_s: float
-
-
 class Group:
-    """One generation of a group. Its broadcasts, all from rank 0, run in the order in which they are asked for.
-    ``host`` is this member's address on the network that the data takes.
+    """One generation of a group, in which rank 0 sends to all others. ``host`` is this member's address on the network
+    that the data takes.
 
-    ``on_done(group, error)`` is called in a thread of the group after each broadcast, and with the error that ended
-    the group. After `abort` it may still be called: compare the group with the one in use."""
+    ``on_done(group, error)`` is called in a thread of the group after each `broadcast`, in their order, and with the
+    error that ended the group. After `abort` it may still be called: compare the group with the one in use."""
 
     def __init__(
         self,
@@ -85,55 +70,117 @@ class Group:
         on_done: Callable[[Group, Exception | None], None],
     ) -> None:
         self.generation = seat.generation
-        self._device, self._on_done = device, on_done
-        self._tensors: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()
-        self._works: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._process_group: Any = None
+        self._seat, self._device, self._on_done = seat, device, on_done
+        self._asked: queue.SimpleQueue[Sequence[torch.Tensor] | None] = queue.SimpleQueue()
+        self._begun: queue.SimpleQueue[_Begun | None] = queue.SimpleQueue()
+        self._way: Way | None = None
         self._aborted = False
-        # Two, so that a broadcast is under way before the one ahead of it has ended.
-        threading.Thread(target=self._start_broadcasts, args=(seat, host, backend), daemon=True).start()
-        threading.Thread(target=self._await_broadcasts, daemon=True).start()
+        self._calls = 0  # in progress
+        self._changed = threading.Condition()  # of the two above
+        # Two, so that a call is under way before the one ahead of it has ended.
+        threading.Thread(target=self._begin_calls, args=(host, backend), daemon=True).start()
+        threading.Thread(target=self._await_calls, daemon=True).start()
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Send ``tensor`` from rank 0 or receive into it elsewhere; on a device it must be free for use by now."""
-        self._tensors.put(tensor)
+    def broadcast(self, pieces: Sequence[torch.Tensor]) -> None:
+        """Send these tensors, flat bytes, from rank 0 or receive into them elsewhere; on a device they must be free for
+        use by now. They are used until ``on_done`` is called or `abort` returns."""
+        self._asked.put(pieces)
 
-    def abort(self) -> None:
-        """Give the group up, also after an error. NCCL's calls in progress end, gloo's when they fail or time out."""
-        self._aborted = True
-        self._tensors.put(None)
-        if (process_group := self._process_group) is not None:
-            process_group.abort()
+    def abort(self) -> bool:
+        """Give the group up, also after an error: its calls in progress end. Whether all have, and nobody reads or
+        writes their tensors any more; if not, another call of this may find it so."""
+        with self._changed:
+            self._aborted = True
+            in_progress = self._calls > 0
+        self._asked.put(None)
+        if in_progress and (way := self._way) is not None:
+            way.end_calls()
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._calls, _ENDING_S)
 
-    def _start_broadcasts(self, seat: Seat, host: str, backend: Backend) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
+    def _begin_calls(self, host: str, backend: Backend) -> None:
         try:
-            self._process_group = _form(seat, host, backend)
+            self._way = make_way(self._seat, host, backend, self._device)
             with _stream_of_its_own(self._device):
-                while (tensor := self._tensors.get()) is not None and not self._aborted:
-                    self._works.put(self._process_group.broadcast([tensor], options))
+                while (pieces := self._asked.get()) is not None:
+                    self._begin(pieces)
+                    del pieces  # tensors of others: none is held longer than it is used
+        except _Aborted:
+            pass
         except Exception as error:
             self._on_done(self, error)
         finally:
-            self._works.put(None)
+            self._begun.put(None)
 
-    def _await_broadcasts(self) -> None:
-        failed = False
+    def _begin(self, pieces: Sequence[torch.Tensor]) -> None:
+        assert self._way is not None
+        cut = [part for piece in pieces for part in self._way.cut(piece)]
+        for i, part in enumerate(cut):
+            with self._call():
+                work = self._way.begin(part)
+            self._begun.put(_Begun(self._way, work, part, i == len(cut) - 1))
+
+    def _await_calls(self) -> None:
+        failed, ended = False, 0
+        passing: list[Any] = []
         with _stream_of_its_own(self._device) as stream:
-            while (work := self._works.get()) is not None:
+            while (begun := self._begun.get()) is not None:
                 try:
-                    work.wait()
+                    begun.work.wait()
                     if stream is not None:
                         stream.synchronize()
+                    passing += begun.way.pass_on(begun.part)
+                    while begun.last and passing:
+                        passing.pop().wait()
                 except Exception as error:
                     if not failed:
                         self._on_done(self, error)
                     failed = True
                 else:
-                    self._on_done(self, None)
+                    if begun.last and not failed:
+                        self._on_done(self, None)
+                ended += 1
+                if begun.last or failed:
+                    self._end_calls(ended, passing)
+                    ended = 0
+                del begun
+        self._end_calls(ended, passing)
         # Destroyed here, where no call is in progress: its destructor waits for them and lets no other thread run.
-        self._process_group = None
+        self._way = None
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[None]:
+        """Around the beginning of a call, which is in progress until `_end_calls` unless this fails."""
+        with self._changed:
+            if self._aborted:
+                raise _Aborted
+            self._calls += 1
+        try:
+            yield
+        except BaseException:
+            self._end_calls(1, [])
+            raise
+
+    def _end_calls(self, count: int, passing: list[Any]) -> None:
+        while passing:
+            with contextlib.suppress(Exception):
+                passing.pop().wait()
+        with self._changed:
+            self._calls -= count
+            self._changed.notify_all()
+
+
+class _Begun(NamedTuple):
+    """A call in progress; ``last``: of a broadcast."""
+
+    way: Way
+    work: Any
+    part: torch.Tensor
+    last: bool
+
+
+class _Aborted(Exception):
+    """The group was given up before this call began."""
 
 
 def host_store(host: str) -> dist.TCPStore:
@@ -172,37 +219,6 @@ def device_for(backend: Backend, device: torch.device | str | None) -> torch.dev
 def make_buffers(capacity: int, device: torch.device) -> list[torch.Tensor]:
     """uint8 [capacity] each, written to once, so that no page fault is left for the transfer."""
     return [torch.empty(capacity, dtype=torch.uint8, device=device).zero_() for _ in range(BUFFERS)]
-
-
-def _form(seat: Seat, host: str, backend: Backend) -> Any:
-    timeout = timedelta(seconds=seat.timeout_s)
-    # A connection of its own: a call that blocks on it holds nobody else up.
-    client = dist.TCPStore(seat.store_host, seat.store_port, is_master=False, wait_for_workers=False, timeout=timeout)
-    store = dist.PrefixStore(seat.generation, client)
-    if backend == "gloo":
-        gloo: Any = dist.ProcessGroupGloo  # its type stub lacks what it takes
-        options = gloo._Options()
-        options._timeout = timeout
-        options._devices = [gloo.create_device(hostname=host)]
-        return gloo(store, seat.rank, seat.size, options)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    # By default a watchdog thread ends the process when a collective fails. A group reads this when it is made.
-    with _FORMING, _environment(_NO_WATCHDOG, "1"):
-        return dist.ProcessGroupNCCL(store, seat.rank, seat.size, options)
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 @contextlib.contextmanager
