@@ -387,6 +387,28 @@ def test_a_bucket_is_checked_whole_before_any_of_it_is_written():
         assert receiver.intact()
 
 
+def test_base_and_draft_have_places_and_the_adapter_has_none():
+    replica, tensors, cpu = Replica(), payload(1, True), torch.device("cpu")
+    receiver = replica.receiver
+    receiver.open("s", manifest_of(tensors))
+    (bucket,) = buckets_of(tensors, 1 << 20)
+    placed = {}
+    for part in bucket.parts:
+        if (place := receiver.place("s", part, cpu)) is not None:
+            place.copy_(torch.frombuffer(bucket.data, dtype=torch.uint8)[part.offset : part.offset + part.nbytes])
+            placed[part.name] = place
+            bucket.data[part.offset : part.offset + part.nbytes] = bytes(part.nbytes)
+    assert placed.keys() == {name for name in tensors if not is_adapter(name)}
+    assert not receiver.intact()
+    receiver.take(bucket._replace(placed=placed))
+    receiver.verify()
+    receiver.commit(version(1))
+    assert receiver.intact()
+    assert digest(replica.base) == digest(base(100))
+    assert digest(replica.draft) == digest(draft(1))
+    assert digest(replica.adapter) == digest(adapter(1))
+
+
 def test_a_checksum_is_taken_once(monkeypatch):
     seen = []
     for module in ("adapters", "live_receiver"):

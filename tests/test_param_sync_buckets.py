@@ -14,7 +14,7 @@ from asyncrl.param_sync.digest import StreamingDigest, combine_hashes, digest_te
 from asyncrl.param_sync.errors import BucketKey, SyncError
 from asyncrl.param_sync.live_receiver import LiveViewReceiver
 from asyncrl.param_sync.manifest import Manifest, ManifestError, TensorSpec
-from asyncrl.param_sync.receiver import Bucket
+from asyncrl.param_sync.receiver import Bucket, TensorPart
 from asyncrl.sample import PolicyVersion
 
 V1 = PolicyVersion(0, 1)
@@ -25,18 +25,29 @@ def manifest_of(tensors, tied=()):
     return Manifest((*specs, *tied))
 
 
-def buckets_of(tensors, capacity=256, checksum=True, session="s", on_bytes=None):
-    """Buckets as a transport would give them, each with a buffer of its own."""
+def buckets_of(tensors, capacity=256, checksum=True, session="s", on_bytes=None, loose_from=None, place=None):
+    """Buckets as a transport would give them, each with a buffer of its own; loose parts come to where ``place`` says,
+    or into the buffer too."""
     buffers = []
 
     def next_buffer():
         buffers.append(torch.full((capacity,), 0xEE, dtype=torch.uint8))
         return buffers[-1]
 
-    return [
-        Bucket(session, 0, i, filled.parts, memoryview(buffers[i].numpy()), filled.checksum)
-        for i, filled in enumerate(pack(tensors.items(), next_buffer, checksum, on_bytes))
-    ]
+    def bucket_of(i, filled):
+        placed = {}
+        for part in filled.parts:
+            if part.name in filled.loose:
+                into = place(session, part, torch.device("cpu")) if place is not None else None
+                if into is None:
+                    into = buffers[i][part.offset : part.offset + part.nbytes]
+                else:
+                    placed[part.name] = into
+                into.copy_(filled.loose[part.name])
+        return Bucket(session, 0, i, filled.parts, memoryview(buffers[i].numpy()), filled.checksum, placed=placed)
+
+    packed = pack(tensors.items(), next_buffer, checksum, on_bytes, loose_from)
+    return [bucket_of(i, filled) for i, filled in enumerate(packed)]
 
 
 def receiver_of(live, tied=None, versions=None):
@@ -71,16 +82,22 @@ def tensors_and_targets(draw):
 
 
 @settings(max_examples=150, deadline=None)
-@given(tensors_and_targets(), st.sampled_from([64, 128, 1024]))
-def test_any_tensors_arrive_bit_exact_in_any_views(case, capacity):
+@given(tensors_and_targets(), st.sampled_from([64, 128, 1024]), st.sampled_from([None, 1, 48, 100]), st.booleans())
+def test_any_tensors_arrive_bit_exact_in_any_views(case, capacity, loose_from, placing):
     sources, live = case
-    receiver = receiver_of(live)
+    receiver, digest = receiver_of(live), StreamingDigest(manifest_of(sources))
     receiver.open("s", manifest_of(sources))
-    for bucket in buckets_of(sources, capacity):
-        assert all(part.offset % ALIGN_BYTES == 0 for part in bucket.parts)
+    place = receiver.place if placing else None
+    for bucket in buckets_of(sources, capacity, on_bytes=digest.update, loose_from=loose_from, place=place):
+        ends = 0
+        for part in sorted(bucket.parts, key=lambda p: (p.offset, p.nbytes)):
+            assert part.offset % ALIGN_BYTES == 0
+            assert ends <= part.offset <= part.offset + part.nbytes <= capacity
+            ends = part.offset + part.nbytes
         receiver.take(bucket)
     receiver.verify()
     assert digest_tensors(live.items()) == digest_tensors(sources.items())
+    assert combine_hashes(digest.hashes()["target"]) == digest_tensors(sources.items())
 
 
 def test_writing_to_a_slice_leaves_the_rest_of_a_fused_tensor_alone():
@@ -130,6 +147,30 @@ def test_each_tensor_is_read_before_the_next_one_is_asked_for():
     (filled,) = pack(export(), lambda: buffer)
     sent = [float(buffer[p.offset : p.offset + 4].view(torch.float32)) for p in filled.parts]
     assert sent == [0, 1, 2, 3, 4]
+
+
+def test_large_contiguous_tensors_stay_where_they_are():
+    tensors = {
+        "small": torch.ones(10),
+        "large": torch.ones(40),
+        "strided": torch.ones(8, 5).t(),
+        "row": torch.ones(4, 40)[2],
+        "split": torch.ones(140),
+    }
+    filled = list(pack(tensors.items(), lambda: torch.zeros(512, dtype=torch.uint8), loose_from=160))
+    assert [list(f.loose) for f in filled] == [["large"], ["row", "split"], ["split"]]
+    assert [[part.name for part in f.parts if part.name not in f.loose] for f in filled] == [
+        ["small", "strided"],
+        [],
+        [],
+    ]
+    assert filled[0].loose["large"].data_ptr() == tensors["large"].data_ptr()
+    assert filled[1].loose["row"].data_ptr() == tensors["row"].data_ptr()
+    (start, count) = next(part[1:3] for part in filled[2].parts)
+    assert filled[2].loose["split"].data_ptr() == tensors["split"].data_ptr() + start
+    assert start + count == 560
+    none = [f.loose for f in pack(tensors.items(), lambda: torch.zeros(512, dtype=torch.uint8))]
+    assert none == [{}, {}, {}]
 
 
 def test_the_digest_does_not_depend_on_order_or_layout():
@@ -270,6 +311,60 @@ def test_a_damaged_bucket_is_refused_before_it_is_written():
     with pytest.raises(SyncError, match="damaged on its way"):
         opened(live, tensors).take(bucket)
     assert live["a"].eq(0).all()
+
+
+def test_a_part_has_a_place_if_the_session_sends_it_and_its_view_is_contiguous():
+    live = {"a": torch.zeros(100), "strided": torch.zeros(10, 10).t(), "other": torch.zeros(100)}
+    receiver, cpu = receiver_of(live), torch.device("cpu")
+    part = TensorPart("a", 0, 400, 0)
+    assert receiver.place("s", part, cpu) is None
+    receiver.open("s", manifest_of(live))
+    for wrong in (
+        part._replace(name="stray"),
+        part._replace(name="strided"),
+        part._replace(start=4),
+        part._replace(start=-4),
+        part._replace(nbytes=-4),
+    ):
+        assert receiver.place("s", wrong, cpu) is None
+    assert receiver.place("older", part, cpu) is None
+    assert receiver.place("s", part, torch.device("meta")) is None
+    assert receiver.intact()
+    place = receiver.place("s", part._replace(start=8, nbytes=16), cpu)
+    assert (place.dtype, place.numel(), place.data_ptr()) == (torch.uint8, 16, live["a"].data_ptr() + 8)
+    assert not receiver.intact()  # it may be written to from now on
+
+
+def test_a_byte_that_was_damaged_on_its_way_to_its_place_is_found_and_nothing_else_is_written():
+    tensors, live = {"a": torch.ones(60), "b": torch.ones(5)}, {"a": torch.zeros(60), "b": torch.zeros(5)}
+    receiver = opened(live, tensors)
+    (bucket,) = buckets_of(tensors, 512, loose_from=100, place=receiver.place)
+    assert bucket.placed.keys() == {"a"}
+    live["a"].view(torch.uint8)[17] ^= 4
+    with pytest.raises(SyncError, match="bucket 0/0 of session s: damaged on its way"):
+        receiver.take(bucket)
+    assert live["b"].eq(0).all()
+    assert not receiver.intact()
+
+    receiver.open("s", manifest_of(tensors))
+    (bucket,) = buckets_of(tensors, 512, loose_from=100, place=receiver.place)
+    receiver.take(bucket)
+    receiver.verify()
+    receiver.commit(V1)
+    assert receiver.intact()
+    assert digest_tensors(live.items()) == digest_tensors(tensors.items())
+
+
+def test_a_placed_part_is_expected_like_any_other():
+    tensors, live = {"a": torch.ones(100)}, {"a": torch.zeros(100)}
+    receiver = opened(live, tensors)
+    first, second = buckets_of(tensors, loose_from=1, place=receiver.place)
+    with pytest.raises(SyncError, match="byte 256 came early"):
+        receiver.take(second._replace(sequence=0))
+    receiver = opened(live, tensors)
+    receiver.take(first)
+    with pytest.raises(SyncError, match="byte 0 arrived a second time"):
+        receiver.take(first._replace(sequence=1))
 
 
 def test_verify_names_what_is_missing_and_commit_needs_verify():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import signal
 import socket
 import struct
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -20,10 +22,12 @@ import torch.distributed as dist
 from asyncrl.param_sync.buckets import Filled, bucket_checksum, pack
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.receiver import Bucket, TensorPart
+from asyncrl.param_sync.transports.backends import Seat
 from asyncrl.param_sync.transports.base import NoReaders
 from asyncrl.param_sync.transports.collective import CollectiveWriter
 from asyncrl.param_sync.transports.collective_reader import CollectiveReader
 from asyncrl.param_sync.transports.messages import framed, read_message
+from asyncrl.param_sync.transports.process_group import Group, host_store
 from benchmarks.remote import Remote
 from tests.support.collective_processes import HOST, ReaderProcess, SenderProcess, payload_digest
 
@@ -145,6 +149,29 @@ async def test_a_stopped_reader_is_dropped_and_changes_nothing_when_it_wakes():
         await assert_all_whole(await session(1, senders, readers))
 
 
+async def test_a_reader_stopped_amid_a_receive_into_live_memory_writes_nothing_once_it_has_failed():
+    async with processes(1, 3) as (senders, readers):
+        await assert_all_whole(await session(0, senders, readers))
+        await readers["r0"].stop_at(2)  # the first of the chain: it has bytes for the others when it wakes
+        running = await session(1, senders, readers, stall_s=2.0)
+        (dropped,) = await running.dropped()
+        assert dropped.keys() == {"r0"}
+        survivors = {who: readers[who] for who in ("r1", "r2")}
+        for who in survivors:
+            await running.assert_whole(who)
+        await assert_all_whole(await session(2, senders, survivors))
+        before = [await reader.live() for reader in survivors.values()]
+
+        readers["r0"].signal(signal.SIGCONT)
+        with pytest.raises(SyncError, match=r"r0, bucket 0/\d of session 1: sender 0 went away"):
+            await running.reads["r0"]
+        its = await readers["r0"].live()
+        await asyncio.sleep(0.5)
+        assert await readers["r0"].live() == its
+        assert [await reader.live() for reader in survivors.values()] == before
+        await assert_all_whole(await session(3, senders, readers))
+
+
 async def test_a_slow_reader_is_waited_for_and_nobody_gets_a_bucket_twice():
     async with processes(1, 2) as (senders, readers):
         # longer than half of the stall time: the group is given up and formed again while it works
@@ -226,6 +253,92 @@ async def test_many_sessions_and_many_groups_grow_nothing():
             assert last["fds"] <= then["fds"] + 2
             assert last["threads"] <= then["threads"] + 2
             assert last["bytes"] < then["bytes"] + 10e6
+
+
+class Members:
+    """The members of one generation in this process; ``done`` and ``failed`` by rank."""
+
+    def __init__(self, size):
+        self._store = host_store(HOST)
+        seats = [Seat("g", rank, size, HOST, self._store.port, 20.0) for rank in range(size)]
+        self.done = [threading.Semaphore(0) for _ in seats]
+        self.failed = [threading.Event() for _ in seats]
+        on_done = lambda rank, _, error: self.done[rank].release() if error is None else self.failed[rank].set()
+        cpu = torch.device("cpu")
+        self.groups = [Group(seat, HOST, "gloo", cpu, functools.partial(on_done, seat.rank)) for seat in seats]
+
+    def broadcast(self, *pieces_of_each):
+        for group, pieces in zip(self.groups, pieces_of_each, strict=True):
+            if pieces is not None:
+                group.broadcast(pieces)
+
+
+@pytest.fixture
+def members():
+    made = []
+
+    def make(size):
+        made.append(Members(size))
+        return made[-1]
+
+    yield make
+    for group in [group for each in made for group in each.groups]:
+        assert group.abort()
+
+
+def bytes_of(*sizes):
+    return [torch.randint(1, 256, (n,), dtype=torch.uint8) for n in sizes]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_pieces_of_any_size_go_down_the_chain(members, size):
+    sizes = (1, 9 << 20, 4 << 20, 3)
+    chain = members(size)
+    for _ in range(2):
+        sent = bytes_of(*sizes)
+        received = [[torch.zeros_like(piece) for piece in sent] for _ in range(size - 1)]
+        chain.broadcast(sent, *received)
+        assert all(done.acquire(timeout=20) for done in chain.done)
+        for pieces in received:
+            assert all(torch.equal(got, piece) for got, piece in zip(pieces, sent, strict=True))
+
+
+def test_what_was_begun_and_given_up_is_neither_written_nor_sent_on(members):
+    chain, sent = members(3), bytes_of(16 << 20)
+    middle, last = [torch.zeros_like(sent[0])], [torch.zeros_like(sent[0])]
+    chain.broadcast(sent, None, last)  # the one between them takes no part yet, as if it had been stopped
+    assert not chain.done[2].acquire(timeout=0.3)
+    began = time.monotonic()
+    assert chain.groups[2].abort()
+    assert time.monotonic() - began < 1
+    chain.groups[1].broadcast(middle)
+    assert chain.failed[1].wait(5)
+    assert last[0].eq(0).all()
+    assert chain.failed[2].is_set()
+    chain.groups[2].broadcast(last)  # nor does anything begin afterwards
+    assert chain.groups[2].abort()
+    assert last[0].eq(0).all()
+
+
+def test_a_receive_given_up_halfway_leaves_its_tensor_alone_from_then_on(members):
+    pair, sent = members(2), bytes_of(128 << 20)
+    received = [torch.zeros_like(sent[0])]
+    pair.broadcast(sent, received)
+    while not received[0][8 << 20]:
+        time.sleep(0.001)
+    assert pair.groups[1].abort()
+    seen = received[0].clone()
+    time.sleep(0.3)
+    assert torch.equal(received[0], seen)
+    assert not pair.done[1].acquire(blocking=False)
+
+
+def test_a_group_that_is_still_forming_can_be_left():
+    store = host_store(HOST)
+    alone = Group(Seat("g", 1, 2, HOST, store.port, 3.0), HOST, "gloo", torch.device("cpu"), lambda *_: None)
+    tensor = torch.zeros(10, dtype=torch.uint8)
+    alone.broadcast([tensor])
+    assert alone.abort()
 
 
 def write(writer, session, readers):

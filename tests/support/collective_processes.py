@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from asyncrl.param_sync.buckets import pack
+from asyncrl.param_sync.receiver import TensorPart
 from asyncrl.param_sync.transports.base import NoReaders
 from asyncrl.param_sync.transports.collective import CollectiveAddress, CollectiveWriter
 from asyncrl.param_sync.transports.collective_reader import CollectiveReader
@@ -22,11 +24,11 @@ BUCKET_BYTES = 1 << 20
 
 
 def payload(seed: int, buckets: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors, one to a bucket, each of other bytes; the last one does not fill its bucket."""
+    """Tensors, one to a bucket, each of other bytes; all are loose but the last one, which does not fill its bucket."""
     generator = torch.Generator().manual_seed(seed)
     for i in range(buckets):
         nbytes = BUCKET_BYTES if i < buckets - 1 else 1000
-        yield f"t{i}", torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+        yield f"t{seed % 10}.{i}", torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
 
 
 def payload_digest(seed: int, buckets: int) -> str:
@@ -95,7 +97,8 @@ class SenderProcess(Gated):
     def _send(self, session: str, readers: list[str], seed: int, buckets: int, stall_s: float) -> dict[str, str]:
         try:
             self._writer.open(session, readers, 60.0, stall_s)
-            for at, filled in enumerate(pack(payload(seed, buckets), self._writer.buffer)):
+            tensors, loose_from = payload(seed, buckets), self._writer.loose_from
+            for at, filled in enumerate(pack(tensors, self._writer.buffer, loose_from=loose_from)):
                 self.pass_gate(at)
                 self._writer.publish(filled)
             self._writer.finish()
@@ -105,12 +108,16 @@ class SenderProcess(Gated):
 
 
 class ReaderProcess(Gated):
-    """Reads sessions; ``linger_s`` is the time that it takes over each bucket."""
+    """Reads sessions; ``linger_s`` is the time that it takes over each bucket. Every other tensor that may be placed
+    comes to ``live`` memory, which is kept."""
 
     def __init__(self, who: str) -> None:
         super().__init__()
         self._reader = CollectiveReader(who)
         self._linger_s: dict[int, float] = {}
+        self._live: dict[str, torch.Tensor] = {}
+        self._placed = 0
+        self._stop_at = -1
 
     async def linger(self, seconds: dict[int, float]) -> None:
         """How long to take over which bucket."""
@@ -126,14 +133,34 @@ class ReaderProcess(Gated):
     async def resources(self) -> dict[str, int]:
         return resources()
 
+    async def stop_at(self, placed: int) -> None:
+        """Stop this process when it is about to receive into live memory for that many times."""
+        self._placed, self._stop_at = 0, placed
+
+    async def live(self) -> dict[str, str]:
+        """The digest of each tensor in live memory."""
+        return {name: hashlib.sha256(tensor.numpy()).hexdigest() for name, tensor in self._live.items()}
+
+    def _place(self, session: str, part: TensorPart, device: torch.device) -> torch.Tensor | None:
+        if int(part.name.rpartition(".")[2]) % 2:
+            return None
+        self._placed += 1
+        if self._placed == self._stop_at:
+            # a moment later, when the receive is under way
+            threading.Timer(0.002, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+        if part.name not in self._live:
+            self._live[part.name] = torch.zeros(BUCKET_BYTES, dtype=torch.uint8)
+        return self._live[part.name][: part.nbytes]
+
     def _read(self, deadline_s: float) -> dict[int, tuple[list[int], str]]:
         sequences: dict[int, list[int]] = {}
         hashes: dict[int, Any] = {}
-        for bucket in self._reader.buckets(deadline_s):
+        for bucket in self._reader.buckets(deadline_s, self._place):
             self.pass_gate(bucket.sequence)
             time.sleep(self._linger_s.get(bucket.sequence, 0.0))
             sequences.setdefault(bucket.sender, []).append(bucket.sequence)
             h = hashes.setdefault(bucket.sender, hashlib.sha256())
             for part in bucket.parts:
-                h.update(bucket.data[part.offset : part.offset + part.nbytes])
+                placed = bucket.placed.get(part.name)
+                h.update(bucket.data[part.offset : part.offset + part.nbytes] if placed is None else placed.numpy())
         return {sender: (sequences[sender], hashes[sender].hexdigest()) for sender in sequences}

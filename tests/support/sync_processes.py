@@ -33,6 +33,7 @@ from tests.support.collective_processes import HOST, resources
 
 Tensors = dict[str, torch.Tensor]
 BUCKET_BYTES = 4096
+LOOSE_BYTES = 700  # fewer than in production, so that a few of the small weights travel loose where any do
 TIED = {"lm_head.weight": "embed.weight"}
 
 
@@ -155,7 +156,8 @@ def strike(methods: Sequence[tuple[Any, str]], number: signal.Signals, at: int =
 
 
 class DamagingWriter:
-    """A writer that flips one bit of a bucket when told to, after its checksum was taken."""
+    """A writer that flips one bit of a bucket's buffer, or else of its first loose part, when told to, after its
+    checksum was taken."""
 
     def __init__(self, writer: BucketWriter) -> None:
         self._writer, self.damage = writer, False
@@ -170,7 +172,13 @@ class DamagingWriter:
     def publish(self, filled: Filled) -> None:
         if self.damage:
             self.damage = False
-            self._last[0] ^= 1
+            if filled.loose.keys() == {part.name for part in filled.parts}:
+                name, tensor = next(iter(filled.loose.items()))
+                damaged = tensor.clone()
+                damaged[0] ^= 1
+                filled = filled._replace(loose={**filled.loose, name: damaged})
+            else:
+                self._last[0] ^= 1
         del self._last
         self._writer.publish(filled)
 
@@ -181,7 +189,10 @@ class RankProcess:
     The export stops before its ``hold_at``-th tensor, once, until ``release``; ``fail_at`` raises there."""
 
     def __init__(self, sender: int, transport: str, share: slice) -> None:
-        self._writer = DamagingWriter(make_writer(transport, sender, BUCKET_BYTES, HOST))
+        writer = make_writer(transport, sender, BUCKET_BYTES, HOST)
+        if writer.loose_from is not None:
+            writer.loose_from = LOOSE_BYTES
+        self._writer = DamagingWriter(writer)
         self._sender = Sender(f"trainer/{sender}", self._writer)
         self._share = share
         self._thread = ThreadPoolExecutor(1)  # a rank computes and sends in one

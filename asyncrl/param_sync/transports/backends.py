@@ -36,20 +36,23 @@ class Seat:
 
 
 class Way(Protocol):
-    """From rank 0 to all others. Every member calls ``begin`` for the same pieces in the same order, from one thread,
-    and ``pass_on`` for each in this order when its begun work is done, from another one."""
+    """From rank 0 to all others. Every member goes through the same parts in the same order: it begins to receive each,
+    and sends it when it is here."""
+
+    begins_with_sends: bool  # nothing to receive here
 
     def cut(self, piece: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The parts of a flat tensor to begin one by one."""
+        """The parts of a flat tensor."""
 
-    def begin(self, part: torch.Tensor) -> Any:
-        """Begin to send or to receive: a work to wait for."""
+    def receive(self, part: torch.Tensor) -> Any:
+        """Begin to receive: a work to wait for."""
 
-    def pass_on(self, part: torch.Tensor) -> list[Any]:
-        """Begin what this member owes to others, now that it has the part."""
+    def send(self, part: torch.Tensor) -> list[Any]:
+        """Begin to send what this member owes to others. May be called from another thread."""
 
-    def end_calls(self) -> None:
-        """Let all that is in progress fail, soon. From any thread."""
+    def end_calls(self) -> bool:
+        """Break the connections. Whether nothing is written to a tensor from now on; if not, wait until all that is
+        being received has failed, which is soon. From any thread."""
 
 
 def make_way(seat: Seat, host: str, backend: Backend, device: torch.device) -> Way:
@@ -73,7 +76,9 @@ def make_way(seat: Seat, host: str, backend: Backend, device: torch.device) -> W
 
 
 class _Broadcast:
-    """The backend's own collective."""
+    """The backend's own collective: whoever takes part in it, "receives"."""
+
+    begins_with_sends = False
 
     def __init__(self, group: Any, seat: Seat) -> None:
         self._group, self._seat = group, seat
@@ -83,47 +88,67 @@ class _Broadcast:
     def cut(self, piece: torch.Tensor) -> Sequence[torch.Tensor]:
         return [piece]
 
-    def begin(self, part: torch.Tensor) -> Any:
+    def receive(self, part: torch.Tensor) -> Any:
         return self._group.broadcast([part], self._options)
 
-    def pass_on(self, part: torch.Tensor) -> list[Any]:
+    def send(self, part: torch.Tensor) -> list[Any]:
         return []
 
-    def end_calls(self) -> None:
+    def end_calls(self) -> bool:
         self._group.abort()
+        return False
 
 
 class _GlooBroadcast(_Broadcast):
-    def end_calls(self) -> None:
-        """gloo's abort does nothing. But when a receive times out, it closes the group's connections."""
+    """gloo's, which takes tensors of a device too, by way of the host."""
+
+    def end_calls(self) -> bool:
+        self._close()
+        return False
+
+    def _close(self) -> bool:
+        """Whether all connections are closed. gloo's abort does nothing; but when a receive times out, gloo closes them
+        all, and tells most calls, but no send, nor a receive that has got some of its bytes."""
         for rank in range(self._seat.size):
             if rank != self._seat.rank:
-                with contextlib.suppress(RuntimeError):  # it times out, or this connection was closed before
-                    self._group.recv([torch.empty(1)], rank, _TAGS).wait(timedelta(milliseconds=1))
+                with contextlib.suppress(RuntimeError):
+                    self._receive_nothing(rank).wait(timedelta(milliseconds=1))
+        return all(self._closed(rank) for rank in range(self._seat.size) if rank != self._seat.rank)
+
+    def _closed(self, rank: int) -> bool:
+        try:
+            self._receive_nothing(rank)
+        except RuntimeError:
+            return True
+        return False
+
+    def _receive_nothing(self, rank: int) -> Any:
+        return self._group.recv([torch.empty(1)], rank, _TAGS)
 
 
 class _Chain(_GlooBroadcast):
-    """Rank 0 sends to rank 1, which passes on to rank 2 what it has got of it, and so on: nobody sends anything twice.
+    """Rank 0 sends to rank 1, which passes on to rank 2 what it has of it, and so on: nobody sends anything twice.
 
     Unlike gloo's broadcast, which costs half a millisecond however little it carries, any number of sends and receives
     can be under way at once."""
 
     def __init__(self, group: Any, seat: Seat) -> None:
         super().__init__(group, seat)
-        self._begun, self._passed = itertools.count(), itertools.count()
+        self.begins_with_sends = seat.rank == 0
+        self._received, self._sent = itertools.count(), itertools.count()
 
     def cut(self, piece: torch.Tensor) -> Sequence[torch.Tensor]:
-        return piece.split(_LINK_BYTES)
+        return piece.split(_LINK_BYTES) if self._seat.size > 2 else [piece]
 
-    def begin(self, part: torch.Tensor) -> Any:
-        tag = next(self._begun) % _TAGS
-        if self._seat.rank == 0:
-            return self._group.send([part], 1, tag)
-        return self._group.recv([part], self._seat.rank - 1, tag)
+    def receive(self, part: torch.Tensor) -> Any:
+        return self._group.recv([part], self._seat.rank - 1, next(self._received) % _TAGS)
 
-    def pass_on(self, part: torch.Tensor) -> list[Any]:
-        tag, following = next(self._passed) % _TAGS, self._seat.rank + 1
-        return [self._group.send([part], following, tag)] if 1 < following < self._seat.size else []
+    def send(self, part: torch.Tensor) -> list[Any]:
+        tag, following = next(self._sent) % _TAGS, self._seat.rank + 1
+        return [self._group.send([part], following, tag)] if following < self._seat.size else []
+
+    def end_calls(self) -> bool:
+        return self._close()
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """A process group of one's own beside the trainer's default one: formed and used in threads that can be left.
 
-Every call of a process group may block until a timeout. So each generation of a group has threads for its calls. Giving
-it up ends those in progress and leaves the threads behind: one that is still to find its peers ends by itself, at the
-latest when that times out, and touches no tensor.
+Every call of a process group may block until a timeout. So each generation of a group has threads for its calls, which
+are left behind when it is given up: they end by themselves, at the latest when the calls they were given time out. But
+once `Group.abort` has said so, none of them writes to a tensor.
 """
 
 from __future__ import annotations
@@ -71,116 +71,130 @@ class Group:
     ) -> None:
         self.generation = seat.generation
         self._seat, self._device, self._on_done = seat, device, on_done
-        self._asked: queue.SimpleQueue[Sequence[torch.Tensor] | None] = queue.SimpleQueue()
-        self._begun: queue.SimpleQueue[_Begun | None] = queue.SimpleQueue()
         self._way: Way | None = None
-        self._aborted = False
-        self._calls = 0  # in progress
-        self._changed = threading.Condition()  # of the two above
-        # Two, so that a call is under way before the one ahead of it has ended.
+        self._asked: queue.SimpleQueue[Sequence[torch.Tensor] | None] = queue.SimpleQueue()
+        self._receiving: queue.SimpleQueue[_Receiving | None] = queue.SimpleQueue()
+        self._sending: queue.SimpleQueue[_Sending | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()  # of what follows
+        self._aborted = self._failed = False
+        self._receipts = 0  # begun, and not ended yet
+        # Calls are under way before those ahead of them have ended; and whoever waits for a receipt must not wait for a
+        # send: gloo does not tell a send that its connection was closed.
         threading.Thread(target=self._begin_calls, args=(host, backend), daemon=True).start()
-        threading.Thread(target=self._await_calls, daemon=True).start()
+        threading.Thread(target=self._await_receipts, daemon=True).start()
+        threading.Thread(target=self._await_sends, daemon=True).start()
 
     def broadcast(self, pieces: Sequence[torch.Tensor]) -> None:
         """Send these tensors, flat bytes, from rank 0 or receive into them elsewhere; on a device they must be free for
-        use by now. They are used until ``on_done`` is called or `abort` returns."""
+        use by now."""
         self._asked.put(pieces)
 
     def abort(self) -> bool:
-        """Give the group up, also after an error: its calls in progress end. Whether all have, and nobody reads or
-        writes their tensors any more; if not, another call of this may find it so."""
+        """Give the group up, also after an error. Whether nobody writes to the tensors that it was given any more; if
+        not, another call of this may find it so."""
         with self._changed:
             self._aborted = True
-            in_progress = self._calls > 0
         self._asked.put(None)
-        if in_progress and (way := self._way) is not None:
-            way.end_calls()
+        if (way := self._way) is None or way.end_calls():
+            return True
         with self._changed:
-            return self._changed.wait_for(lambda: not self._calls, _ENDING_S)
+            return self._changed.wait_for(lambda: not self._receipts, _ENDING_S)
 
     def _begin_calls(self, host: str, backend: Backend) -> None:
         try:
             self._way = make_way(self._seat, host, backend, self._device)
             with _stream_of_its_own(self._device):
                 while (pieces := self._asked.get()) is not None:
-                    self._begin(pieces)
-                    del pieces  # tensors of others: none is held longer than it is used
+                    self._begin(self._way, pieces)
+                    del pieces  # others' tensors: none is held longer than it is used
         except _Aborted:
             pass
         except Exception as error:
-            self._on_done(self, error)
+            self._fail(error)
         finally:
-            self._begun.put(None)
+            self._receiving.put(None)
 
-    def _begin(self, pieces: Sequence[torch.Tensor]) -> None:
-        assert self._way is not None
-        cut = [part for piece in pieces for part in self._way.cut(piece)]
-        for i, part in enumerate(cut):
-            with self._call():
-                work = self._way.begin(part)
-            self._begun.put(_Begun(self._way, work, part, i == len(cut) - 1))
+    def _begin(self, way: Way, pieces: Sequence[torch.Tensor]) -> None:
+        parts = [part for piece in pieces for part in way.cut(piece)]
+        for i, part in enumerate(parts):
+            last = i == len(parts) - 1
+            if way.begins_with_sends:
+                self._sending.put(_Sending(way.send(part), last))
+                continue
+            with self._receipt():
+                self._receiving.put(_Receiving(way, way.receive(part), part, last))
 
-    def _await_calls(self) -> None:
-        failed, ended = False, 0
-        passing: list[Any] = []
+    def _await_receipts(self) -> None:
         with _stream_of_its_own(self._device) as stream:
-            while (begun := self._begun.get()) is not None:
+            while (receiving := self._receiving.get()) is not None:
+                way, work, part, last = receiving
                 try:
-                    begun.work.wait()
+                    work.wait()
                     if stream is not None:
                         stream.synchronize()
-                    passing += begun.way.pass_on(begun.part)
-                    while begun.last and passing:
-                        passing.pop().wait()
+                    sends = way.send(part)
                 except Exception as error:
-                    if not failed:
-                        self._on_done(self, error)
-                    failed = True
+                    self._fail(error)
                 else:
-                    if begun.last and not failed:
-                        self._on_done(self, None)
-                ended += 1
-                if begun.last or failed:
-                    self._end_calls(ended, passing)
-                    ended = 0
-                del begun
-        self._end_calls(ended, passing)
+                    self._sending.put(_Sending(sends, last))
+                del way, work, part, receiving
+                self._end_receipt()
+        self._sending.put(None)
+
+    def _await_sends(self) -> None:
+        while (sending := self._sending.get()) is not None:
+            try:
+                for work in sending.works:
+                    work.wait()
+                    del work
+            except Exception as error:
+                self._fail(error)
+            else:
+                if sending.last and not self._failed:
+                    self._on_done(self, None)
+            del sending
         # Destroyed here, where no call is in progress: its destructor waits for them and lets no other thread run.
         self._way = None
 
     @contextlib.contextmanager
-    def _call(self) -> Iterator[None]:
-        """Around the beginning of a call, which is in progress until `_end_calls` unless this fails."""
+    def _receipt(self) -> Iterator[None]:
+        """Around the beginning of a receipt, which is under way until `_end_receipt` unless this fails."""
         with self._changed:
             if self._aborted:
                 raise _Aborted
-            self._calls += 1
+            self._receipts += 1
         try:
             yield
         except BaseException:
-            self._end_calls(1, [])
+            self._end_receipt()
             raise
 
-    def _end_calls(self, count: int, passing: list[Any]) -> None:
-        while passing:
-            with contextlib.suppress(Exception):
-                passing.pop().wait()
+    def _end_receipt(self) -> None:
         with self._changed:
-            self._calls -= count
+            self._receipts -= 1
             self._changed.notify_all()
 
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            first, self._failed = not self._failed, True
+        if first:
+            self._on_done(self, error)
 
-class _Begun(NamedTuple):
-    """A call in progress; ``last``: of a broadcast."""
 
+class _Receiving(NamedTuple):
     way: Way
     work: Any
     part: torch.Tensor
+    last: bool  # of a broadcast
+
+
+class _Sending(NamedTuple):
+    works: list[Any]
     last: bool
 
 
 class _Aborted(Exception):
-    """The group was given up before this call began."""
+    """The group was given up before this began."""
 
 
 def host_store(host: str) -> dist.TCPStore:
