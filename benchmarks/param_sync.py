@@ -9,7 +9,8 @@ memory the median is over several launches too, as where a process's pages happe
   sides too.
 - ``bucketed_over_per_tensor``: the same bytes as thousands of tensors, in buckets, against one call for each: the next
   tensor is sent when the last one was taken. (Two such calls in flight at once need a third of that time.)
-- ``gloo_fraction_of_broadcast``: a transfer over gloo, over a bare gloo broadcast of one flat tensor of that size.
+- ``gloo_fraction_of_broadcast``: a transfer over gloo into live parameters, tensor digests included, over a bare gloo
+  broadcast of one flat tensor of that size; ``…_checksummed``: with the checksum of every bucket on both sides too.
 - ``rolling_pause_ratio``: the pause of a replica when four change over one by one, over that of one alone. The sender
   writes the weights once, however many replicas there are.
 """
@@ -328,7 +329,12 @@ def main() -> None:
     single.close()
 
     gloo, bare = Link("gloo", tensors, args.gloo_bucket_mib * MIB), Broadcast(nbytes)
-    gloo_s, bare_s = medians(args.rounds, lambda: gloo.transfer_s(checksum=False), bare.seconds)
+    gloo_s, gloo_checked_s, bare_s = medians(
+        args.rounds,
+        lambda: gloo.transfer_s(checksum=False),
+        lambda: gloo.transfer_s(checksum=True),
+        bare.seconds,
+    )
     gloo.close()
     bare.close()
 
@@ -343,6 +349,7 @@ def main() -> None:
         (f"{args.tensors} tensors, one call each", small_bytes, single_s),
         ("bare gloo broadcast", nbytes, bare_s),
         ("gloo, digests", nbytes, gloo_s),
+        ("gloo, digests and checksums", nbytes, gloo_checked_s),
         *((f"pause of a replica, {n} rolling", nbytes, seconds) for n, seconds in zip(counts, pauses, strict=True)),
     ]
     print(f"{os.cpu_count()} cores, buckets of {args.bucket_mib} MiB, medians of {args.rounds} rounds\n")
@@ -354,6 +361,7 @@ def main() -> None:
         "shm_fraction_of_memcpy_checksummed": memcpy_s / checked_s,
         "bucketed_over_per_tensor": single_s / bucketed_s,
         "gloo_fraction_of_broadcast": bare_s / gloo_s,
+        "gloo_fraction_of_broadcast_checksummed": bare_s / gloo_checked_s,
         "rolling_pause_ratio": pauses[-1] / pauses[0],
     }
     print("\n" + json.dumps({name: round(value, 3) for name, value in figures.items()}))

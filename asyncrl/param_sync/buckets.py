@@ -123,7 +123,8 @@ class _Filling:
 
     def add(self, name: str, source: torch.Tensor, start: int, nbytes: int) -> None:
         """``nbytes`` of a tensor from byte ``start`` on: all of it, or it must be contiguous."""
-        self.room -= _in_lines(nbytes)
+        lines = nbytes + -nbytes % ALIGN_BYTES
+        self.room -= lines
         if nbytes >= self._loose_from and source.is_contiguous() and source.device == self._buffer.device:
             self._parts.append(TensorPart(name, start, nbytes, -1))
             self._loose[name] = flat_bytes(source)[start : start + nbytes]
@@ -132,14 +133,18 @@ class _Filling:
         at = self._packed
         end = at + nbytes
         self._parts.append(TensorPart(name, start, nbytes, at))
-        self._packed += _in_lines(nbytes)
+        self._packed += lines
         if self._bytes is not None and source.is_cpu and source.is_contiguous():
             # By address: views of a small tensor's bytes would take longer than its copy.
             copy_from = source.data_ptr() + start - at
             for lo in range(at, end, _SLICE_BYTES):
                 hi = lo + _SLICE_BYTES if lo + _SLICE_BYTES < end else end
                 ctypes.memmove(self._address + lo, copy_from + lo, hi - lo)
-                self._see(name, self._bytes[lo:hi])
+                data = self._bytes[lo:hi]  # as in `_see`, whose call would be felt with many small tensors
+                if self._checksum is not None:
+                    self._checksum.update(data)
+                if self._on_bytes is not None:
+                    self._on_bytes(name, data)
         elif nbytes:
             source = source.detach()
             if source.is_contiguous():
@@ -155,7 +160,7 @@ class _Filling:
         for i, part in enumerate(self._parts):
             if part.name in self._loose:
                 self._parts[i] = part._replace(offset=at)
-                at += _in_lines(part.nbytes)
+                at += part.nbytes + -part.nbytes % ALIGN_BYTES
         checksum = None if self._checksum is None else self._checksum.intdigest()
         return Filled(tuple(self._parts), checksum, self._loose)
 
@@ -170,10 +175,6 @@ class _Filling:
             self._checksum.update(data)
         if self._on_bytes is not None:
             self._on_bytes(name, data)
-
-
-def _in_lines(nbytes: int) -> int:
-    return nbytes + -nbytes % ALIGN_BYTES
 
 
 def _on_host(data: Any) -> Any:

@@ -61,15 +61,16 @@ class StreamingDigest:
 
     def __init__(self, manifest: Manifest) -> None:
         self._specs = {t.name: t for t in manifest}
-        self._name: str | None = None
+        self._spec: TensorSpec | None = None
         self._hash: Any = None
         self._hashes: dict[Role, dict[str, bytes]] = {role: {} for role in ROLES}
 
     def update(self, name: str, data: Any) -> None:
         """Add the next bytes (anything with the buffer protocol, maybe empty) of tensor ``name``."""
-        if name != self._name:
+        if self._spec is None or name != self._spec.name:
             self._close()
-            self._name, self._hash = name, _begin(self._specs[name])
+            self._spec = self._specs[name]
+            self._hash = _begin(self._spec)
         self._hash.update(data)
 
     def hashes(self) -> dict[Role, dict[str, bytes]]:
@@ -78,10 +79,15 @@ class StreamingDigest:
         return self._hashes
 
     def _close(self) -> None:
-        if self._name is not None:
-            self._hashes[self._specs[self._name].role][self._name] = self._hash.digest()
-            self._name = None
+        if self._spec is not None:
+            self._hashes[self._spec.role][self._spec.name] = self._hash.digest()
+            self._spec = None
 
 
 def _begin(spec: TensorSpec) -> Any:
-    return xxhash.xxh3_128(f"{spec.name}\0{spec.dtype}\0{tuple(spec.shape)}\0".encode())
+    return xxhash.xxh3_128(_header(spec))
+
+
+@functools.lru_cache(1 << 17)  # the same in every session
+def _header(spec: TensorSpec) -> bytes:
+    return f"{spec.name}\0{spec.dtype}\0{tuple(spec.shape)}\0".encode()

@@ -103,7 +103,7 @@ class Backend(Protocol):
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the manifest that travels, whole, in its order; collective on all ranks, yielding on senders
-        only. The tensor is valid until the next one is asked for."""
+        only. A tensor that is held stays as it is until the send is over: it may travel from where it lies."""
         ...
 
     def logprobs(self, batch: TrainBatch, temperature: float) -> Scores:

@@ -1,4 +1,4 @@
-"""Buckets between machines: each is broadcast over a process group of the sender and its readers, gloo or NCCL.
+"""Buckets between machines: each goes over a process group from the sender to all its readers, by gloo or NCCL.
 
 Only the data takes the group. Everything else takes a TCP connection per reader, which lives for one session::
 
@@ -6,7 +6,7 @@ Only the data takes the group. Everything else takes a TCP connection per reader
       token, hello {session, who, holds}      ───────────►
                                               ◄───────────   group {generation, rank, size, store, …}
                                               ◄───────────   bucket {sequence, packed, checksum, parts, loose}, and
-                                                             the broadcasts of its packed bytes and each loose part
+                                                             then its packed bytes and each loose part
       {read: sequence}                        ───────────►   … its memory is free when all readers have sent this
                                               ◄───────────   end {buckets}
 
@@ -20,7 +20,7 @@ of no use: when a member goes, or nobody moves, the writer gives the generation 
 Who does not answer is dropped. A reader has nothing half done when it answers, and takes no bucket a second time.
 
 Copying takes time of cores that gloo needs itself. So large parts travel loose: from where the sender has them and to
-where the receiver wants them. Whoever leaves a group ends its calls first, as they use memory that is not theirs.
+where the receiver wants them. Whoever gives a group up breaks its connections first: the memory is that of others.
 """
 
 from __future__ import annotations
