@@ -271,6 +271,7 @@ class CollectiveWriter(Pump):
     def _need_readers(self) -> None:
         if not self._peers:
             self._give_up()
+            self._unread = {}
             raise NoReaders
 
     # -- the group ----------------------------------------------------------------------------------------------------

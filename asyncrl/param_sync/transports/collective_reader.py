@@ -228,7 +228,8 @@ class _Membership:
 
     def arriving(self, message: dict[str, Any]) -> _Arriving:
         parts, sequence = tuple(TensorPart(*part) for part in message["parts"]), message["sequence"]
-        loose = {part.name: part for part in parts if part.name in set(message["loose"])}
+        names = set(message["loose"])
+        loose = {part.name: part for part in parts if part.name in names}
         buffer = self.buffers[sequence % BUFFERS]
         return _Arriving(sequence, parts, loose, message["packed"], message["checksum"], buffer)
 
