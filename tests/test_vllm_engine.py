@@ -250,13 +250,13 @@ async def test_the_digests_are_the_senders(replica, initial):
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def speculating(checkpoint):
     mtp = MTPConfig(enable_rollout=True, num_speculative_tokens=1)
-    replica = await Replica.start(replica_config(checkpoint, mtp=mtp))
+    replica = await Replica.start(replica_config(checkpoint, mtp=mtp), transport="gloo")
     yield replica
     await replica.close()
 
 
 class TestSpeculation:
-    """With MiMo's draft."""
+    """With MiMo's draft, and weights that come over gloo."""
 
     async def acceptance(self, replica, temperature=0.0):
         replica.recorder.drain()
