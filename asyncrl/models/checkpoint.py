@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,6 +27,13 @@ TOKENIZER_FILES = (
 MAKE_DRAFT = (
     "take a checkpoint with MTP weights, or set mtp.init_from_trunk=true to make them from the last trunk layer"
 )
+
+
+class HasRawConfig(Protocol):
+    """What knows a whole config.json."""
+
+    @property
+    def raw(self) -> dict[str, Any]: ...
 
 
 def tensor_files(path: str | Path) -> list[Path]:
@@ -66,12 +73,17 @@ def check_checkpoint(path: str | Path, mtp_from_trunk: bool = False) -> DecoderC
     `load_decoder` builds.
 
     Raises CheckpointError for a damaged file and for missing, unknown or misshapen tensors."""
-    shapes: dict[str, tuple[int, ...]] = {}
     config = DecoderConfig.load(path)
+    return _checked(path, config, tensor_shapes(path), mtp_from_trunk)
+
+
+def tensor_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of the folder's safetensors files, from their headers alone."""
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in tensor_files(path):
         with _opened(file) as f:
             shapes |= {key: tuple(f.get_slice(key).get_shape()) for key in f.keys()}  # noqa: SIM118 (not a dict)
-    return _checked(path, config, shapes, mtp_from_trunk)
+    return shapes
 
 
 def load_decoder(path: str | Path, dtype: torch.dtype = torch.float32, mtp_from_trunk: bool = False) -> Decoder:
@@ -145,7 +157,7 @@ def is_draft(name: str) -> bool:
 
 
 def save_checkpoint(
-    path: str | Path, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], config: DecoderConfig
+    path: str | Path, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], config: HasRawConfig
 ) -> None:
     """Write config.json, then model.safetensors: whole or not at all, and readable by all (safetensors writes 0600)."""
     folder = Path(path)

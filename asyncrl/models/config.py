@@ -21,6 +21,16 @@ _FAMILIES = {
 }
 
 
+def engine_dtype(dtype: str, option: str) -> str:
+    """What an engine holds of a checkpoint of ``dtype``, and so what is sent to it: `rollout.engine.dtype`, its
+    ``auto`` resolved. Never float16: sampling and training would disagree where its range ends."""
+    if option == "auto":
+        return "bfloat16" if dtype in ("bfloat16", "float16") else "float32"
+    if option not in ("float32", "bfloat16"):
+        raise ValueError(f"rollout.engine.dtype is {option!r}; expected auto, float32 or bfloat16")
+    return option
+
+
 @dataclass(frozen=True)
 class DecoderConfig:
     """Sizes of a decoder. ``raw`` is the whole config.json, kept so that an export loses nothing."""
@@ -46,14 +56,8 @@ class DecoderConfig:
     raw: dict[str, Any]
 
     def engine_dtype(self, option: str) -> str:
-        """What an engine holds, and so what is sent to it: `rollout.engine.dtype`, its ``auto`` resolved.
-
-        Never float16: sampling and training would disagree where its range ends."""
-        if option == "auto":
-            return "bfloat16" if self.dtype in ("bfloat16", "float16") else "float32"
-        if option not in ("float32", "bfloat16"):
-            raise ValueError(f"rollout.engine.dtype is {option!r}; expected auto, float32 or bfloat16")
-        return option
+        """See the function of this name."""
+        return engine_dtype(self.dtype, option)
 
     def with_mtp_layers(self, count: int) -> DecoderConfig:
         """The same trunk with ``count`` MTP layers, in ``raw`` too.

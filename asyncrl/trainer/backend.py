@@ -98,6 +98,9 @@ class Backend(Protocol):
 
     rank: int
     world_size: int
+    #: of those that take different sequences; ranks that hold one copy of the model together have the same data_rank
+    data_rank: int
+    data_ranks: int
 
     def manifest(self) -> Manifest: ...
 

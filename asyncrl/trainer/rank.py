@@ -34,8 +34,7 @@ class TrainerRank:
     """
 
     def __init__(self, config: Config, rank: int, world_size: int, init_method: str | None, recorder: Recorder) -> None:
-        self._config, self._rank, self._world_size = config, rank, world_size
-        self._recorder = recorder
+        self._config, self._recorder = config, recorder
         self._algorithm = algorithm_named(config.algorithm.name)
         self._loss = self._algorithm.loss(config.algorithm)
         self._backend: Backend = _backend_class(config.trainer.backend)(config, rank, world_size, init_method, recorder)
@@ -75,7 +74,7 @@ class TrainerRank:
         mini_batches = []
         for sequences in cut_mini_batches(whole, self._config.trainer.mini_batch_groups):
             if len(sequences):
-                mine = partition(whole.lengths[sequences], self._world_size)[self._rank]
+                mine = partition(whole.lengths[sequences], self._backend.data_ranks)[self._backend.data_rank]
                 denominator = float(share_of_denominator[sequences].sum())
                 mini_batches.append((whole.select(sequences[mine]), denominator))
         return mini_batches

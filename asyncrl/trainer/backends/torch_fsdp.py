@@ -67,6 +67,7 @@ class TorchFSDPBackend:
         timeout_s: float = 600.0,
     ) -> None:
         self.rank, self.world_size = rank, world_size
+        self.data_rank, self.data_ranks = rank, world_size
         self._config, self._options, self._recorder = config, config.trainer, recorder
         self._device = _choose_device(self._options.device, rank)
         if self._device.type == "cpu":
@@ -238,7 +239,7 @@ class TorchFSDPBackend:
 
     def export_hf(self, path: Path) -> None:
         """See `Backend.export_hf`; in the dtype that the checkpoint's config.json names."""
-        tensors = whole_tensors(self._model, checkpoint_dtype(self._model.config))
+        tensors = whole_tensors(self._model, checkpoint_dtype(self._model.config.dtype))
         if self.rank == 0:
             save_checkpoint(path, tensors, self._model.config)
             copy_tokenizer(self._config.model.path, path)

@@ -17,14 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from asyncrl.models.checkpoint import is_draft
-from asyncrl.models.config import CheckpointError, DecoderConfig
+from asyncrl.models.config import CheckpointError
 from asyncrl.models.decoder import Decoder
 from asyncrl.param_sync.manifest import Manifest, TensorSpec
 
 
-def checkpoint_dtype(config: DecoderConfig) -> torch.dtype:
-    """The floating dtype that the checkpoint's config names, or float32: what a Hugging Face export is written in."""
-    return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(config.dtype, torch.float32)
+def checkpoint_dtype(dtype: str) -> torch.dtype:
+    """The floating dtype that a checkpoint's config names, or float32: what a Hugging Face export is written in."""
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(dtype, torch.float32)
 
 
 def manifest_of(model: Decoder, dtype: str) -> Manifest:
