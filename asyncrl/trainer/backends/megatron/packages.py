@@ -1,0 +1,47 @@
+"""Which releases of megatron-core and megatron-bridge this backend was written for, and whether those are installed."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+#: package → (first release that works, first that is not known to), as tuples of numbers
+SUPPORTED = {"megatron-core": ((0, 16, 1), (0, 17)), "megatron-bridge": ((0, 3, 1), (0, 4))}
+
+
+class UnsupportedPackage(RuntimeError):
+    """A package of this backend is missing, or of a release that it was not written for."""
+
+
+def check_packages() -> None:
+    """Raise UnsupportedPackage in one line for every package that is missing or outside its range."""
+    problems = []
+    for package, (first, end) in SUPPORTED.items():
+        wanted = f"{package} >={_text(first)},<{_text(end)}"
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            problems.append(f"{wanted} is needed, none is installed")
+            continue
+        if not first <= _numbers(found) < end:
+            problems.append(f"{wanted} is needed, {found} is installed")
+    if problems:
+        raise UnsupportedPackage(
+            f"trainer.backend=megatron: {'; '.join(problems)}; install the versions of constraints-megatron.txt"
+        )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Of "0.16.1rc2+cpu": (0, 16, 1)."""
+    numbers: list[int] = []
+    for part in text.split("+")[0].split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+        if digits != part:
+            break
+    return tuple(numbers)
+
+
+def _text(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
