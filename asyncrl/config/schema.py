@@ -87,8 +87,17 @@ class OptimizerConfig:
 
 
 @dataclass
+class MegatronConfig:
+    """How the Megatron backend cuts the model over ranks; what these leave of the ranks are data parallel copies."""
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int = 1  # model chunks per pipeline stage
+
+
+@dataclass
 class TrainerConfig:
-    backend: str = "torch"
+    backend: str = "torch"  # torch | megatron
     ranks: int = 1
     total_steps: int = 100
     mini_batch_groups: int = 16  # groups per optimizer step (verl: ppo_mini_batch_size)
@@ -100,6 +109,7 @@ class TrainerConfig:
     device: str = "auto"
     threads: int = 1  # CPU threads per rank
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
 
 
 @dataclass

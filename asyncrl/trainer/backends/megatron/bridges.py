@@ -1,0 +1,242 @@
+"""From a Hugging Face folder to the bridge that converts it: configuration, tensor names, and what is refused.
+
+A bridge knows a model family: how its config.json becomes a configuration of megatron-core, and which of its tensors
+make up which parameter. Megatron-Bridge has one for many families, none of them with MiMo's MTP layers; those are added
+here, to whichever trunk they stand on.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from asyncrl.models.checkpoint import is_draft, tensor_shapes, without_draft
+from asyncrl.models.config import CheckpointError
+from asyncrl.models.decoder import rope_inverse_frequencies
+from asyncrl.trainer.backends.megatron import cpu
+
+cpu.activate()
+
+import transformers  # noqa: E402
+from megatron.bridge.models.conversion import model_bridge  # noqa: E402
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry  # noqa: E402
+from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge  # noqa: E402
+from megatron.bridge.models.conversion.param_mapping import AutoMapping, MegatronParamMapping  # noqa: E402
+from megatron.bridge.models.gpt_provider import GPTModelProvider  # noqa: E402
+from megatron.bridge.models.qwen.qwen2_bridge import Qwen2Bridge  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+
+MTP, TRUNK = "mtp.layers.*.", "decoder.layers.*."  # in megatron-core
+HF_MTP, HF_TRUNK = "model.mtp_layers.*.", "model.layers.*."
+
+
+@MegatronModelBridge.register_bridge(source="MiMoForCausalLM", target=GPTModel, model_type="mimo")
+class MiMoBridge(Qwen2Bridge):
+    """MiMo is Qwen2 with MTP layers, which `bridge_of` adds."""
+
+
+class SwappedHalves(AutoMapping):
+    """``input_proj`` [M, 2M] of MiMo reads cat(hidden, embedding), ``eh_proj`` of megatron-core cat(embedding, hidden):
+    the two halves of its columns change places."""
+
+    def hf_to_megatron(self, hf_weights: Tensor, megatron_module: torch.nn.Module) -> Tensor:
+        return super().hf_to_megatron(_swapped(hf_weights), megatron_module)
+
+    def megatron_to_hf(
+        self, megatron_weights: Tensor | None, megatron_module: torch.nn.Module | None
+    ) -> dict[str, Tensor]:
+        whole = super().megatron_to_hf(megatron_weights, megatron_module)
+        return {name: _swapped(weight) for name, weight in whole.items()}
+
+
+def _swapped(weight: Tensor) -> Tensor:
+    first, second = weight.chunk(2, dim=1)
+    return torch.cat([second, first], 1)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A Hugging Face folder as this backend reads it. ``raw``: config.json whole; ``text``: its text part, flat.
+    ``shapes``: every tensor that the model has, drafts that are to be made from the trunk included."""
+
+    path: Path
+    raw: dict[str, Any]
+    text: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+    makes_draft: bool
+
+    @property
+    def architecture(self) -> str:
+        return (self.raw.get("architectures") or ["?"])[0]
+
+    @property
+    def num_mtp_layers(self) -> int:
+        return int(self.text.get("num_nextn_predict_layers") or self.text.get("mtp_num_hidden_layers") or 0)
+
+    @property
+    def tied(self) -> bool:
+        return bool(self.text.get("tie_word_embeddings", False))
+
+    @property
+    def dtype(self) -> str:
+        return str(self.text.get("dtype") or self.text.get("torch_dtype") or "float32").removeprefix("torch.")
+
+
+def read_source(path: str | Path, mtp_from_trunk: bool = False, needs_draft: bool = False) -> Source:
+    """Read ``path/config.json`` and the headers of its tensors.
+
+    Raises CheckpointError where they are missing or damaged, where MTP layers are asked for that are not there, and
+    where config.json and files disagree on whether there are any."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise CheckpointError(f"{path}: no config.json there; expected a Hugging Face checkpoint folder")
+    try:
+        raw = json.loads(file.read_text())
+    except json.JSONDecodeError as e:
+        raise CheckpointError(f"{file}: not valid JSON ({e})") from None
+    shapes = {name: shape for name, shape in tensor_shapes(path).items() if not name.endswith("rotary_emb.inv_freq")}
+    makes_draft = mtp_from_trunk and not any(map(is_draft, shapes))
+    if makes_draft:
+        raw, shapes = _with_draft(raw, shapes)
+    source = Source(Path(path), raw, {**raw, **(raw.get("text_config") or {})}, shapes, makes_draft)
+    if needs_draft and not source.num_mtp_layers:
+        raise without_draft(path)
+    if source.tied:
+        shapes.pop("lm_head.weight", None)  # some write the embedding twice
+    return source
+
+
+@dataclass(frozen=True)
+class Bridge:
+    """``provider``: the configuration of megatron-core, still to be completed (`finalize`) with what is no property of
+    the model. ``converter``: Megatron-Bridge's own object, which knows the names."""
+
+    source: Source
+    provider: GPTModelProvider
+    converter: MegatronModelBridge
+
+
+def bridge_of(source: Source) -> Bridge:
+    """The bridge for a folder. Raises CheckpointError for a family that has none, or that needs more of megatron-core
+    than its GPT model, and for a rope that megatron-core computes otherwise."""
+    found = {getattr(key, "__name__", key): key for key in model_bridge.get_model_bridge._exact_types}
+    if source.architecture not in found:
+        raise CheckpointError(
+            f"{source.path}: Megatron-Bridge has no bridge for {source.architecture} "
+            f"(it has: {', '.join(sorted(found))}); use trainer.backend=torch, or another model"
+        )
+    converter = model_bridge.get_model_bridge(found[source.architecture])
+    provider = converter.provider_bridge(SimpleNamespace(config=_hf_config(source)))
+    if type(provider).provide is not GPTModelProvider.provide:
+        raise CheckpointError(
+            f"{source.path}: {source.architecture} is built by {type(provider).__name__}, which this backend cannot "
+            "run (it runs megatron-core's plain GPT model); use another model"
+        )
+    provider.mtp_num_layers = source.num_mtp_layers or None
+    _set_rope(provider, source)
+    if "norm_topk_prob" in source.text:
+        # which the bridge does not read: whether the chosen experts' shares are made to sum to one
+        provider.moe_router_pre_softmax = not source.text["norm_topk_prob"]
+    if source.num_mtp_layers:
+        trunk = converter.mapping_registry
+        converter.mapping_registry = lambda: _with_mtp(trunk())
+    return Bridge(source, provider, converter)
+
+
+def _hf_config(source: Source) -> Any:
+    """The config object of transformers that bridges read. MiMo's own comes with code in its folder, which is not run:
+    it is Qwen2's with one more field."""
+    if source.architecture == "MiMoForCausalLM":
+        config = transformers.Qwen2Config(**{k: v for k, v in source.raw.items() if k != "model_type"})
+    else:
+        config = transformers.AutoConfig.from_pretrained(source.path)
+    config.dtype = torch.float32  # of Megatron's weights, whatever the folder's
+    return config
+
+
+def _with_mtp(trunk: MegatronMappingRegistry) -> MegatronMappingRegistry:
+    return MegatronMappingRegistry(*trunk.mappings, *_mtp_mappings(trunk))
+
+
+def _mtp_mappings(trunk: MegatronMappingRegistry) -> Iterator[MegatronParamMapping]:
+    """MiMo's MTP layer: one more layer of the trunk, with norms and a projection before it and a norm after it."""
+    for mapping in trunk.mappings:
+        if mapping.megatron_param.startswith(TRUNK):
+            of_mtp = copy.copy(mapping)
+            of_mtp.megatron_param = f"{MTP}transformer_layer.{mapping.megatron_param.removeprefix(TRUNK)}"
+            names = mapping.hf_param
+            rename = lambda name: HF_MTP + name.removeprefix(HF_TRUNK)
+            of_mtp.hf_param = rename(names) if isinstance(names, str) else {k: rename(v) for k, v in names.items()}
+            yield of_mtp
+    yield AutoMapping(f"{MTP}enorm.weight", f"{HF_MTP}token_layernorm.weight")
+    yield AutoMapping(f"{MTP}hnorm.weight", f"{HF_MTP}hidden_layernorm.weight")
+    yield AutoMapping(f"{MTP}final_layernorm.weight", f"{HF_MTP}final_layernorm.weight")
+    yield SwappedHalves(f"{MTP}eh_proj.weight", f"{HF_MTP}input_proj.weight")
+
+
+def _with_draft(
+    raw: dict[str, Any], shapes: dict[str, tuple[int, ...]]
+) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    """Configuration and shapes with the MTP layer that `asyncrl.models.mtp_from_trunk` makes."""
+    from asyncrl.models.config import DecoderConfig
+    from asyncrl.models.mtp_from_trunk import draft_from_trunk
+
+    config = DecoderConfig.from_dict(raw)
+    empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    made = {name: tuple(tensor.shape) for name, tensor in draft_from_trunk(empty, config).items()}
+    return config.with_mtp_layers(1).raw, shapes | made
+
+
+# -- rope ----------------------------------------------------------------------------------------------------------
+
+
+def _rope(source: Source) -> tuple[float, dict[str, Any] | None]:
+    """(base, scaling) from config.json itself: transformers 4 wrote rope_theta and rope_scaling, 5 rope_parameters. The
+    bridge asks its config object for rope_theta, which in transformers 5 is not there, and then takes 10000."""
+    rope = dict(source.text.get("rope_parameters") or source.text.get("rope_scaling") or {})
+    base = float(rope.get("rope_theta", source.text.get("rope_theta", 10000.0)))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    return base, None if kind == "default" else {**rope, "rope_type": kind}
+
+
+def _set_rope(provider: GPTModelProvider, source: Source) -> None:
+    base, scaling = _rope(source)
+    provider.rotary_base = base
+    provider.rope_scaling, provider.seq_len_interpolation_factor = False, None
+    if scaling is None:
+        return
+    if scaling["rope_type"] == "llama3":
+        provider.rope_scaling, provider.rope_scaling_factor = True, float(scaling["factor"])
+    elif scaling["rope_type"] == "linear":
+        provider.seq_len_interpolation_factor = float(scaling["factor"])
+    else:
+        raise CheckpointError(
+            f"{source.path}: rope type {scaling['rope_type']!r} is not supported (default, linear, llama3)"
+        )
+
+
+def expect_same_rope(source: Source, inverse_frequencies: Tensor, interpolation: float | None) -> None:
+    """Compare the frequencies [D/2] that a model of megatron-core rotates by with those of config.json.
+
+    Raises CheckpointError where they differ: attention would be wrong at every place but the first."""
+    base, scaling = _rope(source)
+    heads = int(source.text["num_attention_heads"])
+    head_dim = int(source.text.get("head_dim") or source.text["hidden_size"] // heads)
+    wanted = rope_inverse_frequencies(
+        cast(Any, SimpleNamespace(rope_theta=base, head_dim=head_dim, rope_scaling=scaling))
+    )
+    found = inverse_frequencies.cpu().float() / (interpolation or 1.0)
+    if found.shape != wanted.shape or not torch.allclose(found, wanted, rtol=1e-5, atol=0):
+        raise CheckpointError(
+            f"{source.path}: config.json's rope (base {base:g}, scaling {scaling}) is not the one that megatron-core "
+            f"computes (frequencies from {found[0]:.3g} to {found[-1]:.3g}, expected {wanted[0]:.3g} to "
+            f"{wanted[-1]:.3g}); megatron-core knows no other parameters of it"
+        )

@@ -1,0 +1,188 @@
+"""The policy as megatron-core builds it: a GPT model that gives hidden states, not logits, of itself and of its draft.
+
+Shape suffixes: S padded length, B sequences, M hidden size.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from asyncrl.config.schema import TrainerConfig
+from asyncrl.models.config import CheckpointError
+from asyncrl.trainer.backends.megatron import cpu
+from asyncrl.trainer.backends.megatron.bridges import Bridge, expect_same_rope
+
+cpu.activate()
+
+from megatron.bridge.models.gpt_provider import GPTModelProvider  # noqa: E402
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.enums import ModelType  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec,
+)
+
+
+class PolicyModel(GPTModel):
+    """The last stage's forward pass gives (hidden [S, B, M], depth 1's hidden, depth 2's …), each after its final norm,
+    for a head that sees only the places that matter. So a forward pass needs no labels, and the loss of the draft is
+    taken outside, with the temperature and the global count of this project.
+
+    ``draft_depths``: how many depths of the draft the next forward pass runs; ``detach_draft``: whether they give a
+    gradient to trunk and embedding. The states are those of `asyncrl.models.decoder.Decoder.draft_states`, up to as
+    many depths as there are MTP layers."""
+
+    draft_depths = 0
+    detach_draft = True
+
+    def _postprocess(
+        self, hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, **layers: Any
+    ) -> Tensor | tuple[Tensor, ...]:
+        if not self.post_process:
+            return hidden_states
+        states: tuple[Tensor, ...] = (hidden_states,)
+        if self.draft_depths:
+            states += self._draft_states(hidden_states, input_ids, position_ids, layers)
+        return states
+
+    def _draft_states(
+        self, hidden_SBM: Tensor, tokens_BS: Tensor, positions_BS: Tensor, layers: dict[str, Any]
+    ) -> tuple[Tensor, ...]:
+        started_SB1 = (positions_BS != 0).t().unsqueeze(2)
+        embed_SBM = self.embedding(tokens_BS.roll(-1, 1), positions_BS) * started_SB1
+        if self.detach_draft:
+            hidden_SBM, embed_SBM = hidden_SBM.detach(), embed_SBM.detach()
+        passed_on = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")
+        options = {name: layers[name] for name in passed_on}
+        states: list[Tensor] = []
+        for layer in self.mtp.layers[: self.draft_depths]:
+            if states:
+                hidden_SBM = hidden_SBM.roll(1, 0) * started_SB1
+            # given as a function: of the shifted tokens that the layer would embed itself, place 0 would not be zeros
+            hidden_SBM, *_ = layer(
+                input_ids=tokens_BS,
+                position_ids=positions_BS,
+                hidden_states=hidden_SBM,
+                embedding=lambda input_ids, position_ids: embed_SBM,
+                **options,
+            )
+            states.append(hidden_SBM)
+        return tuple(states)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """This rank's rows of the head, [V / tensor parallel size, M]."""
+        if self.share_embeddings_and_output_weights:
+            return cast(Tensor, self.shared_embedding_or_output_weight())
+        return cast(Tensor, self.output_layer.weight)
+
+
+def has_transformer_engine() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def build_chunks(bridge: Bridge, options: TrainerConfig) -> list[PolicyModel]:
+    """This rank's part of the model with unset weights: one chunk, or one for each virtual stage. Model parallel groups
+    must be there. Raises CheckpointError for a rope that would be another, and for experts in a pipeline without
+    Transformer Engine."""
+    provider = bridge.provider
+    _complete(provider, options)
+    virtual = options.megatron.virtual_pipeline_model_parallel_size
+    chunks = [_build(provider, stage) for stage in (range(virtual) if virtual > 1 else [None])]
+    for chunk in chunks:
+        rope = chunk.rotary_pos_emb
+        expect_same_rope(bridge.source, rope.inv_freq, rope.seq_len_interpolation_factor)
+        for parameter in chunk.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    return chunks
+
+
+def padded_vocabulary(vocab_size: int, parts: int) -> int:
+    return -(-vocab_size // parts) * parts
+
+
+def _build(provider: GPTModelProvider, stage: int | None) -> PolicyModel:
+    fast, mpu = has_transformer_engine(), parallel_state
+    spec = get_gpt_decoder_block_spec(
+        provider, use_transformer_engine=fast, normalization=provider.normalization, vp_stage=stage
+    )
+    mtp = None
+    if provider.mtp_num_layers:
+        # a copy of the spec of the stage's last layer, of which `fit_problems` leaves no stage without
+        mtp = get_gpt_mtp_block_spec(provider, spec, use_transformer_engine=fast, vp_stage=stage)
+    model = PolicyModel(
+        provider,
+        transformer_layer_spec=spec,
+        vocab_size=padded_vocabulary(provider.vocab_size, provider.tensor_model_parallel_size),
+        max_sequence_length=provider.seq_length,
+        pre_process=mpu.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
+        post_process=mpu.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
+        share_embeddings_and_output_weights=provider.share_embeddings_and_output_weights,
+        position_embedding_type="rope",
+        rotary_percent=provider.rotary_percent,
+        rotary_base=provider.rotary_base,
+        rope_scaling=provider.rope_scaling,
+        rope_scaling_factor=provider.rope_scaling_factor,
+        seq_len_interpolation_factor=provider.seq_len_interpolation_factor,
+        mtp_block_spec=mtp,
+        vp_stage=stage,
+    )
+    model.model_type = ModelType.encoder_or_decoder
+    return model
+
+
+def _complete(provider: GPTModelProvider, options: TrainerConfig) -> None:
+    """Add to what the bridge read from config.json how the model is cut, its precision and its kernels."""
+    cut, fast = options.megatron, has_transformer_engine()
+    if provider.num_moe_experts and not fast:
+        stages = cut.pipeline_model_parallel_size
+        if stages > 1:
+            raise CheckpointError(
+                f"trainer.megatron.pipeline_model_parallel_size: {stages} with a mixture of experts needs Transformer "
+                "Engine, which is not installed; expected 1"
+            )
+    settings: dict[str, Any] = {
+        "tensor_model_parallel_size": cut.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": cut.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": (
+            cut.virtual_pipeline_model_parallel_size if cut.virtual_pipeline_model_parallel_size > 1 else None
+        ),
+        "params_dtype": torch.float32,
+        "pipeline_dtype": torch.float32,
+        "autocast_dtype": torch.float32,
+        "bf16": False,
+        "fp16": False,
+        "use_cpu_initialization": cpu.needed(),
+        # each micro-batch is as long as its longest sequence, which only stages have to tell each other
+        "variable_seq_lengths": cut.pipeline_model_parallel_size > 1,
+        "calculate_per_token_loss": True,  # gradients are summed: losses come divided by the global count
+        "attention_softmax_in_fp32": True,
+        # a token must have the same logprob whenever it is scored
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        # the loss is the algorithm's, with no term for the routers' balance
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_load_balancing_type": "none",
+        "gradient_accumulation_fusion": False,
+        "cross_entropy_loss_fusion": False,
+    }
+    if not fast:
+        fused = "masked_softmax_fusion bias_activation_fusion bias_dropout_fusion apply_rope_fusion persist_layer_norm"
+        settings |= dict.fromkeys([*fused.split(), "moe_grouped_gemm", "moe_permute_fusion"], False)
+        # alltoall needs CUDA's streams, but is the only one said to bear variable lengths, experts or not
+        settings["moe_token_dispatcher_type"] = "alltoall" if settings["variable_seq_lengths"] else "allgather"
+    if options.activation_checkpointing:
+        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    for name, value in settings.items():
+        setattr(provider, name, value)
+    provider.finalize()
+
+
+def causal_mask(length: int, device: torch.device) -> Tensor:
+    """bool [1, 1, S, S], true where attention is forbidden."""
+    return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu_(1)

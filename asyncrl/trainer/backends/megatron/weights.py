@@ -1,0 +1,155 @@
+"""Weights from and to Hugging Face names, one parameter of megatron-core at a time, at any parallel layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from asyncrl.models.config import CheckpointError
+from asyncrl.trainer.backends.megatron.bridges import Bridge
+from asyncrl.trainer.backends.megatron.policy import PolicyModel, padded_vocabulary
+
+from megatron.core import parallel_state  # isort: skip (after what makes it run without CUDA)
+
+VOCABULARY_ROWS = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+class Conversion:
+    """The plan of a model's conversion: which parameters hold which tensors, and who has them. Made once, as it takes a
+    collective, and used for loading, export and checkpoints; all methods are collective over the ranks that hold one
+    copy of the model (tensor and pipeline parallel).
+
+    ``shapes``: every tensor that travels, by its name in the safetensors files, in the order in which `whole` yields
+    them. Raises CheckpointError if these are not exactly the tensors of the folder."""
+
+    def __init__(self, bridge: Bridge, chunks: Sequence[PolicyModel]) -> None:
+        self._bridge, self._chunks = bridge, list(chunks)
+        self._plans: dict[torch.dtype | None, list[Any]] = {}
+        self._padded = padded_vocabulary(bridge.provider.vocab_size, bridge.provider.tensor_model_parallel_size)
+        self._loading = self._plan(None)
+        self.shapes = self._checked(self._loading)
+
+    @torch.no_grad()
+    def load(self, read: Callable[[str], Tensor]) -> None:
+        """Fill this rank's parameters from whole tensors, which ``read`` gives by name."""
+        for block in self.blocks():
+            for parameter, part in block.convert(read):
+                parameter.data.copy_(part)
+        self.fill_tied_head(lambda parameter: parameter, lambda head, weight: head.data.copy_(weight))
+
+    @torch.no_grad()
+    def fill_tied_head(
+        self, of: Callable[[torch.nn.Parameter], Tensor], put: Callable[[torch.nn.Parameter, Tensor], Any]
+    ) -> None:
+        """A tied head on a stage of its own has the embedding's rows once more, under a name that the bridge has no
+        tensor for: ``put`` there what ``of`` gives for the embedding, each in the parameter's shape. As when the model
+        is built, the last stage's zeros and what the first has are summed. With MTP layers the last stage's copy has
+        the embedding's own name, and nothing is left to do."""
+        provider = self._bridge.provider
+        first, last = self._chunks[0].pre_process, self._chunks[-1].post_process
+        if provider.share_embeddings_and_output_weights and not provider.mtp_num_layers and first != last:
+            weight = self._chunks[0 if first else -1].shared_embedding_or_output_weight()
+            told = of(weight).detach().clone() if first else torch.zeros_like(weight)
+            torch.distributed.all_reduce(told, group=parallel_state.get_embedding_group())
+            if last:
+                put(weight, told)
+
+    @torch.no_grad()
+    def whole(
+        self, of: Callable[[torch.nn.Parameter], Tensor], dtype: torch.dtype = torch.float32
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole tensor) of what ``of`` gives for each parameter, such as itself or a moment of it, in its shape.
+
+        ``of`` is asked on the ranks that have the parameter; every rank yields."""
+        for task in self._plan(dtype):
+            mine = task.param_weight
+            # the embedding's copy on the last stage, for head or draft, is not a second tensor
+            here = mine is not None and not getattr(mine, "shared", False)
+            part = of(mine).detach().to(dtype) if here else None
+            for name, tensor in task.mapping.megatron_to_hf(part, task.megatron_module).items():
+                shape = self.shapes[name]
+                yield name, tensor[: shape[0]] if tensor.shape[0] != shape[0] else tensor
+
+    def blocks(self, size: int = 1) -> Iterator[Block]:
+        """This rank's parameters, ``size`` of the model's at a time; every rank yields as many blocks."""
+        for lo in range(0, len(self._loading), size):
+            here = [task for task in self._loading[lo : lo + size] if task.megatron_module is not None]
+            yield Block(here, self._padded)
+
+    def _plan(self, dtype: torch.dtype | None) -> list[Any]:
+        """Tasks of Megatron-Bridge in the order of layers, the same on all ranks; made once for loading (None) and once
+        for each dtype that is exported. They remember what they have learned of a parameter: its kind while they load,
+        which only its owner does, and what dtype the owner sends. Tasks that served two ends would wait for messages
+        that never come."""
+        if dtype not in self._plans:
+            names = SimpleNamespace(get_all_keys=lambda: list(self._bridge.source.shapes))
+            folder = SimpleNamespace(state=SimpleNamespace(source=names))
+            self._plans[dtype] = self._bridge.converter.build_conversion_tasks(folder, self._chunks)
+        return self._plans[dtype]
+
+    def _checked(self, tasks: Sequence[Any]) -> dict[str, tuple[int, ...]]:
+        source = self._bridge.source
+        if None in tasks:
+            raise CheckpointError(
+                f"{source.path}: the bridge of {source.architecture} has no tensor for "
+                f"{sum(task is None for task in tasks)} of its parameters; use another model"
+            )
+        made = [name for task in tasks for name in _names(task)]
+        missing, unknown = sorted(set(made) - source.shapes.keys()), sorted(source.shapes.keys() - set(made))
+        for what, names in {"missing": missing, "unknown": unknown}.items():
+            if names:
+                more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+                raise CheckpointError(
+                    f"{source.path}: {what} tensors: {', '.join(names[:4])}{more}; the bridge of {source.architecture} "
+                    f"converts {len(made)}"
+                )
+        return {name: source.shapes[name] for name in made}
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some parameters of this rank, with the tasks that convert them."""
+
+    tasks: list[Any]
+    padded_vocabulary: int
+
+    @property
+    def names(self) -> list[str]:
+        """The tensors that they are made of."""
+        return [name for task in self.tasks for name in _names(task)]
+
+    def only(self, names: Sequence[str]) -> Block:
+        """The tasks that make parameters of these tensors alone."""
+        return Block([task for task in self.tasks if set(_names(task)) <= set(names)], self.padded_vocabulary)
+
+    def convert(self, read: Callable[[str], Tensor]) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+        """(parameter, this rank's part of what ``read`` gives for it), in the parameter's shape; collective over the
+        tensor parallel ranks."""
+        for task in self.tasks:
+
+            def whole(name: str, task: Any = task) -> Tensor:
+                found = read(name).to(task.param_weight)
+                if task.global_param_name in VOCABULARY_ROWS:
+                    found = F.pad(found, (0, 0, 0, self.padded_vocabulary - len(found)))
+                return found
+
+            names = task.mapping.hf_param
+            tensors = whole(names) if isinstance(names, str) else {part: whole(name) for part, name in names.items()}
+            converted = task.mapping.hf_to_megatron(tensors, task.megatron_module)
+            if converted.shape != task.param_weight.shape:
+                raise CheckpointError(
+                    f"{task.global_param_name} was made of {', '.join(_names(task))} with shape "
+                    f"{tuple(converted.shape)}, expected {tuple(task.param_weight.shape)}"
+                )
+            yield task.param_weight, converted
+
+
+def _names(task: Any) -> list[str]:
+    names = task.mapping.hf_param
+    return [names] if isinstance(names, str) else list(names.values())

@@ -1,0 +1,73 @@
+"""Small models in megatron-core, without a trainer around them, and processes that hold one together."""
+
+import contextlib
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from asyncrl.config.schema import Config, MegatronConfig
+from asyncrl.models.checkpoint import read_tensors
+from asyncrl.trainer.backends.megatron import cpu
+
+CUTS = {
+    "one": {},
+    "tensor": {"tensor_model_parallel_size": 2},
+    "pipeline": {"pipeline_model_parallel_size": 2},
+    "data": {},
+}
+
+
+@contextlib.contextmanager
+def process_group(rank=0, world_size=1, init_method=None, cut="one"):
+    """In the process groups of megatron-core, which a process is in once at a time."""
+    cpu.activate()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    store = dist.HashStore() if init_method is None else None
+    dist.init_process_group("gloo", init_method=init_method, store=store, rank=rank, world_size=world_size)
+    parallel_state.initialize_model_parallel(**CUTS[cut])
+    model_parallel_cuda_manual_seed(1)
+    try:
+        yield
+    finally:
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def built(path, cut="one", mtp_from_trunk=False):
+    """(chunks, conversion) of the folder's model, its weights loaded."""
+    from asyncrl.trainer.backends.megatron.bridges import bridge_of, read_source
+    from asyncrl.trainer.backends.megatron.policy import build_chunks
+    from asyncrl.trainer.backends.megatron.weights import Conversion
+
+    config = Config()
+    config.trainer.megatron = MegatronConfig(**CUTS[cut])
+    bridge = bridge_of(read_source(path, mtp_from_trunk))
+    chunks = build_chunks(bridge, config.trainer)
+    conversion = Conversion(bridge, chunks)
+    conversion.load(read_tensors(path).__getitem__)
+    return chunks, conversion
+
+
+@torch.no_grad()
+def states(model, tokens_BS, depths=0):
+    """(hidden [B, S, M], those of each depth of the draft)."""
+    from asyncrl.trainer.backends.megatron.policy import causal_mask
+
+    model.draft_depths = depths
+    positions = torch.arange(tokens_BS.shape[1]).expand(tokens_BS.shape)
+    out = model(tokens_BS, positions, causal_mask(tokens_BS.shape[1], tokens_BS.device))
+    return [state.transpose(0, 1) for state in out]
+
+
+def random_tokens(vocab_size, shape=(2, 20)):
+    return torch.from_numpy(np.random.default_rng(0).integers(0, vocab_size, shape))
+
+
+def in_two_processes(work, *arguments):
+    """``work(rank, *arguments)`` in each."""
+    mp.spawn(work, arguments, nprocs=2)

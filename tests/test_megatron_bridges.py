@@ -1,0 +1,219 @@
+"""Models of Hugging Face folders in megatron-core: logits, drafts, tensors there and back, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from asyncrl.models.checkpoint import read_tensors, save_checkpoint
+from asyncrl.models.config import CheckpointError, DecoderConfig
+from asyncrl.models.decoder import Decoder
+from asyncrl.models.layout import PackedLayout
+from asyncrl.trainer.backends.megatron import cpu, packages
+from asyncrl.trainer.backends.megatron.bridges import bridge_of, expect_same_rope, read_source
+from asyncrl.trainer.backends.megatron.packages import UnsupportedPackage, check_packages
+from tests.support.megatron import built, process_group, random_tokens, states
+from tests.support.trainer import make_checkpoint
+
+pytestmark = pytest.mark.megatron
+
+SMALL = {
+    "vocab_size": 301,  # prime: no parallel size divides it
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16384,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+EXPERTS = {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+OTHER_BASE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}
+FAMILIES = {
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, OTHER_BASE),
+    "qwen2-tied": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {"tie_word_embeddings": True}),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 32, **OTHER_BASE}),
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
+    "llama3-rope": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"rope_parameters": LLAMA3_ROPE}),
+    "qwen3-moe": (
+        transformers.Qwen3MoeConfig,
+        transformers.Qwen3MoeForCausalLM,
+        {**EXPERTS, "norm_topk_prob": True},
+    ),
+    "qwen3-moe-shares": (
+        transformers.Qwen3MoeConfig,
+        transformers.Qwen3MoeForCausalLM,
+        {**EXPERTS, "norm_topk_prob": False},
+    ),
+}
+
+
+def saved(folder, family, **more):
+    """A random model of a family, as transformers saves it."""
+    config_class, model_class, options = FAMILIES[family]
+    torch.manual_seed(0)
+    model = model_class(config_class(**SMALL, **options, **more)).float().eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.15)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone():
+    with process_group():
+        yield
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_logits_equal_transformers_and_the_tensors_come_back_to_the_bit(family, tmp_path):
+    theirs = saved(tmp_path, family)
+    (ours,), conversion = built(tmp_path)
+    tokens = random_tokens(SMALL["vocab_size"])
+    expected = theirs(tokens).logits
+    (hidden,) = states(ours, tokens)
+    assert (F.linear(hidden, ours.head_weight) - expected).abs().max() <= 1e-5
+    assert expected.abs().max() > 0.1
+
+    before, after = read_tensors(tmp_path), dict(conversion.whole(lambda parameter: parameter))
+    assert list(after) == list(conversion.shapes)
+    assert {name: tuple(tensor.shape) for name, tensor in after.items()} == conversion.shapes
+    assert after.keys() == before.keys() - ({"lm_head.weight"} if family == "qwen2-tied" else set())
+    assert all(torch.equal(after[name], before[name]) for name in after)
+
+
+def test_without_its_patch_an_expert_has_no_number(tmp_path):
+    saved(tmp_path, "qwen3-moe")
+    _, conversion = built(tmp_path)
+    with cpu.patch_named("experts").suspended(), pytest.raises(ValueError, match="int"):
+        list(conversion.whole(lambda parameter: parameter))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layers"), [("MiMoForCausalLM", 1), ("MiMoForCausalLM", 2), ("Qwen3ForCausalLM", 1)]
+)
+@torch.no_grad()
+def test_draft_states_equal_the_native_decoders(architecture, layers, tmp_path):
+    raw = {
+        **SMALL,
+        "architectures": [architecture],
+        "model_type": "qwen3" if "Qwen3" in architecture else "qwen2",
+        "head_dim": 32,
+        "num_nextn_predict_layers": layers,
+        "rope_theta": 640000.0,
+    }
+    native = Decoder(DecoderConfig.from_dict(raw))
+    native.init_weights(0, std=0.15)
+    save_checkpoint(tmp_path, native.named_parameters(), native.config)
+    (ours,), conversion = built(tmp_path)
+
+    tokens = random_tokens(SMALL["vocab_size"], (2, 30))
+    layout = PackedLayout.from_lengths(np.array([30, 30]))
+    hidden = native.hidden_states(tokens.flatten(), layout)
+    drafts = native.draft_states(hidden, tokens.flatten(), layout, layers, detach=True)
+    found_hidden, *found = states(ours, tokens, depths=layers)
+    assert (found_hidden.flatten(0, 1) - hidden).abs().max() <= 1e-5
+    for depth, (mine, theirs) in enumerate(zip(found, drafts, strict=True), 1):
+        # the last place of a sequence, and the first depth − 1, mean nothing
+        meant = slice(depth - 1, -1)
+        logits = [F.linear(x.view(2, 30, -1)[:, meant], native.lm_head.weight) for x in (mine, theirs)]
+        assert (logits[0] - logits[1]).abs().max() <= 1e-5, depth
+        assert logits[1].abs().max() > 0.1
+
+    before = read_tensors(tmp_path)
+    after = dict(conversion.whole(lambda parameter: parameter))
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@torch.no_grad()
+def test_the_halves_of_the_projection_in_the_other_order_give_other_drafts(tmp_path):
+    """What the test above would not see if hidden state and embedding were alike."""
+    (ours,), _ = built(make_checkpoint(tmp_path))
+    tokens = random_tokens(64)
+    _, right = states(ours, tokens, depths=1)
+    weight = ours.mtp.layers[0].eh_proj.weight
+    weight.copy_(weight.roll(weight.shape[1] // 2, 1))
+    _, wrong = states(ours, tokens, depths=1)
+    assert (right - wrong).abs().max() > 0.1
+
+
+def test_a_forward_pass_without_labels_runs_with_mtp_layers(tmp_path):
+    """The pass that scores logprobs, for which megatron-core's own head would clone labels that are not there."""
+    (ours,), _ = built(make_checkpoint(tmp_path))
+    assert ours.config.mtp_num_layers == 1
+    assert len(states(ours, random_tokens(64), depths=0)) == 1
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------
+
+
+def changed(folder, **fields):
+    config = json.loads((folder / "config.json").read_text()) | fields
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_model_without_a_bridge_is_refused_by_name(tmp_path):
+    saved(tmp_path, "qwen2")
+    with pytest.raises(CheckpointError, match=r"no bridge for GPT2LMHeadModel .*Qwen3ForCausalLM"):
+        bridge_of(read_source(changed(tmp_path, architectures=["GPT2LMHeadModel"])))
+
+
+def test_a_draft_asked_of_a_model_without_one_is_refused(tmp_path):
+    saved(tmp_path, "qwen2")
+    with pytest.raises(CheckpointError, match=r"has no MTP layers .*mtp\.init_from_trunk"):
+        read_source(tmp_path, needs_draft=True)
+
+
+def test_tensors_that_config_and_files_disagree_on_are_named(tmp_path):
+    make_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=r"missing tensors: model\.layers\.2.* and 8 more"):
+        built(changed(tmp_path, num_hidden_layers=3))
+    with pytest.raises(CheckpointError, match=r"unknown tensors: model\.mtp_layers\.0"):
+        built(changed(tmp_path, num_hidden_layers=2, num_nextn_predict_layers=0))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        read_source(tmp_path)
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        read_source(tmp_path / "absent")
+
+
+def test_a_rope_that_megatron_core_cannot_compute_is_refused(tmp_path):
+    saved(tmp_path, "llama", rope_parameters={**LLAMA3_ROPE, "original_max_position_embeddings": 64})
+    with pytest.raises(CheckpointError, match=r"rope .base 500000.* is not the one that megatron-core computes"):
+        built(tmp_path)
+    with pytest.raises(CheckpointError, match="rope type 'yarn'"):
+        bridge_of(read_source(changed(tmp_path, rope_parameters={"rope_type": "yarn", "factor": 2.0})))
+
+
+def test_the_base_that_the_bridge_would_lose_is_noticed(tmp_path):
+    """transformers 5 has no rope_theta on its config objects, and the bridge alone takes 10000 then."""
+    saved(tmp_path, "qwen2")
+    source = read_source(tmp_path)
+    assert bridge_of(source).provider.rotary_base == 1000000.0
+    lost = 1 / 10000 ** (torch.arange(0, 16, 2) / 16)
+    with pytest.raises(CheckpointError, match=r"rope .base 1e\+06"):
+        expect_same_rope(source, lost, None)
+
+
+def test_other_releases_of_the_packages_are_refused_in_one_line(monkeypatch):
+    check_packages()
+    monkeypatch.setitem(packages.SUPPORTED, "megatron-core", ((0, 99), (1,)))
+    monkeypatch.setitem(packages.SUPPORTED, "no-such-package", ((1,), (2,)))
+    with pytest.raises(UnsupportedPackage) as e:
+        check_packages()
+    assert "megatron-core >=0.99,<1 is needed, 0.16.1 is installed" in str(e.value)
+    assert "no-such-package >=1,<2 is needed, none is installed" in str(e.value)
+    assert "\n" not in str(e.value)

@@ -1,0 +1,111 @@
+"""Every patch that lets megatron-core run without CUDA: what happens without it, and that it does not with it."""
+
+import contextlib
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from asyncrl.models.checkpoint import read_tensors
+from asyncrl.trainer.backends.megatron import cpu
+from tests.support.megatron import built, in_two_processes, process_group
+from tests.support.trainer import make_checkpoint, make_config, make_groups, started_ranks
+
+pytestmark = [pytest.mark.megatron, pytest.mark.skipif(torch.cuda.is_available(), reason="patches are for CPUs alone")]
+cpu.activate()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def start():
+    yield from started_ranks()
+
+
+def test_every_patch_says_why_and_is_applied_once():
+    before = [len(patch.replaced) for patch in cpu.PATCHES]
+    cpu.activate()
+    assert [len(patch.replaced) for patch in cpu.PATCHES] == before
+    assert all(patch.why and patch.replaced for patch in cpu.PATCHES)
+    assert len({patch.name for patch in cpu.PATCHES}) == len(cpu.PATCHES)
+
+
+def test_nobody_finds_transformer_engine_or_triton_where_the_bridge_was_given_stand_ins():
+    assert not {"transformer_engine", "triton"} & sys.modules.keys()
+    believers = [
+        n for n, m in sys.modules.items() if n.startswith("megatron.") and getattr(m, "HAVE_TE", False) is True
+    ]
+    assert not believers
+
+
+@pytest.mark.parametrize("name", ["current_device", "tensor_types", "device_in_source", "random_state"])
+def test_without_it_no_trainer_starts_and_with_it_one_trains(name, checkpoint, start):
+    config = make_config(checkpoint, backend="megatron")
+    with cpu.patch_named(name).suspended(), pytest.raises((AssertionError, RuntimeError, TypeError, AttributeError)):
+        start(config).train(0, make_groups())
+    leave_groups()
+    assert start(config).train(0, make_groups())["actor/grad_norm"] > 0
+
+
+def test_moves_to_cuda_stay_where_they_are():
+    tensor, module = torch.zeros(2), torch.nn.Linear(1, 1)
+    assert tensor.cuda() is tensor
+    assert module.cuda() is module
+    with cpu.patch_named("moves").suspended(), pytest.raises(AssertionError, match="CUDA"):
+        tensor.cuda()
+
+
+def test_the_device_of_stages_is_never_waited_for():
+    torch.cuda.synchronize()
+    with cpu.patch_named("synchronize").suspended(), pytest.raises(AssertionError, match="CUDA"):
+        torch.cuda.synchronize()
+
+
+def test_types_are_named_as_on_cuda_only_while_the_optimizer_is_made(checkpoint, start):
+    start(make_config(checkpoint, backend="megatron"))
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+
+
+def test_the_routers_product_is_found(tmp_path):
+    from megatron.core.transformer.moe import moe_utils
+
+    inputs, weight = torch.randn(3, 4), torch.randn(2, 4)
+    found = moe_utils.router_gating_linear(inputs, weight, None, torch.float32)
+    assert torch.allclose(found, inputs @ weight.t())
+    with cpu.patch_named("router_kernel").suspended(), pytest.raises(NameError, match="te_general_gemm"):
+        moe_utils.router_gating_linear(inputs, weight, None, torch.float32)
+
+
+def scatter_shards(rank, checkpoint, folder):
+    """Loads o_proj, of whose columns each rank has half, with and without the patch."""
+    torch.set_num_threads(1)
+    with process_group(rank, 2, f"file://{folder}/rendezvous", cut="tensor"):
+        name, found = "model.layers.0.self_attn.o_proj.weight", {}
+        for patched in (True, False):
+            with contextlib.nullcontext() if patched else cpu.patch_named("scatter").suspended():
+                (model,), _ = built(checkpoint, cut="tensor")
+            found[patched] = model.decoder.layers[0].self_attention.linear_proj.weight.detach().clone()
+        torch.save((name, found), folder / f"{rank}.pt")
+
+
+def test_without_it_row_parallel_shards_are_other_weights_and_nothing_says_so(tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "model", num_attention_heads=2, num_key_value_heads=2)
+    in_two_processes(scatter_shards, checkpoint, tmp_path)
+    for rank in range(2):
+        name, found = torch.load(tmp_path / f"{rank}.pt")
+        whole = read_tensors(checkpoint)[name]
+        assert torch.equal(found[True], whole.chunk(2, 1)[rank])
+        assert found[False].shape == found[True].shape
+    assert not torch.equal(found[False], whole.chunk(2, 1)[1]), "gloo scatters views right now: drop the patch"
+
+
+def leave_groups():
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
