@@ -26,6 +26,7 @@ from asyncrl.param_sync.manifest import DTYPE_BYTES
 from asyncrl.rollouter.agent_loops.base import load_object
 from asyncrl.rollouter.tokenizer import PromptTokenizer
 from asyncrl.sample import Prompt
+from asyncrl.trainer.backends.megatron.layout import fit_problems
 
 MEMORY_SHARE = 0.8  # of the machine's memory may be KV cache; weights, optimizer and Ray need the rest
 
@@ -59,6 +60,8 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
     except CheckpointError as e:
         problems.append(f"model.path: {e}")
     problems += _draft_problems(config, model)
+    if model and config.trainer.backend == "megatron":
+        problems += fit_problems(config, {**model.raw, **(model.raw.get("text_config") or {})})
     problems += _environment_problems(config, local=cpus is not None)
     problems += _reference_problems(config.algorithm.reference_path, model)
     counts = dict.fromkeys(("train_files", "validation_files"), 0)

@@ -446,7 +446,7 @@ def test_metrics_and_spans_tell_of_the_batch(checkpoint, start):
 def test_what_cannot_be_built_is_named(checkpoint):
     for config, match in (
         (make_config(checkpoint, name="ppo"), "known: grpo"),
-        (make_config(checkpoint, backend="jax"), "known: torch"),
+        (make_config(checkpoint, backend="jax"), "known: megatron, torch"),
         (make_config(checkpoint, device="tpu"), "auto, cpu or cuda"),
     ):
         with pytest.raises(ValueError, match=match):

@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from asyncrl.config.load import ConfigError, known_keys
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, MegatronConfig
 
 #: engine → the (pause, kv) pairs of a sync that it can do, see `asyncrl.rollouter.engine.Capabilities`
 PAUSE_KV = {
@@ -42,7 +42,7 @@ _CHOICES = {
     "rollout.engine.name": tuple(PAUSE_KV),
     "rollout.engine.dtype": ("auto", "float32", "bfloat16"),
     "rollout.engine.device": ("auto", "cpu", "cuda"),
-    "trainer.backend": ("torch",),
+    "trainer.backend": ("torch", "megatron"),
     "trainer.mixed_precision": ("no", "bfloat16"),
     "trainer.device": ("auto", "cpu", "cuda"),
     "trainer.optimizer.schedule": ("constant", "linear", "cosine"),
@@ -86,6 +86,9 @@ _AT_LEAST = {
     "trainer.max_tokens_per_micro_batch": 1,
     "trainer.logprob_chunk_tokens": 1,
     "trainer.threads": 1,
+    "trainer.megatron.tensor_model_parallel_size": 1,
+    "trainer.megatron.pipeline_model_parallel_size": 1,
+    "trainer.megatron.virtual_pipeline_model_parallel_size": 1,
     "trainer.optimizer.lr": 0,
     "trainer.optimizer.weight_decay": 0,
     "trainer.optimizer.warmup_steps": 0,
@@ -210,6 +213,7 @@ def _problems(c: Config, cpus: int | None) -> Iterator[str]:
         yield f"name: expected a word that can name a folder, found {c.name!r}"
     yield from _rollout_problems(c)
     yield from _speculation_problems(c)
+    yield from _megatron_problems(c)
     yield from _engine_problems(c)
     yield from _file_problems(c)
     yield from _draft_training_problems(c)
@@ -276,8 +280,38 @@ def _rollout_problems(c: Config) -> Iterator[str]:
     if "" in r.stop_strings:
         yield f"rollout.stop_strings: expected texts, found an empty one (it is in every response): {r.stop_strings}"
     need = c.trainer.mini_batch_groups * c.async_training.require_batches * r.min_group_size
-    if need < c.trainer.ranks:
-        yield f"trainer.ranks: a step of at least {need} samples cannot feed {c.trainer.ranks} ranks"
+    copies = c.trainer.ranks // ranks_per_copy(c)
+    if need < copies:
+        yield f"trainer.ranks: a step of at least {need} samples cannot feed {copies} ranks that share them out"
+
+
+def ranks_per_copy(config: Config) -> int:
+    """Trainer ranks that hold one copy of the model together, and train on the same sequences."""
+    cut = config.trainer.megatron
+    one = cut.tensor_model_parallel_size * cut.pipeline_model_parallel_size
+    return max(one, 1) if config.trainer.backend == "megatron" else 1
+
+
+def _megatron_problems(c: Config) -> Iterator[str]:
+    t, cut = c.trainer, c.trainer.megatron
+    if t.backend != "megatron":
+        if cut != MegatronConfig():
+            yield f"trainer.megatron: cuts the model of trainer.backend=megatron, found trainer.backend={t.backend}"
+        return
+    if t.ranks % ranks_per_copy(c):
+        yield (
+            f"trainer.ranks: expected a multiple of the {ranks_per_copy(c)} ranks that hold one copy of the model "
+            f"(tensor {cut.tensor_model_parallel_size} × pipeline {cut.pipeline_model_parallel_size}), found {t.ranks}"
+        )
+    if cut.virtual_pipeline_model_parallel_size > 1 and cut.pipeline_model_parallel_size == 1:
+        yield (
+            f"trainer.megatron.virtual_pipeline_model_parallel_size: {cut.virtual_pipeline_model_parallel_size} chunks "
+            "per stage need trainer.megatron.pipeline_model_parallel_size of 2 or more; expected 1"
+        )
+    if t.mixed_precision != "no":
+        yield f"trainer.mixed_precision: the Megatron backend trains in float32; expected no, found {t.mixed_precision}"
+    if t.cpu_offload:
+        yield "trainer.cpu_offload: the Megatron backend keeps its state on the device; expected false"
 
 
 def _speculation_problems(c: Config) -> Iterator[str]:

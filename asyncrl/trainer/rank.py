@@ -21,7 +21,10 @@ from asyncrl.trainer.batches import build_batch, cut_mini_batches, partition
 from asyncrl.trainer.losses import token_weights
 
 #: trainer.backend → import path; imported only when chosen, as each framework lives in its own environment
-BACKENDS = {"torch": "asyncrl.trainer.backends.torch_fsdp:TorchFSDPBackend"}
+BACKENDS = {
+    "torch": "asyncrl.trainer.backends.torch_fsdp:TorchFSDPBackend",
+    "megatron": "asyncrl.trainer.backends.megatron.backend:MegatronBackend",
+}
 
 
 class TrainerRank:

@@ -57,6 +57,9 @@ class PolicyModel(GPTModel):
         embed_SBM = self.embedding(tokens_BS.roll(-1, 1), positions_BS) * started_SB1
         if self.detach_draft:
             hidden_SBM, embed_SBM = hidden_SBM.detach(), embed_SBM.detach()
+            if self.config.recompute_granularity and torch.is_grad_enabled():
+                # a recomputed layer none of whose inputs wants a gradient gets none itself, and nothing says so
+                hidden_SBM.requires_grad_()
         passed_on = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")
         options = {name: layers[name] for name in passed_on}
         states: list[Tensor] = []

@@ -1,0 +1,486 @@
+"""The Megatron backend: a model of megatron-core cut over tensor, pipeline and data parallel ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncrl.config.schema import Config
+from asyncrl.models.checkpoint import copy_tokenizer, is_draft, read_tensors, save_checkpoint
+from asyncrl.models.config import CheckpointError, DecoderConfig, engine_dtype
+from asyncrl.models.mtp_from_trunk import draft_from_trunk
+from asyncrl.param_sync.manifest import Manifest, TensorSpec
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.trainer.backend import LossFunction, NonFiniteError, Scores, TrainBatch
+from asyncrl.trainer.backends.megatron.bridges import Bridge, bridge_of, read_source
+from asyncrl.trainer.backends.megatron.layout import fit_problems
+from asyncrl.trainer.backends.megatron.optimizer import MOMENTS, ShardedAdamW
+from asyncrl.trainer.backends.megatron.packages import check_packages
+from asyncrl.trainer.backends.megatron.policy import PolicyModel, build_chunks, causal_mask
+from asyncrl.trainer.backends.megatron.vocab_parallel import (
+    VocabParallelCrossEntropy,
+    VocabParallelScores,
+    VocabularyPart,
+)
+from asyncrl.trainer.backends.megatron.weights import Conversion
+from asyncrl.trainer.backends.packing import MicroBatch
+from asyncrl.trainer.backends.schedule import learning_rate
+from asyncrl.trainer.backends.torch_state import (
+    StagedState,
+    checkpoint_dtype,
+    expect_same_draft,
+    load_state,
+    saved_names,
+)
+from asyncrl.trainer.batches import cut_micro_batches
+from asyncrl.trainer.draft_loss import draft_targets
+
+from megatron.core import parallel_state  # isort: skip (after what makes it run without CUDA)
+from megatron.core.distributed import (  # isort: skip
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # isort: skip
+
+LOAD_BLOCK = 32  # parameters of the model whose whole tensors are in memory at once while a checkpoint is read
+
+#: hidden states of policy and draft [S, B, M] and a micro-batch → its loss, already divided by the global count
+MicroBatchLoss = Callable[[PolicyModel, MicroBatch, tuple[Tensor, ...]], Tensor]
+
+
+class MegatronBackend:
+    """One rank of it; see `asyncrl.trainer.backend.Backend` for what each method promises, and
+    `asyncrl.trainer.backends.torch_fsdp.TorchFSDPBackend` for ``init_method`` and ``timeout_s``.
+
+    ``trainer.megatron`` says how many ranks hold one copy of the model; the others are data parallel copies of it, and
+    the optimizer's state is sharded over those. Weights, gradients and optimizer state are float32. Sequences of a
+    micro-batch are padded at their ends to the longest one. A copy of the model gets the same batch on each of its
+    ranks, and its last pipeline stage computes the losses, with the head's vocabulary in parts.
+
+    A checkpoint holds whole tensors under their Hugging Face names, each written by one of the ranks, in the same form
+    as the torch backend's: it can be read at any parallel layout, and by that backend."""
+
+    def __init__(
+        self,
+        config: Config,
+        rank: int,
+        world_size: int,
+        init_method: str | None,
+        recorder: Recorder,
+        timeout_s: float = 600.0,
+    ) -> None:
+        check_packages()
+        self.rank, self.world_size = rank, world_size
+        self._config, self._options, self._recorder = config, config.trainer, recorder
+        self._device = _choose_device(self._options.device, rank)
+        if self._device.type == "cpu":
+            torch.set_num_threads(self._options.threads)
+        source = read_source(config.model.path, config.mtp.init_from_trunk, config.mtp.enable_train)
+        self._draft_depths = config.mtp.num_speculative_tokens if config.mtp.enable_train else 0
+        self._draft_scale = config.mtp.loss_scaling_factor / max(self._draft_depths, 1)
+        if problems := list(fit_problems(config, source.text)):
+            raise CheckpointError(f"{source.path}: {'; '.join(problems)}")
+
+        self._join_group(init_method, timeout_s)
+        model_parallel_cuda_manual_seed(config.seed)
+        torch.manual_seed(config.seed)
+        self.data_rank = parallel_state.get_data_parallel_rank()
+        self.data_ranks = parallel_state.get_data_parallel_world_size()
+
+        self._bridge = bridge_of(source)
+        self._chunks, self._conversion = self._load(self._bridge)
+        for chunk in self._chunks:
+            chunk.detach_draft = config.mtp.detach_encoder
+            for name, parameter in chunk.named_parameters():
+                if name.startswith("mtp.") and not config.mtp.enable_train:
+                    parameter.requires_grad_(False)
+        self._reference: list[PolicyModel] = []
+        if config.algorithm.kl_coef > 0:
+            reference = bridge_of(read_source(config.algorithm.reference_path or config.model.path))
+            self._reference, _ = self._load(reference)
+
+        self._parallel = self._wrap(self._chunks)
+        self._optimizer = ShardedAdamW(self._parallel, self._options.optimizer)
+        self._optimizer_steps = 0
+        self._total_optimizer_steps = (
+            self._options.total_steps * config.async_training.require_batches * config.algorithm.epochs
+        )
+
+        self._engine_dtype = engine_dtype(source.dtype, config.rollout.engine.dtype)
+        self._first_draft: dict[str, Tensor] = {}
+        if not config.param_sync.reload_draft:
+            self._first_draft = {name: t.clone() for name, t in self._whole(self._engine_dtype) if is_draft(name)}
+
+        self._checkpoint_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        periodic = config.checkpoint.every_steps > 0
+        self._staged = StagedState(self.state(), self._checkpoint_group) if periodic else None
+
+    # -- scoring and training --------------------------------------------------------------------------------------
+
+    def logprobs(self, batch: TrainBatch, temperature: float) -> Scores:
+        return self._score(self._parallel, batch, temperature)
+
+    def reference_logprobs(self, batch: TrainBatch, temperature: float) -> np.ndarray:
+        if not self._reference:
+            raise RuntimeError("no reference model is held: it is loaded only if algorithm.kl_coef > 0")
+        return self._score(self._reference, batch, temperature).logprobs
+
+    @torch.no_grad()
+    def _score(self, chunks: list[Any], batch: TrainBatch, temperature: float) -> Scores:
+        found = torch.zeros(2, len(batch.targets), device=self._device)
+
+        def keep(model: PolicyModel, micro: MicroBatch, states: tuple[Tensor, ...]) -> Tensor:
+            if len(micro.places):
+                scores = self._policy_scores(model, micro, states[0], temperature)
+                found[:, torch.from_numpy(micro.places).to(self._device)] = torch.stack(scores)
+            return found.new_zeros(())
+
+        self._run(chunks, self._micro_batches(batch), keep, draft_depths=0, forward_only=True)
+        self._from_last_stage(found)
+        logprobs, entropy = found.cpu().numpy()
+        return Scores(logprobs, entropy)
+
+    def train_step(
+        self, batch: TrainBatch, loss: LossFunction, global_denominator: float, temperature: float
+    ) -> Mapping[str, float]:
+        """See `Backend.train_step`. Whether loss and gradient are finite is checked before any weight changes."""
+        with self._recorder.span("trainer/forward_backward", tokens=len(batch.tokens)):
+            sums: dict[str, Tensor] = {}
+            extremes: dict[str, Tensor] = {}
+            of_draft: dict[str, Tensor] = {}
+            counts = self._draft_counts(batch)
+
+            def losses(model: PolicyModel, micro: MicroBatch, states: tuple[Tensor, ...]) -> Tensor:
+                logprobs, entropy = self._policy_scores(model, micro, states[0], temperature)
+                output = loss(logprobs, entropy, micro.batch)
+                total = output.loss / global_denominator
+                drafts = zip(states[1:], micro.drafts(self._draft_depths), counts, strict=True)
+                for depth, (draft_SBM, (places, tokens), count) in enumerate(drafts, 1):
+                    draft_RM = _rows(draft_SBM, micro.layout.unpad_index[places])
+                    head_WM = model.head_weight.detach() if model.detach_draft else model.head_weight
+                    draft_loss, hits = VocabParallelCrossEntropy.apply(
+                        draft_RM, head_WM, tokens, self._part(head_WM), temperature, self._options.logprob_chunk_tokens
+                    )
+                    total = total + draft_loss * (self._draft_scale / count)
+                    _add(of_draft, {f"mtp/loss_{depth}": draft_loss.detach().double() / count})
+                    _add(of_draft, {f"mtp/accuracy_{depth}": hits.double() / count})
+                _add(sums, {"loss": output.loss.detach(), **output.sums})
+                for name, value in output.extremes.items():
+                    extremes[name] = torch.maximum(extremes[name], value) if name in extremes else value
+                return total
+
+            self._optimizer.zero_grad()
+            self._run(self._parallel, self._micro_batches(batch), losses, self._draft_depths, forward_only=False)
+            figures = self._over_copies(sums, dist.ReduceOp.SUM, 1 / global_denominator)
+            figures |= self._over_copies(extremes, dist.ReduceOp.MAX)
+            figures |= self._over_copies(of_draft, dist.ReduceOp.SUM)
+            figures = self._told_by_last_stage(figures)
+
+        with self._recorder.span("trainer/optimizer"):
+            self._optimizer.prepare()
+            figures["grad_norm"] = self._optimizer.clip(draft=False)
+            if self._draft_depths:  # apart, so that the draft cannot shorten the policy's step
+                figures["mtp/grad_norm"] = self._optimizer.clip(draft=True)
+            for name in ("loss", "grad_norm", "mtp/grad_norm"):
+                if not math.isfinite(figures.get(name, 0.0)):
+                    self._optimizer.zero_grad()
+                    raise NonFiniteError(
+                        f"optimizer step {self._optimizer_steps}: {name} is {figures[name]}, expected a finite number; "
+                        f"the weights were left as they are (look at this step's logprobs, advantages and lr)"
+                    )
+            figures["lr"] = learning_rate(self._options.optimizer, self._optimizer_steps, self._total_optimizer_steps)
+            self._optimizer.step(figures["lr"])
+            self._optimizer_steps += 1
+        return figures
+
+    def _run(
+        self,
+        chunks: list[Any],
+        micro_batches: list[MicroBatch],
+        losses: MicroBatchLoss,
+        draft_depths: int,
+        forward_only: bool,
+    ) -> None:
+        """All micro-batches through the stages, in megatron-core's schedule; ``losses`` is called on the last one."""
+
+        def forward_step(micros: Iterator[MicroBatch], module: Any) -> Any:
+            micro, model = next(micros), _unwrapped(module)
+            model.draft_depths = draft_depths
+            shape = (micro.layout.batch, micro.layout.length)
+            tokens_BS = micro.tokens[micro.layout.pad_index].view(shape)
+            positions_BS = torch.arange(shape[1], device=self._device).expand(shape)
+            states = module(tokens_BS, positions_BS, causal_mask(shape[1], self._device))
+            return states, partial(reduce, model, micro)
+
+        def reduce(model: PolicyModel, micro: MicroBatch, states: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, dict]:
+            return losses(model, micro, states), torch.ones((), dtype=torch.int), {}
+
+        iterators = [iter(micro_batches) for _ in chunks]
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=1,  # both are told by each micro-batch's own tensors
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _policy_scores(
+        self, model: PolicyModel, micro: MicroBatch, hidden_SBM: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        hidden_RM = _rows(hidden_SBM, micro.layout.unpad_index[micro.rows])
+        head_WM = model.head_weight
+        return VocabParallelScores.apply(
+            hidden_RM, head_WM, micro.targets, self._part(head_WM), temperature, self._options.logprob_chunk_tokens
+        )
+
+    def _part(self, head_WM: Tensor) -> VocabularyPart:
+        group = parallel_state.get_tensor_model_parallel_group()
+        return VocabularyPart.of(self._bridge.provider.vocab_size, len(head_WM), group)
+
+    def _draft_counts(self, batch: TrainBatch) -> list[float]:
+        """For each depth, how many tokens of all copies the draft is taught; 1 where there is none, to divide by."""
+        depths = range(1, self._draft_depths + 1)
+        counts = {str(depth): torch.tensor(float(len(draft_targets(batch, depth)[0]))) for depth in depths}
+        return [max(count, 1.0) for count in self._over_copies(counts, dist.ReduceOp.SUM).values()]
+
+    def _micro_batches(self, batch: TrainBatch) -> list[MicroBatch]:
+        """At least one, and with virtual stages a multiple of the stages, for which there are placeholders."""
+        cuts = cut_micro_batches(batch.lengths, self._options.max_tokens_per_micro_batch)
+        micros = [MicroBatch.of(batch, cut, self._device) for cut in cuts]
+        stages = parallel_state.get_pipeline_model_parallel_world_size() if len(self._chunks) > 1 else 1
+        missing = max(-len(micros) % stages, 0 if micros else stages)
+        return micros + [MicroBatch.placeholder(batch, self._device) for _ in range(missing)]
+
+    def _over_copies(
+        self, values: Mapping[str, Tensor], op: dist.ReduceOp.RedOpType, scale: float = 1.0
+    ) -> dict[str, float]:
+        """Reduce scalars over the copies of the model with one collective; each rank with its like in the others."""
+        if not values:
+            return {}
+        packed = torch.stack([value.double() for value in values.values()]).to(self._device)
+        if self.data_ranks > 1:
+            dist.all_reduce(packed, op, group=parallel_state.get_data_parallel_group())
+        return dict(zip(values, (packed * scale).tolist(), strict=True))
+
+    def _from_last_stage(self, tensor: Tensor) -> None:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        if dist.get_world_size(group) > 1:
+            dist.broadcast(tensor, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+
+    def _told_by_last_stage(self, figures: dict[str, float]) -> dict[str, float]:
+        group, told = parallel_state.get_pipeline_model_parallel_group(), [figures]
+        if dist.get_world_size(group) > 1:
+            dist.broadcast_object_list(told, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+        return told[0]
+
+    # -- weights out -----------------------------------------------------------------------------------------------
+
+    def manifest(self) -> Manifest:
+        """In the engine's dtype, which need not be the checkpoint's."""
+        specs = [
+            TensorSpec(name, self._engine_dtype, shape, "draft" if is_draft(name) else "target")
+            for name, shape in self._conversion.shapes.items()
+        ]
+        if self._bridge.source.tied:
+            name = "model.embed_tokens.weight"
+            shape = self._conversion.shapes[name]
+            specs.append(TensorSpec("lm_head.weight", self._engine_dtype, shape, "target", tied_to=name))
+        return Manifest(tuple(specs))
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Backend.export`: rank 0 is the sender; the other ranks of its copy of the model take part and yield
+        nothing, those of other copies have nothing to do. Without ``param_sync.reload_draft`` the draft goes out as it
+        was at the start."""
+        if self.data_rank == 0:
+            for name, tensor in self._whole(self._engine_dtype):
+                if self.rank == 0:
+                    yield name, self._first_draft.get(name, tensor)
+
+    def export_hf(self, path: Path) -> None:
+        """See `Backend.export_hf`; in the dtype that the checkpoint's config.json names."""
+        dtype = str(checkpoint_dtype(self._bridge.source.dtype)).removeprefix("torch.")
+        if self.data_rank == 0:
+            tensors = self._whole(dtype)
+            if self.rank == 0:
+                save_checkpoint(path, tensors, self._bridge.source)
+                copy_tokenizer(self._config.model.path, path)
+            else:
+                for _ in tensors:
+                    pass
+        dist.barrier()
+
+    def _whole(self, dtype: str) -> Iterator[tuple[str, Tensor]]:
+        return self._conversion.whole(lambda parameter: parameter, getattr(torch, dtype))
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def state(self) -> Mapping[str, Any]:
+        """This rank's share of the training state: every so many whole tensors, by their Hugging Face names."""
+        share = lambda tensors: {
+            name: tensor.clone() for i, (name, tensor) in enumerate(tensors) if i % self.world_size == self.rank
+        }
+        return {
+            "model": share(self._whole("float32")),
+            "optimizer": {moment: share(self._moments(moment)) for moment in MOMENTS},
+            "optimizer_steps": torch.tensor(self._optimizer_steps),
+            "random_state": {f"rank_{self.rank}": {"cpu": torch.get_rng_state()}},
+        }
+
+    def _moments(self, moment: str) -> Iterator[tuple[str, Tensor]]:
+        whole = self._conversion.whole(partial(self._optimizer.moment, moment))
+        return ((name, tensor) for name, tensor in whole if self._is_trained(name))
+
+    def _is_trained(self, name: str) -> bool:
+        return self._config.mtp.enable_train or not is_draft(name)
+
+    def stage(self) -> None:
+        with self._recorder.span("trainer/stage"):
+            state = self.state()
+            if self._staged is None:
+                self._staged = StagedState(state, self._checkpoint_group)
+            self._staged.fill(state)
+
+    def write(self, path: Path) -> None:
+        if self._staged is None or not self._staged.filled:
+            raise RuntimeError(f"nothing to write to {path}: call stage first")
+        with self._recorder.span("trainer/write"):
+            self._staged.write(Path(path))
+
+    def load(self, path: Path) -> None:
+        """See `Backend.load`. A rank that there was none of takes the random state of rank 0."""
+        path = Path(path)
+        shapes, saved = self._conversion.shapes, saved_names(path)
+        trained = [name for name in shapes if self._is_trained(name)]
+        expect_same_draft(path, saved, {"model": shapes, "optimizer": {"exp_avg": trained}})
+        empty = lambda names: {name: torch.empty(shapes[name]) for name in names}
+        for block in self._conversion.blocks(LOAD_BLOCK):
+            learned = list(filter(self._is_trained, block.names))
+            state: dict[str, Any] = {
+                "model": empty(block.names),
+                "optimizer": {moment: empty(learned) for moment in MOMENTS},
+            }
+            load_state(path, state)
+            with torch.no_grad():
+                for parameter, part in block.convert(state["model"].__getitem__):
+                    _set(parameter, part)
+                of_trained = block.only(learned)
+                for moment in MOMENTS:
+                    for parameter, part in of_trained.convert(state["optimizer"][moment].__getitem__):
+                        self._optimizer.set_moment(moment, parameter, part)
+        self._conversion.fill_tied_head(lambda parameter: parameter, _set)
+        for moment in MOMENTS:
+            self._conversion.fill_tied_head(
+                partial(self._optimizer.moment, moment), partial(self._optimizer.set_moment, moment)
+            )
+        owner = self.rank if f"random_state.rank_{self.rank}.cpu" in saved else 0
+        rest: dict[str, Any] = {
+            "optimizer_steps": torch.tensor(0),
+            "random_state": {f"rank_{owner}": {"cpu": torch.get_rng_state()}},
+        }
+        load_state(path, rest)
+        torch.set_rng_state(rest["random_state"][f"rank_{owner}"]["cpu"])
+        self._optimizer_steps = int(rest["optimizer_steps"])
+        self._optimizer.set_steps(self._optimizer_steps)
+
+    def close(self) -> None:
+        """Leave the process groups; collective. No `write` may be under way."""
+        dist.barrier(self._checkpoint_group)
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+    # -- construction ----------------------------------------------------------------------------------------------
+
+    def _join_group(self, init_method: str | None, timeout_s: float) -> None:
+        if init_method is None and self.world_size > 1:
+            raise ValueError(f"{self.world_size} ranks need an init_method at which to meet, such as tcp://host:port")
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo",
+            init_method=init_method,
+            store=dist.HashStore() if init_method is None else None,  # a store within this process, for a single rank
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        cut = self._options.megatron
+        virtual = cut.virtual_pipeline_model_parallel_size
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=cut.tensor_model_parallel_size,
+            pipeline_model_parallel_size=cut.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+            distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
+            create_gloo_process_groups=False,
+        )
+
+    def _load(self, bridge: Bridge) -> tuple[list[PolicyModel], Conversion]:
+        chunks = [chunk.to(self._device) for chunk in build_chunks(bridge, self._options)]
+        conversion = Conversion(bridge, chunks)
+        tensors = read_tensors(bridge.source.path)
+        if bridge.source.makes_draft:
+            tensors |= draft_from_trunk(tensors, DecoderConfig.from_dict(bridge.source.raw))
+        conversion.load(tensors.__getitem__)
+        return chunks, conversion
+
+    def _wrap(self, chunks: list[PolicyModel]) -> list[Any]:
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
+        )
+        self._bridge.provider.finalize_model_grads_func = _finalize_gradients
+        return [
+            DistributedDataParallel(self._bridge.provider, settings, chunk, disable_bucketing=i > 0)
+            for i, chunk in enumerate(chunks)
+        ]
+
+
+def _finalize_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **groups: Any) -> None:
+    """megatron-core's, but gradients are not divided by a count of tokens: the losses were."""
+    finalize_model_grads(chunks, None, **groups)
+
+
+def _choose_device(name: str, rank: int) -> torch.device:
+    """``auto`` takes CUDA where there is a device. The CPU is taken only where there is none: megatron-core's own code
+    asks for the device that is there."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"trainer.device is {name!r}; expected auto, cpu or cuda")
+    if torch.cuda.is_available():
+        if name == "cpu":
+            raise ValueError("trainer.device is cpu, but megatron-core uses the CUDA device of this machine; use auto")
+        return torch.device("cuda", rank % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def _set(parameter: torch.nn.Parameter, value: Tensor) -> None:
+    parameter.data.copy_(value)
+
+
+def _unwrapped(module: Any) -> PolicyModel:
+    while not isinstance(module, PolicyModel):
+        module = module.module
+    return module
+
+
+def _rows(states_SBM: Tensor, places: Tensor) -> Tensor:
+    """[R, M]: the states at ``places`` of the padded batch [B, S], flat."""
+    length, batch = states_SBM.shape[:2]
+    row, column = places // length, places % length
+    return states_SBM.flatten(0, 1).index_select(0, column * batch + row)
+
+
+def _add(sums: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
+        sums[name] = sums[name] + value.double() if name in sums else value.double()

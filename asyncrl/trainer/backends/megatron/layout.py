@@ -1,0 +1,43 @@
+"""Whether a model can be cut and trained as configured, decided before anything is built.
+
+Imports nothing of Megatron's, which the process that decides need not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from asyncrl.config.schema import Config
+
+
+def fit_problems(config: Config, text: Mapping[str, Any]) -> Iterator[str]:
+    """One line for each option that does not suit the model. ``text``: the text part of its config.json."""
+    cut = config.trainer.megatron
+    tensor, pipeline = cut.tensor_model_parallel_size, cut.pipeline_model_parallel_size
+    heads = int(text["num_attention_heads"])
+    cut_by_tensor = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(text.get("num_key_value_heads") or heads),
+        "intermediate_size": int(text["intermediate_size"]),
+        "hidden_size": int(text["hidden_size"]),
+    }
+    for name, size in cut_by_tensor.items():
+        if size % tensor:
+            yield (
+                f"trainer.megatron.tensor_model_parallel_size: expected a divisor of the model's {name} {size}, "
+                f"found {tensor}"
+            )
+    layers, chunks = int(text["num_hidden_layers"]), pipeline * cut.virtual_pipeline_model_parallel_size
+    if layers % chunks:
+        key = "pipeline_model_parallel_size" if chunks == pipeline else "virtual_pipeline_model_parallel_size"
+        yield (
+            f"trainer.megatron.{key}: {pipeline} stages of {chunks // pipeline} model chunks cannot share the model's "
+            f"{layers} layers evenly; expected a divisor of them in all"
+        )
+    drafts = int(text.get("num_nextn_predict_layers") or text.get("mtp_num_hidden_layers") or 0)
+    depths = config.mtp.num_speculative_tokens
+    if config.mtp.enable_train and drafts and depths > drafts:
+        yield (
+            f"mtp.num_speculative_tokens: the Megatron backend trains each MTP layer for one depth; expected at most "
+            f"{drafts}, found {depths} (trainer.backend=torch repeats the last layer)"
+        )

@@ -1,0 +1,143 @@
+"""AdamW over data parallel shards: megatron-core's distributed optimizer, with this project's clipping and schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncrl.config.schema import OptimizerConfig
+from asyncrl.trainer.backends.megatron import cpu
+
+cpu.activate()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed import DistributedDataParallel  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig  # noqa: E402
+from megatron.core.optimizer import get_megatron_optimizer  # noqa: E402
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate  # noqa: E402
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of a parameter, flat from ``start`` to ``end``, that this rank's optimizer steps. ``counts``: it is no
+    copy of what another rank steps too (of a tensor parallel peer's norm, or of the first stage's embedding)."""
+
+    parameter: torch.nn.Parameter
+    start: int
+    end: int
+    main: Tensor
+    state: dict[str, Tensor]
+    draft: bool
+    counts: bool
+
+
+class ShardedAdamW:
+    """``chunks``: megatron-core's data parallel modules, whose gradients are ready when `clip` is called."""
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel], options: OptimizerConfig) -> None:
+        self._chunks, self._options = list(chunks), options
+        settings = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=options.lr,
+            weight_decay=options.weight_decay,
+            adam_beta1=options.betas[0],
+            adam_beta2=options.betas[1],
+            adam_eps=options.eps,
+            clip_grad=0.0,
+            params_dtype=torch.float32,
+            use_distributed_optimizer=True,
+        )
+        # no overrides: weights decay alike, norms and biases included, as in the torch backend
+        whole = get_megatron_optimizer(settings, self._chunks, config_overrides={}, use_gloo_process_groups=False)
+        self._optimizer = whole
+        self._parts = getattr(whole, "chained_optimizers", [whole])
+        self._device = next(self._chunks[0].parameters()).device
+        self._by_parameter: dict[int, list[Shard]] = {}
+        self.shards = list(self._find_shards())
+
+    def zero_grad(self) -> None:
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def prepare(self) -> None:
+        """Give each shard its gradient, which lies in the reduced buffers."""
+        self._optimizer.prepare_grads()
+
+    def clip(self, draft: bool) -> float:
+        """Scale the gradient of policy or draft down to ``grad_clip``; returns its norm before, over all ranks."""
+        shards = [shard for shard in self.shards if shard.draft == draft]
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        for shard in shards:
+            if shard.counts:
+                squares += _gradient(shard).norm().double().square()
+        dist.all_reduce(squares)
+        norm = float(squares.sqrt())
+        if 0 < self._options.grad_clip < norm:
+            for shard in shards:
+                _gradient(shard).mul_(self._options.grad_clip / (norm + 1e-6))
+        return norm
+
+    def step(self, lr: float) -> None:
+        for part in self._parts:
+            for group in part.param_groups:
+                group["lr"] = lr
+        self._optimizer.step_with_ready_grads()
+
+    def set_steps(self, steps: int) -> None:
+        """How many steps the moments are of."""
+        for shard in self.shards:
+            shard.state["step"].fill_(steps)
+
+    def moment(self, name: str, parameter: torch.nn.Parameter) -> Tensor:
+        """A moment in the shape of this rank's parameter; collective over the ranks that share its shards."""
+        whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=self._device)
+        for shard in self._by_parameter.get(id(parameter), ()):
+            whole[shard.start : shard.end] = shard.state[name]
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(whole, group=group)
+        return whole.view(parameter.shape)
+
+    def set_moment(self, name: str, parameter: torch.nn.Parameter, whole: Tensor) -> None:
+        for shard in self._by_parameter.get(id(parameter), ()):
+            shard.state[name].copy_(whole.reshape(-1)[shard.start : shard.end])
+
+    def _find_shards(self) -> Iterator[Shard]:
+        names = {id(p): name for chunk in self._chunks for name, p in chunk.named_parameters()}
+        group = parallel_state.get_tensor_model_parallel_group()
+        for part in self._parts:
+            if part.is_stub_optimizer:
+                continue
+            for parameters, mains in zip(part.model_fp32_groups, part.shard_fp32_groups, strict=True):
+                for parameter, main in zip(parameters, mains, strict=True):
+                    # AdamW makes its state at the first step; made now, a checkpoint has the same tensors at every step
+                    state: dict[str, Any] = part.optimizer.state[main]
+                    state["step"] = torch.zeros((), dtype=torch.float32)
+                    state |= {name: torch.zeros_like(main) for name in MOMENTS}
+                    where = part._get_model_param_range_map(parameter)["param"]
+                    shard = Shard(
+                        parameter,
+                        where.start,
+                        where.end,
+                        main,
+                        part.optimizer.state[main],
+                        draft=".mtp." in f".{names[id(parameter)]}",
+                        counts=param_is_not_tensor_parallel_duplicate(parameter, group)
+                        and not getattr(parameter, "shared", False),
+                    )
+                    self._by_parameter.setdefault(id(parameter), []).append(shard)
+                    yield shard
+
+
+def _gradient(shard: Shard) -> Tensor:
+    if shard.main.grad is None:
+        raise RuntimeError("no gradient yet: call prepare first")
+    return shard.main.grad

@@ -1,0 +1,161 @@
+"""What a head says of many rows where its vocabulary lies in parts on several ranks, a chunk of rows at a time.
+
+The same figures as those of `asyncrl.models.chunked`. Every rank of the group has the same rows, and gets the same
+figures and the same gradient of them. Rows of the head beyond the vocabulary, there so that it divides evenly, are no
+tokens: they are in no sum. Shape suffixes: R rows, C a chunk of them, M hidden size, W this rank's tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """This rank's tokens ``first`` to ``end`` of the vocabulary; its head has rows for them and perhaps more.
+    ``group``: the ranks that have the others."""
+
+    first: int
+    end: int
+    group: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, vocab_size: int, rows: int, group: dist.ProcessGroup) -> VocabularyPart:
+        """The part of a rank whose head has ``rows`` rows, as all of its group have."""
+        first = min(dist.get_rank(group) * rows, vocab_size)
+        return cls(first, min(first + rows, vocab_size), group)
+
+    def sum(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """Over the group, in place."""
+        if dist.get_world_size(self.group) > 1:
+            dist.all_reduce(tensor, op, group=self.group)
+        return tensor
+
+    def place(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """(row of the head, whether it is here) for each token; row 0 where it is not."""
+        here = (tokens >= self.first) & (tokens < self.end)
+        return (tokens - self.first).where(here, 0), here
+
+    def logits(self, hidden_CM: Tensor, weight_WM: Tensor, temperature: float) -> Tensor:
+        """float32 [C, W], scaled."""
+        logits_CW = F.linear(hidden_CM.to(weight_WM.dtype), weight_WM[: self.end - self.first]).float()
+        return logits_CW.div_(temperature) if temperature != 1.0 else logits_CW
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """``p_CW``: probabilities; ``log_sum_C``: of the exponentials of all logits; ``target_C``: the target's logit;
+    ``mean_C``: the mean logit under p."""
+
+    p_CW: Tensor
+    logits_CW: Tensor
+    log_sum_C: Tensor
+    target_C: Tensor
+    mean_C: Tensor
+
+
+def _chunk(part: VocabularyPart, hidden_CM: Tensor, weight: Tensor, targets_C: Tensor, temperature: float) -> _Chunk:
+    logits_CW = part.logits(hidden_CM, weight, temperature)
+    some = logits_CW.shape[1] > 0  # else this rank has padding alone
+    highest_C = logits_CW.amax(1) if some else logits_CW.new_full((len(targets_C),), -torch.inf)
+    part.sum(highest_C, dist.ReduceOp.MAX)
+    e_CW = (logits_CW - highest_C[:, None]).exp_()
+    row_C, here_C = part.place(targets_C)
+    target_C = (logits_CW.gather(1, row_C[:, None]).squeeze(1) if some else highest_C).where(here_C, 0)
+    sums = part.sum(torch.stack([e_CW.sum(1), (e_CW * logits_CW).sum(1), target_C]))
+    p_CW = e_CW.div_(sums[0, :, None])
+    return _Chunk(p_CW, logits_CW, sums[0].log() + highest_C, sums[2], sums[1] / sums[0])
+
+
+class VocabParallelScores(torch.autograd.Function):
+    """Log-probabilities and entropies, float32 [R] each. With z the scaled logits, p the softmax, H the entropy and
+    g, e the gradients of logprob and entropy: dz = g · (onehot − p) − e · p · (log p + H)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, part: VocabularyPart, temperature: float, chunk: int
+    ) -> Any:
+        logprobs = hidden.new_empty(len(targets), dtype=torch.float32)
+        entropy = torch.empty_like(logprobs)
+        for lo in range(0, len(targets), chunk):
+            rows = slice(lo, lo + chunk)
+            found = _chunk(part, hidden[rows], weight, targets[rows], temperature)
+            logprobs[rows] = found.target_C - found.log_sum_C
+            entropy[rows] = found.log_sum_C - found.mean_C
+        ctx.save_for_backward(hidden, weight, targets, entropy)
+        ctx.part, ctx.temperature, ctx.chunk = part, temperature, chunk
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, e: Tensor) -> Any:  # type: ignore[override]
+        hidden, weight, targets, entropy = ctx.saved_tensors
+        part: VocabularyPart = ctx.part
+        d_hidden = torch.empty_like(hidden)
+        d_weight = torch.zeros_like(weight, dtype=torch.float32)
+        for lo in range(0, len(targets), ctx.chunk):
+            rows = slice(lo, lo + ctx.chunk)
+            found = _chunk(part, hidden[rows], weight, targets[rows], ctx.temperature)
+            log_p_CW = found.logits_CW - found.log_sum_C[:, None]
+            dz_CW = -g[rows, None] * found.p_CW - e[rows, None] * found.p_CW * (log_p_CW + entropy[rows, None])
+            d_hidden[rows], d_tokens = _through_head(
+                part, dz_CW, targets[rows], g[rows], ctx.temperature, hidden[rows], weight
+            )
+            d_weight[: len(d_tokens)] += d_tokens
+        part.sum(d_hidden)
+        return d_hidden, d_weight.to(weight.dtype), None, None, None, None
+
+
+class VocabParallelCrossEntropy(torch.autograd.Function):
+    """Sum over rows of −log softmax(z)[target], and how many targets are the likeliest token; float32 scalars."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, part: VocabularyPart, temperature: float, chunk: int
+    ) -> Any:
+        loss, hits = hidden.new_zeros((), dtype=torch.float32), hidden.new_zeros((), dtype=torch.float32)
+        d_hidden, d_weight = torch.zeros_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+        for lo in range(0, len(targets), chunk):
+            rows = slice(lo, lo + chunk)
+            found = _chunk(part, hidden[rows], weight, targets[rows], temperature)
+            loss += (found.log_sum_C - found.target_C).sum()
+            likelier_C = part.sum((found.logits_CW > found.target_C[:, None]).sum(1))
+            hits += (likelier_C == 0).sum()
+            ones = torch.ones_like(found.target_C)
+            d_hidden[rows], d_tokens = _through_head(
+                part, found.p_CW, targets[rows], -ones, temperature, hidden[rows], weight
+            )
+            d_weight[: len(d_tokens)] += d_tokens
+        ctx.save_for_backward(part.sum(d_hidden), d_weight)
+        ctx.weight_dtype = weight.dtype
+        ctx.mark_non_differentiable(hits)
+        return loss, hits
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor, _: Tensor) -> Any:  # type: ignore[override]
+        d_hidden, d_weight = ctx.saved_tensors
+        return d_hidden * g.to(d_hidden.dtype), (d_weight * g).to(ctx.weight_dtype), None, None, None, None
+
+
+def _through_head(
+    part: VocabularyPart,
+    dz_CW: Tensor,
+    targets_C: Tensor,
+    at_target_C: Tensor,
+    temperature: float,
+    hidden_CM: Tensor,
+    weight: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Add ``at_target_C`` at each target's column of the scaled logits' gradient (in place), and carry it to this
+    rank's share of the gradients of the hidden states [C, M] and of its tokens of the head [W, M]."""
+    row_C, here_C = part.place(targets_C)
+    if dz_CW.shape[1]:
+        dz_CW.scatter_add_(1, row_C[:, None], (at_target_C * here_C)[:, None])
+    dz_CW = dz_CW.div_(temperature).to(weight.dtype)
+    return dz_CW @ weight[: part.end - part.first], dz_CW.t() @ hidden_CM.to(weight.dtype)

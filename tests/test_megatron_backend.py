@@ -1,0 +1,257 @@
+"""The Megatron backend in one process against the torch backend: losses, norms, weights, checkpoints, exports."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from asyncrl.models.checkpoint import is_draft, load_decoder, read_tensors
+from asyncrl.models.chunked import ChunkedCrossEntropy, ChunkedScores
+from asyncrl.models.config import CheckpointError, DecoderConfig
+from asyncrl.sample import Group
+from asyncrl.trainer.backend import NonFiniteError
+from asyncrl.trainer.backends.megatron.vocab_parallel import (
+    VocabParallelCrossEntropy,
+    VocabParallelScores,
+    VocabularyPart,
+)
+from asyncrl.trainer.batches import build_batch
+from tests.support.trainer import make_checkpoint, make_config, make_groups, started_ranks, weights
+
+pytestmark = pytest.mark.megatron
+
+#: of everything that a step depends on: draft, several epochs, reference, entropy, small micro-batches, weight decay
+ALL = {
+    "enable_train": True,
+    "epochs": 2,
+    "kl_coef": 0.05,
+    "entropy_coef": 0.01,
+    "temperature": 0.8,
+    "max_tokens_per_micro_batch": 64,
+    "logprob_chunk_tokens": 7,
+    "weight_decay": 0.1,
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("model"), vocab_size=67)
+
+
+@pytest.fixture
+def start():
+    yield from started_ranks()
+
+
+def expect_alike(found, expected, tolerance=1e-4):
+    """Metrics of several steps; a figure near zero by its distance."""
+    for step, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert one[name] == pytest.approx(other[name], rel=tolerance, abs=tolerance / 100), (step, name)
+
+
+def distance(found, expected):
+    flat = lambda tensors: torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+    return ((flat(found) - flat(expected)).norm() / flat(expected).norm()).item()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ALL,
+        {**ALL, "detach_encoder": False},
+        {"loss_aggregation": "sequence_mean", "schedule": "cosine", "activation_checkpointing": True},
+        {"grad_clip": 0.1, "enable_train": True, "activation_checkpointing": True},
+    ],
+    ids=["all", "attached-draft", "plain-recomputed", "draft-recomputed"],
+)
+def test_ten_steps_equal_the_torch_backends(options, checkpoint, start):
+    results = {}
+    for backend in ("torch", "megatron"):
+        rank = start(make_config(checkpoint, backend=backend, **options))
+        metrics = [rank.train(step, make_groups(seed=step)) for step in range(10)]
+        results[backend] = (metrics, weights(rank))
+    expect_alike(results["megatron"][0], results["torch"][0])
+    assert results["megatron"][1].keys() == results["torch"][1].keys()
+    assert distance(results["megatron"][1], results["torch"][1]) < 1e-4
+    moved = distance(results["torch"][1], read_tensors(checkpoint))
+    assert moved > 1e-2
+
+
+def test_logprobs_and_entropies_equal_the_torch_backends(checkpoint, start):
+    batch = build_batch([Group.from_buffer(data) for data in make_groups()])
+    found = {}
+    for backend in ("torch", "megatron"):
+        config = make_config(checkpoint, backend=backend, enable_train=True, max_tokens_per_micro_batch=50)
+        found[backend] = start(config)._backend.logprobs(batch, temperature=0.7)
+    assert np.abs(found["megatron"].logprobs - found["torch"].logprobs).max() < 1e-5
+    assert np.abs(found["megatron"].entropy - found["torch"].entropy).max() < 1e-5
+
+
+def test_a_draft_that_is_not_trained_stays_and_one_that_is_leaves_the_policy_as_it_would_be(checkpoint, start):
+    exported = {}
+    for train in (False, True):
+        rank = start(make_config(checkpoint, backend="megatron", enable_train=train))
+        metrics = [rank.train(step, make_groups(seed=step)) for step in range(3)]
+        exported[train] = weights(rank)
+        assert ("mtp/loss_1" in metrics[0]) == train
+    before = read_tensors(checkpoint)
+    for name, tensor in exported[True].items():
+        if is_draft(name):
+            assert torch.equal(exported[False][name], before[name])
+            assert not torch.equal(tensor, before[name])
+        else:
+            assert torch.equal(tensor, exported[False][name]), name
+
+
+def test_equal_input_gives_equal_bits(checkpoint, start):
+    runs = []
+    for _ in range(2):
+        rank = start(make_config(checkpoint, backend="megatron", **ALL))
+        runs.append(([rank.train(step, make_groups(seed=step)) for step in range(2)], weights(rank)))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(runs[0][1][name], runs[1][1][name]) for name in runs[0][1])
+
+
+def test_manifest_and_export_are_the_checkpoints_tensors(checkpoint, start):
+    rank = start(make_config(checkpoint, backend="megatron"))
+    manifest, before = rank.manifest(), read_tensors(checkpoint)
+    exported = [(name, tensor.clone()) for name, tensor in rank.export()]
+    assert [name for name, _ in exported] == [spec.name for spec in manifest.tensors]
+    assert {name for name, _ in exported} == set(before)
+    for spec, (name, tensor) in zip(manifest.tensors, exported, strict=True):
+        assert (spec.dtype, spec.shape, spec.role) == ("float32", tuple(tensor.shape), role(name))
+        assert torch.equal(tensor, before[name]), name
+
+
+def role(name):
+    return "draft" if is_draft(name) else "target"
+
+
+def test_a_tied_head_is_listed_and_not_sent_and_16_bits_are_sent_where_the_engine_has_them(tmp_path, start):
+    path = make_checkpoint(tmp_path, tie_word_embeddings=True, torch_dtype="bfloat16")
+    rank = start(make_config(path, backend="megatron"))
+    tied = [spec for spec in rank.manifest().tensors if spec.tied_to]
+    assert [(spec.name, spec.tied_to) for spec in tied] == [("lm_head.weight", "model.embed_tokens.weight")]
+    before = read_tensors(path)
+    for name, tensor in rank.export():
+        assert name != "lm_head.weight"
+        assert torch.equal(tensor, before[name].bfloat16()), name
+
+
+def test_an_exported_folder_is_one_that_both_backends_load(checkpoint, start, tmp_path):
+    rank = start(make_config(checkpoint, backend="megatron", enable_train=True))
+    rank.train(0, make_groups())
+    trained = weights(rank)
+    rank.export_hf(tmp_path / "hf")
+    assert DecoderConfig.load(tmp_path / "hf").raw == DecoderConfig.load(checkpoint).raw
+    assert all(torch.equal(p, trained[name]) for name, p in load_decoder(tmp_path / "hf").named_parameters())
+    again = weights(start(make_config(str(tmp_path / "hf"), backend="megatron")))
+    assert all(torch.equal(again[name], trained[name]) for name in trained)
+
+
+def test_a_draft_made_from_the_trunk_is_the_torch_backends(tmp_path, start):
+    plain = {"architectures": ["Qwen2ForCausalLM"], "num_nextn_predict_layers": 0}
+    path = make_checkpoint(tmp_path, **plain)
+    found = {
+        backend: weights(start(make_config(path, backend=backend, init_from_trunk=True, enable_train=True)))
+        for backend in ("torch", "megatron")
+    }
+    assert found["megatron"].keys() == found["torch"].keys()
+    assert all(torch.equal(found["megatron"][name], found["torch"][name]) for name in found["torch"])
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def test_training_goes_on_from_a_checkpoint_to_the_bit(checkpoint, start, tmp_path):
+    config = make_config(checkpoint, backend="megatron", schedule="linear", **ALL)
+    rank = start(config)
+    for step in range(2):
+        rank.train(step, make_groups(seed=step))
+    rank.save(tmp_path / "state")
+    expected = [rank.train(step, make_groups(seed=step)) for step in (2, 3)], weights(rank)
+    rank = start(config)
+    rank.load(tmp_path / "state")
+    assert [rank.train(step, make_groups(seed=step)) for step in (2, 3)] == expected[0]
+    found = weights(rank)
+    assert all(torch.equal(found[name], expected[1][name]) for name in found)
+
+
+@pytest.mark.parametrize(("saver", "loader"), [("torch", "megatron"), ("megatron", "torch")])
+def test_one_backend_goes_on_from_the_others_checkpoint(saver, loader, checkpoint, start, tmp_path):
+    rank = start(make_config(checkpoint, backend=saver, **ALL))
+    for step in range(3):
+        rank.train(step, make_groups(seed=step))
+    rank.save(tmp_path / "state")
+    expected = [rank.train(step, make_groups(seed=step)) for step in (3, 4)]
+    rank = start(make_config(checkpoint, backend=loader, **ALL))
+    rank.load(tmp_path / "state")
+    expect_alike([rank.train(step, make_groups(seed=step)) for step in (3, 4)], expected)
+
+
+def test_state_that_does_not_fit_is_refused(checkpoint, start, tmp_path):
+    rank = start(make_config(checkpoint, backend="megatron"))
+    with pytest.raises(RuntimeError, match="call stage first"):
+        rank.write(tmp_path / "nothing")
+    rank.save(tmp_path / "state")
+    with pytest.raises(CheckpointError, match="no training state there"):
+        rank.load(tmp_path / "absent")
+    rank = start(make_config(checkpoint, backend="megatron", enable_train=True))
+    with pytest.raises(CheckpointError, match=r"saved with mtp\.enable_train=false, found true"):
+        rank.load(tmp_path / "state")
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_finite_moves_nothing(checkpoint, start):
+    rank = start(make_config(checkpoint, backend="megatron"))
+    before = weights(rank)
+    with pytest.raises(NonFiniteError, match=r"train step 5, .* expected a finite number"):
+        rank.train(5, make_groups(rewards=float("nan")))
+    after = weights(rank)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert np.isfinite(rank.train(6, make_groups())["actor/grad_norm"])
+
+
+def test_what_does_not_suit_the_model_is_refused_before_anything_is_built(checkpoint, tmp_path, start):
+    config = make_config(checkpoint, backend="megatron", enable_train=True, num_speculative_tokens=2)
+    config.trainer.megatron.tensor_model_parallel_size = 3
+    config.trainer.megatron.pipeline_model_parallel_size = 4
+    with pytest.raises(CheckpointError) as e:
+        start(config)
+    for expected in (
+        "tensor_model_parallel_size: expected a divisor of the model's num_attention_heads 2, found 3",
+        "pipeline_model_parallel_size: 4 stages of 1 model chunks cannot share the model's 2 layers evenly",
+        "mtp.num_speculative_tokens: the Megatron backend trains each MTP layer for one depth; expected at most 1",
+    ):
+        assert expected in str(e.value)
+    assert not dist.is_initialized()
+
+
+# -- the head in parts ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+def test_one_part_of_a_vocabulary_scores_as_a_whole_one(padding):
+    """Rows beyond the vocabulary are no tokens, whatever they hold. Several parts: tests/test_megatron_parallel.py."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch.manual_seed(0)
+    hidden, weight, targets = torch.randn(20, 16), torch.randn(33, 16), torch.randint(0, 33, (20,))
+    g, e = torch.randn(20), torch.randn(20)
+    padded = torch.cat([weight, 9 * torch.ones(padding, 16)])
+
+    def run(function, rows, *options):
+        leaves = [x.clone().requires_grad_() for x in (hidden, rows)]
+        one, other = function.apply(*leaves, targets, *options, 0.7, 6)
+        (one @ g + other @ e if function in (ChunkedScores, VocabParallelScores) else one).backward()
+        return [one, other, leaves[0].grad, leaves[1].grad[:33]]
+
+    part = VocabularyPart.of(33, len(padded), dist.group.WORLD)
+    pairs = ((ChunkedScores, VocabParallelScores), (ChunkedCrossEntropy, VocabParallelCrossEntropy))
+    for whole, in_parts in pairs:
+        for expected, found in zip(run(whole, weight), run(in_parts, padded, part), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    dist.destroy_process_group()
