@@ -1,0 +1,118 @@
+"""One model over two processes: tensor, pipeline and data parallel ranks train what one rank does."""
+
+import pytest
+import torch
+
+from asyncrl.config.schema import MegatronConfig
+from asyncrl.models.checkpoint import read_tensors
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.trainer.rank import TrainerRank
+from tests.support.megatron import CUTS, in_two_processes
+from tests.support.trainer import make_checkpoint, make_config, make_groups, weights
+
+pytestmark = pytest.mark.megatron
+
+TWO = ("tensor", "pipeline", "data")
+SIZES = {"vocab_size": 67, "num_attention_heads": 4, "num_key_value_heads": 2}  # 67: half of it is padded
+OPTIONS = {
+    "enable_train": True,
+    "epochs": 2,
+    "kl_coef": 0.05,
+    "entropy_coef": 0.01,
+    "temperature": 0.8,
+    "max_tokens_per_micro_batch": 64,
+}
+MODELS = {
+    "draft": (SIZES, OPTIONS),
+    "attached-draft": (SIZES, {**OPTIONS, "detach_encoder": False}),
+    "tied": (
+        {**SIZES, "tie_word_embeddings": True, "architectures": ["Qwen2ForCausalLM"], "num_nextn_predict_layers": 0},
+        {**OPTIONS, "enable_train": False},
+    ),
+    "tied-draft": ({**SIZES, "tie_word_embeddings": True}, OPTIONS),
+}
+
+
+def train(rank, ranks, cut, checkpoint, options, folder):
+    """Exports, trains four steps, saves, trains one more and, from what a single rank saved, that one again."""
+    config = make_config(str(checkpoint), backend="megatron", **options)
+    config.trainer.megatron = MegatronConfig(**CUTS[cut])
+    meet = f"file://{folder}/rendezvous_{cut}" if ranks > 1 else None
+    trainer = TrainerRank(config, rank, ranks, meet, Recorder(f"trainer/{rank}"))
+    first = weights(trainer)
+    metrics = [trainer.train(step, make_groups((4, 3, 1), seed=step)) for step in range(4)]
+    trained = weights(trainer)
+    trainer.save(folder / cut)
+    metrics.append(trainer.train(4, make_groups((4, 3, 1), seed=4)))
+    trainer.load(folder / cut)
+    again = trainer.train(4, make_groups((4, 3, 1), seed=4))
+    trainer.load(folder / "one")
+    loaded = weights(trainer)
+    metrics.append(trainer.train(4, make_groups((4, 3, 1), seed=4)))
+    trainer.export_hf(folder / f"{cut}_hf")
+    trainer.close()
+    found = {"first": first, "metrics": metrics, "trained": trained, "again": again, "loaded": loaded}
+    torch.save(found, folder / f"{cut}_{rank}.pt")
+
+
+def train_every_cut(rank, checkpoint, options, folder):
+    torch.set_num_threads(1)
+    for cut in TWO:
+        train(rank, 2, cut, checkpoint, options, folder)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def runs(request, tmp_path_factory):
+    sizes, options = MODELS[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    checkpoint = make_checkpoint(folder / "model", **sizes)
+    train(0, 1, "one", checkpoint, options, folder)
+    in_two_processes(train_every_cut, checkpoint, options, folder)
+    return folder, checkpoint
+
+
+def result(runs, cut, rank=0):
+    return torch.load(runs[0] / f"{cut}_{rank}.pt")
+
+
+@pytest.mark.parametrize("cut", TWO)
+def test_two_ranks_train_what_one_does(runs, cut):
+    one, found = result(runs, "one"), result(runs, cut)
+    for step, (expected, metrics) in enumerate(zip(one["metrics"], found["metrics"], strict=True)):
+        assert metrics.keys() == expected.keys()
+        for name in expected:
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=2e-6), (step, name)
+    assert result(runs, cut, rank=1)["metrics"] == found["metrics"], "ranks disagree"
+    flat = lambda tensors: torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+    assert found["trained"].keys() == one["trained"].keys()
+    change = (flat(found["trained"]) - flat(one["trained"])).norm() / flat(one["trained"]).norm()
+    assert change < 1e-5
+
+
+@pytest.mark.parametrize("cut", TWO)
+def test_exports_are_the_checkpoint_to_the_bit_and_come_from_rank_0(runs, cut):
+    before, found = read_tensors(runs[1]), result(runs, cut)["first"]
+    assert found
+    assert all(torch.equal(found[name], before[name]) for name in found)
+    assert before.keys() - found.keys() <= {"lm_head.weight"}
+    assert not result(runs, cut, rank=1)["first"]
+
+
+@pytest.mark.parametrize("cut", TWO)
+def test_training_goes_on_from_its_own_checkpoint_to_the_bit(runs, cut):
+    found = result(runs, cut)
+    assert found["again"] == found["metrics"][4]
+
+
+@pytest.mark.parametrize("cut", TWO)
+def test_what_one_rank_saved_is_loaded_at_any_cut(runs, cut):
+    """To the bit in the weights; the step on from it is compared in `test_two_ranks_train_what_one_does`."""
+    saved, found = result(runs, "one")["trained"], result(runs, cut)["loaded"]
+    assert all(torch.equal(found[name], saved[name]) for name in found)
+
+
+@pytest.mark.parametrize("cut", TWO)
+def test_a_hugging_face_export_is_whole(runs, cut):
+    found, one = read_tensors(runs[0] / f"{cut}_hf"), read_tensors(runs[0] / "one_hf")
+    assert found.keys() == one.keys()
+    assert all(torch.allclose(found[name], one[name], atol=1e-4) for name in one)
