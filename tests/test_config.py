@@ -7,6 +7,9 @@ import pytest
 from asyncrl.config.checks import ALGORITHMS, check, derive, local_memory_bytes
 from asyncrl.config.load import ConfigError, known_keys, load_config, to_yaml
 
+TENSOR, PIPELINE, VIRTUAL = (
+    f"trainer.megatron.{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "virtual_pipeline")
+)
 ROOT = Path(__file__).parent.parent
 
 REQUIRED = ["model.path=ckpt", "reward.function=package.module:score"]
@@ -98,6 +101,10 @@ def test_missing_values_and_files_are_named(tmp_path):
         ("rollout.engine.max_context_tokens=-1", "rollout.engine.max_context_tokens: expected at least 0"),
         ("rollout.engine.dtype=float16", "rollout.engine.dtype: expected one of auto, float32, bfloat16"),
         ('rollout.stop_strings=[""]', "rollout.stop_strings: expected texts, found an empty one"),
+        (
+            "trainer.megatron.tensor_model_parallel_size=2",
+            "trainer.megatron: cuts the model of trainer.backend=megatron",
+        ),
         ("name=a/b", "name: expected a word that can name a folder, found 'a/b'"),
         ("name=''", "name: expected a word that can name a folder, found ''"),
     ],
@@ -126,6 +133,41 @@ def test_the_known_algorithms_are_those_of_the_trainer():
 def test_a_group_of_one_is_refused(files):
     found = problems([*files, "rollout.n=1", "rollout.min_group_size=1"])
     assert found == ["rollout.n: grpo compares the samples of a group and needs at least 2, found 1"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["trainer.ranks=3", f"{TENSOR}=2"],
+            "trainer.ranks: expected a multiple of the 2",
+        ),
+        (
+            [
+                "trainer.ranks=8",
+                f"{TENSOR}=2",
+                f"{PIPELINE}=2",
+            ],
+            "trainer.ranks: a step of at least 1 samples cannot feed 2 ranks that share them out",
+        ),
+        (
+            [
+                "trainer.ranks=2",
+                f"{PIPELINE}=2",
+                f"{VIRTUAL}=2",
+            ],
+            f"{VIRTUAL}: 2 chunks per stage need {PIPELINE} of at least 3, found 2",
+        ),
+        ([f"{TENSOR}=0"], f"{TENSOR}: expected at least 1"),
+        (["trainer.mixed_precision=bfloat16"], "trainer.mixed_precision: the Megatron backend trains in float32"),
+        (["trainer.cpu_offload=true"], "trainer.cpu_offload: the Megatron backend keeps its state on the device"),
+    ],
+)
+def test_what_the_megatron_backend_cannot_do_is_refused(files, overrides, expected):
+    few = ["trainer.mini_batch_groups=1", "rollout.min_group_size=1"]
+    found = problems([*files, "trainer.backend=megatron", *few, *overrides])
+    assert len(found) == 1
+    assert expected in found[0]
 
 
 def test_speculation_needs_room_in_the_context_and_goes_without_deterministic_mode(files):

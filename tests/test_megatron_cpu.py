@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.trainer.backends.megatron import cpu
-from tests.support.megatron import built, in_two_processes, process_group
+from tests.support.megatron import built, in_processes, process_group
 from tests.support.trainer import make_checkpoint, make_config, make_groups, started_ranks
 
 pytestmark = [pytest.mark.megatron, pytest.mark.skipif(torch.cuda.is_available(), reason="patches are for CPUs alone")]
@@ -94,7 +94,7 @@ def scatter_shards(rank, checkpoint, folder):
 
 def test_without_it_row_parallel_shards_are_other_weights_and_nothing_says_so(tmp_path):
     checkpoint = make_checkpoint(tmp_path / "model", num_attention_heads=2, num_key_value_heads=2)
-    in_two_processes(scatter_shards, checkpoint, tmp_path)
+    in_processes(2, scatter_shards, checkpoint, tmp_path)
     for rank in range(2):
         name, found = torch.load(tmp_path / f"{rank}.pt")
         whole = read_tensors(checkpoint)[name]

@@ -7,7 +7,7 @@ from asyncrl.config.schema import MegatronConfig
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.rank import TrainerRank
-from tests.support.megatron import CUTS, in_two_processes
+from tests.support.megatron import CUTS, in_processes
 from tests.support.trainer import make_checkpoint, make_config, make_groups, weights
 
 pytestmark = pytest.mark.megatron
@@ -55,10 +55,10 @@ def train(rank, ranks, cut, checkpoint, options, folder):
     torch.save(found, folder / f"{cut}_{rank}.pt")
 
 
-def train_every_cut(rank, checkpoint, options, folder):
+def train_cuts(rank, ranks, cuts, checkpoint, options, folder):
     torch.set_num_threads(1)
-    for cut in TWO:
-        train(rank, 2, cut, checkpoint, options, folder)
+    for cut in cuts:
+        train(rank, ranks, cut, checkpoint, options, folder)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -67,7 +67,7 @@ def runs(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     checkpoint = make_checkpoint(folder / "model", **sizes)
     train(0, 1, "one", checkpoint, options, folder)
-    in_two_processes(train_every_cut, checkpoint, options, folder)
+    in_processes(2, train_cuts, 2, TWO, checkpoint, options, folder)
     return folder, checkpoint
 
 
@@ -77,6 +77,25 @@ def result(runs, cut, rank=0):
 
 @pytest.mark.parametrize("cut", TWO)
 def test_two_ranks_train_what_one_does(runs, cut):
+    expect_like_one(runs, cut)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "cuts", "layers"), [(4, ("tensor-pipeline", "pipeline-data"), 4), (3, ("virtual",), 6)]
+)
+def test_so_do_more_ranks(tmp_path, ranks, cuts, layers):
+    """Cuts within cuts, and model chunks that stages take in turn."""
+    checkpoint = make_checkpoint(tmp_path / "model", num_hidden_layers=layers, **SIZES)
+    train(0, 1, "one", checkpoint, OPTIONS, tmp_path)
+    in_processes(ranks, train_cuts, ranks, cuts, checkpoint, OPTIONS, tmp_path)
+    for cut in cuts:
+        expect_like_one((tmp_path, checkpoint), cut)
+        found = result((tmp_path, checkpoint), cut)
+        assert found["again"] == found["metrics"][4]
+
+
+def expect_like_one(runs, cut):
     one, found = result(runs, "one"), result(runs, cut)
     for step, (expected, metrics) in enumerate(zip(one["metrics"], found["metrics"], strict=True)):
         assert metrics.keys() == expected.keys()

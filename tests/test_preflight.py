@@ -29,6 +29,27 @@ def test_a_run_that_fits_passes(inputs):
     assert (found.context_tokens, found.max_prompt_tokens) == (64, 40)
 
 
+def test_what_does_not_suit_the_model_in_the_megatron_backend_is_refused(inputs):
+    cut = "trainer.megatron"
+    found = problems(
+        inputs,
+        "trainer.backend=megatron",
+        "trainer.ranks=9",
+        "rollout.min_group_size=4",
+        "ray.cpus_per_rank=0.1",
+        f"{cut}.tensor_model_parallel_size=3",
+        f"{cut}.pipeline_model_parallel_size=3",
+        "mtp.enable_train=true",
+        "mtp.num_speculative_tokens=2",
+    )
+    assert [problem.split(":")[0] for problem in found] == [
+        *[f"{cut}.tensor_model_parallel_size"] * 3,
+        f"{cut}.pipeline_model_parallel_size",
+        "mtp.num_speculative_tokens",
+    ]
+    assert "expected a divisor of the model's num_attention_heads 4, found 3" in found[0]
+
+
 def test_a_bad_reference_is_told_under_its_own_key(inputs, tmp_path):
     reference = tmp_path / "reference"
     shutil.copytree(inputs / "checkpoint", reference)

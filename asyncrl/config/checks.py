@@ -303,10 +303,11 @@ def _megatron_problems(c: Config) -> Iterator[str]:
             f"trainer.ranks: expected a multiple of the {ranks_per_copy(c)} ranks that hold one copy of the model "
             f"(tensor {cut.tensor_model_parallel_size} × pipeline {cut.pipeline_model_parallel_size}), found {t.ranks}"
         )
-    if cut.virtual_pipeline_model_parallel_size > 1 and cut.pipeline_model_parallel_size == 1:
+    virtual, stages = cut.virtual_pipeline_model_parallel_size, cut.pipeline_model_parallel_size
+    if virtual > 1 and stages < 3:  # of two stages each is before and after the other: their messages would be mixed up
         yield (
-            f"trainer.megatron.virtual_pipeline_model_parallel_size: {cut.virtual_pipeline_model_parallel_size} chunks "
-            "per stage need trainer.megatron.pipeline_model_parallel_size of 2 or more; expected 1"
+            f"trainer.megatron.virtual_pipeline_model_parallel_size: {virtual} chunks per stage need "
+            f"trainer.megatron.pipeline_model_parallel_size of at least 3, found {stages}"
         )
     if t.mixed_precision != "no":
         yield f"trainer.mixed_precision: the Megatron backend trains in float32; expected no, found {t.mixed_precision}"

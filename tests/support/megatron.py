@@ -16,6 +16,9 @@ CUTS = {
     "tensor": {"tensor_model_parallel_size": 2},
     "pipeline": {"pipeline_model_parallel_size": 2},
     "data": {},
+    "tensor-pipeline": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+    "pipeline-data": {"pipeline_model_parallel_size": 2},
+    "virtual": {"pipeline_model_parallel_size": 3, "virtual_pipeline_model_parallel_size": 2},
 }
 
 
@@ -68,6 +71,6 @@ def random_tokens(vocab_size, shape=(2, 20)):
     return torch.from_numpy(np.random.default_rng(0).integers(0, vocab_size, shape))
 
 
-def in_two_processes(work, *arguments):
+def in_processes(count, work, *arguments):
     """``work(rank, *arguments)`` in each."""
-    mp.spawn(work, arguments, nprocs=2)
+    mp.spawn(work, arguments, nprocs=count)
