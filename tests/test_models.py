@@ -7,7 +7,14 @@ import pytest
 import torch
 import transformers
 
-from asyncrl.models.checkpoint import check_checkpoint, is_draft, load_decoder, read_tensors, save_checkpoint
+from asyncrl.models.checkpoint import (
+    check_checkpoint,
+    is_draft,
+    load_decoder,
+    open_tensors,
+    read_tensors,
+    save_checkpoint,
+)
 from asyncrl.models.config import CheckpointError, DecoderConfig
 from asyncrl.models.decoder import Decoder, DraftTargets, rope_table
 from asyncrl.models.layout import PackedLayout
@@ -305,3 +312,11 @@ def test_a_draft_that_is_there_is_kept(tmp_path):
     before = tiny_mimo(tmp_path)
     after = load_decoder(tmp_path, mtp_from_trunk=True)
     assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
+
+
+def test_tensors_are_read_one_at_a_time_as_all_at_once(tmp_path):
+    tiny_mimo(tmp_path)
+    with open_tensors(tmp_path) as read:
+        assert all(torch.equal(read(name), tensor) for name, tensor in read_tensors(tmp_path).items())
+        with pytest.raises(CheckpointError, match="no tensor absent there"):
+            read("absent")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -66,6 +66,24 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
         with _opened(file) as f:
             tensors |= {key: f.get_tensor(key) for key in f.keys()}  # noqa: SIM118 (not a dict)
     return tensors
+
+
+@contextlib.contextmanager
+def open_tensors(path: str | Path) -> Iterator[Callable[[str], Tensor]]:
+    """A function that reads one tensor by its name, for who wants a part of them at a time. It raises CheckpointError
+    for a name that no file has."""
+    with contextlib.ExitStack() as stack:
+        where: dict[str, Any] = {}
+        for file in tensor_files(path):
+            f = stack.enter_context(_opened(file))
+            where |= dict.fromkeys(f.keys(), f)
+
+        def read(name: str) -> Tensor:
+            if name not in where:
+                raise CheckpointError(f"{path}: no tensor {name} there")
+            return where[name].get_tensor(name)
+
+        yield read
 
 
 def check_checkpoint(path: str | Path, mtp_from_trunk: bool = False) -> DecoderConfig:

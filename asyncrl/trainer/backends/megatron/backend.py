@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.config.schema import Config
-from asyncrl.models.checkpoint import copy_tokenizer, is_draft, read_tensors, save_checkpoint
+from asyncrl.models.checkpoint import copy_tokenizer, is_draft, open_tensors, save_checkpoint
 from asyncrl.models.config import CheckpointError, DecoderConfig, engine_dtype
 from asyncrl.models.mtp_from_trunk import draft_from_trunk
 from asyncrl.param_sync.manifest import Manifest, TensorSpec
@@ -430,10 +430,12 @@ class MegatronBackend:
     def _load(self, bridge: Bridge) -> tuple[list[PolicyModel], Conversion]:
         chunks = [chunk.to(self._device) for chunk in build_chunks(bridge, self._options)]
         conversion = Conversion(bridge, chunks)
-        tensors = read_tensors(bridge.source.path)
-        if bridge.source.makes_draft:
-            tensors |= draft_from_trunk(tensors, DecoderConfig.from_dict(bridge.source.raw))
-        conversion.load(tensors.__getitem__)
+        with open_tensors(bridge.source.path) as read:
+            made: dict[str, Tensor] = {}
+            if bridge.source.makes_draft:
+                trunk = {name: read(name) for name in bridge.source.shapes if not is_draft(name)}
+                made = draft_from_trunk(trunk, DecoderConfig.from_dict(bridge.source.raw))
+            conversion.load(lambda name: made[name] if name in made else read(name))
         return chunks, conversion
 
     def _wrap(self, chunks: list[PolicyModel]) -> list[Any]:

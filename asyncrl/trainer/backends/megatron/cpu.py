@@ -13,6 +13,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -244,7 +245,13 @@ def _import_bridge_without_its_kernels() -> None:
     """Import megatron.bridge where transformer-engine and triton are not installed, as on CPUs: it imports both at its
     top, for models and kernels that no CPU runs. While it does, two modules that hold nothing but names stand in for
     them; afterwards all is as if neither had been there, for whoever asks whether they are."""
-    # whoever looks for them in megatron-core must look before the stand-ins are there
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what is not installed, a dozen times
+        _import_bridge()
+
+
+def _import_bridge() -> None:
+    # whoever looks for the two in megatron-core must look before the stand-ins are there
     for name in (
         "megatron.core.extensions.transformer_engine",
         "megatron.core.models.gpt.gpt_layer_specs",

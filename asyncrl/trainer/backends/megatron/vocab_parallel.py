@@ -98,15 +98,15 @@ class VocabParallelScores(torch.autograd.Function):
         part: VocabularyPart = ctx.part
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=torch.float32)
+        tokens = slice(part.end - part.first)
         for lo in range(0, len(targets), ctx.chunk):
             rows = slice(lo, lo + ctx.chunk)
             found = _chunk(part, hidden[rows], weight, targets[rows], ctx.temperature)
             log_p_CW = found.logits_CW - found.log_sum_C[:, None]
             dz_CW = -g[rows, None] * found.p_CW - e[rows, None] * found.p_CW * (log_p_CW + entropy[rows, None])
-            d_hidden[rows], d_tokens = _through_head(
-                part, dz_CW, targets[rows], g[rows], ctx.temperature, hidden[rows], weight
-            )
-            d_weight[: len(d_tokens)] += d_tokens
+            dz_CW = _of_logits(part, dz_CW, targets[rows], g[rows], ctx.temperature, weight.dtype)
+            d_hidden[rows] = dz_CW @ weight[tokens]
+            d_weight[tokens] += dz_CW.t() @ hidden[rows].to(weight.dtype)
         part.sum(d_hidden)
         return d_hidden, d_weight.to(weight.dtype), None, None, None, None
 
@@ -119,7 +119,9 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, part: VocabularyPart, temperature: float, chunk: int
     ) -> Any:
         loss, hits = hidden.new_zeros((), dtype=torch.float32), hidden.new_zeros((), dtype=torch.float32)
-        d_hidden, d_weight = torch.zeros_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+        d_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        tokens = slice(part.end - part.first)
         for lo in range(0, len(targets), chunk):
             rows = slice(lo, lo + chunk)
             found = _chunk(part, hidden[rows], weight, targets[rows], temperature)
@@ -127,11 +129,12 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
             likelier_C = part.sum((found.logits_CW > found.target_C[:, None]).sum(1))
             hits += (likelier_C == 0).sum()
             ones = torch.ones_like(found.target_C)
-            d_hidden[rows], d_tokens = _through_head(
-                part, found.p_CW, targets[rows], -ones, temperature, hidden[rows], weight
-            )
-            d_weight[: len(d_tokens)] += d_tokens
-        ctx.save_for_backward(part.sum(d_hidden), d_weight)
+            dz_CW = _of_logits(part, found.p_CW, targets[rows], -ones, temperature, weight.dtype)
+            if d_hidden is not None:
+                d_hidden[rows] = dz_CW @ weight[tokens]
+            if d_weight is not None:
+                d_weight[tokens] += dz_CW.t() @ hidden[rows].to(weight.dtype)
+        ctx.save_for_backward(None if d_hidden is None else part.sum(d_hidden), d_weight)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(hits)
         return loss, hits
@@ -140,22 +143,27 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor, _: Tensor) -> Any:  # type: ignore[override]
         d_hidden, d_weight = ctx.saved_tensors
-        return d_hidden * g.to(d_hidden.dtype), (d_weight * g).to(ctx.weight_dtype), None, None, None, None
+        return (
+            None if d_hidden is None else d_hidden * g.to(d_hidden.dtype),
+            None if d_weight is None else (d_weight * g).to(ctx.weight_dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
-def _through_head(
+def _of_logits(
     part: VocabularyPart,
     dz_CW: Tensor,
     targets_C: Tensor,
     at_target_C: Tensor,
     temperature: float,
-    hidden_CM: Tensor,
-    weight: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Add ``at_target_C`` at each target's column of the scaled logits' gradient (in place), and carry it to this
-    rank's share of the gradients of the hidden states [C, M] and of its tokens of the head [W, M]."""
+    dtype: torch.dtype,
+) -> Tensor:
+    """The gradient of the logits from that of the scaled ones but for the targets' columns, where ``at_target_C`` is
+    still to be added; changes ``dz_CW``."""
     row_C, here_C = part.place(targets_C)
     if dz_CW.shape[1]:
         dz_CW.scatter_add_(1, row_C[:, None], (at_target_C * here_C)[:, None])
-    dz_CW = dz_CW.div_(temperature).to(weight.dtype)
-    return dz_CW @ weight[: part.end - part.first], dz_CW.t() @ hidden_CM.to(weight.dtype)
+    return dz_CW.div_(temperature).to(dtype)
