@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 
 from asyncrl.models.checkpoint import is_draft, load_decoder, read_tensors
 from asyncrl.models.chunked import ChunkedCrossEntropy, ChunkedScores
@@ -16,7 +17,7 @@ from asyncrl.trainer.backends.megatron.vocab_parallel import (
     VocabularyPart,
 )
 from asyncrl.trainer.batches import build_batch
-from tests.support.trainer import make_checkpoint, make_config, make_groups, started_ranks, weights
+from tests.support.trainer import VOCAB, make_checkpoint, make_config, make_groups, started_ranks, weights
 
 pytestmark = pytest.mark.megatron
 
@@ -87,6 +88,46 @@ def test_logprobs_and_entropies_equal_the_torch_backends(checkpoint, start):
         found[backend] = start(config)._backend.logprobs(batch, temperature=0.7)
     assert np.abs(found["megatron"].logprobs - found["torch"].logprobs).max() < 1e-5
     assert np.abs(found["megatron"].entropy - found["torch"].entropy).max() < 1e-5
+
+
+def test_the_gradient_of_a_mixture_of_experts_is_transformers(tmp_path, start):
+    """No other backend trains one: its own config, and the plain formula over transformers' own model."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "head_dim": 32}
+    counts = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 4}
+    theirs = transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(
+            vocab_size=VOCAB, **sizes, **counts, num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=128
+        )
+    ).float()
+    for p in theirs.parameters():
+        torch.nn.init.normal_(p, std=0.15)
+    theirs.save_pretrained(tmp_path)
+    config = make_config(str(tmp_path), backend="megatron", grad_clip=0.0, importance_cap=0.0)
+    rank, groups = start(config), make_groups()
+    rank.train(0, groups)
+    found = {name: 10 * moment for name, moment in rank._backend.state()["optimizer"]["exp_avg"].items()}
+
+    total, trained = torch.zeros(()), 0
+    for group in map(Group.from_buffer, groups):
+        rewards = torch.tensor(group.rewards)
+        advantages = (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-6)
+        for s in range(len(group)):
+            response = torch.tensor(group.tokens[group.response(s)]).long()
+            tokens = torch.cat([torch.tensor(group.prompt_tokens).long(), response])
+            drawn = torch.log_softmax(theirs(tokens[None]).logits[0], -1)[len(group.prompt_tokens) - 1 : -1]
+            logprobs = drawn.gather(1, response[:, None]).squeeze(1)
+            mask = torch.tensor(group.loss_mask[group.response(s)])
+            total = total - (advantages[s] * logprobs * mask).sum()
+            trained += int(mask.sum())
+    (total / trained).backward()
+    same = {name: p for name, p in theirs.named_parameters() if name in found}
+    assert {"model.layers.0.mlp.gate.weight", "lm_head.weight", "model.embed_tokens.weight"} < same.keys()
+    for name, p in same.items():
+        assert (found[name] - p.grad).norm() <= 1e-4 * p.grad.norm(), name
+    experts = [moment for name, moment in found.items() if ".experts." in name]
+    assert len(experts) == 2 * 4 * 3
+    assert sum(moment.norm() > 0 for moment in experts) > 12
 
 
 def test_a_draft_that_is_not_trained_stays_and_one_that_is_leaves_the_policy_as_it_would_be(checkpoint, start):

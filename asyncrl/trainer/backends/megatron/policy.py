@@ -142,9 +142,14 @@ def _build(provider: GPTModelProvider, stage: int | None) -> PolicyModel:
 def _complete(provider: GPTModelProvider, options: TrainerConfig) -> None:
     """Add to what the bridge read from config.json how the model is cut, its precision and its kernels."""
     cut, fast = options.megatron, has_transformer_engine()
-    if provider.num_moe_experts and not fast:
-        stages = cut.pipeline_model_parallel_size
-        if stages > 1:
+    if provider.num_moe_experts:
+        stages, parts = cut.pipeline_model_parallel_size, cut.tensor_model_parallel_size
+        if parts > 1:
+            raise CheckpointError(
+                f"trainer.megatron.tensor_model_parallel_size: {parts} with a mixture of experts needs sequence "
+                "parallelism, which this backend does not have; expected 1"
+            )
+        if stages > 1 and not fast:
             raise CheckpointError(
                 f"trainer.megatron.pipeline_model_parallel_size: {stages} with a mixture of experts needs Transformer "
                 "Engine, which is not installed; expected 1"
