@@ -1,6 +1,7 @@
 """The torch backend and a trainer rank over it: real gradients, real process groups, real checkpoints."""
 
 import dataclasses
+import importlib.util
 import os
 import threading
 import time
@@ -441,6 +442,12 @@ def test_metrics_and_spans_tell_of_the_batch(checkpoint, start):
         "trainer/step": 1,
     }
     assert rank.train(4, make_groups(rewards=1.0))["rollout/zero_variance"] == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is not None, reason="has the packages")
+def test_a_backend_whose_packages_are_missing_says_which(checkpoint):
+    with pytest.raises(RuntimeError, match=r"megatron-core >=0\.16\.1,<0\.17 is needed, none is installed"):
+        TrainerRank(make_config(checkpoint, backend="megatron"), 0, 1, None, Recorder("trainer/0"))
 
 
 def test_what_cannot_be_built_is_named(checkpoint):

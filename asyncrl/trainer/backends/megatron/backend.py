@@ -24,7 +24,6 @@ from asyncrl.trainer.backend import LossFunction, NonFiniteError, Scores, TrainB
 from asyncrl.trainer.backends.megatron.bridges import Bridge, bridge_of, read_source
 from asyncrl.trainer.backends.megatron.layout import fit_problems
 from asyncrl.trainer.backends.megatron.optimizer import MOMENTS, ShardedAdamW
-from asyncrl.trainer.backends.megatron.packages import check_packages
 from asyncrl.trainer.backends.megatron.policy import PolicyModel, build_chunks, causal_mask
 from asyncrl.trainer.backends.megatron.vocab_parallel import (
     VocabParallelCrossEntropy,
@@ -80,7 +79,6 @@ class MegatronBackend:
         recorder: Recorder,
         timeout_s: float = 600.0,
     ) -> None:
-        check_packages()
         self.rank, self.world_size = rank, world_size
         self._config, self._options, self._recorder = config, config.trainer, recorder
         self._device = _choose_device(self._options.device, rank)

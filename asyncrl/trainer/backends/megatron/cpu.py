@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from asyncrl.trainer.backends.megatron.packages import check_packages
+
 _ABSENT = object()
 
 
@@ -57,7 +59,9 @@ def needed() -> bool:
 
 
 def activate() -> None:
-    """Apply all patches, once; nothing on a machine with CUDA."""
+    """Apply all patches, once; nothing on a machine with CUDA. Raises UnsupportedPackage where the packages are not
+    there, or of another release."""
+    check_packages()
     if needed() and not any(patch.replaced for patch in PATCHES):
         _import_bridge_without_its_kernels()
         for patch in PATCHES:
