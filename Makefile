@@ -7,13 +7,14 @@ export OMP_NUM_THREADS = 1
 CHECKPOINT = checkpoints/arith-mimo
 DATA = data/arithmetic
 
-.PHONY: venv venv-vllm quickstart test test-faults test-slow test-vllm test-vllm-short lint format clean
+.PHONY: venv quickstart lint format clean
+.PHONY: test test-faults test-slow test-vllm test-vllm-short test-megatron test-megatron-short
 
 venv:
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/make_venv.sh
 
-venv-vllm:
-	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/make_venv.sh vllm
+venv-%:
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/make_venv.sh $*
 
 quickstart: venv $(CHECKPOINT)/model.safetensors $(DATA)/train.jsonl
 	$(BIN)/python -m asyncrl.fully_async_main --config configs/quickstart.yaml
@@ -39,6 +40,12 @@ test-vllm: venv venv-vllm $(CHECKPOINT)/model.safetensors $(DATA)/train.jsonl
 
 test-vllm-short: venv venv-vllm
 	ASYNCRL_PYTHON=$(BIN)/python $(VENV)-vllm/bin/python -m pytest -q -m "vllm and not slow"
+
+test-megatron: venv-megatron
+	$(VENV)-megatron/bin/python -m pytest -q -m megatron
+
+test-megatron-short: venv-megatron
+	$(VENV)-megatron/bin/python -m pytest -q -m "megatron and not slow"
 
 lint: venv
 	$(BIN)/ruff check .

@@ -2,7 +2,7 @@
 # Makes an environment from pyproject.toml and a constraints file, unless one of the same lock is there already:
 #
 #   scripts/make_venv.sh          the default one, $VENV (.venv), from constraints.txt
-#   scripts/make_venv.sh vllm     that of a backend, $VENV-vllm, from constraints-vllm.txt
+#   scripts/make_venv.sh vllm     that of a backend (vllm, megatron), $VENV-vllm, from constraints-vllm.txt
 #
 # With ASYNCRL_ENV_CACHE set, it lives there under the lock's hash and $VENV is a link to it.
 set -euo pipefail
@@ -21,8 +21,9 @@ if [ ! -f "$constraints" ]; then
   echo "no environment of the name '$backend' is known: $constraints is missing" >&2
   exit 1
 fi
-# backends are made by what this script does for them, too
-lock=$(cat pyproject.toml "$constraints" <(echo "$version") ${backend:+scripts/make_venv.sh} | sha256sum | cut -c1-16)
+# a backend's environment also depends on what this script does for it, and its constraints may include the default ones
+lock=$(cat pyproject.toml "$constraints" <(echo "$version") ${backend:+constraints.txt scripts/make_venv.sh} |
+  sha256sum | cut -c1-16)
 
 if [ "$(cat "$venv/.lock" 2>/dev/null)" = "$lock" ]; then exit 0; fi
 target=$venv
@@ -53,6 +54,11 @@ case "$backend" in
     # they come in their CUDA form, which cannot be imported beside torch's CPU form, and text models want none of them
     "$target/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
     install --editable '.[test]'
+    ;;
+  megatron)
+    install --editable '.[test]' megatron-core einops tqdm rich
+    # its dependencies include Transformer Engine, which wants CUDA, and an older transformers: it runs without either
+    install --no-deps megatron-bridge
     ;;
 esac
 echo "$lock" > "$target/.lock"

@@ -19,6 +19,7 @@ for key, value in {
 # tests of a backend whose packages are not in this environment cannot even be imported
 collect_ignore_glob = [] if importlib.util.find_spec("megatron") else ["test_megatron_*.py"]
 
+
 @pytest.fixture(scope="session")
 def device():
     """Where tests marked ``gpu`` compute. ``ASYNCRL_TEST_DEVICE=cpu pytest -m gpu tests/test_trainer_gpu.py`` runs the
