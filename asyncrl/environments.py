@@ -54,9 +54,9 @@ def _problem(pool: _Pool) -> str | None:
     python = interpreter(pool.option) or sys.executable
     try:
         answer = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, timeout=60, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as e:
-        return f"{pool.key}: {python} cannot be run ({e}); expected an interpreter with asyncrl installed"
-    version, its_ray, *packages = answer.split()
+        version, its_ray, *packages = answer.split()
+    except (OSError, ValueError, subprocess.SubprocessError) as e:
+        return f"{pool.key}: {python} cannot be run ({e}); expected a Python with asyncrl installed"
     found, ours = (version, its_ray), (platform.python_version(), importlib.metadata.version("ray"))
     make = f"`make venv-{pool.what}` makes an environment, {pool.key}=.venv-{pool.what}/bin/python uses it"
     if found != ours:

