@@ -20,6 +20,7 @@ PACKED: Mapping[str, Sequence[str]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
 
 #: parameter below ``experts`` that holds all experts → the parts of each; without ``{leaf}`` it holds their ``weight``
@@ -109,12 +110,15 @@ class NameResolver:
     ``live``: every parameter by its live name, and every buffer that the checkpoint holds.
     ``packed``, ``experts``: what the model packs, as data; they decide where a name belongs and never change it.
     ``ties``: live name → the live parameter whose storage it shares.
-    ``ignore``: names that need no data here: buffers, or storage that another model's resolver sees to.
+    ``ignore``: live names that need no data here, as buffers; and names that are not live and to which nothing is
+    done, as those of storage that another model's resolver sees to.
     ``expects_base_layer``: whether the engine's loader wants ``base_layer`` in the names of wrapped modules' tensors.
     ``tp_shards``: 1 if nothing is sharded; only then are the shapes of packed and fused parameters checked.
     ``num_experts``: experts of a layer in the checkpoint, if a fused parameter holds fewer (expert parallelism) or
     more (redundant experts); None: as many as its dim 0 or, where that is unknown, as the highest one sent says.
-    ``rename``: canonical name → live name, where modules sit elsewhere in the live model. Used to find the owner only.
+    ``rename``: canonical name → live name, where modules sit elsewhere in the live model; None for a name that belongs
+    nowhere in it. Used to find the owner only.
+    ``drops``: names that the engine's loader leaves out, as buffers that it computes itself.
 
     Raises ValueError if a tie leads to a name that is not live, or is tied itself.
     """
@@ -130,11 +134,12 @@ class NameResolver:
         expects_base_layer: bool = False,
         tp_shards: int | None = None,
         num_experts: int | None = None,
-        rename: Callable[[str], str] | None = None,
+        rename: Callable[[str], str | None] | None = None,
+        drops: Callable[[str], bool] | None = None,
     ) -> None:
         self._live, self._ties, self._ignore = dict(live), dict(ties or {}), ignore
         self._expects_base_layer, self._tp_shards, self._num_experts = expects_base_layer, tp_shards, num_experts
-        self._rename = rename
+        self._rename, self._drops = rename or (lambda name: name), drops or (lambda name: False)
         astray = [f"{n} → {to}" for n, to in self._ties.items() if to not in self._live or to in self._ties]
         if astray:
             raise ValueError(f"a tie leads to a live parameter that is not tied itself, found {_some(astray)}")
@@ -203,7 +208,8 @@ class NameResolver:
             return Resolved(name, load_as, owner, role, place.kind, source, place.part, place.expert)
         if is_adapter(name):
             return Resolved(name, name, None, role, "adapter", source)
-        return Resolved(name, None, None, role, "ignored", source) if name in self._ignore else None
+        ignored = name in self._ignore or self._rename(name) in self._ignore or self._drops(name)
+        return Resolved(name, None, None, role, "ignored", source) if ignored else None
 
     def _piece(self, place: _Place) -> tuple[str, int | None, str | None]:
         return self._holder(place.live), place.expert, place.part
@@ -221,9 +227,11 @@ class NameResolver:
         """Where the name belongs, or None. A live name comes first: no rule rewrites it."""
         if is_adapter(name):
             return _Place(name, "adapter") if name in self._live else None
-        name = name if self._rename is None else self._rename(name)
-        bare = unwrap(name)
-        live = self._by_bare.get(name) or self._by_bare.get(bare)
+        renamed = self._rename(name)
+        if renamed is None:
+            return None
+        bare = unwrap(renamed)
+        live = self._by_bare.get(renamed) or self._by_bare.get(bare)
         if live is not None:
             return _Place(live, "whole")
         return self._packed_place(bare) or self._expert_place(bare)

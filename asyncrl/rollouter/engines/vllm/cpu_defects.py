@@ -3,13 +3,22 @@
 *Temperatures under speculation*: the CPU kernel that spreads a request's sampling parameters over its drafted tokens
 writes into a temporary copy where their prefix sums are not int64, and the result is memory as it was found. Sampling
 then follows some temperature or other. `spread_is_broken` measures it; the replacement is the same operation in torch.
+
+*Experts after an update*: on the CPU the weights of all experts are packed for their kernel when it is made, and only
+then. A reload leaves them as the checkpoint has them, which the kernel takes for packed ones: the model answers, but
+wrongly. `experts_stay_unpacked` tries it; the correction has the kernel made anew for each reload.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
+import types
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 
 def correct_cpu_build(vllm_config: Any) -> list[str]:
@@ -38,3 +47,31 @@ def spread(
     x = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
     counts = torch.diff(cu_num_tokens.long(), prepend=cu_num_tokens.new_zeros(1).long())
     return x.repeat_interleave(counts, output_size=num_tokens)
+
+
+def pack_experts_anew(net: torch.nn.Module) -> None:
+    """For a loaded model, before its first update."""
+    for module in net.modules():
+        method = getattr(module, "quant_method", None)
+        on_cpu = getattr(method, "unquantized_backend", None) is UnquantizedMoeBackend.CPU
+        if isinstance(method, UnquantizedFusedMoEMethod) and on_cpu and experts_stay_unpacked(method):
+            process = method.process_weights_after_loading
+            method.process_weights_after_loading = functools.partial(_with_new_kernel, method, process)
+
+
+def experts_stay_unpacked(method: UnquantizedFusedMoEMethod) -> bool:
+    """Whether weights that are processed a second time do not get to the kernel, which packs them."""
+    packed: list[torch.nn.Module] = []
+    probe, layer = copy.copy(method), torch.nn.Module()
+    kernel = types.SimpleNamespace(process_weights_after_loading=packed.append)
+    probe.moe_kernel = types.SimpleNamespace(fused_experts=kernel)
+    layer.moe_config = method.moe
+    for name in ("w13_weight", "w2_weight"):
+        layer.register_parameter(name, torch.nn.Parameter(torch.zeros(1, 2, 2), requires_grad=False))
+    type(method).process_weights_after_loading(probe, layer)
+    return not packed
+
+
+def _with_new_kernel(method: UnquantizedFusedMoEMethod, process: Any, layer: torch.nn.Module) -> None:
+    method.moe_kernel = None
+    process(layer)

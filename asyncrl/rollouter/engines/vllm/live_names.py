@@ -3,67 +3,150 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator, Mapping
 
 import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, get_spec_layer_idx_from_weight_name
 
 from asyncrl.param_sync.digest import dtype_name
 from asyncrl.param_sync.names import PACKED, LiveTensor, NameResolver
 
+Rename = Callable[[str], str | None]
+
 
 def resolver(
-    model: torch.nn.Module, tp_size: int, lora: bool, shared_with: torch.nn.Module | None = None
+    model: torch.nn.Module,
+    dtype: torch.dtype,
+    tp_size: int,
+    lora: bool,
+    shared_with: torch.nn.Module | None = None,
 ) -> NameResolver:
-    """Resolves names against a loaded model. ``shared_with``: the target of a draft model, whose modules this one may
-    use; what they share is loaded there."""
+    """Resolves names against a loaded model. ``dtype``: the model's. ``shared_with``: the target of a draft model,
+    whose modules this one may use; what they share is loaded there."""
     shared = set() if shared_with is None else {id(module) for module in shared_with.modules()}
     live: dict[str, LiveTensor] = {}
-    optional: set[str] = set()
-    for path, module in model.named_modules():
+    ignore: set[str] = set()
+    for prefix, module in _modules(model):
         parameters, buffers = _loadable(module)
-        prefix = f"{path}." if path else ""
-        for leaf, tensor in (parameters | buffers).items():
-            name = prefix + leaf
-            live[name] = _described(module, tensor, tp_size)
-            if leaf in buffers or id(module) in shared:
-                optional.add(name)
+        names = {prefix + leaf for leaf in parameters | buffers}
+        if id(module) in shared:
+            ignore |= names
+            continue
+        live |= {prefix + leaf: _described(module, t, dtype, tp_size) for leaf, t in (parameters | buffers).items()}
+        ignore |= {prefix + leaf for leaf in buffers}
+    for name, module, parameter in _unrecorded(model):
+        if name not in ignore:
+            live[name] = _described(module, parameter, dtype, tp_size)
     packed = {owner: tuple(parts) for owner, parts in getattr(model, "packed_modules_mapping", {}).items()}
     return NameResolver(
         live,
         packed={**PACKED, **packed},
-        ignore=frozenset(optional),
+        ties={name: owner for name, owner in ties(model).items() if {name, owner} <= live.keys()},
+        ignore=frozenset(ignore),
         expects_base_layer=lora,
         tp_shards=tp_size,
-        rename=_rename(model),
+        num_experts=getattr(model, "num_logical_experts", None) or None,
+        rename=_rename(model, live),
+        drops=lambda name: AutoWeightsLoader.REMOVE_UNUSED_ROTARY_EMBEDS_MAPPER.map_name(name) is None,
     )
+
+
+def ties(model: torch.nn.Module) -> Mapping[str, str]:
+    """Names of embeddings and heads that hold the same parameter as another: such a name → the first one. Each is
+    loaded all the same, as its kernel may hold the weight in a packed form of its own."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for prefix, module in _modules(model):
+        if isinstance(module, VocabParallelEmbedding):
+            name = f"{prefix}weight"
+            if (owner := first.setdefault(id(module.weight), name)) != name:
+                found[name] = owner
+    return found
+
+
+def _modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Each module once, by the first of its paths, which is the one that a checkpoint has."""
+    for path, module in model.named_modules():
+        yield f"{path}." if path else "", module
 
 
 def _loadable(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """A module's own parameters and persistent buffers in the form in which a checkpoint has them: their kernels may
     have packed, transposed or quantised them since."""
     parameters, buffers = get_layerwise_info(module).restore_metadata
-    # biases are recorded nowhere, as they stay what they are
-    parameters = {name: p for name, p in module._parameters.items() if p is not None and name == "bias"} | parameters
     transient = module._non_persistent_buffers_set
     return parameters, {name: b for name, b in buffers.items() if name not in transient}
 
 
-def _described(module: torch.nn.Module, tensor: torch.Tensor, tp_size: int) -> LiveTensor:
-    """Loaders cast while they copy, so only a width that the model as a whole has is compared."""
+def _unrecorded(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, torch.Tensor]]:
+    """Parameters that vLLM records nowhere, as they stay what they are: biases, and the routers' corrections, which
+    the experts hold too."""
+    seen: set[int] = set()
+    for prefix, module in _modules(model):
+        for leaf, parameter in module._parameters.items():
+            if leaf in SKIP_TENSORS and parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield prefix + leaf, module, parameter
+
+
+def _described(module: torch.nn.Module, tensor: torch.Tensor, dtype: torch.dtype, tp_size: int) -> LiveTensor:
+    """Loaders cast while they copy, and models keep single parameters wider than the rest, whatever the checkpoint
+    has: only a width that the model as a whole has is compared."""
     if tp_size > 1:
         return LiveTensor(None, None)
     shape = tuple(tensor.shape)
     if isinstance(module, VocabParallelEmbedding):
         shape = (module.org_vocab_size, *shape[1:])  # the rest is padding
-    return LiveTensor(dtype_name(tensor), shape)
+    return LiveTensor(dtype_name(tensor) if tensor.dtype == dtype else None, shape)
 
 
-def _rename(model: torch.nn.Module) -> Callable[[str], str] | None:
-    """The model's own map from a checkpoint's names to its modules, less what it says of packed ones."""
+def _rename(model: torch.nn.Module, live: Container[str]) -> Rename:
+    """The way from a checkpoint's names to the model's modules that its own loader goes, less what it says of packed
+    ones; None for names that it leaves to another model, or that it would not take for what they are."""
+    to_modules, packs = _to_modules(model), _packing(model)
+
+    def rename(name: str) -> str | None:
+        renamed = to_modules(name)
+        if renamed is None or renamed not in live:
+            return renamed
+        # in_proj_qkvz is not for a loader of in_proj_qkv, which would make in_proj_qkvzz of it
+        mapped = any(renamed.startswith(at) and mapper.map_name(renamed) != renamed for at, mapper in packs)
+        return None if mapped else renamed
+
+    return rename
+
+
+def _packing(model: torch.nn.Module) -> list[tuple[str, WeightsMapper]]:
+    """What the loaders of the model and its modules make of the names of packed ones, with the modules' prefixes."""
+    mappers = ((prefix, getattr(module, "hf_to_vllm_mapper", None)) for prefix, module in _modules(model))
+    return [(at, WeightsMapper(orig_to_new_stacked=m.orig_to_new_stacked)) for at, m in mappers if m is not None]
+
+
+def _to_modules(model: torch.nn.Module) -> Rename:
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    if mapper is None:
+    if mapper is not None:
+        to_modules: Rename = dataclasses.replace(mapper, orig_to_new_stacked={}).map_name
+        return to_modules
+    if hasattr(model, "_rewrite_spec_layer_name"):
+        return lambda name: _in_numbered_draft(model, name)
+    if hasattr(model, "is_unused_checkpoint_weight"):
+        return lambda name: _in_mtp_draft(model, name)
+    return lambda name: name
+
+
+def _in_numbered_draft(model: torch.nn.Module, name: str) -> str | None:
+    """In the MTP models of DeepSeek and GLM, whose layers follow those of the target."""
+    layer = get_spec_layer_idx_from_weight_name(model.config, name)
+    if layer is not None:
+        return str(model._rewrite_spec_layer_name(layer, name))  # type: ignore[operator]
+    return name if "embed_tokens" in name else None
+
+
+def _in_mtp_draft(model: torch.nn.Module, name: str) -> str | None:
+    """In the MTP models of Qwen, whose names in a checkpoint begin with ``mtp``."""
+    if model.is_unused_checkpoint_weight(name):  # type: ignore[operator]
         return None
-    mapper = dataclasses.replace(mapper, orig_to_new_stacked={})
-    return lambda name: mapper.map_name(name) or name
+    return "model." + name.removeprefix("mtp.") if name.startswith("mtp.") else name

@@ -1,0 +1,86 @@
+"""A live vLLM model that takes new weights, whole tensors by their canonical names, under vLLM's layerwise reload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from asyncrl.param_sync.errors import SyncError
+from asyncrl.param_sync.manifest import Manifest, Role, TensorSpec
+from asyncrl.rollouter.engines.vllm.cpu_defects import pack_experts_anew
+from asyncrl.rollouter.engines.vllm.live_names import resolver, ties
+
+
+class LiveModel:
+    """Packed, sharded and quantised parameters come out as they do from a checkpoint. ::
+
+        model = LiveModel("target", net, model_config, tp_size=1)
+        model.plan(manifest)  # before anything is paused
+        model.start()
+        model.load((load_as, tensor) for load_as in model.loads[name] ...)
+        model.finish()
+
+    vLLM's own config is to be the current one from ``start`` to ``finish``. ``shared_with``: a draft's target.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        net: torch.nn.Module,
+        config: Any,
+        tp_size: int,
+        lora: bool = False,
+        shared_with: torch.nn.Module | None = None,
+    ) -> None:
+        pack_experts_anew(net)
+        self.role, self.net, self._config = role, net, config
+        self._resolver = resolver(net, config.dtype, tp_size, lora, shared_with)
+        self.wants = self._resolver.wants
+        self._aliases: dict[str, list[str]] = {}
+        for alias, owner in ties(net).items():
+            self._aliases.setdefault(owner, []).append(alias)
+        #: sent tensor → the names under which vLLM's loader takes it
+        self.loads: dict[str, tuple[str, ...]] = {}
+        self._filled: frozenset[str] = frozenset()
+        self.reloading = False
+
+    def plan(self, specs: Iterable[TensorSpec]) -> None:
+        """Settle where each tensor belongs. Raises ManifestError unless they are what the model takes, all of it."""
+        plan = self._resolver.resolve(specs)
+        self.loads = plan.loads()
+        owners = {t.owner: t for t in plan.tensors if t.load_as is not None and t.owner is not None}
+        for owner, aliases in self._aliases.items():
+            if owner in owners:
+                t = owners[owner]
+                self.loads[t.source] += tuple(alias for alias in aliases if alias != t.load_as)
+        self._filled = frozenset(owners)
+
+    def start(self) -> None:
+        initialize_layerwise_reload(self.net)
+        self.reloading = True
+
+    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Raises SyncError if vLLM's loader passed over any of the tensors: it says which parameters it filled."""
+        filled = self.net.load_weights(tensors)  # type: ignore[operator]
+        passed_over = [name for name, _ in tensors]
+        if filled is not None:
+            passed_over += sorted(self._filled - set(filled))
+        if passed_over:
+            some = ", ".join(passed_over[:4]) + (" …" if len(passed_over) > 4 else "")
+            raise SyncError("transfer", None, None, None, f"vLLM's loader passed over {some} of the {self.role}")
+
+    def finish(self) -> None:
+        """Also of an update that broke off: the weights are of no version then, but can be updated again."""
+        self.reloading = False
+        finalize_layerwise_reload(self.net, self._config)
+
+
+def plan_loads(manifest: Manifest, target: LiveModel, draft: LiveModel | None) -> None:
+    """Settle where each tensor belongs in the target, and in the draft if there is one. Raises ManifestError."""
+    target.plan(spec for spec in manifest if spec.role == "target")
+    if draft is not None:
+        # a draft that does not share the target's embedding or head takes them, too
+        draft.plan(spec for spec in manifest if spec.role == "draft" or draft.wants(spec.name))
