@@ -241,6 +241,27 @@ async def test_a_transfer_that_breaks_leaves_no_half_update_in_service(replica, 
     assert error_of(reference, weights, PROMPT, answer) < 1e-4
 
 
+async def test_a_damaged_bucket_is_told_at_once_and_the_next_sync_succeeds(replica, reference, initial):
+    await replica.sync(initial)
+    replica.rank.writer.damage = True
+    async with asyncio.timeout(30):
+        with pytest.raises(SyncError, match=r"phase transfer, replica/0.*bucket 0/\d+.*damaged on its way"):
+            await replica.sync(changed(initial, 63))
+    weights = changed(initial, 64)
+    await replica.sync(weights)
+    answer = (await replica.generate([request("mended", PROMPT, 12)]))["mended"]
+    assert error_of(reference, weights, PROMPT, answer) < 1e-4
+
+
+async def test_an_update_that_is_given_up_between_two_steps_can_be_made_again(replica, reference, initial):
+    await replica.sync(initial)
+    await replica.engine._llm.start_weight_update()  # as by a session that is cancelled here
+    weights = changed(initial, 65)
+    await replica.sync(weights)
+    answer = (await replica.generate([request("again", PROMPT, 12)]))["again"]
+    assert error_of(reference, weights, PROMPT, answer) < 1e-4
+
+
 async def test_the_digests_are_the_senders(replica, initial):
     report = await replica.sync(changed(initial, 71))
     assert {role: await replica.engine.digest(role) for role in report.digests} == report.digests

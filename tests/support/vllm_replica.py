@@ -26,6 +26,7 @@ from asyncrl.rollouter.engine import EventBatch, Request, SamplingParams
 from asyncrl.rollouter.engines.vllm.engine import VLLMEngine
 from asyncrl.sample import FinishReason, PolicyVersion
 from asyncrl.telemetry.recorder import Recorder
+from tests.support.sync_processes import DamagingWriter
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -45,7 +46,8 @@ class TensorRank:
     """Implements `asyncrl.param_sync.handles.SenderHandle` for `tensors`, in a thread of this process."""
 
     def __init__(self, transport: str) -> None:
-        self._sender = Sender("trainer/0", make_writer(transport, 0, 1 << 20, "127.0.0.1"))
+        self.writer = DamagingWriter(make_writer(transport, 0, 1 << 20, "127.0.0.1"))
+        self._sender = Sender("trainer/0", self.writer)
         self._thread = ThreadPoolExecutor(1)
         self.tensors: Tensors = {}
         self.tied: tuple[TensorSpec, ...] = ()

@@ -99,6 +99,8 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 model.load(self._arriving(update_info.deadline_s))
         except BaseException as problem:
             self.problem = problem
+            assert self._reader is not None
+            self._reader.abort()  # so that the senders do not wait for this worker
             raise
 
     def finish_weight_update(self) -> None:
@@ -112,6 +114,7 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def attach(self, worker: Any) -> dict[str, Any]:
         """Look at the loaded models. Returns what the replica must know of them."""
+        self._worker = worker
         self._corrected = correct_cpu_build(self.vllm_config)
         tp_size, lora = self.parallel_config.tensor_parallel_size, self.vllm_config.lora_config is not None
         target, draft = worker.get_model(), worker.get_draft_model()
@@ -164,6 +167,8 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             for model in self._models():
                 if model.reloading:
                     model.finish()
+        self.reset_weight_update_target()
+        self._worker._weight_update_active = False  # vLLM ends an update that fails, not one that is given up
 
     # -- within --------------------------------------------------------------------------------------------------------
 
