@@ -16,7 +16,9 @@ from asyncrl.models.checkpoint import (
     save_checkpoint,
 )
 from asyncrl.models.config import CheckpointError, DecoderConfig
+from asyncrl.models.chunked import ChunkedAcceptance, ChunkedCrossEntropy
 from asyncrl.models.decoder import Decoder, DraftTargets, rope_table
+from asyncrl.rollouter.engines.native.speculation import judge
 from asyncrl.models.layout import PackedLayout
 from asyncrl.models.mtp_from_trunk import HIDDEN_SHARE
 
@@ -236,28 +238,36 @@ def test_depths_beyond_the_layers_repeat_the_last_one_and_packed_neighbours_chan
     assert [bool(state.any()) for state in silent] == [True, False, False]
 
 
+@pytest.mark.parametrize("loss", ["acceptance", "cross_entropy"])
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 @pytest.mark.parametrize("detach", [True, False])
-def test_the_drafts_scores_and_gradients_equal_those_of_whole_logits(chunk, detach):
+def test_the_drafts_scores_and_gradients_equal_those_of_whole_logits(chunk, detach, loss):
     model = tiny_drafting(1)
     tokens, layout = torch.randint(0, SMALL["vocab_size"], (41,)), PackedLayout.from_lengths(np.array([20, 21]))
     targets = [
         DraftTargets(places, tokens[places + 2]) for places in (torch.arange(17, 9, -1), torch.arange(18, 3, -2))
     ]
-    scores = model(tokens, layout, torch.arange(1), tokens[1:2], 0.7, chunk, targets, detach)
+    scores = model(tokens, layout, torch.arange(1), tokens[1:2], 0.7, chunk, targets, loss, detach)
     (scores.drafts[0].loss * 0.3 + scores.drafts[1].loss * 0.2).backward()
     found = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
 
-    states = model.draft_states(model.hidden_states(tokens, layout), tokens, layout, 2, detach)
+    hidden = model.hidden_states(tokens, layout)
+    assert torch.equal(scores.hidden, hidden)
+    states = model.draft_states(hidden, tokens, layout, 2, detach)
     head = model.lm_head.weight.detach() if detach else model.lm_head.weight
+    policy = torch.softmax(model.logits(tokens, layout) / 0.7, -1).detach()
     total = torch.zeros(())
     for state, target, score, factor in zip(states, targets, scores.drafts, (0.3, 0.2), strict=True):
         logits = state[target.places] @ head.T / 0.7
-        loss = torch.nn.functional.cross_entropy(logits, target.tokens, reduction="sum")
-        torch.testing.assert_close(score.loss, loss, atol=1e-4, rtol=0)
+        if loss == "acceptance":  # token p + 2 was drawn from what the policy says at p + 1, at any depth
+            accepted = torch.minimum(torch.softmax(logits, -1), policy[target.places + 1]).sum(-1)
+            expected = -accepted.log().sum()
+        else:
+            expected = torch.nn.functional.cross_entropy(logits, target.tokens, reduction="sum")
+        torch.testing.assert_close(score.loss, expected, atol=1e-4, rtol=0)
         assert score.hits == (logits.argmax(1) == target.tokens).sum()
-        total = total + loss * factor
+        total = total + expected * factor
     total.backward()
     for name, p in model.named_parameters():
         assert (found[name] is None) == (p.grad is None), name
@@ -265,6 +275,39 @@ def test_the_drafts_scores_and_gradients_equal_those_of_whole_logits(chunk, deta
             torch.testing.assert_close(found[name], p.grad, atol=1e-4, rtol=1e-4)
     reached = {name for name, gradient in found.items() if gradient is not None}
     assert (reached == {name for name in found if is_draft(name)}) == detach
+
+
+def test_the_loss_is_the_log_of_how_often_drafted_tokens_are_accepted_when_they_are_judged():
+    """Judged as the engine does, with many draws from a draft for one context."""
+    torch.manual_seed(0)
+    hidden, target, weight, draws = torch.randn(1, 6), torch.randn(1, 6), torch.randn(9, 6), 200_000
+    loss, _ = ChunkedAcceptance.apply(hidden, weight, target, torch.zeros(1).long(), 0.7, 8)
+    q, p = (torch.softmax(h @ weight.T / 0.7, -1) for h in (hidden, target))
+    drafted = torch.multinomial(q.expand(draws, -1), 1)
+    accepted, _ = judge(
+        p.expand(draws, 2, -1), q.expand(draws, 1, -1), drafted, torch.rand(draws, 1), torch.rand(draws, 2)
+    )
+    assert 0.1 < accepted.float().mean() < 0.9
+    assert accepted.float().mean().item() == pytest.approx(loss.neg().exp().item(), abs=5e-3)
+
+
+def test_where_the_policy_is_sure_the_loss_is_the_cross_entropy_and_where_both_agree_it_is_zero():
+    torch.manual_seed(0)
+    weight, tokens = torch.eye(7), torch.randint(0, 7, (11,))
+    sure = 200 * torch.nn.functional.one_hot(tokens, 7).float()
+    gradients = []
+    for loss, others in ((ChunkedAcceptance, (sure, tokens)), (ChunkedCrossEntropy, (tokens,))):
+        hidden = torch.linspace(-40, 40, 77).view(11, 7).roll(3, 0).requires_grad_()  # also where q is next to nothing
+        (total, hits) = loss.apply(hidden, weight, *others, 0.7, 4)
+        total.backward()
+        gradients.append((total.detach(), hits, hidden.grad))
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+
+    hidden = torch.randn(11, 7).requires_grad_()
+    total, _ = ChunkedAcceptance.apply(hidden, weight, hidden.detach(), tokens, 1.0, 4)
+    total.backward()
+    assert total.abs() < 1e-5
+    assert hidden.grad.abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("saved", FAMILIES, indirect=True)

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from asyncrl.models.checkpoint import is_draft, load_decoder, read_tensors
 from asyncrl.models.config import CheckpointError, DecoderConfig
 from asyncrl.models.layout import PackedLayout
-from asyncrl.sample import Group
+from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.trainer.batches import build_batch
+from asyncrl.trainer.batches import build_batch, partition
 from asyncrl.trainer.draft_loss import draft_targets
 from asyncrl.trainer.rank import TrainerRank
 from tests.support.trainer import make_checkpoint, make_config, make_groups, started_ranks, weights
@@ -56,8 +56,9 @@ def test_each_depth_is_taught_the_trained_tokens_that_it_can_predict():
         assert (batch.tokens[places + 2] == tokens).all()
 
 
+@pytest.mark.parametrize("loss", ["acceptance", "cross_entropy"])
 @pytest.mark.parametrize("detach", [True, False])
-def test_loss_and_gradient_are_those_of_the_formula(checkpoint, start, detach):
+def test_loss_and_gradient_are_those_of_the_formula(checkpoint, start, detach, loss):
     """Equal rewards: no advantage, so all of the gradient is the draft's loss. One layer, repeated for depth 2."""
     config = make_config(
         checkpoint,
@@ -69,7 +70,9 @@ def test_loss_and_gradient_are_those_of_the_formula(checkpoint, start, detach):
         num_speculative_tokens=2,
         loss_scaling_factor=0.4,
         detach_encoder=detach,
+        updates_per_batch=1,
     )
+    config.mtp.loss = loss
     groups = make_groups(rewards=1.0)
     metrics, found = gradients(start(config), groups)
 
@@ -81,16 +84,22 @@ def test_loss_and_gradient_are_those_of_the_formula(checkpoint, start, detach):
             tokens = torch.cat([prompt, torch.tensor(group.tokens[group.response(s)]).long()])
             trained = torch.cat([torch.zeros(len(prompt)).bool(), torch.tensor(group.loss_mask[group.response(s)])])
             layout = PackedLayout.from_lengths(np.array([len(tokens)]))
-            states = model.draft_states(model.hidden_states(tokens, layout), tokens, layout, 2, detach)
+            hidden = model.hidden_states(tokens, layout)
+            states = model.draft_states(hidden, tokens, layout, 2, detach)
+            policy = torch.softmax(hidden.detach() @ model.lm_head.weight.detach().T / 0.7, -1)
             head = model.lm_head.weight.detach() if detach else model.lm_head.weight
             for depth, state in enumerate(states, 1):
                 drafted = depth + 1 + trained[depth + 1 :].nonzero().squeeze(1)
                 logits, targets = state[drafted - 2] @ head.T / 0.7, tokens[drafted]
-                losses[depth - 1] = losses[depth - 1] + F.cross_entropy(logits, targets, reduction="sum")
+                if loss == "cross_entropy":
+                    added = F.cross_entropy(logits, targets, reduction="sum")
+                else:
+                    added = -torch.minimum(policy[drafted - 1], torch.softmax(logits, -1)).sum(-1).log().sum()
+                losses[depth - 1] = losses[depth - 1] + added
                 hits[depth - 1] += int((logits.argmax(1) == targets).sum())
                 counts[depth - 1] += len(targets)
-    for depth, (loss, hit, count) in enumerate(zip(losses, hits, counts, strict=True), 1):
-        assert metrics[f"mtp/loss_{depth}"] == pytest.approx(loss.item() / count, rel=1e-5)
+    for depth, (total, hit, count) in enumerate(zip(losses, hits, counts, strict=True), 1):
+        assert metrics[f"mtp/loss_{depth}"] == pytest.approx(total.item() / count, rel=1e-5)
         assert metrics[f"mtp/accuracy_{depth}"] == pytest.approx(hit / count)
     (0.4 / 2 * (losses[0] / counts[0] + losses[1] / counts[1])).backward()
     expected = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
@@ -101,8 +110,10 @@ def test_loss_and_gradient_are_those_of_the_formula(checkpoint, start, detach):
     assert metrics["mtp/grad_norm"] == pytest.approx(flat(expected, True).norm().item(), rel=1e-4)
 
 
-def test_neither_micro_batches_nor_chunks_nor_checkpointing_change_the_drafts_gradient(checkpoint, start):
-    options = {"grad_clip": 0.0, "enable_train": True, "num_speculative_tokens": 2, "detach_encoder": False}
+@pytest.mark.parametrize("detach", [True, False])
+def test_neither_micro_batches_nor_chunks_nor_checkpointing_change_the_drafts_gradient(checkpoint, start, detach):
+    options = {"grad_clip": 0.0, "enable_train": True, "num_speculative_tokens": 2, "detach_encoder": detach}
+    options["updates_per_batch"] = 1
     _, whole = gradients(start(make_config(checkpoint, **options)), make_groups())
     for other in ({"max_tokens_per_micro_batch": 1}, {"logprob_chunk_tokens": 7}, {"activation_checkpointing": True}):
         _, found = gradients(start(make_config(checkpoint, **options, **other)), make_groups())
@@ -131,8 +142,87 @@ def test_a_detached_draft_leaves_the_policys_update_bit_identical(checkpoint, st
         assert theirs["mtp/grad_norm"] > 0.05
 
 
+def test_its_updates_are_as_many_as_asked_for_each_over_its_share_and_count_in_the_checkpoint(
+    checkpoint, start, tmp_path
+):
+    """Against the same updates as batches of their own: with no advantage, nothing moves the policy between them."""
+    groups = make_groups((4, 4, 4), rewards=1.0)
+    options = {"enable_train": True, "grad_clip": 0.01, "weight_decay": 0.0, "max_tokens_per_micro_batch": 60}
+    rank = start(make_config(checkpoint, **options, updates_per_batch=3))
+    before = weights(rank)
+    metrics = rank.train(0, groups)
+    shared = weights(rank)
+    assert not any(torch.equal(shared[name], before[name]) for name in before if is_draft(name))
+    assert all(torch.equal(shared[name], before[name]) for name in before if not is_draft(name))
+    rank.save(tmp_path / "state")
+    straight = rank.train(1, groups), weights(rank)
+    again = start(make_config(checkpoint, **options, updates_per_batch=3))
+    again.load(tmp_path / "state")
+    assert again.train(1, groups) == straight[0]
+    assert all(torch.equal(tensor, straight[1][name]) for name, tensor in weights(again).items())
+
+    batch = build_batch([Group.from_buffer(data) for data in groups])
+    samples = [(group, s) for group in map(Group.from_buffer, groups) for s in range(len(group))]
+    one = start(make_config(checkpoint, **options, updates_per_batch=1))
+    norms = []
+    for number, share in enumerate(partition(batch.lengths, 3)):
+        norms.append(one.train(number, [alone(*samples[b]) for b in share])["mtp/grad_norm"])
+    for name, tensor in weights(one).items():
+        torch.testing.assert_close(tensor, shared[name], atol=2e-5, rtol=0)
+    assert metrics["mtp/grad_norm"] == pytest.approx(np.mean(norms), rel=1e-4)
+
+
+def test_more_updates_than_sequences_leave_out_those_without_a_token(checkpoint, start):
+    rank = start(make_config(checkpoint, enable_train=True, updates_per_batch=7))
+    metrics = rank.train(0, make_groups((2, 1)))
+    taught = sum(
+        bool(len(draft_targets(build_batch([Group.from_buffer(alone(group, s))]), 1)[0]))
+        for group in map(Group.from_buffer, make_groups((2, 1)))
+        for s in range(len(group))
+    )
+    assert int(rank._backend.state()["draft_steps"]) == taught
+    assert 0 < taught <= 3
+    assert metrics["trainer/optimizer_steps"] == 1
+
+
+def test_the_draft_has_a_learning_rate_of_its_own_on_the_policys_schedule(checkpoint, start):
+    moved = []
+    for rate in (0.0, 1e-3, 1e-2):
+        options = {"schedule": "linear", "min_lr_ratio": 0.0, "total_steps": 2, "weight_decay": 0.0}
+        config = make_config(checkpoint, enable_train=True, learning_rate=rate, updates_per_batch=1, **options)
+        rank = start(config)
+        before = weights(rank)
+        rank.train(0, make_groups())
+        after = weights(rank)
+        rank.train(1, make_groups())
+        moved.append([step(a, b) for a, b in ((before, after), (after, weights(rank)))])
+    # AdamW's first step is the rate in every weight that has a gradient
+    assert moved[0] == moved[1]
+    assert moved[2][0] == pytest.approx([1e-3, 1e-2], rel=1e-2)
+    assert moved[2][1] < [5.1e-4, 5.1e-3]
+
+
+def step(before, after):
+    """The largest change of a weight, of the policy's and of the draft's."""
+    return [max(float((after[n] - before[n]).abs().max()) for n in before if is_draft(n) == d) for d in (False, True)]
+
+
+def alone(group, s):
+    rows = group.response(s)
+    sample = Sample(
+        index=0,
+        tokens=group.tokens[rows],
+        logprobs=group.logprobs[rows],
+        loss_mask=group.loss_mask[rows],
+        spans=[VersionSpan(0, PolicyVersion(0, 0))],
+        finish=FinishReason.LENGTH,
+        reward=1.0,
+    )
+    return Group.from_samples(group.uid, group.prompt_id, 0, group.prompt_tokens, [sample]).to_bytes()
+
+
 def test_the_draft_learns(checkpoint, start):
-    rank = start(make_config(checkpoint, enable_train=True, lr=3e-3))
+    rank = start(make_config(checkpoint, enable_train=True, lr=0.0, learning_rate=3e-3))
     losses = [rank.train(step, make_groups())["mtp/loss_1"] for step in range(8)]
     assert losses[-1] < losses[0] - 0.3
 
@@ -145,10 +235,15 @@ def train_on_two_ranks(rank, config, folder):
     trainer.load(folder / "of_one")
     again = trainer.train(1, make_groups((4, 3, 1), seed=1))
     trainer.close()
-    torch.save((found, again), folder / f"rank{rank}.pt")
+    config.mtp.updates_per_batch = 3 if config.mtp.detach_encoder else 1
+    trainer = TrainerRank(config, rank, 2, f"file://{folder}/rendezvous2", Recorder(f"trainer/{rank}"))
+    trainer.train(0, make_groups((4, 3, 1), rewards=1.0))
+    updated = weights(trainer)
+    trainer.close()
+    torch.save((found, again, updated), folder / f"rank{rank}.pt")
 
 
-@pytest.mark.parametrize("detach", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("detach", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_two_ranks_train_the_draft_like_one_and_load_each_others_state(checkpoint, start, tmp_path, detach):
     """Micro-batches of one sequence each, the ranks have unequal numbers of them; one layer does two depths."""
     config = make_config(
@@ -159,6 +254,8 @@ def test_two_ranks_train_the_draft_like_one_and_load_each_others_state(checkpoin
         enable_train=True,
         num_speculative_tokens=2,
         detach_encoder=detach,
+        updates_per_batch=1,
+        weight_decay=0.0,
     )
     config.trainer.ranks = 2
     one = start(config)
@@ -177,6 +274,22 @@ def test_two_ranks_train_the_draft_like_one_and_load_each_others_state(checkpoin
     again = start(config)
     again.load(tmp_path / "of_two")
     assert again.train(1, make_groups((4, 3, 1), seed=1)) == pytest.approx(second, rel=1e-4, abs=1e-5)
+
+    # three updates of two ranks are those of one rank over what both have in their shares
+    groups = make_groups((4, 3, 1), rewards=1.0)
+    lengths = build_batch([Group.from_buffer(data) for data in groups]).lengths
+    halves = partition(lengths, 2)
+    if detach:
+        shares = [[half[part] for part in partition(lengths[half], 3)] for half in halves]
+        updates = [np.concatenate(parts) for parts in zip(*shares, strict=True)]
+    else:
+        updates = [np.concatenate(halves)]
+    samples = [(group, s) for group in map(Group.from_buffer, groups) for s in range(len(group))]
+    one = start(config)
+    for number, update in enumerate(updates):
+        one.train(number, [alone(*samples[b]) for b in update])
+    for name, expected in weights(one).items():
+        torch.testing.assert_close(two[0][2][name], expected, rtol=0, atol=2e-5)
 
 
 def test_a_restored_run_goes_on_bit_for_bit_and_not_with_other_draft_options(checkpoint, start, tmp_path):

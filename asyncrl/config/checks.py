@@ -46,6 +46,7 @@ _CHOICES = {
     "trainer.mixed_precision": ("no", "bfloat16"),
     "trainer.device": ("auto", "cpu", "cuda"),
     "trainer.optimizer.schedule": ("constant", "linear", "cosine"),
+    "mtp.loss": ("acceptance", "cross_entropy"),
     "algorithm.name": ALGORITHMS,
     "algorithm.loss_aggregation": ("token_mean", "sequence_mean"),
     "algorithm.kl_estimator": ("k1", "k2", "k3"),
@@ -103,6 +104,8 @@ _AT_LEAST = {
     "async_training.trigger_parameter_sync_step": 1,
     "async_training.require_batches": 1,
     "mtp.loss_scaling_factor": 0,
+    "mtp.learning_rate": 0,
+    "mtp.updates_per_batch": 0,
     "mtp.num_speculative_tokens": 1,
     "param_sync.bucket_bytes": 0,
     "validation.every_versions": 0,
@@ -371,6 +374,12 @@ def _file_problems(c: Config) -> Iterator[str]:
 def _draft_training_problems(c: Config) -> Iterator[str]:
     if c.mtp.enable_train and c.mtp.loss_scaling_factor == 0:
         yield "mtp.loss_scaling_factor: 0 trains no draft; expected more than 0, or mtp.enable_train=false"
+    if c.mtp.updates_per_batch > 1 and not c.mtp.detach_encoder:
+        yield (
+            f"mtp.updates_per_batch: {c.mtp.updates_per_batch} steps of the draft do not go with "
+            "mtp.detach_encoder=false, where it learns in the one step of the trunk; expected 0 or 1, or "
+            "mtp.detach_encoder=true"
+        )
     if c.mtp.init_from_trunk and not (c.mtp.enable_train or c.mtp.enable_rollout):
         yield (
             "mtp.init_from_trunk: makes a draft that nothing would use; expected mtp.enable_train=true or "

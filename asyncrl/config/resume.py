@@ -23,8 +23,11 @@ MAY_CHANGE = (
     "trainer.",  # ranks, batch size, steps, optimizer, precision
     "algorithm.",
     "async_training.",
+    "mtp.loss",
     "mtp.loss_scaling_factor",
     "mtp.detach_encoder",
+    "mtp.learning_rate",
+    "mtp.updates_per_batch",
     "mtp.enable_rollout",
     "mtp.num_speculative_tokens",
     "mtp.guard",

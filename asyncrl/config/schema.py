@@ -146,8 +146,13 @@ class MTPConfig:
     """Multi-token prediction: the checkpoint's MTP layers, here called the draft, trained and used to speculate."""
 
     enable_train: bool = False  # train the draft beside the policy; else it stays as the checkpoint has it
+    loss: str = (
+        "acceptance"  # of the draft's tokens by the policy's distribution | cross_entropy, of the sampled tokens
+    )
     loss_scaling_factor: float = 0.1  # of the MTP loss, beside the policy's
     detach_encoder: bool = True  # no gradient from the MTP loss into trunk, embedding or head
+    learning_rate: float = 0.0  # of the draft, on the schedule of trainer.optimizer; 0: its lr
+    updates_per_batch: int = 0  # draft's optimizer steps per one of the policy; 0: 16 with detach_encoder, else 1
     init_from_trunk: bool = False  # a checkpoint without MTP weights gets a draft made from its last trunk layer
     enable_rollout: bool = False  # speculative decoding with the draft
     num_speculative_tokens: int = 1  # drafted per verification, at most

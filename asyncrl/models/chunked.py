@@ -1,4 +1,4 @@
-"""What the head says of many rows, a chunk at a time: log-probabilities, entropies, cross-entropy, and their gradients.
+"""What the head says of many rows, a chunk at a time: log-probabilities, entropies, a draft's losses, and gradients.
 
 Shape suffixes: R rows, C a chunk of them, M hidden size, V vocabulary.
 """
@@ -52,35 +52,10 @@ class ChunkedScores(torch.autograd.Function):
         return d_hidden, d_weight.to(weight.dtype), None, None, None
 
 
-class ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum over rows of −log softmax(hidden @ W.T / temperature)[target], and how many targets are the likeliest token,
-    without ever holding [R, V].
+class _SumOverRows(torch.autograd.Function):
+    """A sum over rows whose forward pass has made the gradient too, for ``hidden`` [R, M] and ``weight`` [V, M].
 
     The gradient of a sum is known up to one factor when the sum is, so each chunk's logits are computed once."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int) -> Any:
-        loss, hits = hidden.new_zeros((), dtype=torch.float32), hidden.new_zeros((), dtype=torch.float32)
-        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for lo in range(0, len(targets), chunk):
-            rows = slice(lo, lo + chunk)
-            targets_C1 = targets[rows, None]
-            logp_CV = _log_softmax(hidden[rows], weight, temperature)
-            loss -= logp_CV.gather(1, targets_C1).sum()
-            hits += (logp_CV.argmax(1, keepdim=True) == targets_C1).sum()
-            if d_hidden is not None or d_weight is not None:
-                dz_CV = logp_CV.exp_()
-                dz_CV.scatter_add_(1, targets_C1, dz_CV.new_full((), -1.0).expand_as(targets_C1))
-                dz_CV = dz_CV.div_(temperature).to(weight.dtype)
-            if d_hidden is not None:
-                d_hidden[rows] = dz_CV @ weight
-            if d_weight is not None:
-                d_weight += dz_CV.t() @ hidden[rows]
-        ctx.save_for_backward(d_hidden, d_weight)
-        ctx.weight_dtype = weight.dtype
-        ctx.mark_non_differentiable(hits)
-        return loss, hits
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -89,10 +64,92 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return (
             None if d_hidden is None else d_hidden * g.to(d_hidden.dtype),
             None if d_weight is None else (d_weight * g).to(ctx.weight_dtype),
-            None,
-            None,
-            None,
+            *[None] * (len(ctx.needs_input_grad) - 2),
         )
+
+
+class _Gradients:
+    """What `_SumOverRows` saves, filled chunk by chunk with the gradient of the scaled logits."""
+
+    def __init__(self, ctx: Any, hidden: Tensor, weight: Tensor, temperature: float) -> None:
+        self._hidden, self._weight, self._temperature = hidden, weight, temperature
+        self._d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        self._d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        self.wanted = any(ctx.needs_input_grad[:2])
+
+    def add(self, rows: slice, dz_CV: Tensor) -> None:
+        dz_CV = dz_CV.div_(self._temperature).to(self._weight.dtype)
+        if self._d_hidden is not None:
+            self._d_hidden[rows] = dz_CV @ self._weight
+        if self._d_weight is not None:
+            self._d_weight += dz_CV.t() @ self._hidden[rows]
+
+    def save(self, ctx: Any) -> None:
+        ctx.save_for_backward(self._d_hidden, self._d_weight)
+        ctx.weight_dtype = self._weight.dtype
+
+
+class ChunkedCrossEntropy(_SumOverRows):
+    """Sum over rows of −log softmax(hidden @ W.T / temperature)[target], and how many targets are the likeliest token,
+    without ever holding [R, V]."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int) -> Any:
+        loss, hits = hidden.new_zeros((), dtype=torch.float32), hidden.new_zeros((), dtype=torch.float32)
+        gradients = _Gradients(ctx, hidden, weight, temperature)
+        for lo in range(0, len(targets), chunk):
+            rows = slice(lo, lo + chunk)
+            targets_C1 = targets[rows, None]
+            logp_CV = _log_softmax(hidden[rows], weight, temperature)
+            loss -= logp_CV.gather(1, targets_C1).sum()
+            hits += (logp_CV.argmax(1, keepdim=True) == targets_C1).sum()
+            if gradients.wanted:
+                dz_CV = logp_CV.exp_()
+                dz_CV.scatter_add_(1, targets_C1, dz_CV.new_full((), -1.0).expand_as(targets_C1))
+                gradients.add(rows, dz_CV)
+        gradients.save(ctx)
+        ctx.mark_non_differentiable(hits)
+        return loss, hits
+
+
+class ChunkedAcceptance(_SumOverRows):
+    """Sum over rows of −log α, and how many ``targets`` are q's likeliest token, without ever holding [R, V].
+
+    α is the chance that rejection sampling accepts a token drafted from q where the target's distribution is p: what
+    both have in common, one less their total variation (Leviathan et al. 2023, arXiv 2211.17192, corollary 3.6)::
+
+        q = softmax(hidden @ W.T / temperature),  p = softmax(target_hidden @ W.T / temperature),  held constant
+        α = Σ min(p, q),   d(−log α)/dz = q · (Σ q·[q < p] − [q < p]) / α      for the scaled logits z of q
+
+    Where p is sure of its token this is the cross-entropy; where it is not, it goes for the overlap itself.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        target_hidden: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk: int,
+    ) -> Any:
+        loss, hits = hidden.new_zeros((), dtype=torch.float32), hidden.new_zeros((), dtype=torch.float32)
+        gradients = _Gradients(ctx, hidden, weight, temperature)
+        for lo in range(0, len(targets), chunk):
+            rows = slice(lo, lo + chunk)
+            q_CV = _log_softmax(hidden[rows], weight, temperature).exp_()
+            p_CV = _log_softmax(target_hidden[rows], weight, temperature).exp_()
+            hits += (q_CV.argmax(1) == targets[rows]).sum()
+            below_CV = q_CV < p_CV
+            overlap_C1 = p_CV.minimum(q_CV).sum(1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)
+            loss -= overlap_C1.log().sum()
+            if gradients.wanted:
+                under_C1 = (q_CV * below_CV).sum(1, keepdim=True)
+                gradients.add(rows, q_CV.mul_(under_C1 - below_CV.float()).div_(overlap_C1))
+        gradients.save(ctx)
+        ctx.mark_non_differentiable(hits)
+        return loss, hits
 
 
 def _log_softmax(hidden_CM: Tensor, weight_VM: Tensor, temperature: float) -> Tensor:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from asyncrl.models.chunked import ChunkedCrossEntropy, ChunkedScores
+from asyncrl.models.chunked import ChunkedAcceptance, ChunkedCrossEntropy, ChunkedScores
 from asyncrl.models.config import DecoderConfig
 from asyncrl.models.layout import PackedLayout
 from asyncrl.models.uploads import on_device
@@ -192,18 +192,20 @@ class DraftTargets(NamedTuple):
 
 
 class DraftScores(NamedTuple):
-    """Of one depth, float32 scalars: the sum of cross-entropies in nats, and how many targets the draft likes best."""
+    """Of one depth, float32 scalars: the sum of the loss over its targets in nats, and how many of them the draft likes
+    best."""
 
     loss: Tensor
     hits: Tensor
 
 
 class TokenScores(NamedTuple):
-    """float32 [R]: log-probability of each target token, and the entropy of the distribution it was drawn from; and of
-    each depth what the draft makes of its targets."""
+    """float32 [R]: log-probability of each target token, and the entropy of the distribution it was drawn from; the
+    trunk's ``hidden`` states [T, M], without gradient; and of each depth what the draft makes of its targets."""
 
     logprobs: Tensor
     entropy: Tensor
+    hidden: Tensor
     drafts: tuple[DraftScores, ...] = ()
 
 
@@ -284,23 +286,44 @@ class Decoder(nn.Module):
         temperature: float,
         chunk: int = 1024,
         drafts: Sequence[DraftTargets] = (),
+        draft_loss: str = "acceptance",
         detach_draft: bool = True,
     ) -> TokenScores:
         """Score ``targets_R`` as drawn after the tokens at packed places ``rows_R``, in chunks of ``chunk`` rows.
 
-        ``drafts``: the draft's targets for depth 1, 2 …, scored at the same temperature; the MTP layers run only for
-        them. ``detach_draft``: no gradient from their scores to the trunk, the embedding or the head."""
+        The rest is `score_drafts`; the MTP layers run only for ``drafts``."""
         hidden_TM = self.hidden_states(tokens_T, layout)
-        head_VM = self.lm_head.weight
         logprobs, entropy = ChunkedScores.apply(
-            hidden_TM.index_select(0, rows_R), head_VM, targets_R, temperature, chunk
+            hidden_TM.index_select(0, rows_R), self.lm_head.weight, targets_R, temperature, chunk
         )
-        draft_scores = []
-        if drafts:
-            head_VM = head_VM.detach() if detach_draft else head_VM
-            states = self.draft_states(hidden_TM, tokens_T, layout, len(drafts), detach_draft)
-            for draft_TM, (places_R, tokens_R) in zip(states, drafts, strict=True):
-                draft_RM = draft_TM.index_select(0, places_R)
+        scored = self.score_drafts(hidden_TM, tokens_T, layout, drafts, temperature, chunk, draft_loss, detach_draft)
+        return TokenScores(logprobs, entropy, hidden_TM.detach(), scored)
+
+    def score_drafts(
+        self,
+        hidden_TM: Tensor,
+        tokens_T: Tensor,
+        layout: PackedLayout,
+        drafts: Sequence[DraftTargets],
+        temperature: float,
+        chunk: int = 1024,
+        loss: str = "acceptance",
+        detach: bool = True,
+    ) -> tuple[DraftScores, ...]:
+        """What the draft makes of its targets for depth 1, 2 …, given the trunk's ``hidden_TM`` of these tokens, in
+        chunks of ``chunk`` targets and at the temperature that they were sampled at.
+
+        ``loss``: ``acceptance`` of its tokens by the trunk's own distribution (`ChunkedAcceptance`), or
+        ``cross_entropy`` of the sampled tokens. ``detach``: no gradient to ``hidden_TM``, the embedding or the head."""
+        head_VM = self.lm_head.weight.detach() if detach else self.lm_head.weight
+        states = self.draft_states(hidden_TM, tokens_T, layout, len(drafts), detach) if drafts else []
+        scores = []
+        for draft_TM, (places_R, tokens_R) in zip(states, drafts, strict=True):
+            draft_RM = draft_TM.index_select(0, places_R)
+            if loss == "acceptance":
+                target_RM = hidden_TM.detach().index_select(0, places_R + 1)  # from which the trunk drew the token
+                found = ChunkedAcceptance.apply(draft_RM, head_VM, target_RM, tokens_R, temperature, chunk)
+            else:
                 found = ChunkedCrossEntropy.apply(draft_RM, head_VM, tokens_R, temperature, chunk)
-                draft_scores.append(DraftScores(*found))
-        return TokenScores(logprobs, entropy, tuple(draft_scores))
+            scores.append(DraftScores(*found))
+        return tuple(scores)

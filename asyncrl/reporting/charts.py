@@ -175,7 +175,7 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         ),
         Chart(
             "Draft loss",
-            "Cross-entropy of the trained tokens under the draft, in nats, by depth.",
+            "Mean of the draft's loss (mtp.loss) over the trained tokens, in nats, by depth.",
             (
                 Line("mtp/loss_1", "depth 1", BLUE),
                 Line("mtp/loss_2", "depth 2", ORANGE),

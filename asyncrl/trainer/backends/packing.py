@@ -14,14 +14,18 @@ from asyncrl.models.uploads import on_device
 from asyncrl.trainer.backend import TrainBatch
 from asyncrl.trainer.draft_loss import draft_targets
 
+NOBODY = -1  # whose sequence a placeholder holds
+
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Some sequences of a batch on the device: ``tokens``, int64 [T], ``rows`` and ``targets``, int64 [R].
 
-    ``places`` int64 [R] says which response rows of the whole batch these are (empty for a placeholder)."""
+    ``sequences`` are theirs in the whole batch (``[NOBODY]`` for a placeholder), ``places`` int64 [R] its response rows
+    that these are (empty for a placeholder)."""
 
     batch: TrainBatch
+    sequences: list[int]
     places: np.ndarray
     tokens: Tensor
     layout: PackedLayout
@@ -32,7 +36,7 @@ class MicroBatch:
     def of(cls, whole: TrainBatch, sequences: list[int], device: torch.device) -> MicroBatch:
         bounds = whole.row_offsets
         places = np.concatenate([np.arange(bounds[b], bounds[b + 1]) for b in sequences])
-        return cls._on(device, whole.select(sequences), places)
+        return cls._on(device, whole.select(sequences), sequences, places)
 
     @classmethod
     def placeholder(cls, whole: TrainBatch, device: torch.device) -> MicroBatch:
@@ -47,7 +51,7 @@ class MicroBatch:
             columns={name: np.zeros(1, values.dtype) for name, values in whole.columns.items()},
             sequence_columns={name: np.zeros(1, values.dtype) for name, values in whole.sequence_columns.items()},
         )
-        return cls._on(device, batch, np.empty(0, np.int64))
+        return cls._on(device, batch, [NOBODY], np.empty(0, np.int64))
 
     def drafts(self, depths: int) -> list[DraftTargets]:
         """What the draft is taught at each depth; a placeholder has nothing for it either."""
@@ -58,9 +62,10 @@ class MicroBatch:
         ]
 
     @classmethod
-    def _on(cls, device: torch.device, batch: TrainBatch, places: np.ndarray) -> MicroBatch:
+    def _on(cls, device: torch.device, batch: TrainBatch, sequences: list[int], places: np.ndarray) -> MicroBatch:
         return cls(
             batch=batch,
+            sequences=sequences,
             places=places,
             tokens=_on_device(batch.tokens, device),
             layout=PackedLayout.from_lengths(batch.lengths, device),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -23,13 +24,13 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, OptimizerConfig
 from asyncrl.models.checkpoint import copy_tokenizer, is_draft, load_decoder, save_checkpoint, without_draft
-from asyncrl.models.decoder import Decoder, MTPLayer, TokenScores
+from asyncrl.models.decoder import Decoder, DraftScores, DraftTargets, MTPLayer, TokenScores
 from asyncrl.param_sync.manifest import Manifest
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.backend import LossFunction, NonFiniteError, Scores, TrainBatch
-from asyncrl.trainer.backends.packing import MicroBatch
+from asyncrl.trainer.backends.packing import NOBODY, MicroBatch
 from asyncrl.trainer.backends.schedule import learning_rate
 from asyncrl.trainer.backends.torch_state import (
     StagedState,
@@ -40,8 +41,11 @@ from asyncrl.trainer.backends.torch_state import (
     saved_names,
     whole_tensors,
 )
-from asyncrl.trainer.batches import cut_micro_batches
-from asyncrl.trainer.draft_loss import draft_targets
+from asyncrl.trainer.batches import cut_micro_batches, partition
+from asyncrl.trainer.draft_loss import draft_updates
+
+#: the micro-batches of one optimizer step of the draft, with what it is taught of them at each depth
+DraftUpdate = Sequence[tuple[MicroBatch, Sequence[DraftTargets]]]
 
 
 class TorchFSDPBackend:
@@ -54,7 +58,8 @@ class TorchFSDPBackend:
 
     The MTP layers belong to the model, so they are saved, exported and listed as ``draft``. The policy loss does not
     reach them: they are frozen and have no optimizer state, unless ``mtp.enable_train`` adds a loss of their own (see
-    `asyncrl.trainer.draft_loss`) and clips their gradient apart from the policy's.
+    `asyncrl.trainer.draft_loss`), with an optimizer of their own. With ``mtp.detach_encoder`` they learn in several
+    smaller steps from the hidden states [T, M] that the policy's forward passes left; else in one, with the trunk.
     """
 
     def __init__(
@@ -80,7 +85,7 @@ class TorchFSDPBackend:
         self._mesh = self._join_group(init_method, timeout_s)
 
         self._draft_depths = config.mtp.num_speculative_tokens if config.mtp.enable_train else 0
-        self._draft_scale = config.mtp.loss_scaling_factor / max(self._draft_depths, 1)
+        self._draft_updates, self._detached = draft_updates(config.mtp), config.mtp.detach_encoder
         self._model = self._prepare(model, train_draft=config.mtp.enable_train)
         self._engine_dtype = self._model.config.engine_dtype(config.rollout.engine.dtype)
         self._first_draft: dict[str, Tensor] = {}
@@ -96,8 +101,13 @@ class TorchFSDPBackend:
         self._trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._target_parameters = [p for name, p in self._trained.items() if not is_draft(name)]
         self._draft_parameters = [p for name, p in self._trained.items() if is_draft(name)]
-        self._optimizer = self._make_optimizer()
-        self._optimizer_steps = 0
+        options = self._options.optimizer
+        self._draft_options = replace(options, lr=config.mtp.learning_rate or options.lr)
+        self._optimizer = _make_optimizer(self._target_parameters, options)
+        self._draft_optimizer = _make_optimizer(self._draft_parameters, options) if self._draft_parameters else None
+        states = self._optimizer.state | (self._draft_optimizer.state if self._draft_optimizer else {})
+        self._moments = {name: states[p] for name, p in self._trained.items()}
+        self._optimizer_steps = self._draft_steps = 0
         self._total_optimizer_steps = (
             self._options.total_steps * config.async_training.require_batches * config.algorithm.epochs
         )
@@ -133,49 +143,132 @@ class TorchFSDPBackend:
     def train_step(
         self, batch: TrainBatch, loss: LossFunction, global_denominator: float, temperature: float
     ) -> Mapping[str, float]:
-        """See `Backend.train_step`. Whether loss and gradient are finite is checked before any weight changes."""
+        """See `Backend.train_step`. Whether loss and gradient are finite is checked before the policy's weights change,
+        and of the draft's each time before those do."""
+        together, apart = self._draft_depths and not self._detached, self._draft_depths and self._detached
+        kept = {NOBODY: torch.zeros(1, self._model.config.hidden_size, device=self._device)}
         with self._recorder.span("trainer/forward_backward", tokens=len(batch.tokens)):
             sums: dict[str, Tensor] = {}
             extremes: dict[str, Tensor] = {}
             of_draft: dict[str, Tensor] = {}
-            counts = self._draft_counts(batch)
-            for micro in self._micro_batches(batch):
-                scores = self._forward(self._model, micro, temperature, self._draft_depths)
+            micros = [(m, m.drafts(self._draft_depths if together else 0)) for m in self._micro_batches(batch)]
+            counts = self._draft_counts([micros]) if together else []
+            for micro, targets in micros:
+                scores = self._forward(self._model, micro, temperature, targets)
                 output = loss(scores.logprobs, scores.entropy, micro.batch)
                 # FSDP averages gradients over ranks, but the losses are sums over them
                 total = output.loss * (self.world_size / global_denominator)
-                for depth, (draft, count) in enumerate(zip(scores.drafts, counts, strict=True), 1):
-                    total = total + draft.loss * (self.world_size * self._draft_scale / count)
-                    _add(of_draft, {f"mtp/loss_{depth}": draft.loss.detach().double() / count})
-                    _add(of_draft, {f"mtp/accuracy_{depth}": draft.hits.double() / count})
+                if together:
+                    total = total + self._draft_loss(scores.drafts, counts[0], of_draft)
                 total.backward()
+                if apart:
+                    kept.update(zip(micro.sequences, scores.hidden.split(micro.batch.lengths.tolist()), strict=True))
                 _add(sums, {"loss": output.loss.detach(), **output.sums})
                 for name, value in output.extremes.items():
                     extremes[name] = torch.maximum(extremes[name], value) if name in extremes else value
             figures = self._over_ranks(sums, dist.ReduceOp.SUM, 1 / global_denominator)
             figures |= self._over_ranks(extremes, dist.ReduceOp.MAX)
-            figures |= self._over_ranks(of_draft, dist.ReduceOp.SUM)
-
-        with self._recorder.span("trainer/optimizer"):
             figures["grad_norm"] = self._clip_gradients(self._target_parameters)
-            if self._draft_depths:  # apart, so that the draft cannot shorten the policy's step
-                figures["mtp/grad_norm"] = self._clip_gradients(self._draft_parameters)
-            for name in ("loss", "grad_norm", "mtp/grad_norm"):
-                if not math.isfinite(figures.get(name, 0.0)):
-                    self._optimizer.zero_grad()
-                    raise NonFiniteError(
-                        f"optimizer step {self._optimizer_steps}: {name} is {figures[name]}, expected a finite number; "
-                        f"the weights were left as they are (look at this step's logprobs, advantages and lr)"
-                    )
-            figures["lr"] = learning_rate(self._options.optimizer, self._optimizer_steps, self._total_optimizer_steps)
-            for group in self._optimizer.param_groups:
-                group["lr"] = figures["lr"]
-            self._optimizer.step()
-            self._optimizer.zero_grad()
+            self._expect_finite(figures)
+
+        if apart:
+            with self._recorder.span("trainer/draft"):
+                figures |= self._learn_draft(batch, kept, temperature)
+        with self._recorder.span("trainer/optimizer"):
+            if together:
+                figures |= self._draft_figures(of_draft, counts) | {"mtp/grad_norm": self._update_draft()}
+            figures["lr"] = self._step(self._optimizer, self._options.optimizer)
             self._optimizer_steps += 1
         return figures
 
-    def _forward(self, model: Decoder, micro: MicroBatch, temperature: float, draft_depths: int = 0) -> TokenScores:
+    def _learn_draft(self, batch: TrainBatch, hidden: Mapping[int, Tensor], temperature: float) -> dict[str, float]:
+        """Go once over the batch in ``draft_updates`` steps of the draft's optimizer, each over an equal share of it.
+
+        ``hidden``: the trunk's states [T, M] of each sequence. The trunk is not run again, and nothing but the draft
+        changes: embedding and head stay gathered from the first step to the last."""
+        root = cast(FSDPModule, self._model)
+        shares = partition(batch.lengths, self._draft_updates)
+        updates = [[(m, m.drafts(self._draft_depths)) for m in self._micro_batches(batch, share)] for share in shares]
+        counts = self._draft_counts(updates)
+        sums: dict[str, Tensor] = {}
+        norms: list[float] = []
+        root.set_reshard_after_backward(False, recurse=False)
+        try:
+            for micros, count in zip(updates, counts, strict=True):
+                if not any(count):
+                    continue  # on a zero gradient AdamW would still move by momentum
+                for micro, targets in micros:
+                    scores = self._model.score_drafts(
+                        torch.cat([hidden[b] for b in micro.sequences]),
+                        micro.tokens,
+                        micro.layout,
+                        targets,
+                        temperature,
+                        self._options.logprob_chunk_tokens,
+                        self._config.mtp.loss,
+                    )
+                    self._draft_loss(scores, count, sums).backward()
+                norms.append(self._update_draft())
+        finally:
+            root.set_reshard_after_backward(True, recurse=False)
+            root.reshard()
+        return self._draft_figures(sums, counts) | ({"mtp/grad_norm": float(np.mean(norms))} if norms else {})
+
+    def _draft_loss(self, drafts: Sequence[DraftScores], counts: Sequence[float], sums: dict[str, Tensor]) -> Tensor:
+        """Of a micro-batch, as part of an update that teaches ``counts`` tokens at each depth; adds to ``sums``."""
+        scale = self.world_size * self._config.mtp.loss_scaling_factor / self._draft_depths
+        for depth, draft in enumerate(drafts, 1):
+            _add(sums, {f"mtp/loss_{depth}": draft.loss.detach(), f"mtp/accuracy_{depth}": draft.hits})
+        return torch.stack([d.loss * (scale / max(n, 1.0)) for d, n in zip(drafts, counts, strict=True)]).sum()
+
+    def _draft_counts(self, updates: Sequence[DraftUpdate]) -> list[list[float]]:
+        """For each update and depth, how many tokens of all ranks the draft is taught."""
+        depths = range(self._draft_depths)
+        mine = {
+            f"{u}/{d}": torch.tensor(float(sum(len(targets[d].tokens) for _, targets in micros)))
+            for u, micros in enumerate(updates)
+            for d in depths
+        }
+        found = self._over_ranks(mine, dist.ReduceOp.SUM)
+        return [[found[f"{u}/{d}"] for d in depths] for u in range(len(updates))]
+
+    def _draft_figures(self, sums: Mapping[str, Tensor], counts: Sequence[Sequence[float]]) -> dict[str, float]:
+        """Means over the tokens taught, by depth."""
+        taught = [max(sum(count), 1.0) for count in zip(*counts, strict=True)]
+        found = self._over_ranks(sums, dist.ReduceOp.SUM)
+        return {name: value / taught[int(name.rpartition("_")[2]) - 1] for name, value in found.items()}
+
+    def _update_draft(self) -> float:
+        """Take the draft's gradient, clipped apart, so that it cannot shorten the policy's step; its norm before."""
+        assert self._draft_optimizer is not None
+        norm = self._clip_gradients(self._draft_parameters)
+        self._expect_finite({"mtp/grad_norm": norm})
+        self._step(self._draft_optimizer, self._draft_options)
+        self._draft_steps += 1
+        return norm
+
+    def _step(self, optimizer: torch.optim.Optimizer, options: OptimizerConfig) -> float:
+        """Returns the learning rate, which follows the policy's steps."""
+        rate = learning_rate(options, self._optimizer_steps, self._total_optimizer_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+        return rate
+
+    def _expect_finite(self, figures: Mapping[str, float]) -> None:
+        for name in ("loss", "grad_norm", "mtp/grad_norm"):
+            if not math.isfinite(figures.get(name, 0.0)):
+                for p in self._trained.values():
+                    p.grad = None
+                raise NonFiniteError(
+                    f"optimizer step {self._optimizer_steps}: {name} is {figures[name]}, expected a finite number; "
+                    f"the policy's weights were left as they are (look at this step's logprobs, advantages and lr)"
+                )
+
+    def _forward(
+        self, model: Decoder, micro: MicroBatch, temperature: float, drafts: Sequence[DraftTargets] = ()
+    ) -> TokenScores:
         return model(
             micro.tokens,
             micro.layout,
@@ -183,24 +276,21 @@ class TorchFSDPBackend:
             micro.targets,
             temperature,
             self._options.logprob_chunk_tokens,
-            micro.drafts(draft_depths),
-            self._config.mtp.detach_encoder,
+            drafts,
+            self._config.mtp.loss,
+            self._detached,
         )
 
-    def _draft_counts(self, batch: TrainBatch) -> list[float]:
-        """For each depth, how many tokens of all ranks the draft is taught; 1 where there is none, to divide by."""
-        depths = range(1, self._draft_depths + 1)
-        counts = {str(depth): torch.tensor(float(len(draft_targets(batch, depth)[0]))) for depth in depths}
-        return [max(count, 1.0) for count in self._over_ranks(counts, dist.ReduceOp.SUM).values()]
-
-    def _micro_batches(self, batch: TrainBatch) -> Iterator[MicroBatch]:
-        """This rank's micro-batches, then placeholders up to the number that the busiest rank has."""
-        cuts = cut_micro_batches(batch.lengths, self._options.max_tokens_per_micro_batch)
+    def _micro_batches(self, batch: TrainBatch, share: np.ndarray | None = None) -> Iterator[MicroBatch]:
+        """This rank's micro-batches, of all its sequences or of those in ``share``, then placeholders up to the number
+        that the busiest rank has."""
+        sequences = np.arange(len(batch)) if share is None else share
+        cuts = cut_micro_batches(batch.lengths[sequences], self._options.max_tokens_per_micro_batch)
         most = len(cuts)
         if self.world_size > 1:
             most = int(self._over_ranks({"count": torch.tensor(float(most))}, dist.ReduceOp.MAX)["count"])
         for cut in cuts:
-            yield MicroBatch.of(batch, cut, self._device)
+            yield MicroBatch.of(batch, sequences[cut].tolist(), self._device)
         for _ in range(most - len(cuts)):
             yield MicroBatch.placeholder(batch, self._device)
 
@@ -253,13 +343,14 @@ class TorchFSDPBackend:
     def state(self) -> Mapping[str, Any]:
         """Live tensors, by parameter name: what `stage` copies and `load` fills in place."""
         moments = {
-            moment: {name: self._optimizer.state[p][moment] for name, p in self._trained.items()}
+            moment: {name: moments[moment] for name, moments in self._moments.items()}
             for moment in ("exp_avg", "exp_avg_sq")
         }
         return {
             "model": {name: p.detach() for name, p in self._model.named_parameters()},
             "optimizer": moments,
             "optimizer_steps": torch.tensor(self._optimizer_steps),
+            "draft_steps": torch.tensor(self._draft_steps),
             "random_state": {f"rank_{self.rank}": self._random_state()},
         }
 
@@ -292,9 +383,9 @@ class TorchFSDPBackend:
         torch.set_rng_state(random["cpu"])
         if "cuda" in random:
             torch.cuda.set_rng_state(random["cuda"], self._device)
-        self._optimizer_steps = int(state["optimizer_steps"])
-        for p in self._trained.values():
-            self._optimizer.state[p]["step"].fill_(self._optimizer_steps)
+        self._optimizer_steps, self._draft_steps = int(state["optimizer_steps"]), int(state["draft_steps"])
+        for name, moments in self._moments.items():
+            moments["step"].fill_(self._draft_steps if is_draft(name) else self._optimizer_steps)
 
     def _random_state(self) -> dict[str, Tensor]:
         """By the kind of device, uint8 each."""
@@ -347,26 +438,27 @@ class TorchFSDPBackend:
             if isinstance(layer, MTPLayer):
                 register_fsdp_forward_method(layer, "draft")
         fully_shard(model, **shared)
+        register_fsdp_forward_method(model, "score_drafts")
         return model
 
-    def _make_optimizer(self) -> torch.optim.AdamW:
-        options = self._options.optimizer
-        optimizer = torch.optim.AdamW(
-            self._trained.values(),
-            lr=options.lr,
-            betas=(options.betas[0], options.betas[1]),
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-            fused=True,
-        )
-        # AdamW makes its state at the first step; made now, a checkpoint has the same tensors at every step
-        for p in self._trained.values():
-            optimizer.state[p] = {
-                "step": torch.zeros((), dtype=torch.float32, device=p.device),
-                "exp_avg": torch.zeros_like(p, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(p, requires_grad=False),
-            }
-        return optimizer
+
+def _make_optimizer(parameters: Sequence[Tensor], options: OptimizerConfig) -> torch.optim.AdamW:
+    optimizer = torch.optim.AdamW(
+        parameters,
+        lr=options.lr,
+        betas=(options.betas[0], options.betas[1]),
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        fused=True,
+    )
+    # AdamW makes its state at the first step; made now, a checkpoint has the same tensors at every step
+    for p in parameters:
+        optimizer.state[p] = {
+            "step": torch.zeros((), dtype=torch.float32, device=p.device),
+            "exp_avg": torch.zeros_like(p, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(p, requires_grad=False),
+        }
+    return optimizer
 
 
 def _add(sums: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
