@@ -9,8 +9,10 @@ guard that stops speculation where it does not pay is off.
    (``frozen``), or trained and never reloaded (``stale``). Figures of an arm are those of its last third.
    ``acceptance_gain``: trained over stale. ``throughput_gain``: generated tokens per second, trained over stale.
    ``throughput_of_predicted``: that, over what the tokens per verification of both predict at equal cost of a step.
-   ``acceptance_of_refit``: the trained arm's final draft over the same fitted further, on samples of the final policy
-   alone, until that brings no more; both on the same prompts.
+   ``acceptance_of_refit``: the trained arm's final draft over the same fitted further, with the same loss, on samples
+   of the final policy alone, until that brings next to nothing more; both on the same prompts.
+   ``train_step_with_over_without``: of the trained arm, which goes over each batch twice (``mtp.passes``), to the
+   frozen one.
 2. *Speed*: speculation against none with the same weights, a trunk of 8 layers and a draft trained with it, at 1, 8 and
    32 sequences; ``speedup_b*`` is that of the best number of drafted tokens, which the table names.
 """
@@ -23,10 +25,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
@@ -37,8 +41,9 @@ from asyncrl.config.schema import Config
 from asyncrl.data.order import PromptOrder
 from asyncrl.data.prompts import load_prompts
 from asyncrl.models.checkpoint import is_draft, load_decoder
+from asyncrl.models.decoder import Decoder, DraftTargets
+from asyncrl.models.layout import PackedLayout
 from asyncrl.models.make_checkpoint import make_checkpoint
-from asyncrl.models.warm_start import Demonstration, demonstration_losses
 from asyncrl.rollouter.engine import Request, SamplingParams
 from asyncrl.rollouter.rewards.arithmetic import score
 from asyncrl.rollouter.samples import random_key
@@ -51,7 +56,8 @@ from benchmarks.generation import generate, load_model, make_core
 from benchmarks.quickstart import ROOT, ensure_inputs
 
 ARMS = {"trained": (True, True), "frozen": (False, True), "stale": (True, False)}  # MTP training, reload
-REFIT_STEPS, REFIT_BATCH = 200, 32
+PASSES = 2  # of the draft over each batch: the policy moves far here with every step
+REFIT_STEPS, REFIT_BATCH, REFIT_PROMPTS, REFIT_RATE = 1600, 16, 800, 1e-3
 
 
 class Task:
@@ -151,30 +157,56 @@ def learn(config: Config, train_draft: bool, reload: bool, k: int, folder: Path)
     return arm
 
 
+class Studied(NamedTuple):
+    """A sample of T tokens with the trunk's hidden states [T, M], and the places that its response is drafted from."""
+
+    tokens: torch.Tensor
+    hidden: torch.Tensor
+    places: torch.Tensor
+
+
+@torch.no_grad()
+def studied(decoder: Decoder, prompt: list[int], response: list[int]) -> Studied:
+    tokens = torch.tensor(prompt + response)
+    hidden = decoder.hidden_states(tokens, PackedLayout.from_lengths(np.array([len(tokens)])))
+    return Studied(tokens, hidden, torch.arange(len(prompt) - 2, len(tokens) - 2))
+
+
 def refit(config: Config, final: Path, steps: int) -> tuple[float, float]:
     """Acceptance of the final draft, and of one fitted to the final policy on samples of that policy alone, starting
-    from the final draft and going on until it has seen many times what one sync step trains on. Same prompts, same
-    random numbers."""
+    from the final draft, with the loss that it was trained with and a learning rate that falls to nothing. Same
+    prompts, same random numbers."""
     recorder, model = Recorder("engine"), load_model(final)
     core, task = make_core(model, config.mtp.num_speculative_tokens, recorder), Task(config)
     _, held_out = task.requests(64, 4)
     generate(core, held_out)
     before = spec_metrics(recorder.drain().counters)["rollout/spec_accept_rate"]
 
-    _, requests = task.requests(max(steps * REFIT_BATCH // 16, 1), 8)
+    _, requests = task.requests(REFIT_PROMPTS, 4)
     told, _ = generate(core, requests)
-    study = [Demonstration(r.tokens.tolist(), told[r.id][0]) for r in requests]
     decoder = load_decoder(final)
     for name, parameter in decoder.named_parameters():
         parameter.requires_grad_(is_draft(name))
     fitted = {name: p for name, p in decoder.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(fitted.values(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.0)
+    study = [studied(decoder, r.tokens.tolist(), told[r.id][0]) for r in requests]
+    optimizer = torch.optim.AdamW(fitted.values(), lr=REFIT_RATE, betas=(0.9, 0.98), weight_decay=0.0)
     order = np.random.default_rng(0)
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = 1e-3 * (1 - 0.95 * step / steps)
-        _, draft = demonstration_losses(decoder, [study[i] for i in order.choice(len(study), REFIT_BATCH, False)])
+        optimizer.param_groups[0]["lr"] = REFIT_RATE * (1 - step / steps)
+        chosen = [study[i] for i in order.choice(len(study), REFIT_BATCH, False)]
+        lengths = [len(s.tokens) for s in chosen]
+        starts = np.cumsum([0, *lengths])
+        places = torch.cat([s.places + int(start) for s, start in zip(chosen, starts)])
+        tokens = torch.cat([s.tokens for s in chosen])
+        (draft,) = decoder.score_drafts(
+            torch.cat([s.hidden for s in chosen]),
+            tokens,
+            PackedLayout.from_lengths(np.array(lengths)),
+            [DraftTargets(places, tokens[places + 2])],
+            config.rollout.temperature,
+        )
         optimizer.zero_grad()
-        draft.backward()
+        (draft.loss / len(places)).backward()
         optimizer.step()
     views = model.named_views()
     for name, parameter in fitted.items():
@@ -246,6 +278,7 @@ def main() -> None:
                 "trainer.mini_batch_groups=16",
                 "trainer.optimizer.schedule=constant",
                 "checkpoint.every_steps=0",
+                f"mtp.passes={PASSES}",
             ],
         )
 
@@ -266,10 +299,12 @@ def main() -> None:
         draw(arms, args.figure)
         config = options(start)
         config.mtp.num_speculative_tokens = args.drafted
-        own, fitted = refit(config, Path(folder) / "trained", args.refit_steps)
+        with ProcessPoolExecutor(1, get_context("spawn"), torch.set_num_threads, (1,)) as beside:  # neither is timed
+            made = beside.submit(make_checkpoint, Path(folder) / "deep", 1, args.deep_steps, layers=8)
+            own, fitted = refit(config, Path(folder) / "trained", args.refit_steps)
+            deep = made.result()
         print(f"\nfinal draft {own:.3f}, refitted {fitted:.3f}; acceptance over steps: {args.figure}\n", flush=True)
 
-        deep = make_checkpoint(Path(folder) / "deep", 1, args.deep_steps, layers=8)
         print(f"{'batch':>5}{'drafted':>9}{'tokens/verify':>15}{'tokens/s':>10}{'speedup':>9}")
         rows: dict[tuple[int, int], dict[str, Any]] = {}
         for row in speedups(options(deep), deep, (1, 2, 3), args.rounds):

@@ -15,12 +15,12 @@ from asyncrl.models.checkpoint import (
     read_tensors,
     save_checkpoint,
 )
-from asyncrl.models.config import CheckpointError, DecoderConfig
 from asyncrl.models.chunked import ChunkedAcceptance, ChunkedCrossEntropy
+from asyncrl.models.config import CheckpointError, DecoderConfig
 from asyncrl.models.decoder import Decoder, DraftTargets, rope_table
-from asyncrl.rollouter.engines.native.speculation import judge
 from asyncrl.models.layout import PackedLayout
 from asyncrl.models.mtp_from_trunk import HIDDEN_SHARE
+from asyncrl.rollouter.engines.native.speculation import judge
 
 SMALL = {
     "vocab_size": 300,

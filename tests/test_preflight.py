@@ -110,6 +110,11 @@ def test_draft_options_that_do_nothing_are_refused(inputs):
     assert problem.startswith("mtp.init_from_trunk: makes a draft that nothing would use")
     (problem,) = problems(inputs, "mtp.enable_train=true", "mtp.loss_scaling_factor=0")
     assert problem.startswith("mtp.loss_scaling_factor: 0 trains no draft")
+    for key in ("mtp.passes", "mtp.updates_per_pass"):
+        (problem,) = problems(inputs, "mtp.enable_train=true", "mtp.detach_encoder=false", f"{key}=2")
+        assert problem.startswith(f"{key}: 2 does not go with mtp.detach_encoder=false")
+    (problem,) = problems(inputs, "mtp.loss=tv")
+    assert problem == "mtp.loss: expected one of acceptance, cross_entropy; found 'tv'"
 
 
 NOT_HERE = {

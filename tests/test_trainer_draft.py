@@ -70,7 +70,7 @@ def test_loss_and_gradient_are_those_of_the_formula(checkpoint, start, detach, l
         num_speculative_tokens=2,
         loss_scaling_factor=0.4,
         detach_encoder=detach,
-        updates_per_batch=1,
+        updates_per_pass=1,
     )
     config.mtp.loss = loss
     groups = make_groups(rewards=1.0)
@@ -113,7 +113,7 @@ def test_loss_and_gradient_are_those_of_the_formula(checkpoint, start, detach, l
 @pytest.mark.parametrize("detach", [True, False])
 def test_neither_micro_batches_nor_chunks_nor_checkpointing_change_the_drafts_gradient(checkpoint, start, detach):
     options = {"grad_clip": 0.0, "enable_train": True, "num_speculative_tokens": 2, "detach_encoder": detach}
-    options["updates_per_batch"] = 1
+    options["updates_per_pass"] = 1
     _, whole = gradients(start(make_config(checkpoint, **options)), make_groups())
     for other in ({"max_tokens_per_micro_batch": 1}, {"logprob_chunk_tokens": 7}, {"activation_checkpointing": True}):
         _, found = gradients(start(make_config(checkpoint, **options, **other)), make_groups())
@@ -148,7 +148,7 @@ def test_its_updates_are_as_many_as_asked_for_each_over_its_share_and_count_in_t
     """Against the same updates as batches of their own: with no advantage, nothing moves the policy between them."""
     groups = make_groups((4, 4, 4), rewards=1.0)
     options = {"enable_train": True, "grad_clip": 0.01, "weight_decay": 0.0, "max_tokens_per_micro_batch": 60}
-    rank = start(make_config(checkpoint, **options, updates_per_batch=3))
+    rank = start(make_config(checkpoint, **options, updates_per_pass=3))
     before = weights(rank)
     metrics = rank.train(0, groups)
     shared = weights(rank)
@@ -156,14 +156,14 @@ def test_its_updates_are_as_many_as_asked_for_each_over_its_share_and_count_in_t
     assert all(torch.equal(shared[name], before[name]) for name in before if not is_draft(name))
     rank.save(tmp_path / "state")
     straight = rank.train(1, groups), weights(rank)
-    again = start(make_config(checkpoint, **options, updates_per_batch=3))
+    again = start(make_config(checkpoint, **options, updates_per_pass=3))
     again.load(tmp_path / "state")
     assert again.train(1, groups) == straight[0]
     assert all(torch.equal(tensor, straight[1][name]) for name, tensor in weights(again).items())
 
     batch = build_batch([Group.from_buffer(data) for data in groups])
     samples = [(group, s) for group in map(Group.from_buffer, groups) for s in range(len(group))]
-    one = start(make_config(checkpoint, **options, updates_per_batch=1))
+    one = start(make_config(checkpoint, **options, updates_per_pass=1))
     norms = []
     for number, share in enumerate(partition(batch.lengths, 3)):
         norms.append(one.train(number, [alone(*samples[b]) for b in share])["mtp/grad_norm"])
@@ -172,8 +172,21 @@ def test_its_updates_are_as_many_as_asked_for_each_over_its_share_and_count_in_t
     assert metrics["mtp/grad_norm"] == pytest.approx(np.mean(norms), rel=1e-4)
 
 
+def test_a_second_pass_is_the_same_updates_again_and_is_not_in_the_figures(checkpoint, start):
+    groups, options = make_groups(rewards=1.0), {"enable_train": True, "weight_decay": 0.0, "updates_per_pass": 4}
+    rank = start(make_config(checkpoint, **options))
+    first, _ = rank.train(0, groups), rank.train(1, groups)
+    twice = weights(rank)
+    rank = start(make_config(checkpoint, **options, passes=2))
+    metrics = rank.train(0, groups)
+    assert all(torch.equal(tensor, twice[name]) for name, tensor in weights(rank).items())
+    assert {name: metrics[name] for name in ("mtp/loss_1", "mtp/accuracy_1")} == {
+        name: first[name] for name in ("mtp/loss_1", "mtp/accuracy_1")
+    }
+
+
 def test_more_updates_than_sequences_leave_out_those_without_a_token(checkpoint, start):
-    rank = start(make_config(checkpoint, enable_train=True, updates_per_batch=7))
+    rank = start(make_config(checkpoint, enable_train=True, updates_per_pass=7))
     metrics = rank.train(0, make_groups((2, 1)))
     taught = sum(
         bool(len(draft_targets(build_batch([Group.from_buffer(alone(group, s))]), 1)[0]))
@@ -189,7 +202,7 @@ def test_the_draft_has_a_learning_rate_of_its_own_on_the_policys_schedule(checkp
     moved = []
     for rate in (0.0, 1e-3, 1e-2):
         options = {"schedule": "linear", "min_lr_ratio": 0.0, "total_steps": 2, "weight_decay": 0.0}
-        config = make_config(checkpoint, enable_train=True, learning_rate=rate, updates_per_batch=1, **options)
+        config = make_config(checkpoint, enable_train=True, learning_rate=rate, updates_per_pass=1, **options)
         rank = start(config)
         before = weights(rank)
         rank.train(0, make_groups())
@@ -235,7 +248,7 @@ def train_on_two_ranks(rank, config, folder):
     trainer.load(folder / "of_one")
     again = trainer.train(1, make_groups((4, 3, 1), seed=1))
     trainer.close()
-    config.mtp.updates_per_batch = 3 if config.mtp.detach_encoder else 1
+    config.mtp.updates_per_pass = 3 if config.mtp.detach_encoder else 1
     trainer = TrainerRank(config, rank, 2, f"file://{folder}/rendezvous2", Recorder(f"trainer/{rank}"))
     trainer.train(0, make_groups((4, 3, 1), rewards=1.0))
     updated = weights(trainer)
@@ -254,7 +267,7 @@ def test_two_ranks_train_the_draft_like_one_and_load_each_others_state(checkpoin
         enable_train=True,
         num_speculative_tokens=2,
         detach_encoder=detach,
-        updates_per_batch=1,
+        updates_per_pass=1,
         weight_decay=0.0,
     )
     config.trainer.ranks = 2

@@ -105,7 +105,8 @@ _AT_LEAST = {
     "async_training.require_batches": 1,
     "mtp.loss_scaling_factor": 0,
     "mtp.learning_rate": 0,
-    "mtp.updates_per_batch": 0,
+    "mtp.passes": 1,
+    "mtp.updates_per_pass": 0,
     "mtp.num_speculative_tokens": 1,
     "param_sync.bucket_bytes": 0,
     "validation.every_versions": 0,
@@ -374,12 +375,12 @@ def _file_problems(c: Config) -> Iterator[str]:
 def _draft_training_problems(c: Config) -> Iterator[str]:
     if c.mtp.enable_train and c.mtp.loss_scaling_factor == 0:
         yield "mtp.loss_scaling_factor: 0 trains no draft; expected more than 0, or mtp.enable_train=false"
-    if c.mtp.updates_per_batch > 1 and not c.mtp.detach_encoder:
-        yield (
-            f"mtp.updates_per_batch: {c.mtp.updates_per_batch} steps of the draft do not go with "
-            "mtp.detach_encoder=false, where it learns in the one step of the trunk; expected 0 or 1, or "
-            "mtp.detach_encoder=true"
-        )
+    for key, found in (("passes", c.mtp.passes), ("updates_per_pass", c.mtp.updates_per_pass)):
+        if found > 1 and not c.mtp.detach_encoder:
+            yield (
+                f"mtp.{key}: {found} does not go with mtp.detach_encoder=false, where the draft learns in the one step "
+                "of the trunk; expected 1, or mtp.detach_encoder=true"
+            )
     if c.mtp.init_from_trunk and not (c.mtp.enable_train or c.mtp.enable_rollout):
         yield (
             "mtp.init_from_trunk: makes a draft that nothing would use; expected mtp.enable_train=true or "

@@ -152,7 +152,8 @@ class MTPConfig:
     loss_scaling_factor: float = 0.1  # of the MTP loss, beside the policy's
     detach_encoder: bool = True  # no gradient from the MTP loss into trunk, embedding or head
     learning_rate: float = 0.0  # of the draft, on the schedule of trainer.optimizer; 0: its lr
-    updates_per_batch: int = 0  # draft's optimizer steps per one of the policy; 0: 16 with detach_encoder, else 1
+    passes: int = 1  # of the draft over each batch, without the trunk; more than one needs detach_encoder
+    updates_per_pass: int = 0  # optimizer steps of the draft over a batch; 0: 16 with detach_encoder, else 1
     init_from_trunk: bool = False  # a checkpoint without MTP weights gets a draft made from its last trunk layer
     enable_rollout: bool = False  # speculative decoding with the draft
     num_speculative_tokens: int = 1  # drafted per verification, at most

@@ -16,7 +16,7 @@ often the draft should have been right.
 
 The draft has far more to learn from a batch than the policy does, since its target is told to it, and must follow a
 policy that moves with every step. So with ``detach_encoder`` the batch is cut into equal shares, and it takes an
-optimizer step on each; |S_d| is then that of a share.
+optimizer step on each, ``passes`` times over; |S_d| is then that of a share.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ DETACHED_UPDATES = 16
 
 
 def draft_updates(config: MTPConfig) -> int:
-    """Steps of the draft's optimizer per step of the policy's."""
-    return config.updates_per_batch or (DETACHED_UPDATES if config.detach_encoder else 1)
+    """Steps of the draft's optimizer in one pass over a batch."""
+    return config.updates_per_pass or (DETACHED_UPDATES if config.detach_encoder else 1)
 
 
 def draft_targets(batch: TrainBatch, depth: int) -> tuple[np.ndarray, np.ndarray]:

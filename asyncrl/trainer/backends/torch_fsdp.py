@@ -182,7 +182,8 @@ class TorchFSDPBackend:
         return figures
 
     def _learn_draft(self, batch: TrainBatch, hidden: Mapping[int, Tensor], temperature: float) -> dict[str, float]:
-        """Go once over the batch in ``draft_updates`` steps of the draft's optimizer, each over an equal share of it.
+        """Go over the batch in `draft_updates` steps of the draft's optimizer, each over an equal share of every rank's
+        sequences, and do so ``mtp.passes`` times. The figures are of the first pass: what it had yet to learn.
 
         ``hidden``: the trunk's states [T, M] of each sequence. The trunk is not run again, and nothing but the draft
         changes: embedding and head stay gathered from the first step to the last."""
@@ -194,7 +195,8 @@ class TorchFSDPBackend:
         norms: list[float] = []
         root.set_reshard_after_backward(False, recurse=False)
         try:
-            for micros, count in zip(updates, counts, strict=True):
+            for number in range(self._config.mtp.passes * len(updates)):
+                micros, count = updates[number % len(updates)], counts[number % len(updates)]
                 if not any(count):
                     continue  # on a zero gradient AdamW would still move by momentum
                 for micro, targets in micros:
@@ -207,7 +209,7 @@ class TorchFSDPBackend:
                         self._options.logprob_chunk_tokens,
                         self._config.mtp.loss,
                     )
-                    self._draft_loss(scores, count, sums).backward()
+                    self._draft_loss(scores, count, sums if number < len(updates) else {}).backward()
                 norms.append(self._update_draft())
         finally:
             root.set_reshard_after_backward(True, recurse=False)
