@@ -70,7 +70,7 @@ def step_seconds(model: Path, backend: str, draft: bool, steps: int) -> list[flo
     config.model.path = str(model)
     config.trainer.backend, config.trainer.device = backend, "cpu"
     config.trainer.mini_batch_groups, config.trainer.max_tokens_per_micro_batch = GROUPS, 2048
-    config.mtp.enable_train = draft
+    config.mtp.enable_train, config.mtp.loss, config.mtp.updates_per_pass = draft, "cross_entropy", 1
     rank, groups, times = TrainerRank(config, 0, 1, None, Recorder("trainer/0")), make_groups(), []
     for step in range(steps + 1):
         start_s = time.perf_counter()

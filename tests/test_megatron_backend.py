@@ -24,6 +24,8 @@ pytestmark = pytest.mark.megatron
 #: of everything that a step depends on: draft, several epochs, reference, entropy, small micro-batches, weight decay
 ALL = {
     "enable_train": True,
+    "loss": "cross_entropy",
+    "updates_per_pass": 1,
     "epochs": 2,
     "kl_coef": 0.05,
     "entropy_coef": 0.01,
@@ -63,7 +65,13 @@ def distance(found, expected):
         ALL,
         {**ALL, "detach_encoder": False},
         {"loss_aggregation": "sequence_mean", "schedule": "cosine", "activation_checkpointing": True},
-        {"grad_clip": 0.1, "enable_train": True, "activation_checkpointing": True},
+        {
+            "grad_clip": 0.1,
+            "enable_train": True,
+            "loss": "cross_entropy",
+            "updates_per_pass": 1,
+            "activation_checkpointing": True,
+        },
     ],
     ids=["all", "attached-draft", "plain-recomputed", "draft-recomputed"],
 )
@@ -84,7 +92,14 @@ def test_logprobs_and_entropies_equal_the_torch_backends(checkpoint, start):
     batch = build_batch([Group.from_buffer(data) for data in make_groups()])
     found = {}
     for backend in ("torch", "megatron"):
-        config = make_config(checkpoint, backend=backend, enable_train=True, max_tokens_per_micro_batch=50)
+        config = make_config(
+            checkpoint,
+            backend=backend,
+            enable_train=True,
+            loss="cross_entropy",
+            updates_per_pass=1,
+            max_tokens_per_micro_batch=50,
+        )
         found[backend] = start(config)._backend.logprobs(batch, temperature=0.7)
     assert np.abs(found["megatron"].logprobs - found["torch"].logprobs).max() < 1e-5
     assert np.abs(found["megatron"].entropy - found["torch"].entropy).max() < 1e-5
@@ -182,7 +197,9 @@ def test_a_tied_head_is_listed_and_not_sent_and_16_bits_are_sent_where_the_engin
 
 
 def test_an_exported_folder_is_one_that_both_backends_load(checkpoint, start, tmp_path):
-    rank = start(make_config(checkpoint, backend="megatron", enable_train=True))
+    rank = start(
+        make_config(checkpoint, backend="megatron", enable_train=True, loss="cross_entropy", updates_per_pass=1)
+    )
     rank.train(0, make_groups())
     trained = weights(rank)
     rank.export_hf(tmp_path / "hf")
@@ -196,7 +213,18 @@ def test_a_draft_made_from_the_trunk_is_the_torch_backends(tmp_path, start):
     plain = {"architectures": ["Qwen2ForCausalLM"], "num_nextn_predict_layers": 0}
     path = make_checkpoint(tmp_path, **plain)
     found = {
-        backend: weights(start(make_config(path, backend=backend, init_from_trunk=True, enable_train=True)))
+        backend: weights(
+            start(
+                make_config(
+                    path,
+                    backend=backend,
+                    init_from_trunk=True,
+                    enable_train=True,
+                    loss="cross_entropy",
+                    updates_per_pass=1,
+                )
+            )
+        )
         for backend in ("torch", "megatron")
     }
     assert found["megatron"].keys() == found["torch"].keys()
@@ -239,7 +267,9 @@ def test_state_that_does_not_fit_is_refused(checkpoint, start, tmp_path):
     rank.save(tmp_path / "state")
     with pytest.raises(CheckpointError, match="no training state there"):
         rank.load(tmp_path / "absent")
-    rank = start(make_config(checkpoint, backend="megatron", enable_train=True))
+    rank = start(
+        make_config(checkpoint, backend="megatron", enable_train=True, loss="cross_entropy", updates_per_pass=1)
+    )
     with pytest.raises(CheckpointError, match=r"saved with mtp\.enable_train=false, found true"):
         rank.load(tmp_path / "state")
 
@@ -258,7 +288,14 @@ def test_a_loss_that_is_not_finite_moves_nothing(checkpoint, start):
 
 
 def test_what_does_not_suit_the_model_is_refused_before_anything_is_built(checkpoint, tmp_path, start):
-    config = make_config(checkpoint, backend="megatron", enable_train=True, num_speculative_tokens=2)
+    config = make_config(
+        checkpoint,
+        backend="megatron",
+        enable_train=True,
+        loss="cross_entropy",
+        updates_per_pass=1,
+        num_speculative_tokens=2,
+    )
     config.trainer.megatron.tensor_model_parallel_size = 3
     config.trainer.megatron.pipeline_model_parallel_size = 4
     with pytest.raises(CheckpointError) as e:

@@ -16,6 +16,8 @@ TWO = ("tensor", "pipeline", "data")
 SIZES = {"vocab_size": 67, "num_attention_heads": 4, "num_key_value_heads": 2}  # 67: half of it is padded
 OPTIONS = {
     "enable_train": True,
+    "loss": "cross_entropy",
+    "updates_per_pass": 1,
     "epochs": 2,
     "kl_coef": 0.05,
     "entropy_coef": 0.01,

@@ -41,6 +41,7 @@ def test_what_does_not_suit_the_model_in_the_megatron_backend_is_refused(inputs)
         f"{cut}.tensor_model_parallel_size=3",
         f"{cut}.pipeline_model_parallel_size=3",
         "mtp.enable_train=true",
+        "mtp.loss=cross_entropy",
         "mtp.num_speculative_tokens=2",
         cpus=None,  # as on a cluster, where this machine's environment does not matter
     )

@@ -146,9 +146,7 @@ class MTPConfig:
     """Multi-token prediction: the checkpoint's MTP layers, here called the draft, trained and used to speculate."""
 
     enable_train: bool = False  # train the draft beside the policy; else it stays as the checkpoint has it
-    loss: str = (
-        "acceptance"  # of the draft's tokens by the policy's distribution | cross_entropy, of the sampled tokens
-    )
+    loss: str = "acceptance"  # of the drafted tokens by the policy | cross_entropy of the sampled ones
     loss_scaling_factor: float = 0.1  # of the MTP loss, beside the policy's
     detach_encoder: bool = True  # no gradient from the MTP loss into trunk, embedding or head
     learning_rate: float = 0.0  # of the draft, on the schedule of trainer.optimizer; 0: its lr
