@@ -32,6 +32,7 @@ MODELS = {
         {**OPTIONS, "enable_train": False},
     ),
     "tied-draft": ({**SIZES, "tie_word_embeddings": True}, OPTIONS),
+    "half": (SIZES, {**OPTIONS, "mixed_precision": "bfloat16", "lr": 1e-4}),
 }
 
 
@@ -50,6 +51,7 @@ def train(rank, ranks, cut, checkpoint, options, folder):
     again = trainer.train(4, make_groups((4, 3, 1), seed=4))
     trainer.load(folder / "one")
     loaded = weights(trainer)
+    trainer.export_hf(folder / f"{cut}_loaded")
     metrics.append(trainer.train(4, make_groups((4, 3, 1), seed=4)))
     trainer.export_hf(folder / f"{cut}_hf")
     trainer.close()
@@ -99,22 +101,27 @@ def test_so_do_more_ranks(tmp_path, ranks, cuts, layers):
 
 def expect_like_one(runs, cut):
     one, found = result(runs, "one"), result(runs, cut)
+    half = runs[0].name.startswith("half")
     for step, (expected, metrics) in enumerate(zip(one["metrics"], found["metrics"], strict=True)):
         assert metrics.keys() == expected.keys()
-        for name in expected:
-            assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=2e-6), (step, name)
+        for name in ("actor/entropy", "mtp/loss_1", "mtp/grad_norm") if half else expected:
+            tolerance = 5e-3 if half else 1e-4
+            assert metrics[name] == pytest.approx(expected[name], rel=tolerance, abs=2e-6), (step, name)
+        # rounding alone does that: the first is 1.46 in float32, 1.64 in bfloat16, 1.58 in the torch backend's bfloat16
+        assert metrics["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=0.1 if half else 1e-4)
     assert result(runs, cut, rank=1)["metrics"] == found["metrics"], "ranks disagree"
     flat = lambda tensors: torch.cat([tensors[name].flatten() for name in sorted(tensors)])
     assert found["trained"].keys() == one["trained"].keys()
     change = (flat(found["trained"]) - flat(one["trained"])).norm() / flat(one["trained"]).norm()
-    assert change < 1e-5
+    assert change < (2**-8 if half else 1e-5)
 
 
 @pytest.mark.parametrize("cut", TWO)
 def test_exports_are_the_checkpoint_to_the_bit_and_come_from_rank_0(runs, cut):
     before, found = read_tensors(runs[1]), result(runs, cut)["first"]
     assert found
-    assert all(torch.equal(found[name], before[name]) for name in found)
+    engines = lambda tensor: tensor.bfloat16().float() if runs[0].name.startswith("half") else tensor
+    assert all(torch.equal(found[name], engines(before[name])) for name in found)
     assert before.keys() - found.keys() <= {"lm_head.weight"}
     assert not result(runs, cut, rank=1)["first"]
 
@@ -127,13 +134,17 @@ def test_training_goes_on_from_its_own_checkpoint_to_the_bit(runs, cut):
 
 @pytest.mark.parametrize("cut", TWO)
 def test_what_one_rank_saved_is_loaded_at_any_cut(runs, cut):
-    """To the bit in the weights; the step on from it is compared in `test_two_ranks_train_what_one_does`."""
+    """To the bit in the weights, those that are stepped and those that engines get; the step on from it is compared in
+    `test_two_ranks_train_what_one_does`."""
     saved, found = result(runs, "one")["trained"], result(runs, cut)["loaded"]
     assert all(torch.equal(found[name], saved[name]) for name in found)
+    one, exact = read_tensors(runs[0] / "one_loaded"), read_tensors(runs[0] / f"{cut}_loaded")
+    assert all(torch.equal(exact[name], one[name]) for name in one)
 
 
 @pytest.mark.parametrize("cut", TWO)
 def test_a_hugging_face_export_is_whole(runs, cut):
     found, one = read_tensors(runs[0] / f"{cut}_hf"), read_tensors(runs[0] / "one_hf")
     assert found.keys() == one.keys()
-    assert all(torch.allclose(found[name], one[name], atol=1e-4) for name in one)
+    moved = 2e-3 if runs[0].name.startswith("half") else 1e-4  # ten optimizer steps of 1e-4, there and here
+    assert all(torch.allclose(found[name], one[name], atol=moved) for name in one)

@@ -24,7 +24,7 @@ from asyncrl.trainer.backend import LossFunction, NonFiniteError, Scores, TrainB
 from asyncrl.trainer.backends.megatron.bridges import Bridge, bridge_of, read_source
 from asyncrl.trainer.backends.megatron.layout import fit_problems
 from asyncrl.trainer.backends.megatron.optimizer import MOMENTS, ShardedAdamW
-from asyncrl.trainer.backends.megatron.policy import PolicyModel, build_chunks, causal_mask
+from asyncrl.trainer.backends.megatron.policy import PolicyModel, build_chunks, causal_mask, in_precision
 from asyncrl.trainer.backends.megatron.vocab_parallel import (
     VocabParallelCrossEntropy,
     VocabParallelScores,
@@ -63,9 +63,10 @@ class MegatronBackend:
     `asyncrl.trainer.backends.torch_fsdp.TorchFSDPBackend` for ``init_method`` and ``timeout_s``.
 
     ``trainer.megatron`` says how many ranks hold one copy of the model; the others are data parallel copies of it, and
-    the optimizer's state is sharded over those. Weights, gradients and optimizer state are float32. Sequences of a
-    micro-batch are padded at their ends to the longest one. A copy of the model gets the same batch on each of its
-    ranks, and its last pipeline stage computes the losses, with the head's vocabulary in parts.
+    the optimizer's state is sharded over those. Gradients' sums, optimizer state and the weights that it steps are
+    float32, the model computes in that or in bfloat16 (``trainer.mixed_precision``), and engines get what it computes
+    with. Sequences of a micro-batch are padded at their ends to the longest one. A copy of the model gets the same
+    batch on each of its ranks, and its last pipeline stage computes the losses, with the head's vocabulary in parts.
 
     A checkpoint holds whole tensors under their Hugging Face names, each written by one of the ranks, in the same form
     as the torch backend's: it can be read at any parallel layout, and by that backend."""
@@ -103,13 +104,17 @@ class MegatronBackend:
             for name, parameter in chunk.named_parameters():
                 if name.startswith("mtp.") and not config.mtp.enable_train:
                     parameter.requires_grad_(False)
-        self._reference: list[PolicyModel] = []
+        self._reference: list[Any] = []
         if config.algorithm.kl_coef > 0:
             reference = bridge_of(read_source(config.algorithm.reference_path or config.model.path))
-            self._reference, _ = self._load(reference)
+            self._reference = [in_precision(reference.provider, chunk) for chunk in self._load(reference)[0]]
 
+        exact = {p: p.detach().clone() for chunk in self._chunks for p in chunk.parameters() if p.requires_grad}
         self._parallel = self._wrap(self._chunks)
         self._optimizer = ShardedAdamW(self._parallel, self._options.optimizer)
+        for parameter, weight in exact.items():
+            self._optimizer.set_weight(parameter, weight)
+        del exact
         self._optimizer_steps = 0
         self._total_optimizer_steps = (
             self._options.total_steps * config.async_training.require_batches * config.algorithm.epochs
@@ -309,15 +314,13 @@ class MegatronBackend:
 
     def export_hf(self, path: Path) -> None:
         """See `Backend.export_hf`; in the dtype that the checkpoint's config.json names."""
-        dtype = str(checkpoint_dtype(self._bridge.source.dtype)).removeprefix("torch.")
-        if self.data_rank == 0:
-            tensors = self._whole(dtype)
-            if self.rank == 0:
-                save_checkpoint(path, tensors, self._bridge.source)
-                copy_tokenizer(self._config.model.path, path)
-            else:
-                for _ in tensors:
-                    pass
+        tensors = self._conversion.whole(self._optimizer.weight, checkpoint_dtype(self._bridge.source.dtype))
+        if self.rank == 0:
+            save_checkpoint(path, tensors, self._bridge.source)
+            copy_tokenizer(self._config.model.path, path)
+        else:
+            for _ in tensors:
+                pass
         dist.barrier()
 
     def _whole(self, dtype: str) -> Iterator[tuple[str, Tensor]]:
@@ -331,7 +334,7 @@ class MegatronBackend:
             name: tensor.clone() for i, (name, tensor) in enumerate(tensors) if i % self.world_size == self.rank
         }
         return {
-            "model": share(self._whole("float32")),
+            "model": share(self._conversion.whole(self._optimizer.weight)),
             "optimizer": {moment: share(self._moments(moment)) for moment in MOMENTS},
             "optimizer_steps": torch.tensor(self._optimizer_steps),
             "random_state": {f"rank_{self.rank}": {"cpu": torch.get_rng_state()}},
@@ -373,12 +376,12 @@ class MegatronBackend:
             load_state(path, state)
             with torch.no_grad():
                 for parameter, part in block.convert(state["model"].__getitem__):
-                    _set(parameter, part)
+                    self._optimizer.set_weight(parameter, part)
                 of_trained = block.only(learned)
                 for moment in MOMENTS:
                     for parameter, part in of_trained.convert(state["optimizer"][moment].__getitem__):
                         self._optimizer.set_moment(moment, parameter, part)
-        self._conversion.fill_tied_head(lambda parameter: parameter, _set)
+        self._conversion.fill_tied_head(self._optimizer.weight, self._optimizer.set_weight)
         for moment in MOMENTS:
             self._conversion.fill_tied_head(
                 partial(self._optimizer.moment, moment), partial(self._optimizer.set_moment, moment)
@@ -440,9 +443,10 @@ class MegatronBackend:
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
         )
-        self._bridge.provider.finalize_model_grads_func = _finalize_gradients
+        provider = self._bridge.provider
+        provider.finalize_model_grads_func = _finalize_gradients
         return [
-            DistributedDataParallel(self._bridge.provider, settings, chunk, disable_bucketing=i > 0)
+            DistributedDataParallel(provider, settings, in_precision(provider, chunk), disable_bucketing=i > 0)
             for i, chunk in enumerate(chunks)
         ]
 
@@ -462,10 +466,6 @@ def _choose_device(name: str, rank: int) -> torch.device:
             raise ValueError("trainer.device is cpu, but megatron-core uses the CUDA device of this machine; use auto")
         return torch.device("cuda", rank % torch.cuda.device_count())
     return torch.device("cpu")
-
-
-def _set(parameter: torch.nn.Parameter, value: Tensor) -> None:
-    parameter.data.copy_(value)
 
 
 def _unwrapped(module: Any) -> PolicyModel:

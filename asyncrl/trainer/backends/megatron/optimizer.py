@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +39,12 @@ class Shard:
 
 
 class ShardedAdamW:
-    """``chunks``: megatron-core's data parallel modules, whose gradients are ready when `clip` is called."""
+    """``chunks``: megatron-core's data parallel modules, whose gradients are ready when `prepare` is called. What is
+    stepped is float32: the parameters themselves, or copies of them where they are bfloat16."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], options: OptimizerConfig) -> None:
         self._chunks, self._options = list(chunks), options
+        half = next(self._chunks[0].parameters()).dtype == torch.bfloat16
         settings = MegatronOptimizerConfig(
             optimizer="adam",
             lr=options.lr,
@@ -51,7 +53,8 @@ class ShardedAdamW:
             adam_beta2=options.betas[1],
             adam_eps=options.eps,
             clip_grad=0.0,
-            params_dtype=torch.float32,
+            bf16=half,
+            params_dtype=torch.bfloat16 if half else torch.float32,
             use_distributed_optimizer=True,
         )
         # no overrides: weights decay alike, norms and biases included, as in the torch backend
@@ -98,17 +101,32 @@ class ShardedAdamW:
 
     def moment(self, name: str, parameter: torch.nn.Parameter) -> Tensor:
         """A moment in the shape of this rank's parameter; collective over the ranks that share its shards."""
-        whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=self._device)
-        for shard in self._by_parameter.get(id(parameter), ()):
-            whole[shard.start : shard.end] = shard.state[name]
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        if dist.get_world_size(group) > 1:
-            dist.all_reduce(whole, group=group)
-        return whole.view(parameter.shape)
+        return self._gathered(parameter, lambda shard: shard.state[name])
 
     def set_moment(self, name: str, parameter: torch.nn.Parameter, whole: Tensor) -> None:
         for shard in self._by_parameter.get(id(parameter), ()):
             shard.state[name].copy_(whole.reshape(-1)[shard.start : shard.end])
+
+    def weight(self, parameter: torch.nn.Parameter) -> Tensor:
+        """The weight in float32, of which a 16-bit parameter is the rounded copy; collective like `moment` then. One
+        that is not trained has no other copy."""
+        if parameter.dtype == torch.float32 or not parameter.requires_grad:
+            return parameter.float()
+        return self._gathered(parameter, lambda shard: shard.main)
+
+    def set_weight(self, parameter: torch.nn.Parameter, whole: Tensor) -> None:
+        parameter.data.copy_(whole)
+        for shard in self._by_parameter.get(id(parameter), ()):
+            shard.main.data.copy_(whole.reshape(-1)[shard.start : shard.end])
+
+    def _gathered(self, parameter: torch.nn.Parameter, of: Callable[[Shard], Tensor]) -> Tensor:
+        whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=self._device)
+        for shard in self._by_parameter.get(id(parameter), ()):
+            whole[shard.start : shard.end] = of(shard)
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(whole, group=group)
+        return whole.view(parameter.shape)
 
     def _find_shards(self) -> Iterator[Shard]:
         names = {id(p): name for chunk in self._chunks for name, p in chunk.named_parameters()}
@@ -116,7 +134,9 @@ class ShardedAdamW:
         for part in self._parts:
             if part.is_stub_optimizer:
                 continue
-            for parameters, mains in zip(part.model_fp32_groups, part.shard_fp32_groups, strict=True):
+            stepped = [*part.model_fp32_groups, *part.model_float16_groups]
+            copies = [*part.shard_fp32_groups, *part.shard_fp32_from_float16_groups]
+            for parameters, mains in zip(stepped, copies, strict=True):
                 for parameter, main in zip(parameters, mains, strict=True):
                     # AdamW makes its state at the first step; made now, a checkpoint has the same tensors at every step
                     state: dict[str, Any] = part.optimizer.state[main]

@@ -26,6 +26,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
     get_gpt_decoder_block_spec,
     get_gpt_mtp_block_spec,
 )
+from megatron.core.transformer.module import Float16Module  # noqa: E402
 
 
 class PolicyModel(GPTModel):
@@ -105,6 +106,11 @@ def build_chunks(bridge: Bridge, options: TrainerConfig) -> list[PolicyModel]:
     return chunks
 
 
+def in_precision(provider: GPTModelProvider, chunk: PolicyModel) -> Any:
+    """The chunk with its parameters in the precision that it computes in; float32 hidden states come out of it."""
+    return Float16Module(provider, chunk) if provider.bf16 else chunk
+
+
 def padded_vocabulary(vocab_size: int, parts: int) -> int:
     return -(-vocab_size // parts) * parts
 
@@ -141,7 +147,7 @@ def _build(provider: GPTModelProvider, stage: int | None) -> PolicyModel:
 
 def _complete(provider: GPTModelProvider, options: TrainerConfig) -> None:
     """Add to what the bridge read from config.json how the model is cut, its precision and its kernels."""
-    cut, fast = options.megatron, has_transformer_engine()
+    cut, fast, half = options.megatron, has_transformer_engine(), options.mixed_precision == "bfloat16"
     if provider.num_moe_experts:
         stages, parts = cut.pipeline_model_parallel_size, cut.tensor_model_parallel_size
         if parts > 1:
@@ -160,10 +166,9 @@ def _complete(provider: GPTModelProvider, options: TrainerConfig) -> None:
         "virtual_pipeline_model_parallel_size": (
             cut.virtual_pipeline_model_parallel_size if cut.virtual_pipeline_model_parallel_size > 1 else None
         ),
-        "params_dtype": torch.float32,
-        "pipeline_dtype": torch.float32,
-        "autocast_dtype": torch.float32,
-        "bf16": False,
+        "params_dtype": torch.float32,  # as it is built and loaded; `in_precision` changes it
+        "pipeline_dtype": torch.bfloat16 if half else torch.float32,
+        "bf16": half,
         "fp16": False,
         "use_cpu_initialization": cpu.needed(),
         # each micro-batch is as long as its longest sequence, which only stages have to tell each other

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -55,7 +56,7 @@ class Conversion:
         first, last = self._chunks[0].pre_process, self._chunks[-1].post_process
         if provider.share_embeddings_and_output_weights and not provider.mtp_num_layers and first != last:
             weight = self._chunks[0 if first else -1].shared_embedding_or_output_weight()
-            told = of(weight).detach().clone() if first else torch.zeros_like(weight)
+            told = of(weight).detach().float().clone() if first else torch.zeros_like(weight, dtype=torch.float32)
             torch.distributed.all_reduce(told, group=parallel_state.get_embedding_group())
             if last:
                 put(weight, told)
@@ -129,25 +130,43 @@ class Block:
         return Block([task for task in self.tasks if set(_names(task)) <= set(names)], self.padded_vocabulary)
 
     def convert(self, read: Callable[[str], Tensor]) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-        """(parameter, this rank's part of what ``read`` gives for it), in the parameter's shape; collective over the
-        tensor parallel ranks."""
+        """(parameter, this rank's part of what ``read`` gives for it), float32 in the parameter's shape; collective
+        over the tensor parallel ranks."""
         for task in self.tasks:
 
             def whole(name: str, task: Any = task) -> Tensor:
-                found = read(name).to(task.param_weight)
+                found = read(name).to(task.param_weight.device, torch.float32)
                 if task.global_param_name in VOCABULARY_ROWS:
                     found = F.pad(found, (0, 0, 0, self.padded_vocabulary - len(found)))
                 return found
 
             names = task.mapping.hf_param
             tensors = whole(names) if isinstance(names, str) else {part: whole(name) for part, name in names.items()}
-            converted = task.mapping.hf_to_megatron(tensors, task.megatron_module)
+            with _as_float32(task):
+                converted = task.mapping.hf_to_megatron(tensors, task.megatron_module)
             if converted.shape != task.param_weight.shape:
                 raise CheckpointError(
                     f"{task.global_param_name} was made of {', '.join(_names(task))} with shape "
                     f"{tuple(converted.shape)}, expected {tuple(task.param_weight.shape)}"
                 )
             yield task.param_weight, converted
+
+
+@contextlib.contextmanager
+def _as_float32(task: Any) -> Iterator[None]:
+    """The bridge gives each rank its part in the dtype of the module's parameter: too coarse for what the optimizer
+    steps, where that has 16 bits. A stand-in is there meanwhile. (Were the parameter's own data replaced, it would lose
+    the hooks that add up its gradient, and nothing would say so.)"""
+    if task.param_weight.dtype == torch.float32:
+        yield
+        return
+    parameters, name = task.megatron_module._parameters, task.param_name.rsplit(".", 1)[-1]
+    kept = parameters[name]
+    parameters[name] = torch.nn.Parameter(torch.empty_like(kept, dtype=torch.float32), requires_grad=False)
+    try:
+        yield
+    finally:
+        parameters[name] = kept
 
 
 def _names(task: Any) -> list[str]:
