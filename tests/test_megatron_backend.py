@@ -89,7 +89,14 @@ def test_ten_steps_equal_the_torch_backends(options, checkpoint, start):
 
 
 def test_bfloat16_steps_are_near_the_torch_backends_and_its_weights_are_kept_in_float32(checkpoint, start, tmp_path):
-    options = {"mixed_precision": "bfloat16", "enable_train": True, "kl_coef": 0.05, "lr": 1e-4}
+    options = {
+        "mixed_precision": "bfloat16",
+        "enable_train": True,
+        "loss": "cross_entropy",
+        "updates_per_pass": 1,
+        "kl_coef": 0.05,
+        "lr": 1e-4,
+    }
     results = {}
     for backend in ("torch", "megatron"):
         rank = start(make_config(checkpoint, backend=backend, **options))
