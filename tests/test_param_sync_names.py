@@ -525,6 +525,36 @@ def test_buffers_may_be_ignored_on_either_side():
         NameResolver(live).resolve([EMBED_SPEC, frequencies])
 
 
+def test_a_name_that_belongs_nowhere_is_unknown_though_the_live_model_has_one_like_it():
+    """As a draft does that names its layers from 0 on: they are not the target's."""
+    live = live_of({"model.layers.0.q.weight": (4, 4)})
+    rename = lambda name: "model." + name.removeprefix("mtp.") if name.startswith("mtp.") else None
+    resolver = NameResolver(live, rename=rename)
+    own, of_the_target = (TensorSpec(f"{at}.layers.0.q.weight", "bfloat16", (4, 4)) for at in ("mtp", "model"))
+    assert resolver.resolve([own]).loads() == {own.name: (own.name,)}
+    assert not resolver.wants(of_the_target.name)
+    with pytest.raises(ManifestError, match=f"unknown to the live model: {of_the_target.name}"):
+        resolver.resolve([own, of_the_target])
+
+
+def test_what_another_model_holds_is_known_by_its_name_here():
+    """As the draft's copy of an embedding that it shares with its target."""
+    rename = lambda name: name.replace("model.layers.2.embed", "model.embed")
+    resolver = NameResolver(live_of({}), ignore={EMBED}, rename=rename)
+    (copy,) = resolver.resolve([EMBED_SPEC._replace(name="model.layers.2.embed_tokens.weight")]).tensors
+    assert (copy.kind, copy.load_as) == ("ignored", None)
+    assert not resolver.wants(EMBED)
+
+
+def test_what_a_loader_computes_itself_is_not_handed_to_it_unless_it_is_live():
+    frequencies = TensorSpec("model.rotary.inv_freq", "float32", (8,))
+    drops = lambda name: name.endswith("inv_freq")
+    (left_out,) = NameResolver({}, drops=drops).resolve([frequencies]).tensors
+    assert (left_out.kind, left_out.load_as) == ("ignored", None)
+    live = {frequencies.name: LiveTensor("float32", (8,))}
+    assert NameResolver(live, drops=drops).resolve([frequencies]).loads() == {frequencies.name: (frequencies.name,)}
+
+
 def test_roles_are_carried_along():
     name = "model.mtp_layers.0.input_proj.weight"
     plan = NameResolver(live_of({name: (4, 4)})).resolve([TensorSpec(name, "bfloat16", (4, 4), "draft")])
