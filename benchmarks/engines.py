@@ -80,7 +80,7 @@ def main() -> None:
     repetitions = parser.parse_args().repetitions
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        save_random(MODELS["qwen3_5m"], Path(folder))
+        save_random(MODELS["qwen3_5m"] | {"model_type": "qwen3"}, Path(folder))  # vLLM goes by the type
         figures = asyncio.run(measure(Path(folder), repetitions))
     for kind in ("equal", "mixed"):
         native, vllm = figures[f"native_{kind}_tokens_per_s"], figures[f"vllm_{kind}_tokens_per_s"]

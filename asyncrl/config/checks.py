@@ -24,7 +24,7 @@ PAUSE_KV = {
         ("wait", "unload"),
     },
     "vllm": {
-        ("abort", "keep"),
+        ("abort", "keep"),  # its prefix cache is keyed by version
         ("abort", "recompute"),
         ("abort", "unload"),
         ("keep", "keep"),

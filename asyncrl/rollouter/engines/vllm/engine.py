@@ -10,12 +10,14 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from asyncrl.config.checks import PAUSE_KV
 from asyncrl.config.schema import Config
 from asyncrl.param_sync.intake import Intake
 from asyncrl.param_sync.manifest import Role
@@ -47,19 +49,6 @@ from asyncrl.telemetry.recorder import Recorder
 _EVENTS_EVERY_S = 0.1  # while tokens flow and nothing ends
 _ENDS_EVERY_S = 0.03  # while requests end
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
-
-PAUSE_KV: frozenset[tuple[PauseMode, KVMode]] = frozenset(
-    {
-        ("abort", "keep"),  # the prefix cache is keyed by version
-        ("abort", "recompute"),
-        ("abort", "unload"),
-        ("keep", "keep"),
-        ("keep", "recompute"),
-        ("wait", "keep"),
-        ("wait", "recompute"),
-        ("wait", "unload"),
-    }
-)
 
 
 class _Running:
@@ -116,7 +105,7 @@ class VLLMEngine:
     def capabilities(self) -> Capabilities:
         return Capabilities(
             name="vllm",
-            pause_kv=PAUSE_KV,
+            pause_kv=cast(frozenset[tuple[PauseMode, KVMode]], frozenset(PAUSE_KV["vllm"])),
             receiver="local",
             staging=frozenset({"bucket"}),
             deterministic=False,
@@ -269,6 +258,8 @@ class VLLMEngine:
         for running in list(self._running.values()):
             if running.task is not None:
                 running.task.cancel()
+        if self._llm.output_handler is not None:
+            self._llm.output_handler.cancel()  # it would log the end of its engine as an error
         await asyncio.to_thread(self._llm.shutdown)
 
     # -- requests ------------------------------------------------------------------------------------------------------
