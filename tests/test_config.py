@@ -232,7 +232,7 @@ def test_derived_figures(files):
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda file: file.stem)
 def test_every_config_that_comes_along_is_sound(file, monkeypatch):
     """Apart from the files that it names: those are made, or the user's."""
-    for variable in ("MODEL_PATH", "TRAIN_FILE", "VALIDATION_FILE", "ASYNCRL_VLLM_PYTHON"):
+    for variable in ("MODEL_PATH", "TRAIN_FILE", "VALIDATION_FILE", "ASYNCRL_VLLM_PYTHON", "ASYNCRL_MEGATRON_PYTHON"):
         monkeypatch.setenv(variable, "/somewhere")
     problems = []
     try:
