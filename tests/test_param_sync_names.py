@@ -555,6 +555,17 @@ def test_what_a_loader_computes_itself_is_not_handed_to_it_unless_it_is_live():
     assert NameResolver(live, drops=drops).resolve([frequencies]).loads() == {frequencies.name: (frequencies.name,)}
 
 
+def test_loaders_of_one_model_may_differ_in_whether_they_want_base_layer():
+    live = live_of({"a.q.base_layer.weight": (4, 4), "b.q.base_layer.weight": (4, 4), "b.norm.weight": (4,)})
+    resolver = NameResolver(live, expects_base_layer=lambda name: name.startswith("b."))
+    sent = [TensorSpec(unwrap(name), "bfloat16", t.shape) for name, t in live.items()]
+    assert [t.load_as for t in resolver.resolve(sent).tensors] == [
+        "a.q.weight",
+        "b.q.base_layer.weight",
+        "b.norm.weight",
+    ]
+
+
 def test_roles_are_carried_along():
     name = "model.mtp_layers.0.input_proj.weight"
     plan = NameResolver(live_of({name: (4, 4)})).resolve([TensorSpec(name, "bfloat16", (4, 4), "draft")])

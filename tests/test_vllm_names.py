@@ -69,15 +69,15 @@ def worker(tmp_path_factory):
 class Built:
     """vLLM's models of a family's checkpoint, and its manifest."""
 
-    def __init__(self, name: str, folder) -> None:
-        self.name, self.family, self.folder = name, FAMILIES[name], folder
+    def __init__(self, name: str, folder, lora: bool = False) -> None:
+        self.name, self.family, self.folder, self._lora = name, FAMILIES[name], folder, lora
         write_checkpoint(folder, self.family)
         self.tensors = read_tensors(folder)
         self.manifest = manifest_of(self.family, self.tensors)
         self.models = self.load()
 
     def load(self) -> Models:
-        return load_models(engine_config(self.folder, self.family))
+        return load_models(engine_config(self.folder, self.family, lora=self._lora))
 
     def plan(self, manifest: Manifest) -> None:
         plan_loads(manifest, self.models.target, self.models.draft)
@@ -156,6 +156,19 @@ def test_an_update_leaves_what_a_fresh_load_leaves(built):
         assert {n for n, t in expected.items() if torch.equal(t, old[n]) and t.numel()} == set(
             filter(constant.search, expected)
         )
+
+
+@pytest.mark.parametrize("family", ["qwen2, tied", "qwen3_moe", "deepseek_v3", "qwen3_5"])
+def test_so_it_does_where_lora_layers_wrap_the_modules(family, tmp_path):
+    """Names are those of the checkpoint, but for loaders that want them as the wrapped modules have them."""
+    built = Built(family, tmp_path, lora=True)
+    wrapped = [name for name, _ in built.models.target.net.named_parameters() if "base_layer" in name]
+    assert len(wrapped) > 5
+    tensors = random_weights(built.tensors, 1)
+    built.update(tensors)
+    write_tensors(built.folder, tensors)
+    for model, other in zip(built.models.all(), built.load().all(), strict=True):
+        assert differing(state(model.net), state(other.net)) == []
 
 
 def test_the_embedding_that_is_also_the_head_reaches_both(build):

@@ -112,7 +112,8 @@ class NameResolver:
     ``ties``: live name → the live parameter whose storage it shares.
     ``ignore``: live names that need no data here, as buffers; and names that are not live and to which nothing is
     done, as those of storage that another model's resolver sees to.
-    ``expects_base_layer``: whether the engine's loader wants ``base_layer`` in the names of wrapped modules' tensors.
+    ``expects_base_layer``: whether the engine's loader wants ``base_layer`` in the names of wrapped modules' tensors;
+    where it is not the same for all of them, by live name.
     ``tp_shards``: 1 if nothing is sharded; only then are the shapes of packed and fused parameters checked.
     ``num_experts``: experts of a layer in the checkpoint, if a fused parameter holds fewer (expert parallelism) or
     more (redundant experts); None: as many as its dim 0 or, where that is unknown, as the highest one sent says.
@@ -131,14 +132,17 @@ class NameResolver:
         experts: Mapping[str, Sequence[str]] = FUSED_EXPERTS,
         ties: Mapping[str, str] | None = None,
         ignore: Set[str] = frozenset(),
-        expects_base_layer: bool = False,
+        expects_base_layer: bool | Callable[[str], bool] = False,
         tp_shards: int | None = None,
         num_experts: int | None = None,
         rename: Callable[[str], str | None] | None = None,
         drops: Callable[[str], bool] | None = None,
     ) -> None:
         self._live, self._ties, self._ignore = dict(live), dict(ties or {}), ignore
-        self._expects_base_layer, self._tp_shards, self._num_experts = expects_base_layer, tp_shards, num_experts
+        self._tp_shards, self._num_experts = tp_shards, num_experts
+        self._expects_base_layer = (
+            (lambda live: expects_base_layer) if isinstance(expects_base_layer, bool) else expects_base_layer
+        )
         self._rename, self._drops = rename or (lambda name: name), drops or (lambda name: False)
         astray = [f"{n} → {to}" for n, to in self._ties.items() if to not in self._live or to in self._ties]
         if astray:
@@ -219,7 +223,7 @@ class NameResolver:
             return name
         bare = unwrap(name)
         # A tensor of all experts is no leaf of the module that is wrapped: loaders find its parameter themselves.
-        if not self._expects_base_layer or _all_experts(bare) or place.live not in self._wrapped:
+        if _all_experts(bare) or place.live not in self._wrapped or not self._expects_base_layer(place.live):
             return bare
         return wrap(bare)
 

@@ -24,6 +24,7 @@ import transformers
 from safetensors.torch import save_file
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.model_manager import create_lora_manager
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.registry import _VLLM_MODELS
@@ -193,7 +194,7 @@ class Models:
         return [self.target] if self.draft is None else [self.target, self.draft]
 
 
-def engine_config(folder: Path, family: Family, dtype: str = "float32") -> VllmConfig:
+def engine_config(folder: Path, family: Family, dtype: str = "float32", lora: bool = False) -> VllmConfig:
     for architecture in family.architectures:
         _register(architecture)
     mtp = {"method": "mtp", "num_speculative_tokens": 1}
@@ -205,6 +206,8 @@ def engine_config(folder: Path, family: Family, dtype: str = "float32") -> VllmC
         max_model_len=256,
         kv_cache_memory_bytes=1 << 24,
         speculative_config=None if family.draft is None else mtp,
+        enable_lora=lora,
+        max_lora_rank=8,
     ).create_engine_config()
 
 
@@ -212,6 +215,9 @@ def load_models(config: VllmConfig) -> Models:
     """From the checkpoint, as a worker and its proposer do it."""
     with set_current_vllm_config(config):
         target = get_model(vllm_config=config)
+        if config.lora_config is not None:
+            device = torch.device(config.device_config.device_type)
+            target = create_lora_manager(target, 4, 64, V, config.lora_config, config, device).model
         live = LiveModel("target", target, config.model_config, tp_size=1)
         if config.speculative_config is None:
             return Models(config, live, None)

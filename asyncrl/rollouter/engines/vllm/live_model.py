@@ -10,6 +10,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.manifest import Manifest, Role, TensorSpec
+from asyncrl.param_sync.names import unwrap
 from asyncrl.rollouter.engines.vllm.cpu_defects import pack_experts_anew
 from asyncrl.rollouter.engines.vllm.live_names import resolver, ties
 
@@ -32,12 +33,11 @@ class LiveModel:
         net: torch.nn.Module,
         config: Any,
         tp_size: int,
-        lora: bool = False,
         shared_with: torch.nn.Module | None = None,
     ) -> None:
         pack_experts_anew(net)
         self.role, self.net, self._config = role, net, config
-        self._resolver = resolver(net, config.dtype, tp_size, lora, shared_with)
+        self._resolver = resolver(net, config.dtype, tp_size, shared_with)
         self.wants = self._resolver.wants
         self._aliases: dict[str, list[str]] = {}
         for alias, owner in ties(net).items():
@@ -56,7 +56,7 @@ class LiveModel:
             if owner in owners:
                 t = owners[owner]
                 self.loads[t.source] += tuple(alias for alias in aliases if alias != t.load_as)
-        self._filled = frozenset(owners)
+        self._filled = frozenset(map(unwrap, owners))
 
     def start(self) -> None:
         initialize_layerwise_reload(self.net)
@@ -67,7 +67,7 @@ class LiveModel:
         filled = self.net.load_weights(tensors)  # type: ignore[operator]
         passed_over = [name for name, _ in tensors]
         if filled is not None:
-            passed_over += sorted(self._filled - set(filled))
+            passed_over += sorted(self._filled - set(map(unwrap, filled)))
         if passed_over:
             some = ", ".join(passed_over[:4]) + (" …" if len(passed_over) > 4 else "")
             raise SyncError("transfer", None, None, None, f"vLLM's loader passed over {some} of the {self.role}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Container, Iterator, Mapping
 
 import torch
@@ -21,7 +22,6 @@ def resolver(
     model: torch.nn.Module,
     dtype: torch.dtype,
     tp_size: int,
-    lora: bool,
     shared_with: torch.nn.Module | None = None,
 ) -> NameResolver:
     """Resolves names against a loaded model. ``dtype``: the model's. ``shared_with``: the target of a draft model,
@@ -46,7 +46,7 @@ def resolver(
         packed={**PACKED, **packed},
         ties={name: owner for name, owner in ties(model).items() if {name, owner} <= live.keys()},
         ignore=frozenset(ignore),
-        expects_base_layer=lora,
+        expects_base_layer=_expects_base_layer(model),
         tp_shards=tp_size,
         num_experts=getattr(model, "num_logical_experts", None) or None,
         rename=_rename(model, live),
@@ -101,6 +101,19 @@ def _described(module: torch.nn.Module, tensor: torch.Tensor, dtype: torch.dtype
     if isinstance(module, VocabParallelEmbedding):
         shape = (module.org_vocab_size, *shape[1:])  # the rest is padding
     return LiveTensor(dtype_name(tensor) if tensor.dtype == dtype else None, shape)
+
+
+def _expects_base_layer(model: torch.nn.Module) -> Callable[[str], bool]:
+    """By live name, for modules that LoRA layers wrap. Those load themselves, under the checkpoint's names; but not
+    where an outer module looks up all parameters by their full names, and not the experts, which expect it."""
+    inside = [at for at, module in _modules(model) if getattr(module, "lora_base_layer_prefix", "") or _by_hand(module)]
+    return lambda name: name.startswith(tuple(inside))
+
+
+def _by_hand(module: torch.nn.Module) -> bool:
+    """Told by the local variable that vLLM's loaders of this kind have; the others walk down the modules."""
+    load = getattr(type(module), "load_weights", None)
+    return load is not None and "params_dict" in inspect.unwrap(load).__code__.co_varnames
 
 
 def _rename(model: torch.nn.Module, live: Container[str]) -> Rename:

@@ -116,9 +116,9 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Look at the loaded models. Returns what the replica must know of them."""
         self._worker = worker
         self._corrected = correct_cpu_build(self.vllm_config)
-        tp_size, lora = self.parallel_config.tensor_parallel_size, self.vllm_config.lora_config is not None
+        tp_size = self.parallel_config.tensor_parallel_size
         target, draft = worker.get_model(), worker.get_draft_model()
-        self._target = LiveModel("target", target, self.vllm_config.model_config, tp_size, lora)
+        self._target = LiveModel("target", target, self.vllm_config.model_config, tp_size)
         if draft is not None:
             config = self.vllm_config.speculative_config.draft_model_config
             self._draft = LiveModel("draft", draft, config, tp_size, shared_with=target)
