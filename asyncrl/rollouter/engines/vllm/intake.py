@@ -11,7 +11,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.handles import ReceivePlan
-from asyncrl.param_sync.manifest import Role
+from asyncrl.param_sync.manifest import ManifestError, Role
 from asyncrl.sample import PolicyVersion
 
 
@@ -33,7 +33,11 @@ class WorkerIntake:
             await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init))
             self._has_draft = (await self.ask("attach"))[0]["draft"]
             self._attached = True
-        return await self.ask("open", plan)
+        opened = await self.ask("open", plan)
+        if nowhere := set.intersection(*(set(elsewhere) for _, elsewhere in opened)):
+            some = ", ".join(sorted(nowhere)[:4])
+            raise ManifestError(f"{some}: sent, but unknown to every pipeline stage of the replica")
+        return [reader for reader, _ in opened]
 
     async def receive(self, deadline_s: float) -> int:
         self._intact = False

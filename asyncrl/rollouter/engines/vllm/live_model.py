@@ -78,9 +78,15 @@ class LiveModel:
         finalize_layerwise_reload(self.net, self._config)
 
 
-def plan_loads(manifest: Manifest, target: LiveModel, draft: LiveModel | None) -> None:
-    """Settle where each tensor belongs in the target, and in the draft if there is one. Raises ManifestError."""
-    target.plan(spec for spec in manifest if spec.role == "target")
+def plan_loads(manifest: Manifest, target: LiveModel, draft: LiveModel | None, staged: bool = False) -> list[str]:
+    """Settle where each tensor belongs in the target, and in the draft if there is one. Raises ManifestError.
+
+    ``staged``: the target is one of several pipeline stages. Returns the names that are for none of its modules."""
+    of_target = [spec for spec in manifest if spec.role == "target"]
+    elsewhere = [spec.name for spec in of_target if staged and not target.wants(spec.name)]
+    skipped = set(elsewhere)
+    target.plan(spec for spec in of_target if spec.name not in skipped)
     if draft is not None:
         # a draft that does not share the target's embedding or head takes them, too
         draft.plan(spec for spec in manifest if spec.role == "draft" or draft.wants(spec.name))
+    return elsewhere

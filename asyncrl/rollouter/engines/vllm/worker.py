@@ -65,7 +65,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """One per worker. A session: ``open``; then as vLLM has it start, update and finish for the target, and for the
-    draft if there is one; ``verify``; ``close_session``, or ``abandon`` at any point instead."""
+    draft if there is one; ``verify``; or ``abandon`` at any point instead."""
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
 
@@ -124,15 +124,17 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._draft = LiveModel("draft", draft, config, tp_size, shared_with=target)
         return {"draft": draft is not None}
 
-    def open(self, plan: ReceivePlan) -> str:
-        """Check the manifest against the live models, and connect. Returns the reader's name."""
+    def open(self, plan: ReceivePlan) -> tuple[str, list[str]]:
+        """Check the manifest against the live models, and connect. Returns the reader's name, and the names of tensors
+        that are for another pipeline stage, if they are for any."""
         assert self._reader is not None
         assert self._target is not None
         self.abandon()
-        plan_loads(plan.manifest, self._target, self._draft)
+        staged = self.parallel_config.pipeline_parallel_size > 1
+        elsewhere = plan_loads(plan.manifest, self._target, self._draft, staged)
         self._tensors = WholeTensors(plan.session, plan.manifest)
         self._reader.connect(plan.session, plan.addresses, plan.deadline_s)
-        return self._name
+        return self._name, elsewhere
 
     def verify(self) -> dict[Role, str]:
         """Returns the digests of all that arrived and was loaded."""

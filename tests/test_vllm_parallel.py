@@ -1,4 +1,4 @@
-"""A replica of two vLLM workers, each of which holds half of every projection."""
+"""A replica of two vLLM workers, each of which holds half of every projection, or half of the layers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 
 
-async def test_each_worker_reads_the_sync_and_logprobs_are_those_of_hugging_face(tmp_path):
+@pytest.mark.parametrize(
+    "options",
+    [{"tensor_parallel_size": 2, "mtp": MTPConfig(enable_rollout=True)}, {"pipeline_parallel_size": 2}],
+    ids=["tensor", "pipeline"],
+)
+async def test_each_worker_reads_the_sync_and_logprobs_are_those_of_hugging_face(tmp_path, options):
     checkpoint = make_checkpoint(tmp_path, seed=0, warm_start_steps=0)
     initial = read_tensors(checkpoint)
     reference = Qwen2ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    mtp = MTPConfig(enable_rollout=True, num_speculative_tokens=1)
-    replica = await Replica.start(replica_config(checkpoint, mtp=mtp, tensor_parallel_size=2))
+    replica = await Replica.start(replica_config(checkpoint, **options))
     try:
         for seed in (1, 2):
             generator = torch.Generator().manual_seed(seed)
@@ -41,7 +45,9 @@ async def test_each_worker_reads_the_sync_and_logprobs_are_those_of_hugging_face
                 logits = reference(torch.tensor([PROMPT + answer.tokens])).logits[0, len(PROMPT) - 1 : -1]
             found = torch.log_softmax(logits, -1)[torch.arange(len(answer.tokens)), torch.tensor(answer.tokens)]
             assert (found - torch.tensor(answer.logprobs)).abs().max() < 1e-4
-        with pytest.raises(ManifestError, match=r"qkv_proj.weight lacks v_proj"):
+        with pytest.raises(ManifestError, match=r"qkv_proj\.weight lacks v_proj"):
             await replica.sync({n: t for n, t in initial.items() if n != "model.layers.0.self_attn.v_proj.weight"})
+        with pytest.raises(ManifestError, match=r"model\.surprise"):
+            await replica.sync(initial | {"model.surprise": torch.zeros(2)})
     finally:
         await replica.close()
