@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -34,6 +35,7 @@ from tests.support.vllm_replica import Replica, add, replica_config, request
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
+ROOT = Path(__file__).parent.parent
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 
 
@@ -374,7 +376,12 @@ async def test_no_process_outlives_a_killed_replica(checkpoint, tmp_path):
         "if __name__ == '__main__':\n"
         "    asyncio.run(main())\n"
     )
-    process = subprocess.Popen([sys.executable, str(script), str(checkpoint)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(checkpoint)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     for line in process.stdout:
         if "started" in line:
             break
