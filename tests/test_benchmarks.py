@@ -30,6 +30,7 @@ child.kill()
 """
 
 
+@pytest.mark.slow  # seconds of CPU by the clock: a machine with other work to do spoils them
 def test_cpu_seconds_are_those_of_all_processes_and_of_one_s_busiest_threads_since_a_file_is_there(tmp_path):
     python = tmp_path / "worker-process"
     python.symlink_to(sys.executable)
