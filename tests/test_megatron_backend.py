@@ -17,23 +17,13 @@ from asyncrl.trainer.backends.megatron.vocab_parallel import (
     VocabularyPart,
 )
 from asyncrl.trainer.batches import build_batch
+from tests.support.megatron import OPTIONS
 from tests.support.trainer import VOCAB, make_checkpoint, make_config, make_groups, started_ranks, weights
 
 pytestmark = pytest.mark.megatron
 
-#: of everything that a step depends on: draft, several epochs, reference, entropy, small micro-batches, weight decay
-ALL = {
-    "enable_train": True,
-    "loss": "cross_entropy",
-    "updates_per_pass": 1,
-    "epochs": 2,
-    "kl_coef": 0.05,
-    "entropy_coef": 0.01,
-    "temperature": 0.8,
-    "max_tokens_per_micro_batch": 64,
-    "logprob_chunk_tokens": 7,
-    "weight_decay": 0.1,
-}
+#: of everything that a step depends on
+ALL = OPTIONS | {"logprob_chunk_tokens": 7, "weight_decay": 0.1}
 
 
 @pytest.fixture(scope="module")

@@ -7,23 +7,13 @@ from asyncrl.config.schema import MegatronConfig
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.rank import TrainerRank
-from tests.support.megatron import CUTS, in_processes
+from tests.support.megatron import CUTS, OPTIONS, in_processes
 from tests.support.trainer import make_checkpoint, make_config, make_groups, weights
 
 pytestmark = pytest.mark.megatron
 
 TWO = ("tensor", "pipeline", "data")
 SIZES = {"vocab_size": 67, "num_attention_heads": 4, "num_key_value_heads": 2}  # 67: half of it is padded
-OPTIONS = {
-    "enable_train": True,
-    "loss": "cross_entropy",
-    "updates_per_pass": 1,
-    "epochs": 2,
-    "kl_coef": 0.05,
-    "entropy_coef": 0.01,
-    "temperature": 0.8,
-    "max_tokens_per_micro_batch": 64,
-}
 MODELS = {
     "draft": (SIZES, OPTIONS),
     "attached-draft": (SIZES, {**OPTIONS, "detach_encoder": False}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from itertools import chain
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from asyncrl.param_sync.errors import BucketKey, SyncError
 from asyncrl.param_sync.live_receiver import LiveViewReceiver
 from asyncrl.param_sync.manifest import Manifest, ManifestError, TensorSpec
 from asyncrl.param_sync.receiver import Bucket, TensorPart
+from asyncrl.param_sync.whole_tensors import WholeTensors
 from asyncrl.sample import PolicyVersion
 
 V1 = PolicyVersion(0, 1)
@@ -387,3 +389,64 @@ def test_an_error_keeps_its_place_across_a_process_border():
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == "sync phase transfer, replica/1, version 0.1, bucket 2/5 of session s: it broke"
     assert (again.phase, again.who, again.version, again.bucket) == ("transfer", "replica/1", V1, ("s", 2, 5))
+
+
+# -- whole tensors -----------------------------------------------------------------------------------------------------
+
+
+def mixed_tensors():
+    return {
+        "big": torch.arange(300, dtype=torch.float32).view(20, 15),  # over several buckets
+        "empty": torch.zeros(0, 3),
+        "strided": torch.arange(24, dtype=torch.bfloat16).view(4, 6).t(),
+        "small": torch.tensor([1, 2, 3], dtype=torch.int64),
+    }
+
+
+def test_tensors_come_whole_as_copies_with_the_senders_digest():
+    tensors = mixed_tensors()
+    whole, arrived = WholeTensors("s", manifest_of(tensors)), {}
+    for bucket in buckets_of(tensors):
+        arrived |= {spec.name: tensor for spec, tensor in whole.take(bucket)}
+        bucket.data[:] = bytes(len(bucket.data))  # buffers are used again
+    whole.verify()
+    assert arrived.keys() == tensors.keys()
+    assert all(torch.equal(arrived[name], tensors[name]) for name in tensors)
+    assert whole.digest("target") == digest_tensors(tensors.items())
+    assert whole.nbytes == sum(t.nbytes for t in tensors.values())
+
+
+def test_the_buckets_of_two_senders_may_alternate():
+    first, second = ({f"{s}": torch.full((200,), float(i))} for i, s in enumerate("ab"))
+    whole, arrived = WholeTensors("s", manifest_of(first | second)), {}
+    for one, other in zip(buckets_of(first), buckets_of(second), strict=True):
+        for bucket in (one, other._replace(sender=1)):
+            arrived |= {spec.name: tensor for spec, tensor in whole.take(bucket)}
+    whole.verify()
+    assert all(torch.equal(arrived[name], t) for name, t in (first | second).items())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda buckets: [buckets[0]._replace(session="old")], "bucket 0 of session s comes next"),
+        (lambda buckets: buckets[1:], "bucket 0 of session s comes next"),
+        (lambda buckets: [*buckets, buckets[0]._replace(sequence=len(buckets))], "came a second time"),
+        (lambda buckets: [buckets[0]._replace(checksum=1)], "damaged on its way"),
+        (lambda buckets: [buckets[1]._replace(sequence=0)], "0 of 1200 are here"),
+    ],
+)
+def test_what_does_not_come_next_is_no_part_of_a_tensor(change, message):
+    tensors = mixed_tensors()
+    whole = WholeTensors("s", manifest_of(tensors))
+    arriving = chain.from_iterable(map(whole.take, change(buckets_of(tensors))))
+    with pytest.raises(SyncError, match=message):
+        list(arriving)
+
+
+def test_tensors_that_did_not_come_whole_are_named():
+    tensors = mixed_tensors()
+    whole = WholeTensors("s", manifest_of(tensors))
+    list(whole.take(buckets_of(tensors)[0]))
+    with pytest.raises(SyncError, match="4 tensors have not arrived whole: big"):
+        whole.verify()

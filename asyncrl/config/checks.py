@@ -12,27 +12,21 @@ from pathlib import Path
 from asyncrl.config.load import ConfigError, known_keys
 from asyncrl.config.schema import Config, MegatronConfig
 
+_NATIVE_PAUSE_KV = frozenset(
+    {
+        ("abort", "recompute"),
+        ("abort", "unload"),
+        ("keep", "keep"),
+        ("keep", "recompute"),
+        ("wait", "keep"),
+        ("wait", "recompute"),
+        ("wait", "unload"),
+    }
+)
 #: engine → the (pause, kv) pairs of a sync that it can do, see `asyncrl.rollouter.engine.Capabilities`
 PAUSE_KV = {
-    "native": {
-        ("abort", "recompute"),
-        ("abort", "unload"),
-        ("keep", "keep"),
-        ("keep", "recompute"),
-        ("wait", "keep"),
-        ("wait", "recompute"),
-        ("wait", "unload"),
-    },
-    "vllm": {
-        ("abort", "keep"),  # its prefix cache is keyed by version
-        ("abort", "recompute"),
-        ("abort", "unload"),
-        ("keep", "keep"),
-        ("keep", "recompute"),
-        ("wait", "keep"),
-        ("wait", "recompute"),
-        ("wait", "unload"),
-    },
+    "native": _NATIVE_PAUSE_KV,
+    "vllm": _NATIVE_PAUSE_KV | {("abort", "keep")},  # its prefix cache is keyed by version
 }
 
 #: what `asyncrl.trainer.algorithms` knows; no leaf may import it

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 import numpy as np
 
+from asyncrl.config.checks import PAUSE_KV
 from asyncrl.param_sync.intake import Intake
 from asyncrl.param_sync.manifest import Role
 from asyncrl.sample import FinishReason, PolicyVersion
@@ -112,6 +113,11 @@ class EngineStats:
     kv_bytes: int
     generated_tokens: int
     version: PolicyVersion | None
+
+
+def pause_kv(name: str) -> frozenset[tuple[PauseMode, KVMode]]:
+    """`Capabilities.pause_kv` of an engine, from the one table that configs are checked against."""
+    return cast(frozenset[tuple[PauseMode, KVMode]], PAUSE_KV[name])
 
 
 class Engine(Protocol):

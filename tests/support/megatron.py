@@ -11,6 +11,17 @@ from asyncrl.config.schema import Config, MegatronConfig
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.trainer.backends.megatron import cpu
 
+#: of what a step depends on: draft, several epochs, reference, entropy, small micro-batches
+OPTIONS = {
+    "enable_train": True,
+    "loss": "cross_entropy",
+    "updates_per_pass": 1,
+    "epochs": 2,
+    "kl_coef": 0.05,
+    "entropy_coef": 0.01,
+    "temperature": 0.8,
+    "max_tokens_per_micro_batch": 64,
+}
 CUTS = {
     "one": {},
     "tensor": {"tensor_model_parallel_size": 2},

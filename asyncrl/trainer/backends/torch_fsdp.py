@@ -30,6 +30,7 @@ from asyncrl.models.decoder import Decoder, DraftScores, DraftTargets, MTPLayer,
 from asyncrl.param_sync.manifest import Manifest
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.backend import LossFunction, NonFiniteError, Scores, TrainBatch
+from asyncrl.trainer.backends import process_group
 from asyncrl.trainer.backends.packing import NOBODY, MicroBatch
 from asyncrl.trainer.backends.schedule import learning_rate
 from asyncrl.trainer.backends.torch_state import (
@@ -410,19 +411,7 @@ class TorchFSDPBackend:
     # -- construction ----------------------------------------------------------------------------------------------
 
     def _join_group(self, init_method: str | None, timeout_s: float) -> DeviceMesh:
-        if init_method is None and self.world_size > 1:
-            raise ValueError(f"{self.world_size} ranks need an init_method at which to meet, such as tcp://host:port")
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-        dist.init_process_group(
-            # gloo beside NCCL, for gradients and optimizer state that were offloaded to the host
-            backend="cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo",
-            init_method=init_method,
-            store=dist.HashStore() if init_method is None else None,  # a store within this process, for a single rank
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        process_group.join(self.rank, self.world_size, self._device, init_method, timeout_s)
         return init_device_mesh(self._device.type, (self.world_size,))
 
     def _prepare(self, model: Decoder, train_draft: bool) -> Decoder:

@@ -34,9 +34,9 @@ from asyncrl.rollouter.engine import (
     EngineError,
     EngineStats,
     EventBatch,
-    KVMode,
     PauseMode,
     Request,
+    pause_kv,
 )
 from asyncrl.rollouter.engines.native.core import Core
 from asyncrl.rollouter.engines.native.model import NativeModel
@@ -48,17 +48,6 @@ from asyncrl.telemetry.recorder import Recorder, now_s
 
 _EVENTS_EVERY_S = 0.1  # while tokens flow and nothing ends
 _ENDS_EVERY_S = 0.03  # while requests end: each call costs the caller about a millisecond of a core
-_PAUSE_KV: frozenset[tuple[PauseMode, KVMode]] = frozenset(
-    {
-        ("abort", "recompute"),
-        ("abort", "unload"),
-        ("keep", "keep"),
-        ("keep", "recompute"),
-        ("wait", "keep"),
-        ("wait", "recompute"),
-        ("wait", "unload"),
-    }
-)
 
 T = TypeVar("T")
 
@@ -125,7 +114,7 @@ class NativeEngine:
     def capabilities(self) -> Capabilities:
         return Capabilities(
             name="native",
-            pause_kv=_PAUSE_KV,
+            pause_kv=pause_kv("native"),
             receiver="local",
             staging=frozenset({"bucket", "full"}),
             deterministic=True,

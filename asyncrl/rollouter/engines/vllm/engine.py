@@ -10,14 +10,12 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import Iterable, Sequence
-from typing import cast
 
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from asyncrl.config.checks import PAUSE_KV
 from asyncrl.config.schema import Config
 from asyncrl.param_sync.intake import Intake
 from asyncrl.param_sync.manifest import Role
@@ -27,9 +25,9 @@ from asyncrl.rollouter.engine import (
     EngineError,
     EngineStats,
     EventBatch,
-    KVMode,
     PauseMode,
     Request,
+    pause_kv,
 )
 from asyncrl.rollouter.engines.admission import why_impossible
 from asyncrl.rollouter.engines.events import Event, EventLog
@@ -105,7 +103,7 @@ class VLLMEngine:
     def capabilities(self) -> Capabilities:
         return Capabilities(
             name="vllm",
-            pause_kv=cast(frozenset[tuple[PauseMode, KVMode]], frozenset(PAUSE_KV["vllm"])),
+            pause_kv=pause_kv("vllm"),
             receiver="local",
             staging=frozenset({"bucket"}),
             deterministic=False,

@@ -28,6 +28,8 @@ class WorkerIntake:
         self.committed: PolicyVersion | None = None
 
     async def open(self, plan: ReceivePlan) -> Sequence[str]:
+        if plan.staging != "bucket":
+            raise self._no_copy("plan")
         if not self._attached:
             init = {"name": self._name, "transport": self._transport}
             await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init))
@@ -47,7 +49,7 @@ class WorkerIntake:
         return (await self.ask("received_bytes"))[0]
 
     async def load(self) -> None:
-        raise NotImplementedError("vLLM offers staging bucket alone")
+        raise self._no_copy("load")
 
     async def verify(self) -> None:
         answers = await self.ask("verify")
@@ -85,6 +87,9 @@ class WorkerIntake:
             if outcome == "failed":
                 raise result
         return [result for _, result in results]
+
+    def _no_copy(self, phase: str) -> SyncError:
+        return SyncError(phase, self._name, None, None, "vLLM keeps no copy of what arrives; expected staging bucket")
 
     async def _update(self, start: Callable[[], Awaitable[None]], deadline_s: float) -> None:
         await start()

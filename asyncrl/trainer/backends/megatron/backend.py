@@ -21,6 +21,7 @@ from asyncrl.models.mtp_from_trunk import draft_from_trunk
 from asyncrl.param_sync.manifest import Manifest, TensorSpec
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.backend import LossFunction, NonFiniteError, Scores, TrainBatch
+from asyncrl.trainer.backends import process_group
 from asyncrl.trainer.backends.megatron.bridges import Bridge, bridge_of, read_source
 from asyncrl.trainer.backends.megatron.layout import fit_problems
 from asyncrl.trainer.backends.megatron.optimizer import MOMENTS, ShardedAdamW
@@ -406,18 +407,7 @@ class MegatronBackend:
     # -- construction ----------------------------------------------------------------------------------------------
 
     def _join_group(self, init_method: str | None, timeout_s: float) -> None:
-        if init_method is None and self.world_size > 1:
-            raise ValueError(f"{self.world_size} ranks need an init_method at which to meet, such as tcp://host:port")
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-        dist.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo",
-            init_method=init_method,
-            store=dist.HashStore() if init_method is None else None,  # a store within this process, for a single rank
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        process_group.join(self.rank, self.world_size, self._device, init_method, timeout_s)
         cut = self._options.megatron
         virtual = cut.virtual_pipeline_model_parallel_size
         parallel_state.initialize_model_parallel(
