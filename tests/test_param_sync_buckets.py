@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.param_sync.buckets import ALIGN_BYTES, bucket_checksum, pack
-from asyncrl.param_sync.digest import StreamingDigest, combine_hashes, digest_tensors, dtype_name
+from asyncrl.param_sync.digest import combine_hashes, digest_tensors, dtype_name, hashes_by_role
 from asyncrl.param_sync.errors import BucketKey, SyncError
 from asyncrl.param_sync.live_receiver import LiveViewReceiver
 from asyncrl.param_sync.manifest import Manifest, ManifestError, TensorSpec
@@ -27,7 +27,7 @@ def manifest_of(tensors, tied=()):
     return Manifest((*specs, *tied))
 
 
-def buckets_of(tensors, capacity=256, checksum=True, session="s", on_bytes=None, loose_from=None, place=None):
+def buckets_of(tensors, capacity=256, checksum=True, session="s", on_hash=None, loose_from=None, place=None):
     """Buckets as a transport would give them, each with a buffer of its own; loose parts come to where ``place`` says,
     or into the buffer too."""
     buffers = []
@@ -48,7 +48,7 @@ def buckets_of(tensors, capacity=256, checksum=True, session="s", on_bytes=None,
                 into.copy_(filled.loose[part.name])
         return Bucket(session, 0, i, filled.parts, memoryview(buffers[i].numpy()), filled.checksum, placed=placed)
 
-    packed = pack(tensors.items(), next_buffer, checksum, on_bytes, loose_from)
+    packed = pack(tensors.items(), next_buffer, checksum, on_hash, loose_from)
     return [bucket_of(i, filled) for i, filled in enumerate(packed)]
 
 
@@ -87,10 +87,10 @@ def tensors_and_targets(draw):
 @given(tensors_and_targets(), st.sampled_from([64, 128, 1024]), st.sampled_from([None, 1, 48, 100]), st.booleans())
 def test_any_tensors_arrive_bit_exact_in_any_views(case, capacity, loose_from, placing):
     sources, live = case
-    receiver, digest = receiver_of(live), StreamingDigest(manifest_of(sources))
+    receiver, contents = receiver_of(live), {}
     receiver.open("s", manifest_of(sources))
     place = receiver.place if placing else None
-    for bucket in buckets_of(sources, capacity, on_bytes=digest.update, loose_from=loose_from, place=place):
+    for bucket in buckets_of(sources, capacity, on_hash=contents.__setitem__, loose_from=loose_from, place=place):
         ends = 0
         for part in sorted(bucket.parts, key=lambda p: (p.offset, p.nbytes)):
             assert part.offset % ALIGN_BYTES == 0
@@ -99,7 +99,8 @@ def test_any_tensors_arrive_bit_exact_in_any_views(case, capacity, loose_from, p
         receiver.take(bucket)
     receiver.verify()
     assert digest_tensors(live.items()) == digest_tensors(sources.items())
-    assert combine_hashes(digest.hashes()["target"]) == digest_tensors(sources.items())
+    hashes = hashes_by_role(manifest_of(sources), contents)["target"]
+    assert combine_hashes(hashes) == digest_tensors(sources.items())
 
 
 def test_writing_to_a_slice_leaves_the_rest_of_a_fused_tensor_alone():
@@ -195,14 +196,13 @@ def test_the_digest_sees_names_shapes_dtypes_and_every_bit(other):
     assert digest_tensors(other.items()) != digest_tensors([("a", torch.zeros(4))])
 
 
-def test_the_streaming_digest_equals_the_whole_one_and_joins_over_senders():
+def test_the_hashes_taken_on_the_way_give_the_digest_and_join_over_senders():
     tensors = {"b": torch.randn(300), "a": torch.randn(3), "none": torch.empty(0, 4)}
-    manifest = manifest_of(tensors)
     hashes = {}
     for share in (["b"], ["a", "none"]):
-        digest = StreamingDigest(manifest)
-        buckets_of({n: tensors[n] for n in share}, 256, on_bytes=digest.update)
-        hashes |= digest.hashes()["target"]
+        contents = {}
+        buckets_of({n: tensors[n] for n in share}, 256, on_hash=contents.__setitem__)
+        hashes |= hashes_by_role(manifest_of(tensors), contents)["target"]
     assert combine_hashes(hashes) == digest_tensors(tensors.items())
 
 

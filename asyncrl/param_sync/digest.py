@@ -1,7 +1,8 @@
 """Digests of weights: equal on two sides only if names, dtypes, shapes and every byte are.
 
-A tensor's hash is xxh3_128 of its name, dtype, shape and contiguous bytes; a digest is xxh3_128 over the hashes in the
-order of their names. So it does not depend on the order of export, and the hashes of several senders can be joined::
+A tensor's hash is its name, dtype and shape, and xxh3_128 of its contiguous bytes; a digest is xxh3_128 over the hashes
+in the order of their names. So it does not depend on the order of export, and the hashes of several senders can be
+joined::
 
     digest_tensors(model.named_parameters()) == combine_hashes({**hashes_of_sender_0, **hashes_of_sender_1})
 """
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 import xxhash
@@ -45,47 +45,22 @@ def digest_tensors(items: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def hash_tensor(spec: TensorSpec, tensor: torch.Tensor) -> bytes:
-    """A tensor's hash, 16 bytes. It may be strided and on any device."""
-    h = _begin(spec)
-    h.update(flat_bytes(tensor).cpu().numpy())
-    return bytes(h.digest())
+    """A tensor's hash. It may be strided and on any device."""
+    return _header(spec) + xxhash.xxh3_128_digest(flat_bytes(tensor).cpu().numpy().data)
+
+
+def hashes_by_role(manifest: Manifest, contents: Mapping[str, bytes]) -> dict[Role, dict[str, bytes]]:
+    """The hashes of tensors of the manifest, by role and name. ``contents``: xxh3_128 of the bytes of each."""
+    hashes: dict[Role, dict[str, bytes]] = {role: {} for role in ROLES}
+    for spec in manifest:
+        if spec.name in contents:
+            hashes[spec.role][spec.name] = _header(spec) + contents[spec.name]
+    return hashes
 
 
 def combine_hashes(hashes: Mapping[str, bytes]) -> str:
-    """The digest of tensors whose hashes (16 bytes each, by name) are known."""
+    """The digest of tensors whose hashes are known, by name."""
     return xxhash.xxh3_128_hexdigest(b"".join(hashes[name] for name in sorted(hashes)))
-
-
-class StreamingDigest:
-    """Hashes tensors by role while their bytes go by: each tensor's in order, one tensor after another."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._specs = {t.name: t for t in manifest}
-        self._spec: TensorSpec | None = None
-        self._hash: Any = None
-        self._hashes: dict[Role, dict[str, bytes]] = {role: {} for role in ROLES}
-
-    def update(self, name: str, data: Any) -> None:
-        """Add the next bytes (anything with the buffer protocol, maybe empty) of tensor ``name``."""
-        if self._spec is None or name != self._spec.name:
-            self._close()
-            self._spec = self._specs[name]
-            self._hash = _begin(self._spec)
-        self._hash.update(data)
-
-    def hashes(self) -> dict[Role, dict[str, bytes]]:
-        """Hash of every tensor so far, by role and name."""
-        self._close()
-        return self._hashes
-
-    def _close(self) -> None:
-        if self._spec is not None:
-            self._hashes[self._spec.role][self._spec.name] = self._hash.digest()
-            self._spec = None
-
-
-def _begin(spec: TensorSpec) -> Any:
-    return xxhash.xxh3_128(_header(spec))
 
 
 @functools.lru_cache(1 << 17)  # the same in every session

@@ -25,7 +25,7 @@ class Bucket(NamedTuple):
     """One flat buffer of many tensors. ``data`` is only valid until `Receiver.take` returns: the buffer is used again,
     unless it is ``kept`` until the next session. It is uint8 [n]: a memoryview on the host, a tensor on a device.
 
-    The key (session, sender, sequence) is unique; ``checksum`` is xxh3_64 of the used bytes, or None when off.
+    The key (session, sender, sequence) is unique; ``checksum`` is that of its parts (`buckets`), or None when off.
     ``placed``: bytes, uint8 [nbytes], of tensors whose part is not in ``data``: it came to where `Receiver.place` said.
     """
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from asyncrl.param_sync.buckets import pack
-from asyncrl.param_sync.digest import ROLES, StreamingDigest, combine_hashes, dtype_name
+from asyncrl.param_sync.digest import ROLES, combine_hashes, dtype_name, hashes_by_role
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.manifest import Manifest, Role
 from asyncrl.param_sync.transports.base import Address, BucketWriter, NoReaders
@@ -90,10 +90,10 @@ class Sender:
         try:
             if self._writer is None:
                 return SendReport()
-            digest = StreamingDigest(plan.manifest)
+            contents: dict[str, bytes] = {}
             try:
                 tensors, writer = self._checked(export, plan), self._writer
-                for filled in pack(tensors, writer.buffer, plan.checksum, digest.update, writer.loose_from):
+                for filled in pack(tensors, writer.buffer, plan.checksum, contents.__setitem__, writer.loose_from):
                     writer.publish(filled)
                     nbytes += sum(part.nbytes for part in filled.parts)
                 writer.finish()
@@ -105,8 +105,8 @@ class Sender:
         finally:
             for _ in export:
                 pass
-        dropped, ceiling = dict(self._writer.dropped), self._writer.ceiling
-        return SendReport(nbytes, now_s() - started_s, digest.hashes(), dropped, ceiling)
+        hashes, dropped = hashes_by_role(plan.manifest, contents), dict(self._writer.dropped)
+        return SendReport(nbytes, now_s() - started_s, hashes, dropped, self._writer.ceiling)
 
     def abort(self, session: str) -> None:
         """End a session that others gave up: its readers are dropped, `send` comes to its end without them."""
