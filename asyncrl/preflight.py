@@ -18,8 +18,10 @@ from asyncrl.data.prompts import DataError, load_prompts
 from asyncrl.environments import environment_problems
 from asyncrl.models.checkpoint import check_checkpoint, without_draft
 from asyncrl.models.config import CheckpointError, DecoderConfig
+from asyncrl.models.lora import linear_shapes
 from asyncrl.models.overridden import overridden
-from asyncrl.param_sync.manifest import DTYPE_BYTES
+from asyncrl.param_sync.adapters import adapter_spec
+from asyncrl.param_sync.manifest import DTYPE_BYTES, ManifestError
 from asyncrl.rollouter.agent_loops.base import load_object
 from asyncrl.rollouter.tokenizer import PromptTokenizer
 from asyncrl.sample import Prompt
@@ -57,6 +59,7 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
     except CheckpointError as e:
         problems.append(f"model.path: {e}")
     problems += _draft_problems(config, model)
+    problems += _lora_problems(config, model)
     if model and config.trainer.backend == "megatron":
         problems += fit_problems(config, {**model.raw, **(model.raw.get("text_config") or {})})
     if cpus is not None:  # on a cluster they need not be on this machine
@@ -146,6 +149,16 @@ def _draft_problems(config: Config, model: DecoderConfig | None) -> list[str]:
         return []
     wanted = {"mtp.enable_train": config.mtp.enable_train, "mtp.enable_rollout": config.mtp.enable_rollout}
     return [f"{key}: {without_draft(config.model.path)}" for key, value in wanted.items() if value][:1]
+
+
+def _lora_problems(config: Config, model: DecoderConfig | None) -> list[str]:
+    if model is None or not config.model.lora.rank:
+        return []
+    try:
+        adapter_spec(config.model.lora, linear_shapes(model), model.dtype)
+    except ManifestError as e:
+        return [f"model.lora.target_modules: {e}"]
+    return []
 
 
 def _reference_problems(path: str, policy: DecoderConfig | None) -> list[str]:

@@ -169,6 +169,45 @@ def test_what_the_megatron_backend_cannot_do_is_refused(files, overrides, expect
     assert expected in found[0]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["model.lora.rank=-1"], "model.lora.rank: expected at least 0, found -1"),
+        (["model.lora.alpha=0"], "model.lora.alpha: expected more than 0, found 0"),
+        (["model.lora.target_modules=[]"], "model.lora.target_modules: expected all-linear or ends of module names"),
+        (
+            ["trainer.backend=megatron"],
+            "model.lora.rank: the megatron backend trains no adapters; expected 0, or torch",
+        ),
+        (["param_sync.adapters=mixed"], "param_sync.adapters: expected one of adapter, merged; found 'mixed'"),
+        (
+            ["rollout.engine.name=vllm", "rollout.engine.pipeline_parallel_size=2"],
+            "param_sync.adapters: vllm's pipeline stages are not given adapters; expected merged",
+        ),
+        (
+            ["rollout.engine.name=vllm", "model.lora.rank=513"],
+            "model.lora.rank: vllm's adapters have at most 512, found 513",
+        ),
+        (
+            ["mtp.enable_train=true"],
+            "checkpoint.export_lora: PEFT's format has no place for the draft of mtp.enable_train; expected merged",
+        ),
+    ],
+)
+def test_adapters_that_nobody_can_train_or_take_are_refused(files, overrides, expected):
+    found = problems([*files, "model.lora.rank=8", *overrides])
+    assert len(found) == 1
+    assert found[0].startswith(expected)
+
+
+def test_an_engine_without_adapters_is_sent_merged_weights(files, monkeypatch):
+    monkeypatch.setattr("asyncrl.config.checks.TAKES_ADAPTERS", frozenset({"vllm"}))
+    (found,) = problems([*files, "model.lora.rank=8"])
+    assert found == "param_sync.adapters: the native engine takes no adapters; expected merged"
+    check(load_config(None, [*files, "model.lora.rank=8", "param_sync.adapters=merged"]))
+    check(load_config(None, files))
+
+
 def test_speculation_needs_room_in_the_context_and_goes_without_deterministic_mode(files):
     speculate = [*files, "mtp.enable_rollout=true", "mtp.num_speculative_tokens=5"]
     check(load_config(None, [*speculate, "rollout.engine.max_context_tokens=7"]))

@@ -53,6 +53,16 @@ def test_what_does_not_suit_the_model_in_the_megatron_backend_is_refused(inputs)
     assert "expected a divisor of the model's num_attention_heads 4, found 3" in found[0]
 
 
+def test_adapters_for_modules_that_the_model_has_not_are_refused(inputs):
+    lora = "model.lora.rank=4"
+    (problem,) = problems(inputs, lora, "model.lora.target_modules=[q_proj,w1,lm_head]")
+    assert problem == (
+        "model.lora.target_modules: w1, lm_head: no linear layer of the model's trunk ends with it; they end with "
+        "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, or take all-linear"
+    )
+    preflight(load_config(None, overrides(inputs, inputs / "run", lora)), cpus=4)
+
+
 def test_a_bad_reference_is_told_under_its_own_key(inputs, tmp_path):
     reference = tmp_path / "reference"
     shutil.copytree(inputs / "checkpoint", reference)

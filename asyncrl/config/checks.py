@@ -29,6 +29,10 @@ PAUSE_KV = {
     "vllm": _NATIVE_PAUSE_KV | {("abort", "keep")},  # its prefix cache is keyed by version
 }
 
+#: engines that take LoRA adapters; the others take merged weights
+TAKES_ADAPTERS = frozenset({"native", "vllm"})
+_VLLM_MAX_LORA_RANK = 512
+
 #: what `asyncrl.trainer.algorithms` knows; no leaf may import it
 ALGORITHMS = ("grpo",)
 
@@ -50,15 +54,18 @@ _CHOICES = {
     "param_sync.rollout_update": ("all_at_once", "rolling"),
     "param_sync.pause": ("auto", "abort", "keep", "wait"),
     "param_sync.kv": ("keep", "recompute", "unload"),
+    "param_sync.adapters": ("adapter", "merged"),
     "async_training.queue_policy": ("fifo", "ready_first"),
     "async_training.overdue": ("wait", "mask", "drop"),
     "checkpoint.best_is": ("highest", "lowest"),
     "checkpoint.export_hf": ("none", "final", "all"),
+    "checkpoint.export_lora": ("adapter", "merged"),
     "reporting.wandb.mode": ("offline", "online", "disabled"),
 }
 
 _AT_LEAST = {
     "seed": 0,
+    "model.lora.rank": 0,
     "data.epochs": 0,
     "data.max_prompt_tokens": 0,
     "rollout.n": 1,
@@ -118,6 +125,7 @@ _AT_LEAST = {
 }
 
 _POSITIVE = [
+    "model.lora.alpha",
     "rollout.snapshot_every_s",
     "reward.timeout_s",
     "trainer.optimizer.eps",
@@ -207,6 +215,7 @@ def _problems(c: Config, cpus: int | None) -> Iterator[str]:
     yield from _rollout_problems(c)
     yield from _speculation_problems(c)
     yield from _megatron_problems(c)
+    yield from _lora_problems(c)
     yield from _engine_problems(c)
     yield from _file_problems(c)
     yield from _draft_training_problems(c)
@@ -310,6 +319,32 @@ def _megatron_problems(c: Config) -> Iterator[str]:
             yield f"mtp.updates_per_pass: the Megatron backend makes 1; expected 0 or 1, found {c.mtp.updates_per_pass}"
     if t.cpu_offload:
         yield "trainer.cpu_offload: the Megatron backend keeps its state on the device; expected false"
+
+
+def sends_adapters(config: Config) -> bool:
+    """Whether LoRA is on, and its adapters are sent as such: not in merged weights."""
+    return config.model.lora.rank > 0 and config.param_sync.adapters == "adapter"
+
+
+def _lora_problems(c: Config) -> Iterator[str]:
+    """Whether the targets are modules of the model is for `asyncrl.preflight` to see."""
+    lora, engine = c.model.lora, c.rollout.engine
+    if not lora.rank:
+        return
+    if not lora.target_modules:
+        yield "model.lora.target_modules: expected all-linear or ends of module names such as q_proj, found none"
+    if c.trainer.backend != "torch":
+        yield f"model.lora.rank: the {c.trainer.backend} backend trains no adapters; expected 0, or torch"
+    if sends_adapters(c):
+        if engine.name not in TAKES_ADAPTERS:
+            yield f"param_sync.adapters: the {engine.name} engine takes no adapters; expected merged"
+        elif engine.name == "vllm" and engine.pipeline_parallel_size > 1:
+            yield "param_sync.adapters: vllm's pipeline stages are not given adapters; expected merged"
+        elif engine.name == "vllm" and lora.rank > _VLLM_MAX_LORA_RANK:
+            yield f"model.lora.rank: vllm's adapters have at most {_VLLM_MAX_LORA_RANK}, found {lora.rank}"
+    exports = c.checkpoint.export_hf != "none" and c.checkpoint.export_lora == "adapter"
+    if c.mtp.enable_train and exports:
+        yield "checkpoint.export_lora: PEFT's format has no place for the draft of mtp.enable_train; expected merged"
 
 
 def _speculation_problems(c: Config) -> Iterator[str]:

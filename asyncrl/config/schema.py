@@ -11,9 +11,19 @@ from typing import Any
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters over a frozen model. They know no dropout: it would train another policy than generates."""
+
+    rank: int = 0  # 0: off, all weights are trained
+    alpha: float = 16.0  # an adapter counts alpha / rank times
+    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])  # ends of names, such as q_proj
+
+
+@dataclass
 class ModelConfig:
     path: str = "???"  # Hugging Face checkpoint folder: the policy to start from, its tokenizer and chat template
     overrides: dict[str, Any] = field(default_factory=dict)  # values that replace those of its config.json
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass
@@ -176,6 +186,7 @@ class ParamSyncConfig:
     staging: str = "bucket"  # bucket: buckets are written straight into the live weights | full: into a host copy first
     rollout_update: str = "all_at_once"  # | rolling: one replica after the other, from the host copy of staging full
     bucket_bytes: int = 0  # 0: what suits the transport, 4 MiB in shared memory, 32 MiB else; two are held a side
+    adapters: str = "adapter"  # LoRA: the base once, then adapters alone | merged: whole weights, for any engine
     reload_draft: bool = True  # false: replicas keep the draft that the run started from; to measure what that costs
     allow_stale_draft: bool = False  # must be true for reload_draft=false
     pause: str = "auto"  # auto | abort | keep | wait; auto: abort with partial_rollout, else wait
@@ -201,6 +212,7 @@ class CheckpointConfig:
     best_metric: str = "validation/reward"  # the newest value that was logged when the checkpoint was taken
     best_is: str = "highest"  # highest | lowest
     export_hf: str = "final"  # none | final | all: a Hugging Face folder in the checkpoint; training waits for it
+    export_lora: str = "adapter"  # what of LoRA is in it: the adapter as PEFT has it | merged: the whole model
 
 
 @dataclass

@@ -38,7 +38,7 @@ class ChunkedScores(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor, e: Tensor) -> Any:  # type: ignore[override]
         hidden, weight, targets, entropy = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros_like(weight, dtype=torch.float32)
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for lo in range(0, len(targets), ctx.chunk):
             rows = slice(lo, lo + ctx.chunk)
             logp_CV = _log_softmax(hidden[rows], weight, ctx.temperature)
@@ -48,8 +48,9 @@ class ChunkedScores(torch.autograd.Function):
             dz_CV.scatter_add_(1, targets[rows, None], g[rows, None])
             dz_CV = dz_CV.div_(ctx.temperature).to(weight.dtype)
             d_hidden[rows] = dz_CV @ weight
-            d_weight += dz_CV.t() @ hidden[rows]
-        return d_hidden, d_weight.to(weight.dtype), None, None, None
+            if d_weight is not None:
+                d_weight += dz_CV.t() @ hidden[rows]
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None
 
 
 class _SumOverRows(torch.autograd.Function):

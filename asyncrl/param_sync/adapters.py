@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from asyncrl.config.schema import LoraConfig
 from asyncrl.param_sync.buckets import check_checksum
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.live_receiver import LiveViewReceiver
@@ -23,6 +24,19 @@ from asyncrl.sample import PolicyVersion
 ModuleShapes = Mapping[str, tuple[int, int]]
 
 _PREFIX = "base_model.model."
+
+
+def adapter_spec(lora: LoraConfig, modules: ModuleShapes, dtype: str) -> AdapterSpec:
+    """The adapter that a config asks for, of a model with these ``modules``. Raises ManifestError for a target that
+    none of them ends with."""
+    leaves = list(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+    targets = leaves if "all-linear" in lora.target_modules else lora.target_modules
+    if unknown := [target for target in targets if not any(f".{m}".endswith(f".{target}") for m in modules)]:
+        raise ManifestError(
+            f"{', '.join(unknown)}: no linear layer of the model's trunk ends with it; they end with "
+            f"{', '.join(leaves)}, or take all-linear"
+        )
+    return AdapterSpec("policy", lora.rank, lora.alpha, tuple(targets), dtype)
 
 
 def adapter_shapes(module: str, weight: tuple[int, int], r: int, embedding: bool = False) -> dict[str, tuple[int, int]]:
@@ -155,7 +169,7 @@ class AdapterReceiver:
         self._check_lora(manifest)
         base = [t for t in manifest if t.role == "target" and not is_adapter(t.name)]
         draft = [t for t in manifest if t.role == "draft" and not is_adapter(t.name)]
-        base_travels = any(t.tied_to is None for t in base)
+        base_travels = manifest.sends_base
         if self.needs_base and not base_travels:
             raise ManifestError(
                 f"base first: the sender sends {len(manifest.sent())} tensors and none of the base, the replica holds "

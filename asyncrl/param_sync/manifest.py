@@ -100,5 +100,14 @@ class Manifest:
         return [t for t in self.tensors if t.tied_to is None]
 
     @property
+    def sends_base(self) -> bool:
+        """Whether any weight of the target itself is sent, beside adapter and draft."""
+        return any(t.role == "target" and not is_adapter(t.name) for t in self.sent())
+
+    def without_base(self) -> Manifest:
+        """Adapter and draft alone, for replicas that hold the base."""
+        return Manifest(tuple(t for t in self if t.role == "draft" or is_adapter(t.name)), self.adapter)
+
+    @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.sent())

@@ -104,9 +104,10 @@ class Backend(Protocol):
 
     def manifest(self) -> Manifest: ...
 
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the manifest that travels, whole, in its order; collective on all ranks, yielding on senders
-        only. A tensor that is held stays as it is until the send is over: it may travel from where it lies."""
+    def export(self, base: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the manifest that travels, whole, in its order; without ``base`` those of
+        `Manifest.without_base`. Collective on all ranks, yielding on senders only. A tensor that is held stays as it is
+        until the send is over: it may travel from where it lies."""
         ...
 
     def logprobs(self, batch: TrainBatch, temperature: float) -> Scores:

@@ -112,9 +112,10 @@ class TrainerRank:
     def manifest(self) -> Manifest:
         return self._backend.manifest()
 
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors in the manifest's order, on rank 0; the other ranks must run it to its end as well."""
-        return self._backend.export()
+    def export(self, base: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors in the manifest's order, on rank 0; the other ranks must run it to its end as well. ``base``:
+        with those that adapters leave as they are."""
+        return self._backend.export(base)
 
     def stage(self) -> None:
         """Copy the state for `write`, which may then run in another thread while training goes on."""

@@ -24,10 +24,16 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from asyncrl.config.checks import sends_adapters
 from asyncrl.config.schema import Config, OptimizerConfig
 from asyncrl.models.checkpoint import copy_tokenizer, is_draft, load_decoder, save_checkpoint, without_draft
+from asyncrl.models.config import CheckpointError
 from asyncrl.models.decoder import Decoder, DraftScores, DraftTargets, MTPLayer, TokenScores
-from asyncrl.param_sync.manifest import Manifest
+from asyncrl.models.lora import add_adapters, linear_shapes, save_adapter, without_adapters
+from asyncrl.param_sync.adapter_merge import MergingExport
+from asyncrl.param_sync.adapters import adapter_spec
+from asyncrl.param_sync.digest import digest_tensors
+from asyncrl.param_sync.manifest import AdapterSpec, Manifest, is_adapter
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.backend import LossFunction, NonFiniteError, Scores, TrainBatch
 from asyncrl.trainer.backends import process_group
@@ -36,9 +42,12 @@ from asyncrl.trainer.backends.schedule import learning_rate
 from asyncrl.trainer.backends.torch_state import (
     StagedState,
     checkpoint_dtype,
+    digest_bytes,
+    expect_same_adapters,
     expect_same_draft,
     load_state,
     manifest_of,
+    merged_tensors,
     saved_names,
     whole_tensors,
 )
@@ -61,6 +70,9 @@ class TorchFSDPBackend:
     reach them: they are frozen and have no optimizer state, unless ``mtp.enable_train`` adds a loss of their own (see
     `asyncrl.trainer.draft_loss`), with an optimizer of their own. With ``mtp.detach_encoder`` they learn in several
     smaller steps from the hidden states [T, M] that the policy's forward passes left; else in one, with the trunk.
+
+    With ``model.lora`` all else is frozen: optimizer and state are those of the adapters, and of a draft that is
+    trained. The base, without its adapters, is the reference model.
     """
 
     def __init__(
@@ -84,20 +96,29 @@ class TorchFSDPBackend:
         if config.mtp.enable_train and not model.config.num_mtp_layers:
             raise without_draft(config.model.path)
         self._mesh = self._join_group(init_method, timeout_s)
+        self._engine_dtype = model.config.engine_dtype(config.rollout.engine.dtype)
+        self._adapter: AdapterSpec | None = None
+        if config.model.lora.rank:
+            self._base_digest = digest_bytes(digest_tensors(model.named_parameters()))
+            self._adapter = self._add_adapters(model)
+        self._sent_merged = None if sends_adapters(config) else self._adapter
 
         self._draft_depths = config.mtp.num_speculative_tokens if config.mtp.enable_train else 0
         self._draft_updates, self._detached = draft_updates(config.mtp), config.mtp.detach_encoder
-        self._model = self._prepare(model, train_draft=config.mtp.enable_train)
-        self._engine_dtype = self._model.config.engine_dtype(config.rollout.engine.dtype)
+        for name, p in model.named_parameters():
+            trained = config.mtp.enable_train if is_draft(name) else self._adapter is None or is_adapter(name)
+            p.requires_grad_(trained)
+        self._model = self._prepare(model)
         self._first_draft: dict[str, Tensor] = {}
         if not config.param_sync.reload_draft:
             weights = whole_tensors(self._model, getattr(torch, self._engine_dtype))
             self._first_draft = {name: tensor.clone() for name, tensor in weights if is_draft(name)}
         self._model.activation_checkpointing = self._options.activation_checkpointing
         self._reference: Decoder | None = None
-        if config.algorithm.kl_coef > 0:
-            reference = load_decoder(config.algorithm.reference_path or config.model.path)
-            self._reference = self._prepare(reference.requires_grad_(False), train_draft=False)
+        reference_path = config.algorithm.reference_path
+        if config.algorithm.kl_coef > 0 and (reference_path or self._adapter is None):
+            reference = load_decoder(reference_path or config.model.path)
+            self._reference = self._prepare(reference.requires_grad_(False))
 
         self._trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._target_parameters = [p for name, p in self._trained.items() if not is_draft(name)]
@@ -124,6 +145,9 @@ class TorchFSDPBackend:
         return self._score(self._model, batch, temperature)
 
     def reference_logprobs(self, batch: TrainBatch, temperature: float) -> np.ndarray:
+        if self._reference is None and self._adapter is not None:
+            with without_adapters(self._model):
+                return self._score(self._model, batch, temperature).logprobs
         if self._reference is None:
             raise RuntimeError("no reference model is held: it is loaded only if algorithm.kl_coef > 0")
         return self._score(self._reference, batch, temperature).logprobs
@@ -321,20 +345,36 @@ class TorchFSDPBackend:
 
     def manifest(self) -> Manifest:
         """In the engine's dtype, which need not be the checkpoint's."""
-        return manifest_of(self._model, self._engine_dtype)
+        manifest = manifest_of(self._model, self._engine_dtype, self._adapter)
+        return MergingExport(manifest).merged if self._sent_merged else manifest
 
-    def export(self) -> Iterator[tuple[str, Tensor]]:
+    def export(self, base: bool = True) -> Iterator[tuple[str, Tensor]]:
         """See `Backend.export`: rank 0 is the sender; the others take part in gathering and yield nothing. Without
         ``param_sync.reload_draft`` the draft goes out as it was at the start."""
-        for name, tensor in whole_tensors(self._model, getattr(torch, self._engine_dtype)):
+        dtype = getattr(torch, self._engine_dtype)
+        if self._sent_merged:
+            tensors = merged_tensors(self._model, self._sent_merged, dtype, self.rank)
+        else:
+            tensors = whole_tensors(self._model, dtype, lambda name: base or is_adapter(name) or is_draft(name))
+        for name, tensor in tensors:
             if self.rank == 0:
                 yield name, self._first_draft.get(name, tensor)
 
     def export_hf(self, path: Path) -> None:
-        """See `Backend.export_hf`; in the dtype that the checkpoint's config.json names."""
-        tensors = whole_tensors(self._model, checkpoint_dtype(self._model.config.dtype))
+        """See `Backend.export_hf`; in the dtype that the checkpoint's config.json names, an adapter in float32."""
+        adapter, dtype = self._adapter, checkpoint_dtype(self._model.config.dtype)
+        if adapter is None:
+            tensors = whole_tensors(self._model, dtype)
+        elif self._config.checkpoint.export_lora == "merged":
+            tensors, adapter = merged_tensors(self._model, adapter, dtype, self.rank), None
+        else:
+            tensors = whole_tensors(self._model, torch.float32, is_adapter)
         if self.rank == 0:
-            save_checkpoint(path, tensors, self._model.config)
+            if adapter is not None:
+                base = self._config.model.path
+                save_adapter(path, dict(tensors), base, adapter.r, adapter.alpha, adapter.target_modules)
+            else:
+                save_checkpoint(path, tensors, self._model.config)
             copy_tokenizer(self._config.model.path, path)
         else:
             for _ in tensors:
@@ -344,13 +384,16 @@ class TorchFSDPBackend:
     # -- state -----------------------------------------------------------------------------------------------------
 
     def state(self) -> Mapping[str, Any]:
-        """Live tensors, by parameter name: what `stage` copies and `load` fills in place."""
+        """Live tensors, by parameter name: what `stage` copies and `load` fills in place. Of a LoRA run those that are
+        trained, and the digest of the base that they belong to."""
         moments = {
             moment: {name: moments[moment] for name, moments in self._moments.items()}
             for moment in ("exp_avg", "exp_avg_sq")
         }
+        kept = self._model.named_parameters() if self._adapter is None else self._trained.items()
         return {
-            "model": {name: p.detach() for name, p in self._model.named_parameters()},
+            "model": {name: p.detach() for name, p in kept},
+            **({"base": self._base_digest.clone()} if self._adapter is not None else {}),
             "optimizer": moments,
             "optimizer_steps": torch.tensor(self._optimizer_steps),
             "draft_steps": torch.tensor(self._draft_steps),
@@ -374,6 +417,7 @@ class TorchFSDPBackend:
         was not saved keeps its own."""
         saved = saved_names(Path(path))
         state = dict(self.state())
+        expect_same_adapters(Path(path), saved, state)
         expect_same_draft(Path(path), saved, state)
         owner = self.rank if f"random_state.rank_{self.rank}.cpu" in saved else 0
         random = {
@@ -385,6 +429,11 @@ class TorchFSDPBackend:
         if "draft_steps" not in saved:  # by a backend whose draft steps with the trunk
             del state["draft_steps"]
         load_state(Path(path), state)
+        if self._adapter is not None and not torch.equal(state["base"], self._base_digest):
+            raise CheckpointError(
+                f"{path} holds adapters of another base model than {self._config.model.path}; resume with the one that "
+                "they were trained on"
+            )
         torch.set_rng_state(random["cpu"])
         if "cuda" in random:
             torch.cuda.set_rng_state(random["cuda"], self._device)
@@ -414,12 +463,14 @@ class TorchFSDPBackend:
         process_group.join(self.rank, self.world_size, self._device, init_method, timeout_s)
         return init_device_mesh(self._device.type, (self.world_size,))
 
-    def _prepare(self, model: Decoder, train_draft: bool) -> Decoder:
-        """Freeze a draft that is not trained, and shard layer by layer; the root's own group is embedding, final norm
-        and head."""
-        for name, p in model.named_parameters():
-            if is_draft(name) and not train_draft:
-                p.requires_grad_(False)
+    def _add_adapters(self, model: Decoder) -> AdapterSpec:
+        shapes, lora = linear_shapes(model.config), self._config.model.lora
+        spec = adapter_spec(lora, shapes, self._engine_dtype)
+        add_adapters(model, [m for m in shapes if spec.targets(m)], lora.rank, lora.alpha, self._config.seed)
+        return spec
+
+    def _prepare(self, model: Decoder) -> Decoder:
+        """Shard layer by layer; the root's own group is embedding, final norm and head."""
         # host memory to offload to is elsewhere only with CUDA
         offload = self._options.cpu_offload and self._device.type == "cuda"
         shared: dict[str, Any] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor
 from asyncrl.models.checkpoint import is_draft
 from asyncrl.models.config import CheckpointError
 from asyncrl.models.decoder import Decoder
-from asyncrl.param_sync.manifest import Manifest, TensorSpec
+from asyncrl.models.lora import PEFT_PREFIX
+from asyncrl.param_sync.adapter_merge import MergingExport
+from asyncrl.param_sync.manifest import AdapterSpec, Manifest, TensorSpec, is_adapter
 
 
 def checkpoint_dtype(dtype: str) -> torch.dtype:
@@ -27,25 +29,51 @@ def checkpoint_dtype(dtype: str) -> torch.dtype:
     return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(dtype, torch.float32)
 
 
-def manifest_of(model: Decoder, dtype: str) -> Manifest:
+def sent_name(parameter: str) -> str:
+    """The name under which a parameter is exported: its own, or PEFT's of an adapter's."""
+    return PEFT_PREFIX + parameter if is_adapter(parameter) else parameter
+
+
+def manifest_of(model: Decoder, dtype: str, adapter: AdapterSpec | None = None) -> Manifest:
     """Every tensor of the model in the order of its parameters; a tied head is listed last and not sent."""
     specs = [
-        TensorSpec(name, dtype, tuple(p.shape), "draft" if is_draft(name) else "target")
+        TensorSpec(sent_name(name), dtype, tuple(p.shape), "draft" if is_draft(name) else "target")
         for name, p in model.named_parameters()
     ]
     if model.config.tie_word_embeddings:
         shape = tuple(model.model.embed_tokens.weight.shape)
         specs.append(TensorSpec("lm_head.weight", dtype, shape, "target", tied_to="model.embed_tokens.weight"))
-    return Manifest(tuple(specs))
+    return Manifest(tuple(specs), adapter)
 
 
 @torch.no_grad()
-def whole_tensors(model: Decoder, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor as ``dtype``), one parameter gathered at a time; collective, every rank yields.
+def whole_tensors(
+    model: Decoder, dtype: torch.dtype, wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, Tensor]]:
+    """(`sent_name`, whole tensor as ``dtype``) of the ``wanted`` parameters, one gathered at a time; collective, every
+    rank yields.
 
     Shards are converted before they are gathered, so a bfloat16 export moves half the bytes."""
     for name, parameter in model.named_parameters():
-        yield name, cast(DTensor, parameter.detach().to(dtype)).full_tensor()
+        if wanted(name):
+            yield sent_name(name), cast(DTensor, parameter.detach().to(dtype)).full_tensor()
+
+
+def merged_tensors(model: Decoder, adapter: AdapterSpec, dtype: torch.dtype, rank: int) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor as ``dtype``), the adapters merged into their weights in float32 and cast once; collective,
+    rank 0 yields."""
+    tensors = whole_tensors(model, torch.float32)
+    if rank == 0:
+        merging = MergingExport(manifest_of(model, "float32", adapter))
+        yield from ((name, tensor.to(dtype)) for name, tensor in merging(tensors))
+    else:
+        for _ in tensors:
+            pass
+
+
+def digest_bytes(digest: str) -> Tensor:
+    """uint8 [16] of a digest's hex digits, to be kept among the tensors of a state."""
+    return torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8)
 
 
 class StagedState:
@@ -127,6 +155,16 @@ def expect_same_draft(path: Path, saved: frozenset[str], state: Mapping[str, Any
             f"{path} was saved with mtp.enable_train={was}, found {found}: the optimizer's state of the draft is "
             f"{'not wanted' if trained else 'missing'}; resume with mtp.enable_train={was}, or start a new run from an "
             f"exported checkpoint"
+        )
+
+
+def expect_same_adapters(path: Path, saved: frozenset[str], state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where adapters are trained, and were not when ``saved`` was; or the reverse."""
+    had, has = any(map(is_adapter, saved)), any(map(is_adapter, state["model"]))
+    if had != has:
+        raise CheckpointError(
+            f"{path} holds {'LoRA adapters' if had else 'all weights'}, the run to load it into trains "
+            f"{'adapters' if has else 'all weights'}; resume with the model.lora of the run that saved it"
         )
 
 

@@ -304,7 +304,7 @@ class MegatronBackend:
             specs.append(TensorSpec("lm_head.weight", self._engine_dtype, shape, "target", tied_to=name))
         return Manifest(tuple(specs))
 
-    def export(self) -> Iterator[tuple[str, Tensor]]:
+    def export(self, base: bool = True) -> Iterator[tuple[str, Tensor]]:
         """See `Backend.export`: rank 0 is the sender; the other ranks of its copy of the model take part and yield
         nothing, those of other copies have nothing to do. Without ``param_sync.reload_draft`` the draft goes out as it
         was at the start."""

@@ -1,0 +1,94 @@
+"""LoRA in the native decoder: low-rank pairs beside frozen linear layers, and the folder that PEFT reads them from.
+
+A layer's weight keeps its name, its pair is named after it: ``…q_proj.weight``, ``…q_proj.lora_A.weight``,
+``…q_proj.lora_B.weight``. PEFT's names are these behind `PEFT_PREFIX`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from asyncrl.models.config import DecoderConfig
+from asyncrl.models.decoder import Decoder
+
+PEFT_PREFIX = "base_model.model."
+
+
+class LoRALinear(nn.Linear):
+    """``base`` with a pair A [r, in], B [out, r]: ``base(x) + alpha / r · B(A(x))``, or ``base(x)`` if not ``adapted``.
+
+    A begins as PEFT begins it, B with zeros: so the policy begins as the base."""
+
+    def __init__(self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator) -> None:
+        super().__init__(base.in_features, base.out_features, base.bias is not None, device="meta")
+        self.weight, self.bias = base.weight, base.bias
+        self.lora_A = nn.Linear(base.in_features, rank, bias=False)
+        self.lora_B = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5), generator=generator)
+        nn.init.zeros_(self.lora_B.weight)
+        self.scale, self.adapted = alpha / rank, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out + self.scale * self.lora_B(self.lora_A(x)) if self.adapted else out
+
+
+def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
+    """The linear layers that an adapter may target, with their weight's [out, in]: all of the trunk's layers. Embedding
+    and head are none of them, nor is the draft."""
+    with torch.device("meta"):
+        modules = Decoder(config).model.layers.named_modules(prefix="model.layers")
+        return {name: (m.out_features, m.in_features) for name, m in modules if isinstance(m, nn.Linear)}
+
+
+def add_adapters(model: Decoder, modules: Collection[str], rank: int, alpha: float, seed: int) -> None:
+    """Put a pair beside each of the linear ``modules``; the same for a seed on every machine. Nothing is frozen."""
+    generator = torch.Generator().manual_seed(seed)
+    for name in modules:
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, LoRALinear(model.get_submodule(name), rank, alpha, generator))  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """The base alone computes meanwhile."""
+    adapted = [module for module in model.modules() if isinstance(module, LoRALinear)]
+    try:
+        for module in adapted:
+            module.adapted = False
+        yield
+    finally:
+        for module in adapted:
+            module.adapted = True
+
+
+def save_adapter(
+    path: str | Path, tensors: Mapping[str, Tensor], base: str, rank: int, alpha: float, target_modules: Sequence[str]
+) -> None:
+    """Write adapter_config.json and adapter_model.safetensors (``tensors`` by PEFT's names), as PEFT does; ``base`` is
+    the folder of the model that they belong to."""
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": list(target_modules),
+        "inference_mode": True,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    file = folder / "adapter_model.safetensors"
+    save_file({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}, str(file), {"format": "pt"})
+    file.chmod(0o644)
