@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 from dataclasses import replace
@@ -25,7 +24,7 @@ from asyncrl.param_sync.live_receiver import LiveViewReceiver
 from asyncrl.param_sync.manifest import AdapterSpec, Manifest, ManifestError, TensorSpec, is_adapter
 from asyncrl.param_sync.receiver import Bucket
 from asyncrl.param_sync.session import SyncSession
-from asyncrl.param_sync.transports.shared_memory import SharedMemoryReader
+from asyncrl.param_sync.transports.choose import make_reader
 from asyncrl.sample import PolicyVersion
 from tests.support.sync_processes import RankProcess, Remote, WeightsEngine, config, role_of
 
@@ -144,9 +143,9 @@ class AdapterEngine(WeightsEngine):
 
 
 class ReplicaProcess(ReplicaEndpoint):
-    def __init__(self, name):
+    def __init__(self, name, transport):
         self.engine = AdapterEngine()
-        super().__init__(name, self.engine, LocalIntake(name, self.engine.receivers, SharedMemoryReader(name)))
+        super().__init__(name, self.engine, LocalIntake(name, self.engine.receivers, make_reader(transport, name)))
 
     async def look(self):
         replica, receiver = self.engine.replica, self.engine.receiver
@@ -156,12 +155,18 @@ class ReplicaProcess(ReplicaEndpoint):
 
 
 class AdapterRank(RankProcess):
-    """Sends `payload`; ``fail_at`` is the name of a tensor."""
+    """Sends `payload`, with the base if the plan does; ``fail_at`` is the name of a tensor."""
 
-    with_base = True
+    lacks = ""  # a tensor of the adapter, or all of it
 
     async def manifest(self):
-        return manifest_of(payload(0, self.with_base))
+        if self.lacks == "all":
+            return manifest_of(base(100) | draft(0), None)
+        return manifest_of({name: t for name, t in payload(0, True).items() if name != self.lacks})
+
+    def _send(self, plan, loop):
+        self.with_base = plan.manifest.sends_base
+        return super()._send(plan, loop)
 
     def _export(self, number, loop):
         for name, tensor in list(payload(number, self.with_base).items())[self._share]:
@@ -171,9 +176,9 @@ class AdapterRank(RankProcess):
 
 
 @contextlib.asynccontextmanager
-async def trainer_and_replicas(replicas=1, shares=(slice(None),)):
-    ranks = [Remote(AdapterRank, i, "shared_memory", share) for i, share in enumerate(shares)]
-    others = {f"replica/{i}": Remote(ReplicaProcess, f"replica/{i}") for i in range(replicas)}
+async def trainer_and_replicas(replicas=1, shares=(slice(None),), transport="shared_memory"):
+    ranks = [Remote(AdapterRank, i, transport, share) for i, share in enumerate(shares)]
+    others = {f"replica/{i}": Remote(ReplicaProcess, f"replica/{i}", transport) for i in range(replicas)}
     try:
         yield ranks, others
     finally:
@@ -188,8 +193,7 @@ def fleet_of(replicas):
     return fleet
 
 
-async def sync(ranks, fleet, number, with_base=False, **changes):
-    await asyncio.gather(*(rank.set(with_base=with_base) for rank in ranks))
+async def sync(ranks, fleet, number, **changes):
     senders = {f"trainer/{i}": rank for i, rank in enumerate(ranks)}
     return await SyncSession(senders, fleet, config(**changes)).run(version(number))
 
@@ -202,15 +206,21 @@ def without(seen, *keys):
     return {key: value for key, value in seen.items() if key not in keys}
 
 
-async def test_the_base_travels_once_and_then_only_adapter_and_draft():
-    async with trainer_and_replicas(2) as (ranks, replicas):
+def nbytes(number, with_base):
+    return sum(t.nbytes for t in payload(number, with_base).values())
+
+
+@pytest.mark.parametrize("staging", ["bucket", "full"])
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+async def test_the_base_travels_once_and_then_only_adapter_and_draft(transport, staging):
+    async with trainer_and_replicas(2, transport=transport) as (ranks, replicas):
         fleet = fleet_of(replicas)
-        first = await sync(ranks, fleet, 1, with_base=True)
-        assert first.nbytes == sum(t.nbytes for t in payload(1, True).values())
+        first = await sync(ranks, fleet, 1, staging=staging)
+        assert first.nbytes == nbytes(1, True)
         for number in (2, 3):
-            report = await sync(ranks, fleet, number)
+            report = await sync(ranks, fleet, number, staging=staging)
             assert report.evicted == {}
-            assert report.nbytes == sum(t.nbytes for t in payload(number, False).values())
+            assert report.nbytes == nbytes(number, False)
             assert report.digests == {"target": digest(adapter(number)), "draft": digest(draft(number))}
         assert fleet.routable == dict.fromkeys(replicas, version(3))
         for replica in replicas.values():
@@ -227,8 +237,8 @@ async def test_two_senders_each_send_half_of_the_adapter():
     halves = (slice(0, None, 2), slice(1, None, 2))  # all A of one, all B of the other
     async with trainer_and_replicas(shares=halves) as (ranks, replicas):
         fleet = fleet_of(replicas)
-        for number, with_base in ((1, True), (2, False), (3, False)):
-            assert (await sync(ranks, fleet, number, with_base)).evicted == {}
+        for number in (1, 2, 3):
+            assert (await sync(ranks, fleet, number)).evicted == {}
             seen = await replicas["replica/0"].look()
             assert {key: seen[key] for key in held(number)} == held(number)
 
@@ -236,7 +246,7 @@ async def test_two_senders_each_send_half_of_the_adapter():
 async def test_an_abort_amid_the_adapter_leaves_the_old_one_applied_and_the_replica_serving():
     async with trainer_and_replicas() as (ranks, replicas):
         fleet, replica = fleet_of(replicas), replicas["replica/0"]
-        await sync(ranks, fleet, 1, with_base=True)
+        await sync(ranks, fleet, 1)
         before = await replica.look()
         await ranks[0].set(fail_at="mtp.proj.weight")
         with pytest.raises(SyncError, match=r"trainer/0, version 0.2: RuntimeError: the trainer ran out of memory"):
@@ -252,41 +262,67 @@ async def test_an_abort_amid_the_adapter_leaves_the_old_one_applied_and_the_repl
         assert {key: seen[key] for key in held(3)} == held(3)
 
 
-async def test_a_replica_cut_off_amid_its_base_needs_it_again():
-    async with trainer_and_replicas() as (ranks, replicas):
-        fleet, replica = fleet_of(replicas), replicas["replica/0"]
-        await sync(ranks, fleet, 1, with_base=True)
+async def test_replicas_cut_off_amid_their_base_are_sent_it_again():
+    """One had it, one is new: what travels goes to both."""
+    async with trainer_and_replicas(2) as (ranks, replicas):
+        new = replicas.pop("replica/1")
+        fleet = fleet_of(replicas)
+        await sync(ranks, fleet, 1)
+        fleet.add("replica/1", new)
         await ranks[0].set(fail_at=Q_A)
         with pytest.raises(SyncError, match="ran out of memory"):
-            await sync(ranks, fleet, 2, with_base=True)
+            await sync(ranks, fleet, 2)
         assert fleet.routable == {}
-        seen = await replica.look()
-        assert (seen["intact"], seen["needs_base"], seen["adapter"]) == (False, True, digest(adapter(1)))
+        for replica, adapted in ((replicas["replica/0"], adapter(1)), (new, {})):
+            seen = await replica.look()
+            assert (seen["intact"], seen["needs_base"], seen["adapter"]) == (False, True, digest(adapted))
         await ranks[0].set(fail_at=-1)
-        with pytest.raises(ManifestError, match="base first"):
-            await sync(ranks, fleet, 3)
-        await sync(ranks, fleet, 3, with_base=True)
-        assert fleet.routable == {"replica/0": version(3)}
+        assert (await sync(ranks, fleet, 3)).nbytes == nbytes(3, True)
+        assert fleet.routable == dict.fromkeys(("replica/0", "replica/1"), version(3))
+        assert (await sync(ranks, fleet, 4)).nbytes == nbytes(4, False)
 
 
-async def test_a_replica_that_was_started_again_needs_the_base():
+async def test_a_replica_that_was_started_again_is_sent_the_base_and_the_others_are_not():
+    """It joins by a session of its own, as it does between two versions."""
+    async with trainer_and_replicas() as (ranks, replicas), trainer_and_replicas() as (_, fresh):
+        fleet = fleet_of(replicas)
+        await sync(ranks, fleet, 1)
+        await sync(ranks, fleet, 2)
+        fleet.add("replica/1", fresh["replica/0"])
+        senders = {"trainer/0": ranks[0]}
+        report = await SyncSession(senders, fleet, config(), only=["replica/1"]).run(version(2))
+        assert report.nbytes == nbytes(2, True)
+        assert (await replicas["replica/0"].look())["log"].count("base 0.2") == 0
+        seen = await fresh["replica/0"].look()
+        assert {key: seen[key] for key in held(2)} == held(2)
+        assert (await sync(ranks, fleet, 3)).nbytes == nbytes(3, False)
+
+
+def test_an_adapter_without_a_base_is_refused():
+    message = r"base first: the sender sends 9 tensors and none of the base, the replica holds no committed base"
+    refused(Replica(), manifest_of(payload(1, False)), message)
+
+
+async def test_a_sender_without_its_adapter_is_refused_before_anything_is_paused():
     async with trainer_and_replicas() as (ranks, replicas):
-        await sync(ranks, fleet_of(replicas), 1, with_base=True)
-        async with trainer_and_replicas() as (_, fresh):
-            message = (
-                r"base first: the sender sends 9 tensors and none of the base, the replica holds no committed base"
-            )
-            with pytest.raises(ManifestError, match=message):
-                await sync(ranks, fleet_of(fresh), 2)
-            assert (await fresh["replica/0"].look())["calls"] == []
-            await sync(ranks, fleet_of(fresh), 2, with_base=True)
+        fleet = fleet_of(replicas)
+        await sync(ranks, fleet, 1)
+        calls = (await replicas["replica/0"].look())["calls"]
+        await ranks[0].set(lacks=Q_A)
+        with pytest.raises(ManifestError, match=f"adapter policy .r 8. is not whole.*{Q_A}: taken by the replica, not"):
+            await sync(ranks, fleet, 2)
+        await ranks[0].set(lacks="all")
+        with pytest.raises(ManifestError, match="the replica takes a LoRA adapter, the sender's manifest has none"):
+            await sync(ranks, fleet, 2)
+        assert (await replicas["replica/0"].look())["calls"] == calls
+        assert fleet.routable == {"replica/0": version(1)}
 
 
 @pytest.mark.parametrize("checksum", [True, False])
 async def test_a_damaged_bucket_reaches_no_engine(checksum):
     async with trainer_and_replicas() as (ranks, replicas):
         fleet, replica = fleet_of(replicas), replicas["replica/0"]
-        await sync(ranks, fleet, 1, with_base=True)
+        await sync(ranks, fleet, 1)
         before = await replica.look()
         await ranks[0].damage_next()
         message = "bucket 0/0 of session .*damaged on its way" if checksum else "verify.*the target's digest is"

@@ -48,6 +48,9 @@ class ReplicaEndpoint:
         self._paused = self._kv_released = False
         self._planning = asyncio.Lock()
 
+    async def needs_base(self) -> bool:
+        return self._intake.needs_base()
+
     async def plan(self, plan: ReceivePlan) -> Sequence[str]:
         async with self._planning:
             await self._leave()

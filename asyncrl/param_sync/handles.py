@@ -45,8 +45,12 @@ class SenderHandle(Protocol):
 
 
 class ReplicaHandle(Protocol):
-    """A replica, see `asyncrl.param_sync.endpoint.ReplicaEndpoint`. All but ``plan`` raise SyncError for any other
-    session than the planned one."""
+    """A replica, see `asyncrl.param_sync.endpoint.ReplicaEndpoint`. All that follow ``plan`` raise SyncError for any
+    other session than the planned one."""
+
+    async def needs_base(self) -> bool:
+        """Whether an adapter alone would not make it whole: it was started, or cut off amid its base."""
+        ...
 
     async def plan(self, plan: ReceivePlan) -> Sequence[str]:
         """Check the manifest and connect to the senders; generation goes on. Returns the names of its readers, one per

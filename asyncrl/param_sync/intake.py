@@ -25,6 +25,10 @@ class Intake(Protocol):
     `ReplicaEndpoint` calls it in this order: ``open``, ``receive``, with staging ``full`` also ``load``, ``verify``,
     ``commit``; ``abort`` at any point."""
 
+    def needs_base(self) -> bool:
+        """Whether the next session must send all of the target, and not an adapter alone."""
+        ...
+
     async def open(self, plan: ReceivePlan) -> Sequence[str]:
         """Check the manifest and connect to the senders; returns the names under which the readers did. Generation
         goes on meanwhile. Raises ManifestError."""
@@ -61,6 +65,9 @@ class LocalIntake:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="param-sync")
         self._staging: Staging = "bucket"
         self._copy: list[Bucket] = []  # staging full: all that has arrived
+
+    def needs_base(self) -> bool:
+        return any(receiver.needs_base for receiver in self._receivers())
 
     async def open(self, plan: ReceivePlan) -> Sequence[str]:
         await self._in_thread(self._open, plan)

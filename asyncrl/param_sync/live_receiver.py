@@ -53,6 +53,10 @@ class LiveViewReceiver:
         self._verified = False
         self._intact = True
 
+    @property
+    def needs_base(self) -> bool:
+        return True
+
     def open(self, session: str, manifest: Manifest) -> None:
         problems = list(self._clashes(manifest))
         if problems:

@@ -51,6 +51,11 @@ class Receiver(Protocol):
     under pause.
     """
 
+    @property
+    def needs_base(self) -> bool:
+        """Whether the next manifest must send all of the target, and not an adapter alone."""
+        ...
+
     def open(self, session: str, manifest: Manifest) -> None:
         """Check every name, shape and dtype against the live parameters. Raises ManifestError naming both sides."""
 

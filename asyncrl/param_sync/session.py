@@ -130,6 +130,8 @@ class SyncSession:
     async def _plan(self) -> Manifest:
         first, sender = next(iter(self._senders.items()))
         manifest = await self._call("plan", first, sender.manifest())  # the same on all ranks
+        if manifest.adapter is not None and not await self._base_is_needed():
+            manifest = manifest.without_base()
         located = await asyncio.gather(*(self._call("plan", n, s.address()) for n, s in self._senders.items()))
         addresses = tuple(address for address in located if address is not None)
         staging: Staging = "full" if self._full else "bucket"
@@ -140,6 +142,16 @@ class SyncSession:
 
         await self._each(join)
         return manifest
+
+    async def _base_is_needed(self) -> bool:
+        """By a replica that is new, or lost it: then it travels to all, as one stream goes to all."""
+        needed: list[bool] = []
+
+        async def ask(name: str, replica: ReplicaHandle) -> None:
+            needed.append(await self._call("plan", name, replica.needs_base()))
+
+        await self._each(ask)
+        return any(needed)
 
     async def _quiesce(self, name: str, replica: ReplicaHandle) -> None:
         mode, kv, limit_s = cast(PauseMode, self._config.pause), cast(KVMode, self._config.kv), self._deadlines.pause_s

@@ -93,7 +93,7 @@ class TrainerRankActor(Watched):
         def export_and_send() -> SendReport:
             with self._recorder.span("trainer/export", version=str(plan.version)):
                 self._sender.open(plan)
-                return self._sender.send(self._core.export())
+                return self._sender.send(self._core.export(plan.manifest.sends_base))
 
         return await self._compute(export_and_send)
 

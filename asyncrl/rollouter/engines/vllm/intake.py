@@ -27,6 +27,9 @@ class WorkerIntake:
         self._digests: dict[Role, str] = {}
         self.committed: PolicyVersion | None = None
 
+    def needs_base(self) -> bool:
+        return True
+
     async def open(self, plan: ReceivePlan) -> Sequence[str]:
         if plan.staging != "bucket":
             raise self._no_copy("plan")
