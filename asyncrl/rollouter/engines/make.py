@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncrl.config.checks import sends_adapters
 from asyncrl.config.schema import Config
 from asyncrl.rollouter.engine import Engine
 from asyncrl.telemetry.recorder import Recorder
@@ -19,5 +20,10 @@ async def make_engine(config: Config, recorder: Recorder) -> Engine:
 
     tokenizer = PromptTokenizer(config.model.path, config.data.apply_chat_template)
     return NativeEngine(
-        config.model.path, config.rollout.engine, recorder=recorder, tokenizer=tokenizer.hf, mtp=config.mtp
+        config.model.path,
+        config.rollout.engine,
+        recorder=recorder,
+        tokenizer=tokenizer.hf,
+        mtp=config.mtp,
+        lora=config.model.lora if sends_adapters(config) else None,
     )

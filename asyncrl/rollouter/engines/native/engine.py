@@ -22,8 +22,8 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 
-from asyncrl.config.schema import EngineConfig, MTPConfig
-from asyncrl.models.checkpoint import check_checkpoint, is_draft
+from asyncrl.config.schema import EngineConfig, LoraConfig, MTPConfig
+from asyncrl.models.checkpoint import check_checkpoint
 from asyncrl.param_sync.digest import digest_tensors
 from asyncrl.param_sync.intake import Intake, LocalIntake
 from asyncrl.param_sync.manifest import Role
@@ -40,7 +40,7 @@ from asyncrl.rollouter.engine import (
 )
 from asyncrl.rollouter.engines.native.core import Core
 from asyncrl.rollouter.engines.native.model import NativeModel
-from asyncrl.rollouter.engines.native.receiver import NativeReceiver
+from asyncrl.rollouter.engines.native.receiver import NativeAdapterReceiver, NativeReceiver
 from asyncrl.rollouter.engines.native.speculation import Speculation
 from asyncrl.rollouter.engines.native.stops import Tokenizer
 from asyncrl.sample import PolicyVersion
@@ -55,7 +55,7 @@ T = TypeVar("T")
 class NativeEngine:
     """Implements `asyncrl.rollouter.engine.Engine`. ``tokenizer`` is needed for stop strings only; with
     ``load_weights=False`` the weights are zeros and must be synced before the first `resume`. ``mtp``
-    says whether it speculates.
+    says whether it speculates; with ``lora`` it is sent these adapters, and its base once.
 
     Raises CheckpointError for a checkpoint that cannot be built or read, EngineError for options that do not fit it.
     """
@@ -69,6 +69,7 @@ class NativeEngine:
         tokenizer: Tokenizer | None = None,
         load_weights: bool = True,
         mtp: MTPConfig | None = None,
+        lora: LoraConfig | None = None,
     ) -> None:
         from_trunk = mtp is not None and mtp.init_from_trunk
         decoder = check_checkpoint(checkpoint, from_trunk)
@@ -95,7 +96,9 @@ class NativeEngine:
         self._threads = config.threads
         self._weights_loaded = load_weights
         self._committed: PolicyVersion | None = None
-        self._receiver = NativeReceiver(self._model, self._on_commit)
+        self._receiver: NativeReceiver | NativeAdapterReceiver = NativeReceiver(self._model, self._on_commit)
+        if lora is not None:
+            self._receiver = NativeAdapterReceiver(self._model, lora, self._on_commit)
 
         self._state: Literal["running", "draining", "paused"] = "paused"
         self._drained: concurrent.futures.Future[int] | None = None
@@ -178,9 +181,7 @@ class NativeEngine:
         return LocalIntake(name, self.receivers, make_reader(transport, name))
 
     async def digest(self, role: Role) -> str:
-        views = self._model.named_views().items()
-        of_role = [(name, view) for name, view in views if is_draft(name) == (role == "draft")]
-        return await self._call(lambda: digest_tensors(of_role))
+        return await self._call(lambda: digest_tensors(self._receiver.held(role).items()))
 
     async def stats(self) -> EngineStats:
         return await self._call(self._stats)

@@ -1,0 +1,141 @@
+"""A trainer rank with LoRA in this process, the sessions in which it syncs engines, and what both make of a sample."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from asyncrl.config.schema import Config, LoraConfig
+from asyncrl.param_sync.endpoint import ReplicaEndpoint
+from asyncrl.param_sync.fleet import Fleet
+from asyncrl.param_sync.manifest import Manifest
+from asyncrl.param_sync.sender import Sender, SendPlan, SendReport
+from asyncrl.param_sync.session import SyncReport, SyncSession
+from asyncrl.param_sync.transports.choose import make_writer
+from asyncrl.rollouter.engine import Engine, Request, SamplingParams
+from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
+from asyncrl.trainer.batches import build_batch
+from asyncrl.trainer.rank import TrainerRank
+from tests.support.trainer import make_config
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
+
+
+def lora_config(checkpoint: str, **options: Any) -> Config:
+    """``options`` as of `make_config`; steps that move the policy far."""
+    config = make_config(checkpoint, **{"lr": 2e-2, **options})
+    config.model.lora = LoraConfig(rank=4, alpha=8.0, target_modules=["q_proj", "v_proj", "o_proj", "gate_proj"])
+    config.param_sync.pause = "abort"
+    return config
+
+
+class LoraTrainer:
+    """Implements `asyncrl.param_sync.handles.SenderHandle` over ``rank``, and syncs engines with it. ::
+
+    await trainer.join("replica/0", engine)
+    report = await trainer.sync()  # all of them, to the next version
+    """
+
+    def __init__(self, rank: TrainerRank, config: Config, transport: str = "shared_memory") -> None:
+        self.rank, self.config, self._transport = rank, config, transport
+        self._sender = Sender("trainer/0", make_writer(transport, 0, 1 << 16, "127.0.0.1"))
+        self._thread = ThreadPoolExecutor(1)
+        self.fleet, self.version = Fleet(), PolicyVersion(0, 0)
+        self._endpoints: list[ReplicaEndpoint] = []
+
+    def join(self, name: str, engine: Engine) -> None:
+        endpoint = ReplicaEndpoint(name, engine, engine.intake(name, self._transport))
+        self._endpoints.append(endpoint)
+        self.fleet.add(name, endpoint)
+
+    async def sync(self, **settings: Any) -> SyncReport:
+        self.version = PolicyVersion(0, self.version.number + 1)
+        chosen = replace(self.config.param_sync, **settings)
+        return await SyncSession({"trainer/0": self}, self.fleet, chosen).run(self.version)
+
+    async def manifest(self) -> Manifest:
+        return self.rank.manifest()
+
+    async def address(self) -> Any:
+        return self._sender.address
+
+    async def send(self, plan: SendPlan) -> SendReport:
+        def send() -> SendReport:
+            self._sender.open(plan)
+            return self._sender.send(self.rank.export(plan.manifest.sends_base))
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, send)
+
+    async def abort(self, session: str) -> None:
+        self._sender.abort(session)
+
+    async def close(self) -> None:
+        for endpoint in self._endpoints:
+            await endpoint.close()
+        self._sender.close()
+
+    def learn(self, samples: list[Sample]) -> None:
+        """A step on them, rewarded by their first token; any will do that moves the policy."""
+        for s in samples:
+            s.reward = float(s.tokens[0] % 7)
+        self.rank.train(0, [self._group(samples).to_bytes()])
+
+    def error(self, samples: list[Sample], temperature: float) -> float:
+        """Largest difference between the samples' logprobs and those that the trainer gives their tokens now."""
+        return float(np.abs(self.scores(samples, temperature) - np.concatenate([s.logprobs for s in samples])).max())
+
+    def scores(self, samples: list[Sample], temperature: float) -> np.ndarray:
+        """The trainer's logprobs of all their tokens, one sample's after the other's."""
+        return self.rank._backend.logprobs(build_batch([self._group(samples)]), temperature).logprobs
+
+    def _group(self, samples: list[Sample]) -> Group:
+        return Group.from_samples("g", "p", 0, np.array(PROMPT), samples)
+
+
+def requests(count: int, new: int = 12, **sampling: Any) -> list[Request]:
+    prompt = np.array(PROMPT, np.int32)
+    return [Request(f"r{i}", "g", prompt, len(prompt), i, 0, new, SamplingParams(**sampling)) for i in range(count)]
+
+
+async def samples_of(engine: Engine, wanted: list[Request]) -> list[Sample]:
+    """Generate them to their end."""
+    await engine.submit(wanted)
+    return await collect(engine, [r.id for r in wanted])
+
+
+async def collect(
+    engine: Engine, ids: list[str], tokens: int | None = None, begun: list[Sample] | None = None
+) -> list[Sample]:
+    """What these requests were told until they ended, or until each has so many tokens, after what had ``begun``."""
+    found: dict[str, Any] = {id: ([], [], []) for id in ids}
+    if begun is not None:
+        found = {id: (s.tokens.tolist(), s.logprobs.tolist(), list(s.spans)) for id, s in zip(ids, begun, strict=True)}
+    ended: set[str] = set()
+    while any(id not in ended and (tokens is None or len(found[id][0]) < tokens) for id in ids):
+        events = await asyncio.wait_for(engine.events(), 60)
+        for e, id in enumerate(events.ids):
+            part = slice(events.offsets[e], events.offsets[e + 1])
+            drawn, logprobs, spans = found[id]
+            span = VersionSpan(len(drawn), events.versions[e], events.mixed_kv[e])
+            if part.stop > part.start and (not spans or spans[-1][1:] != span[1:]):
+                spans.append(span)
+            drawn += events.tokens[part].tolist()
+            logprobs += events.logprobs[part].tolist()
+            if events.finish[e] is not None:
+                assert events.finish[e] is not FinishReason.ERROR, events.errors
+                ended.add(id)
+    return [
+        Sample(
+            index=i,
+            tokens=np.array(drawn, np.int32),
+            logprobs=np.array(logprobs, np.float32),
+            loss_mask=np.ones(len(drawn), bool),
+            spans=spans,
+            finish=FinishReason.LENGTH,
+        )
+        for i, (drawn, logprobs, spans) in enumerate(found[id] for id in ids)
+    ]
