@@ -22,7 +22,7 @@ from asyncrl.trainer.batches import build_batch
 from asyncrl.trainer.rank import TrainerRank
 from tests.support.trainer import make_config
 
-PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
+PROMPT = [*range(5, 25)] * 8  # more than a block of vLLM's prefix cache
 
 
 def lora_config(checkpoint: str, **options: Any) -> Config:

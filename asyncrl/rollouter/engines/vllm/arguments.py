@@ -5,21 +5,26 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import os
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from vllm import SamplingParams as VLLMSamplingParams
 from vllm.config import WeightTransferConfig
+from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 
+from asyncrl.config.checks import sends_adapters
 from asyncrl.config.schema import Config, EngineConfig
 from asyncrl.models.config import DecoderConfig
+from asyncrl.models.lora import linear_shapes
+from asyncrl.param_sync.adapters import ModuleShapes, adapter_spec
 from asyncrl.param_sync.manifest import DTYPE_BYTES
 from asyncrl.rollouter.engine import EngineError, Request
 from asyncrl.rollouter.engines.vllm.plugin import OURS
 
 BACKEND = "asyncrl"  # the name of our weight-transfer engine in vLLM's registry
+ADAPTER_ID = 1  # of the one adapter that a replica has
 _EXTENSION = "asyncrl.rollouter.engines.vllm.worker.WorkerExtension"
 _OLDEST = (0, 32)  # with weight versions in the outputs, and draft updates in the weight-transfer interface
 _BLOCK_TOKENS = 128  # a block of KV cache on the CPU
@@ -39,6 +44,11 @@ _OURS = frozenset(
         "max_num_seqs",
         "max_model_len",
         "dtype",
+        "enable_lora",
+        "max_loras",
+        "max_lora_rank",
+        "lora_target_modules",
+        "lora_dtype",
     }
 )
 
@@ -78,6 +88,8 @@ def engine_arguments(config: Config, device: str) -> AsyncEngineArgs:
     }
     if mtp.enable_rollout:
         arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": mtp.num_speculative_tokens}
+    if sends_adapters(config):
+        arguments |= _lora_arguments(config)
     if device == "cpu":
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": _kv_bytes(config)}
     else:
@@ -86,6 +98,23 @@ def engine_arguments(config: Config, device: str) -> AsyncEngineArgs:
         return AsyncEngineArgs(**(arguments | engine.args))
     except TypeError as e:
         raise EngineError(f"rollout.engine.args: vLLM {check_version()} says {e}") from None
+
+
+def adapted_modules(config: Config) -> ModuleShapes | None:
+    """What an adapter may target; None if none is sent."""
+    return linear_shapes(DecoderConfig.load(config.model.path)) if sends_adapters(config) else None
+
+
+def _lora_arguments(config: Config) -> dict[str, Any]:
+    """Room for one adapter, beside the modules that it targets and no others."""
+    lora = config.model.lora
+    targets = adapter_spec(lora, adapted_modules(config) or {}, "float32").target_modules
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": min(rank for rank in get_args(MaxLoRARanks) if rank >= lora.rank),
+        "lora_target_modules": sorted({target.rpartition(".")[2] for target in targets}),
+    }
 
 
 def prepare_environment(device: str, threads: int) -> None:

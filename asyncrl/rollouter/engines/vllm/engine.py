@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -33,6 +34,8 @@ from asyncrl.rollouter.engines.admission import why_impossible
 from asyncrl.rollouter.engines.events import Event, EventLog
 from asyncrl.rollouter.engines.occupancy import Occupancy
 from asyncrl.rollouter.engines.vllm.arguments import (
+    ADAPTER_ID,
+    adapted_modules,
     check_version,
     engine_arguments,
     prepare_environment,
@@ -227,7 +230,7 @@ class VLLMEngine:
         self._kept_kv = False
 
     def intake(self, name: str, transport: str) -> Intake:
-        self._intake = WorkerIntake(self._llm, name, transport)
+        self._intake = WorkerIntake(self._llm, name, transport, adapted_modules(self._config))
         return self._intake
 
     async def digest(self, role: Role) -> str:
@@ -284,7 +287,11 @@ class VLLMEngine:
         prompt = tokens_input(request.tokens.tolist(), cache_salt=str(running.version))
         try:
             outputs = await self._llm.add_request(
-                request.id, prompt, sampling_parameters(request), priority=request.priority
+                request.id,
+                prompt,
+                sampling_parameters(request),
+                lora_request=self._adapter(),
+                priority=request.priority,
             )
             running.added.set()
             finished = False
@@ -300,6 +307,12 @@ class VLLMEngine:
             self._tell(Event(request.id, [], [], self._version or _NONE, FinishReason.ERROR, error=f"vLLM: {e}"))
         finally:
             running.added.set()
+
+    def _adapter(self) -> LoRARequest | None:
+        """The workers hold it, so its path is never read. It has one id for all versions: kept requests go on under a
+        new adapter as they do under new weights, and prompts are told apart by their salt."""
+        adapter = self._intake.adapter if self._intake is not None else None
+        return None if adapter is None else LoRARequest(adapter.name, ADAPTER_ID, "(sent)")
 
     @staticmethod
     async def _added(requests: Iterable[_Running]) -> None:

@@ -9,45 +9,57 @@ from typing import Any
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from asyncrl.param_sync.adapters import ModuleShapes, check_adapter
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.handles import ReceivePlan
-from asyncrl.param_sync.manifest import ManifestError, Role
+from asyncrl.param_sync.manifest import AdapterSpec, Manifest, ManifestError, Role
 from asyncrl.sample import PolicyVersion
 
 
 class WorkerIntake:
     """Implements `asyncrl.param_sync.intake.Intake` over vLLM's weight-transfer interface. Staging ``full`` it has not:
-    while a worker receives, it does nothing else."""
+    while a worker receives, it does nothing else. ``modules``: those that an adapter may target, None without LoRA. An
+    adapter is collected in the workers, which put it in the place of the last one at the commit."""
 
-    def __init__(self, llm: AsyncLLM, name: str, transport: str) -> None:
-        self._llm, self._name, self._transport = llm, name, transport
+    def __init__(self, llm: AsyncLLM, name: str, transport: str, modules: ModuleShapes | None = None) -> None:
+        self._llm, self._name, self._transport, self._modules = llm, name, transport, modules
         self._attached = False
-        self._has_draft = False
+        self._has_draft = self._draft_takes_base = False
         self._intact = True
+        self._manifest = Manifest(())  # of the session
+        self._has_base = False
         self._digests: dict[Role, str] = {}
         self.committed: PolicyVersion | None = None
+        self.adapter: AdapterSpec | None = None  # the one that requests run with
 
     def needs_base(self) -> bool:
-        return True
+        return not self._has_base or self._draft_takes_base
 
     async def open(self, plan: ReceivePlan) -> Sequence[str]:
         if plan.staging != "bucket":
             raise self._no_copy("plan")
+        self._check_adapter(plan.manifest)
         if not self._attached:
             init = {"name": self._name, "transport": self._transport}
             await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init))
             self._has_draft = (await self.ask("attach"))[0]["draft"]
             self._attached = True
         opened = await self.ask("open", plan)
-        if nowhere := set.intersection(*(set(elsewhere) for _, elsewhere in opened)):
+        if nowhere := set.intersection(*(set(elsewhere) for _, elsewhere, _ in opened)):
             some = ", ".join(sorted(nowhere)[:4])
             raise ManifestError(f"{some}: sent, but unknown to every pipeline stage of the replica")
-        return [reader for reader, _ in opened]
+        self._manifest = plan.manifest
+        self._draft_takes_base |= any(takes_base for _, _, takes_base in opened)
+        return [reader for reader, _, _ in opened]
 
     async def receive(self, deadline_s: float) -> int:
-        self._intact = False
-        await self._update(self._llm.start_weight_update, deadline_s)
+        if self._manifest.sends_base:
+            self._intact = self._has_base = False
+            await self._update(self._llm.start_weight_update, deadline_s)
+        else:
+            await self.ask("receive", deadline_s)
         if self._has_draft:
+            self._intact = False
             await self._update(self._llm.start_draft_weight_update, deadline_s)
         return (await self.ask("received_bytes"))[0]
 
@@ -64,11 +76,16 @@ class WorkerIntake:
         return self._digests[role]
 
     async def commit(self, version: PolicyVersion) -> None:
+        adapter = self._manifest.adapter
+        if adapter is not None:
+            self._intact = False
+            await self.ask("adopt", adapter)
         await self._llm.update_weight_version(str(version))
         told = await self._llm.get_weight_version()
         if told != str(version):
             raise SyncError("commit", self._name, version, None, f"vLLM was given version {version}, it says {told}")
-        self.committed, self._intact = version, True
+        self.committed, self.adapter, self._intact = version, adapter, True
+        self._has_base |= self._manifest.sends_base
 
     async def abort(self) -> None:
         if self._attached:
@@ -90,6 +107,14 @@ class WorkerIntake:
             if outcome == "failed":
                 raise result
         return [result for _, result in results]
+
+    def _check_adapter(self, manifest: Manifest) -> None:
+        if self._modules is not None:
+            check_adapter(manifest, self._modules)
+        elif manifest.adapter is not None:
+            raise ManifestError(f"the sender sends adapter {manifest.adapter.name}, the replica was made with LoRA off")
+        if not manifest.sends_base and self.needs_base():
+            raise ManifestError("base first: the sender sends an adapter alone, the replica holds no committed base")
 
     def _no_copy(self, phase: str) -> SyncError:
         return SyncError(phase, self._name, None, None, "vLLM keeps no copy of what arrives; expected staging bucket")

@@ -8,6 +8,7 @@ as they arrive, those of the draft are kept until vLLM's turn to update the draf
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 from collections.abc import Iterator
@@ -22,15 +23,17 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
 
 from asyncrl.param_sync.digest import ROLES
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.handles import ReceivePlan
-from asyncrl.param_sync.manifest import Role
+from asyncrl.param_sync.manifest import AdapterSpec, Manifest, Role, is_adapter
 from asyncrl.param_sync.transports.base import BucketReader
 from asyncrl.param_sync.transports.choose import make_reader
 from asyncrl.param_sync.whole_tensors import WholeTensors
-from asyncrl.rollouter.engines.vllm.arguments import BACKEND
+from asyncrl.rollouter.engines.vllm.arguments import ADAPTER_ID, BACKEND
 from asyncrl.rollouter.engines.vllm.cpu_defects import correct_cpu_build
 from asyncrl.rollouter.engines.vllm.live_model import LiveModel, plan_loads
 
@@ -65,7 +68,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """One per worker. A session: ``open``; then as vLLM has it start, update and finish for the target, and for the
-    draft if there is one; ``verify``; or ``abandon`` at any point instead."""
+    draft if there is one; ``verify``; with LoRA ``adopt``; or ``abandon`` at any point instead. Where the target itself
+    does not travel, ``receive`` stands for its update."""
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
 
@@ -76,6 +80,7 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._draft: LiveModel | None = None
         self._tensors: WholeTensors | None = None
         self._kept: list[tuple[str, torch.Tensor]] = []  # for the draft
+        self._adapter: dict[str, torch.Tensor] = {}
         self._corrected: list[str] = []
         self.problem: BaseException | None = None  # what broke the update
 
@@ -90,18 +95,13 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._updated().start()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        try:
+        with self._giving_up():
             model = self._updated()
             if model is self._draft:
                 kept, self._kept = self._kept, []
                 model.load(iter(kept))
             else:
                 model.load(self._arriving(update_info.deadline_s))
-        except BaseException as problem:
-            self.problem = problem
-            assert self._reader is not None
-            self._reader.abort()  # so that the senders do not wait for this worker
-            raise
 
     def finish_weight_update(self) -> None:
         self._updated().finish()
@@ -124,17 +124,24 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._draft = LiveModel("draft", draft, config, tp_size, shared_with=target)
         return {"draft": draft is not None}
 
-    def open(self, plan: ReceivePlan) -> tuple[str, list[str]]:
-        """Check the manifest against the live models, and connect. Returns the reader's name, and the names of tensors
-        that are for another pipeline stage, if they are for any."""
+    def open(self, plan: ReceivePlan) -> tuple[str, list[str], bool]:
+        """Check the manifest against the live models, and connect. Returns the reader's name, the names of tensors that
+        are for another pipeline stage, if they are for any, and whether the draft takes any of the target's."""
         assert self._reader is not None
         assert self._target is not None
         self.abandon()
         staged = self.parallel_config.pipeline_parallel_size > 1
-        elsewhere = plan_loads(plan.manifest, self._target, self._draft, staged)
+        whole = Manifest(tuple(spec for spec in plan.manifest if not is_adapter(spec.name)))
+        elsewhere = plan_loads(whole, self._target, self._draft, staged)
+        takes_base = self._draft is not None and any(self._draft.wants(t.name) for t in whole if t.role == "target")
         self._tensors = WholeTensors(plan.session, plan.manifest)
         self._reader.connect(plan.session, plan.addresses, plan.deadline_s)
-        return self._name, elsewhere
+        return self._name, elsewhere, takes_base
+
+    def receive(self, deadline_s: float) -> None:
+        """Take adapter and draft; generation is paused, the target stays as it is."""
+        with self._giving_up():
+            list(self._arriving(deadline_s))  # nothing of the target is among it
 
     def verify(self) -> dict[Role, str]:
         """Returns the digests of all that arrived and was loaded."""
@@ -142,6 +149,23 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise SyncError("verify", None, None, None, "no weight update has gone to its end in this session")
         self._tensors.verify()
         return {role: self._tensors.digest(role) for role in ROLES}
+
+    def adopt(self, spec: AdapterSpec) -> None:
+        """Put the adapter that has arrived in the place of the last one."""
+        adapters = self._worker.model_runner.lora_manager._adapter_manager
+        arrived, self._adapter = self._adapter, {}
+        mapper = getattr(adapters.model, "hf_to_vllm_mapper", None)
+        lora = LoRAModel.from_lora_tensors(
+            ADAPTER_ID,
+            arrived,
+            PEFTHelper(r=spec.r, lora_alpha=spec.alpha, target_modules=list(spec.target_modules)),  # type: ignore[arg-type]
+            device="cpu",
+            dtype=adapters.lora_config.lora_dtype,
+            weights_mapper=mapper and mapper.get_rename_mapper(),
+        )
+        adapters.remove_adapter(ADAPTER_ID)
+        adapters.add_adapter(lora)
+        adapters.activate_adapter(ADAPTER_ID)
 
     def received_bytes(self) -> int:
         return 0 if self._tensors is None else self._tensors.nbytes
@@ -164,7 +188,7 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         updated again."""
         assert self._reader is not None
         self._reader.abort()
-        self._tensors, self._kept, self.problem = None, [], None
+        self._tensors, self._kept, self._adapter, self.problem = None, [], {}, None
         with set_current_vllm_config(self.vllm_config):
             for model in self._models():
                 if model.reloading:
@@ -174,6 +198,17 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     # -- within --------------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """When it fails, the senders do not wait for this worker."""
+        try:
+            yield
+        except BaseException as problem:
+            self.problem = problem
+            assert self._reader is not None
+            self._reader.abort()
+            raise
+
     def _models(self) -> list[LiveModel]:
         return [model for model in (self._target, self._draft) if model is not None]
 
@@ -182,13 +217,16 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return next(model for model in self._models() if model.net is self.model)
 
     def _arriving(self, deadline_s: float) -> Iterator[tuple[str, torch.Tensor]]:
-        """The target's tensors under the names that its loader takes; the draft's are put by."""
+        """The target's tensors under the names that its loader takes; those of draft and adapter are put by."""
         assert self._reader is not None
         assert self._tensors is not None
         assert self._target is not None
         kept = self._draft.loads if self._draft is not None else {}
         for bucket in self._reader.buckets(deadline_s):
             for spec, tensor in self._tensors.take(bucket):
+                if is_adapter(spec.name):
+                    self._adapter[spec.name] = tensor
+                    continue
                 self._kept += [(name, tensor) for name in kept.get(spec.name, ())]
                 yield from ((name, tensor) for name in self._target.loads.get(spec.name, ()))
 
