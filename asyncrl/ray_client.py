@@ -12,7 +12,13 @@ from ray.exceptions import RayActorError, RayTaskError
 
 
 class Watched:
-    """What every actor of a run offers to those who watch it."""
+    """What every actor of a run offers to those who watch it. ``name``: its role in the run, by which Ray tags its
+    lines in the log and lists it in the dashboard."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return self.name
 
     async def alive(self) -> None:
         """Never returns: whoever awaits it hears of the actor's death at once."""

@@ -86,6 +86,13 @@ class RunFolder:
 
         Raises ConfigError if the folder cannot be made or written."""
         wanted, number = Path(config.run_dir), 1
+        if "working_dir_files" in wanted.resolve().parts:
+            raise ConfigError(
+                [
+                    f"run_dir: {wanted} is in the copy of the working directory that Ray makes for a job and deletes "
+                    "after it; expected a folder that lasts: ASYNCRL_RUNS of the runtime environment, or run_dir"
+                ]
+            )
         path = wanted
         try:
             while path.exists() and any(path.iterdir()):

@@ -6,8 +6,15 @@ same meaning, it keeps that name.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
+
+
+def from_env(variable: str, otherwise: str, form: str = "{}") -> Any:
+    """An option whose default is that of an environment variable, in ``form``; unset or empty: ``otherwise``."""
+    default = lambda: form.format(os.environ.get(variable) or otherwise)
+    return field(default_factory=default, metadata={"default": form.format(f"${variable}, else {otherwise!r}")})
 
 
 @dataclass
@@ -227,9 +234,9 @@ class SupervisionConfig:
 
 @dataclass
 class WandbConfig:
-    mode: str = "offline"  # offline | online | disabled
-    project: str = "asyncrl"
-    entity: str = ""
+    mode: str = from_env("WANDB_MODE", "offline")  # offline | online | disabled
+    project: str = from_env("WANDB_PROJECT", "asyncrl")
+    entity: str = from_env("WANDB_ENTITY", "")
     tags: list[str] = field(default_factory=list)
 
 
@@ -253,8 +260,10 @@ class RayConfig:
 @dataclass
 class Config:
     name: str = "run"
-    run_dir: str = "runs/${name}"
-    journal_dir: str = ""  # a local disk for ledger and spool where run_dir is none; checkpoints copy them to run_dir
+    run_dir: str = from_env("ASYNCRL_RUNS", "runs", "{}/${{name}}")
+    journal_dir: str = from_env(
+        "ASYNCRL_JOURNAL", ""
+    )  # a local disk for ledger and spool where run_dir is none; checkpoints copy them to run_dir
     seed: int = 0
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

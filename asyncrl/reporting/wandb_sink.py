@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,8 @@ from asyncrl.reporting.jsonl import is_number, json_number
 from asyncrl.telemetry.recorder import Batch
 
 _MODES = ("offline", "online", "disabled")
+_OF_A_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set for the driver of a submitted job
+_SERVICE = "WANDB_SERVICE"
 
 
 class WandbSink:
@@ -30,6 +35,11 @@ class WandbSink:
         if config.mode not in _MODES:
             raise ValueError(f"reporting.wandb.mode must be one of {', '.join(_MODES)}, found {config.mode!r}")
         Path(run_dir).mkdir(parents=True, exist_ok=True)
+        self._detached = config.mode != "disabled" and _OF_A_RAY_JOB in os.environ and _SERVICE not in os.environ
+        if self._detached:
+            # `ray job stop` signals every process below the job's, while the run has its last step to log: wandb's
+            # service must not be among them, and is not if the process that starts it ends
+            os.environ[_SERVICE] = _wandb("beta", "core", "start", "--idle-timeout", "60s")
         self._run = wandb.init(
             mode=config.mode,  # type: ignore[arg-type]
             project=config.project,
@@ -63,6 +73,17 @@ class WandbSink:
         self._run.finish(exit_code=exit_code)
         # `finish` may return before wandb's service process has written an offline run's file; this waits for it.
         wandb.teardown(exit_code=exit_code)
+        if self._detached:
+            _wandb("beta", "core", "stop")
+            del os.environ[_SERVICE]
+
+
+def _wandb(*command: str) -> str:
+    """Run wandb's command line; returns what it prints. Raises subprocess.SubprocessError."""
+    done = subprocess.run(
+        [sys.executable, "-m", "wandb", *command], capture_output=True, text=True, check=True, timeout=60
+    )
+    return done.stdout.strip()
 
 
 def _run_id(path: Path) -> str:

@@ -32,7 +32,7 @@ class EngineReplicaActor(Watched):
         import torch
 
         torch.set_num_threads(config.rollout.engine.threads)
-        self._config, self._name = config, name
+        self._config, self.name = config, name
         self._recorder = Recorder(name)
         self._fence: Any = None
         self._endpoint: Any = None
@@ -44,9 +44,7 @@ class EngineReplicaActor(Watched):
 
         engine = await make_engine(self._config, self._recorder)
         self._fence = Fence(engine)
-        self._endpoint = ReplicaEndpoint(
-            self._name, engine, engine.intake(self._name, self._config.param_sync.transport)
-        )
+        self._endpoint = ReplicaEndpoint(self.name, engine, engine.intake(self.name, self._config.param_sync.transport))
         return engine.capabilities()
 
     async def sync(self, step: str, *args: Any) -> Any:
@@ -80,7 +78,7 @@ class EngineReplicaActor(Watched):
         try:
             yield
         except EngineDied as death:
-            print(f"{self._name}: {death}", file=sys.stderr, flush=True)
+            print(f"{self.name}: {death}", file=sys.stderr, flush=True)
             os._exit(1)
 
 
@@ -102,7 +100,8 @@ class RollouterActor(Watched):
         self, config: Config, derived: Derived, max_prompt_tokens: int, queue: Any, replicas: Mapping[str, Any]
     ):
         self._config, self._derived, self._max_prompt_tokens = config, derived, max_prompt_tokens
-        self._recorder = Recorder("rollouter")
+        self.name = "rollouter"
+        self._recorder = Recorder(self.name)
         self._queue = ActorClient(queue, "queue")
         self._owner = f"rollouter {uuid.uuid4().hex}"
         self._replicas = {name: self._owned(name, handle) for name, handle in replicas.items()}

@@ -40,6 +40,7 @@ class SampleQueueActor(Watched):
         about: Mapping[str, str] | None = None,
         backoff_s: float = 0.0,
     ) -> None:
+        self.name = "queue"
         self._problem: Exception | None = None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of what Ray calls there

@@ -33,7 +33,8 @@ class TrainerRankActor(Watched):
 
         torch.set_num_threads(config.trainer.threads)
         self._config, self._rank, self._world_size = config, rank, world_size
-        self._recorder = Recorder(f"trainer/{rank}")
+        self.name = f"trainer/{rank}"
+        self._recorder = Recorder(self.name)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._core: Any = None
@@ -57,7 +58,7 @@ class TrainerRankActor(Watched):
             # the backend's export yields on rank 0, which therefore sends
             sync, host = self._config.param_sync, ray.util.get_node_ip_address()
             writer = make_writer(sync.transport, 0, sync.bucket_bytes, host) if self._rank == 0 else None
-            self._sender = Sender(f"trainer/{self._rank}", writer)
+            self._sender = Sender(self.name, writer)
 
         await self._compute(build)
 
