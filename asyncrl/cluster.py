@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
-import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -34,6 +34,8 @@ from asyncrl.sample_queue.actor import SampleQueueActor
 from asyncrl.telemetry.recorder import Batch
 from asyncrl.trainer.actors import QueueOfRay, RankGroup, TrainerRankActor
 
+log = logging.getLogger(__name__)
+
 CALLS_AT_ONCE = 1000  # of one actor: most of them wait on a condition
 BESIDE_TRAINERS_S = 5.0  # to find room for the replicas on the trainers' machine
 CLOSING_S = 3.0  # for an actor to close by itself
@@ -54,6 +56,7 @@ class Cluster:
 
     def __init__(self, config: Config, preflight: Preflight, folder: RunFolder) -> None:
         self._config, self._preflight, self._journal = config, preflight, folder.journal
+        self._logs = folder.logs
         self._groups: list[PlacementGroup] = []
         self._handles: list[Any] = []
         self._init: asyncio.Future[None] | None = None
@@ -127,7 +130,7 @@ class Cluster:
 
     async def end(self, name: str, why: str) -> None:
         """An actor lives, but is of no use: end its process, so that it is found dead."""
-        print(f"supervision: {name} {why}; it is ended", file=sys.stderr, flush=True)
+        log.warning("supervision: %s %s; it is ended", name, why)
         await self.kill(name)
 
     async def kill(self, name: str) -> None:
@@ -331,7 +334,7 @@ class Cluster:
     def _start(self, actor: Any, options: dict[str, Any], *args: Any) -> Any:
         self._made += 1
         options["name"] += f"/{self._made}"  # a name may be taken still by one that died
-        handle = actor.options(max_concurrency=CALLS_AT_ONCE, **options).remote(*args)
+        handle = actor.options(max_concurrency=CALLS_AT_ONCE, **options).remote(*args, logs=self._logs)
         self._handles.append(handle)
         return handle
 
@@ -355,7 +358,7 @@ def _with_transport(config: Config, trainers: PlacementGroup, rollouts: Placemen
         )
     except TransportError as e:
         raise ConfigError([str(e)]) from None
-    print(f"param_sync: weights travel by {transport} ({why})", flush=True)
+    log.info("param_sync: weights travel by %s (%s)", transport, why)
     return replace(config, param_sync=replace(config.param_sync, transport=transport))
 
 

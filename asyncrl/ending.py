@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
-import sys
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +12,8 @@ from typing import Any
 
 from asyncrl.ray_client import first_leaf
 from asyncrl.tasks import cancelled
+
+log = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
 
@@ -72,14 +74,13 @@ class Ending:
         """Record a failure and print it, once, with its traceback; an interruption needs none."""
         error = first_leaf(error)
         if isinstance(error, Interrupted):
-            print(str(error), file=sys.stderr, flush=True)
+            log.warning("%s", error)
             return
         self.failure = self.failure or f"{type(error).__name__}: {error}"
         if remote := remote_traceback(error):  # it happened in an actor: what led here is no news
-            print(f"Traceback of an actor:\n{remote.strip()}", file=sys.stderr, flush=True)
+            log.error("Traceback of an actor:\n%s", remote.strip())
         else:
-            traceback.print_exception(error)
-            sys.stderr.flush()
+            log.error("%s", "".join(traceback.format_exception(error)).strip())
 
     @contextmanager
     def recorded(self) -> Iterator[None]:

@@ -53,12 +53,14 @@ async def run(config: Config, resume: str | None = None) -> int:
         from asyncrl.reporting.sinks import open_hub
         from asyncrl.run_folder import RunFolder
         from asyncrl.supervision import RestartableRanks, RestartPolicy, Supervisor
+        from asyncrl.telemetry.log import start_log
         from asyncrl.telemetry.recorder import Recorder
         from asyncrl.trainer.loop import TrainLoop
 
         config = with_overridden_model(config)
         found = preflight(config, cpus=None if joins_a_cluster(config) else local_cpus())
         folder = await asyncio.to_thread(RunFolder.open, config, resume, found)
+        start_log("driver", folder.logs)
         hub = open_hub(config, folder.path)
         recorder, cluster = Recorder("driver"), Cluster(config, found, folder)
         monitor = Monitor(config, hub, recorder, cluster, found.tokenizer.hf.decode)

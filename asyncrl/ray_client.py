@@ -10,12 +10,17 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from asyncrl.telemetry.log import LogTo, start_log
+
 
 class Watched:
     """What every actor of a run offers to those who watch it. ``name``: its role in the run, by which Ray tags its
-    lines in the log and lists it in the dashboard."""
+    lines in the log and lists it in the dashboard. ``logs``: where it logs to, if it is part of a run."""
 
-    name: str
+    def __init__(self, name: str, logs: LogTo | None) -> None:
+        self.name = name
+        if logs is not None:
+            start_log(name, logs)
 
     def __repr__(self) -> str:
         return self.name

@@ -24,6 +24,7 @@ from asyncrl.preflight import Preflight
 from asyncrl.sample_queue.journal import found_copy
 from asyncrl.sample_queue.ledger import FILE as LEDGER
 from asyncrl.sample_queue.ledger import LedgerError, read_meta, reading
+from asyncrl.telemetry.log import LOGS, LogTo
 from asyncrl.trainer.checkpoints import Checkpoint, CheckpointStore
 
 AUTO = "auto"
@@ -33,17 +34,18 @@ LOCK_PATIENCE_S = 30.0  # for the processes of a run that was killed to be gone
 
 
 class RunFolder:
-    """``path`` holds config.yaml, metrics.jsonl, spans.jsonl, trajectories.jsonl, checkpoints/, wandb/, summary.json
-    and report.html. ``journal`` holds ledger.sqlite and spool/: the same folder, unless ``config.journal_dir`` names
-    another disk; then ``journal_copy`` is where each checkpoint copies them to. ``checkpoint`` is the one to go on
-    from, verified; None: from the start. ``resumed``: a run was here before. Locked against other runs while the
-    process lives."""
+    """``path`` holds config.yaml, metrics.jsonl, spans.jsonl, trajectories.jsonl, logs/, checkpoints/, wandb/,
+    summary.json and report.html. ``journal`` holds ledger.sqlite and spool/: the same folder, unless
+    ``config.journal_dir`` names another disk; then ``journal_copy`` is where each checkpoint copies them to.
+    ``checkpoint`` is the one to go on from, verified; None: from the start. ``resumed``: a run was here before. Locked
+    against other runs while the process lives."""
 
     def __init__(self, path: Path, config: Config, resumed: bool = False) -> None:
         self.path = path
         self.resumed = resumed
         self.checkpoint: Checkpoint | None = None
         self.checkpoints = CheckpointStore(path / "checkpoints", config.checkpoint)
+        self.logs = LogTo(str(path / LOGS), config.reporting.log_level)
         self.journal = journal_folder(path, config.journal_dir)
         self.journal_copy = path / JOURNAL_COPY if config.journal_dir else None
         self._lock = _locked(path, LOCK_PATIENCE_S if resumed else 0.0)

@@ -11,7 +11,7 @@ Nothing here needs a person, until an actor has died too often.
 from __future__ import annotations
 
 import asyncio
-import sys
+import logging
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
@@ -21,6 +21,8 @@ from asyncrl.config.schema import SupervisionConfig
 from asyncrl.ray_client import ActorClient, ActorDied, first_leaf
 from asyncrl.tasks import cancelled
 from asyncrl.telemetry.recorder import Recorder
+
+log = logging.getLogger(__name__)
 
 CHECK_EVERY_S = 1.0
 NEWS_WITHIN_S = 2.0  # of a death, after a call failed
@@ -101,7 +103,7 @@ class Supervisor:
     async def restarting(self, name: str, why: str) -> None:
         """Wait as long as the policy wants before ``name`` is started again, and say so. Raises DiedTooOften."""
         pause_s = self._policy.next_backoff_s(name, why)
-        print(f"supervision: {why}; starting it again in {pause_s:g} s", file=sys.stderr, flush=True)
+        log.warning("supervision: %s; starting it again in %g s", why, pause_s)
         self._recorder.count(f"supervision/restarts/{name.split('/')[0]}")
         await asyncio.sleep(pause_s)
 
@@ -131,7 +133,7 @@ class Supervisor:
             except ActorDied as died:
                 self._policy.next_backoff_s("queue", str(died))  # how often is counted here; the pause is the actor's
                 self._recorder.count("supervision/restarts/queue")
-                print(f"supervision: {died}; it is started again, with all it knew", file=sys.stderr, flush=True)
+                log.warning("supervision: %s; it is started again, with all it knew", died)
                 await self._pool.locate("queue")  # answered by the new one
 
     async def _queue_lives(self) -> None:
@@ -159,7 +161,7 @@ class Supervisor:
             except DiedTooOften as e:
                 if not self._sync.fleet.handles:
                     raise
-                print(f"supervision: {e}; the run goes on without it", file=sys.stderr, flush=True)
+                log.warning("supervision: %s; the run goes on without it", e)
                 return
             try:
                 await self._pool.restart_replica(name)

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "reporting": LEAVES | {"sample_queue"},
     "trainer": LEAVES | {"sample_queue", "param_sync", "models", "data", "ray_client"},
     "rollouter": LEAVES | {"sample_queue", "param_sync", "models", "data", "ray_client"},
-    "ray_client": set(),
+    "ray_client": {"telemetry"},
 }
 #: the files that define Ray actors or launch them
 RAY_FILES = {"ray_client.py", "cluster.py", "sample_queue/actor.py", "trainer/actors.py", "rollouter/actors.py"}

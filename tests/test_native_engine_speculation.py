@@ -446,7 +446,7 @@ def test_figures_are_ratios_of_sums_that_agree_with_what_was_told(trained):
     assert spec_metrics({"rollout/tokens": 5.0}) == {}
 
 
-def test_a_thousand_drafted_tokens_without_one_accepted_are_an_alarm(random, capsys):
+def test_a_thousand_drafted_tokens_without_one_accepted_are_an_alarm(random, caplog):
     recorder = Recorder("replica/0")
     core = _core(random, 3, slots=8, recorder=recorder)
     count = core._speculator.count
@@ -460,4 +460,4 @@ def test_a_thousand_drafted_tokens_without_one_accepted_are_an_alarm(random, cap
     count(3, [3] * 8, [1] + [0] * 7, 9)
     assert alarm() == 0.0
     assert alarm() == 1.0
-    assert capsys.readouterr().err.count("replica/0: none of the last 1008 drafted tokens was accepted") == 1
+    assert caplog.text.count("replica/0: none of the last 1008 drafted tokens was accepted") == 1

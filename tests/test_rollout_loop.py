@@ -111,10 +111,10 @@ async def test_a_prompt_is_encoded_once(inputs):
         assert set(system.tokenizer.encoded.values()) == {1}
 
 
-async def test_sampling_that_cuts_the_distribution_is_warned_of_once(inputs, capsys):
+async def test_sampling_that_cuts_the_distribution_is_warned_of_once(inputs, caplog):
     async with System(inputs, lambda p, i: fine(float(i)), "rollout.top_p=0.9", "rollout.top_k=40") as system:
         await system.groups(2)
-    assert capsys.readouterr().err.count("rollout: top_p=0.9, top_k=40 cuts") == 1
+    assert caplog.text.count("rollout: top_p=0.9, top_k=40 cuts") == 1
     assert truncations(SamplingParams(temperature=0.7)) == []
 
 

@@ -112,6 +112,12 @@ def test_a_run_with_two_ranks_and_two_replicas_trains_reports_and_leaves_nothing
     assert (folder / "report.html").stat().st_size > 100_000
     assert len((folder / "trajectories.jsonl").read_text().splitlines()) == 10
     assert list(folder.glob("wandb/offline-run-*/*.wandb"))
+    logs = {path.stem: path.read_text() for path in (folder / "logs").iterdir()}
+    assert logs.keys() == {"driver", "trainer-0", "trainer-1", "replica-0", "replica-1", "rollouter", "queue"}
+    assert "checkpoint of step 5 written" in logs["driver"]
+    assert json.loads(logs["trainer-1"].splitlines()[0])["actor"] == "trainer/1"
+    assert "(replica/1 pid=" in run.text
+    assert "generates with the native engine" in run.text
     ledger = subprocess.run([sys.executable, "-m", "asyncrl.ledger", folder], cwd=ROOT, capture_output=True, text=True)
     assert ledger.returncode == 0, ledger.stderr
     assert "10 for good, 0 until a checkpoint covers them" in ledger.stdout

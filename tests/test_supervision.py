@@ -98,7 +98,7 @@ async def until(condition) -> None:
 LIFE = ["left replica/0", "restarted replica/0", "replaced replica/0", "joined replica/0"]
 
 
-async def test_a_replica_that_died_leaves_is_started_again_and_joins(capsys):
+async def test_a_replica_that_died_leaves_is_started_again_and_joins(caplog):
     world = World()
     running = asyncio.create_task(supervisor(world).run())
     await asyncio.sleep(0)
@@ -107,19 +107,19 @@ async def test_a_replica_that_died_leaves_is_started_again_and_joins(capsys):
     assert world.log == LIFE
     world.replicas["replica/0"].death.set()  # and the new one is watched as well
     await until(lambda: len(world.log) == 8)
-    assert "supervision: replica/0 died" in capsys.readouterr().err
+    assert "supervision: replica/0 died" in caplog.text
     running.cancel()
     await asyncio.wait([running])
 
 
-async def test_a_replica_that_dies_too_often_is_left_out_while_others_serve_and_the_last_one_ends_the_run(capsys):
+async def test_a_replica_that_dies_too_often_is_left_out_while_others_serve_and_the_last_one_ends_the_run(caplog):
     world = World()
     running = asyncio.create_task(supervisor(world, max_restarts=0).run())
     await asyncio.sleep(0)
     world.replicas["replica/0"].death.set()
     await until(lambda: world.log == ["left replica/0"])
     await asyncio.sleep(0.01)
-    assert "the run goes on without it" in capsys.readouterr().err
+    assert "the run goes on without it" in caplog.text
     world.replicas["replica/1"].death.set()
     with pytest.raises(ExceptionGroup) as raised:
         await asyncio.wait_for(running, 10)

@@ -60,6 +60,7 @@ _CHOICES = {
     "checkpoint.best_is": ("highest", "lowest"),
     "checkpoint.export_hf": ("none", "final", "all"),
     "checkpoint.export_lora": ("adapter", "merged"),
+    "reporting.log_level": ("debug", "info", "warning", "error"),
     "reporting.wandb.mode": ("offline", "online", "disabled"),
 }
 

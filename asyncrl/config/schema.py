@@ -246,6 +246,7 @@ class ReportingConfig:
     console_every_s: float = 10.0
     trajectories_per_step: int = 2  # sampled trajectories written to trajectories.jsonl; 0: none
     report: bool = True  # report.html at the end
+    log_level: str = "info"  # debug | info | warning | error: what asyncrl tells; libraries tell warnings
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from asyncrl.config.schema import ParamSyncConfig
@@ -14,6 +14,8 @@ from asyncrl.param_sync.handles import ReplicaHandle, SenderHandle
 from asyncrl.param_sync.session import SyncReport, SyncSession
 from asyncrl.sample import PolicyVersion
 from asyncrl.telemetry.recorder import Recorder, now_s
+
+log = logging.getLogger(__name__)
 
 
 class ParameterSyncGroup:
@@ -94,7 +96,7 @@ class ParameterSyncGroup:
                 self.last_sync_s = now_s()
                 await self._tell()
         for error in report.evicted.values():
-            print(f"evicted until the next sync: {error}", file=sys.stderr, flush=True)
+            log.warning("evicted until the next sync: %s", error)
         return report
 
     async def _tell(self) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import os
-import sys
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,7 +20,10 @@ from asyncrl.rollouter.engine import Capabilities, EngineDied, EventBatch, Reque
 from asyncrl.rollouter.fence import Owned
 from asyncrl.rollouter.pacing import Pace, keep_pace
 from asyncrl.sample_queue.messages import Recovery
+from asyncrl.telemetry.log import LogTo
 from asyncrl.telemetry.recorder import Batch, Recorder
+
+log = logging.getLogger(__name__)
 
 
 @ray.remote
@@ -28,11 +31,12 @@ class EngineReplicaActor(Watched):
     """One engine in a process of its own: generation for the one rollouter that owns it, and a sync session's replica
     side."""
 
-    def __init__(self, config: Config, name: str) -> None:
+    def __init__(self, config: Config, name: str, logs: LogTo | None = None) -> None:
+        super().__init__(name, logs)
         import torch
 
         torch.set_num_threads(config.rollout.engine.threads)
-        self._config, self.name = config, name
+        self._config = config
         self._recorder = Recorder(name)
         self._fence: Any = None
         self._endpoint: Any = None
@@ -45,6 +49,7 @@ class EngineReplicaActor(Watched):
         engine = await make_engine(self._config, self._recorder)
         self._fence = Fence(engine)
         self._endpoint = ReplicaEndpoint(self.name, engine, engine.intake(self.name, self._config.param_sync.transport))
+        log.info("generates with the %s engine", self._config.rollout.engine.name)
         return engine.capabilities()
 
     async def sync(self, step: str, *args: Any) -> Any:
@@ -78,7 +83,7 @@ class EngineReplicaActor(Watched):
         try:
             yield
         except EngineDied as death:
-            print(f"{self.name}: {death}", file=sys.stderr, flush=True)
+            log.error("%s", death)
             os._exit(1)
 
 
@@ -97,10 +102,16 @@ class RollouterActor(Watched):
     """The rollout loop, its router and its reward workers."""
 
     def __init__(
-        self, config: Config, derived: Derived, max_prompt_tokens: int, queue: Any, replicas: Mapping[str, Any]
+        self,
+        config: Config,
+        derived: Derived,
+        max_prompt_tokens: int,
+        queue: Any,
+        replicas: Mapping[str, Any],
+        logs: LogTo | None = None,
     ):
+        super().__init__("rollouter", logs)
         self._config, self._derived, self._max_prompt_tokens = config, derived, max_prompt_tokens
-        self.name = "rollouter"
         self._recorder = Recorder(self.name)
         self._queue = ActorClient(queue, "queue")
         self._owner = f"rollouter {uuid.uuid4().hex}"
@@ -141,6 +152,7 @@ class RollouterActor(Watched):
             return RolloutLoop(config, self._derived, order, maker, self._queue, self._recorder)  # type: ignore[arg-type]
 
         self._new_loop = new_loop
+        log.info("has %d prompts", len(prompts))
 
     async def run(self) -> None:
         """Roll out until the queue is closed, and serve for as long as the actor lives."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import sys
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +29,8 @@ from asyncrl.rollouter.samples import Failed, SampleMaker, Task
 from asyncrl.sample import Group, Prompt, Sample, effective_reward
 from asyncrl.sample_queue.messages import InFlight, Recovery, Ticket
 from asyncrl.telemetry.recorder import Recorder, now_s
+
+log = logging.getLogger(__name__)
 
 
 class QueueClient(Protocol):
@@ -117,11 +119,10 @@ class RolloutLoop:
         """Until the queue is closed. First issues again what ``recovery`` found in flight, and goes on with it; then
         come the prompts behind its last uid. Raises what a group's task, an outbox or the queue raised."""
         if cuts := truncations(self._sampling):
-            print(
-                f"rollout: {', '.join(cuts)} cuts the distribution that tokens are drawn from, but behaviour logprobs "
-                "are over the whole vocabulary: importance ratios are biased. Expected top_p=1, top_k=0 and min_p=0",
-                file=sys.stderr,
-                flush=True,
+            log.warning(
+                "rollout: %s cuts the distribution that tokens are drawn from, but behaviour logprobs are over the "
+                "whole vocabulary: importance ratios are biased. Expected top_p=1, top_k=0 and min_p=0",
+                ", ".join(cuts),
             )
         if recovery.last_uid is not None:
             self._prompts.continue_after(recovery.last_uid)

@@ -17,6 +17,7 @@ from asyncrl.sample_queue.core import Order, Overdue, SampleQueue
 from asyncrl.sample_queue.journal import Journal
 from asyncrl.sample_queue.life import JournalError
 from asyncrl.sample_queue.messages import Recovery, Ticket
+from asyncrl.telemetry.log import LogTo
 
 GONE_WITHIN_S = 20.0  # the process of a queue that was killed, and with it its lock
 
@@ -39,8 +40,9 @@ class SampleQueueActor(Watched):
         overdue: Overdue = "wait",
         about: Mapping[str, str] | None = None,
         backoff_s: float = 0.0,
+        logs: LogTo | None = None,
     ) -> None:
-        self.name = "queue"
+        super().__init__("queue", logs)
         self._problem: Exception | None = None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of what Ray calls there

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,10 @@ from asyncrl.param_sync.sender import SendPlan, SendReport
 from asyncrl.param_sync.transports.base import Address
 from asyncrl.ray_client import ActorClient, ActorDied, Watched, raised_there
 from asyncrl.sample_queue.messages import Lease
+from asyncrl.telemetry.log import LogTo
 from asyncrl.telemetry.recorder import Batch, Recorder
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -28,12 +32,12 @@ class TrainerRankActor(Watched):
     """One rank. All its computing is done by one thread of its own, so that telemetry answers meanwhile; another writes
     checkpoints, so that training goes on."""
 
-    def __init__(self, config: Config, rank: int, world_size: int) -> None:
+    def __init__(self, config: Config, rank: int, world_size: int, logs: LogTo | None = None) -> None:
+        super().__init__(f"trainer/{rank}", logs)
         import torch
 
         torch.set_num_threads(config.trainer.threads)
         self._config, self._rank, self._world_size = config, rank, world_size
-        self.name = f"trainer/{rank}"
         self._recorder = Recorder(self.name)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -59,6 +63,9 @@ class TrainerRankActor(Watched):
             sync, host = self._config.param_sync, ray.util.get_node_ip_address()
             writer = make_writer(sync.transport, 0, sync.bucket_bytes, host) if self._rank == 0 else None
             self._sender = Sender(self.name, writer)
+            log.info(
+                "trains with the %s backend, rank %d of %d", self._config.trainer.backend, self._rank, self._world_size
+            )
 
         await self._compute(build)
 

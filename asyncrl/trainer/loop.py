@@ -8,7 +8,7 @@ queue ──lease──► ranks.train ──trained──► every trigger_para
 from __future__ import annotations
 
 import asyncio
-import sys
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,8 @@ from asyncrl.telemetry.recorder import Recorder, now_s
 from asyncrl.trainer.checkpoints import Checkpoint, CheckpointStore, Cut
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 RESTORABLE = 2  # newest checkpoints that a run which goes on can go back to: what was trained after them is kept
 
@@ -175,9 +177,8 @@ class TrainLoop:
             stopped=self._progress.stopped,
         )
         if lineage:
-            print(
-                f"back at step {cut.step}: the weights are those of version {cut.version}, now {self._progress.version}"
-            )
+            now = self._progress.version
+            log.info("back at step %d: the weights are those of version %s, now %s", cut.step, cut.version, now)
         self._newest_save = (cut.step if checkpoint is not None else -1, False)
         self._served = False
 
@@ -273,6 +274,7 @@ class TrainLoop:
             checkpoint = await asyncio.to_thread(self._checkpoints.complete, partial, cut)
             if last:
                 self._checkpoints.mark_final(checkpoint)
+        log.info("checkpoint of step %d written to %s", cut.step, checkpoint.path)
         restorable = self._checkpoints.all()[-(1 if last else RESTORABLE) :]
         await self._queue.covered(min(c.cut.step for c in restorable))
 
@@ -289,7 +291,7 @@ class TrainLoop:
         if saving is not None:  # it fails with the ranks, or becomes the checkpoint to go back to
             await asyncio.wait([saving])
             if not saving.cancelled() and (problem := saving.exception()) is not None:
-                print(f"the checkpoint that was being written is lost: {problem}", file=sys.stderr, flush=True)
+                log.warning("the checkpoint that was being written is lost: %s", problem)
         await cancelled([task for task in (saving, reporting) if task is not None])
         await self._ranks.restart(why)
 
@@ -374,7 +376,7 @@ class TrainLoop:
             except SyncError as e:
                 if e.who != ALL_REPLICAS or await self._ranks.lost(e) is not None:
                     raise
-                print(f"{e}; it is run again with new ones", file=sys.stderr, flush=True)
+                log.warning("%s; it is run again with new ones", e)
             await self._sync.renew()
             await self._first_of(self._sync.someone_to_join(), self._stop.wait())
             if self._stop.is_set():

@@ -11,7 +11,7 @@ Shape suffixes: N rows (slots), k drafted tokens, J = k + 1 places verified, X =
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -29,6 +29,8 @@ from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.rollouter.engines.native.sampler import SamplingColumns, distributions, inverse_cdf, uniforms
 from asyncrl.rollouter.spec_metrics import BARREN_TOKENS
 from asyncrl.telemetry.recorder import Recorder
+
+log = logging.getLogger(__name__)
 
 _DRAFT, _ACCEPT = 1, 2  # purposes of random numbers; the redraw is the token's own draw, purpose 0
 _WIDE = 64  # places caught up at once after steps without speculation
@@ -234,12 +236,12 @@ class Speculator:
         self._told += told
         self._barren = 0 if accepts[0] else self._barren + sum(drafted)
         if self._barren >= BARREN_TOKENS and not self._warned:
-            print(
-                f"{self._recorder.actor}: none of the last {self._barren} drafted tokens was accepted: the draft does "
-                "not belong to these weights (was it ever trained?). Expected mtp.enable_train, or a checkpoint with a "
-                "trained draft, or mtp.enable_rollout=false",
-                file=sys.stderr,
-                flush=True,
+            log.warning(
+                "%s: none of the last %d drafted tokens was accepted: the draft does not belong to these weights (was "
+                "it ever trained?). Expected mtp.enable_train, or a checkpoint with a trained draft, or "
+                "mtp.enable_rollout=false",
+                self._recorder.actor,
+                self._barren,
             )
         self._warned = self._barren >= BARREN_TOKENS
 
@@ -247,7 +249,7 @@ class Speculator:
         """A step of ``k`` drafted tokens, 0 included, for ``rows`` sequences; a switch of the guard is logged."""
         self.guard.observe(k, rows, accepted, seconds)
         while self.guard.switches:
-            print(f"{self._recorder.actor}: {self.guard.switches.pop(0)}", file=sys.stderr, flush=True)
+            log.info("%s", self.guard.switches.pop(0))
 
     def report(self) -> None:
         """Counters since the last call, from which `asyncrl.rollouter.spec_metrics` makes rates, and a gauge."""

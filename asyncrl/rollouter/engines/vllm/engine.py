@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
+import logging
 from collections.abc import Iterable, Sequence
 
 from vllm.inputs.engine import tokens_input
@@ -46,6 +46,8 @@ from asyncrl.rollouter.engines.vllm.intake import WorkerIntake
 from asyncrl.rollouter.engines.vllm.metrics import stat_logger
 from asyncrl.sample import FinishReason, PolicyVersion
 from asyncrl.telemetry.recorder import Recorder
+
+log = logging.getLogger(__name__)
 
 _EVENTS_EVERY_S = 0.1  # while tokens flow and nothing ends
 _ENDS_EVERY_S = 0.03  # while requests end
@@ -204,12 +206,7 @@ class VLLMEngine:
         self._need_pause("release_kv")
         if self._device == "cpu":
             if not self._told_of_cpu:
-                print(
-                    f"{self._recorder.actor}: vLLM on the CPU cannot free its KV cache: param_sync.kv unload empties "
-                    "it and frees no memory",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                log.warning("vLLM on the CPU cannot free its KV cache: param_sync.kv unload empties it, no more")
             self._told_of_cpu = True
             await self.flush_kv()
             return 0
