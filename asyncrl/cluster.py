@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,7 @@ from asyncrl.config.load import ConfigError
 from asyncrl.config.schema import Config
 from asyncrl.environments import interpreter
 from asyncrl.param_sync.transports.choose import Place, TransportError, choose
+from asyncrl.plan import Machine, PlacementError, Pool, make_plan, pools, with_devices
 from asyncrl.preflight import Preflight
 from asyncrl.ray_client import ActorClient, RestartableClient
 from asyncrl.rollouter.actors import EngineReplicaActor, RollouterActor, SyncedReplica
@@ -40,10 +42,6 @@ CALLS_AT_ONCE = 1000  # of one actor: most of them wait on a condition
 BESIDE_TRAINERS_S = 5.0  # to find room for the replicas on the trainers' machine
 CLOSING_S = 3.0  # for an actor to close by itself
 OBJECT_STORE_BYTES = 512 * 1024 * 1024  # of a cluster started here: batches pass through it, nothing stays
-
-
-class PlacementError(RuntimeError):
-    """The cluster cannot hold the pools; the message says what is missing."""
 
 
 def joins_a_cluster(config: Config) -> bool:
@@ -80,15 +78,17 @@ class Cluster:
         config = self._config
         self._init = asyncio.ensure_future(asyncio.to_thread(self._init_ray))
         await asyncio.shield(self._init)  # Ray must not be left half started: `close` waits for it
-        config = self._with_devices(config)
-        trainers = self._reserve(
-            "trainer", {"CPU": config.ray.cpus_per_rank}, config.trainer.ranks, config.trainer.device
-        )
-        await self._placed(trainers, "trainer")
-        rollouts = await self._reserve_rollouts(config, _machine_of(trainers))
+        config = with_devices(config, ray.cluster_resources().get("GPU", 0))
+        trainer, rollout = pools(config)
+        until_s = time.monotonic() + config.ray.placement_timeout_s
+        trainers = self._reserve(trainer, trainer.strategy)
+        seats = await self._placed(trainers, trainer, until_s)
+        rollouts = await self._reserve_rollouts(rollout, trainers, config.param_sync.transport)
+        seats |= await self._placed(rollouts, rollout, until_s)
         config = _with_transport(config, trainers, rollouts)
-        self.rank_names = [f"trainer/{i}" for i in range(config.trainer.ranks)]
-        self.replica_names = [f"replica/{i}" for i in range(config.rollout.replicas)]
+        for line in make_plan(config, self._preflight, seats).lines():
+            log.info("%s", line)
+        self.rank_names, self.replica_names = list(trainer.actors), list(rollout.actors)
         self._config, self._trainers, self._rollouts = config, trainers, rollouts
         self._make_ranks()
         for name in self.replica_names:
@@ -244,62 +244,42 @@ class Cluster:
             **common,
         )
 
-    def _with_devices(self, config: Config) -> Config:
-        """``auto`` becomes what is reserved: an actor without a reservation must not take a GPU that it can see."""
-        trainer, engine = config.trainer, config.rollout.engine
-        gpus = gpus_per_replica(config)
-        pools = [(trainer.device, trainer.ranks), (engine.device, config.rollout.replicas * gpus)]
-        wanted = sum(count for device, count in pools if device != "cpu")
-        auto = "cuda" if ray.cluster_resources().get("GPU", 0) >= wanted > 0 else "cpu"
-        resolve = lambda device: auto if device == "auto" else device
-        return replace(
-            config,
-            trainer=replace(trainer, device=resolve(trainer.device)),
-            rollout=replace(config.rollout, engine=replace(engine, device=resolve(engine.device))),
-        )
+    async def _reserve_rollouts(self, pool: Pool, trainers: PlacementGroup, transport: str) -> PlacementGroup:
+        """With strategy ``auto`` on the machine of the trainers if it has room; else elsewhere, if the transport
+        reaches so far."""
+        beside = {_machine_of(trainers): 0.001}
+        if transport in ("shared_memory", "cuda_ipc"):  # these reach nowhere else
+            return self._reserve(pool, "strict_pack", beside)
+        if pool.strategy != "auto":
+            return self._reserve(pool, pool.strategy)
+        if transport == "auto":
+            group = self._reserve(pool, "strict_pack", beside)
+            if await asyncio.to_thread(group.wait, BESIDE_TRAINERS_S):
+                return group
+            remove_placement_group(group)
+            self._groups.remove(group)
+        return self._reserve(pool, "pack")
 
-    async def _reserve_rollouts(self, config: Config, trainers_machine: str) -> PlacementGroup:
-        """On the machine of the trainers if it has room; else elsewhere, if the transport reaches so far."""
-        wants, transport = {"CPU": config.ray.cpus_per_replica}, config.param_sync.transport
-        replicas, device, gpus = config.rollout.replicas, config.rollout.engine.device, gpus_per_replica(config)
-        if transport not in ("auto", "shared_memory", "cuda_ipc"):
-            group = self._reserve("rollout", wants, replicas, device, "PACK", gpus)
-        else:
-            group = self._reserve("rollout", wants | {trainers_machine: 0.001}, replicas, device, gpus=gpus)
-            if transport == "auto" and not await asyncio.to_thread(group.wait, BESIDE_TRAINERS_S):
-                remove_placement_group(group)
-                self._groups.remove(group)
-                group = self._reserve("rollout", wants, replicas, device, "PACK", gpus)
-        await self._placed(group, "rollout")
-        return group
-
-    def _reserve(
-        self,
-        pool: str,
-        bundle: dict[str, float],
-        count: int,
-        device: str,
-        strategy: str = "STRICT_PACK",
-        gpus: int = 1,
-    ) -> PlacementGroup:
-        if device == "cuda":
-            bundle = bundle | {"GPU": float(gpus)}
-        group = placement_group([bundle] * count, strategy=strategy, name=f"asyncrl-{self._config.name}-{pool}")
+    def _reserve(self, pool: Pool, strategy: str, beside: dict[str, float] | None = None) -> PlacementGroup:
+        bundle = {"CPU": pool.cpus, **({"GPU": float(pool.gpus)} if pool.gpus else {}), **(beside or {})}
+        name = f"asyncrl-{self._config.name}-{pool.name}"
+        group = placement_group([bundle] * len(pool.actors), strategy=strategy.upper(), name=name)
         self._groups.append(group)
         return group
 
-    async def _placed(self, group: PlacementGroup, pool: str) -> None:
-        limit_s = self._config.ray.placement_timeout_s
-        if await asyncio.to_thread(group.wait, limit_s):
-            return
-        wants: dict[str, float] = {}
-        for bundle in group.bundle_specs:
-            for resource, amount in bundle.items():
-                if not resource.startswith("node:"):
-                    wants[resource] = wants.get(resource, 0) + amount
-        free = ray.available_resources()
-        short = ", ".join(f"{v:g} {k} (free: {free.get(k, 0):g})" for k, v in wants.items())
-        raise PlacementError(f"the {pool} pool was not placed within {limit_s:g} s: it wants {short}")
+    async def _placed(self, group: PlacementGroup, pool: Pool, until_s: float) -> dict[str, str]:
+        """Actor → address of its machine. Raises PlacementError if the pool has no place by then."""
+        if not await asyncio.to_thread(group.wait, max(0.1, until_s - time.monotonic())):
+            limit_s, free = self._config.ray.placement_timeout_s, ray.available_resources()
+            wants = {"CPU": pool.cpus * len(pool.actors), "GPU": pool.gpus * len(pool.actors)}
+            told = ", ".join(f"{v:g} {kind} (free: {free.get(kind, 0):g})" for kind, v in wants.items() if v)
+            raise PlacementError(
+                f"the {pool.name} pool was not placed within {limit_s:g} s: it wants {told}, {pool.strategy}; the "
+                f"cluster has {', '.join(map(str, _nodes().values()))}"
+            )
+        address = {node: machine.address for node, machine in _nodes().items()}
+        nodes = placement_group_table(group)["bundles_to_node_id"]
+        return {actor: address[nodes[i]] for i, actor in enumerate(pool.actors)}
 
     def _check(self, engine: Capabilities) -> None:
         pair = (self._preflight.derived.pause, self._config.param_sync.kv)
@@ -343,11 +323,6 @@ class Cluster:
         return f"asyncrl/{self._config.name}/{os.getpid()}/{role}"
 
 
-def gpus_per_replica(config: Config) -> int:
-    engine = config.rollout.engine
-    return engine.tensor_parallel_size * engine.pipeline_parallel_size
-
-
 def _with_transport(config: Config, trainers: PlacementGroup, rollouts: PlacementGroup) -> Config:
     """Raises ConfigError if the transport does not join the places that the pools have got."""
     try:
@@ -366,6 +341,25 @@ def _places(group: PlacementGroup, device: str, pool: str) -> list[Place]:
     """Where each bundle is. Ray gives every bundle a GPU of its own."""
     nodes = placement_group_table(group)["bundles_to_node_id"]
     return [Place(node, f"{pool}/{bundle}" if device == "cuda" else None) for bundle, node in nodes.items()]
+
+
+def _nodes() -> dict[str, Machine]:
+    """Ray's id of a machine → the machine."""
+    found = {}
+    for node in ray.nodes():
+        if node["Alive"]:
+            has = node["Resources"].get
+            found[node["NodeID"]] = Machine(node["NodeManagerAddress"], has("CPU", 0), has("GPU", 0))
+    return found
+
+
+def machines_of(config: Config) -> list[Machine]:
+    """Those of the cluster that a run would join. Raises what Ray raises if there is none."""
+    ray.init(address=config.ray.address or os.environ["RAY_ADDRESS"], logging_level="ERROR")  # type: ignore[arg-type]
+    try:
+        return list(_nodes().values())
+    finally:
+        ray.shutdown()
 
 
 def _machine_of(group: PlacementGroup) -> str:

@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--resume", metavar="auto|CHECKPOINT", help="go on with the run in run_dir, or from a checkpoint"
     )
     parser.add_argument("--print-config", action="store_true", help="print the whole configuration and exit")
+    parser.add_argument("--dry-run", action="store_true", help="print where everything would go, and exit")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="such as rollout.n=8")
     args = parser.parse_args(argv)
     try:
@@ -34,11 +35,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.print_config:
             print(to_yaml(config), end="")
             return 0
+        if args.dry_run:
+            return dry_run(config)
         return asyncio.run(run(config, args.resume))
     except ConfigError as e:
         for problem in e.problems:
             print(f"config: {problem}", file=sys.stderr)
         return EXIT_CONFIG
+
+
+def dry_run(config: Config) -> int:
+    """Print the plan of a run on the cluster that it would join, or on this machine; nothing is started or written.
+    Returns 1 if the pools do not fit there. Raises ConfigError."""
+    from tempfile import TemporaryDirectory
+
+    from asyncrl.cluster import joins_a_cluster, machines_of
+    from asyncrl.plan import PlacementError, make_plan, seats_on, this_machine, with_devices
+    from asyncrl.preflight import preflight, with_overridden_model
+
+    with TemporaryDirectory() as scratch:
+        config = with_overridden_model(replace(config, run_dir=scratch))
+        joins = joins_a_cluster(config)
+        found = preflight(config, cpus=None if joins else local_cpus())
+        machines = machines_of(config) if joins else [this_machine()]
+        config = with_devices(config, sum(machine.gpus for machine in machines))
+        try:
+            print("\n".join(make_plan(config, found, seats_on(config, machines)).lines()))
+        except PlacementError as e:
+            print(str(e), file=sys.stderr)
+            return 1
+    return 0
 
 
 async def run(config: Config, resume: str | None = None) -> int:

@@ -60,6 +60,8 @@ _CHOICES = {
     "checkpoint.best_is": ("highest", "lowest"),
     "checkpoint.export_hf": ("none", "final", "all"),
     "checkpoint.export_lora": ("adapter", "merged"),
+    "ray.trainer_strategy": ("pack", "spread", "strict_pack", "strict_spread"),
+    "ray.rollout_strategy": ("auto", "pack", "spread", "strict_pack", "strict_spread"),
     "reporting.log_level": ("debug", "info", "warning", "error"),
     "reporting.wandb.mode": ("offline", "online", "disabled"),
 }

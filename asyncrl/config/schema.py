@@ -254,8 +254,11 @@ class RayConfig:
     address: str = ""  # empty: RAY_ADDRESS, else a cluster of this machine's own
     cpus_per_rank: float = 1.0
     cpus_per_replica: float = 1.0
+    # pack: on few machines | spread: over many | strict_pack: on one | strict_spread: on as many as there are actors
+    trainer_strategy: str = "strict_pack"
+    rollout_strategy: str = "auto"  # auto: on the trainers' machine if it has room, else pack
     temp_dir: str = ""  # of a cluster started here
-    placement_timeout_s: float = 30.0
+    placement_timeout_s: float = 30.0  # for both pools
 
 
 @dataclass

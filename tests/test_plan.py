@@ -1,0 +1,97 @@
+"""Where actors go, and what a dry run tells of it."""
+
+from dataclasses import replace
+
+import pytest
+
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
+from asyncrl.fully_async_main import main
+from asyncrl.plan import Machine, PlacementError, seats_on, with_devices
+from tests.support.tiny import make_inputs, overrides
+
+FOUR = [Machine(f"node-{i}", cpus=32, gpus=8) for i in range(4)]
+
+
+def seats(machines, ranks=4, replicas=4, tensor_parallel=1, trainer="strict_pack", rollout="auto") -> dict[str, str]:
+    config = Config()
+    engine = replace(config.rollout.engine, tensor_parallel_size=tensor_parallel, device="cuda")
+    config = replace(
+        config,
+        trainer=replace(config.trainer, ranks=ranks, device="cuda"),
+        rollout=replace(config.rollout, replicas=replicas, engine=engine),
+        ray=replace(config.ray, trainer_strategy=trainer, rollout_strategy=rollout),
+    )
+    return seats_on(config, machines)
+
+
+def used(seats: dict[str, str], pool: str) -> list[int]:
+    """How many actors of a pool each machine has, the most first."""
+    places = [place for actor, place in seats.items() if actor.startswith(pool)]
+    return sorted((places.count(place) for place in set(places)), reverse=True)
+
+
+def test_a_pool_is_packed_or_spread_as_its_strategy_says():
+    assert used(seats(FOUR, ranks=4), "trainer") == [4]
+    assert used(seats(FOUR, ranks=12, trainer="pack"), "trainer") == [8, 4]
+    assert used(seats(FOUR, ranks=12, trainer="spread"), "trainer") == [3, 3, 3, 3]
+    assert used(seats(FOUR, ranks=4, trainer="strict_spread"), "trainer") == [1, 1, 1, 1]
+    assert used(seats(FOUR, ranks=4, replicas=8, rollout="spread"), "replica") == [2, 2, 2, 2]
+
+
+def test_replicas_go_beside_the_trainers_if_they_all_fit_there_and_share_no_gpu_with_them():
+    beside = seats(FOUR, ranks=4, replicas=4)
+    assert set(beside.values()) == {beside["trainer/0"]}
+    apart = seats(FOUR, ranks=8, replicas=8, tensor_parallel=2)
+    assert used(apart, "replica") == [4, 4]
+    assert apart["trainer/0"] not in {place for actor, place in apart.items() if actor.startswith("replica")}
+
+
+def test_fractions_of_a_cpu_are_enough_on_a_small_machine():
+    config = load_config(None, overrides_of_halves())
+    assert seats_on(with_devices(config, 0), [Machine("small", cpus=2)]).keys() == {
+        *(f"trainer/{i}" for i in range(2)),
+        *(f"replica/{i}" for i in range(2)),
+    }
+
+
+def overrides_of_halves() -> list[str]:
+    files = ["model.path=x", "data.train_files=[y]", "reward.function=a:b"]
+    return [*files, "trainer.ranks=2", "rollout.replicas=2", "ray.cpus_per_rank=0.5", "ray.cpus_per_replica=0.5"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"ranks": 9},
+            "the trainer pool (9 × 1 CPU + 1 GPU, strict_pack) does not fit; it wants 9 CPU and 9 GPU on one",
+        ),
+        ({"ranks": 5, "trainer": "strict_spread"}, "on as many machines as there are actors, the cluster has node-0"),
+        ({"ranks": 8, "replicas": 7, "tensor_parallel": 4}, "the rollout pool (7 × 1 CPU + 4 GPU, auto) does not fit"),
+    ],
+)
+def test_what_does_not_fit_is_told_with_what_there_is(options, said):
+    with pytest.raises(PlacementError) as e:
+        seats(FOUR, **options)
+    assert said in str(e.value)
+
+
+def test_a_dry_run_prints_places_and_figures_and_leaves_nothing(tmp_path, capsys):
+    inputs = make_inputs(tmp_path / "inputs")
+    options = overrides(inputs, tmp_path / "run", "async_training.staleness_threshold=0.5", "rollout.engine.slots=7")
+    assert main(["--dry-run", *options, "param_sync.transport=gloo"]) == 0
+    told = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    told = {name.strip(): value.strip() for name, value in told.items()}
+    assert told["trainer/0"].startswith("this machine  0.5")
+    assert told["staleness bound"] == "1 versions (threshold 0.5)"
+    assert told["groups started ahead"].startswith("at most 3 ")  # (1 + 0.5) · 2
+    assert told["buckets"] == "2 a side of 32.0 MiB"
+    assert told["samples at once"] == "at most 11, in 7 slots per replica"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_of_what_cannot_be_placed_fails_with_what_is_missing(tmp_path, capsys):
+    inputs = make_inputs(tmp_path / "inputs")
+    assert main(["--dry-run", *overrides(inputs, tmp_path / "run", "trainer.device=cuda")]) == 1
+    assert "GPU on one machine, the cluster has this machine with" in capsys.readouterr().err
