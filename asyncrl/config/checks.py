@@ -69,6 +69,7 @@ _CHOICES = {
 _AT_LEAST = {
     "seed": 0,
     "model.lora.rank": 0,
+    "reporting.prometheus.port": 0,
     "data.epochs": 0,
     "data.max_prompt_tokens": 0,
     "rollout.n": 1,

@@ -241,8 +241,17 @@ class WandbConfig:
 
 
 @dataclass
+class PrometheusConfig:
+    """``/metrics`` and ``/health`` over HTTP, from the driver."""
+
+    port: int = 0  # 0: none
+    host: str = "127.0.0.1"  # 0.0.0.0: for everyone who can reach this machine
+
+
+@dataclass
 class ReportingConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
+    prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)
     console_every_s: float = 10.0
     trajectories_per_step: int = 2  # sampled trajectories written to trajectories.jsonl; 0: none
     report: bool = True  # report.html at the end

@@ -1,0 +1,82 @@
+"""The endpoint that Prometheus scrapes, read with Prometheus' own parser."""
+
+import json
+import urllib.error
+from dataclasses import replace
+from urllib.request import urlopen
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from asyncrl.config.load import ConfigError
+from asyncrl.config.schema import Config
+from asyncrl.reporting import prometheus
+from asyncrl.reporting.prometheus import PrometheusSink
+from asyncrl.reporting.sinks import open_hub
+from asyncrl.telemetry.recorder import Batch
+
+
+@pytest.fixture
+def sink():
+    sink = PrometheusSink('a "quoted" run', "127.0.0.1", 0)
+    yield sink
+    sink.close(None)
+
+
+def get(sink: PrometheusSink, path: str) -> tuple[int, str]:
+    try:
+        with urlopen(f"http://127.0.0.1:{sink.port}{path}", timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as e:
+        return e.code, e.read().decode()
+
+
+def samples(text: str) -> dict[str, tuple[str, dict[str, str], float]]:
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for s in family.samples:
+            found[s.name + s.labels.get("actor", "")] = (family.type, s.labels, s.value)
+    return found
+
+
+def test_metrics_are_the_last_values_and_counters_add_up(sink):
+    sink.metrics(1, {"actor/loss": 0.5, "critic/rewards/mean": 1})
+    sink.metrics(2, {"actor/loss": 0.25, "mtp/loss_1": float("nan"), "text": "left out"})
+    for _ in range(2):
+        sink.spans(Batch("replica/0", counters={"rollout/tokens": 17}, gauges={"fully_async/queue/depth": 3}))
+    status, text = get(sink, "/metrics")
+    found = samples(text)
+    assert status == 200
+    run = {"run": 'a "quoted" run'}
+    assert found["asyncrl_actor_loss"] == ("gauge", run, 0.25)
+    assert found["asyncrl_critic_rewards_mean"][2] == 1
+    assert found["asyncrl_fully_async_queue_depth"][2] == 3
+    assert found["asyncrl_rollout_tokens_total"] == ("counter", run, 34)
+    assert found["asyncrl_seconds_since_heardreplica/0"][1] == run | {"actor": "replica/0"}
+    assert found["asyncrl_step"][2] == 2
+    assert not any("text" in name for name in found)
+
+
+def test_health_is_lost_when_the_driver_drains_no_actor_any_more(sink, monkeypatch):
+    assert get(sink, "/health")[0] == 200  # while the run starts
+    sink.spans(Batch("trainer/0"))
+    status, text = get(sink, "/health")
+    assert (status, json.loads(text)["status"]) == (200, "ok")
+    monkeypatch.setattr(prometheus, "SILENT_S", 0.0)
+    status, text = get(sink, "/health")
+    assert (status, json.loads(text)["status"]) == (503, "the driver is stuck")
+    assert get(sink, "/else")[0] == 404
+
+
+def test_a_port_that_is_taken_is_told_under_its_key(sink, tmp_path):
+    config = Config()
+    taken = replace(config.reporting.prometheus, port=sink.port)
+    config = replace(config, reporting=replace(config.reporting, prometheus=taken))
+    with pytest.raises(ConfigError, match=f"reporting.prometheus.port: {sink.port} cannot be served"):
+        open_hub(config, tmp_path)
+
+
+def test_the_port_is_free_after_the_run(tmp_path):
+    first = PrometheusSink("run", "127.0.0.1", 0)
+    first.close("it failed")
+    PrometheusSink("run", "127.0.0.1", first.port).close(None)
