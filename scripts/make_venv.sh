@@ -2,7 +2,7 @@
 # Makes an environment from pyproject.toml and a constraints file, unless one of the same lock is there already:
 #
 #   scripts/make_venv.sh          the default one, $VENV (.venv), from constraints.txt
-#   scripts/make_venv.sh vllm     that of a backend (vllm, megatron), $VENV-vllm, from constraints-vllm.txt
+#   scripts/make_venv.sh vllm     that of a backend (vllm, sglang, megatron), $VENV-vllm, from constraints-vllm.txt
 #
 # With ASYNCRL_ENV_CACHE set, it lives there under the lock's hash and $VENV is a link to it.
 set -euo pipefail
@@ -54,6 +54,11 @@ case "$backend" in
     # they come in their CUDA form, which cannot be imported beside torch's CPU form, and text models want none of them
     "$target/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
     install --editable '.[test]'
+    ;;
+  sglang)
+    # its dependencies are mostly CUDA's: the text models run without them, on the versions of the constraints alone
+    install --no-deps --requirement "$constraints"
+    "$target/bin/pip" install --quiet --no-deps --editable .
     ;;
   megatron)
     install --editable '.[test]' megatron-core einops tqdm rich
