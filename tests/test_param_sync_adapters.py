@@ -364,6 +364,23 @@ def test_nothing_of_the_adapter_is_visible_before_the_commit():
         receiver.take(bucket)
 
 
+def test_a_frozen_draft_travels_with_the_base_and_not_without():
+    replica = Replica().sync(1, True)
+    held, whole = digest(replica.draft), replace(manifest_of(payload(2, True)), frozen_draft=True)
+    alone, tensors = whole.without_base(), adapter(2)
+    assert [t.name for t in alone] == list(tensors)
+    replica.receiver.open("s", alone)
+    for bucket in buckets_of(tensors):
+        replica.receiver.take(bucket)
+    replica.receiver.verify()
+    replica.receiver.commit(version(2))
+    assert (digest(replica.adapter), digest(replica.draft)) == (digest(tensors), held)
+    assert replica.log[-2:] == ["adapter 0.2", "version 0.2"]
+    refused(replica, replace(alone, frozen_draft=False), "mtp.proj.weight: a parameter of the replica that is not sent")
+    lacks = Manifest(tuple(t for t in whole if t.role == "target"), SPEC, frozen_draft=True)
+    refused(replica, lacks, "mtp.proj.weight: a parameter of the replica that is not sent")
+
+
 def test_an_engine_may_keep_the_tensors_of_an_adapter():
     replica = Replica().sync(1, True)
     first = replica.adapter

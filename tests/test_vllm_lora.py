@@ -161,15 +161,18 @@ class TestAdapters:
         assert all(torch.equal(found[name], tensor) for name, tensor in sent.items())
 
 
-DRAFT = {"enable_train": True, "enable_rollout": True, "num_speculative_tokens": 2, "learning_rate": 1e-3}
+SPECULATING = {"enable_rollout": True, "num_speculative_tokens": 2}
+LEARNING = {**SPECULATING, "enable_train": True, "learning_rate": 1e-3}
 
 
-@pytest.mark.parametrize("pair", [DRAFT], indirect=True)
+@pytest.mark.parametrize("pair", [SPECULATING, LEARNING], indirect=True, ids=["frozen", "learning"])
 class TestDraft:
-    async def test_adapter_and_draft_arrive_together(self, pair):
+    async def test_a_draft_that_learns_travels_with_each_adapter(self, pair):
         trainer, engine = pair
         sent = await follow(trainer, engine, 4)
-        assert sent[1:] == [trainer.rank.manifest().without_base().nbytes] * 3
+        manifest = trainer.rank.manifest().without_base()
+        assert sent[1:] == [manifest.nbytes] * 3
+        assert manifest.sends_draft == trainer.config.mtp.enable_train
 
 
 @pytest.mark.parametrize("pair", [{"adapters": "merged"}], indirect=True)

@@ -131,7 +131,8 @@ class AdapterReceiver:
                                    apply=engine.set_adapter, on_commit=engine.set_version)
 
     Adapter tensors are collected in host memory, so the engine keeps the old adapter until the commit; at most two
-    adapters are held. The base may be left out of a manifest once it was committed here: `needs_base`.
+    adapters are held. The base, and a frozen draft, may be left out of a manifest once they were committed here:
+    `needs_base`.
     """
 
     def __init__(
@@ -150,16 +151,17 @@ class AdapterReceiver:
         self._applied: AdapterState | None = None
         self._base_committed = self._verified = False
         self._whole = True  # False from a failed apply on
-        self.base_travels = False
+        self.base_travels = self.draft_travels = False
 
     @property
     def needs_base(self) -> bool:
-        """Whether the next manifest must send the base: none is committed here, or one was cut off on its way."""
+        """Whether the next manifest must send the base: none is committed here, or one was cut off on its way (and with
+        it a frozen draft, which never travels without)."""
         return not self._base_committed or not self._base.intact()
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """The adapter's tensors for the target's digest: those that a verified session is about to apply, else those
-        applied last. The session's digest also covers the base if ``base_travels``."""
+        applied last. The session's digest also covers the base if ``base_travels``, and the draft if that does."""
         state = self._staged if self._verified else self._applied
         return {} if state is None else state.tensors
 
@@ -180,13 +182,14 @@ class AdapterReceiver:
         shares: list[tuple[TwoStepReceiver, list[TensorSpec]]] = []
         if base_travels or self._modules is None:  # without an adapter a target that is not sent is an error
             shares.append((self._base, base))
-        if self._draft is not None:
+        draft_travels = self._draft is not None and (base_travels or not manifest.frozen_draft)
+        if self._draft is not None and draft_travels:
             shares.append((self._draft, draft))
         for receiver, tensors in shares:
             receiver.open(session, Manifest(tuple(tensors)))
         self._stage(session, manifest)
         self._live = {receiver: frozenset(t.name for t in tensors) for receiver, tensors in shares}
-        self.base_travels, self._verified = base_travels, False
+        self.base_travels, self.draft_travels, self._verified = base_travels, draft_travels, False
 
     def place(self, session: str, part: TensorPart, device: torch.device) -> torch.Tensor | None:
         """As the inner receiver says; a part of the adapter comes in a bucket."""

@@ -76,10 +76,11 @@ class AdapterSpec:
 @dataclass(frozen=True)
 class Manifest:
     """All tensors of a session, in the order in which they are exported. ``adapter``: what its adapter tensors make up
-    together, None without any."""
+    together, None without any. ``frozen_draft``: beside an adapter, whether the draft is as frozen as the base."""
 
     tensors: tuple[TensorSpec, ...]
     adapter: AdapterSpec | None = None
+    frozen_draft: bool = False
 
     def __post_init__(self) -> None:
         names = [t.name for t in self.tensors]
@@ -100,13 +101,18 @@ class Manifest:
         return [t for t in self.tensors if t.tied_to is None]
 
     @property
+    def sends_draft(self) -> bool:
+        return any(t.role == "draft" for t in self.sent())
+
+    @property
     def sends_base(self) -> bool:
         """Whether any weight of the target itself is sent, beside adapter and draft."""
         return any(t.role == "target" and not is_adapter(t.name) for t in self.sent())
 
     def without_base(self) -> Manifest:
-        """Adapter and draft alone, for replicas that hold the base."""
-        return Manifest(tuple(t for t in self if t.role == "draft" or is_adapter(t.name)), self.adapter)
+        """What training changes: the adapter, and a draft that is not frozen. For replicas that hold the rest."""
+        changing = (t for t in self if is_adapter(t.name) or (t.role == "draft" and not self.frozen_draft))
+        return Manifest(tuple(changing), self.adapter, self.frozen_draft)
 
     @property
     def nbytes(self) -> int:

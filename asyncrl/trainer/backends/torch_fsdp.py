@@ -355,7 +355,7 @@ class TorchFSDPBackend:
         if self._sent_merged:
             tensors = merged_tensors(self._model, self._sent_merged, dtype, self.rank)
         else:
-            tensors = whole_tensors(self._model, dtype, lambda name: base or is_adapter(name) or is_draft(name))
+            tensors = whole_tensors(self._model, dtype, lambda name: base or name in self._trained)
         for name, tensor in tensors:
             if self.rank == 0:
                 yield name, self._first_draft.get(name, tensor)

@@ -43,7 +43,8 @@ def manifest_of(model: Decoder, dtype: str, adapter: AdapterSpec | None = None) 
     if model.config.tie_word_embeddings:
         shape = tuple(model.model.embed_tokens.weight.shape)
         specs.append(TensorSpec("lm_head.weight", dtype, shape, "target", tied_to="model.embed_tokens.weight"))
-    return Manifest(tuple(specs), adapter)
+    frozen_draft = adapter is not None and not any(p.requires_grad and is_draft(n) for n, p in model.named_parameters())
+    return Manifest(tuple(specs), adapter, frozen_draft)
 
 
 @torch.no_grad()

@@ -51,9 +51,9 @@ class NativeAdapterReceiver(AdapterReceiver):
         super().__init__(LiveViewReceiver(self._frozen, model.tied(), ignore), draft, shapes, self._merge, on_commit)
 
     def held(self, role: Role) -> Mapping[str, Tensor]:
-        """What the digest of a role is taken of: of the target, what the session sends."""
+        """What the digest of a role is taken of: what the session sends."""
         if role == "draft":
-            return self._drafting
+            return self._drafting if self.draft_travels else {}
         return {**(self._frozen if self.base_travels else {}), **self.tensors()}
 
     @torch.no_grad()

@@ -58,7 +58,7 @@ class WorkerIntake:
             await self._update(self._llm.start_weight_update, deadline_s)
         else:
             await self.ask("receive", deadline_s)
-        if self._has_draft:
+        if self._has_draft and self._manifest.sends_draft:
             self._intact = False
             await self._update(self._llm.start_draft_weight_update, deadline_s)
         return (await self.ask("received_bytes"))[0]

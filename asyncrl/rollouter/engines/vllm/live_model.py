@@ -79,8 +79,8 @@ class LiveModel:
 
 
 def plan_loads(manifest: Manifest, target: LiveModel, draft: LiveModel | None, staged: bool = False) -> list[str]:
-    """Settle where each tensor belongs in the target, if any is sent, and in the draft if there is one. Raises
-    ManifestError.
+    """Settle where each tensor belongs in the target, and in the draft if there is one; where adapters travel, the base
+    and a frozen draft may stay out. Raises ManifestError.
 
     ``staged``: the target is one of several pipeline stages. Returns the names that are for none of its modules."""
     of_target = [spec for spec in manifest if spec.role == "target"]
@@ -90,7 +90,9 @@ def plan_loads(manifest: Manifest, target: LiveModel, draft: LiveModel | None, s
         target.plan(spec for spec in of_target if spec.name not in skipped)
     else:
         target.loads = {}
-    if draft is not None:
+    if draft is not None and not manifest.sends_base and manifest.frozen_draft:
+        draft.loads = {}
+    elif draft is not None:
         # a draft that does not share the target's embedding or head takes them, too
         draft.plan(spec for spec in manifest if spec.role == "draft" or draft.wants(spec.name))
     return elsewhere

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import pickle
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from asyncrl.param_sync.digest import ROLES
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.handles import ReceivePlan
-from asyncrl.param_sync.manifest import AdapterSpec, Manifest, Role, is_adapter
+from asyncrl.param_sync.manifest import AdapterSpec, Role, is_adapter
 from asyncrl.param_sync.transports.base import BucketReader
 from asyncrl.param_sync.transports.choose import make_reader
 from asyncrl.param_sync.whole_tensors import WholeTensors
@@ -131,7 +131,7 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         assert self._target is not None
         self.abandon()
         staged = self.parallel_config.pipeline_parallel_size > 1
-        whole = Manifest(tuple(spec for spec in plan.manifest if not is_adapter(spec.name)))
+        whole = replace(plan.manifest, tensors=tuple(t for t in plan.manifest if not is_adapter(t.name)))
         elsewhere = plan_loads(whole, self._target, self._draft, staged)
         takes_base = self._draft is not None and any(self._draft.wants(t.name) for t in whole if t.role == "target")
         self._tensors = WholeTensors(plan.session, plan.manifest)
