@@ -16,6 +16,14 @@ for key, value in {
 }.items():
     os.environ.setdefault(key, value)
 
+pytest.register_assert_rewrite("tests.support.engine_contract")
+
+if importlib.util.find_spec("sglang"):  # before anything imports torchvision, here and in the processes to come
+    import tests.support.sglang_cpu.sitecustomize
+
+    site = os.path.dirname(tests.support.sglang_cpu.sitecustomize.__file__)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH")]))
+
 # tests of a backend whose packages are not in this environment cannot even be imported
 collect_ignore_glob = [] if importlib.util.find_spec("megatron") else ["test_megatron_*.py"]
 

@@ -21,27 +21,18 @@ import torch
 
 pytest.importorskip("vllm", reason="needs the vLLM environment: make test-vllm")
 
-from transformers import Qwen2ForCausalLM
 
 from asyncrl.config.schema import MTPConfig
-from asyncrl.models.checkpoint import read_tensors
-from asyncrl.models.make_checkpoint import make_checkpoint
-from asyncrl.param_sync.errors import SyncError
-from asyncrl.param_sync.manifest import ManifestError
-from asyncrl.rollouter.engine import EngineDied, EngineError
+from asyncrl.rollouter.engine import EngineDied
 from asyncrl.rollouter.engines.vllm.cpu_defects import spread
-from asyncrl.sample import FinishReason, PolicyVersion
-from tests.support.vllm_replica import Replica, add, replica_config, request
+from tests.support.engine_contract import *  # noqa: F403
+from tests.support.engine_contract import PROMPT, changed, error_of, until
+from tests.support.engine_replica import request
+from tests.support.vllm_replica import Replica, replica_config
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).parent.parent
-PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("mimo"), seed=0, warm_start_steps=0)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -51,211 +42,6 @@ async def replica(checkpoint):
     await replica.close()
 
 
-@pytest.fixture(scope="module")
-def initial(checkpoint):
-    return read_tensors(checkpoint)
-
-
-@pytest.fixture(scope="module")
-def reference(checkpoint):
-    return Qwen2ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-
-
-def changed(tensors, seed, scale=0.05):
-    generator = torch.Generator().manual_seed(seed)
-    return {name: t + scale * torch.randn(t.shape, generator=generator) for name, t in tensors.items()}
-
-
-def error_of(reference, weights, prompt, answer, temperature=1.0):
-    """Largest difference between an answer's logprobs and those of Hugging Face under these weights."""
-    reference.load_state_dict({name: t for name, t in weights.items() if "mtp" not in name})
-    with torch.no_grad():
-        logits = reference(torch.tensor([prompt + answer.tokens])).logits[0, len(prompt) - 1 : -1]
-    logprobs = torch.log_softmax(logits / temperature, -1)
-    found = logprobs[torch.arange(len(answer.tokens)), torch.tensor(answer.tokens)]
-    return (found - torch.tensor(answer.logprobs)).abs().max().item()
-
-
-async def test_logprobs_are_those_of_hugging_face_before_and_after_ten_syncs(replica, reference, initial):
-    for seed in range(12):
-        weights = initial if seed == 0 else changed(initial, seed)
-        report = await replica.sync(weights)
-        assert not report.evicted
-        temperature = 0.7 if seed % 2 else 1.0
-        requests = [request(f"{seed}/{i}", PROMPT, 12, temperature=temperature) for i in range(3)]
-        for answer in (await replica.generate(requests)).values():
-            assert answer.finish is FinishReason.LENGTH
-            assert len(answer.tokens) == 12
-            assert set(answer.versions) == {replica.version}
-            assert error_of(reference, weights, PROMPT, answer, temperature) < 1e-4
-
-
-async def test_greedy_follows_the_synced_weights_and_not_a_stale_prefix(replica, reference, initial):
-    answers = []
-    for seed in (21, 22):
-        weights = changed(initial, seed)
-        await replica.sync(weights)
-        (answer,) = (await replica.generate([request(f"{seed}", PROMPT * 8, 16, temperature=0.0)])).values()
-        reference.load_state_dict({name: t for name, t in weights.items() if "mtp" not in name})
-        ids = torch.tensor([PROMPT * 8])
-        expected = reference.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=None)[0, len(PROMPT) * 8 :]
-        assert answer.tokens == expected.tolist()
-        answers.append(answer.tokens)
-    assert answers[0] != answers[1]
-
-
-async def test_a_request_stops_at_its_token_and_its_string(replica, checkpoint, initial):
-    await replica.sync(initial)
-    free = (await replica.generate([request("free", PROMPT, 20, temperature=0.0)]))["free"]
-    stop = free.tokens[4]
-    answer = (await replica.generate([request("token", PROMPT, 20, temperature=0.0, stop_token_ids=(stop,))]))["token"]
-    assert answer.finish is FinishReason.STOP
-    assert answer.tokens == free.tokens[: free.tokens.index(stop) + 1]
-
-
-async def test_what_can_never_run_is_answered_with_the_reason(replica, initial):
-    await replica.sync(initial)
-    answers = await replica.generate([request("long", [1] * 256, 4), request("alien", [10**6], 4)])
-    assert answers["long"].finish is FinishReason.ERROR
-    assert "context holds 256" in answers["long"].error
-    assert "vocabulary" in answers["alien"].error
-
-
-async def until(replica, answers, condition):
-    async with asyncio.timeout(60):
-        while not condition():
-            add(answers, await replica.engine.events())
-
-
-async def test_an_aborted_request_keeps_its_tokens(replica, reference, initial):
-    await replica.sync(initial)
-    await replica.engine.submit([request("cut", PROMPT, 200)])
-    answers = {}
-    await until(replica, answers, lambda: "cut" in answers and len(answers["cut"].tokens) > 5)
-    await replica.engine.abort(["cut", "unknown"])
-    answer = (await replica.collect({"cut"}, answers))["cut"]
-    assert answer.finish is FinishReason.ABORT
-    assert 5 < len(answer.tokens) < 200
-    assert error_of(reference, initial, PROMPT, answer) < 1e-4
-
-
-async def test_a_sync_cuts_samples_with_the_tokens_they_have(replica, initial):
-    await replica.sync(initial)
-    await replica.engine.submit([request("cut", PROMPT, 200)])
-    answers = {}
-    await until(replica, answers, lambda: "cut" in answers and len(answers["cut"].tokens) > 5)
-    before = replica.version
-    report = await replica.sync(changed(initial, 31))
-    answer = (await replica.collect({"cut"}, answers))["cut"]
-    assert report.held_requests == 1
-    assert answer.finish is FinishReason.ABORT
-    assert set(answer.versions) == {before}
-
-
-@pytest.mark.parametrize("kv", ["keep", "recompute"])
-async def test_kept_samples_go_on_under_the_new_weights(replica, reference, initial, kv):
-    await replica.sync(initial)
-    await replica.engine.submit([request("kept", PROMPT, 200)])
-    answers = {}
-    await until(replica, answers, lambda: "kept" in answers and len(answers["kept"].tokens) > 5)
-    before, weights = replica.version, changed(initial, 41)
-    report = await replica.sync(weights, pause="keep", kv=kv)
-    assert report.held_requests == 1
-    answer = (await replica.collect({"kept"}, answers))["kept"]
-    assert answer.finish is FinishReason.LENGTH
-    assert len(answer.tokens) == 200
-    switch = answer.versions.index(replica.version)
-    assert answer.versions == [before] * switch + [replica.version] * (200 - switch)
-    assert switch > 5
-    # over kept KV no single version's logprobs fit, which the marks say; recomputed, they are the new version's
-    assert answer.mixed_kv == [kv == "keep" and i >= switch for i in range(200)]
-    rest = type(answer)(answer.tokens[switch:], answer.logprobs[switch:])
-    error = error_of(reference, weights, PROMPT + answer.tokens[:switch], rest)
-    assert error > 1e-3 if kv == "keep" else error < 1e-4
-
-
-async def test_waiting_lets_samples_finish_and_holds_later_ones_back(replica, initial):
-    await replica.sync(initial)
-    await replica.engine.submit([request("first", PROMPT, 120)])
-    syncing = asyncio.create_task(replica.sync(changed(initial, 51), pause="wait"))
-    while not replica.engine.paused:
-        await asyncio.sleep(0.001)
-    await replica.engine.submit([request("later", PROMPT, 4)])
-    answers = await replica.collect({"first", "later"})
-    await syncing
-    assert answers["first"].finish is FinishReason.LENGTH
-    assert set(answers["first"].versions) == {PolicyVersion(0, replica.version.number - 1)}
-    assert set(answers["later"].versions) == {replica.version}
-
-
-async def test_a_pause_that_is_not_reached_in_time_changes_nothing(replica, initial):
-    await replica.sync(initial)
-    await replica.engine.submit([request("long", PROMPT, 200)])
-    with pytest.raises(TimeoutError, match="goes on under version"):
-        await replica.engine.pause("wait", 0.05)
-    answer = (await replica.collect({"long"}))["long"]
-    assert len(answer.tokens) == 200
-
-
-async def test_priority_decides_who_waits(replica, initial):
-    await replica.sync(initial)
-    few = [request(f"train/{i}", PROMPT, 40) for i in range(16)]  # twice the slots
-    last = request("validation", PROMPT, 4)
-    first = request("urgent", PROMPT, 4)
-    object.__setattr__(last, "priority", 1)
-    object.__setattr__(first, "priority", -1)
-    await replica.engine.submit([last, *few, first])
-    order, answers = [], {}
-    while len(order) < 18:
-        batch = await replica.engine.events()
-        add(answers, batch)
-        order += [id for id, finish in zip(batch.ids, batch.finish) if finish is not None]
-    assert order.index("urgent") < order.index("validation") or order.index("validation") < 8
-
-
-async def test_a_manifest_that_does_not_fit_is_refused_before_anything_is_paused(replica, initial):
-    await replica.sync(initial)
-    await replica.engine.submit([request("on", PROMPT, 100)])
-    serving = replica.version
-    wrong = dict(initial) | {"model.layers.0.mlp.up_proj.weight": torch.zeros(3, 5)}
-    with pytest.raises(ManifestError, match="up_proj"):
-        await replica.sync(wrong)
-    with pytest.raises(ManifestError, match=r"model\.norm\.weight"):
-        await replica.sync({name: t for name, t in initial.items() if name != "model.norm.weight"})
-    with pytest.raises(ManifestError, match="surprise"):
-        await replica.sync(dict(initial) | {"model.surprise": torch.zeros(2)})
-    answer = (await replica.collect({"on"}))["on"]
-    assert answer.finish is FinishReason.LENGTH
-    assert set(answer.versions) == {serving}
-
-
-async def test_a_transfer_that_breaks_leaves_no_half_update_in_service(replica, reference, initial):
-    await replica.sync(initial)
-    replica.rank.break_at = "model.layers.2.mlp.up_proj.weight"
-    with pytest.raises(SyncError, match="ran out of memory"):
-        await replica.sync(changed(initial, 61))
-    replica.rank.break_at = ""
-    assert not replica.fleet.routable
-    with pytest.raises(EngineError, match="broken off amid its transfer"):
-        await replica.engine.resume(replica.version)
-    weights = changed(initial, 62)
-    await replica.sync(weights)
-    answer = (await replica.generate([request("again", PROMPT, 12)]))["again"]
-    assert error_of(reference, weights, PROMPT, answer) < 1e-4
-
-
-async def test_a_damaged_bucket_is_told_at_once_and_the_next_sync_succeeds(replica, reference, initial):
-    await replica.sync(initial)
-    replica.rank.writer.damage = True
-    async with asyncio.timeout(30):
-        with pytest.raises(SyncError, match=r"phase transfer, replica/0.*bucket 0/\d+.*damaged on its way"):
-            await replica.sync(changed(initial, 63))
-    weights = changed(initial, 64)
-    await replica.sync(weights)
-    answer = (await replica.generate([request("mended", PROMPT, 12)]))["mended"]
-    assert error_of(reference, weights, PROMPT, answer) < 1e-4
-
-
 async def test_an_update_that_is_given_up_between_two_steps_can_be_made_again(replica, reference, initial):
     await replica.sync(initial)
     await replica.engine._llm.start_weight_update()  # as by a session that is cancelled here
@@ -263,12 +49,6 @@ async def test_an_update_that_is_given_up_between_two_steps_can_be_made_again(re
     await replica.sync(weights)
     answer = (await replica.generate([request("again", PROMPT, 12)]))["again"]
     assert error_of(reference, weights, PROMPT, answer) < 1e-4
-
-
-async def test_the_digests_are_the_senders(replica, initial):
-    report = await replica.sync(changed(initial, 71))
-    assert {role: await replica.engine.digest(role) for role in report.digests} == report.digests
-    assert report.nbytes == sum(t.nbytes for t in initial.values())
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

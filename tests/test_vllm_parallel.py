@@ -13,7 +13,8 @@ from asyncrl.config.schema import MTPConfig
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.models.make_checkpoint import make_checkpoint
 from asyncrl.param_sync.manifest import ManifestError
-from tests.support.vllm_replica import Replica, replica_config, request
+from tests.support.engine_replica import request
+from tests.support.vllm_replica import Replica, replica_config
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
