@@ -200,6 +200,17 @@ def test_adapters_that_nobody_can_train_or_take_are_refused(files, overrides, ex
     assert found[0].startswith(expected)
 
 
+def test_requests_finish_on_their_adapters_only_where_an_engine_can_hold_these(files):
+    adapters = ["model.lora.rank=8", "param_sync.in_flight=finish"]
+    can = [*files, *adapters, "rollout.engine.name=vllm", "param_sync.pause=keep", "param_sync.kv=keep"]
+    check(load_config(None, can))
+    for wrong in ("rollout.engine.name=native", "param_sync.kv=recompute", "model.lora.rank=0"):
+        (found,) = problems([*can, wrong])
+        assert found.startswith("param_sync.in_flight: requests can finish on their own adapter where vllm takes")
+    (found,) = problems([*can, "async_training.overdue=mask"])
+    assert found.startswith("param_sync.in_flight: how many adapters are in use is bounded where no group outstays")
+
+
 def test_an_engine_without_adapters_is_sent_merged_weights(files, monkeypatch):
     monkeypatch.setattr("asyncrl.config.checks.TAKES_ADAPTERS", frozenset({"vllm"}))
     (found,) = problems([*files, "model.lora.rank=8"])

@@ -9,7 +9,7 @@ from asyncrl.config.schema import EngineConfig, MTPConfig
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.rollouter.engines.native.engine import NativeEngine
-from tests.support.lora import LoraTrainer, collect, lora_config, requests, samples_of
+from tests.support.lora import Heard, LoraTrainer, lora_config, requests, samples_of
 from tests.support.trainer import make_checkpoint, started_ranks
 
 
@@ -94,9 +94,10 @@ async def test_requests_that_are_kept_go_on_under_the_new_adapter(checkpoint, st
     await trainer.sync()
     trainer.learn(await samples_of(engine, requests(4)))
     await engine.submit(requests(2, new=1500, temperature=0.7))
-    begun = await collect(engine, ["r0", "r1"], tokens=5)
+    heard = Heard(engine)
+    await heard.of(["r0", "r1"], tokens=5)
     await trainer.sync(pause="keep", kv=kv)
-    for sample in await collect(engine, ["r0", "r1"], begun=begun):
+    for sample in await heard.of(["r0", "r1"]):
         new = sample.spans[-1]
         assert (new.version, new.mixed_kv) == (trainer.version, kv == "keep")
         error = np.abs(trainer.scores([sample], 0.7) - sample.logprobs)[new.start :].max()

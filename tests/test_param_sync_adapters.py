@@ -860,53 +860,36 @@ def test_merging_refuses_an_incomplete_adapter_a_tied_weight_and_none_at_all():
 # -- requests in flight ------------------------------------------------------------------------------------------------
 
 
-def test_under_finish_requests_end_on_the_adapter_they_began_with():
-    slots = AdapterSlots("finish", 3)
-    assert slots.publish(version(1)) == (1, [])
+def test_requests_end_on_the_adapter_they_began_with():
+    slots = AdapterSlots(3)
+    assert slots.publish(version(1)) == 1
     assert slots.begin("a") == slots.begin("b") == 1
-    assert slots.publish(version(2)) == (2, [])
+    assert slots.publish(version(2)) == 2
     assert slots.begin("c") == 2
-    assert slots.running("a") == (1, version(1))
-    assert slots.running("c") == (2, version(2))
-    assert (slots.counts(), slots.freeable()) == ({1: 2, 2: 1}, [])
+    assert slots.counts() == {1: 2, 2: 1}
     slots.end("a")
-    assert slots.freeable() == []
+    assert slots.free_idle() == [1, 2]
     slots.end("b")
-    assert slots.freeable() == [1]
-    slots.free(1)
-    assert (slots.counts(), slots.freeable()) == ({2: 1}, [])
+    assert slots.free_idle() == [2]
     slots.end("c")
-    assert slots.freeable() == []  # the newest one stays
-
-
-def test_under_reprefill_all_requests_move_at_once():
-    slots = AdapterSlots("reprefill", 2)
-    slots.publish(version(1))
-    for request in "ab":
-        slots.begin(request)
-    assert slots.publish(version(2)) == (2, ["a", "b"])
-    assert slots.running("a") == (2, version(2))
-    assert slots.freeable() == [1]
-    slots.free(1)
-    slots.end("b")
-    assert slots.publish(version(3)) == (3, ["a"])  # the id of a freed slot is not used again
-    assert slots.freeable() == [2]
+    assert slots.free_idle() == [2]  # the newest one stays
+    assert slots.publish(version(3)) == 3  # the id of a freed slot is not used again
 
 
 def test_slots_that_are_all_taken_are_named():
-    slots = AdapterSlots("finish", 2)
+    slots = AdapterSlots(2)
     for number in (1, 2):
         slots.publish(version(number))
         slots.begin(number)
     with pytest.raises(RuntimeError, match=r"0.1 \(1 requests\), 0.2 \(1 requests\) hold all 2; free one first"):
         slots.publish(version(3))
     slots.end(1)
-    slots.free(1)
-    assert slots.publish(version(3)) == (3, [])
+    slots.free_idle()
+    assert slots.publish(version(3)) == 3
 
 
 def test_slots_refuse_what_makes_no_sense():
-    slots = AdapterSlots("finish", 2)
+    slots = AdapterSlots(2)
     with pytest.raises(ValueError, match="request a began before a first version"):
         slots.begin("a")
     slots.publish(version(2))
@@ -916,27 +899,20 @@ def test_slots_refuse_what_makes_no_sense():
     with pytest.raises(ValueError, match=r"0.1 is older than 0.2"):
         slots.publish(version(1))
     slots.publish(version(2))  # the same again, by a replica that joins
-    for slot in (1, 2, 7):
-        with pytest.raises(ValueError, match=f"slot {slot} is not one to free"):
-            slots.free(slot)
     with pytest.raises(KeyError):
         slots.end("b")
-    for policy, capacity in (("keep", 2), ("finish", 1)):
-        with pytest.raises(ValueError, match="adapter_in_flight is finish or reprefill"):
-            AdapterSlots(policy, capacity)
+    with pytest.raises(ValueError, match="room for 2 adapters is needed"):
+        AdapterSlots(1)
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.sampled_from(["finish", "reprefill"]), st.lists(st.integers(0, 9), max_size=60))
-def test_a_slot_is_free_only_when_no_request_runs_on_it(policy, steps):
-    slots, expected, number, begun = AdapterSlots(policy, 100), {}, 0, 0
+@given(st.lists(st.integers(0, 9), max_size=60))
+def test_a_slot_is_free_only_when_no_request_runs_on_it(steps):
+    slots, expected, number, begun = AdapterSlots(100), {}, 0, 0
     for step in [0, *steps]:
         if step < 2:
             number += 1
-            slot, moved = slots.publish(version(number))
-            assert slot == number
-            assert moved == (list(expected) if policy == "reprefill" else [])
-            expected |= dict.fromkeys(moved, number)
+            assert slots.publish(version(number)) == number
         elif step < 6:
             begun += 1
             assert slots.begin(begun) == number
@@ -945,7 +921,5 @@ def test_a_slot_is_free_only_when_no_request_runs_on_it(policy, steps):
             ended = sorted(expected)[step % len(expected)]
             slots.end(ended)
             del expected[ended]
-        for request, slot in expected.items():
-            assert slots.running(request) == (slot, version(slot))
         assert sum(slots.counts().values()) == len(expected)
-        assert set(slots.freeable()) == set(range(1, number)) - set(expected.values())
+        assert set(slots.free_idle()) == {number, *expected.values()}

@@ -1,7 +1,7 @@
 """LoRA from the torch trainer to real vLLM on the CPU, over real sessions: as adapters, beside a draft, and merged.
 
-One replica takes adapters, one beside a draft that speculates, one merged weights; the tests of each go on where the
-one before ended.
+A replica takes adapters, others have a draft that speculates beside them, requests that finish on theirs, or merged
+weights; the tests of each go on where the one before ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from asyncrl.param_sync.manifest import is_adapter
 from asyncrl.rollouter.engines.vllm.engine import VLLMEngine
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.rank import TrainerRank
-from tests.support.lora import LoraTrainer, collect, lora_config, requests, samples_of
+from tests.support.lora import Heard, LoraTrainer, lora_config, requests, samples_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
@@ -35,10 +35,11 @@ def checkpoint(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("mimo"), seed=0, warm_start_steps=0)
 
 
-async def started(checkpoint, adapters="adapter", **options):
+async def started(checkpoint, adapters="adapter", in_flight="move", **options):
     """A trainer and an engine; the process group of the trainer is the process's."""
     config = lora_config(str(checkpoint), **options)
-    config.param_sync.adapters = adapters
+    config.param_sync.adapters, config.param_sync.in_flight = adapters, in_flight
+    config.async_training.staleness_threshold = 2
     config.rollout.engine = EngineConfig(
         name="vllm", slots=8, max_context_tokens=1024, device="cpu", dtype="float32", args={"block_size": 32}
     )
@@ -103,9 +104,10 @@ class TestAdapters:
         await trainer.sync()
         trainer.learn(await samples_of(engine, requests(4)))
         await engine.submit(requests(2, new=300, temperature=0.7))
-        begun = await collect(engine, ["r0", "r1"], tokens=5)
+        heard = Heard(engine)
+        await heard.of(["r0", "r1"], tokens=5)
         await trainer.sync(pause="keep", kv=kv)
-        for sample in await collect(engine, ["r0", "r1"], begun=begun):
+        for sample in await heard.of(["r0", "r1"]):
             new = sample.spans[-1]
             assert (new.version, new.mixed_kv) == (trainer.version, kv == "keep")
             error = np.abs(trainer.scores([sample], 0.7) - sample.logprobs)[new.start :].max()
@@ -173,6 +175,30 @@ class TestDraft:
         manifest = trainer.rank.manifest().without_base()
         assert sent[1:] == [manifest.nbytes] * 3
         assert manifest.sends_draft == trainer.config.mtp.enable_train
+
+
+@pytest.mark.parametrize("pair", [{"in_flight": "finish"}], indirect=True)
+class TestFinishing:
+    async def test_kept_requests_end_on_the_adapter_they_began_with(self, pair, tmp_path):
+        """Beside younger ones, over several syncs; in one the base travels again, with which vLLM drops its adapters."""
+        trainer, engine = pair
+        heard, versions = Heard(engine), []
+        for n in range(4):
+            trainer._endpoints[0]._intake._has_base = n in (1, 3)
+            await trainer.sync(pause="keep", kv="keep")
+            versions.append(trainer.version)
+            trainer.rank.save(tmp_path / str(n))
+            old = [f"{m}/{i}" for m in range(n) for i in range(2)]
+            assert not heard.ended(old)
+            await engine.submit(requests(2, 700 - 150 * n, f"{n}/", temperature=0.7) + requests(2, 12, f"short {n}/"))
+            trainer.learn(await heard.of([f"short {n}/{i}" for i in range(2)]))
+            await heard.of(old, tokens=20 * n)
+        for n, version in enumerate(versions):
+            samples = await heard.of([f"{n}/0", f"{n}/1"])
+            trainer.rank.load(tmp_path / str(n))
+            assert trainer.error(samples, 0.7) < 1e-4
+            assert [span[1:] for s in samples for span in s.spans] == [(version, False)] * 2
+        assert engine._adapters.free_idle() == [4]
 
 
 @pytest.mark.parametrize("pair", [{"adapters": "merged"}], indirect=True)

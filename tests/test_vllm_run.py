@@ -56,6 +56,40 @@ def test_a_run_trains_with_its_draft_to_the_end(start, tmp_path):
     assert any(0 <= row.get("rollout/spec_accept_rate", -1) <= 1 for row in values)
 
 
+LORA = ("model.lora.rank=4", "trainer.optimizer.lr=1e-2", "trainer.total_steps=8")
+
+
+@pytest.mark.slow
+def test_a_run_trains_adapters_and_sends_the_base_once(start):
+    run = start(*LORA, "async_training.staleness_threshold=0")
+    assert run.wait(500) == 0, run.text
+    audit(run.folder, [2] * 8, staleness_bound=0)
+    values = metrics_of(run.folder)
+    ratios = [row["actor/ratio_max"] for row in values if "actor/ratio_max" in row]
+    assert len(ratios) == 8
+    assert max(abs(ratio - 1) for ratio in ratios) < 1e-3
+    sent = [row["param_sync/bytes"] for row in values if "param_sync/bytes" in row]
+    assert len(set(sent[1:])) == 1
+    assert sent[1] < sent[0] / 2
+
+
+@pytest.mark.slow
+def test_a_run_whose_requests_finish_on_their_adapters_samples_each_from_one_version(start):
+    """As many adapters are loaded as may be in use at once; one more would end the run."""
+    run = start(
+        *LORA,
+        "async_training.staleness_threshold=1",
+        "param_sync.pause=keep",
+        "param_sync.kv=keep",
+        "param_sync.in_flight=finish",
+    )
+    assert run.wait(500) == 0, run.text
+    audit(run.folder, [2] * 8)
+    values = metrics_of(run.folder)
+    assert [row["fully_async/partial/count"] for row in values if "fully_async/partial/count" in row] == [0] * 8
+    assert not any(row.get("param_sync/evicted") for row in values)
+
+
 @pytest.mark.slow
 def test_a_killed_core_costs_no_sample_and_its_replica_comes_back(start):
     """Samples under way go on elsewhere or wait; the new replica joins at the current version."""

@@ -55,6 +55,7 @@ _CHOICES = {
     "param_sync.pause": ("auto", "abort", "keep", "wait"),
     "param_sync.kv": ("keep", "recompute", "unload"),
     "param_sync.adapters": ("adapter", "merged"),
+    "param_sync.in_flight": ("move", "finish"),
     "async_training.queue_policy": ("fifo", "ready_first"),
     "async_training.overdue": ("wait", "mask", "drop"),
     "checkpoint.best_is": ("highest", "lowest"),
@@ -333,6 +334,19 @@ def sends_adapters(config: Config) -> bool:
 def _lora_problems(c: Config) -> Iterator[str]:
     """Whether the targets are modules of the model is for `asyncrl.preflight` to see."""
     lora, engine = c.model.lora, c.rollout.engine
+    if c.param_sync.in_flight == "finish":
+        found = (engine.name, sends_adapters(c), c.param_sync.pause, c.param_sync.kv)
+        if found != ("vllm", True, "keep", "keep"):
+            yield (
+                "param_sync.in_flight: requests can finish on their own adapter where vllm takes adapters and keeps "
+                "requests with their KV; expected move, or model.lora, rollout.engine.name=vllm, param_sync.pause=keep "
+                "and param_sync.kv=keep"
+            )
+        if c.async_training.overdue != "wait":
+            yield (
+                f"param_sync.in_flight: how many adapters are in use is bounded where no group outstays its deadline; "
+                f"expected move, or async_training.overdue=wait, found {c.async_training.overdue}"
+            )
     if not lora.rank:
         return
     if not lora.target_modules:

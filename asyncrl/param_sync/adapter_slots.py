@@ -1,43 +1,34 @@
-"""Requests in flight when a new adapter comes under pause mode ``keep``."""
+"""Requests in flight that finish on the adapter they began with, while new ones come under pause mode ``keep``."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable
-from typing import Literal
 
 from asyncrl.sample import PolicyVersion
-
-InFlight = Literal["finish", "reprefill"]
 
 
 class AdapterSlots:
     """Which adapter each request runs on, and when an old one may be freed. One slot per published version::
 
-        finish      v1 ── requests end ──► empty, freeable    requests keep adapter, KV cache and version to their end
-                    v2 ──►                                    new requests begin here
-        reprefill   v1 ──► empty, freeable                    all requests move as v2 is published: the engine computes
-                    v2 ──►                                    their KV anew under v2, and a new version span begins
+        v1 ── requests end ──► empty, freeable    requests keep adapter, KV cache and version to their end
+        v2 ──►                                    new requests begin here
 
-    Both keep every token's behaviour logprob that of one version, which new weights over old KV would not. ``finish``
-    recomputes nothing, but its requests grow stale and their adapters stay loaded: at most ``capacity`` of them.
-    Slot ids start at 1 and are never used again, so caches may be keyed by them. Requests are any hashable ids.
+    So every sample is of one version and nothing is computed again; at most ``capacity`` adapters stay loaded. Slot ids
+    start at 1 and are never used again, so caches may be keyed by them. Requests are any hashable ids.
     """
 
-    def __init__(self, policy: InFlight, capacity: int) -> None:
-        if policy not in ("finish", "reprefill") or capacity < 2:
-            raise ValueError(
-                f"adapter_in_flight is finish or reprefill, with room for 2 adapters: the new one is loaded beside the "
-                f"old; found {policy!r} and {capacity}"
-            )
-        self._policy, self._capacity = policy, capacity
+    def __init__(self, capacity: int) -> None:
+        if capacity < 2:
+            raise ValueError(f"room for 2 adapters is needed: a new one is loaded beside the old; found {capacity}")
+        self._capacity = capacity
         self._versions: dict[int, PolicyVersion] = {}  # by slot, the newest last
         self._slot_of: dict[Hashable, int] = {}  # by request
         self._newest = 0
 
-    def publish(self, version: PolicyVersion) -> tuple[int, list[Hashable]]:
-        """Give a version its slot, on which requests begin from now on. Returns it, and the requests that have moved
-        to it. Raises ValueError for an older version and RuntimeError if all slots are taken."""
+    def publish(self, version: PolicyVersion) -> int:
+        """Give a version its slot, on which requests begin from now on. Raises ValueError for an older version and
+        RuntimeError if all slots are taken."""
         if self._newest and version < self._versions[self._newest]:
             raise ValueError(f"version {version} is older than {self._versions[self._newest]}, published before it")
         if len(self._versions) == self._capacity:
@@ -47,9 +38,7 @@ class AdapterSlots:
             )
         self._newest += 1
         self._versions[self._newest] = version
-        moved = list(self._slot_of) if self._policy == "reprefill" else []
-        self._slot_of |= dict.fromkeys(moved, self._newest)
-        return self._newest, moved
+        return self._newest
 
     def begin(self, request: Hashable) -> int:
         """A request starts on the newest version. Returns its slot."""
@@ -64,22 +53,15 @@ class AdapterSlots:
         """Raises KeyError for a request that is not running."""
         del self._slot_of[request]
 
-    def running(self, request: Hashable) -> tuple[int, PolicyVersion]:
-        """Slot and version that the request runs on. Raises KeyError for one that is not running."""
-        slot = self._slot_of[request]
-        return slot, self._versions[slot]
-
     def counts(self) -> dict[int, int]:
         """Running requests by slot, the newest slot last."""
         running = Counter(self._slot_of.values())
         return {slot: running[slot] for slot in self._versions}
 
-    def freeable(self) -> list[int]:
-        """Slots without requests, apart from the newest: the engine may unload their adapters, then `free` them."""
-        return [slot for slot, count in self.counts().items() if not count and slot != self._newest]
-
-    def free(self, slot: int) -> None:
-        """Raises ValueError for a slot that is not `freeable`."""
-        if slot not in self.freeable():
-            raise ValueError(f"slot {slot} is not one to free, {self.freeable()} are: it is the newest, in use or gone")
-        del self._versions[slot]
+    def free_idle(self) -> list[int]:
+        """Free the slots without requests, apart from the newest: the engine may unload their adapters. Returns those
+        that stay."""
+        for slot, count in self.counts().items():
+            if not count and slot != self._newest:
+                del self._versions[slot]
+        return list(self._versions)

@@ -96,30 +96,54 @@ class LoraTrainer:
         return Group.from_samples("g", "p", 0, np.array(PROMPT), samples)
 
 
-def requests(count: int, new: int = 12, **sampling: Any) -> list[Request]:
+def requests(count: int, new: int = 12, name: str = "r", **sampling: Any) -> list[Request]:
     prompt = np.array(PROMPT, np.int32)
-    return [Request(f"r{i}", "g", prompt, len(prompt), i, 0, new, SamplingParams(**sampling)) for i in range(count)]
+    return [
+        Request(f"{name}{i}", "g", prompt, len(prompt), i, 0, new, SamplingParams(**sampling)) for i in range(count)
+    ]
 
 
 async def samples_of(engine: Engine, wanted: list[Request]) -> list[Sample]:
     """Generate them to their end."""
     await engine.submit(wanted)
-    return await collect(engine, [r.id for r in wanted])
+    return await Heard(engine).of([r.id for r in wanted])
 
 
-async def collect(
-    engine: Engine, ids: list[str], tokens: int | None = None, begun: list[Sample] | None = None
-) -> list[Sample]:
-    """What these requests were told until they ended, or until each has so many tokens, after what had ``begun``."""
-    found: dict[str, Any] = {id: ([], [], []) for id in ids}
-    if begun is not None:
-        found = {id: (s.tokens.tolist(), s.logprobs.tolist(), list(s.spans)) for id, s in zip(ids, begun, strict=True)}
-    ended: set[str] = set()
-    while any(id not in ended and (tokens is None or len(found[id][0]) < tokens) for id in ids):
-        events = await asyncio.wait_for(engine.events(), 60)
+class Heard:
+    """All that an engine has told so far."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._told: dict[str, tuple[list[int], list[float], list[VersionSpan]]] = {}
+        self._ended: set[str] = set()
+
+    async def of(self, ids: list[str], tokens: int | None = None) -> list[Sample]:
+        """What these requests were told until they ended, or until each has so many tokens."""
+        while any(id not in self._ended and (tokens is None or len(self._of(id)[0]) < tokens) for id in ids):
+            await self._listen()
+        return [
+            Sample(
+                index=i,
+                tokens=np.array(drawn, np.int32),
+                logprobs=np.array(logprobs, np.float32),
+                loss_mask=np.ones(len(drawn), bool),
+                spans=list(spans),
+                finish=FinishReason.LENGTH,
+            )
+            for i, (drawn, logprobs, spans) in enumerate(map(self._of, ids))
+        ]
+
+    def ended(self, ids: list[str]) -> bool:
+        return any(id in self._ended for id in ids)
+
+    def _of(self, id: str) -> tuple[list[int], list[float], list[VersionSpan]]:
+        return self._told.setdefault(id, ([], [], []))
+
+    async def _listen(self) -> None:
+        events = await asyncio.wait_for(self._engine.events(), 60)
         for e, id in enumerate(events.ids):
             part = slice(events.offsets[e], events.offsets[e + 1])
-            drawn, logprobs, spans = found[id]
+            drawn, logprobs, spans = self._of(id)
             span = VersionSpan(len(drawn), events.versions[e], events.mixed_kv[e])
             if part.stop > part.start and (not spans or spans[-1][1:] != span[1:]):
                 spans.append(span)
@@ -127,15 +151,4 @@ async def collect(
             logprobs += events.logprobs[part].tolist()
             if events.finish[e] is not None:
                 assert events.finish[e] is not FinishReason.ERROR, events.errors
-                ended.add(id)
-    return [
-        Sample(
-            index=i,
-            tokens=np.array(drawn, np.int32),
-            logprobs=np.array(logprobs, np.float32),
-            loss_mask=np.ones(len(drawn), bool),
-            spans=spans,
-            finish=FinishReason.LENGTH,
-        )
-        for i, (drawn, logprobs, spans) in enumerate(found[id] for id in ids)
-    ]
+                self._ended.add(id)

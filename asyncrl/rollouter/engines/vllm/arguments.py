@@ -14,7 +14,7 @@ from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 
-from asyncrl.config.checks import sends_adapters
+from asyncrl.config.checks import derive, sends_adapters
 from asyncrl.config.schema import Config, EngineConfig
 from asyncrl.models.config import DecoderConfig
 from asyncrl.models.lora import linear_shapes
@@ -24,7 +24,6 @@ from asyncrl.rollouter.engine import EngineError, Request
 from asyncrl.rollouter.engines.vllm.plugin import OURS
 
 BACKEND = "asyncrl"  # the name of our weight-transfer engine in vLLM's registry
-ADAPTER_ID = 1  # of the one adapter that a replica has
 _EXTENSION = "asyncrl.rollouter.engines.vllm.worker.WorkerExtension"
 _OLDEST = (0, 32)  # with weight versions in the outputs, and draft updates in the weight-transfer interface
 _BLOCK_TOKENS = 128  # a block of KV cache on the CPU
@@ -105,13 +104,19 @@ def adapted_modules(config: Config) -> ModuleShapes | None:
     return linear_shapes(DecoderConfig.load(config.model.path)) if sends_adapters(config) else None
 
 
+def adapter_slots(config: Config) -> int:
+    """Adapters at once: one, unless requests finish on theirs. Then a new one comes beside those of as many versions as
+    samples may be stale: older ones have been trained. One more is the last one's, if it has no requests."""
+    return derive(config).staleness_bound + 2 if config.param_sync.in_flight == "finish" else 1
+
+
 def _lora_arguments(config: Config) -> dict[str, Any]:
-    """Room for one adapter, beside the modules that it targets and no others."""
+    """Room for adapters beside the modules that they target, and no others."""
     lora = config.model.lora
     targets = adapter_spec(lora, adapted_modules(config) or {}, "float32").target_modules
     return {
         "enable_lora": True,
-        "max_loras": 1,
+        "max_loras": adapter_slots(config),
         "max_lora_rank": min(rank for rank in get_args(MaxLoRARanks) if rank >= lora.rank),
         "lora_target_modules": sorted({target.rpartition(".")[2] for target in targets}),
     }

@@ -18,6 +18,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from asyncrl.config.schema import Config
+from asyncrl.param_sync.adapter_slots import AdapterSlots
 from asyncrl.param_sync.intake import Intake
 from asyncrl.param_sync.manifest import Role
 from asyncrl.rollouter.engine import (
@@ -34,15 +35,15 @@ from asyncrl.rollouter.engines.admission import why_impossible
 from asyncrl.rollouter.engines.events import Event, EventLog
 from asyncrl.rollouter.engines.occupancy import Occupancy
 from asyncrl.rollouter.engines.vllm.arguments import (
-    ADAPTER_ID,
     adapted_modules,
+    adapter_slots,
     check_version,
     engine_arguments,
     prepare_environment,
     resolve_device,
     sampling_parameters,
 )
-from asyncrl.rollouter.engines.vllm.intake import WorkerIntake
+from asyncrl.rollouter.engines.vllm.intake import THE_SLOT, WorkerIntake
 from asyncrl.rollouter.engines.vllm.metrics import stat_logger
 from asyncrl.sample import FinishReason, PolicyVersion
 from asyncrl.telemetry.recorder import Recorder
@@ -61,6 +62,7 @@ class _Running:
         self.request = request
         self.spans: list[tuple[str, int]] = []  # version and how many tokens we have told under it, as vLLM tells
         self.version = version
+        self.slot = 0  # of its adapter, where it is to finish on that
         self.mixed_kv = False
         self.told = 0
         self.added = asyncio.Event()  # whether vLLM's core has it: only then do pause and abort see it there
@@ -76,6 +78,8 @@ class VLLMEngine:
         self._context_tokens = llm.model_config.max_model_len
         self._vocabulary = llm.model_config.get_vocab_size()
         self._intake: WorkerIntake | None = None
+        # where requests finish on the adapters they began with; without, they move with the replica
+        self._adapters = AdapterSlots(slots) if (slots := adapter_slots(config)) > 1 else None
         self._version: PolicyVersion | None = None
         self._running: dict[str, _Running] = {}
         self._held: dict[str, Request] = {}  # while paused
@@ -194,7 +198,7 @@ class VLLMEngine:
         if committed is None:  # as the checkpoint has them
             await self._llm.update_weight_version(str(version))
         for running in self._running.values():
-            running.mixed_kv |= self._kept_kv and self._version != version
+            running.mixed_kv |= self._kept_kv and self._version != version and self._adapters is None
         self._version, self._kept_kv = version, False
         await self._llm.resume_generation()
         self.paused = False
@@ -227,7 +231,7 @@ class VLLMEngine:
         self._kept_kv = False
 
     def intake(self, name: str, transport: str) -> Intake:
-        self._intake = WorkerIntake(self._llm, name, transport, adapted_modules(self._config))
+        self._intake = WorkerIntake(self._llm, name, transport, adapted_modules(self._config), self._adapters)
         return self._intake
 
     async def digest(self, role: Role) -> str:
@@ -265,6 +269,8 @@ class VLLMEngine:
     def _begin(self, request: Request) -> None:
         assert self._version is not None
         running = _Running(request, self._version)
+        if self._adapters is not None:
+            running.slot = self._adapters.begin(request.id)
         self._running[request.id] = running
         running.task = asyncio.create_task(self._follow(running))
         self._observe()
@@ -287,7 +293,7 @@ class VLLMEngine:
                 request.id,
                 prompt,
                 sampling_parameters(request),
-                lora_request=self._adapter(),
+                lora_request=self._adapter_of(running),
                 priority=request.priority,
             )
             running.added.set()
@@ -305,11 +311,11 @@ class VLLMEngine:
         finally:
             running.added.set()
 
-    def _adapter(self) -> LoRARequest | None:
-        """The workers hold it, so its path is never read. It has one id for all versions: kept requests go on under a
-        new adapter as they do under new weights, and prompts are told apart by their salt."""
-        adapter = self._intake.adapter if self._intake is not None else None
-        return None if adapter is None else LoRARequest(adapter.name, ADAPTER_ID, "(sent)")
+    def _adapter_of(self, running: _Running) -> LoRARequest | None:
+        """The workers hold it, so its path is never read. Where all versions have one slot, kept requests go on under a
+        new adapter as they do under new weights; prompts are told apart by their salt."""
+        adapter, slot = self._intake.adapter if self._intake is not None else None, running.slot or THE_SLOT
+        return None if adapter is None else LoRARequest(f"{adapter.name}-{slot}", slot, "(sent)")
 
     @staticmethod
     async def _added(requests: Iterable[_Running]) -> None:
@@ -324,7 +330,7 @@ class VLLMEngine:
         running.told += len(tokens)
         self._generated += len(tokens)
         self._recorder.count("rollout/tokens", len(tokens))
-        version = self._version
+        version = self._version if self._adapters is None else running.version
         assert version is not None
         if tokens:
             running.spans = _extended(running.spans, str(version), len(tokens))
@@ -335,13 +341,17 @@ class VLLMEngine:
             self._tell(Event(running.request.id, tokens, logprobs, version, finish, running.mixed_kv, error))
 
     def _check_versions(self, running: _Running, output: CompletionOutput) -> None:
-        """vLLM's core stamps every token with the version it was sampled under; ours must be the same."""
+        """vLLM's core stamps every token with the version it was sampled under; ours must be the same. Where requests
+        finish on their adapters, the stamp says no more than when: the first one's is the version it began with."""
         theirs = [(span.version, span.end - span.start) for span in output.weight_versions or ()]
+        if self._adapters is not None and theirs:
+            theirs = [(theirs[0][0], sum(count for _, count in theirs))]
         if theirs and [t for t in theirs if t[1]] != running.spans:
             self._die(EngineDied(f"{running.request.id}: told versions {running.spans}, vLLM says {theirs}"))
 
     def _end(self, running: _Running) -> None:
-        self._running.pop(running.request.id, None)
+        if self._running.pop(running.request.id, None) is not None and self._adapters is not None:
+            self._adapters.end(running.request.id)
         self._observe()
 
     def _tell(self, event: Event) -> None:

@@ -9,20 +9,32 @@ from typing import Any
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from asyncrl.param_sync.adapter_slots import AdapterSlots
 from asyncrl.param_sync.adapters import ModuleShapes, check_adapter
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.handles import ReceivePlan
 from asyncrl.param_sync.manifest import AdapterSpec, Manifest, ManifestError, Role
 from asyncrl.sample import PolicyVersion
 
+THE_SLOT = 1  # of a replica's one adapter
+
 
 class WorkerIntake:
     """Implements `asyncrl.param_sync.intake.Intake` over vLLM's weight-transfer interface. Staging ``full`` it has not:
-    while a worker receives, it does nothing else. ``modules``: those that an adapter may target, None without LoRA. An
-    adapter is collected in the workers, which put it in the place of the last one at the commit."""
+    while a worker receives, it does nothing else.
 
-    def __init__(self, llm: AsyncLLM, name: str, transport: str, modules: ModuleShapes | None = None) -> None:
-        self._llm, self._name, self._transport, self._modules = llm, name, transport, modules
+    ``modules``: those that an adapter may target, None without LoRA. An adapter is collected in the workers, which put
+    it in the place of the last one at the commit; or, with ``slots``, beside those that have requests."""
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        name: str,
+        transport: str,
+        modules: ModuleShapes | None = None,
+        slots: AdapterSlots | None = None,
+    ) -> None:
+        self._llm, self._name, self._transport, self._modules, self._slots = llm, name, transport, modules, slots
         self._attached = False
         self._has_draft = self._draft_takes_base = False
         self._intact = True
@@ -79,7 +91,8 @@ class WorkerIntake:
         adapter = self._manifest.adapter
         if adapter is not None:
             self._intact = False
-            await self.ask("adopt", adapter)
+            slot = self._slots.publish(version) if self._slots is not None else THE_SLOT
+            await self.ask("adopt", adapter, slot, self._slots.free_idle() if self._slots is not None else [])
         await self._llm.update_weight_version(str(version))
         told = await self._llm.get_weight_version()
         if told != str(version):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from asyncrl.param_sync.manifest import AdapterSpec, Role, is_adapter
 from asyncrl.param_sync.transports.base import BucketReader
 from asyncrl.param_sync.transports.choose import make_reader
 from asyncrl.param_sync.whole_tensors import WholeTensors
-from asyncrl.rollouter.engines.vllm.arguments import ADAPTER_ID, BACKEND
+from asyncrl.rollouter.engines.vllm.arguments import BACKEND
 from asyncrl.rollouter.engines.vllm.cpu_defects import correct_cpu_build
 from asyncrl.rollouter.engines.vllm.live_model import LiveModel, plan_loads
 
@@ -80,7 +80,8 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._draft: LiveModel | None = None
         self._tensors: WholeTensors | None = None
         self._kept: list[tuple[str, torch.Tensor]] = []  # for the draft
-        self._adapter: dict[str, torch.Tensor] = {}
+        self._adapter: dict[str, torch.Tensor] = {}  # what has arrived of it
+        self._adapters: dict[int, LoRAModel] = {}  # by slot
         self._corrected: list[str] = []
         self.problem: BaseException | None = None  # what broke the update
 
@@ -150,22 +151,27 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._tensors.verify()
         return {role: self._tensors.digest(role) for role in ROLES}
 
-    def adopt(self, spec: AdapterSpec) -> None:
-        """Put the adapter that has arrived in the place of the last one."""
+    def adopt(self, spec: AdapterSpec, slot: int, keep: Sequence[int]) -> None:
+        """Put the adapter that has arrived in this slot, and empty all others but those to ``keep``; vLLM has emptied
+        them, if the base was updated too."""
         adapters = self._worker.model_runner.lora_manager._adapter_manager
         arrived, self._adapter = self._adapter, {}
         mapper = getattr(adapters.model, "hf_to_vllm_mapper", None)
         lora = LoRAModel.from_lora_tensors(
-            ADAPTER_ID,
+            slot,
             arrived,
             PEFTHelper(r=spec.r, lora_alpha=spec.alpha, target_modules=list(spec.target_modules)),  # type: ignore[arg-type]
             device="cpu",
             dtype=adapters.lora_config.lora_dtype,
             weights_mapper=mapper and mapper.get_rename_mapper(),
         )
-        adapters.remove_adapter(ADAPTER_ID)
-        adapters.add_adapter(lora)
-        adapters.activate_adapter(ADAPTER_ID)
+        self._adapters = {s: kept for s, kept in self._adapters.items() if s in keep} | {slot: lora}
+        for held, model in adapters.list_adapters().items():
+            if model is not self._adapters.get(held):
+                adapters.remove_adapter(held)
+        for kept in self._adapters.values():
+            adapters.add_adapter(kept)
+            adapters.activate_adapter(kept.id)
 
     def received_bytes(self) -> int:
         return 0 if self._tensors is None else self._tensors.nbytes
