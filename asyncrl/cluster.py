@@ -205,6 +205,13 @@ class Cluster:
             {name: client.handle for name, client in self.replicas.items()},
         )
 
+    def pool_resources(self) -> tuple[float, float, str]:
+        """How much the trainer and the rollout pool have, and of what."""
+        trainer, rollout = pools(self._config)
+        of = lambda pool, unit: len(pool.actors) * (pool.gpus if unit == "GPU" else pool.cpus)
+        unit = "GPU" if trainer.gpus and rollout.gpus else "CPU"
+        return of(trainer, unit), of(rollout, unit), unit
+
     def drains(self) -> dict[str, Callable[[], Awaitable[Batch]]]:
         """How to fetch what each actor recorded; those that are being started do not answer yet."""
         actors = (*self.senders.values(), *self.replicas.values(), self.rollouter.once)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
@@ -13,9 +15,12 @@ from asyncrl.reporting.hub import Hub
 from asyncrl.reporting.trajectories import Decode, sampled_rows
 from asyncrl.rollouter.spec_metrics import spec_metrics
 from asyncrl.sample import Group
+from asyncrl.speed import SpeedAccount
 from asyncrl.telemetry.intervals import Activity, intersect, length
 from asyncrl.telemetry.recorder import Batch, Recorder, now_s
 from asyncrl.trainer.loop import Progress
+
+log = logging.getLogger(__name__)
 
 DRAIN_EVERY_S = 1.0
 DRAIN_PATIENCE_S = 1.0  # for an answer; a later one is taken with the next round
@@ -40,6 +45,7 @@ class Watched(Protocol):
     rollouter: Any  # validate()
     ranks: Any  # first_groups(count)
 
+    def pool_resources(self) -> tuple[float, float, str]: ...
     def drains(self) -> Mapping[str, Callable[[], Awaitable[Batch]]]: ...
     async def end(self, name: str, why: str) -> None: ...
 
@@ -58,6 +64,8 @@ class Monitor:
         self._validation: asyncio.Task[dict[str, float]] | None = None
         self._training = False  # the first version is out
         self._newest: dict[str, float] = {}
+        self._gauges: dict[str, float] = {}  # of the actors, the last of each
+        self._speed: SpeedAccount | None = None  # of training, once it has begun
         self._summary: dict[str, Any] = {}
 
     async def run(self) -> None:
@@ -100,6 +108,7 @@ class Monitor:
             else:
                 self._validation = asyncio.create_task(self._validate(progress.step))
         if first:
+            self._speed = SpeedAccount(*self._watched.pool_resources())
             await self._drain()
             self._began_s = self._window_s = now_s()
             self._window.clear()
@@ -109,7 +118,8 @@ class Monitor:
         if k := self._config.reporting.trajectories_per_step:
             groups = [Group.from_buffer(b) for b in await self._watched.ranks.first_groups(k)]
             self._hub.trajectories(sampled_rows(progress.step, groups, self._decode, k))
-        values = dict(metrics) | await self._window_metrics() | await self._watched.queue.stats()
+        window = await self._window_metrics()
+        values = dict(metrics) | window | self._accounted(metrics, window) | await self._watched.queue.stats()
         if (paused_s := metrics.get("param_sync/paused_total_s")) is not None:
             generating_s = len(self._watched.replica_names) * values["perf/step_s"] - paused_s
             rate = values["perf/rollout_tokens_per_s"] * values["perf/step_s"] / max(generating_s, 1e-9)
@@ -131,6 +141,9 @@ class Monitor:
         dropped = {k.removeprefix("fully_async/"): v for k, v in queue.items() if k.startswith("fully_async/dropped/")}
         perf = {k: v for k, v in queue.items() if k.startswith("perf/")}
         self._summary |= {"version": str(progress.version), **counts, **dropped, **perf}
+        self._summary |= self._speed.figures() if self._speed else {}
+        if advice := self._summary.get("advice"):
+            log.info("speed: %.0f %% of the ideal; %s", 100 * self._summary["fraction_of_ideal"], advice)
 
     def summary(self) -> dict[str, Any]:
         """Figures of the whole run; ``duration_s`` and ``overlap`` are of training, without start-up and validation."""
@@ -171,6 +184,20 @@ class Monitor:
         values |= spec_metrics(counters)
         return values | {k: v for k, v in self._totals.items() if k.startswith(_TOTALS)}
 
+    def _accounted(self, metrics: Mapping[str, float], window: Mapping[str, float]) -> dict[str, float]:
+        """What the step took beside the ideal, see `asyncrl.speed`."""
+        if self._speed is None:
+            return {}
+        seconds = window["perf/step_s"]
+        return self._speed.step(
+            seconds,
+            trained=metrics.get("trainer/trained_tokens", 0.0),
+            training_s=(1 - window["fully_async/trainer/idle_ratio"]) * seconds,
+            generated=window["perf/rollout_tokens_per_s"] * seconds,
+            generating_s=(1 - window["fully_async/rollouter/idle_ratio"]) * seconds,
+            full_width=self._gauges.get("rollout/width", math.inf) >= self._config.rollout.engine.slots,
+        )
+
     async def _drain(self) -> None:
         """Take what every actor recorded; one that does not answer holds up neither the others nor the caller."""
         async with self._draining:
@@ -184,6 +211,7 @@ class Monitor:
                 self._activity.add(batch)
                 self._window.update(batch.counters)
                 self._totals.update(batch.counters)
+                self._gauges |= batch.gauges
                 self._hub.spans(batch)
 
     async def _validate(self, step: int) -> dict[str, float]:

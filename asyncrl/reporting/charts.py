@@ -148,6 +148,20 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
                 Line("perf/rollout_tokens_per_s", "rollouter", ORANGE),
             ),
         ),
+        Chart(
+            "Tokens per second, alone",
+            "What each pool gets through in the time in which it works; the slower one binds.",
+            (
+                Line("perf/trainer_alone_tokens_per_s", "trainer", BLUE),
+                Line("perf/rollout_alone_tokens_per_s", "rollouter", ORANGE),
+            ),
+        ),
+        Chart(
+            "Fraction of the ideal",
+            "The slower pool's own time for a step's tokens, by the step's real time: 100 % if it never waits.",
+            (Line("perf/fraction_of_ideal", "of the ideal", GREEN),),
+            percent=True,
+        ),
         Chart("Step time", "Seconds from one train step to the next.", (Line("perf/step_s", "step", BLUE),)),
         Chart(
             "Parameter sync speed",

@@ -175,10 +175,16 @@ class RollouterActor(Watched):
         self._loop = self._new_loop(recovery)
         async with asyncio.TaskGroup() as tasks:
             if self._config.rollout.pacing:
-                self._router.set_width(None)
-                pace = Pace(self._config.rollout.engine.slots)
+                slots = self._config.rollout.engine.slots
+
+                def set_width(width: int | None) -> None:
+                    self._router.set_width(width)
+                    self._recorder.gauge("rollout/width", width or slots)
+
+                set_width(None)
+                pace = Pace(slots)
                 held_up_s = lambda loop=self._loop: loop.held_up_s
-                tasks.create_task(keep_pace(pace, self._queue, held_up_s, self._router.set_width))
+                tasks.create_task(keep_pace(pace, self._queue, held_up_s, set_width))
             tasks.create_task(self._loop.run(recovery))
             await asyncio.Event().wait()
 
