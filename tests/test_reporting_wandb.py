@@ -16,8 +16,12 @@ import numpy as np
 import pytest
 from wandb.proto import wandb_internal_pb2 as pb
 
+from asyncrl.config.load import ConfigError
 from asyncrl.config.schema import WandbConfig
-from asyncrl.reporting.wandb_sink import WandbSink
+from asyncrl.reporting import wandb_workspace
+from asyncrl.reporting.jsonl import JsonlSink
+from asyncrl.reporting.sinks import git_state
+from asyncrl.reporting.wandb_sink import TABLE, WandbSink
 
 _BLOCK_BYTES = 32_768
 _CHUNK = struct.Struct("<IHB")  # crc, length, kind: 1 whole, 2 first, 3 middle, 4 last
@@ -159,3 +163,101 @@ def test_a_disabled_run_leaves_nothing_behind(alone, tmp_path):
 def test_an_unknown_mode_is_refused_with_the_ones_there_are(tmp_path):
     with pytest.raises(ValueError, match="offline, online, disabled, found 'of'"):
         WandbSink(WandbConfig(mode="of"), "quick", tmp_path, {})
+
+
+def trajectories(step: int, count: int = 2) -> list[dict]:
+    spans = [{"start": 0, "version": "0.3", "mixed_kv": False}, {"start": 17, "version": "0.4", "mixed_kv": False}]
+    row = {"step": step, "prompt_id": "p", "prompt": "2+2=", "response": "4", "versions": spans, "finish": "stop"}
+    return [row | {"reward": i / 2, "response_tokens": 20 + i, "uid": f"u{i}"} for i in range(count)]
+
+
+def test_sampled_trajectories_become_a_table_every_few_steps(alone, tmp_path):
+    sink = WandbSink(WandbConfig(table_every_steps=2), "quick", tmp_path, {})
+    for step in range(1, 6):
+        sink.trajectories(trajectories(step))
+    sink.close(None)
+    tables = [row for row in offline_run(tmp_path).history if "trajectories" in row or "trajectories/_type" in row]
+    assert [row["step"] for row in tables] == [2, 4]
+    files = sorted(tmp_path.glob("wandb/offline-run-*/files/media/table/*.table.json"))
+    (first, second) = sorted((json.loads(file.read_text()) for file in files), key=lambda table: table["data"][0][0])
+    assert first["columns"] == list(TABLE)
+    assert [row[0] for row in first["data"]] == [1, 1, 2, 2]
+    assert [row[0] for row in second["data"]] == [3, 3, 4, 4]
+    assert first["data"][1][1:] == ["p", "2+2=", "4", 0.5, "0.3 · 0.4 from 17", "stop", 21, "u1"]
+
+
+def test_a_resumed_run_keeps_its_id_and_goes_back_in_no_step(alone, tmp_path):
+    row = {"actor/loss": 0.5, "critic/rewards/mean": 0.25}
+    ids = []
+    for steps in ((1, 2, 3, 2), (2, 3, 4)):  # killed after it went back to 2; resumed from there
+        folder = tmp_path / f"copy-{len(ids)}"
+        sink, lines = WandbSink(WandbConfig(), "quick", tmp_path, {}), JsonlSink(tmp_path)
+        for step in steps:
+            sink.metrics(step, row)
+            lines.metrics(step, row)
+        sink.metrics(2, {"validation/accuracy": 0.5})  # a late result is no step
+        lines.close(None)
+        sink.close(None)
+        (tmp_path / "wandb").rename(folder)
+        (path,) = folder.glob("offline-run-*/*.wandb")
+        ids.append((path.stem, [items(r.history.item)["step"] for r in records(path) if r.HasField("history")]))
+    assert ids[0][0] == ids[1][0]
+    assert [steps for _, steps in ids] == [[1, 2, 3, 2], [4, 2]]
+
+
+def test_the_dashboard_has_the_report_s_charts_in_named_sections(capsys):
+    assert wandb_workspace.main(["--print"]) == 0
+    sections = {section["name"]: section["panels"] for section in json.loads(capsys.readouterr().out)}
+    assert list(sections) == ["Learning", "Asynchrony", "Throughput", "Speculation", "Policy", "Pipes", "Trajectories"]
+    metrics = {metric for panels in sections.values() for panel in panels for metric in panel.get("metrics", [])}
+    assert metrics >= {
+        "critic/rewards/mean",
+        "fully_async/staleness/max",
+        "fully_async/queue/depth",
+        "fully_async/trainer/idle_ratio",
+        "param_sync/transfer_s",
+        "rollout/spec_accept_rate",
+        "perf/fraction_of_ideal",
+        "response_length/p99",
+    }
+
+
+def test_the_dashboard_is_what_wandb_takes(monkeypatch):
+    workspaces = pytest.importorskip("wandb_workspaces.workspaces")
+    saved = []
+    monkeypatch.setattr(workspaces.Workspace, "save", lambda workspace: saved.append(workspace))
+    monkeypatch.setattr(workspaces.Workspace, "url", "there")
+    assert wandb_workspace.save("team", "project", "asyncrl") == "there"
+    spec = saved[0]._to_model().model_dump()["spec"]["section"]["panel_bank_config"]["sections"]
+    assert [section["name"] for section in spec][:7] == [section["name"] for section in wandb_workspace.definition()]
+
+
+def test_tensorboard_gets_every_number_by_step_and_is_refused_without_its_package(tmp_path, monkeypatch):
+    from asyncrl.reporting.tensorboard import TensorboardSink
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match=r"reporting.tensorboard: the package tensorboard is not installed"):
+        TensorboardSink(tmp_path)
+    monkeypatch.undo()
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    sink = TensorboardSink(tmp_path)
+    for step in (1, 2):
+        sink.metrics(step, {"actor/loss": step / 4, "text": "left out", "mtp/loss_1": float("nan")})
+    sink.trajectories(trajectories(2))
+    sink.close(None, "SIGINT")
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("actor/loss")] == [(1, 0.25), (2, 0.5)]
+    assert events.Tags()["scalars"] == ["actor/loss"]
+    assert "trajectories/0/text_summary" in events.Tags()["tensors"]
+
+
+def test_the_commit_that_a_run_began_from_is_recorded(tmp_path, monkeypatch):
+    for command in (["init", "-qb", "main"], ["commit", "-q", "--allow-empty", "-m", "one"]):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *command], cwd=tmp_path, check=True)
+    monkeypatch.chdir(tmp_path)
+    state = git_state()
+    assert (len(state["commit"]), state["branch"], state["changed"]) == (40, "main", False)
+    (tmp_path / "new").touch()
+    assert git_state()["changed"]
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "nowhere"))
+    assert git_state() == {}

@@ -71,6 +71,7 @@ _AT_LEAST = {
     "seed": 0,
     "model.lora.rank": 0,
     "reporting.prometheus.port": 0,
+    "reporting.wandb.table_every_steps": 0,
     "data.epochs": 0,
     "data.max_prompt_tokens": 0,
     "rollout.n": 1,

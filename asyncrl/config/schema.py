@@ -239,6 +239,7 @@ class WandbConfig:
     project: str = from_env("WANDB_PROJECT", "asyncrl")
     entity: str = from_env("WANDB_ENTITY", "")
     tags: list[str] = field(default_factory=list)
+    table_every_steps: int = 10  # the sampled trajectories since the last time, as a table; 0: none
 
 
 @dataclass
@@ -253,6 +254,7 @@ class PrometheusConfig:
 class ReportingConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
     prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)
+    tensorboard: bool = False  # event files in run_dir/tensorboard; needs the package tensorboard
     console_every_s: float = 10.0
     trajectories_per_step: int = 2  # sampled trajectories written to trajectories.jsonl; 0: none
     report: bool = True  # report.html at the end
