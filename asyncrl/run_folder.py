@@ -35,7 +35,7 @@ LOCK_PATIENCE_S = 30.0  # for the processes of a run that was killed to be gone
 
 class RunFolder:
     """``path`` holds config.yaml, metrics.jsonl, spans.jsonl, trajectories.jsonl, logs/, checkpoints/, wandb/,
-    summary.json and report.html. ``journal`` holds ledger.sqlite and spool/: the same folder, unless
+    summary.json, report.html and trace.json.gz. ``journal`` holds ledger.sqlite and spool/: the same folder, unless
     ``config.journal_dir`` names another disk; then ``journal_copy`` is where each checkpoint copies them to.
     ``checkpoint`` is the one to go on from, verified; None: from the start. ``resumed``: a run was here before. Locked
     against other runs while the process lives."""
@@ -118,8 +118,10 @@ class RunFolder:
         (self.path / "summary.json").write_text(json.dumps({**figures, **how}, indent=2) + "\n")
         if report:
             from asyncrl.reporting.report import write_report
+            from asyncrl.reporting.trace import write_trace
 
             print(f"report:      {write_report(self.path)}")
+            write_trace(self.path)
         if newest := self.checkpoints.newest():
             print(f"checkpoint:  {newest.path}")
         print(f"run folder:  {self.path}", flush=True)

@@ -14,6 +14,7 @@ from asyncrl.reporting import charts, swimlanes
 from asyncrl.reporting.jsonl import METRICS_FILE, LineFile
 from asyncrl.reporting.report import MAX_TRAJECTORIES, REPORT_FILE, read_series, write_report
 from asyncrl.reporting.timeline import SPANS_FILE
+from asyncrl.reporting.trace import TRACE_FILE
 from asyncrl.reporting.trajectories import TRAJECTORIES_FILE
 
 PHASES = ("plan", "pause", "unload", "transfer", "verify", "commit", "reload", "resume")
@@ -197,9 +198,9 @@ def test_an_empty_run_and_one_still_going_have_a_report(tmp_path):
 
 def test_the_command_makes_the_report_again_and_says_where(tmp_path):
     metrics_of(tmp_path, ["actor/entropy"])
-    command = [sys.executable, "-m", "asyncrl.reporting.report"]
+    command = [sys.executable, "-m", "asyncrl.report"]
     done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert Path(done.stdout.strip()) == tmp_path / REPORT_FILE
+    assert done.stdout.split() == [str(tmp_path / REPORT_FILE), str(tmp_path / TRACE_FILE)]
     assert (tmp_path / REPORT_FILE).exists()
     assert subprocess.run(command, capture_output=True, text=True).returncode == 2
     with pytest.raises(FileNotFoundError, match="no folder"):

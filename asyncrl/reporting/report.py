@@ -1,15 +1,9 @@
-"""report.html: one self-contained page about a run, made from the files in its folder and nothing else.
-
-    python -m asyncrl.reporting.report RUN_DIR
-
-It can be made at any time: of a run still going, of one that died, of a folder with half of the files.
-"""
+"""report.html: one self-contained page about a run, made from the files in its folder and nothing else."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from asyncrl.reporting import charts, page, swimlanes
+from asyncrl.reporting import charts, lives, page, swimlanes
 from asyncrl.reporting.console import short_number, short_seconds
 from asyncrl.reporting.jsonl import METRICS_FILE, is_number, read_lines
 from asyncrl.reporting.timeline import read_spans
@@ -30,12 +24,12 @@ MAX_TRAJECTORIES = 24
 def write_report(run_dir: Path | str) -> Path:
     """Make (or make again) ``run_dir/report.html`` and return its path. A reader never sees half a page.
 
-    Reads metrics.jsonl, trajectories.jsonl, spans.jsonl, config.yaml (``name``, ``trainer.total_steps``, ``model.path``
-    and the modes are shown at the top) and summary.json. All are optional. summary.json is a flat object. How the run
-    ended is said by its ``status`` (finished | interrupted | failed), ``reason`` (why before the last step, or null)
-    and ``failed`` (what broke it, or null; alone it decides where there is no status). Its ``accuracy_before``,
-    ``accuracy_after``, ``steps``, ``samples``, ``tokens``, ``duration_s`` and ``overlap`` go before what the metrics
-    say. Raises FileNotFoundError if ``run_dir`` is no folder."""
+    Reads metrics.jsonl, trajectories.jsonl, spans.jsonl, the ledger, config.yaml (``name``, ``trainer.total_steps``,
+    ``model.path`` and the modes are shown at the top) and summary.json. All are optional. summary.json is a flat
+    object. How the run ended is said by its ``status`` (finished | interrupted | failed), ``reason`` (why before the
+    last step, or null) and ``failed`` (what broke it, or null; alone it decides where there is no status). Its
+    ``accuracy_before``, ``accuracy_after``, ``steps``, ``samples``, ``tokens``, ``duration_s``, ``overlap`` and
+    ``fraction_of_ideal`` go before what the metrics say. Raises FileNotFoundError if ``run_dir`` is no folder."""
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise FileNotFoundError(f"{run_dir} is no folder: give the run folder that holds {METRICS_FILE}")
@@ -86,7 +80,7 @@ def _render(run_dir: Path) -> str:
         if heading == "Asynchrony":
             cards += _pipe_cards(series)
         body.append(page.section(heading, "".join(cards)))
-    body.append(page.section("Timeline", _timeline_card(run_dir)))
+    body.append(page.section("Timeline", _timeline_card(run_dir) + _lives_card(run_dir)))
     rows = read_lines(run_dir / TRAJECTORIES_FILE)
     shown = _evenly(rows, MAX_TRAJECTORIES)
     heading = "Trajectories" if len(shown) == len(rows) else f"Trajectories ({len(shown)} of {len(rows)} kept)"
@@ -115,6 +109,12 @@ def _timeline_card(run_dir: Path) -> str:
     if len(rows) > swimlanes.MAX_BARS:
         caption += f" The last {swimlanes.MAX_BARS:,} of {len(rows):,} recorded spans are drawn."
     return page.chart_card("Who did what when", caption, swimlanes.timeline_chart(rows), wide=True)
+
+
+def _lives_card(run_dir: Path) -> str:
+    shown = lives.read_lives(run_dir, lives.MAX_LIVES)
+    caption = f"The last {len(shown)} groups, a line each, from issue to training: where one waited, it is long."
+    return page.chart_card("Lives of groups", caption, lives.lives_chart(shown), wide=True)
 
 
 def _badge(summary: Mapping[str, Any]) -> tuple[str, str]:
@@ -179,6 +179,8 @@ def _key_figures(
     duration_s = summary.get("duration_s", times[-1] - times[0] if len(times) > 1 else None)
     if duration_s is not None:
         figures["duration"] = short_seconds(duration_s)
+    if (fraction := summary.get("fraction_of_ideal")) is not None:
+        figures["of the ideal speed"] = f"{fraction:.0%}"
     if (overlap := summary.get("overlap", _last(series, "fully_async/overlap"))) is not None:
         figures["of the time, both pools at work"] = f"{overlap:.0%}"
     staleness = [value for value in series.get("fully_async/staleness/max", ([], []))[1] if value is not None]
@@ -207,15 +209,3 @@ def _evenly(rows: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, 
 
 def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
-def main(argv: Sequence[str]) -> int:
-    if len(argv) != 1:
-        print("usage: python -m asyncrl.reporting.report RUN_DIR", file=sys.stderr)
-        return 2
-    print(write_report(argv[0]))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
