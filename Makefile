@@ -8,7 +8,7 @@ CHECKPOINT = checkpoints/arith-mimo
 DATA = data/arithmetic
 
 .PHONY: venv quickstart lint format clean
-.PHONY: test test-faults test-slow test-vllm test-vllm-short test-megatron test-megatron-short
+.PHONY: test test-faults test-slow test-vllm test-vllm-short test-sglang test-sglang-short test-megatron test-megatron-short
 
 venv:
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/make_venv.sh
@@ -40,6 +40,12 @@ test-vllm: venv venv-vllm $(CHECKPOINT)/model.safetensors $(DATA)/train.jsonl
 
 test-vllm-short: venv venv-vllm
 	ASYNCRL_PYTHON=$(BIN)/python $(VENV)-vllm/bin/python -m pytest -q -m "vllm and not slow"
+
+test-sglang: venv venv-sglang $(CHECKPOINT)/model.safetensors $(DATA)/train.jsonl
+	ASYNCRL_PYTHON=$(BIN)/python $(VENV)-sglang/bin/python -m pytest -q -m sglang
+
+test-sglang-short: venv venv-sglang
+	ASYNCRL_PYTHON=$(BIN)/python $(VENV)-sglang/bin/python -m pytest -q -m "sglang and not slow"
 
 test-megatron: venv-megatron
 	$(VENV)-megatron/bin/python -m pytest -q -m megatron

@@ -27,6 +27,7 @@ _NATIVE_PAUSE_KV = frozenset(
 PAUSE_KV = {
     "native": _NATIVE_PAUSE_KV,
     "vllm": _NATIVE_PAUSE_KV | {("abort", "keep")},  # its prefix cache is keyed by version
+    "sglang": _NATIVE_PAUSE_KV | {("abort", "keep")},  # so is its
 }
 
 #: engines that take LoRA adapters; the others take merged weights
@@ -391,21 +392,27 @@ def _engine_problems(c: Config) -> Iterator[str]:
                 yield f"rollout.engine.{key}: the native engine has one device per replica; expected 1, or vllm"
         if engine.args:
             yield f"rollout.engine.args: the native engine takes none beside its options, found {sorted(engine.args)}"
-    if name == "vllm":
+    if name in ("vllm", "sglang"):
         if engine.deterministic:
-            yield "rollout.engine.deterministic: vllm's results depend on what else is in the batch; expected native"
+            yield f"rollout.engine.deterministic: {name}'s results depend on what else is in the batch; expected native"
         if c.param_sync.staging == "full":
-            yield "param_sync.staging: vllm's workers do nothing else while they receive; expected bucket, found full"
+            does = "workers do nothing else while they receive" if name == "vllm" else "server keeps no copy"
+            yield f"param_sync.staging: {name}'s {does}; expected bucket, found full"
         if c.rollout.top_p < 1 or c.rollout.top_k or c.rollout.min_p:
             yield (
-                "rollout.top_p: with top_p, top_k or min_p vllm tells the logprobs of what they leave, training "
+                f"rollout.top_p: with top_p, top_k or min_p {name} tells the logprobs of what they leave, training "
                 "needs those of the whole vocabulary; expected top_p=1, top_k=0 and min_p=0, or the native engine"
             )
         if c.mtp.init_from_trunk and c.mtp.enable_rollout:
             yield (
-                "mtp.init_from_trunk: vllm reads the draft's layers from the checkpoint, which has none then; expected "
-                "false, or a checkpoint into which the draft was exported"
+                f"mtp.init_from_trunk: {name} reads the draft's layers from the checkpoint, which has none then; "
+                "expected false, or a checkpoint into which the draft was exported"
             )
+    if name == "sglang" and engine.pipeline_parallel_size > 1:
+        yield (
+            "rollout.engine.pipeline_parallel_size: sglang gives all stages one handle to what a sync brings, which "
+            f"can be opened once; expected 1, found {engine.pipeline_parallel_size}"
+        )
 
 
 def _file_problems(c: Config) -> Iterator[str]:

@@ -47,7 +47,7 @@ class DataConfig:
 
 @dataclass
 class EngineConfig:
-    name: str = "native"  # native | vllm
+    name: str = "native"  # native | vllm | sglang
     python: str = (
         ""  # interpreter of replicas with an environment of their own: same version, same Ray; empty: this one
     )
@@ -58,9 +58,9 @@ class EngineConfig:
     dtype: str = "auto"  # auto | float32 | bfloat16; auto: bfloat16 for a 16-bit checkpoint, else float32
     device: str = "auto"  # auto | cpu | cuda
     threads: int = 1  # CPU threads per replica
-    tensor_parallel_size: int = 1  # vllm: workers of one replica that share each layer, on a GPU each
-    pipeline_parallel_size: int = 1  # vllm: stages of layers
-    args: dict[str, Any] = field(default_factory=dict)  # vllm: further engine arguments, by vLLM's names
+    tensor_parallel_size: int = 1  # vllm, sglang: workers of one replica that share each layer, on a GPU each
+    pipeline_parallel_size: int = 1  # vllm, sglang: stages of layers
+    args: dict[str, Any] = field(default_factory=dict)  # vllm, sglang: further arguments, by the engine's names
 
 
 @dataclass

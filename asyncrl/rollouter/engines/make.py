@@ -15,6 +15,10 @@ async def make_engine(config: Config, recorder: Recorder) -> Engine:
         from asyncrl.rollouter.engines.vllm.engine import VLLMEngine
 
         return await VLLMEngine.start(config, recorder=recorder)
+    if config.rollout.engine.name == "sglang":
+        from asyncrl.rollouter.engines.sglang.engine import SGLangEngine
+
+        return await SGLangEngine.start(config, recorder=recorder)
     from asyncrl.rollouter.engines.native.engine import NativeEngine
     from asyncrl.rollouter.tokenizer import PromptTokenizer
 

@@ -1,0 +1,163 @@
+"""From our options to SGLang's server arguments and sampling parameters."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from asyncrl.config.schema import Config
+from asyncrl.models.config import DecoderConfig
+from asyncrl.param_sync.manifest import DTYPE_BYTES
+from asyncrl.rollouter.engine import EngineError, Request
+
+_OLDEST = (0, 5, 16)  # with the pause modes, and spans of weight versions in the outputs
+SESSIONS_SINCE = (0, 5, 22)  # updates of weights stand between begin and end
+_SLACK_TOKENS = 8  # SGLang ends a request a little before its context is full
+
+#: what the adapter stands on; `rollout.engine.args` may not change it
+_OURS = frozenset(
+    {
+        "model_path",
+        "device",
+        "dtype",
+        "host",
+        "port",
+        "api_key",
+        "admin_api_key",
+        "random_seed",
+        "max_running_requests",
+        "context_length",
+        "tp_size",
+        "tensor_parallel_size",
+        "pp_size",
+        "pipeline_parallel_size",
+        "tokenizer_worker_num",
+        "skip_tokenizer_init",
+        "incremental_streaming_output",
+        "enable_priority_scheduling",
+        "schedule_low_priority_values_first",
+        "enable_memory_saver",
+        "weight_version",
+        "speculative_algorithm",
+        "speculative_num_steps",
+        "speculative_eagle_topk",
+        "speculative_num_draft_tokens",
+    }
+)
+
+
+def check_version() -> tuple[int, ...]:
+    """SGLang's version. Raises EngineError for one that the adapter does not know."""
+    try:
+        said = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        raise EngineError(
+            "SGLang is not installed in this environment, see runtime_env/ for replicas with one of their own"
+        ) from None
+    version = tuple(int(part) for part in said.split(".")[:3] if part.isdigit())
+    if version < _OLDEST:
+        raise EngineError(f"SGLang {said}: expected at least {'.'.join(map(str, _OLDEST))}, which tells versions")
+    return version
+
+
+def server_arguments(config: Config, device: str) -> dict[str, Any]:
+    """By SGLang's names. Raises EngineError for arguments that are ours to set."""
+    engine, mtp = config.rollout.engine, config.mtp
+    if taken := sorted(_OURS & engine.args.keys()):
+        raise EngineError(f"rollout.engine.args: {', '.join(taken)} follow from other options; leave them out")
+    if {"dp_size", "data_parallel_size"} & engine.args.keys() and not engine.args.get("enable_dp_attention"):
+        raise EngineError("rollout.engine.args: dp_size goes with enable_dp_attention; else raise rollout.replicas")
+    model = DecoderConfig.load(config.model.path)
+    arguments: dict[str, Any] = {
+        "model_path": config.model.path,
+        "device": device,
+        "dtype": model.engine_dtype(engine.dtype),
+        "random_seed": config.seed,
+        "max_running_requests": engine.slots,
+        "context_length": context_tokens(config) + _SLACK_TOKENS,
+        "tp_size": engine.tensor_parallel_size,
+        "pp_size": engine.pipeline_parallel_size,
+        "incremental_streaming_output": True,
+        "enable_priority_scheduling": True,
+        "schedule_low_priority_values_first": True,
+        "enable_memory_saver": device == "cuda" and config.param_sync.kv == "unload",  # what can free the KV cache
+        "log_level": "error",
+        "skip_server_warmup": device == "cpu",
+    }
+    if mtp.enable_rollout:
+        arguments |= {
+            "speculative_algorithm": "NEXTN",
+            "speculative_num_steps": mtp.num_speculative_tokens,
+            "speculative_eagle_topk": 1,  # a chain
+            "speculative_num_draft_tokens": mtp.num_speculative_tokens + 1,  # and the token that they follow
+        }
+    if device == "cpu":
+        arguments |= {
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "disable_overlap_schedule": True,
+            "disable_cuda_graph": True,
+            # as much as every slot's whole context takes
+            "max_total_tokens": engine.slots * (context_tokens(config) + _SLACK_TOKENS),
+            "mem_fraction_static": 0.2,  # of the machine's memory may the cache take, if it had no bound
+        }
+    return arguments | engine.args
+
+
+def command_line(arguments: Mapping[str, Any]) -> list[str]:
+    """As SGLang's parser reads them; False and None are left out."""
+    words: list[str] = []
+    for name, value in arguments.items():
+        option = f"--{name.replace('_', '-')}"
+        if value is True:
+            words.append(option)
+        elif isinstance(value, (list, tuple)):
+            words += [option, *map(str, value)]
+        elif value is not None and value is not False:
+            words += [option, json.dumps(value) if isinstance(value, Mapping) else str(value)]
+    return words
+
+
+def server_environment(device: str, threads: int) -> dict[str, str]:
+    """What the server's processes find in their environment, beside ours."""
+    wanted = {"HF_HUB_OFFLINE": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # by the slack
+    if device == "cpu":
+        wanted |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(threads)}
+    return wanted
+
+
+def sampling_parameters(request: Request, stream_interval: int) -> dict[str, Any]:
+    s = request.sampling
+    return {
+        "max_new_tokens": request.max_new_tokens,
+        "temperature": s.temperature,
+        "top_p": s.top_p,
+        "top_k": s.top_k or -1,
+        "min_p": s.min_p,
+        "stop_token_ids": list(s.stop_token_ids) or None,
+        "stop": list(s.stop_strings) or None,
+        # Where to stop is the request's to say. But told to ignore the checkpoint's own end, SGLang ignores these too.
+        "ignore_eos": not s.stop_token_ids,
+        "stream_interval": stream_interval,
+    }
+
+
+def context_tokens(config: Config) -> int:
+    model = DecoderConfig.load(config.model.path)
+    return config.rollout.engine.max_context_tokens or model.max_position_embeddings
+
+
+def kv_token_bytes(config: Config) -> int:
+    """Of one token in the KV cache, over all layers."""
+    model = DecoderConfig.load(config.model.path)
+    layers = model.num_layers + (model.num_mtp_layers if config.mtp.enable_rollout else 0)
+    element = DTYPE_BYTES[model.engine_dtype(config.rollout.engine.dtype)]
+    return 2 * layers * model.num_kv_heads * model.head_dim * element
+
+
+def resolve_device(name: str) -> str:
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name

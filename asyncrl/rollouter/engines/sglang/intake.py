@@ -1,0 +1,202 @@
+"""A sync session's receiving end of an SGLang replica: buckets are read here and given on to the server.
+
+The server writes what it is given into its live weights at once and keeps no copy. Target and draft go to their models
+by SGLang's selector; that all has arrived is known here, that it is alive the server's own checksums say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from asyncrl.models.checkpoint import is_draft
+from asyncrl.param_sync.errors import SyncError
+from asyncrl.param_sync.handles import ReceivePlan
+from asyncrl.param_sync.manifest import Manifest, ManifestError, Role, TensorSpec
+from asyncrl.param_sync.transports.base import BucketReader
+from asyncrl.param_sync.whole_tensors import WholeTensors
+from asyncrl.rollouter.engine import EngineError
+from asyncrl.rollouter.engines.sglang.checksums import SentChecksums
+from asyncrl.rollouter.engines.sglang.client import Client, ServerRefusal
+from asyncrl.rollouter.engines.sglang.delivery import Parcel, parcels
+from asyncrl.sample import PolicyVersion
+
+T = TypeVar("T")
+
+
+class ServerIntake:
+    """Implements `asyncrl.param_sync.intake.Intake`. Staging ``full`` it has not.
+
+    ``shapes``: of the checkpoint that the server has loaded, by name. ``workers``: processes that load, each its part.
+    ``draft``: whether the server speculates. ``sessions``: whether its updates stand between begin and end."""
+
+    def __init__(
+        self,
+        client: Client,
+        name: str,
+        reader: BucketReader,
+        *,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: str,
+        device: str,
+        workers: int,
+        draft: bool,
+        sessions: bool,
+    ) -> None:
+        self._client, self._name, self._reader = client, name, reader
+        self._shapes, self._dtype, self._device = shapes, dtype, device
+        self._workers, self._draft, self._sessions = workers, draft, sessions
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="param-sync")
+        self._parcel = Parcel(device)
+        self._manifest: Manifest | None = None
+        self._tensors: WholeTensors | None = None
+        self._checksums: SentChecksums | None = None
+        self._updating = False  # between the server's begin and end
+        self._intact = True
+        self.committed: PolicyVersion | None = None
+
+    async def open(self, plan: ReceivePlan) -> Sequence[str]:
+        if plan.staging != "bucket":
+            raise self._no_copy("plan")
+        if clashes := list(_clashes(plan.manifest, self._shapes, self._dtype)):
+            some = "; ".join(clashes[:4]) + (f" and {len(clashes) - 4} more" if len(clashes) > 4 else "")
+            raise ManifestError(f"{self._name}: {some}")
+        self._manifest, self._tensors = plan.manifest, WholeTensors(plan.session, plan.manifest)
+        comparable = self._device == "cpu" and self._workers == 1
+        self._checksums = SentChecksums(plan.manifest.sent()) if comparable else None
+        await self._in_thread(lambda: self._reader.connect(plan.session, plan.addresses, plan.deadline_s))
+        return (self._name,)
+
+    async def receive(self, deadline_s: float) -> int:
+        assert self._tensors is not None
+        self._intact = False
+        await self._begin_update()
+        self._parcel.clear()
+        filled = parcels(self._arriving(deadline_s), self._parcel)
+        try:
+            while (parcel := await self._in_thread(lambda: next(filled, None))) is not None:
+                await self._deliver(parcel)
+        finally:
+            # at once, so that the senders do not wait for this replica
+            await self._in_thread(filled.close)  # type: ignore[attr-defined]
+        await self._end_update()
+        return self._tensors.nbytes
+
+    async def load(self) -> None:
+        raise self._no_copy("load")
+
+    async def verify(self) -> None:
+        assert self._tensors is not None
+        assert self._manifest is not None
+        self._tensors.verify()
+        if self._checksums is None:
+            return
+        sent = {spec.role for spec in self._manifest.sent()}
+        roles: list[Role] = ["target", "draft"] if self._draft and "draft" in sent else ["target"]
+        for role in roles:
+            live = await self.live_checksums(role)
+            if problems := self._checksums.differences(role, live.values(), shared=role == "draft"):
+                raise SyncError("verify", self._name, None, None, "; ".join(problems[:4]))
+
+    async def digest(self, role: Role) -> str:
+        if self._tensors is None:
+            raise EngineError("digest: no sync session has brought weights yet")
+        return self._tensors.digest(role)
+
+    async def live_checksums(self, role: Role) -> dict[str, str]:
+        """The server's own, by its names of the parameters; of all its workers, if it has more than one."""
+        said = await self._client.post("/weights_checker", action="checksum", selector=role)
+        ranks = said.get("ranks", [])
+        if len(ranks) == 1:
+            return dict(ranks[0]["checksums"])
+        return {f"{i}: {name}": value for i, rank in enumerate(ranks) for name, value in rank["checksums"].items()}
+
+    async def commit(self, version: PolicyVersion) -> None:
+        await self._client.post("/update_weight_version", new_version=str(version), abort_all_requests=False)
+        told = (await self._client.get("/model_info")).get("weight_version")
+        if told != str(version):
+            raise SyncError("commit", self._name, version, None, f"SGLang was given version {version}, it says {told}")
+        self.committed, self._intact = version, True
+
+    async def abort(self) -> None:
+        self._reader.abort()
+        await self._in_thread(lambda: None)  # who reads has heard of it
+        with contextlib.suppress(ServerRefusal):  # the update was given up before it began
+            await self._end_update()
+
+    def intact(self) -> bool:
+        return self._intact
+
+    async def close(self) -> None:
+        self._reader.abort()
+        self._thread.shutdown()
+        self._reader.close()
+
+    # -- within --------------------------------------------------------------------------------------------------------
+
+    async def _deliver(self, parcel: Parcel) -> None:
+        if parcel.role == "draft" and not self._draft:
+            return  # nobody there speculates
+        await self._client.post(
+            "/update_weights_from_tensor",
+            serialized_named_tensors=parcel.payload(self._workers),
+            load_format="flattened_bucket",
+            flush_cache=False,  # the session has done so, where it is wanted
+            # a draft may hold tensors of the target too, such as its embedding
+            selector="draft" if parcel.role == "draft" else "all",
+        )
+
+    async def _begin_update(self) -> None:
+        if not self._sessions:
+            return
+        self._updating = True
+        try:
+            await self._client.post("/begin_weight_update")
+        except ServerRefusal:  # the last one was given up just as it began
+            await self._client.post("/end_weight_update")
+            await self._client.post("/begin_weight_update")
+
+    async def _end_update(self) -> None:
+        """Returns when the server writes no longer: what it is told is done in turn."""
+        if self._updating:
+            self._updating = False
+            await self._client.post("/end_weight_update")
+
+    def _arriving(self, deadline_s: float) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        assert self._tensors is not None
+        with contextlib.closing(self._reader.buckets(deadline_s)) as buckets:  # type: ignore[type-var]
+            for bucket in buckets:
+                for spec, tensor in self._tensors.take(bucket):
+                    if self._checksums is not None:
+                        self._checksums.add(spec, tensor)
+                    yield spec, tensor
+
+    def _no_copy(self, phase: str) -> SyncError:
+        return SyncError(phase, self._name, None, None, "SGLang keeps no copy of what arrives; expected staging bucket")
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+
+def _clashes(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> Iterator[str]:
+    """Where the manifest and the checkpoint that the server has loaded differ, one line each: SGLang passes over names
+    that it does not know."""
+    for spec in manifest.sent():
+        if spec.name not in shapes:
+            yield f"{spec.name}: sent, but unknown to the replica"
+        elif (spec.dtype, spec.shape) != (dtype, shapes[spec.name]):
+            yield (
+                f"{spec.name}: sent as {spec.dtype}{list(spec.shape)}, the replica holds "
+                f"{dtype}{list(shapes[spec.name])}"
+            )
+    known = {spec.name for spec in manifest}
+    roles = {spec.role for spec in manifest}
+    for name in shapes:
+        role = "draft" if is_draft(name) else "target"
+        if name not in known and role in roles and not name.endswith("rotary_emb.inv_freq"):
+            yield f"{name}: a parameter of the replica that is not sent"

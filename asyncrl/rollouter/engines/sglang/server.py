@@ -1,0 +1,103 @@
+"""The server process of a replica: started, waited for, watched and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import asyncrl
+from asyncrl.rollouter.engine import EngineError
+from asyncrl.rollouter.engines.sglang.arguments import command_line
+from asyncrl.rollouter.engines.sglang.client import Client
+
+_SERVE = "asyncrl.rollouter.engines.sglang.serve"
+_ASK_EVERY_S = 0.25  # whether it is ready; starting takes a minute
+_LAST_WORDS = 4000  # characters of its output that an error repeats
+
+
+class Server:
+    """Made by `start`. It listens on this machine alone, on a port and with an API key of its own; its output goes to
+    our standard error."""
+
+    def __init__(self, process: asyncio.subprocess.Process, client: Client) -> None:
+        self._process, self.client = process, client
+        self._output = ""
+        self._relay = asyncio.create_task(self._relay_output())
+        self.ended = asyncio.create_task(process.wait())
+
+    @classmethod
+    async def start(cls, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> Server:
+        """Returns when it answers, after a minute or more. Raises EngineError with its last words if it ends before."""
+        port, key = _free_port(), secrets.token_urlsafe(24)
+        words = command_line({**arguments, "host": "127.0.0.1", "port": port, "api_key": key})
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", _SERVE, str(os.getpid())),
+            env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, _module_path()))},
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,  # with its children, to be ended together
+        )
+        server = cls(process, Client(f"http://127.0.0.1:{port}", key))
+        try:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(words).encode())
+            process.stdin.close()
+            await server._until_ready()
+        except BaseException:
+            await server.close()
+            raise
+        return server
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def account(self) -> str:
+        """How it ended, in words."""
+        return f"SGLang's server process is gone (exit status {self._process.returncode})"
+
+    async def close(self) -> None:
+        """Kill it with all its children; nothing of it is left when this returns."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self.ended
+        await asyncio.wait([self._relay])
+        await self.client.close()
+
+    async def _until_ready(self) -> None:
+        while not self.ended.done():
+            with contextlib.suppress(EngineError):
+                await self.client.get("/model_info")
+                return
+            await asyncio.wait([self.ended], timeout=_ASK_EVERY_S)
+        await asyncio.wait([self._relay])
+        raise EngineError(f"{self.account()} before it was ready; its last words: {self._output.strip()}")
+
+    async def _relay_output(self) -> None:
+        assert self._process.stdout is not None
+        while chunk := await self._process.stdout.read(1 << 16):
+            text = chunk.decode(errors="replace")
+            self._output = (self._output + text)[-_LAST_WORDS:]
+            print(text, end="", file=sys.stderr, flush=True)
+
+
+def _module_path() -> list[str]:
+    """Where the new process finds the very modules of this one, wherever it came by them."""
+    return [str(Path(asyncrl.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
