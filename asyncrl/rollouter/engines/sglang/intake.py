@@ -60,6 +60,9 @@ class ServerIntake:
         self._intact = True
         self.committed: PolicyVersion | None = None
 
+    def needs_base(self) -> bool:
+        return True  # it takes whole weights alone
+
     async def open(self, plan: ReceivePlan) -> Sequence[str]:
         if plan.staging != "bucket":
             raise self._no_copy("plan")
