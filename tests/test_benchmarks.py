@@ -64,6 +64,13 @@ def test_the_parameter_sync_s_benchmark_ends_with_its_figures():
 
 
 @pytest.mark.slow
+def test_the_benchmark_of_adapters_ends_with_its_figures():
+    figures = last_line("benchmarks.lora_sync --hidden 64 --layers 1 --rank 2 --syncs 1")
+    assert figures["adapters_mib"] < figures["merged_mib"] == figures["whole_weights_mib"]
+    assert all(value > 0 for name, value in figures.items() if not name.endswith("_mib"))
+
+
+@pytest.mark.slow
 def test_a_part_of_the_gpu_s_benchmark_that_fails_does_not_lose_the_others(tmp_path):
     """On a CPU; without the part that makes the model, those that need it fail."""
     options = f"--device cpu --tiny --out {tmp_path}"

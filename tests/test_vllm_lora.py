@@ -180,7 +180,7 @@ class TestDraft:
 @pytest.mark.parametrize("pair", [{"in_flight": "finish"}], indirect=True)
 class TestFinishing:
     async def test_kept_requests_end_on_the_adapter_they_began_with(self, pair, tmp_path):
-        """Beside younger ones, over several syncs; in one the base travels again, and vLLM drops its adapters."""
+        """Beside younger ones, over several syncs; in one the base travels too, and vLLM drops its adapters."""
         trainer, engine = pair
         heard, versions = Heard(engine), []
         for n in range(4):

@@ -88,6 +88,7 @@ def test_a_run_whose_requests_finish_on_their_adapters_samples_each_from_one_ver
     values = metrics_of(run.folder)
     assert [row["fully_async/partial/count"] for row in values if "fully_async/partial/count" in row] == [0] * 8
     assert not any(row.get("param_sync/evicted") for row in values)
+    assert any(row.get("param_sync/held_requests") for row in values)  # some were kept over a sync
 
 
 @pytest.mark.slow
