@@ -174,7 +174,9 @@ def _memory(config: Config, found: Preflight) -> dict[str, str]:
     t, engine = config.trainer, config.rollout.engine
     cut = ranks_per_copy(config) if t.backend == "megatron" else t.ranks
     held = {"weights, gradients, optimizer": parameters * TRAIN_BYTES / cut}
-    if config.algorithm.kl_coef:
+    if config.model.lora.rank:  # what learns is small beside them, and they are the reference
+        held = {"frozen weights": parameters * 4 / cut}
+    elif config.algorithm.kl_coef:
         held["reference"] = parameters * 4 / cut
     held["logits"] = 2 * t.logprob_chunk_tokens * found.model.vocab_size * 4
     dtype = found.model.engine_dtype(engine.dtype)

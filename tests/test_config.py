@@ -11,6 +11,7 @@ TENSOR, PIPELINE, VIRTUAL = (
     f"trainer.megatron.{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "virtual_pipeline")
 )
 ROOT = Path(__file__).parent.parent
+PYTHONS = [f"ASYNCRL_{pool}_PYTHON" for pool in ("VLLM", "SGLANG", "MEGATRON")]
 
 REQUIRED = ["model.path=ckpt", "reward.function=package.module:score"]
 
@@ -282,7 +283,7 @@ def test_derived_figures(files):
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda file: file.stem)
 def test_every_config_that_comes_along_is_sound(file, monkeypatch):
     """Apart from the files that it names: those are made, or the user's."""
-    for variable in ("MODEL_PATH", "TRAIN_FILE", "VALIDATION_FILE", "ASYNCRL_VLLM_PYTHON", "ASYNCRL_MEGATRON_PYTHON"):
+    for variable in ("MODEL_PATH", "TRAIN_FILE", "VALIDATION_FILE", *PYTHONS):
         monkeypatch.setenv(variable, "/somewhere")
     problems = []
     try:

@@ -37,7 +37,7 @@ _VLLM_MAX_LORA_RANK = 512
 #: what `asyncrl.trainer.algorithms` knows; no leaf may import it
 ALGORITHMS = ("grpo",)
 
-_CHOICES = {
+CHOICES = {
     "rollout.engine.name": tuple(PAUSE_KV),
     "rollout.engine.dtype": ("auto", "float32", "bfloat16"),
     "rollout.engine.device": ("auto", "cpu", "cuda"),
@@ -208,7 +208,7 @@ def _problems(c: Config, cpus: int | None) -> Iterator[str]:
     if not_numbers := list(_not_finite(c)):  # comparisons and formulas say nothing sensible of these
         yield from not_numbers
         return
-    for key, choices in _CHOICES.items():
+    for key, choices in CHOICES.items():
         if (value := _get(c, key)) not in choices:
             yield f"{key}: expected one of {', '.join(choices)}; found {value!r}"
     for key, least in _AT_LEAST.items():
@@ -250,9 +250,9 @@ def _problems(c: Config, cpus: int | None) -> Iterator[str]:
     if pause == "auto":
         pause = "abort" if c.async_training.partial_rollout else "wait"
     legal = PAUSE_KV.get(c.rollout.engine.name)
-    known = all(getattr(c.param_sync, key) in _CHOICES[f"param_sync.{key}"] for key in ("pause", "kv"))
+    known = all(getattr(c.param_sync, key) in CHOICES[f"param_sync.{key}"] for key in ("pause", "kv"))
     if known and legal is not None and (pause, c.param_sync.kv) not in legal:
-        fitting = ", ".join(kv for kv in _CHOICES["param_sync.kv"] if (pause, kv) in legal)
+        fitting = ", ".join(kv for kv in CHOICES["param_sync.kv"] if (pause, kv) in legal)
         yield (
             f"param_sync.kv: {c.param_sync.kv} does not go with pause {pause} in the {c.rollout.engine.name} engine; "
             f"expected one of {fitting}"

@@ -14,7 +14,7 @@ from typing import Any
 def from_env(variable: str, otherwise: str, form: str = "{}") -> Any:
     """An option whose default is that of an environment variable, in ``form``; unset or empty: ``otherwise``."""
     default = lambda: form.format(os.environ.get(variable) or otherwise)
-    return field(default_factory=default, metadata={"default": form.format(f"${variable}, else {otherwise!r}")})
+    return field(default_factory=default, metadata={"default": form.format(f"${{{variable}:-{otherwise}}}")})
 
 
 @dataclass

@@ -1,0 +1,127 @@
+"""What the documentation says is so: commands and links are real, generated pages current, examples run."""
+
+import dataclasses
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncrl.config import reference as options
+from asyncrl.config.load import known_keys, load_config
+from asyncrl.reporting import reference as charts
+from asyncrl.sample import FinishReason, PolicyVersion, Prompt, VersionSpan
+from tests.support.tiny import make_inputs, overrides
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MAIN = "asyncrl.fully_async_main"
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words of each command in a page's shell blocks, comments left out."""
+    blocks = re.findall(r"^```(?:sh)?\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
+    return [shlex.split(line) for line in lines if re.match(r"(make|python|ray|\.venv\S*/python) ", line)]
+
+
+ALL = [(page.name, command) for page in PAGES for command in commands(page)]
+
+
+@pytest.mark.parametrize(("page", "command"), ALL, ids=[f"{page}: {' '.join(c)[:60]}" for page, c in ALL])
+def test_a_documented_command_can_be_given(page, command, monkeypatch):
+    if "--" in command:  # what a job runs
+        assert (ROOT / command[command.index("--runtime-env") + 1]).is_file()
+        command = command[command.index("--") + 1 :]
+    if command[0] == "make":
+        assert re.search(rf"^{re.sub('venv-.*', 'venv-%', command[1])}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    elif command[0] != "ray":
+        assert command[1] == "-m"
+        assert importlib.util.find_spec(command[2]) is not None
+    if command[2:3] == [MAIN]:
+        monkeypatch.setenv("ASYNCRL_VLLM_PYTHON", "python")
+        given = [word for word in command[3:] if "=" in word]
+        assert load_config(ROOT / command[command.index("--config") + 1], given)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere_and_options_are_known(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    roots = {key.split(".")[0] for key in known_keys() if "." in key}
+    theirs = r"^\| .*?\| " if page.name == "from_verl.md" else None  # their keys in the first column
+    if theirs:
+        text = re.sub(theirs, "| ", text, flags=re.MULTILINE)
+    for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:[=:][^`]*)?`", text):
+        known = key in known_keys() or key.startswith(("rollout.engine.args.", "reward.args."))
+        assert known or key.split(".")[0] not in roots or key.endswith((".py", ".yaml", ".md")), f"{page.name}: {key}"
+
+
+def test_the_generated_pages_are_current():
+    for name, page in (("configuration.md", options.reference()), ("charts.md", charts.reference())):
+        assert (ROOT / "docs" / name).read_text() == page, f"docs/{name} is old; its first lines say how it is made"
+
+
+def test_every_option_is_in_the_reference():
+    page = options.reference()
+    leaves = [key for key, kind in known_keys().items() if not dataclasses.is_dataclass(kind)]
+    assert [key for key in leaves if f"| `{key}` |" not in page] == []
+
+
+def examples() -> dict[str, object]:
+    """What the Python blocks of docs/extending.md define."""
+    names: dict[str, object] = {}
+    text = (ROOT / "docs/extending.md").read_text()
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        exec(block, names)
+    return names
+
+
+def test_the_reward_of_the_examples_scores():
+    score = examples()["length"]
+    assert score(Prompt("uid", "p", 0, "2+2", None, "4"), "x" * 10, target=20) == {"reward": -0.5, "close": 0.0}
+
+
+async def test_the_agent_loop_of_the_examples_makes_a_sample():
+    class Hf:
+        def encode(self, text, add_special_tokens):
+            return [7, 8]
+
+    class Tokenizer:
+        hf = Hf()
+
+    asked = []
+
+    async def generate(response, limit):
+        from asyncrl.rollouter.agent_loops.base import Completion
+
+        asked.append((response.tolist(), limit))
+        spans = [VersionSpan(0, PolicyVersion(0, len(asked)))]
+        return Completion(np.array([1, 2, 3], np.int32), np.full(3, -0.5, np.float32), spans, FinishReason.STOP)
+
+    sample = await examples()["TwoTries"](Tokenizer(), 24).run(None, 0, generate)
+    assert asked == [([], 11), ([1, 2, 3, 7, 8], 11)]
+    assert sample.tokens.tolist() == [1, 2, 3, 7, 8, 1, 2, 3]
+    assert sample.loss_mask.tolist() == [True] * 3 + [False] * 2 + [True] * 3
+    assert [(span.start, span.version.number) for span in sample.spans] == [(0, 1), (5, 2)]
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_quickstart_s_page_run(tmp_path):
+    """On a tiny run in the place of the quickstart."""
+    inputs = make_inputs(tmp_path)
+    run_dir = tmp_path / "run"
+    tiny = overrides(inputs, run_dir, f"ray.temp_dir={tmp_path}")
+    for command in commands(ROOT / "docs/quickstart.md"):
+        if command[0] != "python":
+            continue
+        words = [str(run_dir) if word == "runs/quickstart" else word for word in command[1:]]
+        more = tiny if command[2] == MAIN else []
+        done = subprocess.run([sys.executable, *words, *more], cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert (run_dir / "trace.json.gz").is_file()
