@@ -1,0 +1,16 @@
+"""The native engine, held to what every engine must do."""
+
+import pytest
+import pytest_asyncio
+
+from tests.support.engine_contract import *  # noqa: F403
+from tests.support.engine_replica import Replica, replica_config
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module")]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def replica(checkpoint):
+    replica = await Replica.start(replica_config("native", checkpoint, pause="abort"))
+    yield replica
+    await replica.close()
