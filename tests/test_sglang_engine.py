@@ -1,7 +1,7 @@
 """The SGLang engine, held against a real SGLang server on the CPU.
 
-One server is started for most tests, as it takes a minute or two; they run in order, and each syncs the weights that it
-needs. The last one kills it.
+Two servers are started for all tests, as it takes a minute or two, one of them with a draft; the tests run in order,
+and each syncs the weights that it needs.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ if importlib.util.find_spec("sglang") is None:
 
 from transformers import AutoTokenizer
 
+from asyncrl.config.schema import MTPConfig
+from asyncrl.models.checkpoint import is_draft
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.rollouter.engine import EngineDied, EngineError
 from asyncrl.sample import FinishReason
 from tests.support.engine_contract import *  # noqa: F403
-from tests.support.engine_contract import PROMPT, changed, error_of, until
+from tests.support.engine_contract import PROMPT, changed, error_of, perfect_draft, until
 from tests.support.engine_replica import Replica, request
 from tests.support.sglang_replica import replica_config, server_processes
 
@@ -188,3 +190,98 @@ def is_alive(process):
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def drafting(checkpoint):
+    """A server with MiMo's draft, whose weights come over gloo."""
+    mtp = MTPConfig(enable_rollout=True, num_speculative_tokens=2)
+    parts = ("prefill", "decode", "speculative_draft")
+    args = {f"{part}_attention_backend": "intel_amx" for part in parts}  # the one on CPUs that goes with a draft
+    replica = await Replica.start(replica_config(checkpoint, mtp=mtp, args=args), transport="gloo")
+    yield replica
+    await replica.close()
+
+
+async def checksums(replica):
+    return {role: await replica.intake.live_checksums(role) for role in ("target", "draft")}
+
+
+def differing(before, after):
+    return {name for name in before if before[name] != after[name]}
+
+
+async def test_each_model_changes_with_its_own_tensors_alone(drafting, initial):
+    report = await drafting.sync(initial)
+    assert not report.evicted
+    before = await checksums(drafting)
+    drafts = {name: t for name, t in initial.items() if is_draft(name)}
+    await drafting.sync(dict(initial) | changed(drafts, 1))
+    after = await checksums(drafting)
+    assert after["target"] == before["target"]
+    own = differing(before["draft"], after["draft"])
+    assert len(own) == len(before["draft"]) - 2  # all but the embedding and the head, which are the target's
+    layer = {name: t for name, t in initial.items() if "layers.0.mlp.down_proj" in name and not is_draft(name)}
+    await drafting.sync(dict(initial) | changed(drafts, 1) | changed(layer, 2))
+    last = await checksums(drafting)
+    assert last["draft"] == after["draft"]
+    assert differing(after["target"], last["target"]) == layer.keys()
+
+
+async def test_target_and_draft_share_what_they_share(drafting, initial):
+    before = await checksums(drafting)
+    shared = {"model.embed_tokens.weight", "lm_head.weight"}
+    await drafting.sync({name: t + 1 if name in shared else t for name, t in initial.items()})
+    after = await checksums(drafting)
+    assert differing(before["draft"], after["draft"]) >= {f"draft.{name}" for name in shared}
+    assert all(after["draft"][f"draft.{name}"] == after["target"][name] for name in shared)
+
+
+async def test_a_draft_that_is_not_delivered_fails_the_sync(drafting, initial, monkeypatch):
+    await drafting.sync(initial)
+    deliver = drafting.intake._deliver
+
+    async def lose(parcel):
+        if parcel.role == "target":
+            await deliver(parcel)
+
+    monkeypatch.setattr(drafting.intake, "_deliver", lose)
+    with pytest.raises(SyncError, match=r"phase verify, replica/0.*mtp_layers.*no live parameter is it"):
+        await drafting.sync(changed(initial, 3))
+    assert not drafting.fleet.routable
+    monkeypatch.undo()
+    assert not (await drafting.sync(changed(initial, 4))).evicted
+
+
+async def acceptance(drafting):
+    """Accepted ÷ drafted by place, and what was generated, greedily."""
+    drafting.recorder.drain()
+    requests = [request(f"{i}", [*PROMPT, i], 60, temperature=0.0) for i in range(8)]
+    answers = await drafting.generate(requests)
+    counters = drafting.recorder.drain().counters
+    assert counters["rollout/spec/tokens"] == sum(len(answer.tokens) for answer in answers.values())
+    rates = [counters[f"rollout/spec/accepted/{i}"] / counters[f"rollout/spec/drafted/{i}"] for i in (1, 2)]
+    return rates, answers
+
+
+async def test_drafted_tokens_that_the_target_would_say_are_accepted(drafting, initial, reference):
+    """A draft made to equal its target is accepted; one left behind, or of another target, is not."""
+    perfect = perfect_draft(initial)
+    await drafting.sync(perfect)
+    rates, answers = await acceptance(drafting)
+    assert min(rates) > 0.95
+    for id, answer in answers.items():
+        assert error_of(reference, perfect, [*PROMPT, int(id)], answer) < 1e-4
+    stale = {name: t if "mtp" in name else 4 * t for name, t in changed(perfect, 5, scale=0.5).items()}
+    await drafting.sync(stale)
+    rates, answers = await acceptance(drafting)
+    assert max(rates) < 0.5
+    for id, answer in answers.items():
+        assert error_of(reference, stale, [*PROMPT, int(id)], answer) < 1e-3  # logits four times as large
+
+
+async def test_what_would_not_be_sampled_is_refused(drafting, initial):
+    await drafting.sync(initial)
+    answer = (await drafting.generate([request("warm", PROMPT, 4)]))["warm"]
+    assert answer.finish is FinishReason.ERROR
+    assert "likeliest token" in answer.error

@@ -26,7 +26,7 @@ from asyncrl.config.schema import MTPConfig
 from asyncrl.rollouter.engine import EngineDied
 from asyncrl.rollouter.engines.vllm.cpu_defects import spread
 from tests.support.engine_contract import *  # noqa: F403
-from tests.support.engine_contract import PROMPT, changed, error_of, until
+from tests.support.engine_contract import PROMPT, changed, error_of, perfect_draft, until
 from tests.support.engine_replica import request
 from tests.support.vllm_replica import Replica, replica_config
 
@@ -73,7 +73,7 @@ class TestSpeculation:
 
     async def test_the_draft_comes_with_the_sync(self, speculating, initial, reference):
         """A draft made to equal its target is accepted; one left behind, or of another target, is not."""
-        perfect = self.perfect(initial)
+        perfect = perfect_draft(initial)
         await speculating.sync(perfect)
         rate, answers = await self.acceptance(speculating)
         assert rate > 0.95
@@ -90,7 +90,7 @@ class TestSpeculation:
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
     async def test_sampling_follows_the_target(self, speculating, initial, reference, temperature):
         """Their mean logprob is minus the entropy, as of samples that were drawn from the target itself."""
-        weights = self.perfect(initial, sharpness=2.0)
+        weights = perfect_draft(initial, sharpness=2.0)
         await speculating.sync(weights)
         _, answers = await self.acceptance(speculating, temperature)
         told, entropies = [], []
@@ -105,25 +105,6 @@ class TestSpeculation:
         told, entropies = torch.tensor(told), torch.tensor(entropies)
         error = (told + entropies).std() / len(told) ** 0.5
         assert abs((told + entropies).mean()) < 4 * error
-
-    @staticmethod
-    def perfect(tensors, sharpness=1.0):
-        """Residual branches that add nothing, and an MTP layer that hands the token's embedding on: draft and target
-        both say what follows from the last token alone."""
-        generator = torch.Generator().manual_seed(3)
-        made = {name: t.clone() for name, t in tensors.items()}
-        for name, t in made.items():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                t.zero_()
-            elif "norm" in name:
-                t.fill_(1.0)
-        hidden = made["model.norm.weight"].numel()
-        eye = torch.eye(hidden)
-        made["model.mtp_layers.0.input_proj.weight"] = torch.cat([torch.zeros_like(eye), eye], 1)
-        for name, scale in (("model.embed_tokens.weight", 1.0), ("lm_head.weight", 0.2 * sharpness)):
-            if name in made:
-                made[name] = scale * torch.randn(made[name].shape, generator=generator)
-        return made
 
 
 async def test_a_killed_core_is_told_and_takes_no_one_with_it(checkpoint, initial):

@@ -408,6 +408,11 @@ def _engine_problems(c: Config) -> Iterator[str]:
                 f"mtp.init_from_trunk: {name} reads the draft's layers from the checkpoint, which has none then; "
                 "expected false, or a checkpoint into which the draft was exported"
             )
+    if name == "sglang" and engine.device == "cpu" and c.mtp.enable_rollout:
+        yield (
+            "mtp.enable_rollout: sglang's speculation on the CPU takes the likeliest token whatever the temperature; "
+            "expected false, or rollout.engine.device=cuda"
+        )
     if name == "sglang" and engine.pipeline_parallel_size > 1:
         yield (
             "rollout.engine.pipeline_parallel_size: sglang gives all stages one handle to what a sync brings, which "

@@ -82,6 +82,7 @@ class SGLangEngine:
         self._context_tokens = context_tokens(config)
         self._vocabulary = DecoderConfig.load(config.model.path).vocab_size
         self._kv_bytes = kv_bytes
+        self._drafts_greedily = device == "cpu" and config.mtp.enable_rollout
         # A stream's event has tokens of one version if each step is told at once; only kept requests see two.
         self._stream_interval = 1 if config.param_sync.pause == "keep" else _STREAM_INTERVAL
         self._intake: ServerIntake | None = None
@@ -129,6 +130,8 @@ class SGLangEngine:
         self._alive()
         for request in requests:
             why = why_impossible(request, self._context_tokens, self._vocabulary, has_tokenizer=True)
+            if self._drafts_greedily and request.sampling.temperature > 0:
+                why = "SGLang's speculation on the CPU takes the likeliest token whatever the temperature; expected 0"
             if why is not None:
                 self._tell(Event(request.id, [], [], self._version or _NONE, FinishReason.ERROR, error=why))
             elif self.paused:

@@ -1,25 +1,140 @@
-"""What SGLang imports from its kernel package where there is no GPU. Most names are there with nothing behind them:
-generation without speculation calls none."""
+"""What SGLang imports from its kernel package where there is no GPU: stand-ins for tests, for drafts that are chains.
+
+They do what SGLang's kernels do, one sequence after the other. Names that nothing here needs are there with nothing
+behind them.
+"""
 
 import ctypes
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-# SGLang's only attention on CPUs that goes with a draft looks these up as it starts, and calls them to generate.
-_OPERATORS = torch.library.Library("sgl_kernel", "FRAGMENT")
-for _name in ("decode_attention_cpu", "extend_attention_cpu"):
-    _OPERATORS.define(f"{_name}() -> ()")
+Tensor = torch.Tensor
 
 
-def copy_all_layer_kv_cache_cpu(data_ptrs: Any, strides: Any, tgt_loc: Any, src_loc: Any) -> None:
-    """Rows of every layer's cache from source to target places, ``strides`` bytes each; a server with a draft tries it
-    out as it starts."""
-    for address, stride in zip(data_ptrs.tolist(), strides.tolist()):
-        rows = [ctypes.string_at(address + place * stride, stride) for place in src_loc.tolist()]
-        for place, row in zip(tgt_loc.tolist(), rows):
+# -- attention over the paged cache ------------------------------------------------------------------------------------
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, scaling: float, causal: bool) -> Tensor:
+    """q [n, Hq, D] over keys and values [m, Hk, D], of which the last n are the queries' own."""
+    n, m = len(q), len(keys)
+    mask = torch.ones(n, m, dtype=torch.bool).tril(m - n) if causal else None
+    q, keys, values = (t.transpose(0, 1).unsqueeze(0) for t in (q, keys, values))
+    out = scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def _decode_attention(
+    q, key_buffer, value_buffer, key_scale, value_scale, out, k, v, places, _logits, req_to_token, requests, lengths,
+    scaling, *_,
+):  # fmt: skip
+    if k is not None:
+        key_buffer[places] = k.view(len(places), *key_buffer.shape[1:])
+        value_buffer[places] = v.view(len(places), *value_buffer.shape[1:])
+    for i, (request, length) in enumerate(zip(requests.tolist(), lengths.tolist())):
+        at = req_to_token[request, :length].long()
+        out[i] = _attend(q[i : i + 1], key_buffer[at], value_buffer[at], scaling, causal=False)[0]
+
+
+def _extend_attention(
+    q, k, v, out, key_buffer, value_buffer, key_scale, value_scale, req_to_token, requests, lengths, extended, starts,
+    _longest, scaling, _cap, _cross, _window, _encoder, _sinks, _tree, causal,
+):  # fmt: skip
+    for request, length, n, start in zip(requests.tolist(), lengths.tolist(), extended.tolist(), starts.tolist()):
+        at = req_to_token[request, :length].long()
+        out[start : start + n] = _attend(q[start : start + n], key_buffer[at], value_buffer[at], scaling, causal)
+
+
+torch.ops.sgl_kernel.decode_attention_cpu = _decode_attention
+torch.ops.sgl_kernel.extend_attention_cpu = _extend_attention
+
+
+# -- places in the cache -----------------------------------------------------------------------------------------------
+
+
+def assign_req_to_token_pool_cpu(requests, req_to_token, starts, ends, places, _stride):
+    at = 0
+    for request, start, end in zip(requests.tolist(), starts.tolist(), ends.tolist()):
+        req_to_token[request, start:end] = places[at : at + end - start].to(req_to_token.dtype)
+        at += end - start
+
+
+def assign_extend_cache_locs_cpu(requests, req_to_token, starts, ends, out, _stride):
+    at = 0
+    for request, start, end in zip(requests.tolist(), starts.tolist(), ends.tolist()):
+        out[at : at + end - start] = req_to_token[request, start:end]
+        at += end - start
+
+
+def assign_draft_cache_locs_contiguous_cpu(requests, req_to_token, lengths, out, stride, topk, columns):
+    ends = lengths + topk * columns
+    assign_extend_cache_locs_cpu(requests, req_to_token, lengths, ends, out, stride)
+
+
+def build_draft_decode_metadata_cpu(req_to_token, requests, lengths, topk, steps, _pool):
+    """A chain's own rows: its tokens lie behind its request's."""
+    assert topk == 1
+    return req_to_token[requests]
+
+
+def copy_all_layer_kv_cache_cpu(addresses, strides, targets, sources):
+    """Rows of every layer's cache, ``strides`` bytes each."""
+    for address, stride in zip(addresses.tolist(), strides.tolist()):
+        rows = [ctypes.string_at(address + place * stride, stride) for place in sources.tolist()]
+        for place, row in zip(targets.tolist(), rows):
             ctypes.memmove(address + place * stride, row, stride)
+
+
+# -- a chain of drafted tokens -----------------------------------------------------------------------------------------
+
+
+def build_tree_kernel_efficient_cpu(
+    _parents, _scores, lengths, tree_mask, positions, index, next_token, next_sibling, topk, _steps, n, mask_mode
+):
+    """index, next_token and next_sibling [B, n]: the token that each is followed by, and where it is in the batch."""
+    assert topk == 1
+    assert mask_mode == 1, "of the drafted tokens alone"
+    batch = len(lengths)
+    tree_mask.view(-1)[: batch * n * n] = torch.ones(n, n).tril().repeat(batch, 1, 1).view(-1).to(tree_mask.dtype)
+    positions.copy_((lengths[:, None] + torch.arange(n)).view(-1))
+    index.view(-1).copy_(torch.arange(batch * n))
+    next_token.copy_(torch.tensor([*range(1, n), -1]).expand(batch, n))
+    next_sibling.fill_(-1)
+
+
+def verify_tree_greedy_cpu(
+    predicts, accept_index, accept_token_num, candidates, retrive_index, retrive_next_token, retrive_next_sibling,
+    target_predict,
+):  # fmt: skip
+    """Accept what the target would have said itself, as far as it goes, and a token of the target's behind it."""
+    for i, (drafted, said) in enumerate(zip(candidates.tolist(), target_predict.tolist())):
+        accepted = 0
+        while accepted + 1 < min(len(drafted), accept_index.shape[1]) and drafted[accepted + 1] == said[accepted]:
+            accepted += 1
+        for place in range(accepted + 1):
+            at = int(retrive_index[i, place])
+            accept_index[i, place] = at
+            predicts[at] = said[place]
+        accept_token_num[i] = accepted
+
+
+def fill_bonus_tokens_cpu(tokens, lengths, bonus, stride):
+    bonus.copy_(tokens.view(-1)[torch.arange(len(lengths)) * stride + lengths.long() - 1])
+
+
+def fill_accept_out_cache_loc_cpu(accept_index, places, out):
+    accepted = accept_index.view(-1)
+    chosen = places[accepted[accepted > -1].long()]
+    out[: len(chosen)] = chosen
+
+
+def rotate_input_ids_cpu(input_ids, starts, lengths, new, select):
+    for i, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist())):
+        if length:
+            input_ids[start : start + length - 1] = input_ids[start + 1 : start + length].clone()
+            input_ids[start + length - 1 if select is None else int(select[i])] = new.view(-1)[i]
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
@@ -27,6 +142,6 @@ def __getattr__(name: str) -> Callable[..., Any]:
         raise AttributeError(name)
 
     def missing(*args: Any, **options: Any) -> Any:
-        raise NotImplementedError(f"sgl_kernel.{name}: the stand-in of SGLang's CPU tests has no kernels")
+        raise NotImplementedError(f"sgl_kernel.{name}: the stand-in of SGLang's CPU tests has none")
 
     return missing
