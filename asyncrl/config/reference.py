@@ -81,7 +81,7 @@ def _notes(kind: type) -> dict[str, str]:
 def _default(field: dataclasses.Field[Any]) -> str:
     if told := field.metadata.get("default"):
         return f"`{told}`"
-    value = field.default_factory() if field.default is dataclasses.MISSING else field.default  # type: ignore[misc]
+    value = field.default_factory() if field.default is dataclasses.MISSING else field.default  # type: ignore[misc,operator]
     return "–" if value == "" else f"`{_cell(str(value).lower() if isinstance(value, bool) else str(value))}`"
 
 
