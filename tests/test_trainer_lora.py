@@ -84,6 +84,14 @@ def test_memory_and_length_options_change_no_gradient(checkpoint, start):
         )
 
 
+def test_bfloat16_trains_near_float32(checkpoint, start):
+    exact = first_gradient(start(lora_config(checkpoint, grad_clip=0.0)), make_groups())
+    rank = start(lora_config(checkpoint, grad_clip=0.0, mixed_precision="bfloat16"))
+    rough = first_gradient(rank, make_groups())
+    assert 0 < relative(rough, exact) < 0.05
+    assert all(t.dtype == torch.float32 for _, t in rank.export())  # master weights
+
+
 @pytest.mark.parametrize("targets", [TARGETS, ["all-linear"], ["layers.1.mlp.down_proj"]])
 def test_merged_weights_are_the_policy(checkpoint, start, tmp_path, targets):
     """Held against a full model that is loaded from them."""

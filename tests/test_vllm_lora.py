@@ -6,6 +6,8 @@ weights; the tests of each go on where the one before ended.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -21,7 +23,7 @@ from asyncrl.models.checkpoint import read_tensors
 from asyncrl.models.make_checkpoint import make_checkpoint
 from asyncrl.param_sync.adapters import adapter_shapes
 from asyncrl.param_sync.errors import SyncError
-from asyncrl.param_sync.manifest import is_adapter
+from asyncrl.param_sync.manifest import ManifestError, is_adapter
 from asyncrl.rollouter.engines.vllm.engine import VLLMEngine
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.rank import TrainerRank
@@ -35,13 +37,19 @@ def checkpoint(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("mimo"), seed=0, warm_start_steps=0)
 
 
-async def started(checkpoint, adapters="adapter", in_flight="move", **options):
+async def started(checkpoint, adapters="adapter", in_flight="move", workers=1, **options):
     """A trainer and an engine; the process group of the trainer is the process's."""
     config = lora_config(str(checkpoint), **options)
     config.param_sync.adapters, config.param_sync.in_flight = adapters, in_flight
     config.async_training.staleness_threshold = 2
     config.rollout.engine = EngineConfig(
-        name="vllm", slots=8, max_context_tokens=1024, device="cpu", dtype="float32", args={"block_size": 32}
+        name="vllm",
+        slots=8,
+        max_context_tokens=1024,
+        device="cpu",
+        dtype="float32",
+        tensor_parallel_size=workers,
+        args={"block_size": 32},
     )
     engine = await VLLMEngine.start(config, recorder=Recorder("replica/0"))
     rank = TrainerRank(config, 0, 1, None, Recorder("trainer/0"))
@@ -139,6 +147,21 @@ class TestAdapters:
         assert report.nbytes == of_served.without_base().nbytes
         assert trainer.error(await samples_of(engine, requests(4, temperature=0.7)), 0.7) < 1e-4
 
+    async def test_a_sync_without_its_adapter_is_refused_before_anything_is_paused(self, pair, monkeypatch):
+        trainer, engine = pair
+        await trainer.sync()
+        served, manifest = trainer.version, trainer.rank.manifest()
+        lacks = dataclasses.replace(
+            manifest, tensors=tuple(t for t in manifest if not t.name.endswith("lora_A.weight"))
+        )
+        none = dataclasses.replace(lacks, tensors=tuple(t for t in manifest if not is_adapter(t.name)), adapter=None)
+        for sent, message in ((lacks, "adapter policy .* is not whole"), (none, "the sender's manifest has none")):
+            monkeypatch.setattr(trainer.rank, "manifest", lambda sent=sent: sent)
+            with pytest.raises(ManifestError, match=message):
+                await trainer.sync()
+            assert not engine.paused
+        assert trainer.fleet.routable == {"replica/0": served}
+
     async def test_it_goes_with_the_base_again_where_another_replica_needs_that(self, pair):
         """The sync is planned for all; vLLM drops its adapters when it updates the model."""
         trainer, engine = pair
@@ -199,6 +222,15 @@ class TestFinishing:
             assert trainer.error(samples, 0.7) < 1e-4
             assert [span[1:] for s in samples for span in s.spans] == [(version, False)] * 2
         assert engine._adapters.free_idle() == [4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", [{"workers": 2} | LEARNING], indirect=True)
+class TestTwoWorkers:
+    async def test_each_has_its_half_of_every_adapter(self, pair):
+        trainer, engine = pair
+        sent = await follow(trainer, engine, 3)
+        assert await engine._intake.ask("received_bytes") == [sent[-1]] * 2  # each reads it all
 
 
 @pytest.mark.parametrize("pair", [{"adapters": "merged"}], indirect=True)

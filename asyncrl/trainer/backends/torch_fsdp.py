@@ -24,13 +24,11 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from asyncrl.config.checks import sends_adapters
 from asyncrl.config.schema import Config, OptimizerConfig
-from asyncrl.models.checkpoint import copy_tokenizer, is_draft, load_decoder, save_checkpoint, without_draft
+from asyncrl.models.checkpoint import is_draft, load_decoder, without_draft
 from asyncrl.models.config import CheckpointError
 from asyncrl.models.decoder import Decoder, DraftScores, DraftTargets, MTPLayer, TokenScores
-from asyncrl.models.lora import add_adapters, linear_shapes, save_adapter, without_adapters
-from asyncrl.param_sync.adapter_merge import MergingExport
+from asyncrl.models.lora import add_adapters, linear_shapes, without_adapters
 from asyncrl.param_sync.adapters import adapter_spec
 from asyncrl.param_sync.digest import digest_tensors
 from asyncrl.param_sync.manifest import AdapterSpec, Manifest, is_adapter
@@ -39,17 +37,14 @@ from asyncrl.trainer.backend import LossFunction, NonFiniteError, Scores, TrainB
 from asyncrl.trainer.backends import process_group
 from asyncrl.trainer.backends.packing import NOBODY, MicroBatch
 from asyncrl.trainer.backends.schedule import learning_rate
+from asyncrl.trainer.backends.torch_export import Export
 from asyncrl.trainer.backends.torch_state import (
     StagedState,
-    checkpoint_dtype,
     digest_bytes,
     expect_same_adapters,
     expect_same_draft,
     load_state,
-    manifest_of,
-    merged_tensors,
     saved_names,
-    whole_tensors,
 )
 from asyncrl.trainer.batches import cut_micro_batches, partition
 from asyncrl.trainer.draft_loss import draft_updates
@@ -96,12 +91,10 @@ class TorchFSDPBackend:
         if config.mtp.enable_train and not model.config.num_mtp_layers:
             raise without_draft(config.model.path)
         self._mesh = self._join_group(init_method, timeout_s)
-        self._engine_dtype = model.config.engine_dtype(config.rollout.engine.dtype)
         self._adapter: AdapterSpec | None = None
         if config.model.lora.rank:
             self._base_digest = digest_bytes(digest_tensors(model.named_parameters()))
             self._adapter = self._add_adapters(model)
-        self._sent_merged = None if sends_adapters(config) else self._adapter
 
         self._draft_depths = config.mtp.num_speculative_tokens if config.mtp.enable_train else 0
         self._draft_updates, self._detached = draft_updates(config.mtp), config.mtp.detach_encoder
@@ -109,10 +102,7 @@ class TorchFSDPBackend:
             trained = config.mtp.enable_train if is_draft(name) else self._adapter is None or is_adapter(name)
             p.requires_grad_(trained)
         self._model = self._prepare(model)
-        self._first_draft: dict[str, Tensor] = {}
-        if not config.param_sync.reload_draft:
-            weights = whole_tensors(self._model, getattr(torch, self._engine_dtype))
-            self._first_draft = {name: tensor.clone() for name, tensor in weights if is_draft(name)}
+        self._export = Export(self._model, self._adapter, config, rank)
         self._model.activation_checkpointing = self._options.activation_checkpointing
         self._reference: Decoder | None = None
         reference_path = config.algorithm.reference_path
@@ -344,41 +334,14 @@ class TorchFSDPBackend:
     # -- weights out -----------------------------------------------------------------------------------------------
 
     def manifest(self) -> Manifest:
-        """In the engine's dtype, which need not be the checkpoint's."""
-        manifest = manifest_of(self._model, self._engine_dtype, self._adapter)
-        return MergingExport(manifest).merged if self._sent_merged else manifest
+        return self._export.manifest()
 
     def export(self, base: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """See `Backend.export`: rank 0 is the sender; the others take part in gathering and yield nothing. Without
-        ``param_sync.reload_draft`` the draft goes out as it was at the start."""
-        dtype = getattr(torch, self._engine_dtype)
-        if self._sent_merged:
-            tensors = merged_tensors(self._model, self._sent_merged, dtype, self.rank)
-        else:
-            tensors = whole_tensors(self._model, dtype, lambda name: base or name in self._trained)
-        for name, tensor in tensors:
-            if self.rank == 0:
-                yield name, self._first_draft.get(name, tensor)
+        """See `Backend.export`: rank 0 is the sender; the others take part in gathering and yield nothing."""
+        return self._export.tensors(base)
 
     def export_hf(self, path: Path) -> None:
-        """See `Backend.export_hf`; in the dtype that the checkpoint's config.json names, an adapter in float32."""
-        adapter, dtype = self._adapter, checkpoint_dtype(self._model.config.dtype)
-        if adapter is None:
-            tensors = whole_tensors(self._model, dtype)
-        elif self._config.checkpoint.export_lora == "merged":
-            tensors, adapter = merged_tensors(self._model, adapter, dtype, self.rank), None
-        else:
-            tensors = whole_tensors(self._model, torch.float32, is_adapter)
-        if self.rank == 0:
-            if adapter is not None:
-                base = self._config.model.path
-                save_adapter(path, dict(tensors), base, adapter.r, adapter.alpha, adapter.target_modules)
-            else:
-                save_checkpoint(path, tensors, self._model.config)
-            copy_tokenizer(self._config.model.path, path)
-        else:
-            for _ in tensors:
-                pass
+        self._export.write_hf(path)
         dist.barrier()
 
     # -- state -----------------------------------------------------------------------------------------------------
@@ -465,7 +428,7 @@ class TorchFSDPBackend:
 
     def _add_adapters(self, model: Decoder) -> AdapterSpec:
         shapes, lora = linear_shapes(model.config), self._config.model.lora
-        spec = adapter_spec(lora, shapes, self._engine_dtype)
+        spec = adapter_spec(lora, shapes, model.config.engine_dtype(self._config.rollout.engine.dtype))
         add_adapters(model, [m for m in shapes if spec.targets(m)], lora.rank, lora.alpha, self._config.seed)
         return spec
 

@@ -1,12 +1,12 @@
-"""What the torch backend writes and reads: training state for any number of ranks, and tensors whole for others."""
+"""What the torch backend writes and reads: training state, for any number of ranks."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,58 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.models.checkpoint import is_draft
 from asyncrl.models.config import CheckpointError
-from asyncrl.models.decoder import Decoder
-from asyncrl.models.lora import PEFT_PREFIX
-from asyncrl.param_sync.adapter_merge import MergingExport
-from asyncrl.param_sync.manifest import AdapterSpec, Manifest, TensorSpec, is_adapter
+from asyncrl.param_sync.manifest import is_adapter
 
 
 def checkpoint_dtype(dtype: str) -> torch.dtype:
     """The floating dtype that a checkpoint's config names, or float32: what a Hugging Face export is written in."""
     return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(dtype, torch.float32)
-
-
-def sent_name(parameter: str) -> str:
-    """The name under which a parameter is exported: its own, or PEFT's of an adapter's."""
-    return PEFT_PREFIX + parameter if is_adapter(parameter) else parameter
-
-
-def manifest_of(model: Decoder, dtype: str, adapter: AdapterSpec | None = None) -> Manifest:
-    """Every tensor of the model in the order of its parameters; a tied head is listed last and not sent."""
-    specs = [
-        TensorSpec(sent_name(name), dtype, tuple(p.shape), "draft" if is_draft(name) else "target")
-        for name, p in model.named_parameters()
-    ]
-    if model.config.tie_word_embeddings:
-        shape = tuple(model.model.embed_tokens.weight.shape)
-        specs.append(TensorSpec("lm_head.weight", dtype, shape, "target", tied_to="model.embed_tokens.weight"))
-    frozen_draft = adapter is not None and not any(p.requires_grad and is_draft(n) for n, p in model.named_parameters())
-    return Manifest(tuple(specs), adapter, frozen_draft)
-
-
-@torch.no_grad()
-def whole_tensors(
-    model: Decoder, dtype: torch.dtype, wanted: Callable[[str], bool] = lambda name: True
-) -> Iterator[tuple[str, Tensor]]:
-    """(`sent_name`, whole tensor as ``dtype``) of the ``wanted`` parameters, one gathered at a time; collective, every
-    rank yields.
-
-    Shards are converted before they are gathered, so a bfloat16 export moves half the bytes."""
-    for name, parameter in model.named_parameters():
-        if wanted(name):
-            yield sent_name(name), cast(DTensor, parameter.detach().to(dtype)).full_tensor()
-
-
-def merged_tensors(model: Decoder, adapter: AdapterSpec, dtype: torch.dtype, rank: int) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor as ``dtype``), the adapters merged into their weights in float32 and cast once; collective,
-    rank 0 yields."""
-    tensors = whole_tensors(model, torch.float32)
-    if rank == 0:
-        merging = MergingExport(manifest_of(model, "float32", adapter))
-        yield from ((name, tensor.to(dtype)) for name, tensor in merging(tensors))
-    else:
-        for _ in tensors:
-            pass
 
 
 def digest_bytes(digest: str) -> Tensor:
