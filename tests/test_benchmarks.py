@@ -86,6 +86,20 @@ def test_a_part_of_the_gpu_s_benchmark_that_fails_does_not_lose_the_others(tmp_p
     assert all(figures[f"{name}_b{b}"] > 0 for name in ("step_ms", "speculation_speedup") for b in (1, 8, 32))
 
 
+@pytest.mark.slow
+def test_the_benchmark_of_watching_counts_every_part_of_it():
+    figures = last_line("benchmarks.observability --steps 3 data.validation_files=[]")
+    assert 0 < figures["cpu_share"] < 1
+    assert all(figures[part] > 0 for part in ("recorder", "driver", "wandb_threads", "answers", "report"))
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_overlap_ends_with_its_figures():
+    figures = last_line("benchmarks.overlap --steps 12")
+    assert figures.keys() >= {"fraction_of_ideal", "async_over_sync", "async_over_sync_two_threads"}
+    assert all(value > 0 for value in figures.values())
+
+
 def last_line(command: str) -> dict[str, float]:
     """What a benchmark's last line says."""
     done = subprocess.run([sys.executable, "-m", *command.split()], capture_output=True, text=True)

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -114,14 +115,16 @@ async def test_the_agent_loop_of_the_examples_makes_a_sample():
 @pytest.mark.slow
 def test_the_commands_of_the_quickstart_s_page_run(tmp_path):
     """On a tiny run in the place of the quickstart."""
-    inputs = make_inputs(tmp_path)
-    run_dir = tmp_path / "run"
-    tiny = overrides(inputs, run_dir, f"ray.temp_dir={tmp_path}")
-    for command in commands(ROOT / "docs/quickstart.md"):
-        if command[0] != "python":
-            continue
-        words = [str(run_dir) if word == "runs/quickstart" else word for word in command[1:]]
-        more = tiny if command[2] == MAIN else []
-        done = subprocess.run([sys.executable, *words, *more], cwd=ROOT, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stdout + done.stderr
+    inputs, run_dir = make_inputs(tmp_path), tmp_path / "run"
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as ray_dir:
+        tiny = overrides(inputs, run_dir, f"ray.temp_dir={ray_dir}")
+        for command in commands(ROOT / "docs/quickstart.md"):
+            if command[0] != "python":
+                continue
+            words = [str(run_dir) if word == "runs/quickstart" else word for word in command[1:]]
+            more = tiny if command[2] == MAIN else []
+            done = subprocess.run(
+                [sys.executable, *words, *more], cwd=ROOT, capture_output=True, text=True, timeout=300
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
     assert (run_dir / "trace.json.gz").is_file()

@@ -81,7 +81,8 @@ def _notes(kind: type) -> dict[str, str]:
 def _default(field: dataclasses.Field[Any]) -> str:
     if told := field.metadata.get("default"):
         return f"`{told}`"
-    value = field.default_factory() if field.default is dataclasses.MISSING else field.default  # type: ignore[misc,operator]
+    factory = field.default_factory
+    value = field.default if factory is dataclasses.MISSING else factory()
     return "–" if value == "" else f"`{_cell(str(value).lower() if isinstance(value, bool) else str(value))}`"
 
 
