@@ -75,7 +75,7 @@ class SGLang:
             return web.json_response({"success": False, "message": "must run between begin and end"}, status=400)
         assert body["load_format"] == "flattened_bucket"
         assert body["flush_cache"] is False
-        (payload,) = body["serialized_named_tensors"]
+        payload, *_ = body["serialized_named_tensors"]
         bucket = pickle.load(io.BytesIO(base64.b64decode(payload)))
         self.calls.append(f"update {body['selector']}")
         for place in bucket["metadata"]:
@@ -128,7 +128,7 @@ class Paused:
 class Joined:
     """A sender, an intake and a server of ours, in a sync session each time."""
 
-    def __init__(self, server: SGLang, client: Client) -> None:
+    def __init__(self, server: SGLang, client: Client, workers: int) -> None:
         self.server = server
         self.intake = ServerIntake(
             client,
@@ -137,7 +137,7 @@ class Joined:
             shapes={name: tuple(t.shape) for name, t in TENSORS.items()},
             dtype="float32",
             device="cpu",
-            workers=1,
+            workers=workers,
             draft=server.draft,
             sessions=server.sessions,
         )
@@ -158,12 +158,12 @@ class Joined:
 async def join():
     opened = []
 
-    async def begin(*, sessions: bool = True, draft: bool = True) -> Joined:
+    async def begin(*, sessions: bool = True, draft: bool = True, workers: int = 1) -> Joined:
         sglang = SGLang(sessions, draft)
         server = TestServer(sglang.app)
         await server.start_server()
         client = Client(str(server.make_url("")), "secret")
-        opened.append((Joined(sglang, client), client, server))
+        opened.append((Joined(sglang, client, workers), client, server))
         return opened[-1][0]
 
     yield begin
@@ -207,6 +207,16 @@ async def test_a_tensor_that_the_server_passes_over_fails_the_sync(join, dropped
     joined.server.drops = ""
     await joined.sync({name: t + 2 for name, t in TENSORS.items()})
     assert joined.intake.intact()
+
+
+async def test_where_values_cannot_be_compared_a_model_that_does_not_change_fails_the_sync(join):
+    """As with workers that have a part of each tensor."""
+    joined = await join(workers=2)
+    await joined.sync(TENSORS)
+    assert not (await joined.sync(TENSORS)).evicted
+    joined.server.drops = "model.mtp_layers.0.input_proj.weight"
+    with pytest.raises(SyncError, match="the draft was sent other weights, and SGLang's are what they were"):
+        await joined.sync({name: t + 1 for name, t in TENSORS.items()})
 
 
 async def test_a_session_that_breaks_is_ended_at_the_server_too(join):
@@ -291,10 +301,12 @@ class TestArguments:
 
     def test_further_arguments_reach_the_command_line(self, checkpoint):
         options = {"ep_size": 2, "enable_dp_attention": True, "dp_size": 2, "disable_radix_cache": False}
-        options["json_model_override_args"] = {"a": 1}
+        options |= {"json_model_override_args": {"a": 1}, "cuda_graph_bs_decode": [1, 2], "kv_events_config": "-x"}
         words = command_line(server_arguments(self.config(checkpoint, args=options), "cuda"))
-        for expected in (["--ep-size", "2"], ["--dp-size", "2"], ["--json-model-override-args", '{"a": 1}']):
-            at = words.index(expected[0])
-            assert words[at : at + 2] == expected
+        assert {"--ep-size=2", "--dp-size=2", '--json-model-override-args={"a": 1}', "--kv-events-config=-x"} <= {
+            *words
+        }
+        at = words.index("--cuda-graph-bs-decode")
+        assert words[at + 1 : at + 3] == ["1", "2"]
         assert "--enable-dp-attention" in words
-        assert "--disable-radix-cache" not in words
+        assert not any("radix" in word for word in words)

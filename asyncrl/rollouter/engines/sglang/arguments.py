@@ -14,7 +14,7 @@ from asyncrl.models.config import DecoderConfig
 from asyncrl.param_sync.manifest import DTYPE_BYTES
 from asyncrl.rollouter.engine import EngineError, Request
 
-_OLDEST = (0, 5, 16)  # with the pause modes, and spans of weight versions in the outputs
+_OLDEST = (0, 5, 20)  # with the pause modes, and spans of weight versions in the outputs
 SESSIONS_SINCE = (0, 5, 22)  # updates of weights stand between begin and end
 _SLACK_TOKENS = 8  # SGLang ends a request a little before its context is full
 
@@ -118,7 +118,8 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
         elif isinstance(value, (list, tuple)):
             words += [option, *map(str, value)]
         elif value is not None and value is not False:
-            words += [option, json.dumps(value) if isinstance(value, Mapping) else str(value)]
+            # in one word: a value may begin with a dash
+            words.append(f"{option}={json.dumps(value) if isinstance(value, Mapping) else value}")
     return words
 
 

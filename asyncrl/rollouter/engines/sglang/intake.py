@@ -56,6 +56,7 @@ class ServerIntake:
         self._manifest: Manifest | None = None
         self._tensors: WholeTensors | None = None
         self._checksums: SentChecksums | None = None
+        self._seen: dict[Role, tuple[str, dict[str, str]]] = {}  # what was verified last: digest, and live checksums
         self._updating = False  # between the server's begin and end
         self._intact = True
         self.committed: PolicyVersion | None = None
@@ -94,17 +95,25 @@ class ServerIntake:
         raise self._no_copy("load")
 
     async def verify(self) -> None:
+        """All has arrived, and the server's own checksums of its live parameters say so too: where they can be compared
+        with what was sent, by their values, and everywhere in that they changed if what was sent did."""
         assert self._tensors is not None
         assert self._manifest is not None
         self._tensors.verify()
-        if self._checksums is None:
-            return
         sent = {spec.role for spec in self._manifest.sent()}
-        roles: list[Role] = ["target", "draft"] if self._draft and "draft" in sent else ["target"]
+        roles: list[Role] = ["target", "draft"] if self._draft else ["target"]
         for role in roles:
-            live = await self.live_checksums(role)
-            if problems := self._checksums.differences(role, live.values(), shared=role == "draft"):
+            if role not in sent:
+                continue
+            live, digest = await self.live_checksums(role), self._tensors.digest(role)
+            problems = []
+            if self._checksums is not None:
+                problems = self._checksums.differences(role, live.values(), shared=role == "draft")
+            elif role in self._seen and self._seen[role][0] != digest and self._seen[role][1] == live:
+                problems = [f"the {role} was sent other weights, and SGLang's are what they were"]
+            if problems:
                 raise SyncError("verify", self._name, None, None, "; ".join(problems[:4]))
+            self._seen[role] = digest, live
 
     async def digest(self, role: Role) -> str:
         if self._tensors is None:

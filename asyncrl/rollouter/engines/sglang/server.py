@@ -37,7 +37,7 @@ class Server:
     @classmethod
     async def start(cls, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> Server:
         """Returns when it answers, after a minute or more. Raises EngineError with its last words if it ends before."""
-        port, key = _free_port(), secrets.token_urlsafe(24)
+        port, key = _free_port(), secrets.token_hex(24)
         words = command_line({**arguments, "host": "127.0.0.1", "port": port, "api_key": key})
         process = await asyncio.create_subprocess_exec(
             sys.executable,

@@ -1,0 +1,116 @@
+"""Whole runs on Ray with SGLang replicas: driver and trainer in the default environment, replicas in SGLang's."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("needs the SGLang environment: make test-sglang", allow_module_level=True)
+
+from tests.support.faults import FaultyRun, audit
+from tests.support.sglang_replica import server_processes
+from tests.support.tiny import make_inputs
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(1200)]
+OPTIONS = (
+    "rollout.engine.name=sglang",
+    f"rollout.engine.python={sys.executable}",
+    "ray.placement_timeout_s=120",
+    "supervision.answer_s=300",
+)
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture
+def start(inputs, tmp_path):
+    runs = []
+
+    def begin(*more: str) -> FaultyRun:
+        runs.append(FaultyRun(inputs, tmp_path / "run", *OPTIONS, *more))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.close()
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_trains_to_the_end_and_a_killed_server_costs_no_sample(start):
+    """The trainer's logprobs of fresh samples are those that SGLang told; the replica whose server dies amid a step is
+    started again and goes on."""
+    run = start("async_training.staleness_threshold=0", "trainer.total_steps=12")
+    run.until_trained(3, timeout_s=600)
+    noticed = run.text.count("supervision: replica/")
+    server_processes(run.process.pid)[0].kill()
+    run.until(lambda: run.text.count("supervision: replica/") > noticed, "noticed the death")
+    assert run.wait(900) == 0, run.text
+    assert "replica/0: SGLang's server" in run.text
+    audit(run.folder, [2] * 12, staleness_bound=0)
+    ratios = [row["actor/ratio_max"] for row in metrics_of(run.folder) if "actor/ratio_max" in row]
+    assert len(ratios) == 12
+    assert max(abs(ratio - 1) for ratio in ratios) < 1e-3
+
+
+def test_no_process_outlives_a_killed_replica(inputs, tmp_path):
+    """The server and all below it, and what torch started to share memory."""
+    script = tmp_path / "replica.py"
+    script.write_text(
+        "import asyncio, sys\n"
+        "from pathlib import Path\n"
+        "from asyncrl.models.checkpoint import read_tensors\n"
+        "from tests.support.engine_replica import Replica\n"
+        "from tests.support.sglang_replica import replica_config\n"
+        "async def main():\n"
+        "    replica = await Replica.start(replica_config(Path(sys.argv[1])))\n"
+        "    await replica.sync(read_tensors(sys.argv[1]))\n"
+        "    print('synced', flush=True)\n"
+        "    await asyncio.sleep(600)\n"
+        "if __name__ == '__main__':\n"
+        "    asyncio.run(main())\n"
+    )
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    before = helpers()
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(inputs / "checkpoint")],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": paths},
+    )
+    assert any("synced" in line for line in process.stdout)
+    below = [*server_processes(process.pid), *(helpers() - before)]
+    assert len(below) >= 4  # server, scheduler, detokenizer, torch's
+    process.kill()
+    deadline = time.monotonic() + 30
+    while (alive := [p for p in below if is_alive(p)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for left in alive:
+        left.kill()
+    assert not alive
+
+
+def helpers() -> set[psutil.Process]:
+    """torch's managers of memory that is shared by name; they are nobody's children."""
+    return {p for p in psutil.process_iter(["name"]) if p.info["name"].startswith("torch_shm")}
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it can do anything: who adopts orphans here may not bury them."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
