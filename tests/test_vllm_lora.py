@@ -233,6 +233,7 @@ class TestTwoWorkers:
         assert await engine._intake.ask("received_bytes") == [sent[-1]] * 2  # each reads it all
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", [{"adapters": "merged"}], indirect=True)
 class TestMerged:
     async def test_merged_weights_are_the_policy(self, pair):

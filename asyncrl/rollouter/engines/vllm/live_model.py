@@ -86,11 +86,12 @@ def plan_loads(manifest: Manifest, target: LiveModel, draft: LiveModel | None, s
     of_target = [spec for spec in manifest if spec.role == "target"]
     elsewhere = [spec.name for spec in of_target if staged and not target.wants(spec.name)]
     skipped = set(elsewhere)
-    if manifest.sends_base:
-        target.plan(spec for spec in of_target if spec.name not in skipped)
-    else:
+    adapter_alone = manifest.adapter is not None and not manifest.sends_base
+    if adapter_alone:
         target.loads = {}
-    if draft is not None and not manifest.sends_base and manifest.frozen_draft:
+    else:
+        target.plan(spec for spec in of_target if spec.name not in skipped)
+    if draft is not None and adapter_alone and manifest.frozen_draft:
         draft.loads = {}
     elif draft is not None:
         # a draft that does not share the target's embedding or head takes them, too
