@@ -254,18 +254,16 @@ class Cluster:
     async def _reserve_rollouts(self, pool: Pool, trainers: PlacementGroup, transport: str) -> PlacementGroup:
         """With strategy ``auto`` on the machine of the trainers if it has room; else elsewhere, if the transport
         reaches so far."""
-        beside = {_machine_of(trainers): 0.001}
-        if transport in ("shared_memory", "cuda_ipc"):  # these reach nowhere else
-            return self._reserve(pool, "strict_pack", beside)
         if pool.strategy != "auto":
             return self._reserve(pool, pool.strategy)
-        if transport == "auto":
-            group = self._reserve(pool, "strict_pack", beside)
-            if await asyncio.to_thread(group.wait, BESIDE_TRAINERS_S):
-                return group
+        if transport in ("nccl", "gloo"):
+            return self._reserve(pool, "pack")
+        group = self._reserve(pool, "strict_pack", {_machine_of(trainers): 0.001})
+        if transport == "auto" and not await asyncio.to_thread(group.wait, BESIDE_TRAINERS_S):
             remove_placement_group(group)
             self._groups.remove(group)
-        return self._reserve(pool, "pack")
+            return self._reserve(pool, "pack")
+        return group
 
     def _reserve(self, pool: Pool, strategy: str, beside: dict[str, float] | None = None) -> PlacementGroup:
         bundle = {"CPU": pool.cpus, **({"GPU": float(pool.gpus)} if pool.gpus else {}), **(beside or {})}
