@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -86,7 +87,7 @@ def server_arguments(config: Config, device: str) -> dict[str, Any]:
         "schedule_low_priority_values_first": True,
         "enable_memory_saver": device == "cuda" and config.param_sync.kv == "unload",  # what can free the KV cache
         "log_level": "error",
-        "skip_server_warmup": device == "cpu",
+        "skip_server_warmup": True,  # its request might still run when the first sync comes
     }
     if mtp.enable_rollout:
         arguments |= {
@@ -123,11 +124,15 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def server_environment(device: str, threads: int) -> dict[str, str]:
+def server_environment(config: Config, device: str) -> dict[str, str]:
     """What the server's processes find in their environment, beside ours."""
+    engine = config.rollout.engine
     wanted = {"HF_HUB_OFFLINE": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # by the slack
     if device == "cpu":
-        wanted |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(threads)}
+        # every worker may run on every core; bound, those of all replicas would be on the same ones
+        cores = "|".join([f"0-{(os.cpu_count() or 1) - 1}"] * engine.tensor_parallel_size)
+        wanted |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": cores}
+        wanted["OMP_NUM_THREADS"] = str(engine.threads)
     return wanted
 
 

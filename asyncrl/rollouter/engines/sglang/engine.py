@@ -107,7 +107,7 @@ class SGLangEngine:
         check_version()
         device = resolve_device(config.rollout.engine.device)
         arguments = server_arguments(config, device)
-        server = await Server.start(arguments, server_environment(device, config.rollout.engine.threads))
+        server = await Server.start(arguments, server_environment(config, device))
         said = await server.client.get("/server_info")
         kv_bytes = int(said.get("max_total_num_tokens") or 0) * kv_token_bytes(config)
         return cls(server, config, device, recorder, kv_bytes)

@@ -59,10 +59,6 @@ class Server:
             raise
         return server
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def account(self) -> str:
         """How it ended, in words."""
         return f"SGLang's server process is gone (exit status {self._process.returncode})"
