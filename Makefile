@@ -1,6 +1,8 @@
 # `make quickstart` and `make test` are all that a newcomer needs; both make the environment first.
 PYTHON ?= python3
 VENV ?= .venv
+# processes that share the files of `make test`
+TEST_WORKERS ?= 2
 BIN = $(VENV)/bin
 export OMP_NUM_THREADS = 1
 
@@ -26,7 +28,7 @@ $(DATA)/train.jsonl: | venv
 	$(BIN)/python -m asyncrl.data.arithmetic --out $(DATA)
 
 test: venv
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q --numprocesses $(TEST_WORKERS) --dist loadfile
 
 test-faults: venv $(CHECKPOINT)/model.safetensors $(DATA)/train.jsonl
 	$(BIN)/python -m pytest -q -m "faults and not slow" -o timeout=900
