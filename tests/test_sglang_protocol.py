@@ -141,7 +141,7 @@ class Joined:
             draft=server.draft,
             sessions=server.sessions,
         )
-        self.intake._parcel = Parcel("cpu", capacity_bytes=128)  # so that there are many
+        self.intake._parcels = Parcel("cpu", 128), Parcel("cpu", 128)  # so that there are many
         self.fleet = Fleet()
         self.fleet.add("replica/0", ReplicaEndpoint("replica/0", Paused(self.intake), self.intake))
         self.rank = TensorRank("shared_memory")

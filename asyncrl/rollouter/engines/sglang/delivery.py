@@ -22,14 +22,7 @@ _CAPACITY_BYTES = 64 * 1024 * 1024
 
 
 class Parcel:
-    """Tensors of one role on their way. ::
-
-    for spec, tensor in …:
-        if not parcel.takes(spec):
-            …  # post parcel.payload(workers) and wait for the answer
-            parcel.clear()
-        parcel.add(spec, tensor)
-    """
+    """Tensors of one role on their way, see `parcels`."""
 
     def __init__(self, device: str, capacity_bytes: int = _CAPACITY_BYTES) -> None:
         self._device, self._capacity = device, capacity_bytes
@@ -101,13 +94,16 @@ class _shared_by_name:
         torch.multiprocessing.set_sharing_strategy(self._before)
 
 
-def parcels(tensors: Iterator[tuple[TensorSpec, torch.Tensor]], parcel: Parcel) -> Iterator[Parcel]:
-    """The parcel, filled again and again until all tensors have gone."""
+def parcels(tensors: Iterator[tuple[TensorSpec, torch.Tensor]], pair: tuple[Parcel, Parcel]) -> Iterator[Parcel]:
+    """The two in turn, filled again and again until all tensors have gone: who asks for the next may still be sending
+    one, and has sent the one before."""
+    parcel, other = pair
+    parcel.clear()
     for spec, tensor in tensors:
         if not parcel.takes(spec):
             yield parcel
+            parcel, other = other, parcel
             parcel.clear()
         parcel.add(spec, tensor)
     if len(parcel):
         yield parcel
-        parcel.clear()

@@ -52,7 +52,7 @@ class ServerIntake:
         self._shapes, self._dtype, self._device = shapes, dtype, device
         self._workers, self._draft, self._sessions = workers, draft, sessions
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="param-sync")
-        self._parcel = Parcel(device)
+        self._parcels = Parcel(device), Parcel(device)
         self._manifest: Manifest | None = None
         self._tensors: WholeTensors | None = None
         self._checksums: SentChecksums | None = None
@@ -80,14 +80,20 @@ class ServerIntake:
         assert self._tensors is not None
         self._intact = False
         await self._begin_update()
-        self._parcel.clear()
-        filled = parcels(self._arriving(deadline_s), self._parcel)
+        filled = parcels(self._arriving(deadline_s), self._parcels)
+        delivering: asyncio.Task[None] | None = None
         try:
             while (parcel := await self._in_thread(lambda: next(filled, None))) is not None:
-                await self._deliver(parcel)
+                if delivering is not None:
+                    await delivering
+                delivering = asyncio.create_task(self._deliver(parcel))
+            if delivering is not None:
+                await delivering
         finally:
             # at once, so that the senders do not wait for this replica
             await self._in_thread(filled.close)  # type: ignore[attr-defined]
+            if delivering is not None:
+                await asyncio.gather(delivering, return_exceptions=True)
         await self._end_update()
         return self._tensors.nbytes
 
