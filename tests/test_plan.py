@@ -1,6 +1,9 @@
 """Where actors go, and what a dry run tells of it."""
 
+import tempfile
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -95,3 +98,58 @@ def test_a_dry_run_of_what_cannot_be_placed_fails_with_what_is_missing(tmp_path,
     inputs = make_inputs(tmp_path / "inputs")
     assert main(["--dry-run", *overrides(inputs, tmp_path / "run", "trainer.device=cuda")]) == 1
     assert "GPU on one machine, the cluster has this machine with" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+async def test_pools_on_a_real_cluster_share_no_gpu(tmp_path):
+    """On a machine that Ray is told has eight."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    from asyncrl.cluster import Cluster
+    from asyncrl.plan import pools
+    from asyncrl.preflight import preflight
+
+    devices = ("trainer.device=cuda", "trainer.ranks=4", "rollout.engine.device=cuda", "rollout.replicas=2")
+    config = load_config(
+        None,
+        overrides(
+            make_inputs(tmp_path),
+            tmp_path / "run",
+            *devices,
+            "rollout.engine.name=vllm",
+            "rollout.engine.tensor_parallel_size=2",
+            "ray.cpus_per_rank=0.1",
+            "ray.cpus_per_replica=0.1",
+        ),
+    )
+    folder = SimpleNamespace(journal=tmp_path, logs=None, checkpoint=None)
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as ray_dir:
+        ray.init(address="local", num_cpus=1, num_gpus=8, include_dashboard=False, _temp_dir=ray_dir)
+        try:
+            cluster = Cluster(config, preflight(config, cpus=None), folder)
+            taken = []
+            trainer, rollout = pools(config)
+            first = cluster._reserve(trainer, trainer.strategy)
+            seats = await cluster._placed(first, trainer, time.monotonic() + 60)
+            second = await cluster._reserve_rollouts(rollout, first, "auto")
+            seats |= await cluster._placed(second, rollout, time.monotonic() + 60)
+            for group, pool in ((first, trainer), (second, rollout)):
+                for i in range(len(pool.actors)):
+                    place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
+                    ask = ray.remote(num_cpus=pool.cpus, num_gpus=pool.gpus, scheduling_strategy=place)(gpus_here)
+                    taken.append(ask)
+            found = ray.get([ask.remote() for ask in taken])
+        finally:
+            ray.shutdown()
+    assert [len(gpus) for gpus in found] == [1, 1, 1, 1, 2, 2]
+    assert sorted(gpu for gpus in found for gpu in gpus) == list(range(8))
+    assert seats.keys() == {*trainer.actors, *rollout.actors}
+    assert len(set(seats.values())) == 1
+
+
+def gpus_here() -> list[int]:
+    import ray
+
+    time.sleep(3)  # all at once: each keeps its own
+    return ray.get_gpu_ids()
