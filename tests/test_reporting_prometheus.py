@@ -76,7 +76,8 @@ def test_a_port_that_is_taken_is_told_under_its_key(sink, tmp_path):
         open_hub(config, tmp_path)
 
 
-def test_the_port_is_free_after_the_run(tmp_path):
+async def test_the_port_is_free_after_the_run():
+    """In the driver, where a loop runs."""
     first = PrometheusSink("run", "127.0.0.1", 0)
     first.close("it failed")
     PrometheusSink("run", "127.0.0.1", first.port).close(None)

@@ -34,9 +34,14 @@ class PrometheusSink:
         self._heard_s: dict[str, float] = {}  # actor → when
         self._step = 0
         self._loop = asyncio.new_event_loop()
-        self._runner, self.port = self._loop.run_until_complete(self._listen(host, port))
         self._thread = threading.Thread(target=self._loop.run_forever, name="prometheus", daemon=True)
         self._thread.start()
+        try:
+            listening = asyncio.run_coroutine_threadsafe(self._listen(host, port), self._loop)
+            self._runner, self.port = listening.result()
+        except OSError:
+            self._end()
+            raise
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         numbers = {name: json_number(value) for name, value in values.items() if is_number(value)}
@@ -52,6 +57,9 @@ class PrometheusSink:
 
     def close(self, failed: str | None, stopped: str | None = None) -> None:
         asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
+        self._end()
+
+    def _end(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()
@@ -61,7 +69,11 @@ class PrometheusSink:
         app.add_routes([web.get("/metrics", self._metrics), web.get("/health", self._health)])
         runner = web.AppRunner(app, access_log=None, handle_signals=False)
         await runner.setup()
-        await web.TCPSite(runner, host, port).start()
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError:
+            await runner.cleanup()
+            raise
         return runner, runner.addresses[0][1]
 
     async def _metrics(self, request: web.Request) -> web.Response:
