@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,16 +18,10 @@ import yaml
 from asyncrl.config.load import load_config
 from tests.support.tiny import make_inputs, overrides
 from tests.test_reporting_wandb import offline_run
-from tests.test_run import processes_of
+from tests.test_run import free_port, processes_of
 
 ROOT = Path(__file__).parent.parent
 LOCAL = ROOT / "runtime_env/local.yaml"
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 class Head:

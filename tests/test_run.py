@@ -4,11 +4,13 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from urllib.request import urlopen
 
 import psutil
 import pytest
@@ -64,6 +66,12 @@ def processes_of(ray_dir: str) -> list[psutil.Process]:
     return [p for p in everyone if any(ray_dir in part for part in p.info["cmdline"] or [])]
 
 
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
 def the_replica_of(run: Run) -> psutil.Process:
     below = psutil.Process(run.process.pid).children(recursive=True)
     (replica,) = [p for p in below if p.name().startswith("ray::EngineReplica")]
@@ -92,7 +100,11 @@ def test_a_run_with_two_ranks_and_two_replicas_trains_reports_and_leaves_nothing
         "async_training.staleness_threshold=1",
         "ray.cpus_per_rank=0.25",
         "ray.cpus_per_replica=0.25",
+        f"reporting.prometheus.port={(port := free_port())}",
     )
+    run.until_printed(" 1/5 ")
+    with urlopen(f"http://127.0.0.1:{port}/health") as answer:
+        assert {"trainer/1", "replica/1", "rollouter"} <= json.load(answer)["seconds_since_heard"].keys()
     assert run.wait() == 0, run.text
     folder = tmp_path / "run"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
