@@ -50,7 +50,7 @@ class Broken(Kept):
 # -- hub ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_failing_sink_is_named_once_and_switched_off_while_the_others_go_on(capsys):
+def test_a_failing_sink_is_named_once_and_switched_off_while_the_others_go_on(caplog):
     before, broken, after = Kept(), Broken(), Kept()
     hub = Hub([before, broken, after])
     for step in (1, 2, 3):
@@ -63,7 +63,7 @@ def test_a_failing_sink_is_named_once_and_switched_off_while_the_others_go_on(ca
     assert [step for step, _ in broken.steps] == [1]
     assert before.closed == broken.closed == after.closed == [("out of memory", "SIGTERM")]
     assert hub.failures == {"Broken": "ConnectionError: no route to the metrics service"}
-    assert capsys.readouterr().err.count("Broken failed in metrics") == 1
+    assert caplog.text.count("Broken failed in metrics") == 1
     assert before.steps[0][1] == {"critic/rewards/mean": 0.5}
     assert before.steps[2][1] == {"critic/rewards/mean": 0.5, "reporting/failed_sinks": 1}
 

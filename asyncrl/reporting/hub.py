@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from asyncrl.telemetry.recorder import Batch, Sink
+
+log = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -65,9 +66,5 @@ class Hub:
             self._failed.append(sink)
             name = type(sink).__name__
             self.failures[name] = f"{type(error).__name__}: {error}"
-            print(
-                f"reporting: {name} failed in {method} and is switched off ({self.failures[name]}); the run goes on\n"
-                f"{traceback.format_exc()}",
-                file=sys.stderr,
-                flush=True,
-            )
+            told = self.failures[name]
+            log.exception("reporting: %s failed in %s and is switched off (%s); the run goes on", name, method, told)
