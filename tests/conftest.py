@@ -18,7 +18,8 @@ for key, value in {
 
 pytest.register_assert_rewrite("tests.support.engine_contract")
 
-if importlib.util.find_spec("sglang"):  # before anything imports torchvision, here and in the processes to come
+# SGLang without a GPU: before anything imports torchvision, here and in the processes to come
+if importlib.util.find_spec("sglang") and not importlib.util.find_spec("sgl_kernel"):
     import tests.support.sglang_cpu.sitecustomize
 
     site = os.path.dirname(tests.support.sglang_cpu.sitecustomize.__file__)

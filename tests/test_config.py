@@ -251,6 +251,22 @@ def test_pause_and_kv_must_fit_each_other_and_partial_rollout(files):
     assert "use wait" in cut[0]
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_what_only_the_native_engine_does_is_refused_of_others(files, engine):
+    for option in ("rollout.engine.deterministic=true", "param_sync.staging=full", "rollout.top_p=0.9"):
+        (problem,) = problems([*files, f"rollout.engine.name={engine}", option])
+        assert problem.startswith(option.partition("=")[0])
+        assert engine in problem
+
+
+def test_what_sglang_cannot_do_is_refused(files):
+    sglang = [*files, "rollout.engine.name=sglang"]
+    (problem,) = problems([*sglang, "rollout.engine.pipeline_parallel_size=2"])
+    assert "can be opened once; expected 1, found 2" in problem
+    (problem,) = problems([*sglang, "mtp.enable_rollout=true", "rollout.engine.device=cpu"])
+    assert "the likeliest token whatever the temperature" in problem
+
+
 def test_more_ranks_than_cpus_are_refused_on_one_machine(files):
     assert "trainer.ranks: 3 ranks" in problems([*files, "trainer.ranks=3"], cpus=2)[0]
     assert "rollout.replicas" in problems([*files, "rollout.replicas=2"], cpus=2)[0]
