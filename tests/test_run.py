@@ -100,9 +100,10 @@ def test_a_run_with_two_ranks_and_two_replicas_trains_reports_and_leaves_nothing
         "async_training.staleness_threshold=1",
         "ray.cpus_per_rank=0.25",
         "ray.cpus_per_replica=0.25",
+        "reporting.log_level=debug",
         f"reporting.prometheus.port={(port := free_port())}",
     )
-    run.until_printed(" 1/5 ")
+    run.until_printed(" 1/5 ", timeout_s=240)
     with urlopen(f"http://127.0.0.1:{port}/health") as answer:
         assert {"trainer/1", "replica/1", "rollouter"} <= json.load(answer)["seconds_since_heard"].keys()
     assert run.wait() == 0, run.text
@@ -127,6 +128,9 @@ def test_a_run_with_two_ranks_and_two_replicas_trains_reports_and_leaves_nothing
     logs = {path.stem: path.read_text() for path in (folder / "logs").iterdir()}
     assert logs.keys() == {"driver", "trainer-0", "trainer-1", "replica-0", "replica-1", "rollouter", "queue"}
     assert "checkpoint of step 5 written" in logs["driver"]
+    lines = {line["message"]: line for line in map(json.loads, logs["driver"].splitlines())}
+    assert lines["version 0.2 is served"]["param_sync/bytes"] > 4e6
+    assert lines["step 5 is trained"]["actor/loss"] == steps[-1]["actor/loss"]
     assert json.loads(logs["trainer-1"].splitlines()[0])["actor"] == "trainer/1"
     assert "(replica/1 pid=" in run.text
     assert "generates with the native engine" in run.text

@@ -220,6 +220,7 @@ class TrainLoop:
             metrics, self._sync_metrics = {**metrics, **self._sync_metrics}, {}
             await self._queue.trained(step)
             self._progress = replace(self._progress, step=step, trained=self._progress.trained + len(lease.groups))
+            log.debug("step %d is trained", step, extra=metrics)
             await self._report(metrics)
             if self._saving is not None and self._saving.done():
                 await self._saved()
@@ -330,6 +331,7 @@ class TrainLoop:
         if (metrics := await self._synced(self._progress.version, sent.set)) is None:
             return
         self._sync_metrics = metrics
+        log.debug("version %s is served", self._progress.version, extra=dict(metrics))
         await self._beside_joins(self._hooks.on_version(self._progress), self._rejoin)
         # nothing starts under the last version: what is left may be trained by a run that resumes this one
         if not self._progress.last:
@@ -348,6 +350,7 @@ class TrainLoop:
                 sent.set()
             if (metrics := await syncing) is not None:
                 self._sync_metrics = metrics
+                log.debug("version %s is served", progress.version, extra=dict(metrics))
                 await self._queue.retire_before(progress.version)
                 await self._hooks.on_version(progress)
         finally:
