@@ -6,8 +6,8 @@ guard that stops speculation where it does not pay is off.
 
 1. *Learning*: the quickstart's task and schedule, from a shorter warm start and at a somewhat larger learning rate, so
    that the policy moves far and no draft can be right by habit. Three arms: the draft is trained and reloaded at each
-   sync (``trained``), reloaded and not trained (``frozen``), or trained and never reloaded (``stale``). Figures of an arm
-   are those of its last third.
+   sync (``trained``), reloaded and not trained (``frozen``), or trained and never reloaded (``stale``). Figures of an
+   arm are those of its last third.
    ``acceptance_gain``: trained over stale. ``throughput_gain``: generated tokens per second, trained over stale.
    ``throughput_of_predicted``: that, over what the tokens per verification of both predict at equal cost of a step.
    ``acceptance_of_refit``: the trained arm's final draft over the same fitted further, with the same loss, on samples
