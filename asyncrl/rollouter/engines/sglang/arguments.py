@@ -127,7 +127,8 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
 def server_environment(config: Config, device: str) -> dict[str, str]:
     """What the server's processes find in their environment, beside ours."""
     engine = config.rollout.engine
-    wanted = {"HF_HUB_OFFLINE": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # by the slack
+    wanted = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    wanted["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # by the slack
     if device == "cpu":
         # every worker may run on every core; bound, those of all replicas would be on the same ones
         cores = "|".join([f"0-{(os.cpu_count() or 1) - 1}"] * engine.tensor_parallel_size)
