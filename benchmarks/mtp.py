@@ -277,7 +277,7 @@ def main() -> None:
                 f"data.train_files=[{args.data / 'train.jsonl'}]",
                 f"trainer.total_steps={args.steps}",
                 "trainer.mini_batch_groups=16",
-                "trainer.optimizer.lr=5e-4",
+                "trainer.optimizer.lr=6e-4",
                 "checkpoint.every_steps=0",
                 f"mtp.passes={PASSES}",
             ],
