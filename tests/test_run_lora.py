@@ -1,6 +1,5 @@
 """Whole runs with LoRA on Ray: adapters travel alone, actors that die get the base and the adapter again."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ from safetensors.torch import load_file
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.models.config import DecoderConfig
 from asyncrl.models.lora import linear_shapes
-from tests.support.faults import FaultyRun, audit, restores
+from tests.support.faults import FaultyRun, audit, restores, starting
 from tests.support.tiny import make_inputs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -35,28 +34,16 @@ def inputs(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def start(inputs, tmp_path):
-    runs = []
-
-    def begin(*more: str) -> FaultyRun:
-        runs.append(FaultyRun(inputs, tmp_path / "run", *OPTIONS, *more))
-        return runs[-1]
-
-    yield begin
-    for run in runs:
-        run.close()
-
-
-def column(run: FaultyRun, name: str) -> list[float]:
-    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    return [row[name] for row in rows if name in row]
+    with starting(inputs, tmp_path / "run", *OPTIONS) as begin:
+        yield begin
 
 
 def audit_lora(run: FaultyRun, inputs: Path, exact_steps: int) -> None:
     """The ledger is right, it learned, and in the last steps every sample was drawn from the policy of its step."""
     audit(run.folder, [4] * STEPS, staleness_bound=0)
-    ratios = column(run, "actor/ratio_max")[-exact_steps:] + column(run, "actor/ratio_min")[-exact_steps:]
+    ratios = run.column("actor/ratio_max")[-exact_steps:] + run.column("actor/ratio_min")[-exact_steps:]
     assert max(abs(ratio - 1) for ratio in ratios) < 1e-3
-    rewards = column(run, "critic/rewards/mean")
+    rewards = run.column("critic/rewards/mean")
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.1, rewards
 
 
@@ -66,7 +53,7 @@ def test_a_run_learns_and_a_killed_replica_gets_base_and_adapter_again(start, in
     run.kill("replica")
     assert run.wait(400) == 0, run.text
     audit_lora(run, inputs, exact_steps=STEPS)
-    sent, whole = column(run, "param_sync/bytes"), sum(t.nbytes for t in read_tensors(inputs / "checkpoint").values())
+    sent, whole = run.column("param_sync/bytes"), sum(t.nbytes for t in read_tensors(inputs / "checkpoint").values())
     assert sent[0] > whole
     assert sent[1] == min(sent) < whole / 2
     assert 1 <= sum(nbytes > whole for nbytes in sent) <= 2  # and once for the new replica, if it joined at a version

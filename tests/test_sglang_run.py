@@ -1,7 +1,6 @@
 """Whole runs on Ray with SGLang replicas: driver and trainer in the default environment, replicas in SGLang's."""
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs the SGLang environment: make test-sglang", allow_module_level=True)
 
-from tests.support.faults import FaultyRun, audit
+from tests.support.faults import audit, starting
 from tests.support.sglang_replica import server_processes
 from tests.support.tiny import make_inputs
 
@@ -35,19 +34,8 @@ def inputs(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def start(inputs, tmp_path):
-    runs = []
-
-    def begin(*more: str) -> FaultyRun:
-        runs.append(FaultyRun(inputs, tmp_path / "run", *OPTIONS, *more))
-        return runs[-1]
-
-    yield begin
-    for run in runs:
-        run.close()
-
-
-def metrics_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    with starting(inputs, tmp_path / "run", *OPTIONS) as begin:
+        yield begin
 
 
 def test_a_run_trains_to_the_end_and_a_killed_server_costs_no_sample(start):
@@ -61,7 +49,7 @@ def test_a_run_trains_to_the_end_and_a_killed_server_costs_no_sample(start):
     assert run.wait(900) == 0, run.text
     assert "replica/0: SGLang's server" in run.text
     audit(run.folder, [2] * 12, staleness_bound=0)
-    ratios = [row["actor/ratio_max"] for row in metrics_of(run.folder) if "actor/ratio_max" in row]
+    ratios = run.column("actor/ratio_max")
     assert len(ratios) == 12
     assert max(abs(ratio - 1) for ratio in ratios) < 1e-3
 

@@ -1,6 +1,5 @@
 """Whole runs on Ray with vLLM replicas: driver and trainer in the default environment, replicas in vLLM's."""
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs the vLLM environment: make test-vllm")
 
-from tests.support.faults import FaultyRun, audit
+from tests.support.faults import FaultyRun, audit, starting
 from tests.support.tiny import make_inputs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -29,19 +28,8 @@ def inputs(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def start(inputs, tmp_path):
-    runs = []
-
-    def begin(*more: str) -> FaultyRun:
-        runs.append(FaultyRun(inputs, tmp_path / "run", *OPTIONS, *more))
-        return runs[-1]
-
-    yield begin
-    for run in runs:
-        run.close()
-
-
-def metrics_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    with starting(inputs, tmp_path / "run", *OPTIONS) as begin:
+        yield begin
 
 
 def test_a_run_trains_with_its_draft_to_the_end(start, tmp_path):
@@ -49,11 +37,10 @@ def test_a_run_trains_with_its_draft_to_the_end(start, tmp_path):
     run = start("mtp.enable_rollout=true", "mtp.enable_train=true", "async_training.staleness_threshold=0")
     assert run.wait(500) == 0, run.text
     audit(run.folder, [2] * 5, staleness_bound=0)
-    values = metrics_of(run.folder)
-    ratios = [row["actor/ratio_max"] for row in values if "actor/ratio_max" in row]
+    ratios = run.column("actor/ratio_max")
     assert len(ratios) == 5
     assert max(abs(ratio - 1) for ratio in ratios) < 1e-3
-    assert any(0 <= row.get("rollout/spec_accept_rate", -1) <= 1 for row in values)
+    assert any(0 <= rate <= 1 for rate in run.column("rollout/spec_accept_rate"))
 
 
 LORA = ("model.lora.rank=4", "trainer.optimizer.lr=1e-2", "trainer.total_steps=8")
@@ -64,11 +51,10 @@ def test_a_run_trains_adapters_and_sends_the_base_once(start):
     run = start(*LORA, "async_training.staleness_threshold=0")
     assert run.wait(500) == 0, run.text
     audit(run.folder, [2] * 8, staleness_bound=0)
-    values = metrics_of(run.folder)
-    ratios = [row["actor/ratio_max"] for row in values if "actor/ratio_max" in row]
+    ratios = run.column("actor/ratio_max")
     assert len(ratios) == 8
     assert max(abs(ratio - 1) for ratio in ratios) < 1e-3
-    sent = [row["param_sync/bytes"] for row in values if "param_sync/bytes" in row]
+    sent = run.column("param_sync/bytes")
     assert len(set(sent[1:])) == 1
     assert sent[1] < sent[0] / 2
 
@@ -85,10 +71,9 @@ def test_a_run_whose_requests_finish_on_their_adapters_samples_each_from_one_ver
     )
     assert run.wait(500) == 0, run.text
     audit(run.folder, [2] * 8)
-    values = metrics_of(run.folder)
-    assert [row["fully_async/partial/count"] for row in values if "fully_async/partial/count" in row] == [0] * 8
-    assert not any(row.get("param_sync/evicted") for row in values)
-    assert any(row.get("param_sync/held_requests") for row in values)  # some were kept over a sync
+    assert run.column("fully_async/partial/count") == [0] * 8
+    assert not any(run.column("param_sync/evicted"))
+    assert any(run.column("param_sync/held_requests"))  # some were kept over a sync
 
 
 @pytest.mark.slow

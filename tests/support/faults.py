@@ -7,8 +7,8 @@ import signal
 import sqlite3
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import psutil
@@ -18,6 +18,7 @@ import asyncrl.ledger
 from asyncrl.config.load import load_config
 from asyncrl.data.order import PromptOrder
 from asyncrl.data.prompts import load_prompts
+from asyncrl.reporting.jsonl import METRICS_FILE, read_lines
 from tests.support.tiny import overrides
 from tests.test_run import Run, processes_of
 
@@ -72,6 +73,10 @@ class FaultyRun(Run):
         self.actor(kind).kill()
         self.until(lambda: self.text.count(noticed) > before, f"noticed the death of the {kind}")
 
+    def column(self, metric: str) -> list[float]:
+        """All values of a metric, in the order in which they were logged."""
+        return [row[metric] for row in read_lines(self.folder / METRICS_FILE) if metric in row]
+
     def until_trained(self, step: int, timeout_s: float = 120) -> None:
         self.until(lambda: trained_steps(self.folder) >= step, f"trained step {step}", timeout_s)
 
@@ -95,6 +100,19 @@ class FaultyRun(Run):
             process.kill()
         shutil.rmtree(self.ray_dir, ignore_errors=True)
         assert not left
+
+
+@contextmanager
+def starting(inputs: Path, folder: Path, *options: str) -> Iterator[Callable[..., FaultyRun]]:
+    """Lends a function that starts a run in ``folder`` with these options and more; what it started ends with this."""
+    with ExitStack() as stack:
+
+        def begin(*more: str) -> FaultyRun:
+            run = FaultyRun(inputs, folder, *options, *more)
+            stack.callback(run.close)
+            return run
+
+        yield begin
 
 
 def run_through(
