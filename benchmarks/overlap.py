@@ -5,7 +5,8 @@
 Runs configs/quickstart.yaml with a learning rate of almost nothing, so that all runs have the same work, as
 
 - alone: one long step; first the rollouter generates its groups, then the trainer takes them, in as many optimizer
-  steps as the steps of the others. What a step takes each pool alone, T_train and T_rollout, comes of it.
+  steps as the steps of the others. What a step takes each pool alone, T_train and T_rollout, comes of it; the forward
+  pass for proximal logprobs, which only a step of several optimizer steps needs, is taken off.
 - async: as the quickstart is, one thread for each pool.
 - sync: staleness_threshold 0, so that each step first generates and then trains, with one thread each; and once more
   with two threads each, as each has the machine to itself.
@@ -48,9 +49,8 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 def alone_s(folder: Path, steps: int) -> tuple[float, float]:
     """Seconds of a step that trainer and rollouter take, from the spans of the run in which each works alone."""
     spans = read_spans(folder)
-    training = sum(row["end"] - row["start"] for row in spans if row["name"] == "trainer/step")
-    generating = [(row["start"], row["end"]) for row in spans if row["name"] == "rollout/generate"]
-    return training / steps, sum(end - start for start, end in generating) / steps
+    seconds = lambda name: sum(row["end"] - row["start"] for row in spans if row["name"] == name) / steps
+    return seconds("trainer/step") - seconds("trainer/logprobs"), seconds("rollout/generate")
 
 
 def step_s(folder: Path, last: int) -> float:
