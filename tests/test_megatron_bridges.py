@@ -138,6 +138,19 @@ def test_draft_states_equal_the_native_decoders(architecture, layers, tmp_path):
 
 
 @torch.no_grad()
+def test_sequences_of_one_row_do_not_see_each_other(tmp_path):
+    """Neither trunk nor drafts: what each gives is what it gives alone."""
+    (ours,), _ = built(make_checkpoint(tmp_path, num_nextn_predict_layers=2))
+    lengths = [7, 1, 30, 2]
+    tokens = random_tokens(64, (1, sum(lengths)))
+    together = [state[0].split(lengths) for state in states(ours, tokens, 2, lengths)]
+    for b, alone in enumerate(tokens.split(lengths, 1)):
+        for depth, state in enumerate(states(ours, alone, 2)):
+            meant = slice(max(depth - 1, 0), -1 if depth else None)
+            assert torch.allclose(together[depth][b][meant], state[0, meant], atol=1e-5), (b, depth)
+
+
+@torch.no_grad()
 def test_the_halves_of_the_projection_in_the_other_order_give_other_drafts(tmp_path):
     """What the test above would not see if hidden state and embedding were alike."""
     (ours,), _ = built(make_checkpoint(tmp_path))

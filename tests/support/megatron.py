@@ -9,6 +9,7 @@ import torch.multiprocessing as mp
 
 from asyncrl.config.schema import Config, MegatronConfig
 from asyncrl.models.checkpoint import read_tensors
+from asyncrl.models.layout import PackedLayout
 from asyncrl.trainer.backends.megatron import cpu
 
 #: of what a step depends on: draft, several epochs, reference, entropy, small micro-batches
@@ -68,14 +69,16 @@ def built(path, cut="one", mtp_from_trunk=False):
 
 
 @torch.no_grad()
-def states(model, tokens_BS, depths=0):
-    """(hidden [B, S, M], those of each depth of the draft)."""
-    from asyncrl.trainer.backends.megatron.policy import causal_mask
+def states(model, tokens_BS, depths=0, lengths=None):
+    """(hidden [B, S, M], those of each depth of the draft); ``lengths``: of the sequences, if not one a row."""
+    from asyncrl.trainer.backends.megatron.packed import PackedSequences
 
     model.draft_depths = depths
-    positions = torch.arange(tokens_BS.shape[1]).expand(tokens_BS.shape)
-    out = model(tokens_BS, positions, causal_mask(tokens_BS.shape[1], tokens_BS.device))
-    return [state.transpose(0, 1) for state in out]
+    lengths = np.array(lengths or [tokens_BS.shape[1]] * len(tokens_BS))
+    layout = PackedLayout.from_lengths(lengths)
+    sequences = PackedSequences.of(lengths, layout)
+    out = model(tokens_BS.reshape(1, -1), layout.positions[None], None, packed_seq_params=sequences)
+    return [state.view(*tokens_BS.shape, -1) for state in out]
 
 
 def random_tokens(vocab_size, shape=(2, 20)):

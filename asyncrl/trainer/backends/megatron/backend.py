@@ -25,7 +25,8 @@ from asyncrl.trainer.backends import process_group
 from asyncrl.trainer.backends.megatron.bridges import Bridge, bridge_of, read_source
 from asyncrl.trainer.backends.megatron.layout import fit_problems
 from asyncrl.trainer.backends.megatron.optimizer import MOMENTS, ShardedAdamW
-from asyncrl.trainer.backends.megatron.policy import PolicyModel, build_chunks, causal_mask, in_precision
+from asyncrl.trainer.backends.megatron.packed import PackedSequences
+from asyncrl.trainer.backends.megatron.policy import PolicyModel, build_chunks, in_precision
 from asyncrl.trainer.backends.megatron.vocab_parallel import (
     VocabParallelCrossEntropy,
     VocabParallelScores,
@@ -55,7 +56,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # iso
 
 LOAD_BLOCK = 32  # parameters of the model whose whole tensors are in memory at once while a checkpoint is read
 
-#: hidden states of policy and draft [S, B, M] and a micro-batch → its loss, already divided by the global count
+#: hidden states of policy and draft [T, 1, M] and a micro-batch → its loss, already divided by the global count
 MicroBatchLoss = Callable[[PolicyModel, MicroBatch, tuple[Tensor, ...]], Tensor]
 
 
@@ -66,8 +67,8 @@ class MegatronBackend:
     ``trainer.megatron`` says how many ranks hold one copy of the model; the others are data parallel copies of it, and
     the optimizer's state is sharded over those. Gradients' sums, optimizer state and the weights that it steps are
     float32, the model computes in that or in bfloat16 (``trainer.mixed_precision``), and engines get what it computes
-    with. Sequences of a micro-batch are padded at their ends to the longest one. A copy of the model gets the same
-    batch on each of its ranks, and its last pipeline stage computes the losses, with the head's vocabulary in parts.
+    with. Sequences of a micro-batch are packed. A copy of the model gets the same batch on each of its ranks, and its
+    last pipeline stage computes the losses, with the head's vocabulary in parts.
 
     A checkpoint holds whole tensors under their Hugging Face names, each written by one of the ranks, in the same form
     as the torch backend's: it can be read at any parallel layout, and by that backend."""
@@ -170,8 +171,8 @@ class MegatronBackend:
                 output = loss(logprobs, entropy, micro.batch)
                 total = output.loss / global_denominator
                 drafts = zip(states[1:], micro.drafts(self._draft_depths), counts, strict=True)
-                for depth, (draft_SBM, (places, tokens), count) in enumerate(drafts, 1):
-                    draft_RM = _rows(draft_SBM, micro.layout.unpad_index[places])
+                for depth, (draft_T1M, (places, tokens), count) in enumerate(drafts, 1):
+                    draft_RM = _rows(draft_T1M, places)
                     head_WM = model.head_weight.detach() if model.detach_draft else model.head_weight
                     draft_loss, hits = VocabParallelCrossEntropy.apply(
                         draft_RM, head_WM, tokens, self._part(head_WM), temperature, self._options.logprob_chunk_tokens
@@ -221,10 +222,8 @@ class MegatronBackend:
         def forward_step(micros: Iterator[MicroBatch], module: Any) -> Any:
             micro, model = next(micros), _unwrapped(module)
             model.draft_depths = draft_depths
-            shape = (micro.layout.batch, micro.layout.length)
-            tokens_BS = micro.tokens[micro.layout.pad_index].view(shape)
-            positions_BS = torch.arange(shape[1], device=self._device).expand(shape)
-            states = module(tokens_BS, positions_BS, causal_mask(shape[1], self._device))
+            sequences = PackedSequences.of(micro.batch.lengths, micro.layout)
+            states = module(micro.tokens[None], micro.layout.positions[None], None, packed_seq_params=sequences)
             return states, partial(reduce, model, micro)
 
         def reduce(model: PolicyModel, micro: MicroBatch, states: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, dict]:
@@ -242,9 +241,9 @@ class MegatronBackend:
         )
 
     def _policy_scores(
-        self, model: PolicyModel, micro: MicroBatch, hidden_SBM: Tensor, temperature: float
+        self, model: PolicyModel, micro: MicroBatch, hidden_T1M: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        hidden_RM = _rows(hidden_SBM, micro.layout.unpad_index[micro.rows])
+        hidden_RM = _rows(hidden_T1M, micro.rows)
         head_WM = model.head_weight
         return VocabParallelScores.apply(
             hidden_RM, head_WM, micro.targets, self._part(head_WM), temperature, self._options.logprob_chunk_tokens
@@ -464,11 +463,9 @@ def _unwrapped(module: Any) -> PolicyModel:
     return module
 
 
-def _rows(states_SBM: Tensor, places: Tensor) -> Tensor:
-    """[R, M]: the states at ``places`` of the padded batch [B, S], flat."""
-    length, batch = states_SBM.shape[:2]
-    row, column = places // length, places % length
-    return states_SBM.flatten(0, 1).index_select(0, column * batch + row)
+def _rows(states_T1M: Tensor, places: Tensor) -> Tensor:
+    """[R, M]: the states at packed ``places``."""
+    return states_T1M.squeeze(1).index_select(0, places)
 
 
 def _add(sums: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:

@@ -1,20 +1,23 @@
 """The policy as megatron-core builds it: a GPT model that gives hidden states, not logits, of itself and of its draft.
 
-Shape suffixes: S padded length, B sequences, M hidden size.
+Shape suffixes: T packed tokens, M hidden size. To megatron-core they are one sequence, [T, 1, M].
 """
 
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from asyncrl.config.schema import TrainerConfig
 from asyncrl.models.config import CheckpointError
 from asyncrl.trainer.backends.megatron import cpu
 from asyncrl.trainer.backends.megatron.bridges import Bridge, expect_same_rope
+from asyncrl.trainer.backends.megatron.packed import use_packed_attention
 
 cpu.activate()
 
@@ -30,7 +33,7 @@ from megatron.core.transformer.module import Float16Module  # noqa: E402
 
 
 class PolicyModel(GPTModel):
-    """The last stage's forward pass gives (hidden [S, B, M], depth 1's hidden, depth 2's …), each after its final norm,
+    """The last stage's forward pass gives (hidden [T, 1, M], depth 1's hidden, depth 2's …), each after its final norm,
     for a head that sees only the places that matter. So a forward pass needs no labels, and the loss of the draft is
     taken outside, with the temperature and the global count of this project.
 
@@ -52,30 +55,26 @@ class PolicyModel(GPTModel):
         return states
 
     def _draft_states(
-        self, hidden_SBM: Tensor, tokens_BS: Tensor, positions_BS: Tensor, layers: dict[str, Any]
+        self, hidden_T1M: Tensor, tokens_1T: Tensor, positions_1T: Tensor, layers: dict[str, Any]
     ) -> tuple[Tensor, ...]:
-        started_SB1 = (positions_BS != 0).t().unsqueeze(2)
-        embed_SBM = self.embedding(tokens_BS.roll(-1, 1), positions_BS) * started_SB1
+        started_T11 = (positions_1T != 0).t().unsqueeze(2)
+        # a sequence's last place reads the next one's first token; no other place reads what it makes of that
+        embed_T1M = self.embedding(tokens_1T.roll(-1, 1), positions_1T) * started_T11
         if self.detach_draft:
-            hidden_SBM, embed_SBM = hidden_SBM.detach(), embed_SBM.detach()
-            if self.config.recompute_granularity and torch.is_grad_enabled():
-                # a recomputed layer none of whose inputs wants a gradient gets none itself, and nothing says so
-                hidden_SBM.requires_grad_()
+            hidden_T1M, embed_T1M = hidden_T1M.detach(), embed_T1M.detach()
         passed_on = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")
         options = {name: layers[name] for name in passed_on}
         states: list[Tensor] = []
         for layer in self.mtp.layers[: self.draft_depths]:
             if states:
-                hidden_SBM = hidden_SBM.roll(1, 0) * started_SB1
-            # given as a function: of the shifted tokens that the layer would embed itself, place 0 would not be zeros
-            hidden_SBM, *_ = layer(
-                input_ids=tokens_BS,
-                position_ids=positions_BS,
-                hidden_states=hidden_SBM,
-                embedding=lambda input_ids, position_ids: embed_SBM,
-                **options,
-            )
-            states.append(hidden_SBM)
+                hidden_T1M = hidden_T1M.roll(1, 0) * started_T11
+            # not the layer's own forward, which cannot recompute packed sequences, and would embed the shifted tokens
+            # itself: place 0 would not be zeros
+            run = partial(layer._proj_and_transformer_layer, **options)
+            if self.config.recompute_granularity and torch.is_grad_enabled():
+                run = partial(checkpoint, run, use_reentrant=False)
+            hidden_T1M = run(hidden_states=hidden_T1M, decoder_input=embed_T1M)
+            states.append(hidden_T1M)
         return tuple(states)
 
     @property
@@ -120,6 +119,8 @@ def _build(provider: GPTModelProvider, stage: int | None) -> PolicyModel:
     spec = get_gpt_decoder_block_spec(
         provider, use_transformer_engine=fast, normalization=provider.normalization, vp_stage=stage
     )
+    if not fast:
+        use_packed_attention(spec.layer_specs)
     mtp = None
     if provider.mtp_num_layers:
         # a copy of the spec of the stage's last layer, of which `fit_problems` leaves no stage without
@@ -171,7 +172,7 @@ def _complete(provider: GPTModelProvider, options: TrainerConfig) -> None:
         "bf16": half,
         "fp16": False,
         "use_cpu_initialization": cpu.needed(),
-        # each micro-batch is as long as its longest sequence, which only stages have to tell each other
+        # each micro-batch has as many tokens as it has, which only stages have to tell each other
         "variable_seq_lengths": cut.pipeline_model_parallel_size > 1,
         "calculate_per_token_loss": True,  # gradients are summed: losses come divided by the global count
         "attention_softmax_in_fp32": True,
@@ -194,8 +195,3 @@ def _complete(provider: GPTModelProvider, options: TrainerConfig) -> None:
     for name, value in settings.items():
         setattr(provider, name, value)
     provider.finalize()
-
-
-def causal_mask(length: int, device: torch.device) -> Tensor:
-    """bool [1, 1, S, S], true where attention is forbidden."""
-    return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu_(1)
