@@ -172,7 +172,7 @@ def _memory(config: Config, found: Preflight) -> dict[str, str]:
     """What each actor of a pool holds, without activations, the interpreter and its libraries."""
     parameters = sum(math.prod(shape) for shape in tensor_shapes(config.model.path).values())
     t, engine = config.trainer, config.rollout.engine
-    cut = ranks_per_copy(config) if t.backend == "megatron" else t.ranks
+    cut = ranks_per_copy(config) // t.megatron.context_parallel_size if t.backend == "megatron" else t.ranks
     held = {"weights, gradients, optimizer": parameters * TRAIN_BYTES / cut}
     if config.model.lora.rank:  # what learns is small beside them, and they are the reference
         held = {"frozen weights": parameters * 4 / cut}

@@ -12,7 +12,7 @@ from tests.support.trainer import make_checkpoint, make_config, make_groups, wei
 
 pytestmark = pytest.mark.megatron
 
-TWO = ("tensor", "pipeline", "data")
+TWO = ("tensor", "pipeline", "data", "context")
 SIZES = {"vocab_size": 67, "num_attention_heads": 4, "num_key_value_heads": 2}  # 67: half of it is padded
 MODELS = {
     "draft": (SIZES, OPTIONS),
@@ -76,7 +76,12 @@ def test_two_ranks_train_what_one_does(runs, cut):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "cuts", "layers"), [(4, ("tensor-pipeline", "pipeline-data"), 4), (3, ("virtual",), 6)]
+    ("ranks", "cuts", "layers"),
+    [
+        (4, ("tensor-pipeline", "pipeline-data"), 4),
+        (4, ("context-tensor", "context-pipeline", "context-data"), 4),
+        (3, ("virtual",), 6),
+    ],
 )
 def test_so_do_more_ranks(tmp_path, ranks, cuts, layers):
     """Cuts within cuts, and model chunks that stages take in turn."""

@@ -98,6 +98,7 @@ _AT_LEAST = {
     "trainer.megatron.tensor_model_parallel_size": 1,
     "trainer.megatron.pipeline_model_parallel_size": 1,
     "trainer.megatron.virtual_pipeline_model_parallel_size": 1,
+    "trainer.megatron.context_parallel_size": 1,
     "trainer.optimizer.lr": 0,
     "trainer.optimizer.weight_decay": 0,
     "trainer.optimizer.warmup_steps": 0,
@@ -297,7 +298,7 @@ def _rollout_problems(c: Config) -> Iterator[str]:
 def ranks_per_copy(config: Config) -> int:
     """Trainer ranks that hold one copy of the model together, and train on the same sequences."""
     cut = config.trainer.megatron
-    one = cut.tensor_model_parallel_size * cut.pipeline_model_parallel_size
+    one = cut.tensor_model_parallel_size * cut.pipeline_model_parallel_size * cut.context_parallel_size
     return max(one, 1) if config.trainer.backend == "megatron" else 1
 
 
@@ -310,7 +311,8 @@ def _megatron_problems(c: Config) -> Iterator[str]:
     if t.ranks % ranks_per_copy(c):
         yield (
             f"trainer.ranks: expected a multiple of the {ranks_per_copy(c)} ranks that hold one copy of the model "
-            f"(tensor {cut.tensor_model_parallel_size} × pipeline {cut.pipeline_model_parallel_size}), found {t.ranks}"
+            f"(tensor {cut.tensor_model_parallel_size} × pipeline {cut.pipeline_model_parallel_size} × context "
+            f"{cut.context_parallel_size}), found {t.ranks}"
         )
     virtual, stages = cut.virtual_pipeline_model_parallel_size, cut.pipeline_model_parallel_size
     if virtual > 1 and stages < 3:  # of two stages each is before and after the other: their messages would be mixed up

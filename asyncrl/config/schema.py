@@ -110,6 +110,7 @@ class MegatronConfig:
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     virtual_pipeline_model_parallel_size: int = 1  # model chunks per pipeline stage
+    context_parallel_size: int = 1  # ranks that each have a part of every sequence
 
 
 @dataclass

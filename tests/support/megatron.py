@@ -30,6 +30,10 @@ CUTS = {
     "data": {},
     "tensor-pipeline": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
     "pipeline-data": {"pipeline_model_parallel_size": 2},
+    "context": {"context_parallel_size": 2},
+    "context-tensor": {"context_parallel_size": 2, "tensor_model_parallel_size": 2},
+    "context-pipeline": {"context_parallel_size": 2, "pipeline_model_parallel_size": 2},
+    "context-data": {"context_parallel_size": 2},
     "virtual": {"pipeline_model_parallel_size": 3, "virtual_pipeline_model_parallel_size": 2},
 }
 
@@ -76,8 +80,8 @@ def states(model, tokens_BS, depths=0, lengths=None):
     model.draft_depths = depths
     lengths = np.array(lengths or [tokens_BS.shape[1]] * len(tokens_BS))
     layout = PackedLayout.from_lengths(lengths)
-    sequences = PackedSequences.of(lengths, layout)
-    out = model(tokens_BS.reshape(1, -1), layout.positions[None], None, packed_seq_params=sequences)
+    sequences = PackedSequences.of(tokens_BS.flatten(), lengths, layout, dist.new_group([dist.get_rank()]))
+    out = model(sequences.tokens, sequences.positions, None, packed_seq_params=sequences)
     return [state.view(*tokens_BS.shape, -1) for state in out]
 
 

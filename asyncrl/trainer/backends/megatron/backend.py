@@ -1,4 +1,4 @@
-"""The Megatron backend: a model of megatron-core cut over tensor, pipeline and data parallel ranks."""
+"""The Megatron backend: a model of megatron-core cut over tensor, pipeline, context and data parallel ranks."""
 
 from __future__ import annotations
 
@@ -56,8 +56,9 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # iso
 
 LOAD_BLOCK = 32  # parameters of the model whose whole tensors are in memory at once while a checkpoint is read
 
-#: hidden states of policy and draft [T, 1, M] and a micro-batch → its loss, already divided by the global count
-MicroBatchLoss = Callable[[PolicyModel, MicroBatch, tuple[Tensor, ...]], Tensor]
+#: a micro-batch, this rank's share of it, and its hidden states [T, 1, M] of policy and draft → the loss, divided by
+#: the global count already
+MicroBatchLoss = Callable[[PolicyModel, MicroBatch, PackedSequences, tuple[Tensor, ...]], Tensor]
 
 
 class MegatronBackend:
@@ -67,8 +68,8 @@ class MegatronBackend:
     ``trainer.megatron`` says how many ranks hold one copy of the model; the others are data parallel copies of it, and
     the optimizer's state is sharded over those. Gradients' sums, optimizer state and the weights that it steps are
     float32, the model computes in that or in bfloat16 (``trainer.mixed_precision``), and engines get what it computes
-    with. Sequences of a micro-batch are packed. A copy of the model gets the same batch on each of its ranks, and its
-    last pipeline stage computes the losses, with the head's vocabulary in parts.
+    with. A copy of the model gets the same batch on each of its ranks. Its context parallel ranks each have a part of
+    every sequence (see `packed`), and its last pipeline stage computes the losses, with the head's vocabulary in parts.
 
     A checkpoint holds whole tensors under their Hugging Face names, each written by one of the ranks, in the same form
     as the torch backend's: it can be read at any parallel layout, and by that backend."""
@@ -145,10 +146,10 @@ class MegatronBackend:
     def _score(self, chunks: list[Any], batch: TrainBatch, temperature: float) -> Scores:
         found = torch.zeros(2, len(batch.targets), device=self._device)
 
-        def keep(model: PolicyModel, micro: MicroBatch, states: tuple[Tensor, ...]) -> Tensor:
+        def keep(model: PolicyModel, micro: MicroBatch, share: PackedSequences, states: tuple[Tensor, ...]) -> Tensor:
             if len(micro.places):
-                scores = self._policy_scores(model, micro, states[0], temperature)
-                found[:, torch.from_numpy(micro.places).to(self._device)] = torch.stack(scores)
+                scores = self._policy_scores(model, micro, share, states[0], temperature)
+                found[:, torch.from_numpy(micro.places).to(self._device)] = scores
             return found.new_zeros(())
 
         self._run(chunks, self._micro_batches(batch), keep, draft_depths=0, forward_only=True)
@@ -166,16 +167,19 @@ class MegatronBackend:
             of_draft: dict[str, Tensor] = {}
             counts = self._draft_counts(batch)
 
-            def losses(model: PolicyModel, micro: MicroBatch, states: tuple[Tensor, ...]) -> Tensor:
-                logprobs, entropy = self._policy_scores(model, micro, states[0], temperature)
+            def losses(
+                model: PolicyModel, micro: MicroBatch, share: PackedSequences, states: tuple[Tensor, ...]
+            ) -> Tensor:
+                logprobs, entropy = self._policy_scores(model, micro, share, states[0], temperature)
                 output = loss(logprobs, entropy, micro.batch)
                 total = output.loss / global_denominator
                 drafts = zip(states[1:], micro.drafts(self._draft_depths), counts, strict=True)
                 for depth, (draft_T1M, (places, tokens), count) in enumerate(drafts, 1):
-                    draft_RM = _rows(draft_T1M, places)
+                    draft_RM, mine = share.rows(draft_T1M, places)
                     head_WM = model.head_weight.detach() if model.detach_draft else model.head_weight
+                    part, chunk = self._part(head_WM), self._options.logprob_chunk_tokens
                     draft_loss, hits = VocabParallelCrossEntropy.apply(
-                        draft_RM, head_WM, tokens, self._part(head_WM), temperature, self._options.logprob_chunk_tokens
+                        draft_RM, head_WM, tokens[mine], part, temperature, chunk
                     )
                     total = total + draft_loss * (self._draft_scale / count)
                     _add(of_draft, {f"mtp/loss_{depth}": draft_loss.detach().double() / count})
@@ -189,7 +193,8 @@ class MegatronBackend:
             self._run(self._parallel, self._micro_batches(batch), losses, self._draft_depths, forward_only=False)
             figures = self._over_copies(sums, dist.ReduceOp.SUM, 1 / global_denominator)
             figures |= self._over_copies(extremes, dist.ReduceOp.MAX)
-            figures |= self._over_copies(of_draft, dist.ReduceOp.SUM)
+            # the policy's figures are of whole sequences on each context parallel rank, the draft's of its own places
+            figures |= self._over_copies(of_draft, dist.ReduceOp.SUM, with_context_parallel=True)
             figures = self._told_by_last_stage(figures)
 
         with self._recorder.span("trainer/optimizer"):
@@ -222,12 +227,15 @@ class MegatronBackend:
         def forward_step(micros: Iterator[MicroBatch], module: Any) -> Any:
             micro, model = next(micros), _unwrapped(module)
             model.draft_depths = draft_depths
-            sequences = PackedSequences.of(micro.batch.lengths, micro.layout)
-            states = module(micro.tokens[None], micro.layout.positions[None], None, packed_seq_params=sequences)
-            return states, partial(reduce, model, micro)
+            group = parallel_state.get_context_parallel_group()
+            share = PackedSequences.of(micro.tokens, micro.batch.lengths, micro.layout, group)
+            states = module(share.tokens, share.positions, None, packed_seq_params=share)
+            return states, partial(reduce, model, micro, share)
 
-        def reduce(model: PolicyModel, micro: MicroBatch, states: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, dict]:
-            return losses(model, micro, states), torch.ones((), dtype=torch.int), {}
+        def reduce(
+            model: PolicyModel, micro: MicroBatch, share: PackedSequences, states: tuple[Tensor, ...]
+        ) -> tuple[Tensor, Tensor, dict]:
+            return losses(model, micro, share, states), torch.ones((), dtype=torch.int), {}
 
         iterators = [iter(micro_batches) for _ in chunks]
         get_forward_backward_func()(
@@ -241,13 +249,15 @@ class MegatronBackend:
         )
 
     def _policy_scores(
-        self, model: PolicyModel, micro: MicroBatch, hidden_T1M: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        hidden_RM = _rows(hidden_T1M, micro.rows)
-        head_WM = model.head_weight
-        return VocabParallelScores.apply(
-            hidden_RM, head_WM, micro.targets, self._part(head_WM), temperature, self._options.logprob_chunk_tokens
+        self, model: PolicyModel, micro: MicroBatch, share: PackedSequences, hidden_T1M: Tensor, temperature: float
+    ) -> Tensor:
+        """float32 [2, R], of the whole micro-batch: log-probabilities and entropies."""
+        hidden_rM, mine = share.rows(hidden_T1M, micro.rows)
+        head_WM, chunk = model.head_weight, self._options.logprob_chunk_tokens
+        scores = VocabParallelScores.apply(
+            hidden_rM, head_WM, micro.targets[mine], self._part(head_WM), temperature, chunk
         )
+        return share.of_all(torch.stack(scores), mine, len(micro.targets))
 
     def _part(self, head_WM: Tensor) -> VocabularyPart:
         group = parallel_state.get_tensor_model_parallel_group()
@@ -268,14 +278,19 @@ class MegatronBackend:
         return micros + [MicroBatch.placeholder(batch, self._device) for _ in range(missing)]
 
     def _over_copies(
-        self, values: Mapping[str, Tensor], op: dist.ReduceOp.RedOpType, scale: float = 1.0
+        self,
+        values: Mapping[str, Tensor],
+        op: dist.ReduceOp.RedOpType,
+        scale: float = 1.0,
+        with_context_parallel: bool = False,
     ) -> dict[str, float]:
         """Reduce scalars over the copies of the model with one collective; each rank with its like in the others."""
         if not values:
             return {}
         packed = torch.stack([value.double() for value in values.values()]).to(self._device)
-        if self.data_ranks > 1:
-            dist.all_reduce(packed, op, group=parallel_state.get_data_parallel_group())
+        group = parallel_state.get_data_parallel_group(with_context_parallel)
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(packed, op, group=group)
         return dict(zip(values, (packed * scale).tolist(), strict=True))
 
     def _from_last_stage(self, tensor: Tensor) -> None:
@@ -307,7 +322,7 @@ class MegatronBackend:
         """See `Backend.export`: rank 0 is the sender; the other ranks of its copy of the model take part and yield
         nothing, those of other copies have nothing to do. Without ``param_sync.reload_draft`` the draft goes out as it
         was at the start."""
-        if self.data_rank == 0:
+        if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
             for name, tensor in self._whole(self._engine_dtype):
                 if self.rank == 0:
                     yield name, self._first_draft.get(name, tensor)
@@ -413,6 +428,7 @@ class MegatronBackend:
             tensor_model_parallel_size=cut.tensor_model_parallel_size,
             pipeline_model_parallel_size=cut.pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+            context_parallel_size=cut.context_parallel_size,
             distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
             create_gloo_process_groups=False,
         )
@@ -461,11 +477,6 @@ def _unwrapped(module: Any) -> PolicyModel:
     while not isinstance(module, PolicyModel):
         module = module.module
     return module
-
-
-def _rows(states_T1M: Tensor, places: Tensor) -> Tensor:
-    """[R, M]: the states at packed ``places``."""
-    return states_T1M.squeeze(1).index_select(0, places)
 
 
 def _add(sums: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:

@@ -1,15 +1,20 @@
-"""Packed sequences in megatron-core: what a forward pass is told of them, and attention over them that needs no CUDA.
+"""Packed sequences in megatron-core: which tokens of a micro-batch a rank has, and attention over them without CUDA.
 
-Shape suffixes: T packed tokens, H heads, K key/value heads, D head_dim, B sequences, L padded length.
+Context parallel ranks share every sequence in zigzag, as Transformer Engine takes it: padded at its end to a multiple
+of 2 · ranks, it is cut into as many chunks, of which rank i has the i-th from either end. So all see equally far back.
+
+Shape suffixes: T this rank's tokens, P packed places of the whole micro-batch, R some of these, G the padded tokens of
+all ranks one after another, B sequences, L padded length, H heads, K key/value heads, D head_dim, M hidden size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -22,33 +27,150 @@ from asyncrl.trainer.batches import offsets
 cpu.activate()
 
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # noqa: E402
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 
-@dataclass(kw_only=True)
-class PackedSequences(PackedSeqParams):
-    """What megatron-core and Transformer Engine read of the sequences that lie in one row, and ``layout``, which
-    `PackedAttention` reads."""
+class Zigzag(NamedTuple):
+    """Of each place of the padded sequences in turn: its place among the packed ones (padding: the last token's),
+    whether it is no padding, its position in its sequence, the rank that has it and where among that rank's tokens. And
+    ``lengths`` [B], with padding."""
 
-    layout: PackedLayout
+    source: np.ndarray
+    real: np.ndarray
+    position: np.ndarray
+    owner: np.ndarray
+    local: np.ndarray
+    lengths: np.ndarray
 
     @classmethod
-    def of(cls, lengths: np.ndarray, layout: PackedLayout) -> PackedSequences:
-        bounds = on_device(offsets(lengths).astype(np.int32), layout.positions.device)
+    def of(cls, lengths: np.ndarray, ranks: int) -> Zigzag:
+        chunks = 2 * ranks if ranks > 1 else 1
+        padded = -(-lengths // chunks) * chunks
+        each = lambda values_B: np.repeat(values_B, padded)
+        position = np.arange(padded.sum()) - each(offsets(padded)[:-1])
+        chunk, place = np.divmod(position, each(padded // chunks))
+        later = each(padded // chunks) * (chunk >= ranks)
+        return cls(
+            source=each(offsets(lengths)[:-1]) + np.minimum(position, each(lengths) - 1),
+            real=position < each(lengths),
+            position=position,
+            owner=np.minimum(chunk, chunks - 1 - chunk),
+            local=each(offsets(padded)[:-1] // ranks) + place + later,
+            lengths=padded,
+        )
+
+
+class Across(NamedTuple):
+    """What a rank knows of the others' tokens. ``keys``: where those of all ranks, gathered [G], lie in a padded batch;
+    ``mask`` bool [B, 1, l, L]: which of them each of its queries sees. ``previous`` int64 [T]: where in [G] the token
+    before each is; ``owner`` and ``local`` int64 [P]: who has a packed place, and where."""
+
+    keys: PackedLayout
+    mask: Tensor
+    previous: Tensor
+    owner: Tensor
+    local: Tensor
+
+
+@dataclass(kw_only=True)
+class PackedSequences(PackedSeqParams):
+    """What megatron-core and Transformer Engine read of the sequences that lie in one row, and what this backend reads
+    of this rank's share: ``tokens``, ``following`` (the token after each) and ``positions``, int64 [1, T]; ``layout``
+    of their queries. ``group``: the context parallel ranks; only if these are several, there is ``across``."""
+
+    tokens: Tensor
+    following: Tensor
+    positions: Tensor
+    layout: PackedLayout
+    group: dist.ProcessGroup
+    across: Across | None
+
+    @classmethod
+    def of(
+        cls, tokens_P: Tensor, lengths_B: np.ndarray, layout: PackedLayout, group: dist.ProcessGroup
+    ) -> PackedSequences:
+        """This rank's share of the sequences of ``lengths_B``; ``layout``: theirs when they are whole."""
+        device, across, following_P, positions = tokens_P.device, None, tokens_P.roll(-1), layout.positions
+        if (ranks := group.size()) > 1:
+            cut = Zigzag.of(lengths_B, ranks)
+            put = lambda array: on_device(array, device)
+            mine = np.flatnonzero(cut.owner == group.rank())
+            whole, layout = (
+                PackedLayout.from_lengths(cut.lengths),
+                PackedLayout.from_lengths(cut.lengths // ranks, device),
+            )
+            gathered = cut.owner * len(mine) + cut.local
+            keys = replace(
+                whole,
+                pad_index=put(gathered[whole.pad_index]),
+                pad_mask=put(whole.pad_mask),
+                unpad_index=put(whole.unpad_index.numpy()[np.argsort(gathered)]),
+            )
+            lengths_B, source, positions = cut.lengths, put(cut.source[mine]), put(cut.position[mine])
+            seen = layout.pad(positions)[:, None, :, None] >= torch.arange(keys.length, device=device)
+            owner, local = put(cut.owner[cut.real]), put(cut.local[cut.real])
+            across = Across(keys, seen, put(gathered[np.maximum(mine - 1, 0)]), owner, local)
+            tokens_P, following_P = tokens_P[source], following_P[source]
+        bounds, longest = on_device(offsets(lengths_B).astype(np.int32), device), int(lengths_B.max())
         return cls(
             qkv_format="thd",
             cu_seqlens_q=bounds,
             cu_seqlens_kv=bounds,
-            max_seqlen_q=layout.length,
-            max_seqlen_kv=layout.length,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            tokens=tokens_P[None],
+            following=following_P[None],
+            positions=positions[None],
             layout=layout,
+            group=group,
+            across=across,
         )
+
+    def before(self, states_T1M: Tensor) -> Tensor:
+        """[T, 1, M]: at each place the state of the place before it; nothing that means anything at a first place."""
+        if self.across is None:
+            return states_T1M.roll(1, 0)
+        gathered = gather_from_sequence_parallel_region(states_T1M, group=self.group)
+        return gathered.index_select(0, self.across.previous)
+
+    def rows(self, states_T1M: Tensor, places_R: Tensor) -> tuple[Tensor, Tensor | slice]:
+        """(states [r, M], which of ``places_R`` they are of): of those packed places that this rank has."""
+        if self.across is None:
+            return states_T1M.squeeze(1).index_select(0, places_R), slice(None)
+        mine_r = torch.nonzero(self.across.owner[places_R] == self.group.rank()).squeeze(1)
+        return states_T1M.squeeze(1).index_select(0, self.across.local[places_R[mine_r]]), mine_r
+
+    def of_all(self, values_Xr: Tensor, mine_r: Tensor | slice, rows: int) -> Tensor:
+        """[X, R]: figures of all places from those that each rank has."""
+        if self.across is None:
+            return values_Xr
+        return _OfAll.apply(values_Xr, mine_r, rows, self.group)
+
+
+class _OfAll(torch.autograd.Function):
+    """All ranks compute the same of it, so each has the gradient of its own already: nothing is to be summed."""
+
+    @staticmethod
+    def forward(ctx: Any, values_Xr: Tensor, mine_r: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(mine_r)
+        values_XR = values_Xr.new_zeros(len(values_Xr), rows)
+        values_XR[:, mine_r] = values_Xr
+        dist.all_reduce(values_XR, group=group)
+        return values_XR
+
+    @staticmethod
+    def backward(ctx: Any, gradient_XR: Tensor) -> Any:  # type: ignore[override]
+        (mine_r,) = ctx.saved_tensors
+        return gradient_XR[:, mine_r], None, None, None
 
 
 class PackedAttention(MegatronModule):
-    """The core attention of megatron-core's layers where Transformer Engine is absent: its own has no packed sequences.
+    """The core attention of megatron-core's layers where Transformer Engine is absent: its own knows neither packed
+    sequences nor context parallel ranks. These gather each other's keys and values, and in the backward pass each sums
+    what the others found for its own.
 
     Causal within each sequence, on as many query heads for each key/value head as there are. Raises CheckpointError for
     a configuration that asks for more."""
@@ -73,12 +195,26 @@ class PackedAttention(MegatronModule):
         **others: Any,
     ) -> Tensor:
         """[T, H·D]; the sequences are told by ``packed_seq_params`` alone."""
-        layout, heads, groups = packed_seq_params.layout, query_THD.shape[1], key_TKD.shape[1]
-        # one gather for the three: they are padded alike
-        qkv_BXLD = layout.pad(torch.cat([query_THD, key_TKD, value_TKD], 1)).transpose(1, 2)
-        q, k, v = qkv_BXLD.split([heads, groups, groups], 1)
+        layout, across = packed_seq_params.layout, packed_seq_params.across
+        heads, groups = query_THD.shape[1], key_TKD.shape[1]
+        if across is None:
+            # one gather for the three: they are padded alike
+            qkv_BXLD = layout.pad(torch.cat([query_THD, key_TKD, value_TKD], 1)).transpose(1, 2)
+            q, k, v = qkv_BXLD.split([heads, groups, groups], 1)
+        else:
+            kv_GXD = gather_from_sequence_parallel_region(
+                torch.cat([key_TKD, value_TKD], 1), group=packed_seq_params.group
+            )
+            k, v = across.keys.pad(kv_GXD).transpose(1, 2).chunk(2, 1)
+            q = layout.pad(query_THD).transpose(1, 2)
         out_BHLD = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self._scale, enable_gqa=heads != groups
+            q,
+            k,
+            v,
+            attn_mask=None if across is None else across.mask,
+            is_causal=across is None,
+            scale=self._scale,
+            enable_gqa=heads != groups,
         )
         return layout.unpad(out_BHLD.transpose(1, 2)).flatten(1)
 

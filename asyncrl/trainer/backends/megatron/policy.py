@@ -17,7 +17,7 @@ from asyncrl.config.schema import TrainerConfig
 from asyncrl.models.config import CheckpointError
 from asyncrl.trainer.backends.megatron import cpu
 from asyncrl.trainer.backends.megatron.bridges import Bridge, expect_same_rope
-from asyncrl.trainer.backends.megatron.packed import use_packed_attention
+from asyncrl.trainer.backends.megatron.packed import PackedSequences, use_packed_attention
 
 cpu.activate()
 
@@ -44,22 +44,19 @@ class PolicyModel(GPTModel):
     draft_depths = 0
     detach_draft = True
 
-    def _postprocess(
-        self, hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, **layers: Any
-    ) -> Tensor | tuple[Tensor, ...]:
+    def _postprocess(self, hidden_states: Tensor, **layers: Any) -> Tensor | tuple[Tensor, ...]:
         if not self.post_process:
             return hidden_states
         states: tuple[Tensor, ...] = (hidden_states,)
         if self.draft_depths:
-            states += self._draft_states(hidden_states, input_ids, position_ids, layers)
+            states += self._draft_states(hidden_states, layers)
         return states
 
-    def _draft_states(
-        self, hidden_T1M: Tensor, tokens_1T: Tensor, positions_1T: Tensor, layers: dict[str, Any]
-    ) -> tuple[Tensor, ...]:
-        started_T11 = (positions_1T != 0).t().unsqueeze(2)
+    def _draft_states(self, hidden_T1M: Tensor, layers: dict[str, Any]) -> tuple[Tensor, ...]:
+        sequences: PackedSequences = layers["packed_seq_params"]
+        started_T11 = (sequences.positions != 0).t().unsqueeze(2)
         # a sequence's last place reads the next one's first token; no other place reads what it makes of that
-        embed_T1M = self.embedding(tokens_1T.roll(-1, 1), positions_1T) * started_T11
+        embed_T1M = self.embedding(sequences.following, sequences.positions) * started_T11
         if self.detach_draft:
             hidden_T1M, embed_T1M = hidden_T1M.detach(), embed_T1M.detach()
         passed_on = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")
@@ -67,7 +64,7 @@ class PolicyModel(GPTModel):
         states: list[Tensor] = []
         for layer in self.mtp.layers[: self.draft_depths]:
             if states:
-                hidden_T1M = hidden_T1M.roll(1, 0) * started_T11
+                hidden_T1M = sequences.before(hidden_T1M) * started_T11
             # not the layer's own forward, which cannot recompute packed sequences, and would embed the shifted tokens
             # itself: place 0 would not be zeros
             run = partial(layer._proj_and_transformer_layer, **options)
@@ -167,6 +164,7 @@ def _complete(provider: GPTModelProvider, options: TrainerConfig) -> None:
         "virtual_pipeline_model_parallel_size": (
             cut.virtual_pipeline_model_parallel_size if cut.virtual_pipeline_model_parallel_size > 1 else None
         ),
+        "context_parallel_size": cut.context_parallel_size,
         "params_dtype": torch.float32,  # as it is built and loaded; `in_precision` changes it
         "pipeline_dtype": torch.bfloat16 if half else torch.float32,
         "bf16": half,
