@@ -10,6 +10,7 @@ from asyncrl.config.load import ConfigError, known_keys, load_config, to_yaml
 TENSOR, PIPELINE, VIRTUAL = (
     f"trainer.megatron.{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "virtual_pipeline")
 )
+CONTEXT, EXPERT = "trainer.megatron.context_parallel_size", "trainer.megatron.expert_model_parallel_size"
 ROOT = Path(__file__).parent.parent
 PYTHONS = [f"ASYNCRL_{pool}_PYTHON" for pool in ("VLLM", "SGLANG", "MEGATRON")]
 
@@ -160,6 +161,8 @@ def test_a_group_of_one_is_refused(files):
             f"{VIRTUAL}: 2 chunks per stage need {PIPELINE} of at least 3, found 2",
         ),
         ([f"{TENSOR}=0"], f"{TENSOR}: expected at least 1"),
+        (["trainer.ranks=3", f"{CONTEXT}=2"], "trainer.ranks: expected a multiple of the 2"),
+        ([f"{EXPERT}=2"], f"{EXPERT}: expected a divisor of the 1 data and context parallel ranks"),
         (["trainer.cpu_offload=true"], "trainer.cpu_offload: the Megatron backend keeps its state on the device"),
     ],
 )

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 
 from asyncrl.models.checkpoint import is_draft, load_decoder, read_tensors
 from asyncrl.models.chunked import ChunkedCrossEntropy, ChunkedScores
@@ -17,8 +16,8 @@ from asyncrl.trainer.backends.megatron.vocab_parallel import (
     VocabularyPart,
 )
 from asyncrl.trainer.batches import build_batch
-from tests.support.megatron import OPTIONS
-from tests.support.trainer import VOCAB, make_checkpoint, make_config, make_groups, started_ranks, weights
+from tests.support.megatron import OPTIONS, make_experts
+from tests.support.trainer import make_checkpoint, make_config, make_groups, started_ranks, weights
 
 pytestmark = pytest.mark.megatron
 
@@ -132,17 +131,7 @@ def test_logprobs_and_entropies_equal_the_torch_backends(checkpoint, start):
 
 def test_the_gradient_of_a_mixture_of_experts_is_transformers(tmp_path, start):
     """No other backend trains one: its own config, and the plain formula over transformers' own model."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "head_dim": 32}
-    counts = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 4}
-    theirs = transformers.Qwen3MoeForCausalLM(
-        transformers.Qwen3MoeConfig(
-            vocab_size=VOCAB, **sizes, **counts, num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=128
-        )
-    ).float()
-    for p in theirs.parameters():
-        torch.nn.init.normal_(p, std=0.15)
-    theirs.save_pretrained(tmp_path)
+    theirs = make_experts(tmp_path)
     config = make_config(str(tmp_path), backend="megatron", grad_clip=0.0, importance_cap=0.0)
     rank, groups = start(config), make_groups()
     rank.train(0, groups)
@@ -166,8 +155,8 @@ def test_the_gradient_of_a_mixture_of_experts_is_transformers(tmp_path, start):
     for name, p in same.items():
         assert (found[name] - p.grad).norm() <= 1e-4 * p.grad.norm(), name
     experts = [moment for name, moment in found.items() if ".experts." in name]
-    assert len(experts) == 2 * 4 * 3
-    assert sum(moment.norm() > 0 for moment in experts) > 12
+    assert len(experts) == 2 * 6 * 3
+    assert sum(moment.norm() > 0 for moment in experts) > 18
 
 
 def test_a_draft_that_is_not_trained_stays_and_one_that_is_leaves_the_policy_as_it_would_be(checkpoint, start):
@@ -323,10 +312,12 @@ def test_what_does_not_suit_the_model_is_refused_before_anything_is_built(checkp
     )
     config.trainer.megatron.tensor_model_parallel_size = 3
     config.trainer.megatron.pipeline_model_parallel_size = 4
+    config.trainer.megatron.expert_model_parallel_size = 2
     with pytest.raises(CheckpointError) as e:
         start(config)
     for expected in (
         "tensor_model_parallel_size: expected a divisor of the model's num_attention_heads 2, found 3",
+        "expert_model_parallel_size: expected 1, as the model has no experts, found 2",
         "pipeline_model_parallel_size: 4 stages of 1 model chunks cannot share the model's 2 layers evenly",
         "mtp.num_speculative_tokens: the Megatron backend trains each MTP layer for one depth; expected at most 1",
     ):

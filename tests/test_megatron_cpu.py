@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.trainer.backends.megatron import cpu
-from tests.support.megatron import built, in_processes, process_group
+from tests.support.megatron import built, in_processes, make_experts, process_group, random_tokens, states
 from tests.support.trainer import make_checkpoint, make_config, make_groups, started_ranks
 
 pytestmark = [pytest.mark.megatron, pytest.mark.skipif(torch.cuda.is_available(), reason="patches are for CPUs alone")]
@@ -101,6 +101,15 @@ def test_without_it_row_parallel_shards_are_other_weights_and_nothing_says_so(tm
         assert torch.equal(found[True], whole.chunk(2, 1)[rank])
         assert found[False].shape == found[True].shape
     assert not torch.equal(found[False], whole.chunk(2, 1)[1]), "gloo scatters views right now: drop the patch"
+
+
+def test_without_it_no_experts_are_made_and_with_it_their_tokens_are_counted_here(tmp_path):
+    make_experts(tmp_path)
+    with process_group():
+        with cpu.patch_named("token_dispatcher").suspended(), pytest.raises((AssertionError, RuntimeError, TypeError)):
+            states(built(tmp_path)[0][0], random_tokens(64))
+        (hidden,) = states(built(tmp_path)[0][0], random_tokens(64))
+    assert hidden.isfinite().all()
 
 
 def leave_groups():

@@ -1,5 +1,6 @@
 """One model over two processes: tensor, pipeline and data parallel ranks train what one rank does."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -7,7 +8,7 @@ from asyncrl.config.schema import MegatronConfig
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.rank import TrainerRank
-from tests.support.megatron import CUTS, OPTIONS, in_processes
+from tests.support.megatron import CUTS, OPTIONS, in_processes, make_experts
 from tests.support.trainer import make_checkpoint, make_config, make_groups, weights
 
 pytestmark = pytest.mark.megatron
@@ -72,6 +73,37 @@ def result(runs, cut, rank=0):
 @pytest.mark.parametrize("cut", TWO)
 def test_two_ranks_train_what_one_does(runs, cut):
     expect_like_one(runs, cut)
+
+
+def test_ranks_that_have_other_experts_or_layers_train_what_one_does(tmp_path):
+    """The two take different sequences, and other numbers of micro-batches, but the tokens meet at their experts."""
+    make_experts(tmp_path / "model")
+    options, cuts = {**OPTIONS, "enable_train": False}, ("expert", "pipeline", "expert-context")
+    train(0, 1, "one", tmp_path / "model", options, tmp_path)
+    in_processes(2, train_cuts, 2, cuts, tmp_path / "model", options, tmp_path)
+    before = read_tensors(tmp_path / "model")
+    for cut in cuts:
+        expect_like_one((tmp_path,), cut)
+        found = result((tmp_path,), cut)
+        assert found["first"].keys() == before.keys()
+        assert all(torch.equal(found["first"][name], before[name]) for name in before)
+        assert found["again"] == found["metrics"][4]
+        saved = result((tmp_path,), "one")["trained"]
+        assert all(torch.equal(found["loaded"][name], saved[name]) for name in saved)
+
+
+def test_context_parallel_ranks_share_each_sequence_from_both_ends():
+    from asyncrl.trainer.backends.megatron.packed import Zigzag
+
+    cut = Zigzag.of(np.array([5, 1, 8]), 2)
+    assert cut.lengths.tolist() == [8, 4, 8]
+    held = [cut.position[cut.owner == rank].tolist() for rank in (0, 1)]
+    assert held == [[0, 1, 6, 7, 0, 3, 0, 1, 6, 7], [2, 3, 4, 5, 1, 2, 2, 3, 4, 5]]
+    assert all(np.array_equal(cut.local[cut.owner == rank], np.arange(10)) for rank in (0, 1))
+    assert np.array_equal(cut.source[cut.real], np.arange(14)), "padding lies behind what is real"
+    whole = Zigzag.of(np.array([5, 1]), 1)
+    assert whole.real.all()
+    assert np.array_equal(whole.local, np.arange(6))
 
 
 @pytest.mark.slow

@@ -99,6 +99,7 @@ _AT_LEAST = {
     "trainer.megatron.pipeline_model_parallel_size": 1,
     "trainer.megatron.virtual_pipeline_model_parallel_size": 1,
     "trainer.megatron.context_parallel_size": 1,
+    "trainer.megatron.expert_model_parallel_size": 1,
     "trainer.optimizer.lr": 0,
     "trainer.optimizer.weight_decay": 0,
     "trainer.optimizer.warmup_steps": 0,
@@ -313,6 +314,12 @@ def _megatron_problems(c: Config) -> Iterator[str]:
             f"trainer.ranks: expected a multiple of the {ranks_per_copy(c)} ranks that hold one copy of the model "
             f"(tensor {cut.tensor_model_parallel_size} × pipeline {cut.pipeline_model_parallel_size} × context "
             f"{cut.context_parallel_size}), found {t.ranks}"
+        )
+    sharing = t.ranks // max(cut.tensor_model_parallel_size * cut.pipeline_model_parallel_size, 1)
+    if sharing % max(cut.expert_model_parallel_size, 1):
+        yield (
+            f"trainer.megatron.expert_model_parallel_size: expected a divisor of the {sharing} data and context "
+            f"parallel ranks, which share the experts, found {cut.expert_model_parallel_size}"
         )
     virtual, stages = cut.virtual_pipeline_model_parallel_size, cut.pipeline_model_parallel_size
     if virtual > 1 and stages < 3:  # of two stages each is before and after the other: their messages would be mixed up

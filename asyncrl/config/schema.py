@@ -111,6 +111,7 @@ class MegatronConfig:
     pipeline_model_parallel_size: int = 1
     virtual_pipeline_model_parallel_size: int = 1  # model chunks per pipeline stage
     context_parallel_size: int = 1  # ranks that each have a part of every sequence
+    expert_model_parallel_size: int = 1  # data and context parallel ranks that each have a part of the experts
 
 
 @dataclass

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import transformers
 
 from asyncrl.config.schema import Config, MegatronConfig
 from asyncrl.models.checkpoint import read_tensors
@@ -34,6 +35,8 @@ CUTS = {
     "context-tensor": {"context_parallel_size": 2, "tensor_model_parallel_size": 2},
     "context-pipeline": {"context_parallel_size": 2, "pipeline_model_parallel_size": 2},
     "context-data": {"context_parallel_size": 2},
+    "expert": {"expert_model_parallel_size": 2},
+    "expert-context": {"expert_model_parallel_size": 2, "context_parallel_size": 2},
     "virtual": {"pipeline_model_parallel_size": 3, "virtual_pipeline_model_parallel_size": 2},
 }
 
@@ -83,6 +86,21 @@ def states(model, tokens_BS, depths=0, lengths=None):
     sequences = PackedSequences.of(tokens_BS.flatten(), lengths, layout, dist.new_group([dist.get_rank()]))
     out = model(sequences.tokens, sequences.positions, None, packed_seq_params=sequences)
     return [state.view(*tokens_BS.shape, -1) for state in out]
+
+
+def make_experts(folder, experts=6):
+    """A small Qwen3-MoE in Hugging Face's own form, of which two are asked for each token."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "head_dim": 32}
+    counts = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": experts}
+    choice = {"num_experts_per_tok": 2, "norm_topk_prob": True}
+    model = transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(vocab_size=64, **sizes, **counts, **choice, max_position_embeddings=128)
+    ).float()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.15)
+    model.save_pretrained(folder)
+    return model
 
 
 def random_tokens(vocab_size, shape=(2, 20)):

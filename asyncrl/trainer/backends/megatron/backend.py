@@ -270,12 +270,16 @@ class MegatronBackend:
         return [max(count, 1.0) for count in self._over_copies(counts, dist.ReduceOp.SUM).values()]
 
     def _micro_batches(self, batch: TrainBatch) -> list[MicroBatch]:
-        """At least one, and with virtual stages a multiple of the stages, for which there are placeholders."""
+        """At least one, with virtual stages a multiple of the stages, and as many on all ranks that share experts; for
+        this there are placeholders."""
         cuts = cut_micro_batches(batch.lengths, self._options.max_tokens_per_micro_batch)
         micros = [MicroBatch.of(batch, cut, self._device) for cut in cuts]
         stages = parallel_state.get_pipeline_model_parallel_world_size() if len(self._chunks) > 1 else 1
-        missing = max(-len(micros) % stages, 0 if micros else stages)
-        return micros + [MicroBatch.placeholder(batch, self._device) for _ in range(missing)]
+        count = max(-(-len(micros) // stages) * stages, stages)
+        if self._options.megatron.expert_model_parallel_size > 1:
+            most = self._over_copies({"count": torch.tensor(count)}, dist.ReduceOp.MAX)
+            count = int(most["count"])
+        return micros + [MicroBatch.placeholder(batch, self._device) for _ in range(count - len(micros))]
 
     def _over_copies(
         self,
@@ -319,10 +323,10 @@ class MegatronBackend:
         return Manifest(tuple(specs))
 
     def export(self, base: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """See `Backend.export`: rank 0 is the sender; the other ranks of its copy of the model take part and yield
-        nothing, those of other copies have nothing to do. Without ``param_sync.reload_draft`` the draft goes out as it
+        """See `Backend.export`: rank 0 is the sender; the ranks that hold what it has not take part and yield
+        nothing, others have nothing to do. Without ``param_sync.reload_draft`` the draft goes out as it
         was at the start."""
-        if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
+        if parallel_state.get_expert_data_parallel_rank() == 0:
             for name, tensor in self._whole(self._engine_dtype):
                 if self.rank == 0:
                     yield name, self._first_draft.get(name, tensor)
@@ -429,6 +433,7 @@ class MegatronBackend:
             pipeline_model_parallel_size=cut.pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
             context_parallel_size=cut.context_parallel_size,
+            expert_model_parallel_size=cut.expert_model_parallel_size,
             distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
             create_gloo_process_groups=False,
         )

@@ -165,6 +165,22 @@ def _router_kernel() -> list[tuple[Any, str, Callable[[Any], Any]]]:
     return [(importlib.import_module("megatron.core.transformer.moe.moe_utils"), "te_general_gemm", lambda _: None)]
 
 
+def _token_dispatcher() -> list[tuple[Any, str, Callable[[Any], Any]]]:
+    module = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+
+    def counts_on_host(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        if point == self.cuda_dtoh_point:
+            for name in ("input_splits", "output_splits"):
+                if (counts := getattr(self, name)) is not None:
+                    setattr(self, name, counts.tolist())
+        return tokens_per_expert
+
+    return [
+        (module.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", lambda _: "none"),
+        (module.MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", lambda _: counts_on_host),
+    ]
+
+
 # -- megatron-bridge -----------------------------------------------------------------------------------------------
 
 
@@ -185,9 +201,16 @@ def _experts() -> list[tuple[Any, str, Callable[[Any], Any]]]:
 
     def wrap(gather: Callable[..., dict[str, torch.Tensor]]) -> Callable[..., dict[str, torch.Tensor]]:
         def patched(self: Any, weights: torch.Tensor, module: Any, hf_name: str) -> dict[str, torch.Tensor]:
-            if ".local_experts." in self.megatron_param and self.ep_size == 1:
+            if ".local_experts." not in self.megatron_param:
+                return gather(self, weights, module, hf_name)
+            if self.ep_size == 1:
                 return {str(hf_name): weights}
-            return gather(self, weights, module, hf_name)
+            kept, number = self.megatron_param, str(hf_name).partition(".experts.")[2].partition(".")[0]
+            self.megatron_param = f"{kept}{number}"
+            try:
+                return gather(self, weights, module, hf_name)
+            finally:
+                self.megatron_param = kept
 
         return patched
 
@@ -231,6 +254,12 @@ PATCHES = (
         _router_kernel,
     ),
     Patch(
+        "token_dispatcher",
+        "how many tokens go to which expert's rank is copied from the device on a CUDA stream of its own, which the "
+        "all-to-all dispatcher makes and waits for; on the CPU the counts are there, and are but to be plain numbers",
+        _token_dispatcher,
+    ),
+    Patch(
         "scatter",
         "gloo sends a scattered tensor's memory as it lies: a shard that is a view across rows arrives with other "
         "values, and nothing says so (row-parallel weights, o_proj and down_proj, at tensor parallel sizes above 1)",
@@ -239,7 +268,7 @@ PATCHES = (
     Patch(
         "experts",
         "an expert's number is read behind .weight, where Transformer Engine's grouped experts have it; those of the "
-        "layers without it, local_experts.N, have it before",
+        "layers without it, local_experts.N, have it before: it is taken from the Hugging Face name",
         _experts,
     ),
 )

@@ -27,6 +27,10 @@ def fit_problems(config: Config, text: Mapping[str, Any]) -> Iterator[str]:
                 f"trainer.megatron.tensor_model_parallel_size: expected a divisor of the model's {name} {size}, "
                 f"found {tensor}"
             )
+    experts = int(text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts") or 0)
+    if (parts := cut.expert_model_parallel_size) > 1 and (not experts or experts % parts):
+        has = f"a divisor of the model's {experts} experts" if experts else "1, as the model has no experts"
+        yield f"trainer.megatron.expert_model_parallel_size: expected {has}, found {parts}"
     layers, chunks = int(text["num_hidden_layers"]), pipeline * cut.virtual_pipeline_model_parallel_size
     if layers % chunks:
         key = "pipeline_model_parallel_size" if chunks == pipeline else "virtual_pipeline_model_parallel_size"

@@ -123,7 +123,10 @@ class ShardedAdamW:
         whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=self._device)
         for shard in self._by_parameter.get(id(parameter), ()):
             whole[shard.start : shard.end] = of(shard)
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        if getattr(parameter, "allreduce", True):
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        else:  # of an expert that the ranks of another group do not have
+            group = parallel_state.get_expert_data_parallel_group()
         if dist.get_world_size(group) > 1:
             dist.all_reduce(whole, group=group)
         return whole.view(parameter.shape)

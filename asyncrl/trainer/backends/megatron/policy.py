@@ -88,8 +88,8 @@ def has_transformer_engine() -> bool:
 
 def build_chunks(bridge: Bridge, options: TrainerConfig) -> list[PolicyModel]:
     """This rank's part of the model with unset weights: one chunk, or one for each virtual stage. Model parallel groups
-    must be there. Raises CheckpointError for a rope that would be another, and for experts in a pipeline without
-    Transformer Engine."""
+    must be there. Raises CheckpointError for a rope that would be another, and for experts cut by tensor parallel
+    ranks."""
     provider = bridge.provider
     _complete(provider, options)
     virtual = options.megatron.virtual_pipeline_model_parallel_size
@@ -146,18 +146,11 @@ def _build(provider: GPTModelProvider, stage: int | None) -> PolicyModel:
 def _complete(provider: GPTModelProvider, options: TrainerConfig) -> None:
     """Add to what the bridge read from config.json how the model is cut, its precision and its kernels."""
     cut, fast, half = options.megatron, has_transformer_engine(), options.mixed_precision == "bfloat16"
-    if provider.num_moe_experts:
-        stages, parts = cut.pipeline_model_parallel_size, cut.tensor_model_parallel_size
-        if parts > 1:
-            raise CheckpointError(
-                f"trainer.megatron.tensor_model_parallel_size: {parts} with a mixture of experts needs sequence "
-                "parallelism, which this backend does not have; expected 1"
-            )
-        if stages > 1 and not fast:
-            raise CheckpointError(
-                f"trainer.megatron.pipeline_model_parallel_size: {stages} with a mixture of experts needs Transformer "
-                "Engine, which is not installed; expected 1"
-            )
+    if provider.num_moe_experts and (parts := cut.tensor_model_parallel_size) > 1:
+        raise CheckpointError(
+            f"trainer.megatron.tensor_model_parallel_size: {parts} with a mixture of experts needs sequence "
+            "parallelism, which this backend does not have; expected 1"
+        )
     settings: dict[str, Any] = {
         "tensor_model_parallel_size": cut.tensor_model_parallel_size,
         "pipeline_model_parallel_size": cut.pipeline_model_parallel_size,
@@ -165,6 +158,7 @@ def _complete(provider: GPTModelProvider, options: TrainerConfig) -> None:
             cut.virtual_pipeline_model_parallel_size if cut.virtual_pipeline_model_parallel_size > 1 else None
         ),
         "context_parallel_size": cut.context_parallel_size,
+        "expert_model_parallel_size": cut.expert_model_parallel_size,
         "params_dtype": torch.float32,  # as it is built and loaded; `in_precision` changes it
         "pipeline_dtype": torch.bfloat16 if half else torch.float32,
         "bf16": half,
@@ -180,14 +174,13 @@ def _complete(provider: GPTModelProvider, options: TrainerConfig) -> None:
         # the loss is the algorithm's, with no term for the routers' balance
         "moe_aux_loss_coeff": 0.0,
         "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",  # which bears ranks with other numbers of tokens
         "gradient_accumulation_fusion": False,
         "cross_entropy_loss_fusion": False,
     }
     if not fast:
         fused = "masked_softmax_fusion bias_activation_fusion bias_dropout_fusion apply_rope_fusion persist_layer_norm"
         settings |= dict.fromkeys([*fused.split(), "moe_grouped_gemm", "moe_permute_fusion"], False)
-        # alltoall needs CUDA's streams, but is the only one said to bear variable lengths, experts or not
-        settings["moe_token_dispatcher_type"] = "alltoall" if settings["variable_seq_lengths"] else "allgather"
     if options.activation_checkpointing:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     for name, value in settings.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ VOCABULARY_ROWS = ("embedding.word_embeddings.weight", "output_layer.weight")
 class Conversion:
     """The plan of a model's conversion: which parameters hold which tensors, and who has them. Made once, as it takes a
     collective, and used for loading, export and checkpoints; all methods are collective over the ranks that hold one
-    copy of the model (tensor and pipeline parallel).
+    copy of the model (tensor, pipeline and expert parallel).
 
     ``shapes``: every tensor that travels, by its name in the safetensors files, in the order in which `whole` yields
     them. Raises CheckpointError if these are not exactly the tensors of the folder."""
@@ -92,7 +93,25 @@ class Conversion:
             names = SimpleNamespace(get_all_keys=lambda: list(self._bridge.source.shapes))
             folder = SimpleNamespace(state=SimpleNamespace(source=names))
             self._plans[dtype] = self._bridge.converter.build_conversion_tasks(folder, self._chunks)
+            rank, each = parallel_state.get_expert_model_parallel_rank(), self._experts_of_rank
+            for task in filter(None, self._plans[dtype]):
+                if ".local_experts." in task.global_param_name:
+                    # whose number the bridge takes for one among all, though it is one among this rank's
+                    task.mapping.hf_param = _of_rank(rank, each, task.mapping.hf_param)
         return self._plans[dtype]
+
+    @property
+    def _experts_of_rank(self) -> int:
+        return (self._bridge.provider.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
+
+    def _sent(self, task: Any) -> Iterator[str]:
+        """The tensors that `whole` yields for it: those of an expert come with its like on the other ranks."""
+        for name in _names(task):
+            if not task.mapping.is_expert:
+                yield name
+                continue
+            for rank in range(parallel_state.get_expert_model_parallel_world_size()):
+                yield _of_rank(rank, self._experts_of_rank, name)
 
     def _checked(self, tasks: Sequence[Any]) -> dict[str, tuple[int, ...]]:
         source = self._bridge.source
@@ -101,7 +120,7 @@ class Conversion:
                 f"{source.path}: the bridge of {source.architecture} has no tensor for "
                 f"{sum(task is None for task in tasks)} of its parameters; use another model"
             )
-        made = [name for task in tasks for name in _names(task)]
+        made = [name for task in tasks for name in self._sent(task)]
         missing, unknown = sorted(set(made) - source.shapes.keys()), sorted(source.shapes.keys() - set(made))
         for what, names in {"missing": missing, "unknown": unknown}.items():
             if names:
@@ -172,3 +191,10 @@ def _as_float32(task: Any) -> Iterator[None]:
 def _names(task: Any) -> list[str]:
     names = task.mapping.hf_param
     return [names] if isinstance(names, str) else list(names.values())
+
+
+def _of_rank(rank: int, each: int, names: Any) -> Any:
+    """The name of an expert's tensor, or a dict of such, with the number of its like on that rank of ``each``."""
+    if isinstance(names, dict):
+        return {part: _of_rank(rank, each, name) for part, name in names.items()}
+    return re.sub(r"(?<=\.experts\.)\d+", lambda number: str(int(number[0]) % each + rank * each), names)
