@@ -163,7 +163,10 @@ def test_a_group_of_one_is_refused(files):
         ([f"{TENSOR}=0"], f"{TENSOR}: expected at least 1"),
         (["trainer.ranks=3", f"{CONTEXT}=2"], "trainer.ranks: expected a multiple of the 2"),
         ([f"{EXPERT}=2"], f"{EXPERT}: expected a divisor of the 1 data and context parallel ranks"),
-        (["trainer.cpu_offload=true"], "trainer.cpu_offload: the Megatron backend keeps its state on the device"),
+        (
+            ["trainer.cpu_offload=true"],
+            "trainer.cpu_offload: expected false; the Megatron backend has trainer.megatron",
+        ),
     ],
 )
 def test_what_the_megatron_backend_cannot_do_is_refused(files, overrides, expected):

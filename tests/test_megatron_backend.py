@@ -10,6 +10,7 @@ from asyncrl.models.chunked import ChunkedCrossEntropy, ChunkedScores
 from asyncrl.models.config import CheckpointError, DecoderConfig
 from asyncrl.sample import Group
 from asyncrl.trainer.backend import NonFiniteError
+from asyncrl.trainer.backends.megatron.offload import Offload
 from asyncrl.trainer.backends.megatron.vocab_parallel import (
     VocabParallelCrossEntropy,
     VocabParallelScores,
@@ -286,6 +287,79 @@ def test_state_that_does_not_fit_is_refused(checkpoint, start, tmp_path):
     )
     with pytest.raises(CheckpointError, match=r"saved with mtp\.enable_train=false, found true"):
         rank.load(tmp_path / "state")
+
+
+# -- offload -------------------------------------------------------------------------------------------------------
+
+KINDS = ("parameters", "reference", "gradients", "optimizer")
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bfloat16"])
+def test_offloaded_state_is_there_while_it_is_needed_and_changes_no_bit(mixed_precision, checkpoint, start, tmp_path):
+    def run(offload):
+        config = make_config(checkpoint, backend="megatron", **ALL | {"mixed_precision": mixed_precision})
+        cut = config.trainer.megatron
+        cut.param_offload = cut.grad_offload = cut.optimizer_offload = offload
+        rank = start(config)
+        here = lambda: {kind for kind in KINDS if rank._backend._offload.held_bytes(kind)}
+        plain, while_losses = rank._loss, []
+
+        def watched(logprobs, entropy, batch):
+            while_losses.append(here())
+            return plain(logprobs, entropy, batch)
+
+        rank._loss = watched if offload else plain
+        metrics = [rank.train(step, make_groups(seed=step)) for step in range(2)]
+        exported = [(name, tensor, tensor.clone()) for name, tensor in rank.export()]
+        rank.save(tmp_path / f"{offload}")
+        metrics.append(rank.train(2, make_groups(seed=2)))
+        rank.load(tmp_path / f"{offload}")
+        metrics.append(rank.train(2, make_groups(seed=2)))
+        rank.export_hf(tmp_path / f"hf_{offload}")
+        if offload:
+            assert while_losses
+            assert all(there == {"parameters", "gradients"} for there in while_losses)
+            assert not here()
+            assert all(torch.equal(held, copy) for _, held, copy in exported), "one that is held was taken away"
+        exact = {f"hf/{name}": tensor for name, tensor in read_tensors(tmp_path / f"hf_{offload}").items()}
+        return metrics, {name: copy for name, _, copy in exported} | exact
+
+    (metrics, tensors), (expected_metrics, expected) = run(True), run(False)
+    assert metrics == expected_metrics
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+def test_state_that_was_only_read_is_not_copied_back():
+    state, others = torch.arange(6.0), torch.ones(2)
+    part = state[2:4]
+    away = Offload({"state": [state, part], "scratch": [others]}, discarded={"scratch"})
+    assert away.held_bytes("state") == 24
+    away.send_all()
+    assert away.held_bytes("state") == away.held_bytes("scratch") == 0
+    with away.here("state", "unknown"):
+        assert part.tolist() == [2, 3]
+        state.fill_(-1)
+    with away.here("state"), away.here("scratch", "state", written=True):
+        assert part.tolist() == [2, 3], "a state that was to be read alone was written back"
+        part.fill_(7)
+    with away.here("state"):
+        assert state.tolist() == [0, 1, 7, 7, 4, 5]
+
+
+@pytest.mark.gpu
+def test_offloaded_state_leaves_the_devices_memory(tmp_path, device, start):
+    path = make_checkpoint(tmp_path, hidden_size=512, intermediate_size=2048)
+    held = {}
+    for offload in (False, True):
+        config = make_config(path, backend="megatron", device=device)
+        cut = config.trainer.megatron
+        cut.param_offload = cut.grad_offload = cut.optimizer_offload = offload
+        rank = start(config)
+        rank.train(0, make_groups())
+        held[offload] = torch.cuda.memory_allocated()
+    parameters = sum(tensor.numel() for tensor in read_tensors(path).values())
+    assert held[False] - held[True] > 12 * parameters, "float32 weights, gradients and two moments"
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------

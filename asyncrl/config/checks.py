@@ -334,7 +334,7 @@ def _megatron_problems(c: Config) -> Iterator[str]:
         if c.mtp.updates_per_pass > 1:
             yield f"mtp.updates_per_pass: the Megatron backend makes 1; expected 0 or 1, found {c.mtp.updates_per_pass}"
     if t.cpu_offload:
-        yield "trainer.cpu_offload: the Megatron backend keeps its state on the device; expected false"
+        yield "trainer.cpu_offload: expected false; the Megatron backend has trainer.megatron.param_offload and others"
 
 
 def sends_adapters(config: Config) -> bool:

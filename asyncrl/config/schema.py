@@ -112,6 +112,9 @@ class MegatronConfig:
     virtual_pipeline_model_parallel_size: int = 1  # model chunks per pipeline stage
     context_parallel_size: int = 1  # ranks that each have a part of every sequence
     expert_model_parallel_size: int = 1  # data and context parallel ranks that each have a part of the experts
+    param_offload: bool = False  # parameters lie in host memory while nothing is computed with them
+    grad_offload: bool = False  # gradients have memory only during a step
+    optimizer_offload: bool = False  # optimizer state lies in host memory but for the optimizer's own step
 
 
 @dataclass

@@ -24,6 +24,7 @@ from asyncrl.trainer.backend import LossFunction, NonFiniteError, Scores, TrainB
 from asyncrl.trainer.backends import process_group
 from asyncrl.trainer.backends.megatron.bridges import Bridge, bridge_of, read_source
 from asyncrl.trainer.backends.megatron.layout import fit_problems
+from asyncrl.trainer.backends.megatron.offload import Offload, resident
 from asyncrl.trainer.backends.megatron.optimizer import MOMENTS, ShardedAdamW
 from asyncrl.trainer.backends.megatron.packed import PackedSequences
 from asyncrl.trainer.backends.megatron.policy import PolicyModel, build_chunks, in_precision
@@ -128,15 +129,19 @@ class MegatronBackend:
         if not config.param_sync.reload_draft:
             self._first_draft = {name: t.clone() for name, t in self._whole(self._engine_dtype) if is_draft(name)}
 
+        self._offload = self._make_offload()
         self._checkpoint_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         periodic = config.checkpoint.every_steps > 0
         self._staged = StagedState(self.state(), self._checkpoint_group) if periodic else None
+        self._offload.send_all()
 
     # -- scoring and training --------------------------------------------------------------------------------------
 
+    @resident("parameters")
     def logprobs(self, batch: TrainBatch, temperature: float) -> Scores:
         return self._score(self._parallel, batch, temperature)
 
+    @resident("reference")
     def reference_logprobs(self, batch: TrainBatch, temperature: float) -> np.ndarray:
         if not self._reference:
             raise RuntimeError("no reference model is held: it is loaded only if algorithm.kl_coef > 0")
@@ -157,6 +162,7 @@ class MegatronBackend:
         logprobs, entropy = found.cpu().numpy()
         return Scores(logprobs, entropy)
 
+    @resident("parameters", "gradients", written=True)
     def train_step(
         self, batch: TrainBatch, loss: LossFunction, global_denominator: float, temperature: float
     ) -> Mapping[str, float]:
@@ -197,7 +203,7 @@ class MegatronBackend:
             figures |= self._over_copies(of_draft, dist.ReduceOp.SUM, with_context_parallel=True)
             figures = self._told_by_last_stage(figures)
 
-        with self._recorder.span("trainer/optimizer"):
+        with self._recorder.span("trainer/optimizer"), self._offload.here("optimizer", written=True):
             self._optimizer.prepare()
             figures["grad_norm"] = self._optimizer.clip(draft=False)
             if self._draft_depths:  # apart, so that the draft cannot shorten the policy's step
@@ -327,10 +333,13 @@ class MegatronBackend:
         nothing, others have nothing to do. Without ``param_sync.reload_draft`` the draft goes out as it
         was at the start."""
         if parallel_state.get_expert_data_parallel_rank() == 0:
-            for name, tensor in self._whole(self._engine_dtype):
-                if self.rank == 0:
-                    yield name, self._first_draft.get(name, tensor)
+            moves = self._options.megatron.param_offload  # and a tensor may be sent when the parameters are gone
+            with self._offload.here("parameters"):
+                for name, tensor in self._whole(self._engine_dtype):
+                    if self.rank == 0:
+                        yield name, self._first_draft.get(name, tensor.clone() if moves else tensor)
 
+    @resident("parameters", "optimizer")
     def export_hf(self, path: Path) -> None:
         """See `Backend.export_hf`; in the dtype that the checkpoint's config.json names."""
         tensors = self._conversion.whole(self._optimizer.weight, checkpoint_dtype(self._bridge.source.dtype))
@@ -347,6 +356,7 @@ class MegatronBackend:
 
     # -- state -----------------------------------------------------------------------------------------------------
 
+    @resident("parameters", "optimizer")
     def state(self) -> Mapping[str, Any]:
         """This rank's share of the training state: every so many whole tensors, by their Hugging Face names."""
         share = lambda tensors: {
@@ -379,6 +389,7 @@ class MegatronBackend:
         with self._recorder.span("trainer/write"):
             self._staged.write(Path(path))
 
+    @resident("parameters", "optimizer", written=True)
     def load(self, path: Path) -> None:
         """See `Backend.load`. A rank that there was none of takes the random state of rank 0."""
         path = Path(path)
@@ -459,6 +470,18 @@ class MegatronBackend:
             DistributedDataParallel(provider, settings, in_precision(provider, chunk), disable_bucketing=i > 0)
             for i, chunk in enumerate(chunks)
         ]
+
+    def _make_offload(self) -> Offload:
+        options, kinds = self._options.megatron, {}
+        if options.param_offload:
+            for kind, chunks in (("parameters", self._chunks), ("reference", self._reference)):
+                kinds[kind] = [parameter.data for chunk in chunks for parameter in chunk.parameters()]
+        if options.grad_offload:
+            buffers = [buffer for chunk in self._parallel for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+            kinds["gradients"] = [buffer.grad_data for buffer in buffers]
+        if options.optimizer_offload:
+            kinds["optimizer"] = list(self._optimizer.own_tensors())
+        return Offload(kinds, discarded={"gradients"})
 
 
 def _finalize_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **groups: Any) -> None:

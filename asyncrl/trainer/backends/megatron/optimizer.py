@@ -119,6 +119,13 @@ class ShardedAdamW:
         for shard in self._by_parameter.get(id(parameter), ()):
             shard.main.data.copy_(whole.reshape(-1)[shard.start : shard.end])
 
+    def own_tensors(self) -> Iterator[Tensor]:
+        """What lies beside parameters and gradients: moments, and the float32 weights of 16-bit parameters."""
+        for shard in self.shards:
+            yield from (shard.state[name] for name in MOMENTS)
+            if shard.parameter.dtype != torch.float32:
+                yield shard.main.data
+
     def _gathered(self, parameter: torch.nn.Parameter, of: Callable[[Shard], Tensor]) -> Tensor:
         whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=self._device)
         for shard in self._by_parameter.get(id(parameter), ()):
