@@ -62,8 +62,9 @@ case "$backend" in
     ;;
   megatron)
     install --editable '.[test]' megatron-core einops tqdm rich
-    # its dependencies include Transformer Engine, which wants CUDA, and an older transformers: it runs without either
-    install --no-deps megatron-bridge
+    # the first one's dependencies include Transformer Engine, which wants CUDA, and an older transformers: it runs
+    # without either
+    install --no-deps megatron-bridge mbridge
     ;;
 esac
 echo "$lock" > "$target/.lock"

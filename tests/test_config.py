@@ -107,6 +107,7 @@ def test_missing_values_and_files_are_named(tmp_path):
             "trainer.megatron.tensor_model_parallel_size=2",
             "trainer.megatron: cuts the model of trainer.backend=megatron",
         ),
+        ("model.bridge=mbridge", "model.bridge: mbridge is for trainer.backend=megatron, found"),
         ("name=a/b", "name: expected a word that can name a folder, found 'a/b'"),
         ("name=''", "name: expected a word that can name a folder, found ''"),
     ],

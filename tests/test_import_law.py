@@ -32,10 +32,11 @@ OWNED = {
     "vllm": "rollouter/engines/vllm",
     "sglang": "rollouter/engines/sglang",
     "megatron": "trainer/backends/megatron",
+    "mbridge": "trainer/backends/megatron",
     "wandb": "reporting",
 }
 #: too heavy for a package's __init__
-HEAVY = {"torch", "ray", "transformers", "wandb", "vllm", "sglang", "megatron", "plotly", "pyarrow"}
+HEAVY = {"torch", "ray", "transformers", "wandb", "vllm", "sglang", "megatron", "mbridge", "plotly", "pyarrow"}
 
 
 def imports(path: Path) -> set[str]:

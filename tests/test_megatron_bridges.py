@@ -19,6 +19,7 @@ from tests.support.megatron import built, process_group, random_tokens, states
 from tests.support.trainer import make_checkpoint
 
 pytestmark = pytest.mark.megatron
+PACKAGES = ("megatron_bridge", "mbridge")
 
 SMALL = {
     "vocab_size": 301,  # prime: no parallel size divides it
@@ -75,11 +76,12 @@ def alone():
         yield
 
 
+@pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_logits_equal_transformers_and_the_tensors_come_back_to_the_bit(family, tmp_path):
+def test_logits_equal_transformers_and_the_tensors_come_back_to_the_bit(family, package, tmp_path):
     theirs = saved(tmp_path, family)
-    (ours,), conversion = built(tmp_path)
+    (ours,), conversion = built(tmp_path, package=package)
     tokens = random_tokens(SMALL["vocab_size"])
     expected = theirs(tokens).logits
     (hidden,) = states(ours, tokens)
@@ -103,8 +105,9 @@ def test_without_its_patch_an_expert_has_no_number(tmp_path):
 @pytest.mark.parametrize(
     ("architecture", "layers"), [("MiMoForCausalLM", 1), ("MiMoForCausalLM", 2), ("Qwen3ForCausalLM", 1)]
 )
+@pytest.mark.parametrize("package", PACKAGES)
 @torch.no_grad()
-def test_draft_states_equal_the_native_decoders(architecture, layers, tmp_path):
+def test_draft_states_equal_the_native_decoders(architecture, layers, package, tmp_path):
     raw = {
         **SMALL,
         "architectures": [architecture],
@@ -116,7 +119,7 @@ def test_draft_states_equal_the_native_decoders(architecture, layers, tmp_path):
     native = Decoder(DecoderConfig.from_dict(raw))
     native.init_weights(0, std=0.15)
     save_checkpoint(tmp_path, native.named_parameters(), native.config)
-    (ours,), conversion = built(tmp_path)
+    (ours,), conversion = built(tmp_path, package=package)
 
     tokens = random_tokens(SMALL["vocab_size"], (2, 30))
     layout = PackedLayout.from_lengths(np.array([30, 30]))
@@ -184,6 +187,17 @@ def test_a_model_without_a_bridge_is_refused_by_name(tmp_path):
         bridge_of(read_source(changed(tmp_path, architectures=["GPT2LMHeadModel"])))
 
 
+def test_a_model_that_mbridge_has_not_or_builds_otherwise_is_refused_by_name(tmp_path):
+    saved(tmp_path, "qwen2")
+    with pytest.raises(CheckpointError, match=r"mbridge has no bridge for gpt2 .*qwen3_moe.* use model\.bridge"):
+        bridge_of(read_source(changed(tmp_path, model_type="gpt2")), "mbridge")
+    transformers.DeepseekV3Config().save_pretrained(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"deepseek_v3 is built by mbridge's DeepseekV3Bridge, which this backend"
+    ):
+        bridge_of(read_source(tmp_path), "mbridge")
+
+
 def test_a_draft_asked_of_a_model_without_one_is_refused(tmp_path):
     saved(tmp_path, "qwen2")
     with pytest.raises(CheckpointError, match=r"has no MTP layers .*mtp\.init_from_trunk"):
@@ -232,7 +246,7 @@ def test_other_releases_of_the_packages_are_refused_in_one_line(monkeypatch):
     monkeypatch.setitem(packages.SUPPORTED, "megatron-core", ((0, 99), (1,)))
     monkeypatch.setitem(packages.SUPPORTED, "no-such-package", ((1,), (2,)))
     with pytest.raises(UnsupportedPackage) as e:
-        check_packages()
+        check_packages("megatron-core", "no-such-package")
     assert "megatron-core >=0.99,<1 is needed, 0.16.1 is installed" in str(e.value)
     assert "no-such-package >=1,<2 is needed, none is installed" in str(e.value)
     assert "\n" not in str(e.value)

@@ -23,6 +23,7 @@ MODELS = {
         {**OPTIONS, "enable_train": False},
     ),
     "tied-draft": ({**SIZES, "tie_word_embeddings": True}, OPTIONS),
+    "mbridge": ({**SIZES, "tie_word_embeddings": True}, {**OPTIONS, "bridge": "mbridge"}),
     "half": (SIZES, {**OPTIONS, "mixed_precision": "bfloat16", "lr": 1e-4}),
 }
 
@@ -75,10 +76,11 @@ def test_two_ranks_train_what_one_does(runs, cut):
     expect_like_one(runs, cut)
 
 
-def test_ranks_that_have_other_experts_or_layers_train_what_one_does(tmp_path):
+@pytest.mark.parametrize("bridge", ["megatron_bridge", "mbridge"])
+def test_ranks_that_have_other_experts_or_layers_train_what_one_does(bridge, tmp_path):
     """The two take different sequences, and other numbers of micro-batches, but the tokens meet at their experts."""
     make_experts(tmp_path / "model")
-    options, cuts = {**OPTIONS, "enable_train": False}, ("expert", "pipeline", "expert-context")
+    options, cuts = {**OPTIONS, "enable_train": False, "bridge": bridge}, ("expert", "pipeline", "expert-context")
     train(0, 1, "one", tmp_path / "model", options, tmp_path)
     in_processes(2, train_cuts, 2, cuts, tmp_path / "model", options, tmp_path)
     before = read_tensors(tmp_path / "model")

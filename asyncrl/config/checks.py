@@ -42,6 +42,7 @@ CHOICES = {
     "rollout.engine.dtype": ("auto", "float32", "bfloat16"),
     "rollout.engine.device": ("auto", "cpu", "cuda"),
     "trainer.backend": ("torch", "megatron"),
+    "model.bridge": ("megatron_bridge", "mbridge"),
     "trainer.mixed_precision": ("no", "bfloat16"),
     "trainer.device": ("auto", "cpu", "cuda"),
     "trainer.optimizer.schedule": ("constant", "linear", "cosine"),
@@ -308,6 +309,8 @@ def _megatron_problems(c: Config) -> Iterator[str]:
     if t.backend != "megatron":
         if cut != MegatronConfig():
             yield f"trainer.megatron: cuts the model of trainer.backend=megatron, found trainer.backend={t.backend}"
+        if c.model.bridge != "megatron_bridge":
+            yield f"model.bridge: {c.model.bridge} is for trainer.backend=megatron, found trainer.backend={t.backend}"
         return
     if t.ranks % ranks_per_copy(c):
         yield (

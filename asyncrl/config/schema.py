@@ -30,6 +30,7 @@ class LoraConfig:
 class ModelConfig:
     path: str = "???"  # Hugging Face checkpoint folder: the policy to start from, its tokenizer and chat template
     overrides: dict[str, Any] = field(default_factory=dict)  # values that replace those of its config.json
+    bridge: str = "megatron_bridge"  # megatron_bridge | mbridge: who converts weights for the Megatron backend
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 

@@ -60,7 +60,7 @@ def process_group(rank=0, world_size=1, init_method=None, cut="one"):
         dist.destroy_process_group()
 
 
-def built(path, cut="one", mtp_from_trunk=False):
+def built(path, cut="one", mtp_from_trunk=False, package="megatron_bridge"):
     """(chunks, conversion) of the folder's model, its weights loaded."""
     from asyncrl.trainer.backends.megatron.bridges import bridge_of, read_source
     from asyncrl.trainer.backends.megatron.policy import build_chunks
@@ -68,7 +68,7 @@ def built(path, cut="one", mtp_from_trunk=False):
 
     config = Config()
     config.trainer.megatron = MegatronConfig(**CUTS[cut])
-    bridge = bridge_of(read_source(path, mtp_from_trunk))
+    bridge = bridge_of(read_source(path, mtp_from_trunk), package)
     chunks = build_chunks(bridge, config.trainer)
     conversion = Conversion(bridge, chunks)
     conversion.load(read_tensors(path).__getitem__)

@@ -44,7 +44,7 @@ def make_config(checkpoint, **options):
     config.trainer.optimizer.lr = 1e-3
     config.trainer.mini_batch_groups = 64
     for name, value in options.items():
-        rooms = (config.trainer, config.trainer.optimizer, config.algorithm, config.rollout, config.mtp)
+        rooms = (config.model, config.trainer, config.trainer.optimizer, config.algorithm, config.rollout, config.mtp)
         owners = [o for o in rooms if hasattr(o, name)]
         assert len(owners) == 1, name
         setattr(owners[0], name, value)

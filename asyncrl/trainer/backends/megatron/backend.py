@@ -101,7 +101,7 @@ class MegatronBackend:
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.data_ranks = parallel_state.get_data_parallel_world_size()
 
-        self._bridge = bridge_of(source)
+        self._bridge = bridge_of(source, config.model.bridge)
         self._chunks, self._conversion = self._load(self._bridge)
         for chunk in self._chunks:
             chunk.detach_draft = config.mtp.detach_encoder
@@ -110,7 +110,8 @@ class MegatronBackend:
                     parameter.requires_grad_(False)
         self._reference: list[Any] = []
         if config.algorithm.kl_coef > 0:
-            reference = bridge_of(read_source(config.algorithm.reference_path or config.model.path))
+            path = config.algorithm.reference_path or config.model.path
+            reference = bridge_of(read_source(path), config.model.bridge)
             self._reference = [in_precision(reference.provider, chunk) for chunk in self._load(reference)[0]]
 
         exact = {p: p.detach().clone() for chunk in self._chunks for p in chunk.parameters() if p.requires_grad}

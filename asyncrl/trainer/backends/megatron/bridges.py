@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -33,6 +34,9 @@ from megatron.bridge.models.conversion.param_mapping import AutoMapping, Megatro
 from megatron.bridge.models.gpt_provider import GPTModelProvider  # noqa: E402
 from megatron.bridge.models.qwen.qwen2_bridge import Qwen2Bridge  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
+
+if TYPE_CHECKING:
+    from asyncrl.trainer.backends.megatron.mbridge import MBridgeConverter
 
 MTP, TRUNK = "mtp.layers.*.", "decoder.layers.*."  # in megatron-core
 HF_MTP, HF_TRUNK = "model.mtp_layers.*.", "model.layers.*."
@@ -117,16 +121,31 @@ def read_source(path: str | Path, mtp_from_trunk: bool = False, needs_draft: boo
 @dataclass(frozen=True)
 class Bridge:
     """``provider``: the configuration of megatron-core, still to be completed (`finalize`) with what is no property of
-    the model. ``converter``: Megatron-Bridge's own object, which knows the names."""
+    the model. ``converter``: Megatron-Bridge's own object, which knows the names, or mbridge's in its place."""
 
     source: Source
     provider: GPTModelProvider
-    converter: MegatronModelBridge
+    converter: MegatronModelBridge | MBridgeConverter
 
 
-def bridge_of(source: Source) -> Bridge:
-    """The bridge for a folder. Raises CheckpointError for a family that has none, or that needs more of megatron-core
-    than its GPT model, and for a rope that megatron-core computes otherwise."""
+def bridge_of(source: Source, package: str = "megatron_bridge") -> Bridge:
+    """The bridge for a folder, of a package (``model.bridge``). Raises CheckpointError for a family that has none, or
+    that needs more of megatron-core than its GPT model, and for a rope that megatron-core computes otherwise."""
+    if package == "mbridge":
+        from asyncrl.trainer.backends.megatron.mbridge import mbridge_of
+
+        provider, converter = mbridge_of(_hf_config(source), source.path)
+    else:
+        provider, converter = _of_megatron_bridge(source)
+    provider.mtp_num_layers = source.num_mtp_layers or None
+    _set_rope(provider, source)
+    if "norm_topk_prob" in source.text:
+        # which the bridge does not read: whether the chosen experts' shares are made to sum to one
+        provider.moe_router_pre_softmax = not source.text["norm_topk_prob"]
+    return Bridge(source, provider, converter)
+
+
+def _of_megatron_bridge(source: Source) -> tuple[GPTModelProvider, MegatronModelBridge]:
     found = {getattr(key, "__name__", key): key for key in model_bridge.get_model_bridge._exact_types}
     if source.architecture not in found:
         raise CheckpointError(
@@ -140,15 +159,10 @@ def bridge_of(source: Source) -> Bridge:
             f"{source.path}: {source.architecture} is built by {type(provider).__name__}, which this backend cannot "
             "run (it runs megatron-core's plain GPT model); use another model"
         )
-    provider.mtp_num_layers = source.num_mtp_layers or None
-    _set_rope(provider, source)
-    if "norm_topk_prob" in source.text:
-        # which the bridge does not read: whether the chosen experts' shares are made to sum to one
-        provider.moe_router_pre_softmax = not source.text["norm_topk_prob"]
     if source.num_mtp_layers:
         trunk = converter.mapping_registry
         converter.mapping_registry = lambda: _with_mtp(trunk())
-    return Bridge(source, provider, converter)
+    return provider, converter
 
 
 def _hf_config(source: Source) -> Any:
@@ -193,6 +207,13 @@ def _with_draft(
     empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     made = {name: tuple(tensor.shape) for name, tensor in draft_from_trunk(empty, config).items()}
     return config.with_mtp_layers(1).raw, shapes | made
+
+
+def of_rank(rank: int, each: int, names: Any) -> Any:
+    """The name of an expert's tensor, or a dict of such, with the number of its like on that rank of ``each``."""
+    if isinstance(names, dict):
+        return {part: of_rank(rank, each, name) for part, name in names.items()}
+    return re.sub(r"(?<=\.experts\.)\d+", lambda number: str(int(number[0]) % each + rank * each), names)
 
 
 # -- rope ----------------------------------------------------------------------------------------------------------

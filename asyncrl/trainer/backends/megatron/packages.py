@@ -1,21 +1,28 @@
-"""Which releases of megatron-core and megatron-bridge this backend was written for, and whether those are installed."""
+"""Which releases of megatron-core and its bridges this backend was written for, and whether those are installed."""
 
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
 #: package → (first release that works, first that is not known to), as tuples of numbers
-SUPPORTED = {"megatron-core": ((0, 16, 1), (0, 17)), "megatron-bridge": ((0, 3, 1), (0, 4))}
+SUPPORTED = {
+    "megatron-core": ((0, 16, 1), (0, 17)),
+    "megatron-bridge": ((0, 3, 1), (0, 4)),
+    "mbridge": ((0, 15, 1), (0, 16)),
+}
+NEEDED = ("megatron-core", "megatron-bridge")
 
 
 class UnsupportedPackage(RuntimeError):
     """A package of this backend is missing, or of a release that it was not written for."""
 
 
-def check_packages() -> None:
-    """Raise UnsupportedPackage in one line for every package that is missing or outside its range."""
+def check_packages(*packages: str) -> None:
+    """Raise UnsupportedPackage in one line for every package that is missing or outside its range; without arguments
+    those that are always needed."""
     problems = []
-    for package, (first, end) in SUPPORTED.items():
+    for package in packages or NEEDED:
+        first, end = SUPPORTED[package]
         wanted = f"{package} >={_text(first)},<{_text(end)}"
         try:
             found = version(package)

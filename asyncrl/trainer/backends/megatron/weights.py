@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncrl.models.config import CheckpointError
-from asyncrl.trainer.backends.megatron.bridges import Bridge
+from asyncrl.trainer.backends.megatron.bridges import Bridge, of_rank
 from asyncrl.trainer.backends.megatron.policy import PolicyModel, padded_vocabulary
 
 from megatron.core import parallel_state  # isort: skip (after what makes it run without CUDA)
@@ -97,7 +96,7 @@ class Conversion:
             for task in filter(None, self._plans[dtype]):
                 if ".local_experts." in task.global_param_name:
                     # whose number the bridge takes for one among all, though it is one among this rank's
-                    task.mapping.hf_param = _of_rank(rank, each, task.mapping.hf_param)
+                    task.mapping.hf_param = of_rank(rank, each, task.mapping.hf_param)
         return self._plans[dtype]
 
     @property
@@ -111,7 +110,7 @@ class Conversion:
                 yield name
                 continue
             for rank in range(parallel_state.get_expert_model_parallel_world_size()):
-                yield _of_rank(rank, self._experts_of_rank, name)
+                yield of_rank(rank, self._experts_of_rank, name)
 
     def _checked(self, tasks: Sequence[Any]) -> dict[str, tuple[int, ...]]:
         source = self._bridge.source
@@ -191,10 +190,3 @@ def _as_float32(task: Any) -> Iterator[None]:
 def _names(task: Any) -> list[str]:
     names = task.mapping.hf_param
     return [names] if isinstance(names, str) else list(names.values())
-
-
-def _of_rank(rank: int, each: int, names: Any) -> Any:
-    """The name of an expert's tensor, or a dict of such, with the number of its like on that rank of ``each``."""
-    if isinstance(names, dict):
-        return {part: _of_rank(rank, each, name) for part, name in names.items()}
-    return re.sub(r"(?<=\.experts\.)\d+", lambda number: str(int(number[0]) % each + rank * each), names)
