@@ -162,8 +162,9 @@ def test_a_group_of_one_is_refused(files):
             f"{VIRTUAL}: 2 chunks per stage need {PIPELINE} of at least 3, found 2",
         ),
         ([f"{TENSOR}=0"], f"{TENSOR}: expected at least 1"),
+        (["trainer.megatron.sequence_parallel=true"], "sequence_parallel: it is for tensor parallel ranks"),
         (["trainer.ranks=3", f"{CONTEXT}=2"], "trainer.ranks: expected a multiple of the 2"),
-        ([f"{EXPERT}=2"], f"{EXPERT}: expected a divisor of the 1 data and context parallel ranks"),
+        ([f"{EXPERT}=2"], f"{EXPERT}: expected a divisor of the 1 ranks of a pipeline"),
         (
             ["trainer.cpu_offload=true"],
             "trainer.cpu_offload: expected false; the Megatron backend has trainer.megatron",

@@ -399,6 +399,14 @@ def test_what_does_not_suit_the_model_is_refused_before_anything_is_built(checkp
     assert not dist.is_initialized()
 
 
+def test_tensor_parallel_ranks_with_experts_have_parts_of_the_tokens(tmp_path, start):
+    make_experts(tmp_path)
+    config = make_config(str(tmp_path), backend="megatron")
+    config.trainer.megatron.tensor_model_parallel_size = 2
+    with pytest.raises(CheckpointError, match=r"tensor_model_parallel_size: 2 with a mixture of experts needs trainer"):
+        start(config)
+
+
 # -- the head in parts ---------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from tests.support.trainer import make_checkpoint, make_config, make_groups, wei
 
 pytestmark = pytest.mark.megatron
 
-TWO = ("tensor", "pipeline", "data", "context")
+TWO = ("tensor", "pipeline", "data", "context", "sequence")
 SIZES = {"vocab_size": 67, "num_attention_heads": 4, "num_key_value_heads": 2}  # 67: half of it is padded
 MODELS = {
     "draft": (SIZES, OPTIONS),
@@ -79,18 +79,26 @@ def test_two_ranks_train_what_one_does(runs, cut):
 @pytest.mark.parametrize("bridge", ["megatron_bridge", "mbridge"])
 def test_ranks_that_have_other_experts_or_layers_train_what_one_does(bridge, tmp_path):
     """The two take different sequences, and other numbers of micro-batches, but the tokens meet at their experts."""
-    make_experts(tmp_path / "model")
-    options, cuts = {**OPTIONS, "enable_train": False, "bridge": bridge}, ("expert", "pipeline", "expert-context")
-    train(0, 1, "one", tmp_path / "model", options, tmp_path)
-    in_processes(2, train_cuts, 2, cuts, tmp_path / "model", options, tmp_path)
-    before = read_tensors(tmp_path / "model")
+    expect_experts_like_one(2, ("expert", "pipeline", "expert-context", "expert-tensor"), bridge, tmp_path)
+
+
+@pytest.mark.slow
+def test_so_do_four_ranks_with_other_experts(tmp_path):
+    expect_experts_like_one(4, ("expert-tensor-data", "expert-pipeline"), "megatron_bridge", tmp_path)
+
+
+def expect_experts_like_one(ranks, cuts, bridge, folder):
+    make_experts(folder / "model", experts=8)
+    options = {**OPTIONS, "enable_train": False, "bridge": bridge}
+    train(0, 1, "one", folder / "model", options, folder)
+    in_processes(ranks, train_cuts, ranks, cuts, folder / "model", options, folder)
+    before, saved = read_tensors(folder / "model"), result((folder,), "one")["trained"]
     for cut in cuts:
-        expect_like_one((tmp_path,), cut)
-        found = result((tmp_path,), cut)
+        expect_like_one((folder,), cut)
+        found = result((folder,), cut)
         assert found["first"].keys() == before.keys()
         assert all(torch.equal(found["first"][name], before[name]) for name in before)
         assert found["again"] == found["metrics"][4]
-        saved = result((tmp_path,), "one")["trained"]
         assert all(torch.equal(found["loaded"][name], saved[name]) for name in saved)
 
 
@@ -113,7 +121,7 @@ def test_context_parallel_ranks_share_each_sequence_from_both_ends():
     ("ranks", "cuts", "layers"),
     [
         (4, ("tensor-pipeline", "pipeline-data"), 4),
-        (4, ("context-tensor", "context-pipeline", "context-data"), 4),
+        (4, ("context-tensor", "context-pipeline", "context-data", "sequence-context"), 4),
         (3, ("virtual",), 6),
     ],
 )

@@ -318,11 +318,16 @@ def _megatron_problems(c: Config) -> Iterator[str]:
             f"(tensor {cut.tensor_model_parallel_size} × pipeline {cut.pipeline_model_parallel_size} × context "
             f"{cut.context_parallel_size}), found {t.ranks}"
         )
-    sharing = t.ranks // max(cut.tensor_model_parallel_size * cut.pipeline_model_parallel_size, 1)
+    sharing = t.ranks // max(cut.pipeline_model_parallel_size, 1)
     if sharing % max(cut.expert_model_parallel_size, 1):
         yield (
-            f"trainer.megatron.expert_model_parallel_size: expected a divisor of the {sharing} data and context "
-            f"parallel ranks, which share the experts, found {cut.expert_model_parallel_size}"
+            f"trainer.megatron.expert_model_parallel_size: expected a divisor of the {sharing} ranks of a pipeline "
+            f"stage, which share the experts, found {cut.expert_model_parallel_size}"
+        )
+    if cut.sequence_parallel and cut.tensor_model_parallel_size == 1:
+        yield (
+            "trainer.megatron.sequence_parallel: it is for tensor parallel ranks; expected false with "
+            "trainer.megatron.tensor_model_parallel_size=1"
         )
     virtual, stages = cut.virtual_pipeline_model_parallel_size, cut.pipeline_model_parallel_size
     if virtual > 1 and stages < 3:  # of two stages each is before and after the other: their messages would be mixed up

@@ -112,7 +112,8 @@ class MegatronConfig:
     pipeline_model_parallel_size: int = 1
     virtual_pipeline_model_parallel_size: int = 1  # model chunks per pipeline stage
     context_parallel_size: int = 1  # ranks that each have a part of every sequence
-    expert_model_parallel_size: int = 1  # data and context parallel ranks that each have a part of the experts
+    expert_model_parallel_size: int = 1  # ranks that each have a part of the experts, of all those of a pipeline stage
+    sequence_parallel: bool = False  # tensor parallel ranks have parts of the tokens between their layers
     param_offload: bool = False  # parameters lie in host memory while nothing is computed with them
     grad_offload: bool = False  # gradients have memory only during a step
     optimizer_offload: bool = False  # optimizer state lies in host memory but for the optimizer's own step

@@ -37,6 +37,11 @@ CUTS = {
     "context-data": {"context_parallel_size": 2},
     "expert": {"expert_model_parallel_size": 2},
     "expert-context": {"expert_model_parallel_size": 2, "context_parallel_size": 2},
+    "sequence": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "expert-tensor": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 2},
+    "sequence-context": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 2},
+    "expert-tensor-data": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 4},
+    "expert-pipeline": {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
     "virtual": {"pipeline_model_parallel_size": 3, "virtual_pipeline_model_parallel_size": 2},
 }
 
@@ -50,7 +55,8 @@ def process_group(rank=0, world_size=1, init_method=None, cut="one"):
 
     store = dist.HashStore() if init_method is None else None
     dist.init_process_group("gloo", init_method=init_method, store=store, rank=rank, world_size=world_size)
-    parallel_state.initialize_model_parallel(**CUTS[cut])
+    sizes = {name: size for name, size in CUTS[cut].items() if name != "sequence_parallel"}
+    parallel_state.initialize_model_parallel(**sizes)
     model_parallel_cuda_manual_seed(1)
     try:
         yield

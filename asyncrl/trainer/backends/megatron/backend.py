@@ -90,6 +90,8 @@ class MegatronBackend:
         if self._device.type == "cpu":
             torch.set_num_threads(self._options.threads)
         source = read_source(config.model.path, config.mtp.init_from_trunk, config.mtp.enable_train)
+        cut = self._options.megatron
+        self._token_multiple = cut.tensor_model_parallel_size if cut.sequence_parallel else 1
         self._draft_depths = config.mtp.num_speculative_tokens if config.mtp.enable_train else 0
         self._draft_scale = config.mtp.loss_scaling_factor / max(self._draft_depths, 1)
         if problems := list(fit_problems(config, source.text)):
@@ -235,7 +237,7 @@ class MegatronBackend:
             micro, model = next(micros), _unwrapped(module)
             model.draft_depths = draft_depths
             group = parallel_state.get_context_parallel_group()
-            share = PackedSequences.of(micro.tokens, micro.batch.lengths, micro.layout, group)
+            share = PackedSequences.of(micro.tokens, micro.batch.lengths, micro.layout, group, self._token_multiple)
             states = module(share.tokens, share.positions, None, packed_seq_params=share)
             return states, partial(reduce, model, micro, share)
 
@@ -333,7 +335,9 @@ class MegatronBackend:
         """See `Backend.export`: rank 0 is the sender; the ranks that hold what it has not take part and yield
         nothing, others have nothing to do. Without ``param_sync.reload_draft`` the draft goes out as it
         was at the start."""
-        if parallel_state.get_expert_data_parallel_rank() == 0:
+        cut = self._options.megatron
+        in_stage = self.rank % (self.world_size // cut.pipeline_model_parallel_size)
+        if in_stage < math.lcm(cut.tensor_model_parallel_size, cut.expert_model_parallel_size):
             moves = self._options.megatron.param_offload  # and a tensor may be sent when the parameters are gone
             with self._offload.here("parameters"):
                 for name, tensor in self._whole(self._engine_dtype):
@@ -446,6 +450,7 @@ class MegatronBackend:
             virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
             context_parallel_size=cut.context_parallel_size,
             expert_model_parallel_size=cut.expert_model_parallel_size,
+            expert_tensor_parallel_size=1,
             distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
             create_gloo_process_groups=False,
         )

@@ -31,6 +31,11 @@ def fit_problems(config: Config, text: Mapping[str, Any]) -> Iterator[str]:
     if (parts := cut.expert_model_parallel_size) > 1 and (not experts or experts % parts):
         has = f"a divisor of the model's {experts} experts" if experts else "1, as the model has no experts"
         yield f"trainer.megatron.expert_model_parallel_size: expected {has}, found {parts}"
+    if experts and tensor > 1 and not (cut.sequence_parallel and parts > 1):
+        yield (
+            f"trainer.megatron.tensor_model_parallel_size: {tensor} with a mixture of experts needs trainer.megatron."
+            "sequence_parallel=true and trainer.megatron.expert_model_parallel_size of at least 2: no expert is cut"
+        )
     layers, chunks = int(text["num_hidden_layers"]), pipeline * cut.virtual_pipeline_model_parallel_size
     if layers % chunks:
         key = "pipeline_model_parallel_size" if chunks == pipeline else "virtual_pipeline_model_parallel_size"

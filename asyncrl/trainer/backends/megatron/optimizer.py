@@ -160,8 +160,12 @@ class ShardedAdamW:
                         main,
                         part.optimizer.state[main],
                         draft=".mtp." in f".{names[id(parameter)]}",
-                        counts=param_is_not_tensor_parallel_duplicate(parameter, group)
-                        and not getattr(parameter, "shared", False),
+                        # experts are shared out over tensor parallel ranks too
+                        counts=not getattr(parameter, "allreduce", True)
+                        or (
+                            param_is_not_tensor_parallel_duplicate(parameter, group)
+                            and not getattr(parameter, "shared", False)
+                        ),
                     )
                     self._by_parameter.setdefault(id(parameter), []).append(shard)
                     yield shard

@@ -29,7 +29,6 @@ cpu.activate()
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # noqa: E402
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
-from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 
@@ -46,9 +45,12 @@ class Zigzag(NamedTuple):
     lengths: np.ndarray
 
     @classmethod
-    def of(cls, lengths: np.ndarray, ranks: int) -> Zigzag:
+    def of(cls, lengths: np.ndarray, ranks: int, multiple: int = 1) -> Zigzag:
+        """Each rank gets a multiple of ``multiple`` tokens; the last sequence's padding makes up for it."""
         chunks = 2 * ranks if ranks > 1 else 1
         padded = -(-lengths // chunks) * chunks
+        while padded.sum() // ranks % multiple:
+            padded[-1] += chunks
         each = lambda values_B: np.repeat(values_B, padded)
         position = np.arange(padded.sum()) - each(offsets(padded)[:-1])
         chunk, place = np.divmod(position, each(padded // chunks))
@@ -74,6 +76,25 @@ class Across(NamedTuple):
     owner: Tensor
     local: Tensor
 
+    @classmethod
+    def of(cls, cut: Zigzag, mine: np.ndarray, layout: PackedLayout, positions: Tensor) -> Across:
+        """``mine``: the places of the cut that this rank has; ``layout`` and ``positions``: of its tokens."""
+        put = lambda array: on_device(array, positions.device)
+        whole, gathered = PackedLayout.from_lengths(cut.lengths), cut.owner * len(mine) + cut.local
+        keys = replace(
+            whole,
+            pad_index=put(gathered[whole.pad_index]),
+            pad_mask=put(whole.pad_mask),
+            unpad_index=put(whole.unpad_index.numpy()[np.argsort(gathered)]),
+        )
+        return cls(
+            keys=keys,
+            mask=layout.pad(positions)[:, None, :, None] >= torch.arange(whole.length, device=positions.device),
+            previous=put(gathered[np.maximum(mine - 1, 0)]),
+            owner=put(cut.owner[cut.real]),
+            local=put(cut.local[cut.real]),
+        )
+
 
 @dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
@@ -90,30 +111,24 @@ class PackedSequences(PackedSeqParams):
 
     @classmethod
     def of(
-        cls, tokens_P: Tensor, lengths_B: np.ndarray, layout: PackedLayout, group: dist.ProcessGroup
+        cls,
+        tokens_P: Tensor,
+        lengths_B: np.ndarray,
+        layout: PackedLayout,
+        group: dist.ProcessGroup,
+        multiple: int = 1,
     ) -> PackedSequences:
-        """This rank's share of the sequences of ``lengths_B``; ``layout``: theirs when they are whole."""
+        """This rank's share of the sequences of ``lengths_B``, a multiple of ``multiple`` tokens; ``layout``: theirs
+        when they are whole."""
         device, across, following_P, positions = tokens_P.device, None, tokens_P.roll(-1), layout.positions
-        if (ranks := group.size()) > 1:
-            cut = Zigzag.of(lengths_B, ranks)
-            put = lambda array: on_device(array, device)
+        if group.size() > 1 or multiple > 1:
+            cut = Zigzag.of(lengths_B, group.size(), multiple)
             mine = np.flatnonzero(cut.owner == group.rank())
-            whole, layout = (
-                PackedLayout.from_lengths(cut.lengths),
-                PackedLayout.from_lengths(cut.lengths // ranks, device),
-            )
-            gathered = cut.owner * len(mine) + cut.local
-            keys = replace(
-                whole,
-                pad_index=put(gathered[whole.pad_index]),
-                pad_mask=put(whole.pad_mask),
-                unpad_index=put(whole.unpad_index.numpy()[np.argsort(gathered)]),
-            )
-            lengths_B, source, positions = cut.lengths, put(cut.source[mine]), put(cut.position[mine])
-            seen = layout.pad(positions)[:, None, :, None] >= torch.arange(keys.length, device=device)
-            owner, local = put(cut.owner[cut.real]), put(cut.local[cut.real])
-            across = Across(keys, seen, put(gathered[np.maximum(mine - 1, 0)]), owner, local)
+            source, positions = (on_device(array[mine], device) for array in (cut.source, cut.position))
             tokens_P, following_P = tokens_P[source], following_P[source]
+            layout = PackedLayout.from_lengths(cut.lengths // group.size(), device)
+            across = Across.of(cut, mine, layout, positions) if group.size() > 1 else None
+            lengths_B = cut.lengths
         bounds, longest = on_device(offsets(lengths_B).astype(np.int32), device), int(lengths_B.max())
         return cls(
             qkv_format="thd",
@@ -217,9 +232,3 @@ class PackedAttention(MegatronModule):
             enable_gqa=heads != groups,
         )
         return layout.unpad(out_BHLD.transpose(1, 2)).flatten(1)
-
-
-def use_packed_attention(layers: list[ModuleSpec]) -> None:
-    """Make it the core attention of these layers' specifications."""
-    for layer in layers:
-        layer.submodules.self_attention.submodules.core_attention = PackedAttention

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.config.schema import TrainerConfig
-from asyncrl.models.config import CheckpointError
 from asyncrl.trainer.backends.megatron import cpu
 from asyncrl.trainer.backends.megatron.bridges import Bridge, expect_same_rope
-from asyncrl.trainer.backends.megatron.packed import PackedSequences, use_packed_attention
+from asyncrl.trainer.backends.megatron.layers import without_transformer_engine
+from asyncrl.trainer.backends.megatron.packed import PackedSequences
 
 cpu.activate()
 
@@ -47,7 +47,7 @@ class PolicyModel(GPTModel):
     def _postprocess(self, hidden_states: Tensor, **layers: Any) -> Tensor | tuple[Tensor, ...]:
         if not self.post_process:
             return hidden_states
-        states: tuple[Tensor, ...] = (hidden_states,)
+        states: tuple[Tensor, ...] = (self._of_all_tokens(hidden_states),)
         if self.draft_depths:
             states += self._draft_states(hidden_states, layers)
         return states
@@ -56,7 +56,7 @@ class PolicyModel(GPTModel):
         sequences: PackedSequences = layers["packed_seq_params"]
         started_T11 = (sequences.positions != 0).t().unsqueeze(2)
         # a sequence's last place reads the next one's first token; no other place reads what it makes of that
-        embed_T1M = self.embedding(sequences.following, sequences.positions) * started_T11
+        embed_T1M = self.embedding(sequences.following, sequences.positions) * self._of_this_rank(started_T11)
         if self.detach_draft:
             hidden_T1M, embed_T1M = hidden_T1M.detach(), embed_T1M.detach()
         passed_on = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")
@@ -64,15 +64,28 @@ class PolicyModel(GPTModel):
         states: list[Tensor] = []
         for layer in self.mtp.layers[: self.draft_depths]:
             if states:
-                hidden_T1M = sequences.before(hidden_T1M) * started_T11
+                hidden_T1M = self._of_this_rank(sequences.before(states[-1]) * started_T11)
             # not the layer's own forward, which cannot recompute packed sequences, and would embed the shifted tokens
             # itself: place 0 would not be zeros
             run = partial(layer._proj_and_transformer_layer, **options)
             if self.config.recompute_granularity and torch.is_grad_enabled():
                 run = partial(checkpoint, run, use_reentrant=False)
             hidden_T1M = run(hidden_states=hidden_T1M, decoder_input=embed_T1M)
-            states.append(hidden_T1M)
+            states.append(self._of_all_tokens(hidden_T1M))
         return tuple(states)
+
+    def _of_all_tokens(self, states: Tensor) -> Tensor:
+        """[T, …] of [t, …], where tensor parallel ranks have parts of the tokens. They go on alike, each with the whole
+        gradient."""
+        if not self.config.sequence_parallel:
+            return states
+        return tensor_parallel.gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=False)
+
+    def _of_this_rank(self, states: Tensor) -> Tensor:
+        """[t, …] of [T, …], likewise."""
+        if not self.config.sequence_parallel:
+            return states
+        return tensor_parallel.scatter_to_sequence_parallel_region(states)
 
     @property
     def head_weight(self) -> Tensor:
@@ -88,8 +101,7 @@ def has_transformer_engine() -> bool:
 
 def build_chunks(bridge: Bridge, options: TrainerConfig) -> list[PolicyModel]:
     """This rank's part of the model with unset weights: one chunk, or one for each virtual stage. Model parallel groups
-    must be there. Raises CheckpointError for a rope that would be another, and for experts cut by tensor parallel
-    ranks."""
+    must be there. Raises CheckpointError for a rope that would be another."""
     provider = bridge.provider
     _complete(provider, options)
     virtual = options.megatron.virtual_pipeline_model_parallel_size
@@ -116,12 +128,12 @@ def _build(provider: GPTModelProvider, stage: int | None) -> PolicyModel:
     spec = get_gpt_decoder_block_spec(
         provider, use_transformer_engine=fast, normalization=provider.normalization, vp_stage=stage
     )
-    if not fast:
-        use_packed_attention(spec.layer_specs)
     mtp = None
     if provider.mtp_num_layers:
         # a copy of the spec of the stage's last layer, of which `fit_problems` leaves no stage without
         mtp = get_gpt_mtp_block_spec(provider, spec, use_transformer_engine=fast, vp_stage=stage)
+    if not fast:
+        spec, mtp = without_transformer_engine(spec), without_transformer_engine(mtp)
     model = PolicyModel(
         provider,
         transformer_layer_spec=spec,
@@ -146,11 +158,6 @@ def _build(provider: GPTModelProvider, stage: int | None) -> PolicyModel:
 def _complete(provider: GPTModelProvider, options: TrainerConfig) -> None:
     """Add to what the bridge read from config.json how the model is cut, its precision and its kernels."""
     cut, fast, half = options.megatron, has_transformer_engine(), options.mixed_precision == "bfloat16"
-    if provider.num_moe_experts and (parts := cut.tensor_model_parallel_size) > 1:
-        raise CheckpointError(
-            f"trainer.megatron.tensor_model_parallel_size: {parts} with a mixture of experts needs sequence "
-            "parallelism, which this backend does not have; expected 1"
-        )
     settings: dict[str, Any] = {
         "tensor_model_parallel_size": cut.tensor_model_parallel_size,
         "pipeline_model_parallel_size": cut.pipeline_model_parallel_size,
@@ -159,6 +166,8 @@ def _complete(provider: GPTModelProvider, options: TrainerConfig) -> None:
         ),
         "context_parallel_size": cut.context_parallel_size,
         "expert_model_parallel_size": cut.expert_model_parallel_size,
+        "expert_tensor_parallel_size": 1,  # an expert is whole on the ranks that have it
+        "sequence_parallel": cut.sequence_parallel,
         "params_dtype": torch.float32,  # as it is built and loaded; `in_precision` changes it
         "pipeline_dtype": torch.bfloat16 if half else torch.float32,
         "bf16": half,
