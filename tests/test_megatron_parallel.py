@@ -17,7 +17,10 @@ TWO = ("tensor", "pipeline", "data", "context", "sequence")
 SIZES = {"vocab_size": 67, "num_attention_heads": 4, "num_key_value_heads": 2}  # 67: half of it is padded
 MODELS = {
     "draft": (SIZES, OPTIONS),
-    "attached-draft": (SIZES, {**OPTIONS, "detach_encoder": False}),
+    "attached-drafts": (
+        {**SIZES, "num_nextn_predict_layers": 2},
+        {**OPTIONS, "detach_encoder": False, "num_speculative_tokens": 2},
+    ),
     "tied": (
         {**SIZES, "tie_word_embeddings": True, "architectures": ["Qwen2ForCausalLM"], "num_nextn_predict_layers": 0},
         {**OPTIONS, "enable_train": False},

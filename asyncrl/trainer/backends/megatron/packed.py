@@ -83,7 +83,7 @@ class Across(NamedTuple):
         whole, gathered = PackedLayout.from_lengths(cut.lengths), cut.owner * len(mine) + cut.local
         keys = replace(
             whole,
-            pad_index=put(gathered[whole.pad_index]),
+            pad_index=put(gathered[whole.pad_index.numpy()]),
             pad_mask=put(whole.pad_mask),
             unpad_index=put(whole.unpad_index.numpy()[np.argsort(gathered)]),
         )
