@@ -16,7 +16,7 @@ for key, value in {
 }.items():
     os.environ.setdefault(key, value)
 
-pytest.register_assert_rewrite("tests.support.engine_contract")
+pytest.register_assert_rewrite("tests.support.engine_contract", "tests.support.lora_contract")
 
 # SGLang without a GPU: before anything imports torchvision, here and in the processes to come
 if importlib.util.find_spec("sglang") and not importlib.util.find_spec("sgl_kernel"):

@@ -213,9 +213,10 @@ def test_requests_finish_on_their_adapters_only_where_an_engine_can_hold_these(f
     adapters = ["model.lora.rank=8", "param_sync.in_flight=finish"]
     can = [*files, *adapters, "rollout.engine.name=vllm", "param_sync.pause=keep", "param_sync.kv=keep"]
     check(load_config(None, can))
+    check(load_config(None, [*can, "rollout.engine.name=sglang"]))
     for wrong in ("rollout.engine.name=native", "param_sync.kv=recompute", "model.lora.rank=0"):
         (found,) = problems([*can, wrong])
-        assert found.startswith("param_sync.in_flight: requests can finish on their own adapter where vllm takes")
+        assert found.startswith("param_sync.in_flight: requests can finish on their own adapter where vllm or sglang")
     (found,) = problems([*can, "async_training.overdue=mask"])
     assert found.startswith("param_sync.in_flight: how many adapters are in use is bounded where no group outstays")
 
@@ -273,6 +274,18 @@ def test_what_sglang_cannot_do_is_refused(files):
     assert "can be opened once; expected 1, found 2" in problem
     (problem,) = problems([*sglang, "mtp.enable_rollout=true", "rollout.engine.device=cpu"])
     assert "the likeliest token whatever the temperature" in problem
+    check(load_config(None, [*sglang, "rollout.engine.delivery=gloo"]))
+    (problem,) = problems([*sglang, "rollout.engine.delivery=nccl", "rollout.engine.device=cpu"])
+    assert problem.startswith("rollout.engine.delivery: nccl joins GPUs")
+    (problem,) = problems([*files, "rollout.engine.delivery=gloo"])
+    assert problem.startswith("rollout.engine.delivery: native has no server")
+    adapters = [*sglang, "model.lora.rank=8"]
+    check(load_config(None, adapters))
+    (problem,) = problems([*adapters, "param_sync.pause=keep", "param_sync.kv=keep"])
+    assert problem.startswith("param_sync.in_flight: sglang cannot move a request to another adapter")
+    (problem,) = problems([*adapters, "rollout.engine.delivery=gloo"])
+    assert problem.startswith("rollout.engine.delivery: sglang's server takes adapters from memory alone")
+    check(load_config(None, [*adapters, "rollout.engine.delivery=gloo", "param_sync.adapters=merged"]))
 
 
 def test_more_ranks_than_cpus_are_refused_on_one_machine(files):

@@ -19,7 +19,7 @@ if importlib.util.find_spec("sglang") is None:
 
 from transformers import AutoTokenizer
 
-from asyncrl.config.schema import MTPConfig
+from asyncrl.config.schema import DeadlinesConfig, MTPConfig
 from asyncrl.models.checkpoint import is_draft
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.rollouter.engine import EngineDied, EngineError
@@ -49,6 +49,13 @@ async def test_ids_that_begin_alike_are_aborted_one_by_one(replica, initial):
     await replica.collect({"s/1", "s/12"}, answers)
     assert answers["s/1"].finish is FinishReason.ABORT
     assert answers["s/12"].finish is FinishReason.LENGTH
+
+
+async def test_an_id_may_be_used_again_as_soon_as_its_request_has_ended(replica, initial):
+    await replica.sync(initial)
+    for _ in range(20):
+        answer = (await replica.generate([request("again", PROMPT, 2)]))["again"]
+        assert answer.finish is FinishReason.LENGTH, answer.error
 
 
 async def test_a_request_stops_at_its_string(replica, initial):
@@ -98,7 +105,7 @@ async def test_a_delivery_that_is_lost_fails_the_sync(replica, reference, initia
     deliver = replica.intake._deliver
 
     async def lose(parcel):
-        parcel._places = [place for place in parcel._places if "layers.2.mlp.up_proj" not in place.name]
+        parcel.places = [place for place in parcel.places if "layers.2.mlp.up_proj" not in place.name]
         await deliver(parcel)
 
     monkeypatch.setattr(replica.intake, "_deliver", lose)
@@ -118,6 +125,34 @@ async def test_an_update_that_was_left_open_can_be_made_again(replica, reference
     await replica.sync(weights)
     answer = (await replica.generate([request("again", PROMPT, 12)]))["again"]
     assert error_of(reference, weights, PROMPT, answer) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("transport", "delivery"), [("gloo", "memory"), ("shared_memory", "gloo")])
+async def test_weights_arrive_by_each_transport_and_delivery(
+    replica, reference, initial, transport, delivery, monkeypatch
+):
+    """The two other ways are those of the replicas of this file."""
+    monkeypatch.setattr(replica.config.rollout.engine, "delivery", delivery)
+    other = Replica(replica.engine, replica.config, transport, replica.recorder)
+    other.version = replica.version
+    try:
+        await follow(other, reference, initial, 11)
+    finally:
+        replica.version, replica.engine._intake = other.version, replica.intake
+        other.rank.close()
+
+
+async def follow(replica, reference, initial, syncs, temperature=1.0):
+    """Each sync brings other weights, with the same digests; what is generated has their logprobs."""
+    for seed in range(syncs):
+        weights = initial if seed == 0 else changed(initial, seed)
+        report = await replica.sync(weights)
+        assert {role: await replica.engine.digest(role) for role in report.digests} == report.digests
+        asked = [request(f"{replica.version}", PROMPT, 12, temperature=temperature)]
+        (answer,) = (await replica.generate(asked)).values()
+        assert set(answer.versions) == {replica.version}
+        assert error_of(reference, weights, PROMPT, answer) < 1e-4
 
 
 async def test_the_kv_cache_goes_and_comes_back(replica, reference, initial):
@@ -194,11 +229,12 @@ def is_alive(process):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def drafting(checkpoint):
-    """A server with MiMo's draft, whose weights come over gloo."""
+    """A server with MiMo's draft, whose weights come over gloo and are given on by a process group."""
     mtp = MTPConfig(enable_rollout=True, num_speculative_tokens=2)
     parts = ("prefill", "decode", "speculative_draft")
     args = {f"{part}_attention_backend": "intel_amx" for part in parts}  # the one on CPUs that goes with a draft
-    replica = await Replica.start(replica_config(checkpoint, mtp=mtp, args=args), transport="gloo")
+    config = replica_config(checkpoint, mtp=mtp, args=args, delivery="gloo")
+    replica = await Replica.start(config, transport="gloo")
     yield replica
     await replica.close()
 
@@ -285,3 +321,73 @@ async def test_what_would_not_be_sampled_is_refused(drafting, initial):
     answer = (await drafting.generate([request("warm", PROMPT, 4)]))["warm"]
     assert answer.finish is FinishReason.ERROR
     assert "likeliest token" in answer.error
+
+
+async def test_what_a_group_brings_is_alive_before_and_after_ten_syncs(drafting, reference, initial):
+    await follow(drafting, reference, initial, 11, temperature=0.0)
+
+
+async def test_a_group_that_breaks_fails_the_sync_and_the_next_one_forms_another(drafting, initial, monkeypatch):
+    await drafting.sync(initial)
+    delivery = drafting.intake._delivery
+    broken, deliver = delivery._name, delivery.deliver
+
+    async def break_it(parcel, selector):
+        delivery._way.end_calls()
+        await deliver(parcel, selector)
+
+    monkeypatch.setattr(delivery, "deliver", break_it)
+    async with asyncio.timeout(60):
+        with pytest.raises(SyncError, match=r"phase transfer, replica/0.*Failed to receive weights"):
+            await drafting.sync(changed(initial, 91))
+    monkeypatch.undo()
+    assert not (await drafting.sync(changed(initial, 92))).evicted
+    assert delivery._name != broken
+
+
+def schedulers_of(replica):
+    below = psutil.Process(replica.engine._server._process.pid).children(recursive=True)
+    return [process for process in below if "scheduler" in process.name()]
+
+
+async def test_a_server_that_hangs_amid_a_delivery_is_given_up_in_time(drafting, initial, monkeypatch):
+    """Whoever runs the replica starts another then; this server wakes up again, and nobody is left in its group."""
+    await drafting.sync(initial)
+    (scheduler,) = schedulers_of(drafting)
+    deliver = drafting.intake._deliver
+
+    async def stop(parcel):
+        scheduler.suspend()
+        await deliver(parcel)
+
+    monkeypatch.setattr(drafting.intake, "_deliver", stop)
+    monkeypatch.setattr("asyncrl.rollouter.engines.sglang.intake._ENDING_S", 2.0)
+    try:
+        async with asyncio.timeout(60):
+            with pytest.raises(SyncError, match=r"phase transfer, replica/0.*was silent for 1\.5 s"):
+                await drafting.sync(changed(initial, 93), deadlines=DeadlinesConfig(transfer_s=3.0))
+            with pytest.raises(EngineDied, match="did not end an update that was given up within 2 s"):
+                await drafting.endpoint.close()
+    finally:
+        scheduler.resume()
+    monkeypatch.undo()
+    assert not (await drafting.sync(changed(initial, 94))).evicted
+
+
+async def test_a_scheduler_that_dies_amid_a_delivery_is_told(drafting, initial, monkeypatch):
+    await drafting.sync(initial)
+    (scheduler,) = schedulers_of(drafting)
+    below = [scheduler, *scheduler.parents()[:1]]
+    deliver = drafting.intake._deliver
+
+    async def kill(parcel):
+        scheduler.kill()
+        await deliver(parcel)
+
+    monkeypatch.setattr(drafting.intake, "_deliver", kill)
+    async with asyncio.timeout(60):
+        with pytest.raises(SyncError, match="phase transfer, replica/0"):
+            await drafting.sync(changed(initial, 95))
+        with pytest.raises(EngineDied):
+            await until(drafting, {}, lambda: False)
+    await gone(below)

@@ -13,20 +13,29 @@ import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from asyncrl.config.schema import Config, EngineConfig, ModelConfig, MTPConfig, ParamSyncConfig, RolloutConfig
+from asyncrl.config.schema import (
+    Config,
+    EngineConfig,
+    LoraConfig,
+    ModelConfig,
+    MTPConfig,
+    ParamSyncConfig,
+    RolloutConfig,
+)
 from asyncrl.models.make_checkpoint import make_checkpoint
 from asyncrl.param_sync.endpoint import ReplicaEndpoint
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.fleet import Fleet
-from asyncrl.param_sync.manifest import TensorSpec
+from asyncrl.param_sync.manifest import AdapterSpec, TensorSpec
 from asyncrl.param_sync.session import SyncSession
 from asyncrl.param_sync.transports.choose import make_reader
 from asyncrl.rollouter.engine import EngineDied, EngineError
 from asyncrl.rollouter.engines.sglang.arguments import command_line, server_arguments
 from asyncrl.rollouter.engines.sglang.checksums import SentChecksums
 from asyncrl.rollouter.engines.sglang.client import Client
-from asyncrl.rollouter.engines.sglang.delivery import Parcel
+from asyncrl.rollouter.engines.sglang.delivery import ByMemory, Parcel, SharedParcel
 from asyncrl.rollouter.engines.sglang.intake import ServerIntake
+from asyncrl.rollouter.engines.sglang.lora import adapter_name, load_adapter
 from asyncrl.sample import PolicyVersion
 from tests.support.engine_replica import TensorRank
 
@@ -53,6 +62,8 @@ class SGLang:
         self.app.router.add_post("/weights_checker", self.check)
         self.app.router.add_post("/update_weight_version", self.set_version)
         self.app.router.add_get("/model_info", self.info)
+        self.app.router.add_post("/load_lora_adapter_from_tensors", self.load_adapter)
+        self.adapters: dict[str, dict[str, torch.Tensor]] = {}
         if sessions:
             self.app.router.add_post("/begin_weight_update", self.begin)
             self.app.router.add_post("/end_weight_update", self.end)
@@ -75,16 +86,23 @@ class SGLang:
             return web.json_response({"success": False, "message": "must run between begin and end"}, status=400)
         assert body["load_format"] == "flattened_bucket"
         assert body["flush_cache"] is False
-        payload, *_ = body["serialized_named_tensors"]
-        bucket = pickle.load(io.BytesIO(base64.b64decode(payload)))
         self.calls.append(f"update {body['selector']}")
-        for place in bucket["metadata"]:
-            flat = bucket["flattened_tensor"][place.start_idx : place.end_idx]
-            tensor = flat.view(place.dtype).reshape(place.shape).clone()
-            role = "draft" if "mtp" in place.name else "target"
-            if place.name != self.drops and body["selector"] in (role, "all") and (role == "target" or self.draft):
-                self.live[role][place.name] = tensor
+        for name, tensor in opened(body["serialized_named_tensors"][0]):
+            role = "draft" if "mtp" in name else "target"
+            if name != self.drops and body["selector"] in (role, "all") and (role == "target" or self.draft):
+                self.live[role][name] = tensor
         return web.json_response({"success": True, "message": "Success"})
+
+    async def load_adapter(self, request):
+        body = await request.json()
+        assert body["load_format"] == "flattened_bucket"
+        assert body["config_dict"] == {"peft_type": "LORA", "r": 2, "lora_alpha": 4.0, "target_modules": ["q_proj"]}
+        first, second = ([*opened(payload)] for payload in body["serialized_named_tensors"])
+        assert [name for name, _ in first] == [name for name, _ in second]
+        sums = {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in first}
+        assert body["expected_checksums"] == sums
+        self.adapters[body["lora_name"]] = dict(first)
+        return web.json_response({"success": True})
 
     async def check(self, request):
         role = (await request.json())["selector"]
@@ -104,6 +122,13 @@ class SGLang:
         if request.headers.get("Authorization") != "Bearer secret":
             return web.json_response({"error": "Unauthorized"}, status=401)
         return web.json_response({"weight_version": self.version})
+
+
+def opened(payload):
+    bucket = pickle.load(io.BytesIO(base64.b64decode(payload)))
+    for place in bucket["metadata"]:
+        flat = bucket["flattened_tensor"][place.start_idx : place.end_idx]
+        yield place.name, flat.view(place.dtype).reshape(place.shape).clone()
 
 
 class Paused:
@@ -130,10 +155,13 @@ class Joined:
 
     def __init__(self, server: SGLang, client: Client, workers: int) -> None:
         self.server = server
+        delivery = ByMemory(client, "cpu", workers)
+        delivery.parcels = SharedParcel("cpu", 128), SharedParcel("cpu", 128)  # so that there are many
         self.intake = ServerIntake(
             client,
             "replica/0",
             make_reader("shared_memory", "replica/0"),
+            delivery,
             shapes={name: tuple(t.shape) for name, t in TENSORS.items()},
             dtype="float32",
             device="cpu",
@@ -141,7 +169,6 @@ class Joined:
             draft=server.draft,
             sessions=server.sessions,
         )
-        self.intake._parcels = Parcel("cpu", 128), Parcel("cpu", 128)  # so that there are many
         self.fleet = Fleet()
         self.fleet.add("replica/0", ReplicaEndpoint("replica/0", Paused(self.intake), self.intake))
         self.rank = TensorRank("shared_memory")
@@ -229,6 +256,17 @@ async def test_a_session_that_breaks_is_ended_at_the_server_too(join):
     assert not (await joined.sync(TENSORS)).evicted
 
 
+async def test_an_adapter_is_handed_over_whole_to_every_worker(join):
+    joined = await join()
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {f"{module}.lora_A.weight": torch.randn(2, 3), f"{module}.lora_B.weight": torch.randn(5, 2)}
+    adapter = AdapterSpec("policy", 2, 4.0, ("self_attn.q_proj",), "float32")
+    await load_adapter(joined.intake._client, adapter, 7, tensors, workers=2)
+    (name,) = joined.server.adapters
+    assert name == adapter_name(adapter, 7)
+    assert all(torch.equal(joined.server.adapters[name][key], tensor) for key, tensor in tensors.items())
+
+
 async def test_a_refusal_says_what_the_server_said(join):
     joined = await join()
     client = Client(str(joined.intake._client._url), "wrong")
@@ -266,12 +304,25 @@ def test_checksums_know_what_is_fused_and_what_is_shared():
     assert sent.differences("target", [live(q, k, v)]) == ["model.norm.weight: sent, and no live parameter is it"]
     assert len(sent.differences("target", [live(k, q, v), live(norm)])) == 4
     assert sent.differences("draft", [live(fc), live(norm)], shared=True) == []
+    later = SentChecksums([specs["mtp.layers.0.fc.weight"]], held=sent)  # the draft alone, beside the same target
+    later.add(specs["mtp.layers.0.fc.weight"], fc + 1)
+    assert later.differences("draft", [live(fc + 1), live(norm)], shared=True) == []
     assert len(sent.differences("draft", [live(fc), live(norm)])) == 1
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("mimo"), seed=0, warm_start_steps=0)
+
+
+def test_parcels_without_padding_hold_what_begins_at_a_multiple_of_its_element():
+    parcel = Parcel("cpu", 64)
+    odd, wide = TensorSpec("odd", "bfloat16", (3,)), TensorSpec("wide", "float32", (1,))
+    parcel.add(odd, torch.ones(3, dtype=torch.bfloat16))
+    assert not parcel.takes(wide)
+    assert parcel.takes(TensorSpec("narrow", "bfloat16", (1,)))
+    assert not parcel.takes(TensorSpec("large", "bfloat16", (30,)))
+    assert parcel.flat().numel() == odd.nbytes
 
 
 class TestArguments:
@@ -292,6 +343,23 @@ class TestArguments:
         assert drafting["speculative_num_steps"] == 3
         assert drafting["speculative_eagle_topk"] == 1
         assert drafting["speculative_num_draft_tokens"] == 4
+
+    def test_adapters_have_room_beside_what_they_target(self, checkpoint):
+        config = self.config(checkpoint)
+        assert "enable_lora" not in server_arguments(config, "cpu")
+        config.model.lora = LoraConfig(rank=8, target_modules=["self_attn.q_proj", "down_proj"])
+        arguments = server_arguments(config, "cuda")
+        assert (arguments["max_lora_rank"], arguments["max_loras_per_batch"]) == (8, 2)
+        assert arguments["lora_target_modules"] == ["down_proj", "q_proj"]
+        assert "lora_backend" not in arguments
+        assert server_arguments(config, "cpu")["lora_backend"] == "torch_native"
+        config.async_training.staleness_threshold = 2
+        config.param_sync.in_flight = "finish"
+        assert server_arguments(config, "cuda")["max_loras_per_batch"] == 4
+
+    def test_a_group_over_nccl_leaves_the_first_gpu_to_the_replicas_process(self, checkpoint):
+        config = self.config(checkpoint, delivery="nccl")
+        assert server_arguments(config, "cuda")["base_gpu_id"] == 1
 
     def test_what_follows_from_other_options_is_refused(self, checkpoint):
         with pytest.raises(EngineError, match=r"api_key, tp_size follow from other options"):

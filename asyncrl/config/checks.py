@@ -31,7 +31,7 @@ PAUSE_KV = {
 }
 
 #: engines that take LoRA adapters; the others take merged weights
-TAKES_ADAPTERS = frozenset({"native", "vllm"})
+TAKES_ADAPTERS = frozenset({"native", "vllm", "sglang"})
 _VLLM_MAX_LORA_RANK = 512
 
 #: what `asyncrl.trainer.algorithms` knows; no leaf may import it
@@ -41,6 +41,7 @@ CHOICES = {
     "rollout.engine.name": tuple(PAUSE_KV),
     "rollout.engine.dtype": ("auto", "float32", "bfloat16"),
     "rollout.engine.device": ("auto", "cpu", "cuda"),
+    "rollout.engine.delivery": ("memory", "gloo", "nccl"),
     "trainer.backend": ("torch", "megatron"),
     "model.bridge": ("megatron_bridge", "mbridge"),
     "trainer.mixed_precision": ("no", "bfloat16"),
@@ -354,12 +355,12 @@ def _lora_problems(c: Config) -> Iterator[str]:
     """Whether the targets are modules of the model is for `asyncrl.preflight` to see."""
     lora, engine = c.model.lora, c.rollout.engine
     if c.param_sync.in_flight == "finish":
-        found = (engine.name, sends_adapters(c), c.param_sync.pause, c.param_sync.kv)
-        if found != ("vllm", True, "keep", "keep"):
+        found = (engine.name in ("vllm", "sglang"), sends_adapters(c), c.param_sync.pause, c.param_sync.kv)
+        if found != (True, True, "keep", "keep"):
             yield (
-                "param_sync.in_flight: requests can finish on their own adapter where vllm takes adapters and keeps "
-                "requests with their KV; expected move, or model.lora, rollout.engine.name=vllm, param_sync.pause=keep "
-                "and param_sync.kv=keep"
+                "param_sync.in_flight: requests can finish on their own adapter where vllm or sglang takes adapters "
+                "and keeps requests with their KV; expected move, or model.lora, rollout.engine.name=vllm or sglang, "
+                "param_sync.pause=keep and param_sync.kv=keep"
             )
         if c.async_training.overdue != "wait":
             yield (
@@ -377,6 +378,16 @@ def _lora_problems(c: Config) -> Iterator[str]:
             yield f"param_sync.adapters: the {engine.name} engine takes no adapters; expected merged"
         elif engine.name == "vllm" and engine.pipeline_parallel_size > 1:
             yield "param_sync.adapters: vllm's pipeline stages are not given adapters; expected merged"
+        elif engine.name == "sglang" and c.param_sync.pause == "keep" and c.param_sync.in_flight != "finish":
+            yield (
+                "param_sync.in_flight: sglang cannot move a request to another adapter; expected finish with "
+                "param_sync.pause=keep, or another pause, or param_sync.adapters=merged"
+            )
+        elif engine.name == "sglang" and engine.delivery != "memory":
+            yield (
+                f"rollout.engine.delivery: sglang's server takes adapters from memory alone; expected memory, or "
+                f"param_sync.adapters=merged, found {engine.delivery}"
+            )
         elif engine.name == "vllm" and lora.rank > _VLLM_MAX_LORA_RANK:
             yield f"model.lora.rank: vllm's adapters have at most {_VLLM_MAX_LORA_RANK}, found {lora.rank}"
     exports = c.checkpoint.export_hf != "none" and c.checkpoint.export_lora == "adapter"
@@ -425,6 +436,10 @@ def _engine_problems(c: Config) -> Iterator[str]:
                 f"mtp.init_from_trunk: {name} reads the draft's layers from the checkpoint, which has none then; "
                 "expected false, or a checkpoint into which the draft was exported"
             )
+    if engine.delivery != "memory" and name != "sglang":
+        yield f"rollout.engine.delivery: {name} has no server to give weights on to; expected memory"
+    if engine.delivery == "nccl" and engine.device == "cpu":
+        yield "rollout.engine.delivery: nccl joins GPUs; expected memory or gloo, or rollout.engine.device=cuda"
     if name == "sglang" and engine.device == "cpu" and c.mtp.enable_rollout:
         yield (
             "mtp.enable_rollout: sglang's speculation on the CPU takes the likeliest token whatever the temperature; "

@@ -61,6 +61,7 @@ class EngineConfig:
     threads: int = 1  # CPU threads per replica
     tensor_parallel_size: int = 1  # vllm, sglang: workers of one replica that share each layer, on a GPU each
     pipeline_parallel_size: int = 1  # vllm, sglang: stages of layers
+    delivery: str = "memory"  # sglang, of weights to its server: memory that both see | gloo or nccl: a process group
     args: dict[str, Any] = field(default_factory=dict)  # vllm, sglang: further arguments, by the engine's names
 
 
@@ -201,7 +202,7 @@ class ParamSyncConfig:
     rollout_update: str = "all_at_once"  # | rolling: one replica after the other, from the host copy of staging full
     bucket_bytes: int = 0  # 0: what suits the transport, 4 MiB in shared memory, 32 MiB else; two are held a side
     adapters: str = "adapter"  # LoRA: the base once, then adapters alone | merged: whole weights, for any engine
-    in_flight: str = "move"  # LoRA and pause keep: requests move to the new adapter | finish on their own (vllm)
+    in_flight: str = "move"  # LoRA, pause keep: requests move to the new adapter | finish on their own (not native)
     reload_draft: bool = True  # false: replicas keep the draft that the run started from; to measure what that costs
     allow_stale_draft: bool = False  # must be true for reload_draft=false
     pause: str = "auto"  # auto | abort | keep | wait; auto: abort with partial_rollout, else wait

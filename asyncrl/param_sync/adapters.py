@@ -93,6 +93,24 @@ def check_adapter(manifest: Manifest, modules: ModuleShapes, side: str = "the re
         )
 
 
+def check_lora(manifest: Manifest, modules: ModuleShapes | None, needs_base: bool) -> None:
+    """Raises ManifestError for an adapter that is not whole, or not wanted by a replica with ``modules`` (None with
+    LoRA off), and for a base that is missing."""
+    if modules is not None:
+        check_adapter(manifest, modules)
+    elif (count := sum(is_adapter(t.name) for t in manifest)) or manifest.adapter is not None:
+        name = "" if manifest.adapter is None else f" of adapter {manifest.adapter.name}"
+        raise ManifestError(
+            f"the sender sends {count} adapter tensors{name}, the replica was made with LoRA off; make it with "
+            "LoRA on, or send merged weights"
+        )
+    if needs_base and not manifest.sends_base:
+        raise ManifestError(
+            f"base first: the sender sends {len(manifest.sent())} tensors and none of the base, the replica holds "
+            "no committed base; send the base with a replica's first sync, also after its restart"
+        )
+
+
 def _described(spec: TensorSpec) -> str:
     return f"{spec.role} {spec.dtype}{list(spec.shape)}"
 
@@ -168,15 +186,10 @@ class AdapterReceiver:
     def open(self, session: str, manifest: Manifest) -> None:
         """Raises ManifestError for an adapter that is not whole or not wanted here, for a base that is missing, and
         for what the inner receivers refuse."""
-        self._check_lora(manifest)
+        check_lora(manifest, self._modules, self.needs_base)
         base = [t for t in manifest if t.role == "target" and not is_adapter(t.name)]
         draft = [t for t in manifest if t.role == "draft" and not is_adapter(t.name)]
         base_travels = manifest.sends_base
-        if self.needs_base and not base_travels:
-            raise ManifestError(
-                f"base first: the sender sends {len(manifest.sent())} tensors and none of the base, the replica holds "
-                "no committed base; send the base with a replica's first sync, also after its restart"
-            )
         if self._draft is None and any(t.tied_to is None for t in draft):
             raise ManifestError(f"the sender sends {len(draft)} draft tensors, the replica was made without a draft")
         shares: list[tuple[TwoStepReceiver, list[TensorSpec]]] = []
@@ -242,18 +255,6 @@ class AdapterReceiver:
 
     def intact(self) -> bool:
         return self._whole and self._base.intact() and (self._draft is None or self._draft.intact())
-
-    def _check_lora(self, manifest: Manifest) -> None:
-        if self._modules is not None:
-            check_adapter(manifest, self._modules)
-            return
-        count = sum(is_adapter(t.name) for t in manifest)
-        if manifest.adapter is not None or count:
-            name = "" if manifest.adapter is None else f" of adapter {manifest.adapter.name}"
-            raise ManifestError(
-                f"the sender sends {count} adapter tensors{name}, the replica was made with LoRA off; make it with "
-                "LoRA on, or send merged weights"
-            )
 
     def _stage(self, session: str, manifest: Manifest) -> None:
         adapter = [t for t in manifest.sent() if is_adapter(t.name)]

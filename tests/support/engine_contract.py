@@ -151,7 +151,7 @@ async def test_a_sync_cuts_samples_with_the_tokens_they_have(replica, initial):
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 async def test_kept_samples_go_on_under_the_new_weights(replica, reference, initial, kv):
     await replica.sync(initial)
-    await replica.engine.submit([request("kept", PROMPT, 200)])
+    await replica.engine.submit([request("kept", PROMPT, 240)])
     answers = {}
     await until(replica, answers, lambda: "kept" in answers and len(answers["kept"].tokens) > 5)
     before, weights = replica.version, changed(initial, 41)
@@ -159,12 +159,12 @@ async def test_kept_samples_go_on_under_the_new_weights(replica, reference, init
     assert report.held_requests == 1
     answer = (await replica.collect({"kept"}, answers))["kept"]
     assert answer.finish is FinishReason.LENGTH
-    assert len(answer.tokens) == 200
+    assert len(answer.tokens) == 240
     switch = answer.versions.index(replica.version)
-    assert answer.versions == [before] * switch + [replica.version] * (200 - switch)
+    assert answer.versions == [before] * switch + [replica.version] * (240 - switch)
     assert switch > 5
     # over kept KV no single version's logprobs fit, which the marks say; recomputed, they are the new version's
-    assert answer.mixed_kv == [kv == "keep" and i >= switch for i in range(200)]
+    assert answer.mixed_kv == [kv == "keep" and i >= switch for i in range(240)]
     rest = type(answer)(answer.tokens[switch:], answer.logprobs[switch:])
     error = error_of(reference, weights, PROMPT + answer.tokens[:switch], rest)
     assert error > 1e-3 if kv == "keep" else error < 1e-4

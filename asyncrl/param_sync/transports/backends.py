@@ -25,7 +25,8 @@ _FORMING = threading.Lock()
 @dataclass(frozen=True)
 class Seat:
     """A place in one generation of a group. The members find each other at ``store_host`` and ``store_port``;
-    ``timeout_s`` limits every single call."""
+    ``timeout_s`` limits every single call. ``chained``: on the CPU each passes on to the next what it has; if not, as
+    with members that are not ours, the backend's own broadcast is used."""
 
     generation: str
     rank: int
@@ -33,6 +34,7 @@ class Seat:
     store_host: str
     store_port: int
     timeout_s: float
+    chained: bool = True
 
 
 class Way(Protocol):
@@ -67,7 +69,7 @@ def make_way(seat: Seat, host: str, backend: Backend, device: torch.device) -> W
         options._timeout = timeout
         options._devices = [gloo.create_device(hostname=host)]
         group = gloo(store, seat.rank, seat.size, options)
-        return _Chain(group, seat) if device.type == "cpu" else _GlooBroadcast(group, seat)
+        return _Chain(group, seat) if seat.chained and device.type == "cpu" else _GlooBroadcast(group, seat)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     # By default a watchdog thread ends the process when a collective fails. A group reads this when it is made.

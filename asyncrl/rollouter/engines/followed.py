@@ -13,8 +13,9 @@ from collections.abc import Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from asyncrl.config.schema import Config
+from asyncrl.param_sync.adapter_slots import AdapterSlots
 from asyncrl.param_sync.intake import Intake
-from asyncrl.param_sync.manifest import Role
+from asyncrl.param_sync.manifest import AdapterSpec, Role
 from asyncrl.rollouter.engine import EngineDied, EngineError, EngineStats, EventBatch, Request
 from asyncrl.rollouter.engines.admission import why_impossible
 from asyncrl.rollouter.engines.events import Event, EventLog
@@ -35,10 +36,10 @@ Spans = list[tuple[str, int]]
 
 class FollowedRequest:
     """A request in the engine's hands. ``version`` is that under which it began: its KV may be shared with others of
-    that version; ``spans`` what we have told of it."""
+    that version; ``slot`` that of the adapter on which it is to finish, or 0; ``spans`` what we have told of it."""
 
-    def __init__(self, request: Request, version: PolicyVersion) -> None:
-        self.request, self.version = request, version
+    def __init__(self, request: Request, version: PolicyVersion, slot: int) -> None:
+        self.request, self.version, self.slot = request, version, slot
         self.spans: Spans = []
         self.mixed_kv = False
         self.told = 0
@@ -46,9 +47,11 @@ class FollowedRequest:
 
 
 class RemoteIntake(Intake, Protocol):
-    """One that gives the weights on to the engine's own processes; ``committed`` is the version that they are of."""
+    """One that gives the weights on to the engine's own processes; ``committed`` is the version that they are of, and
+    ``adapter`` what requests run with."""
 
     committed: PolicyVersion | None
+    adapter: AdapterSpec | None
 
     async def digest(self, role: Role) -> str: ...
 
@@ -57,13 +60,22 @@ R = TypeVar("R", bound=FollowedRequest)
 
 
 class FollowingEngine(ABC, Generic[R]):
-    """The shared part of `asyncrl.rollouter.engine.Engine`. Paused until the first `resume`."""
+    """The shared part of `asyncrl.rollouter.engine.Engine`. Paused until the first `resume`. ``adapters``: where
+    requests finish on the adapters they began with."""
 
     #: as messages name the engine
     title: str
 
-    def __init__(self, config: Config, recorder: Recorder, context_tokens: int, vocabulary: int, kv_bytes: int) -> None:
-        self._config, self._recorder = config, recorder
+    def __init__(
+        self,
+        config: Config,
+        recorder: Recorder,
+        context_tokens: int,
+        vocabulary: int,
+        kv_bytes: int,
+        adapters: AdapterSlots | None,
+    ) -> None:
+        self._config, self._recorder, self._adapters = config, recorder, adapters
         self._slots = config.rollout.engine.slots
         self._context_tokens, self._vocabulary, self._kv_bytes = context_tokens, vocabulary, kv_bytes
         self._intake: RemoteIntake | None = None
@@ -86,7 +98,7 @@ class FollowingEngine(ABC, Generic[R]):
         return why_impossible(request, self._context_tokens, self._vocabulary, has_tokenizer=True)
 
     @abstractmethod
-    def _taken(self, request: Request, version: PolicyVersion) -> R: ...
+    def _taken(self, request: Request, version: PolicyVersion, slot: int) -> R: ...
 
     @abstractmethod
     async def _follow(self, running: R) -> None:
@@ -103,11 +115,15 @@ class FollowingEngine(ABC, Generic[R]):
     def _version_of(self, running: R) -> PolicyVersion:
         """Under which the request's next tokens are sampled."""
         assert self._version is not None
-        return self._version
+        return running.version if running.slot else self._version
 
     def _stamped(self, running: R, spans: Spans) -> Spans:
-        """What the spans that the engine tells of an ended request are to be compared by."""
-        return spans
+        """What the spans that the engine tells of an ended request are to be compared by. Where requests finish on
+        their adapters, they say no more than when a token was sampled: the first one is the version that the request
+        began with."""
+        if not running.slot or not spans:
+            return spans
+        return [(spans[0][0], sum(count for _, count in spans))]
 
     # -- the seam ------------------------------------------------------------------------------------------------------
 
@@ -182,7 +198,9 @@ class FollowingEngine(ABC, Generic[R]):
 
     def _begin(self, request: Request) -> None:
         assert self._version is not None
-        running = self._running[request.id] = self._taken(request, self._version)
+        adapted = self._intake is not None and self._intake.adapter is not None
+        slot = self._adapters.begin(request.id) if self._adapters is not None and adapted else 0
+        running = self._running[request.id] = self._taken(request, self._version, slot)
         running.task = asyncio.create_task(self._follow(running))
         self._observe()
 
@@ -228,7 +246,11 @@ class FollowingEngine(ABC, Generic[R]):
             self._tell(Event(running.request.id, tokens, logprobs, version, finish, running.mixed_kv, error))
 
     def _end(self, running: R) -> None:
-        self._running.pop(running.request.id, None)
+        id = running.request.id
+        if self._running.get(id) is running:  # not another that was given its id since
+            del self._running[id]
+            if running.slot and self._adapters is not None:
+                self._adapters.end(id)
         self._observe()
 
     def _fail(self, request: Request, why: str) -> None:

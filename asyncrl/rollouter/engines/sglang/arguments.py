@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 
+from asyncrl.config.checks import sends_adapters
 from asyncrl.config.schema import Config
 from asyncrl.models.config import DecoderConfig
 from asyncrl.param_sync.manifest import DTYPE_BYTES
 from asyncrl.rollouter.engine import EngineError, Request
+from asyncrl.rollouter.engines.adapters import adapted_leaves, adapter_slots
+from asyncrl.rollouter.engines.sglang.serve import UNPINNED
 
 _OLDEST = (0, 5, 20)  # with the pause modes, and spans of weight versions in the outputs
 SESSIONS_SINCE = (0, 5, 22)  # updates of weights stand between begin and end
@@ -47,6 +50,11 @@ _OURS = frozenset(
         "speculative_num_steps",
         "speculative_eagle_topk",
         "speculative_num_draft_tokens",
+        "enable_lora",
+        "lora_paths",
+        "max_lora_rank",
+        "lora_target_modules",
+        "max_loras_per_batch",
     }
 )
 
@@ -96,6 +104,17 @@ def server_arguments(config: Config, device: str) -> dict[str, Any]:
             "speculative_eagle_topk": 1,  # a chain
             "speculative_num_draft_tokens": mtp.num_speculative_tokens + 1,  # and the token that they follow
         }
+    if sends_adapters(config):
+        arguments |= {
+            "enable_lora": True,
+            "max_loras_per_batch": lora_slots(config),
+            "max_lora_rank": config.model.lora.rank,
+            "lora_target_modules": adapted_leaves(config),
+        }
+        if device == "cpu":
+            arguments["lora_backend"] = "torch_native"
+    if engine.delivery == "nccl":
+        arguments["base_gpu_id"] = 1  # the first one is this process's
     if device == "cpu":
         arguments |= {
             "attention_backend": "torch_native",
@@ -129,6 +148,10 @@ def server_environment(config: Config, device: str) -> dict[str, str]:
     engine = config.rollout.engine
     wanted = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     wanted["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # by the slack
+    if engine.delivery == "gloo":
+        wanted["GLOO_SOCKET_IFNAME"] = "lo"  # where this process is in the group
+    if device == "cpu" and sends_adapters(config):
+        wanted[UNPINNED] = "1"
     if device == "cpu":
         # every worker may run on every core; bound, those of all replicas would be on the same ones
         cores = "|".join([f"0-{(os.cpu_count() or 1) - 1}"] * engine.tensor_parallel_size)
@@ -151,6 +174,11 @@ def sampling_parameters(request: Request, stream_interval: int) -> dict[str, Any
         "ignore_eos": not s.stop_token_ids,
         "stream_interval": stream_interval,
     }
+
+
+def lora_slots(config: Config) -> int:
+    """SGLang never puts one adapter in the place of another, so there is always room for two."""
+    return max(2, adapter_slots(config))
 
 
 def context_tokens(config: Config) -> int:

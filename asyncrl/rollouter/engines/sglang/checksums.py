@@ -19,12 +19,14 @@ _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class SentChecksums:
-    """Those that the live parameters should have, of whole tensors on the host."""
+    """Those that the live parameters should have, of whole tensors on the host. ``held``: those of an earlier session
+    that brought the target, where this one does not."""
 
-    def __init__(self, specs: Iterable[TensorSpec]) -> None:
+    def __init__(self, specs: Iterable[TensorSpec], held: SentChecksums | None = None) -> None:
         self._names = {spec.name for spec in specs}
         self._waiting: dict[str, torch.Tensor] = {}  # for the others that they are fused with
-        self._known: dict[Role, dict[str, set[str]]] = {"target": {}, "draft": {}}  # hash → names
+        target = {} if held is None else held._known["target"]
+        self._known: dict[Role, dict[str, set[str]]] = {"target": target, "draft": {}}  # hash → names
 
     def add(self, spec: TensorSpec, tensor: torch.Tensor) -> None:
         known = self._known[spec.role]

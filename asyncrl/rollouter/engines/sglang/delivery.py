@@ -1,7 +1,7 @@
-"""How tensors get from the replica's process into SGLang's: memory that both see, told about over HTTP.
+"""How tensors get from the replica's process into SGLang's: in memory that both see, told about over HTTP.
 
 SGLang calls it a flattened bucket: one uint8 tensor, and for each tensor in it where it lies. Every worker is sent a
-handle of its own to the same memory, as a handle may be opened once.
+handle of its own to the same memory, as a handle may be opened once. `group_delivery` is the other way.
 """
 
 from __future__ import annotations
@@ -11,35 +11,41 @@ import io
 from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
+from typing import Protocol
 
 import torch
 import torch.multiprocessing
 
-from asyncrl.param_sync.manifest import Role, TensorSpec
+from asyncrl.param_sync.manifest import DTYPE_BYTES, Role, TensorSpec
+from asyncrl.rollouter.engines.sglang.client import Client
 
-_ALIGN_BYTES = 64
-_CAPACITY_BYTES = 64 * 1024 * 1024
+ALIGN_BYTES = 64
+CAPACITY_BYTES = 64 * 1024 * 1024
 
 
 class Parcel:
-    """Tensors of one role on their way, see `parcels`."""
+    """Tensors of one role on their way, see `parcels`. Each begins at a multiple of ``align_bytes``, and of its
+    element."""
 
-    def __init__(self, device: str, capacity_bytes: int = _CAPACITY_BYTES) -> None:
-        self._device, self._capacity = device, capacity_bytes
+    def __init__(self, device: str, capacity_bytes: int = CAPACITY_BYTES, align_bytes: int = 1) -> None:
+        self._device, self._capacity, self._align_bytes = device, capacity_bytes, align_bytes
         self._memory: torch.Tensor | None = None  # as large as the largest tensor needs, from then on
-        self._places: list[SimpleNamespace] = []
+        self.places: list[SimpleNamespace] = []  # as SGLang describes them
         self._end = 0
         self.role: Role = "target"
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self.places)
 
     def takes(self, spec: TensorSpec) -> bool:
-        return not self._places or (spec.role == self.role and self._end + spec.nbytes <= self._memory_bytes)
+        if not self.places:
+            return True
+        fits = self._end + spec.nbytes <= self._memory_bytes and self._end % DTYPE_BYTES[spec.dtype] == 0
+        return fits and spec.role == self.role
 
     def add(self, spec: TensorSpec, tensor: torch.Tensor) -> None:
         """Copy it in; `takes` said that it fits."""
-        if not self._places:
+        if not self.places:
             self.role = spec.role
             if spec.nbytes > self._memory_bytes:
                 self._memory = self._allocate(max(spec.nbytes, self._capacity))
@@ -47,34 +53,87 @@ class Parcel:
         start, end = self._end, self._end + spec.nbytes
         self._memory[start:end].copy_(tensor.reshape(-1).view(torch.uint8))
         place = {"name": spec.name, "shape": tensor.shape, "dtype": tensor.dtype}
-        self._places.append(SimpleNamespace(**place, start_idx=start, end_idx=end, numel=spec.nbytes))
-        self._end = end + -spec.nbytes % _ALIGN_BYTES
+        self.places.append(SimpleNamespace(**place, start_idx=start, end_idx=end, numel=spec.nbytes))
+        self._end = end + -spec.nbytes % self._align_bytes
 
     def clear(self) -> None:
         """The memory may be filled again: SGLang has answered that it has read it."""
-        self._places, self._end = [], 0
+        self.places, self._end = [], 0
 
-    def payload(self, workers: int) -> list[str]:
-        """One for each worker."""
+    def flat(self) -> torch.Tensor:
+        """All of it, uint8 [bytes], free for use by others."""
         assert self._memory is not None
         if self._device != "cpu":
             torch.cuda.synchronize()
-        bucket = {"flattened_tensor": self._memory[: self._end], "metadata": self._places}
-        with _shared_by_name():
-            return [_handle(bucket) for _ in range(workers)]
+        return self._memory[: self._end]
 
     @property
     def _memory_bytes(self) -> int:
         return 0 if self._memory is None else self._memory.numel()
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+
+class SharedParcel(Parcel):
+    """In memory that another process can open."""
+
+    def __init__(self, device: str, capacity_bytes: int = CAPACITY_BYTES) -> None:
+        super().__init__(device, capacity_bytes, ALIGN_BYTES)
+
+    def payload(self, workers: int) -> list[str]:
+        """One for each worker."""
+        bucket = {"flattened_tensor": self.flat(), "metadata": self.places}
+        with _shared_by_name():
+            return [_handle(bucket) for _ in range(workers)]
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
         if self._device != "cpu":
             from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
             monkey_patch_torch_reductions()  # handles name their GPU by its UUID
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            return super()._allocate(nbytes)
         with _shared_by_name():
-            return torch.empty(nbytes, dtype=torch.uint8).share_memory_()
+            return super()._allocate(nbytes).share_memory_()
+
+
+class Delivery(Protocol):
+    """``parcels``: the two that are filled in turn."""
+
+    parcels: tuple[Parcel, Parcel]
+
+    async def open(self, deadline_s: float) -> None:
+        """Be ready for a session. Generation goes on meanwhile."""
+
+    async def deliver(self, parcel: Parcel, selector: str) -> None:
+        """Returns when the models that the selector names have loaded it. Raises EngineError."""
+
+    def abort(self) -> None:
+        """End a delivery in progress, so that neither end waits for the other."""
+
+
+class ByMemory:
+    """Implements `Delivery`: the workers read the parcel where it is."""
+
+    def __init__(self, client: Client, device: str, workers: int) -> None:
+        self._client, self._workers = client, workers
+        self.parcels: tuple[Parcel, Parcel] = SharedParcel(device), SharedParcel(device)
+
+    async def open(self, deadline_s: float) -> None:
+        pass
+
+    async def deliver(self, parcel: Parcel, selector: str) -> None:
+        assert isinstance(parcel, SharedParcel)
+        await self._client.post(
+            "/update_weights_from_tensor",
+            serialized_named_tensors=parcel.payload(self._workers),
+            load_format="flattened_bucket",
+            flush_cache=False,  # the session has done so, where it is wanted
+            selector=selector,
+        )
+
+    def abort(self) -> None:
+        pass
 
 
 def _handle(bucket: dict[str, object]) -> str:

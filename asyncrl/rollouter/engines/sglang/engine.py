@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from asyncrl.config.checks import sends_adapters
 from asyncrl.config.schema import Config
 from asyncrl.models.checkpoint import tensor_shapes
 from asyncrl.models.config import DecoderConfig
+from asyncrl.param_sync.adapter_slots import AdapterSlots
 from asyncrl.param_sync.intake import Intake
 from asyncrl.param_sync.transports.choose import make_reader
 from asyncrl.rollouter.engine import (
@@ -23,18 +25,23 @@ from asyncrl.rollouter.engine import (
     Request,
     pause_kv,
 )
+from asyncrl.rollouter.engines.adapters import adapted_modules
 from asyncrl.rollouter.engines.followed import FINISH, FollowedRequest, FollowingEngine
 from asyncrl.rollouter.engines.sglang.arguments import (
     SESSIONS_SINCE,
     check_version,
     context_tokens,
     kv_token_bytes,
+    lora_slots,
     resolve_device,
     sampling_parameters,
     server_arguments,
     server_environment,
 )
+from asyncrl.rollouter.engines.sglang.delivery import ByMemory, Delivery
+from asyncrl.rollouter.engines.sglang.group_delivery import ByGroup
 from asyncrl.rollouter.engines.sglang.intake import ServerIntake
+from asyncrl.rollouter.engines.sglang.lora import adapter_name
 from asyncrl.rollouter.engines.sglang.metrics import count_speculation
 from asyncrl.rollouter.engines.sglang.server import Server
 from asyncrl.sample import FinishReason, PolicyVersion
@@ -51,8 +58,8 @@ class _Running(FollowedRequest):
     """A request in SGLang's hands. ``rid`` is its name there: SGLang aborts all whose names begin with the one given,
     so ours will not do."""
 
-    def __init__(self, request: Request, version: PolicyVersion) -> None:
-        super().__init__(request, version)
+    def __init__(self, request: Request, version: PolicyVersion, slot: int) -> None:
+        super().__init__(request, version, slot)
         self.rid = uuid.uuid4().hex
 
 
@@ -60,10 +67,12 @@ class SGLangEngine(FollowingEngine[_Running]):
     """Implements `asyncrl.rollouter.engine.Engine`; made by `start`. Paused until the first `resume`."""
 
     title = "SGLang"
+    _intake: ServerIntake | None
 
     def __init__(self, server: Server, config: Config, device: str, recorder: Recorder, kv_bytes: int) -> None:
         vocabulary = DecoderConfig.load(config.model.path).vocab_size
-        super().__init__(config, recorder, context_tokens(config), vocabulary, kv_bytes)
+        adapters = AdapterSlots(lora_slots(config)) if sends_adapters(config) else None
+        super().__init__(config, recorder, context_tokens(config), vocabulary, kv_bytes, adapters)
         self._server, self._client, self._device = server, server.client, device
         self._drafts_greedily = device == "cpu" and config.mtp.enable_rollout
         # A stream's event has tokens of one version if each step is told at once; only kept requests see two.
@@ -159,14 +168,23 @@ class SGLangEngine(FollowingEngine[_Running]):
             self._client,
             name,
             make_reader(transport, name),
+            self._delivery(),
             shapes=tensor_shapes(self._config.model.path),
             dtype=DecoderConfig.load(self._config.model.path).engine_dtype(engine.dtype),
             device=self._device,
             workers=engine.tensor_parallel_size,
             draft=self._config.mtp.enable_rollout,
             sessions=check_version() >= SESSIONS_SINCE,
+            modules=adapted_modules(self._config),
+            slots=self._adapters,
         )
         return self._intake
+
+    def _delivery(self) -> Delivery:
+        engine = self._config.rollout.engine
+        if engine.delivery == "memory":
+            return ByMemory(self._client, self._device, engine.tensor_parallel_size)
+        return ByGroup(self._client, "nccl" if engine.delivery == "nccl" else "gloo", engine.tensor_parallel_size)
 
     async def close(self) -> None:
         """End the server; every call that waits, and every later one, raises EngineError."""
@@ -180,8 +198,8 @@ class SGLangEngine(FollowingEngine[_Running]):
             return "SGLang's speculation on the CPU takes the likeliest token whatever the temperature; expected 0"
         return super()._why_impossible(request)
 
-    def _taken(self, request: Request, version: PolicyVersion) -> _Running:
-        return _Running(request, version)
+    def _taken(self, request: Request, version: PolicyVersion, slot: int) -> _Running:
+        return _Running(request, version, slot)
 
     async def _follow(self, running: _Running) -> None:
         """Tell of a request until it ends."""
@@ -193,18 +211,23 @@ class SGLangEngine(FollowingEngine[_Running]):
                 sampling_params=sampling_parameters(request, self._stream_interval),
                 return_logprob=True,
                 priority=request.priority,
+                lora_path=self._adapter_of(running),
                 # what an older version computed of the same prompt must not be taken for this one's
                 extra_key=str(running.version),
             )
             async for event in events:
                 self._take(running, event)
-            if request.id in self._running:
+            if self._running.get(request.id) is running:
                 raise EngineError("its stream ended before the request did")
         except EngineDied as death:
             self._die(death)
         except Exception as e:
             self._end(running)
             self._fail(request, f"SGLang: {e}")
+
+    def _adapter_of(self, running: _Running) -> str | None:
+        adapter = self._intake.adapter if self._intake is not None else None
+        return None if adapter is None else adapter_name(adapter, running.slot)
 
     async def _end_all(self, running: Collection[_Running]) -> None:
         """Abort them, and return when all have ended."""

@@ -8,38 +8,47 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 
 from asyncrl.models.checkpoint import is_draft
+from asyncrl.param_sync.adapter_slots import AdapterSlots
+from asyncrl.param_sync.adapters import ModuleShapes, check_lora
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.handles import ReceivePlan
-from asyncrl.param_sync.manifest import Manifest, ManifestError, Role, TensorSpec
+from asyncrl.param_sync.manifest import AdapterSpec, Manifest, ManifestError, Role, TensorSpec, is_adapter
 from asyncrl.param_sync.transports.base import BucketReader
 from asyncrl.param_sync.whole_tensors import WholeTensors
-from asyncrl.rollouter.engine import EngineError
+from asyncrl.rollouter.engine import EngineDied, EngineError
 from asyncrl.rollouter.engines.sglang.checksums import SentChecksums
 from asyncrl.rollouter.engines.sglang.client import Client, ServerRefusal
-from asyncrl.rollouter.engines.sglang.delivery import Parcel, parcels
+from asyncrl.rollouter.engines.sglang.delivery import Delivery, Parcel, parcels
+from asyncrl.rollouter.engines.sglang.lora import load_adapter, unload_adapter
 from asyncrl.sample import PolicyVersion
 
 T = TypeVar("T")
+
+_ENDING_S = 30.0  # for the server to end an update that was given up
 
 
 class ServerIntake:
     """Implements `asyncrl.param_sync.intake.Intake`. Staging ``full`` it has not.
 
-    ``shapes``: of the checkpoint that the server has loaded, by name. ``workers``: processes that load, each its part.
-    ``draft``: whether the server speculates. ``sessions``: whether its updates stand between begin and end."""
+    ``delivery``: how what arrives gets into the server. ``shapes``: of the checkpoint that it has loaded, by name.
+    ``workers``: processes that load, each its part. ``draft``: whether the server speculates. ``sessions``: whether its
+    updates stand between begin and end. ``modules``: those that an adapter may target, None without LoRA; an adapter is
+    collected here and loaded at the commit, beside those whose ``slots`` have requests."""
 
     def __init__(
         self,
         client: Client,
         name: str,
         reader: BucketReader,
+        delivery: Delivery,
         *,
         shapes: Mapping[str, tuple[int, ...]],
         dtype: str,
@@ -47,40 +56,53 @@ class ServerIntake:
         workers: int,
         draft: bool,
         sessions: bool,
+        modules: ModuleShapes | None = None,
+        slots: AdapterSlots | None = None,
     ) -> None:
-        self._client, self._name, self._reader = client, name, reader
+        self._client, self._name, self._reader, self._delivery = client, name, reader, delivery
         self._shapes, self._dtype, self._device = shapes, dtype, device
         self._workers, self._draft, self._sessions = workers, draft, sessions
+        self._modules, self._slots = modules, slots
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="param-sync")
-        self._parcels = Parcel(device), Parcel(device)
-        self._manifest: Manifest | None = None
+        self._manifest = Manifest(())  # of the session
+        self._collected: dict[str, torch.Tensor] = {}  # what has arrived of its adapter
+        self._adapters: set[int] = set()  # slots of those that the server holds
         self._tensors: WholeTensors | None = None
         self._checksums: SentChecksums | None = None
+        self._loaded: Collection[Role] = ()  # whose weights the session brings
         self._seen: dict[Role, tuple[str, dict[str, str]]] = {}  # what was verified last: digest, and live checksums
+        self._has_base = False
         self._updating = False  # between the server's begin and end
         self._intact = True
         self.committed: PolicyVersion | None = None
+        self.adapter: AdapterSpec | None = None  # the one that requests run with
 
     def needs_base(self) -> bool:
-        return True  # it takes whole weights alone
+        return not self._has_base
 
     async def open(self, plan: ReceivePlan) -> Sequence[str]:
         if plan.staging != "bucket":
             raise self._no_copy("plan")
-        if clashes := list(_clashes(plan.manifest, self._shapes, self._dtype)):
+        check_lora(plan.manifest, self._modules, self.needs_base())
+        weights = replace(plan.manifest, tensors=tuple(t for t in plan.manifest if not is_adapter(t.name)))
+        if clashes := list(_clashes(weights, self._shapes, self._dtype)):
             some = "; ".join(clashes[:4]) + (f" and {len(clashes) - 4} more" if len(clashes) > 4 else "")
             raise ManifestError(f"{self._name}: {some}")
         self._manifest, self._tensors = plan.manifest, WholeTensors(plan.session, plan.manifest)
+        self._loaded = {spec.role for spec in weights.sent()}
         comparable = self._device == "cpu" and self._workers == 1
-        self._checksums = SentChecksums(plan.manifest.sent()) if comparable else None
+        held = None if plan.manifest.sends_base else self._checksums
+        self._checksums = SentChecksums(weights.sent(), held) if comparable else None
+        await self._delivery.open(plan.deadline_s)
         await self._in_thread(lambda: self._reader.connect(plan.session, plan.addresses, plan.deadline_s))
         return (self._name,)
 
     async def receive(self, deadline_s: float) -> int:
         assert self._tensors is not None
-        self._intact = False
-        await self._begin_update()
-        filled = parcels(self._arriving(deadline_s), self._parcels)
+        if self._loaded:
+            self._intact, self._has_base = False, self._has_base and not self._manifest.sends_base
+            await self._begin_update()
+        filled = parcels(self._arriving(deadline_s), self._delivery.parcels)
         delivering: asyncio.Task[None] | None = None
         try:
             while (parcel := await self._in_thread(lambda: next(filled, None))) is not None:
@@ -89,6 +111,10 @@ class ServerIntake:
                 delivering = asyncio.create_task(self._deliver(parcel))
             if delivering is not None:
                 await delivering
+        except BaseException:
+            if delivering is not None:
+                delivering.cancel()  # its server may never answer; `abort` finds out
+            raise
         finally:
             # at once, so that the senders do not wait for this replica
             await self._in_thread(filled.close)  # type: ignore[attr-defined]
@@ -104,18 +130,17 @@ class ServerIntake:
         """All has arrived, and the server's own checksums of its live parameters say so too: where they can be compared
         with what was sent, by their values, and everywhere in that they changed if what was sent did."""
         assert self._tensors is not None
-        assert self._manifest is not None
         self._tensors.verify()
-        sent = {spec.role for spec in self._manifest.sent()}
         roles: list[Role] = ["target", "draft"] if self._draft else ["target"]
         for role in roles:
-            if role not in sent:
+            if role not in self._loaded:
                 continue
             live, digest = await self.live_checksums(role), self._tensors.digest(role)
+            frozen = role == "target" and self._manifest.adapter is not None  # the digest is the adapter's, too
             problems = []
             if self._checksums is not None:
                 problems = self._checksums.differences(role, live.values(), shared=role == "draft")
-            elif role in self._seen and self._seen[role][0] != digest and self._seen[role][1] == live:
+            elif not frozen and role in self._seen and self._seen[role][0] != digest and self._seen[role][1] == live:
                 problems = [f"the {role} was sent other weights, and SGLang's are what they were"]
             if problems:
                 raise SyncError("verify", self._name, None, None, "; ".join(problems[:4]))
@@ -135,17 +160,30 @@ class ServerIntake:
         return {f"{i}: {name}": value for i, rank in enumerate(ranks) for name, value in rank["checksums"].items()}
 
     async def commit(self, version: PolicyVersion) -> None:
+        if self._manifest.adapter is not None:
+            await self._adopt(self._manifest.adapter, version)
         await self._client.post("/update_weight_version", new_version=str(version), abort_all_requests=False)
         told = (await self._client.get("/model_info")).get("weight_version")
         if told != str(version):
             raise SyncError("commit", self._name, version, None, f"SGLang was given version {version}, it says {told}")
-        self.committed, self._intact = version, True
+        self.committed, self.adapter, self._intact = version, self._manifest.adapter, True
+        self._has_base |= self._manifest.sends_base
 
     async def abort(self) -> None:
+        """Raises EngineDied when the server does not end its update: nothing but its end can help then."""
         self._reader.abort()
+        self._delivery.abort()
         await self._in_thread(lambda: None)  # who reads has heard of it
-        with contextlib.suppress(ServerRefusal):  # the update was given up before it began
-            await self._end_update()
+        self._collected = {}
+        try:
+            async with asyncio.timeout(_ENDING_S):
+                with contextlib.suppress(ServerRefusal):  # the update was given up before it began
+                    await self._end_update()
+        except TimeoutError:
+            raise EngineDied(
+                f"SGLang's server did not end an update that was given up within {_ENDING_S:g} s; the replica has to "
+                "be started again"
+            ) from None
 
     def intact(self) -> bool:
         return self._intact
@@ -157,17 +195,22 @@ class ServerIntake:
 
     # -- within --------------------------------------------------------------------------------------------------------
 
+    async def _adopt(self, adapter: AdapterSpec, version: PolicyVersion) -> None:
+        assert self._slots is not None
+        self._intact = False
+        slot, kept = self._slots.publish(version), self._slots.free_idle()
+        tensors, self._collected = self._collected, {}
+        await load_adapter(self._client, adapter, slot, tensors, self._workers)
+        self._adapters.add(slot)
+        for idle in self._adapters.difference(kept):
+            await unload_adapter(self._client, adapter, idle)
+            self._adapters.remove(idle)
+
     async def _deliver(self, parcel: Parcel) -> None:
         if parcel.role == "draft" and not self._draft:
             return  # nobody there speculates
-        await self._client.post(
-            "/update_weights_from_tensor",
-            serialized_named_tensors=parcel.payload(self._workers),
-            load_format="flattened_bucket",
-            flush_cache=False,  # the session has done so, where it is wanted
-            # a draft may hold tensors of the target too, such as its embedding
-            selector="draft" if parcel.role == "draft" else "all",
-        )
+        # a draft may hold tensors of the target too, such as its embedding
+        await self._delivery.deliver(parcel, "draft" if parcel.role == "draft" else "all")
 
     async def _begin_update(self) -> None:
         if not self._sessions:
@@ -190,6 +233,9 @@ class ServerIntake:
         with contextlib.closing(self._reader.buckets(deadline_s)) as buckets:  # type: ignore[type-var]
             for bucket in buckets:
                 for spec, tensor in self._tensors.take(bucket):
+                    if is_adapter(spec.name):
+                        self._collected[spec.name] = tensor.cpu()
+                        continue
                     if self._checksums is not None:
                         self._checksums.add(spec, tensor)
                     yield spec, tensor

@@ -13,6 +13,8 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
+#: set where LoRA runs without an accelerator
+UNPINNED = "ASYNCRL_SGLANG_UNPINNED"
 
 
 def end_with(parent: int) -> None:
@@ -33,5 +35,9 @@ def main() -> None:
     run_server(prepare_server_args(words))
 
 
-if __name__ == "__main__":  # SGLang's children import this module again
+if os.environ.get(UNPINNED):  # SGLang's children import this module again, under another name
+    from asyncrl.rollouter.engines.sglang.cpu_defects import correct_cpu_build
+
+    correct_cpu_build()
+if __name__ == "__main__":
     main()

@@ -14,13 +14,12 @@ from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 
-from asyncrl.config.checks import derive, sends_adapters
+from asyncrl.config.checks import sends_adapters
 from asyncrl.config.schema import Config, EngineConfig
 from asyncrl.models.config import DecoderConfig
-from asyncrl.models.lora import linear_shapes
-from asyncrl.param_sync.adapters import ModuleShapes, adapter_spec
 from asyncrl.param_sync.manifest import DTYPE_BYTES
 from asyncrl.rollouter.engine import EngineError, Request
+from asyncrl.rollouter.engines.adapters import adapted_leaves, adapter_slots
 from asyncrl.rollouter.engines.vllm.plugin import OURS
 
 BACKEND = "asyncrl"  # the name of our weight-transfer engine in vLLM's registry
@@ -99,26 +98,13 @@ def engine_arguments(config: Config, device: str) -> AsyncEngineArgs:
         raise EngineError(f"rollout.engine.args: vLLM {check_version()} says {e}") from None
 
 
-def adapted_modules(config: Config) -> ModuleShapes | None:
-    """What an adapter may target; None if none is sent."""
-    return linear_shapes(DecoderConfig.load(config.model.path)) if sends_adapters(config) else None
-
-
-def adapter_slots(config: Config) -> int:
-    """Adapters at once: one, unless requests finish on theirs. Then a new one comes beside those of as many versions as
-    samples may be stale: older ones have been trained. One more is the last one's, if it has no requests."""
-    return derive(config).staleness_bound + 2 if config.param_sync.in_flight == "finish" else 1
-
-
 def _lora_arguments(config: Config) -> dict[str, Any]:
     """Room for adapters beside the modules that they target, and no others."""
-    lora = config.model.lora
-    targets = adapter_spec(lora, adapted_modules(config) or {}, "float32").target_modules
     return {
         "enable_lora": True,
         "max_loras": adapter_slots(config),
-        "max_lora_rank": min(rank for rank in get_args(MaxLoRARanks) if rank >= lora.rank),
-        "lora_target_modules": sorted({target.rpartition(".")[2] for target in targets}),
+        "max_lora_rank": min(rank for rank in get_args(MaxLoRARanks) if rank >= config.model.lora.rank),
+        "lora_target_modules": adapted_leaves(config),
     }
 
 

@@ -23,10 +23,9 @@ from asyncrl.rollouter.engine import (
     Request,
     pause_kv,
 )
-from asyncrl.rollouter.engines.followed import FINISH, FollowedRequest, FollowingEngine, Spans
+from asyncrl.rollouter.engines.adapters import adapted_modules, adapter_slots
+from asyncrl.rollouter.engines.followed import FINISH, FollowedRequest, FollowingEngine
 from asyncrl.rollouter.engines.vllm.arguments import (
-    adapted_modules,
-    adapter_slots,
     check_version,
     engine_arguments,
     prepare_environment,
@@ -42,11 +41,10 @@ log = logging.getLogger(__name__)
 
 
 class _Running(FollowedRequest):
-    """A request in vLLM's hands. ``slot`` is that of its adapter, where it is to finish on that."""
+    """A request in vLLM's hands."""
 
     def __init__(self, request: Request, version: PolicyVersion, slot: int) -> None:
-        super().__init__(request, version)
-        self.slot = slot
+        super().__init__(request, version, slot)
         self.added = asyncio.Event()  # whether vLLM's core has it: only then do pause and abort see it there
 
 
@@ -59,10 +57,10 @@ class VLLMEngine(FollowingEngine[_Running]):
     def __init__(self, llm: AsyncLLM, config: Config, device: str, recorder: Recorder) -> None:
         model, cache = llm.model_config, llm.vllm_config.cache_config
         kv_bytes = int(cache.kv_cache_memory_bytes or 0)
-        super().__init__(config, recorder, model.max_model_len, model.get_vocab_size(), kv_bytes)
+        # without slots of their own, kept requests move to the replica's new adapter
+        adapters = AdapterSlots(slots) if (slots := adapter_slots(config)) > 1 else None
+        super().__init__(config, recorder, model.max_model_len, model.get_vocab_size(), kv_bytes, adapters)
         self._llm, self._device = llm, device
-        # where requests finish on the adapters they began with; without, they move with the replica
-        self._adapters = AdapterSlots(slots) if (slots := adapter_slots(config)) > 1 else None
 
     @classmethod
     async def start(cls, config: Config, *, recorder: Recorder) -> VLLMEngine:
@@ -164,8 +162,8 @@ class VLLMEngine(FollowingEngine[_Running]):
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def _taken(self, request: Request, version: PolicyVersion) -> _Running:
-        return _Running(request, version, 0 if self._adapters is None else self._adapters.begin(request.id))
+    def _taken(self, request: Request, version: PolicyVersion, slot: int) -> _Running:
+        return _Running(request, version, slot)
 
     async def _follow(self, running: _Running) -> None:
         """Tell of a request until it ends."""
@@ -213,21 +211,6 @@ class VLLMEngine(FollowingEngine[_Running]):
         logprobs = [step[token].logprob for token, step in zip(tokens, output.logprobs or (), strict=True)]
         spans = [(span.version, span.end - span.start) for span in output.weight_versions or ()]
         self._heard(running, tokens, logprobs, finish, spans, error)
-
-    def _version_of(self, running: _Running) -> PolicyVersion:
-        return super()._version_of(running) if self._adapters is None else running.version
-
-    def _stamped(self, running: _Running, spans: Spans) -> Spans:
-        """Where requests finish on their adapters, vLLM's stamps say no more than when a token was sampled: the first
-        one is the version that the request began with."""
-        if self._adapters is None or not spans:
-            return spans
-        return [(spans[0][0], sum(count for _, count in spans))]
-
-    def _end(self, running: _Running) -> None:
-        if running.request.id in self._running and self._adapters is not None:
-            self._adapters.end(running.request.id)
-        super()._end(running)
 
     # -- states --------------------------------------------------------------------------------------------------------
 

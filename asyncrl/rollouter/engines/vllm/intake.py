@@ -10,7 +10,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, Wei
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from asyncrl.param_sync.adapter_slots import AdapterSlots
-from asyncrl.param_sync.adapters import ModuleShapes, check_adapter
+from asyncrl.param_sync.adapters import ModuleShapes, check_lora
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.handles import ReceivePlan
 from asyncrl.param_sync.manifest import AdapterSpec, Manifest, ManifestError, Role
@@ -50,7 +50,7 @@ class WorkerIntake:
     async def open(self, plan: ReceivePlan) -> Sequence[str]:
         if plan.staging != "bucket":
             raise self._no_copy("plan")
-        self._check_adapter(plan.manifest)
+        check_lora(plan.manifest, self._modules, self.needs_base())
         if not self._attached:
             init = {"name": self._name, "transport": self._transport}
             await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init))
@@ -120,14 +120,6 @@ class WorkerIntake:
             if outcome == "failed":
                 raise result
         return [result for _, result in results]
-
-    def _check_adapter(self, manifest: Manifest) -> None:
-        if self._modules is not None:
-            check_adapter(manifest, self._modules)
-        elif manifest.adapter is not None:
-            raise ManifestError(f"the sender sends adapter {manifest.adapter.name}, the replica was made with LoRA off")
-        if not manifest.sends_base and self.needs_base():
-            raise ManifestError("base first: the sender sends an adapter alone, the replica holds no committed base")
 
     def _no_copy(self, phase: str) -> SyncError:
         return SyncError(phase, self._name, None, None, "vLLM keeps no copy of what arrives; expected staging bucket")

@@ -1,0 +1,140 @@
+"""How tensors get from the replica's process into SGLang's over a process group: one broadcast a parcel.
+
+For replicas whose two ends cannot see the same memory: GPUs that do not reach each other's, containers without shared
+memory. SGLang calls it a distributed update. This process is rank 0, the server's workers are the others; the group is
+formed with the first session and lasts until something breaks in it. Then its connections are closed, so that nobody
+waits in it, and the next session forms another. A server that is told to wait is told so only when the parcel is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from asyncrl.param_sync.transports.backends import Backend, Seat, Way, make_way
+from asyncrl.param_sync.transports.process_group import host_store
+from asyncrl.rollouter.engine import EngineDied, EngineError
+from asyncrl.rollouter.engines.sglang.client import Client, ServerRefusal
+from asyncrl.rollouter.engines.sglang.delivery import CAPACITY_BYTES, Parcel
+
+_HOST = "127.0.0.1"  # the server is a child of this process
+_CALL_S = 120.0  # of one broadcast
+_LAST_WORDS_S = 5.0  # for the server to say why a broadcast failed
+
+
+class ByGroup:
+    """Implements `asyncrl.rollouter.engines.sglang.delivery.Delivery`. ``backend`` nccl needs this process on a GPU of
+    its own: NCCL refuses two members on one."""
+
+    def __init__(self, client: Client, backend: Backend, workers: int, capacity_bytes: int = CAPACITY_BYTES) -> None:
+        self._client, self._backend, self._workers = client, backend, workers
+        self._device = "cuda" if backend == "nccl" else "cpu"  # SGLang's ends of gloo copy to theirs
+        self.parcels = Parcel(self._device, capacity_bytes), Parcel(self._device, capacity_bytes)
+        self._name = ""  # of the group, or of the last one
+        self._way: Way | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._store: dist.TCPStore | None = None
+        self._delivering = False
+
+    async def open(self, deadline_s: float) -> None:
+        """Form the group if there is none. Raises EngineDied when the workers do not join: they wait for it then, and
+        for nothing else."""
+        if self._way is not None:
+            return
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._form()
+        except TimeoutError:
+            raise EngineDied(
+                f"SGLang's workers did not join a {self._backend} group within {deadline_s:g} s; the replica has to be "
+                "started again"
+            ) from None
+
+    async def deliver(self, parcel: Parcel, selector: str) -> None:
+        way, thread = self._way, self._thread
+        if way is None or thread is None:
+            raise EngineError("there is no group with SGLang's workers; a session begins with `open`")
+        flat = parcel.flat()
+        told = asyncio.ensure_future(
+            self._client.post(
+                "/update_weights_from_distributed",
+                names=[place.name for place in parcel.places],
+                dtypes=[str(place.dtype).removeprefix("torch.") for place in parcel.places],
+                shapes=[list(place.shape) for place in parcel.places],
+                group_name=self._name,
+                load_format="flattened_bucket",
+                flush_cache=False,  # the session has done so, where it is wanted
+                selector=selector,
+            )
+        )
+        sent = asyncio.get_running_loop().run_in_executor(thread, lambda: way.receive(flat).wait())
+        sent.add_done_callback(_heard)
+        self._delivering = True
+        try:
+            await asyncio.wait([told, sent], return_when=asyncio.FIRST_EXCEPTION)
+            if not told.done():  # what SGLang says of it tells more
+                self.abort()
+                await asyncio.wait([told], timeout=_LAST_WORDS_S)
+            if told.done():
+                told.result()
+            sent.result()
+            self._delivering = False
+        finally:
+            self.abort()
+            if not told.done():
+                told.cancel()
+
+    def abort(self) -> None:
+        """Of a delivery in progress: close the group's connections."""
+        way, thread = self._way, self._thread
+        if not self._delivering or way is None or thread is None:
+            return
+        self._delivering, self._way, self._thread, self._store = False, None, None, None
+        way.end_calls()
+        # Destroyed by the thread, when it is in no call any more: its destructor waits for that.
+        thread.submit([way].clear)
+        thread.shutdown(wait=False)
+
+    async def _form(self) -> None:
+        if self._name:
+            with contextlib.suppress(ServerRefusal):  # it has none of this name
+                await self._client.post("/destroy_weights_update_group", group_name=self._name)
+        self._name = f"asyncrl-{uuid.uuid4().hex}"
+        self._store = host_store(_HOST)
+        size = 1 + self._workers
+        seat = Seat(_keys(self._name, self._device), 0, size, _HOST, self._store.port, _CALL_S, chained=False)
+        thread = ThreadPoolExecutor(1, thread_name_prefix="sglang-group")
+        loop, device = asyncio.get_running_loop(), torch.device(self._device)
+        joined = loop.run_in_executor(thread, make_way, seat, _HOST, self._backend, device)
+        joined.add_done_callback(_heard)
+        try:
+            await self._client.post(
+                "/init_weights_update_group",
+                master_address=_HOST,
+                master_port=self._store.port,
+                rank_offset=1,
+                world_size=size,
+                group_name=self._name,
+                backend=self._backend,
+            )
+            self._way, self._thread = await joined, thread
+        finally:
+            if self._thread is not thread:
+                thread.shutdown(wait=False)
+
+
+def _keys(group_name: str, device: str) -> str:
+    """Where in the store torch, as SGLang calls it, has the members of a group find each other."""
+    return f"{group_name}/{group_name}//{device}/"
+
+
+def _heard(future: asyncio.Future[Any]) -> None:
+    """asyncio need not tell of an error that came when nobody waited any more."""
+    if not future.cancelled():
+        future.exception()
