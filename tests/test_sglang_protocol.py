@@ -30,6 +30,7 @@ from asyncrl.param_sync.manifest import AdapterSpec, TensorSpec
 from asyncrl.param_sync.session import SyncSession
 from asyncrl.param_sync.transports.choose import make_reader
 from asyncrl.rollouter.engine import EngineDied, EngineError
+from asyncrl.rollouter.engines.sglang import checksums
 from asyncrl.rollouter.engines.sglang.arguments import command_line, server_arguments
 from asyncrl.rollouter.engines.sglang.checksums import SentChecksums
 from asyncrl.rollouter.engines.sglang.client import Client
@@ -304,10 +305,46 @@ def test_checksums_know_what_is_fused_and_what_is_shared():
     assert sent.differences("target", [live(q, k, v)]) == ["model.norm.weight: sent, and no live parameter is it"]
     assert len(sent.differences("target", [live(k, q, v), live(norm)])) == 4
     assert sent.differences("draft", [live(fc), live(norm)], shared=True) == []
-    later = SentChecksums([specs["mtp.layers.0.fc.weight"]], held=sent)  # the draft alone, beside the same target
+    later = SentChecksums([specs["mtp.layers.0.fc.weight"]], sent)  # the draft alone, beside the same target
     later.add(specs["mtp.layers.0.fc.weight"], fc + 1)
     assert later.differences("draft", [live(fc + 1), live(norm)], shared=True) == []
     assert len(sent.differences("draft", [live(fc), live(norm)])) == 1
+
+
+def test_what_is_kept_as_one_is_hashed_once_when_that_is_known(monkeypatch):
+    hashed = []
+    sha256 = checksums._sha256
+    monkeypatch.setattr(checksums, "_sha256", lambda tensors: hashed.append(len(tensors)) or sha256(tensors))
+    names = [f"layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
+    specs = [TensorSpec(name, "float32", (2, 3)) for name in names]
+    last = None
+    for scale in (1, 2):
+        hashed.clear()
+        tensors = [scale * (i + 1) * torch.ones(2, 3) for i in range(3)]
+        last = SentChecksums(specs, last)
+        for spec, tensor in zip(specs, tensors):
+            last.add(spec, tensor)
+        live = [sha256(tensors[:2]), sha256(tensors[2:])]
+        assert last.differences("target", live) == []
+        assert last.differences("target", live[1:])[0] == f"{names[0]}: sent, and no live parameter is it"
+        assert sorted(hashed) == ([1, 1, 1, 2] if scale == 1 else [1, 2])
+
+
+async def test_a_model_that_was_sent_again_is_not_hashed_again(join, monkeypatch):
+    joined = await join()
+    await joined.sync(TENSORS)
+    asked = []
+    ask = joined.intake.live_checksums
+    monkeypatch.setattr(joined.intake, "live_checksums", lambda role: asked.append(role) or ask(role))
+    drafts = {name: t + 1 for name, t in TENSORS.items() if "mtp" in name}
+    await joined.sync({**TENSORS, **drafts})
+    assert asked == ["draft"]
+    joined.rank.break_at = "model.layers.0.mlp.up_proj.weight"
+    with pytest.raises(SyncError):
+        await joined.sync({name: t + 1 for name, t in TENSORS.items()})
+    joined.rank.break_at = ""
+    await joined.sync({**TENSORS, **drafts})
+    assert asked == ["draft", "target", "draft"]
 
 
 @pytest.fixture(scope="module")

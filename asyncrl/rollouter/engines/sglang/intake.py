@@ -91,14 +91,15 @@ class ServerIntake:
         self._manifest, self._tensors = plan.manifest, WholeTensors(plan.session, plan.manifest)
         self._loaded = {spec.role for spec in weights.sent()}
         comparable = self._device == "cpu" and self._workers == 1
-        held = None if plan.manifest.sends_base else self._checksums
-        self._checksums = SentChecksums(weights.sent(), held) if comparable else None
+        self._checksums = SentChecksums(weights.sent(), self._checksums) if comparable else None
         await self._delivery.open(plan.deadline_s)
         await self._in_thread(lambda: self._reader.connect(plan.session, plan.addresses, plan.deadline_s))
         return (self._name,)
 
     async def receive(self, deadline_s: float) -> int:
         assert self._tensors is not None
+        if not self._intact:
+            self._seen = {}
         if self._loaded:
             self._intact, self._has_base = False, self._has_base and not self._manifest.sends_base
             await self._begin_update()
@@ -128,14 +129,18 @@ class ServerIntake:
 
     async def verify(self) -> None:
         """All has arrived, and the server's own checksums of its live parameters say so too: where they can be compared
-        with what was sent, by their values, and everywhere in that they changed if what was sent did."""
+        with what was sent, by their values, and everywhere in that they changed if what was sent did. What was sent and
+        verified before is not hashed again."""
         assert self._tensors is not None
         self._tensors.verify()
         roles: list[Role] = ["target", "draft"] if self._draft else ["target"]
         for role in roles:
             if role not in self._loaded:
                 continue
-            live, digest = await self.live_checksums(role), self._tensors.digest(role)
+            digest = self._tensors.digest(role)
+            if role in self._seen and self._seen[role][0] == digest:
+                continue
+            live = await self.live_checksums(role)
             frozen = role == "target" and self._manifest.adapter is not None  # the digest is the adapter's, too
             problems = []
             if self._checksums is not None:
