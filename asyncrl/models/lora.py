@@ -11,8 +11,10 @@ import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
+import xxhash
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -25,16 +27,16 @@ PEFT_PREFIX = "base_model.model."
 class LoRALinear(nn.Linear):
     """``base`` with a pair A [r, in], B [out, r]: ``base(x) + alpha / r · B(A(x))``, or ``base(x)`` if not ``adapted``.
 
-    A begins as PEFT begins it, B with zeros: so the policy begins as the base."""
+    It begins with A as given and B of zeros: so the policy begins as the base."""
 
-    def __init__(self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator) -> None:
+    def __init__(self, base: nn.Linear, a: Tensor, alpha: float) -> None:
         super().__init__(base.in_features, base.out_features, base.bias is not None, device="meta")
         self.weight, self.bias = base.weight, base.bias
-        self.lora_A = nn.Linear(base.in_features, rank, bias=False)
-        self.lora_B = nn.Linear(rank, base.out_features, bias=False)
-        nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5), generator=generator)
-        nn.init.zeros_(self.lora_B.weight)
-        self.scale, self.adapted = alpha / rank, True
+        self.lora_A = nn.Linear(base.in_features, len(a), bias=False, device="meta")
+        self.lora_B = nn.Linear(len(a), base.out_features, bias=False, device="meta")
+        self.lora_A.weight = nn.Parameter(a)
+        self.lora_B.weight = nn.Parameter(a.new_zeros(base.out_features, len(a)))
+        self.scale, self.adapted = alpha / len(a), True
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
@@ -49,12 +51,24 @@ def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
         return {name: (m.out_features, m.in_features) for name, m in modules if isinstance(m, nn.Linear)}
 
 
+def first_a(module: str, rank: int, columns: int, seed: int) -> Tensor:
+    """float32 [rank, columns]: A of a module's pair as PEFT begins it. The same for a seed and a name on every machine,
+    whichever other modules have a pair there."""
+    generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed}/{module}".encode()))
+    return nn.init.kaiming_uniform_(torch.empty(rank, columns), a=math.sqrt(5), generator=generator)
+
+
 def add_adapters(model: Decoder, modules: Collection[str], rank: int, alpha: float, seed: int) -> None:
-    """Put a pair beside each of the linear ``modules``; the same for a seed on every machine. Nothing is frozen."""
-    generator = torch.Generator().manual_seed(seed)
+    """Put a pair beside each of the linear ``modules``, see `first_a`. Nothing is frozen."""
     for name in modules:
+        base = cast(nn.Linear, model.get_submodule(name))
         parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, LoRALinear(model.get_submodule(name), rank, alpha, generator))  # type: ignore[arg-type]
+        setattr(model.get_submodule(parent), leaf, LoRALinear(base, first_a(name, rank, base.in_features, seed), alpha))
+
+
+def pair_names(module: str) -> tuple[str, str]:
+    """Of A and B."""
+    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
 @contextlib.contextmanager

@@ -35,9 +35,10 @@ from asyncrl.param_sync.manifest import AdapterSpec, Manifest, is_adapter
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.backend import LossFunction, NonFiniteError, Scores, TrainBatch
 from asyncrl.trainer.backends import process_group
+from asyncrl.trainer.backends.export import Export
 from asyncrl.trainer.backends.packing import NOBODY, MicroBatch
 from asyncrl.trainer.backends.schedule import learning_rate
-from asyncrl.trainer.backends.torch_export import Export
+from asyncrl.trainer.backends.torch_export import ShardedWeights
 from asyncrl.trainer.backends.torch_state import (
     StagedState,
     digest_bytes,
@@ -102,7 +103,7 @@ class TorchFSDPBackend:
             trained = config.mtp.enable_train if is_draft(name) else self._adapter is None or is_adapter(name)
             p.requires_grad_(trained)
         self._model = self._prepare(model)
-        self._export = Export(self._model, self._adapter, config, rank)
+        self._export = Export(ShardedWeights(self._model, rank), self._adapter, config, rank)
         self._model.activation_checkpointing = self._options.activation_checkpointing
         self._reference: Decoder | None = None
         reference_path = config.algorithm.reference_path

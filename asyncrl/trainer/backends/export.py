@@ -1,0 +1,134 @@
+"""The weights of a backend's model as they leave it: to the engines, and as Hugging Face folders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from asyncrl.config.checks import sends_adapters
+from asyncrl.config.schema import Config
+from asyncrl.models.checkpoint import copy_tokenizer, is_draft, save_checkpoint
+from asyncrl.models.config import engine_dtype
+from asyncrl.models.lora import PEFT_PREFIX, save_adapter
+from asyncrl.param_sync.adapter_merge import MergingExport
+from asyncrl.param_sync.manifest import AdapterSpec, Manifest, TensorSpec, is_adapter
+from asyncrl.trainer.backends.torch_state import checkpoint_dtype
+
+Tensors = Iterator[tuple[str, Tensor]]
+
+
+class ModelConfig(Protocol):
+    """A config.json: ``raw`` whole, and the ``dtype`` that it names."""
+
+    @property
+    def raw(self) -> dict[str, Any]: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+
+class Weights(Protocol):
+    """A backend's model, by the names of the safetensors files; a LoRA pair, ``…lora_A.weight`` and ``…lora_B.weight``,
+    comes after the weight that it is beside."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+
+    @property
+    def tied_head(self) -> bool: ...
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of every tensor, in the order of `whole`; a tied head is none."""
+        ...
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """The names of those that an optimizer steps."""
+        ...
+
+    def whole(self, dtype: torch.dtype, wanted: Callable[[str], bool], exact: bool) -> Tensors:
+        """(name, whole tensor as ``dtype``) of those ``wanted``, one at a time: what the model computes with, or if
+        ``exact`` what the optimizer steps. Collective over all ranks, yielding on rank 0 only."""
+        ...
+
+
+class Export:
+    """Of a model whose ``adapter`` is merged where the engines take none. Collective: all ranks make the same calls and
+    run what they are given to its end; rank 0 is given the tensors, and writes."""
+
+    def __init__(self, weights: Weights, adapter: AdapterSpec | None, config: Config, rank: int) -> None:
+        self._weights, self._adapter, self._config, self._rank = weights, adapter, config, rank
+        self._dtype = engine_dtype(weights.model.dtype, config.rollout.engine.dtype)
+        self._merges = adapter is not None and not sends_adapters(config)
+        self._first_draft: dict[str, Tensor] = {}
+        if not config.param_sync.reload_draft:
+            draft = weights.whole(getattr(torch, self._dtype), is_draft, exact=False)
+            self._first_draft = {name: tensor.clone() for name, tensor in draft}
+
+    def manifest(self) -> Manifest:
+        """Every tensor of the model in the order of its parameters, in the engine's dtype, which need not be the
+        checkpoint's; a tied head is listed last and not sent."""
+        manifest = self._listed(self._dtype)
+        return MergingExport(manifest).merged if self._merges else manifest
+
+    def tensors(self, base: bool) -> Tensors:
+        """What the manifest lists; without ``base`` what is trained. Without ``param_sync.reload_draft`` the draft goes
+        out as it was at the start."""
+        dtype = getattr(torch, self._dtype)
+        wanted = lambda name: base or name in self._weights.trained
+        for name, tensor in self._merged(dtype, exact=False) if self._merges else self._sent(dtype, wanted):
+            yield name, self._first_draft.get(name, tensor)
+
+    def write_hf(self, path: Path) -> None:
+        """A checkpoint in the dtype that its config.json names, or an adapter in float32."""
+        adapter, dtype = self._adapter, checkpoint_dtype(self._weights.model.dtype)
+        alone = adapter is not None and self._config.checkpoint.export_lora == "adapter"
+        if alone:
+            tensors = self._sent(torch.float32, is_adapter, exact=True)
+        else:
+            tensors = self._sent(dtype, exact=True) if adapter is None else self._merged(dtype, exact=True)
+        if self._rank != 0:
+            list(tensors)  # none
+        elif alone and adapter is not None:
+            base = self._config.model.path
+            save_adapter(path, dict(tensors), base, adapter.r, adapter.alpha, adapter.target_modules)
+        else:
+            save_checkpoint(path, tensors, self._weights.model)
+        if self._rank == 0:
+            copy_tokenizer(self._config.model.path, path)
+
+    def _listed(self, dtype: str) -> Manifest:
+        shapes = self._weights.shapes
+        specs = [
+            TensorSpec(_sent_name(name), dtype, shape, "draft" if is_draft(name) else "target")
+            for name, shape in shapes.items()
+        ]
+        if self._weights.tied_head:
+            embedding = "model.embed_tokens.weight"
+            specs.append(TensorSpec("lm_head.weight", dtype, shapes[embedding], "target", tied_to=embedding))
+        frozen_draft = self._adapter is not None and not any(map(is_draft, self._weights.trained))
+        return Manifest(tuple(specs), self._adapter, frozen_draft)
+
+    def _sent(
+        self, dtype: torch.dtype, wanted: Callable[[str], bool] = lambda name: True, exact: bool = False
+    ) -> Tensors:
+        for name, tensor in self._weights.whole(dtype, wanted, exact):
+            yield _sent_name(name), tensor
+
+    def _merged(self, dtype: torch.dtype, exact: bool) -> Tensors:
+        """(name, whole tensor as ``dtype``), the adapters merged into their weights in float32 and cast once."""
+        tensors = self._sent(torch.float32, exact=exact)
+        if self._rank == 0:
+            tensors = MergingExport(self._listed("float32"))(tensors)
+        for name, tensor in tensors:
+            yield name, tensor.to(dtype)
+
+
+def _sent_name(parameter: str) -> str:
+    """The name under which a parameter is exported: its own, or PEFT's of an adapter's."""
+    return PEFT_PREFIX + parameter if is_adapter(parameter) else parameter
