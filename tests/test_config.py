@@ -184,10 +184,6 @@ def test_what_the_megatron_backend_cannot_do_is_refused(files, overrides, expect
         (["model.lora.rank=-1"], "model.lora.rank: expected at least 0, found -1"),
         (["model.lora.alpha=0"], "model.lora.alpha: expected more than 0, found 0"),
         (["model.lora.target_modules=[]"], "model.lora.target_modules: expected all-linear or ends of module names"),
-        (
-            ["trainer.backend=megatron"],
-            "model.lora.rank: the megatron backend trains no adapters; expected 0, or torch",
-        ),
         (["param_sync.adapters=mixed"], "param_sync.adapters: expected one of adapter, merged; found 'mixed'"),
         (
             ["rollout.engine.name=vllm", "rollout.engine.pipeline_parallel_size=2"],

@@ -371,8 +371,6 @@ def _lora_problems(c: Config) -> Iterator[str]:
         return
     if not lora.target_modules:
         yield "model.lora.target_modules: expected all-linear or ends of module names such as q_proj, found none"
-    if c.trainer.backend != "torch":
-        yield f"model.lora.rank: the {c.trainer.backend} backend trains no adapters; expected 0, or torch"
     if sends_adapters(c):
         if engine.name not in TAKES_ADAPTERS:
             yield f"param_sync.adapters: the {engine.name} engine takes no adapters; expected merged"

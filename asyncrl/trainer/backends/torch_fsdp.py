@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.config.schema import Config, OptimizerConfig
 from asyncrl.models.checkpoint import is_draft, load_decoder, without_draft
-from asyncrl.models.config import CheckpointError
 from asyncrl.models.decoder import Decoder, DraftScores, DraftTargets, MTPLayer, TokenScores
 from asyncrl.models.lora import add_adapters, linear_shapes, without_adapters
 from asyncrl.param_sync.adapters import adapter_spec
@@ -43,6 +42,7 @@ from asyncrl.trainer.backends.torch_state import (
     StagedState,
     digest_bytes,
     expect_same_adapters,
+    expect_same_base,
     expect_same_draft,
     load_state,
     saved_names,
@@ -393,11 +393,8 @@ class TorchFSDPBackend:
         if "draft_steps" not in saved:  # by a backend whose draft steps with the trunk
             del state["draft_steps"]
         load_state(Path(path), state)
-        if self._adapter is not None and not torch.equal(state["base"], self._base_digest):
-            raise CheckpointError(
-                f"{path} holds adapters of another base model than {self._config.model.path}; resume with the one that "
-                "they were trained on"
-            )
+        if self._adapter is not None:
+            expect_same_base(Path(path), state["base"], self._base_digest, self._config.model.path)
         torch.set_rng_state(random["cpu"])
         if "cuda" in random:
             torch.cuda.set_rng_state(random["cuda"], self._device)

@@ -1,4 +1,4 @@
-"""What the torch backend writes and reads: training state, for any number of ranks."""
+"""What a backend writes and reads: training state, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -120,6 +120,14 @@ def expect_same_adapters(path: Path, saved: frozenset[str], state: Mapping[str, 
         raise CheckpointError(
             f"{path} holds {'LoRA adapters' if had else 'all weights'}, the run to load it into trains "
             f"{'adapters' if has else 'all weights'}; resume with the model.lora of the run that saved it"
+        )
+
+
+def expect_same_base(path: Path, saved: Tensor, digest: Tensor, base: str) -> None:
+    """Raise CheckpointError where the adapters of ``path`` were trained on another model than ``base``."""
+    if not torch.equal(saved, digest):
+        raise CheckpointError(
+            f"{path} holds adapters of another base model than {base}; resume with the one that they were trained on"
         )
 
 

@@ -15,15 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.config.schema import Config
-from asyncrl.models.checkpoint import copy_tokenizer, is_draft, open_tensors, save_checkpoint
+from asyncrl.models.checkpoint import is_draft, open_tensors
 from asyncrl.models.config import CheckpointError, DecoderConfig, engine_dtype
 from asyncrl.models.mtp_from_trunk import draft_from_trunk
-from asyncrl.param_sync.manifest import Manifest, TensorSpec
+from asyncrl.param_sync.digest import digest_tensors
+from asyncrl.param_sync.manifest import Manifest, is_adapter
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.backend import LossFunction, NonFiniteError, Scores, TrainBatch
 from asyncrl.trainer.backends import process_group
+from asyncrl.trainer.backends.export import Export
 from asyncrl.trainer.backends.megatron.bridges import Bridge, bridge_of, read_source
 from asyncrl.trainer.backends.megatron.layout import fit_problems
+from asyncrl.trainer.backends.megatron.lora import Adapters
 from asyncrl.trainer.backends.megatron.offload import Offload, resident
 from asyncrl.trainer.backends.megatron.optimizer import MOMENTS, ShardedAdamW
 from asyncrl.trainer.backends.megatron.packed import PackedSequences
@@ -33,12 +36,14 @@ from asyncrl.trainer.backends.megatron.vocab_parallel import (
     VocabParallelScores,
     VocabularyPart,
 )
-from asyncrl.trainer.backends.megatron.weights import Conversion
+from asyncrl.trainer.backends.megatron.weights import Conversion, ModelWeights
 from asyncrl.trainer.backends.packing import MicroBatch
 from asyncrl.trainer.backends.schedule import learning_rate
 from asyncrl.trainer.backends.torch_state import (
     StagedState,
-    checkpoint_dtype,
+    digest_bytes,
+    expect_same_adapters,
+    expect_same_base,
     expect_same_draft,
     load_state,
     saved_names,
@@ -105,15 +110,19 @@ class MegatronBackend:
 
         self._bridge = bridge_of(source, config.model.bridge)
         self._chunks, self._conversion = self._load(self._bridge)
+        self._adapters: Adapters | None = None
+        if config.model.lora.rank:
+            self._base_digest = digest_bytes(digest_tensors(self._conversion.whole(lambda parameter: parameter)))
+            self._adapters = self._add_adapters()
         for chunk in self._chunks:
             chunk.detach_draft = config.mtp.detach_encoder
             for name, parameter in chunk.named_parameters():
-                if name.startswith("mtp.") and not config.mtp.enable_train:
-                    parameter.requires_grad_(False)
+                trained = self._adapters is None or ".adapter." in name
+                parameter.requires_grad_(config.mtp.enable_train if name.startswith("mtp.") else trained)
         self._reference: list[Any] = []
-        if config.algorithm.kl_coef > 0:
-            path = config.algorithm.reference_path or config.model.path
-            reference = bridge_of(read_source(path), config.model.bridge)
+        reference_path = config.algorithm.reference_path
+        if config.algorithm.kl_coef > 0 and (reference_path or self._adapters is None):
+            reference = bridge_of(read_source(reference_path or config.model.path), config.model.bridge)
             self._reference = [in_precision(reference.provider, chunk) for chunk in self._load(reference)[0]]
 
         exact = {p: p.detach().clone() for chunk in self._chunks for p in chunk.parameters() if p.requires_grad}
@@ -127,10 +136,9 @@ class MegatronBackend:
             self._options.total_steps * config.async_training.require_batches * config.algorithm.epochs
         )
 
-        self._engine_dtype = engine_dtype(source.dtype, config.rollout.engine.dtype)
-        self._first_draft: dict[str, Tensor] = {}
-        if not config.param_sync.reload_draft:
-            self._first_draft = {name: t.clone() for name, t in self._whole(self._engine_dtype) if is_draft(name)}
+        self._trained = frozenset(filter(self._is_trained, self._conversion.shapes))
+        weights = ModelWeights(source, self._conversion, self._optimizer, self._trained, rank)
+        self._export = Export(weights, self._adapters.spec if self._adapters else None, config, rank)
 
         self._offload = self._make_offload()
         self._checkpoint_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -146,6 +154,9 @@ class MegatronBackend:
 
     @resident("reference")
     def reference_logprobs(self, batch: TrainBatch, temperature: float) -> np.ndarray:
+        if not self._reference and self._adapters is not None:
+            with self._offload.here("parameters"), self._adapters.off():
+                return self._score(self._parallel, batch, temperature).logprobs
         if not self._reference:
             raise RuntimeError("no reference model is held: it is loaded only if algorithm.kl_coef > 0")
         return self._score(self._reference, batch, temperature).logprobs
@@ -320,66 +331,51 @@ class MegatronBackend:
     # -- weights out -----------------------------------------------------------------------------------------------
 
     def manifest(self) -> Manifest:
-        """In the engine's dtype, which need not be the checkpoint's."""
-        specs = [
-            TensorSpec(name, self._engine_dtype, shape, "draft" if is_draft(name) else "target")
-            for name, shape in self._conversion.shapes.items()
-        ]
-        if self._bridge.source.tied:
-            name = "model.embed_tokens.weight"
-            shape = self._conversion.shapes[name]
-            specs.append(TensorSpec("lm_head.weight", self._engine_dtype, shape, "target", tied_to=name))
-        return Manifest(tuple(specs))
+        return self._export.manifest()
 
     def export(self, base: bool = True) -> Iterator[tuple[str, Tensor]]:
         """See `Backend.export`: rank 0 is the sender; the ranks that hold what it has not take part and yield
-        nothing, others have nothing to do. Without ``param_sync.reload_draft`` the draft goes out as it
-        was at the start."""
+        nothing, others have nothing to do."""
         cut = self._options.megatron
         in_stage = self.rank % (self.world_size // cut.pipeline_model_parallel_size)
         if in_stage < math.lcm(cut.tensor_model_parallel_size, cut.expert_model_parallel_size):
             moves = self._options.megatron.param_offload  # and a tensor may be sent when the parameters are gone
             with self._offload.here("parameters"):
-                for name, tensor in self._whole(self._engine_dtype):
-                    if self.rank == 0:
-                        yield name, self._first_draft.get(name, tensor.clone() if moves else tensor)
+                for name, tensor in self._export.tensors(base):
+                    yield name, tensor.clone() if moves else tensor
 
     @resident("parameters", "optimizer")
     def export_hf(self, path: Path) -> None:
-        """See `Backend.export_hf`; in the dtype that the checkpoint's config.json names."""
-        tensors = self._conversion.whole(self._optimizer.weight, checkpoint_dtype(self._bridge.source.dtype))
-        if self.rank == 0:
-            save_checkpoint(path, tensors, self._bridge.source)
-            copy_tokenizer(self._config.model.path, path)
-        else:
-            for _ in tensors:
-                pass
+        self._export.write_hf(path)
         dist.barrier()
-
-    def _whole(self, dtype: str) -> Iterator[tuple[str, Tensor]]:
-        return self._conversion.whole(lambda parameter: parameter, getattr(torch, dtype))
 
     # -- state -----------------------------------------------------------------------------------------------------
 
     @resident("parameters", "optimizer")
     def state(self) -> Mapping[str, Any]:
-        """This rank's share of the training state: every so many whole tensors, by their Hugging Face names."""
+        """This rank's share of the training state: every so many whole tensors, by their Hugging Face names. Of a LoRA
+        run those that are trained, and the digest of the base that they belong to."""
         share = lambda tensors: {
             name: tensor.clone() for i, (name, tensor) in enumerate(tensors) if i % self.world_size == self.rank
         }
+        whole, trained = self._conversion.whole, self._trained.__contains__
         return {
-            "model": share(self._conversion.whole(self._optimizer.weight)),
-            "optimizer": {moment: share(self._moments(moment)) for moment in MOMENTS},
+            "model": share(whole(self._optimizer.weight, wanted=self._is_kept)),
+            **({"base": self._base_digest.clone()} if self._adapters else {}),
+            "optimizer": {
+                moment: share(whole(partial(self._optimizer.moment, moment), wanted=trained)) for moment in MOMENTS
+            },
             "optimizer_steps": torch.tensor(self._optimizer_steps),
             "random_state": {f"rank_{self.rank}": {"cpu": torch.get_rng_state()}},
         }
 
-    def _moments(self, moment: str) -> Iterator[tuple[str, Tensor]]:
-        whole = self._conversion.whole(partial(self._optimizer.moment, moment))
-        return ((name, tensor) for name, tensor in whole if self._is_trained(name))
-
     def _is_trained(self, name: str) -> bool:
-        return self._config.mtp.enable_train or not is_draft(name)
+        if is_draft(name):
+            return self._config.mtp.enable_train
+        return self._adapters is None or is_adapter(name)
+
+    def _is_kept(self, name: str) -> bool:
+        return self._adapters is None or name in self._trained
 
     def stage(self) -> None:
         with self._recorder.span("trainer/stage"):
@@ -399,11 +395,12 @@ class MegatronBackend:
         """See `Backend.load`. A rank that there was none of takes the random state of rank 0."""
         path = Path(path)
         shapes, saved = self._conversion.shapes, saved_names(path)
-        trained = [name for name in shapes if self._is_trained(name)]
-        expect_same_draft(path, saved, {"model": shapes, "optimizer": {"exp_avg": trained}})
+        kept = list(filter(self._is_kept, shapes))
+        expect_same_adapters(path, saved, {"model": kept})
+        expect_same_draft(path, saved, {"model": kept, "optimizer": {"exp_avg": self._trained}})
         empty = lambda names: {name: torch.empty(shapes[name]) for name in names}
-        for block in self._conversion.blocks(LOAD_BLOCK):
-            learned = list(filter(self._is_trained, block.names))
+        for block in self._conversion.blocks(LOAD_BLOCK, self._is_kept):
+            learned = list(filter(self._trained.__contains__, block.names))
             state: dict[str, Any] = {
                 "model": empty(block.names),
                 "optimizer": {moment: empty(learned) for moment in MOMENTS},
@@ -416,11 +413,14 @@ class MegatronBackend:
                 for moment in MOMENTS:
                     for parameter, part in of_trained.convert(state["optimizer"][moment].__getitem__):
                         self._optimizer.set_moment(moment, parameter, part)
-        self._conversion.fill_tied_head(self._optimizer.weight, self._optimizer.set_weight)
-        for moment in MOMENTS:
-            self._conversion.fill_tied_head(
-                partial(self._optimizer.moment, moment), partial(self._optimizer.set_moment, moment)
-            )
+        if self._adapters is None:
+            self._conversion.fill_tied_head(self._optimizer.weight, self._optimizer.set_weight)
+            for moment in MOMENTS:
+                self._conversion.fill_tied_head(
+                    partial(self._optimizer.moment, moment), partial(self._optimizer.set_moment, moment)
+                )
+        else:
+            self._load_adapters(path, self._adapters)
         owner = self.rank if f"random_state.rank_{self.rank}.cpu" in saved else 0
         rest: dict[str, Any] = {
             "optimizer_steps": torch.tensor(0),
@@ -430,6 +430,22 @@ class MegatronBackend:
         torch.set_rng_state(rest["random_state"][f"rank_{owner}"]["cpu"])
         self._optimizer_steps = int(rest["optimizer_steps"])
         self._optimizer.set_steps(self._optimizer_steps)
+
+    @torch.no_grad()
+    def _load_adapters(self, path: Path, adapters: Adapters) -> None:
+        empty = lambda: {name: torch.empty(shape) for pair in adapters.pairs.values() for name, shape in pair.items()}
+        state: dict[str, Any] = {
+            "model": empty(),
+            "optimizer": {moment: empty() for moment in MOMENTS},
+            "base": torch.empty_like(self._base_digest),
+        }
+        load_state(path, state)
+        expect_same_base(path, state["base"], self._base_digest, self._config.model.path)
+        for parameter, part in adapters.parts(state["model"]):
+            self._optimizer.set_weight(parameter, part)
+        for moment in MOMENTS:
+            for parameter, part in adapters.parts(state["optimizer"][moment]):
+                self._optimizer.set_moment(moment, parameter, part)
 
     def close(self) -> None:
         """Leave the process groups; collective. No `write` may be under way."""
@@ -465,6 +481,19 @@ class MegatronBackend:
                 made = draft_from_trunk(trunk, DecoderConfig.from_dict(bridge.source.raw))
             conversion.load(lambda name: made[name] if name in made else read(name))
         return chunks, conversion
+
+    def _add_adapters(self) -> Adapters:
+        provider, config = self._bridge.provider, self._config
+        dtype = engine_dtype(self._bridge.source.dtype, config.rollout.engine.dtype)
+        tasks, shapes = self._conversion.tasks, self._conversion.shapes
+        groups = provider.num_query_groups
+        adapters = Adapters(tasks, shapes, config.model.lora, dtype, groups, config.seed, self._device)
+        self._conversion.attach(adapters)
+        for chunk in self._chunks:
+            if chunk.pre_process:
+                # else no gradient would reach a recomputed layer, or a stage that has no adapter: nothing says so
+                chunk.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+        return adapters
 
     def _wrap(self, chunks: list[PolicyModel]) -> list[Any]:
         settings = DistributedDataParallelConfig(

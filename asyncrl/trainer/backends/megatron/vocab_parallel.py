@@ -97,7 +97,7 @@ class VocabParallelScores(torch.autograd.Function):
         hidden, weight, targets, entropy = ctx.saved_tensors
         part: VocabularyPart = ctx.part
         d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros_like(weight, dtype=torch.float32)
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         tokens = slice(part.end - part.first)
         for lo in range(0, len(targets), ctx.chunk):
             rows = slice(lo, lo + ctx.chunk)
@@ -106,9 +106,10 @@ class VocabParallelScores(torch.autograd.Function):
             dz_CW = -g[rows, None] * found.p_CW - e[rows, None] * found.p_CW * (log_p_CW + entropy[rows, None])
             dz_CW = _of_logits(part, dz_CW, targets[rows], g[rows], ctx.temperature, weight.dtype)
             d_hidden[rows] = dz_CW @ weight[tokens]
-            d_weight[tokens] += dz_CW.t() @ hidden[rows].to(weight.dtype)
+            if d_weight is not None:
+                d_weight[tokens] += dz_CW.t() @ hidden[rows].to(weight.dtype)
         part.sum(d_hidden)
-        return d_hidden, d_weight.to(weight.dtype), None, None, None, None
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None, None
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):

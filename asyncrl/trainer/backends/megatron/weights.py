@@ -13,11 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncrl.models.config import CheckpointError
-from asyncrl.trainer.backends.megatron.bridges import Bridge, of_rank
+from asyncrl.trainer.backends.megatron.bridges import Bridge, Source, of_rank
+from asyncrl.trainer.backends.megatron.lora import Adapters
+from asyncrl.trainer.backends.megatron.optimizer import ShardedAdamW
 from asyncrl.trainer.backends.megatron.policy import PolicyModel, padded_vocabulary
 
 from megatron.core import parallel_state  # isort: skip (after what makes it run without CUDA)
 
+_all = lambda name: True
 VOCABULARY_ROWS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
@@ -27,14 +30,23 @@ class Conversion:
     copy of the model (tensor, pipeline and expert parallel).
 
     ``shapes``: every tensor that travels, by its name in the safetensors files, in the order in which `whole` yields
-    them. Raises CheckpointError if these are not exactly the tensors of the folder."""
+    them. Raises CheckpointError if these are not exactly the tensors of the folder. ``tasks``: Megatron-Bridge's, each
+    with a module on the ranks that have it."""
 
     def __init__(self, bridge: Bridge, chunks: Sequence[PolicyModel]) -> None:
         self._bridge, self._chunks = bridge, list(chunks)
         self._plans: dict[torch.dtype | None, list[Any]] = {}
         self._padded = padded_vocabulary(bridge.provider.vocab_size, bridge.provider.tensor_model_parallel_size)
-        self._loading = self._plan(None)
-        self.shapes = self._checked(self._loading)
+        self.tasks = self._plan(None)
+        self.shapes = self._checked(self.tasks)
+        self._adapters: Adapters | None = None
+
+    def attach(self, adapters: Adapters) -> None:
+        """From now on each pair comes after the weight that it is beside, in `shapes` and in `whole`."""
+        self._adapters, base = adapters, self.shapes
+        self.shapes = {}
+        for name, shape in base.items():
+            self.shapes |= {name: shape, **adapters.pairs.get(name, {})}
 
     @torch.no_grad()
     def load(self, read: Callable[[str], Tensor]) -> None:
@@ -63,24 +75,40 @@ class Conversion:
 
     @torch.no_grad()
     def whole(
-        self, of: Callable[[torch.nn.Parameter], Tensor], dtype: torch.dtype = torch.float32
+        self,
+        of: Callable[[torch.nn.Parameter], Tensor],
+        dtype: torch.dtype = torch.float32,
+        wanted: Callable[[str], bool] = _all,
     ) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor) of what ``of`` gives for each parameter, such as itself or a moment of it, in its shape.
+        """(name, whole tensor) of what ``of`` gives for each parameter, such as itself or a moment of it, in its shape;
+        of those ``wanted`` alone. (Tensors that one parameter holds are wanted all or none.)
 
         ``of`` is asked on the ranks that have the parameter; every rank yields."""
         for task in self._plan(dtype):
-            mine = task.param_weight
-            # the embedding's copy on the last stage, for head or draft, is not a second tensor
-            here = mine is not None and not getattr(mine, "shared", False)
-            part = of(mine).detach().to(dtype) if here else None
-            for name, tensor in task.mapping.megatron_to_hf(part, task.megatron_module).items():
-                shape = self.shapes[name]
-                yield name, tensor[: shape[0]] if tensor.shape[0] != shape[0] else tensor
+            names = list(self._sent(task))
+            found = self._converted(task, of, dtype) if any(map(wanted, names)) else {}
+            for name in names:
+                if name in found:
+                    yield name, found[name]
+                if self._adapters is not None:
+                    yield from self._adapters.pair(name, of, dtype, wanted)
 
-    def blocks(self, size: int = 1) -> Iterator[Block]:
-        """This rank's parameters, ``size`` of the model's at a time; every rank yields as many blocks."""
-        for lo in range(0, len(self._loading), size):
-            here = [task for task in self._loading[lo : lo + size] if task.megatron_module is not None]
+    def _converted(
+        self, task: Any, of: Callable[[torch.nn.Parameter], Tensor], dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        mine = task.param_weight
+        # the embedding's copy on the last stage, for head or draft, is not a second tensor
+        here = mine is not None and not getattr(mine, "shared", False)
+        part = of(mine).detach().to(dtype) if here else None
+        found = task.mapping.megatron_to_hf(part, task.megatron_module)
+        return {name: tensor[: self.shapes[name][0]] for name, tensor in found.items()}
+
+    def blocks(self, size: int = 1, wanted: Callable[[str], bool] = _all) -> Iterator[Block]:
+        """This rank's parameters of those whose tensors are ``wanted``, ``size`` of the model's at a time; every rank
+        yields as many blocks."""
+        tasks = [task for task in self.tasks if any(map(wanted, _names(task)))]
+        for lo in range(0, len(tasks), size):
+            here = [task for task in tasks[lo : lo + size] if task.megatron_module is not None]
             yield Block(here, self._padded)
 
     def _plan(self, dtype: torch.dtype | None) -> list[Any]:
@@ -168,6 +196,23 @@ class Block:
                     f"{tuple(converted.shape)}, expected {tuple(task.param_weight.shape)}"
                 )
             yield task.param_weight, converted
+
+
+class ModelWeights:
+    """See `asyncrl.trainer.backends.export.Weights`."""
+
+    def __init__(
+        self, source: Source, conversion: Conversion, optimizer: ShardedAdamW, trained: frozenset[str], rank: int
+    ) -> None:
+        self.model, self.tied_head, self.shapes, self.trained = source, source.tied, conversion.shapes, trained
+        self._conversion, self._optimizer, self._rank = conversion, optimizer, rank
+
+    def whole(self, dtype: torch.dtype, wanted: Callable[[str], bool], exact: bool) -> Iterator[tuple[str, Tensor]]:
+        """Not ``exact``, only the ranks of one copy of the model need to take part."""
+        of = self._optimizer.weight if exact else lambda parameter: parameter
+        for named in self._conversion.whole(of, dtype, wanted):
+            if self._rank == 0:
+                yield named
 
 
 @contextlib.contextmanager

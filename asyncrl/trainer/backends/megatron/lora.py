@@ -1,0 +1,248 @@
+"""LoRA in a model of megatron-core: a low-rank pair for each linear layer of the checkpoint, at any parallel layout.
+
+megatron-core has one layer where a checkpoint has several: ``linear_qkv`` for q_proj, k_proj and v_proj, ``linear_fc1``
+for gate_proj and up_proj. Each of those has a pair of its own here, as PEFT and the torch backend have it, and any may
+have none. Megatron-Bridge's PEFT cannot train that: its LoRA gives a fused layer one A for all. Its CanonicalLoRA has
+one for each, but calls those that are not there where q_proj alone is targeted, and over two tensor parallel ranks it
+wants an even rank, and an even number of tokens in every micro-batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from asyncrl.config.schema import LoraConfig
+from asyncrl.models.lora import first_a, pair_names
+from asyncrl.param_sync.adapters import adapter_spec
+from asyncrl.param_sync.manifest import AdapterSpec
+from asyncrl.trainer.backends.megatron import cpu
+
+cpu.activate()
+
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes  # noqa: E402
+
+#: the layers of the trunk that may be targeted, by their weight's name; experts and drafts are none of them
+_LAYER = re.compile(r"decoder\.layers\.\d+\.(?:self_attention|mlp)\.(linear_(?:qkv|proj|fc1|fc2))\.weight")
+_CUT_BY_ROWS = ("linear_qkv", "linear_fc1")
+
+
+class Pair(nn.Module):
+    """A [r, in] and B [out, r] of one module of the checkpoint, or this rank's rows of B, or its columns of A."""
+
+    def __init__(self, a: Tensor, rows: int) -> None:
+        super().__init__()
+        self.lora_A = nn.Parameter(a)
+        self.lora_B = nn.Parameter(a.new_zeros(rows, len(a)))
+
+
+class LayerAdapter(nn.Module):
+    """The pairs beside one layer of megatron-core, of which it is the submodule ``adapter``: a name under which
+    Megatron-Bridge looks for no tensors. ``rows``: of each module that the layer is made of, this rank's; those in
+    ``pairs`` are targeted. ``groups``: how often its rows repeat the modules' (as often as it has key/value heads)."""
+
+    def __init__(self, pairs: Mapping[str, Pair], rows: Mapping[str, int], groups: int, scale: float) -> None:
+        super().__init__()
+        self._pairs, self._rows = dict(pairs), dict(rows)
+        self.pairs = nn.ModuleDict(pairs)  # which makes them parameters
+        self._groups, self._scale = groups, scale
+        self.enabled = True
+
+    def beside_rows(self, x: Tensor) -> Tensor:
+        """To be added to the output of a layer whose rows are cut over the tensor parallel ranks; ``x`` is whole."""
+        a = torch.cat([pair.lora_A for pair in self._pairs.values()])
+        # each rank's rows of B give a part of the gradient of A x: summed on its way back
+        inner = tensor_parallel.copy_to_tensor_model_parallel_region(F.linear(x, a))
+        inners = dict(zip(self._pairs, inner.chunk(len(self._pairs), -1), strict=True))
+        outs = []
+        for part, rows in self._rows.items():
+            targeted = part in inners
+            out = F.linear(inners[part], self._pairs[part].lora_B) if targeted else x.new_zeros(*x.shape[:-1], rows)
+            outs.append(out.unflatten(-1, (self._groups, -1)))
+        return torch.cat(outs, -1).flatten(-2) * self._scale
+
+    def beside_columns(self, x: Tensor) -> Tensor:
+        """The same where the columns are cut; ``x`` is this rank's part of its input."""
+        (pair,) = self._pairs.values()
+        inner = tensor_parallel.reduce_from_tensor_model_parallel_region(F.linear(x, pair.lora_A))
+        return F.linear(inner, pair.lora_B) * self._scale
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's part of one tensor of a pair, cut along dimension ``cut`` (or whole)."""
+
+    parameter: nn.Parameter
+    cut: int | None
+
+    def joined(self, part: Tensor) -> Tensor:
+        """From the parts of the tensor parallel ranks; collective over them."""
+        if self.cut is None or _tensor_parts() == 1:
+            return part
+        parts = [torch.empty_like(part) for _ in range(_tensor_parts())]
+        dist.all_gather(parts, part.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+        return torch.cat(parts, self.cut)
+
+
+class Adapters:
+    """All pairs of a model: beside this rank's layers those themselves, of the others shapes and owners.
+
+    Made of the tasks that load the model (`Conversion.tasks`); collective over the ranks that hold one copy of it, as
+    `pair` is. Raises ManifestError for a target that no linear layer of the trunk ends with."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Any],
+        shapes: Mapping[str, tuple[int, ...]],
+        lora: LoraConfig,
+        dtype: str,
+        groups: int,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self._device = device
+        layers = [(task, *found) for task in tasks if (found := _modules(task))]
+        modules = {
+            module: (shapes[f"{module}.weight"][0], shapes[f"{module}.weight"][1])
+            for *_, parts in layers
+            for module in parts.values()
+        }
+        self.spec: AdapterSpec = adapter_spec(lora, modules, dtype)
+        #: name → shape of the pair beside each weight that has one
+        self.pairs: dict[str, dict[str, tuple[int, int]]] = {}
+        for module, (rows, columns) in modules.items():
+            if self.spec.targets(module):
+                pair = zip(pair_names(module), ((lora.rank, columns), (rows, lora.rank)), strict=True)
+                self.pairs[f"{module}.weight"] = dict(pair)
+        self._parts: dict[str, Part] = {}
+        self._layers: list[LayerAdapter] = []
+        mine = groups // _tensor_parts()
+        for task, kind, parts in layers:
+            if task.megatron_module is not None and any(map(self.spec.targets, parts.values())):
+                self._add(task.megatron_module, kind, parts, modules, mine if kind == "linear_qkv" else 1, seed)
+        self._owners = self._find_owners()
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """The base alone computes meanwhile."""
+        for layer in self._layers:
+            layer.enabled = False
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                layer.enabled = True
+
+    @torch.no_grad()
+    def pair(
+        self, weight: str, of: Callable[[nn.Parameter], Tensor], dtype: torch.dtype, wanted: Callable[[str], bool]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole tensor) of those ``wanted`` of the pair beside ``weight``, if it has one; see
+        `asyncrl.trainer.backends.megatron.weights.Conversion.whole`."""
+        for name, shape in self.pairs.get(weight, {}).items():
+            if wanted(name):
+                if part := self._parts.get(name):
+                    tensor = part.joined(of(part.parameter).detach().to(dtype))
+                else:
+                    tensor = torch.empty(shape, dtype=dtype, device=self._device)
+                yield name, self._told(name, tensor)
+
+    def parts(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """(parameter, this rank's part) of whole tensors."""
+        for name, tensor in tensors.items():
+            if name in self._parts:
+                part = self._parts[name]
+                yield part.parameter, _own(tensor.to(self._device), part.cut)
+
+    def _add(
+        self,
+        layer: Any,
+        kind: str,
+        parts: Mapping[str, str],
+        modules: Mapping[str, tuple[int, int]],
+        groups: int,
+        seed: int,
+    ) -> None:
+        by_rows = kind in _CUT_BY_ROWS
+        share = _tensor_parts() if by_rows else 1
+        rows = {part: modules[module][0] // share for part, module in parts.items()}
+        pairs = {}
+        for part, module in parts.items():
+            if self.spec.targets(module):
+                cuts = (None, 0) if by_rows else (1, None)
+                a = first_a(module, self.spec.r, modules[module][1], seed).to(self._device)
+                pair = pairs[part] = Pair(_own(a, cuts[0]), rows[part])
+                for name, parameter, cut in zip(pair_names(module), (pair.lora_A, pair.lora_B), cuts, strict=True):
+                    self._parts[name] = Part(parameter, cut)
+                    set_tensor_model_parallel_attributes(parameter, cut is not None, 0 if cut is None else cut, 1)
+        layer.adapter = LayerAdapter(pairs, rows, groups, self.spec.alpha / self.spec.r)
+        self._layers.append(layer.adapter)
+        if hasattr(layer, "layer_norm_weight"):
+            layer.return_layernorm_output = True
+        layer.register_forward_hook(_with_rows if by_rows else _with_columns)
+
+    def _find_owners(self) -> dict[str, int]:
+        """The rank of this rank's pipeline that has each tensor."""
+        group = parallel_state.get_pipeline_model_parallel_group()
+        names: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(names, list(self._parts), group=group)
+        ranks = dist.get_process_group_ranks(group)
+        return {name: rank for rank, held in zip(ranks, names, strict=True) for name in held}
+
+    def _told(self, name: str, tensor: Tensor) -> Tensor:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        if dist.get_world_size(group) > 1:
+            dist.broadcast(tensor, self._owners[name], group=group)
+        return tensor
+
+
+def _modules(task: Any) -> tuple[str, dict[str, str]] | None:
+    """Of the task that loads the weight of a layer that may be targeted: the layer's kind, and the checkpoint's modules
+    that it is made of, in the order of its rows."""
+    if (found := _LAYER.fullmatch(task.global_param_name)) is None:
+        return None
+    names = task.mapping.hf_param
+    parts = {"all": names} if isinstance(names, str) else names
+    return found[1], {part: name.removesuffix(".weight") for part, name in parts.items()}
+
+
+def _with_rows(layer: Any, inputs: tuple[Tensor, ...], output: Any) -> tuple[Tensor, Tensor | None]:
+    out, bias, x = _read(layer, inputs, output)
+    return (out + layer.adapter.beside_rows(x) if layer.adapter.enabled else out), bias
+
+
+def _with_columns(layer: Any, inputs: tuple[Tensor, ...], output: Any) -> tuple[Tensor, Tensor | None]:
+    out, bias, x = _read(layer, inputs, output)
+    return (out + layer.adapter.beside_columns(x) if layer.adapter.enabled else out), bias
+
+
+def _read(layer: Any, inputs: tuple[Tensor, ...], output: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Output, bias, and what the layer's matrix was applied to. Transformer Engine's layer that has the norm before it
+    within it was told to return that norm's output too."""
+    if not hasattr(layer, "layer_norm_weight"):
+        out, bias = output
+        return out, bias, inputs[0]
+    if len(output) == 3:
+        return output
+    (out, normed), bias = output
+    return out, bias, normed
+
+
+def _own(whole: Tensor, cut: int | None) -> Tensor:
+    """This rank's part of a tensor that is cut along that dimension, or all of it."""
+    if cut is None:
+        return whole
+    return whole.chunk(_tensor_parts(), cut)[parallel_state.get_tensor_model_parallel_rank()].contiguous()
+
+
+def _tensor_parts() -> int:
+    return parallel_state.get_tensor_model_parallel_world_size()
