@@ -107,7 +107,8 @@ class OptimizerConfig:
 
 @dataclass
 class MegatronConfig:
-    """How the Megatron backend cuts the model over ranks; what these leave of the ranks are data parallel copies."""
+    """How the Megatron backend cuts the model over ranks, what these leave of the ranks being data parallel copies, and
+    where its state lies."""
 
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1

@@ -126,6 +126,9 @@ class Mapping:
         self._swapped = name.endswith(".eh_proj.weight")
         self._name, names = self._names(name, dense)
         self.hf_param: Any = names[0] if len(names) == 1 else {str(i): hf_name for i, hf_name in enumerate(names)}
+        if self.is_expert:  # its number in the parameter's name is one among this rank's
+            rank = parallel_state.get_expert_model_parallel_rank()
+            self.hf_param = of_rank(rank, self._experts_of_rank, self.hf_param)
 
     def hf_to_megatron(self, tensors: Tensor | dict[str, Tensor], module: Any) -> Tensor:
         """This rank's part of the parameter that the tensors make up."""
@@ -153,10 +156,13 @@ class Mapping:
 
     def _with_peers(self, tensors: Any) -> Iterator[tuple[str, Tensor]]:
         group = parallel_state.get_expert_model_parallel_group()
-        each = self._bridge.config.num_moe_experts // group.size()
         for name, tensor in tensors:
             for rank, of_peer in enumerate(_gathered(tensor, group)):
-                yield of_rank(rank, each, name), of_peer
+                yield of_rank(rank, self._experts_of_rank, name), of_peer
+
+    @property
+    def _experts_of_rank(self) -> int:
+        return int(self._bridge.config.num_moe_experts) // parallel_state.get_expert_model_parallel_world_size()
 
     def _group(self) -> dist.ProcessGroup:
         if self.is_expert:
