@@ -6,18 +6,19 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.models.checkpoint import is_draft, load_decoder, read_tensors
-from asyncrl.models.chunked import ChunkedCrossEntropy, ChunkedScores
+from asyncrl.models.chunked import ChunkedAcceptance, ChunkedCrossEntropy, ChunkedScores
 from asyncrl.models.config import CheckpointError, DecoderConfig
 from asyncrl.sample import Group
 from asyncrl.trainer.backend import NonFiniteError
 from asyncrl.trainer.backends.megatron.offload import Offload
 from asyncrl.trainer.backends.megatron.vocab_parallel import (
+    VocabParallelAcceptance,
     VocabParallelCrossEntropy,
     VocabParallelScores,
     VocabularyPart,
 )
 from asyncrl.trainer.batches import build_batch
-from tests.support.megatron import OPTIONS, make_experts
+from tests.support.megatron import APART, OPTIONS, make_experts
 from tests.support.trainer import make_checkpoint, make_config, make_groups, started_ranks, weights
 
 pytestmark = pytest.mark.megatron
@@ -53,7 +54,9 @@ def distance(found, expected):
     "options",
     [
         ALL,
+        {**ALL, **APART},
         {**ALL, "detach_encoder": False},
+        {**ALL, "detach_encoder": False, "loss": "acceptance"},
         {"loss_aggregation": "sequence_mean", "schedule": "cosine", "activation_checkpointing": True},
         {
             "grad_clip": 0.1,
@@ -63,7 +66,7 @@ def distance(found, expected):
             "activation_checkpointing": True,
         },
     ],
-    ids=["all", "attached-draft", "plain-recomputed", "draft-recomputed"],
+    ids=["all", "apart", "attached-draft", "attached-acceptance", "plain-recomputed", "draft-recomputed"],
 )
 def test_ten_steps_equal_the_torch_backends(options, checkpoint, start):
     results = {}
@@ -416,17 +419,23 @@ def test_one_part_of_a_vocabulary_scores_as_a_whole_one(padding):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(0)
     hidden, weight, targets = torch.randn(20, 16), torch.randn(33, 16), torch.randint(0, 33, (20,))
+    others = torch.randn(20, 16)
     g, e = torch.randn(20), torch.randn(20)
     padded = torch.cat([weight, 9 * torch.ones(padding, 16)])
 
     def run(function, rows, *options):
         leaves = [x.clone().requires_grad_() for x in (hidden, rows)]
-        one, other = function.apply(*leaves, targets, *options, 0.7, 6)
+        of_target = [others] if function in (ChunkedAcceptance, VocabParallelAcceptance) else []
+        one, other = function.apply(*leaves, *of_target, targets, *options, 0.7, 6)
         (one @ g + other @ e if function in (ChunkedScores, VocabParallelScores) else one).backward()
         return [one, other, leaves[0].grad, leaves[1].grad[:33]]
 
     part = VocabularyPart.of(33, len(padded), dist.group.WORLD)
-    pairs = ((ChunkedScores, VocabParallelScores), (ChunkedCrossEntropy, VocabParallelCrossEntropy))
+    pairs = (
+        (ChunkedScores, VocabParallelScores),
+        (ChunkedCrossEntropy, VocabParallelCrossEntropy),
+        (ChunkedAcceptance, VocabParallelAcceptance),
+    )
     for whole, in_parts in pairs:
         for expected, found in zip(run(whole, weight), run(in_parts, padded, part), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -18,7 +18,7 @@ from asyncrl.sample import Group
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.batches import build_batch
 from asyncrl.trainer.rank import TrainerRank
-from tests.support.megatron import CUTS, OPTIONS, in_processes
+from tests.support.megatron import APART, CUTS, OPTIONS, in_processes
 from tests.support.trainer import make_checkpoint, make_config, make_groups, started_ranks, weights
 
 pytestmark = pytest.mark.megatron
@@ -84,11 +84,11 @@ def draft(tensors):
 @pytest.mark.parametrize(
     ("targets", "options"),
     [
-        ("all", {**OPTIONS, "lr": 1e-3, "weight_decay": 0.1, "logprob_chunk_tokens": 7}),
+        ("all", {**OPTIONS, **APART, "lr": 1e-3, "weight_decay": 0.1, "logprob_chunk_tokens": 7}),
         ("some", {**OPTIONS, "lr": 1e-3, "detach_encoder": False, "activation_checkpointing": True}),
         ("one-layer", {"lr": 1e-3, "activation_checkpointing": True, "schedule": "cosine"}),
     ],
-    ids=["all", "attached-draft-recomputed", "one-layer-recomputed"],
+    ids=["all-draft-apart", "attached-draft-recomputed", "one-layer-recomputed"],
 )
 def test_ten_steps_equal_the_torch_backends(targets, options, checkpoint, start):
     results = {}

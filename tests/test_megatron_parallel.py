@@ -8,7 +8,7 @@ from asyncrl.config.schema import MegatronConfig
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.rank import TrainerRank
-from tests.support.megatron import CUTS, OPTIONS, in_processes, make_experts
+from tests.support.megatron import APART, CUTS, OPTIONS, in_processes, make_experts
 from tests.support.trainer import make_checkpoint, make_config, make_groups, weights
 
 pytestmark = pytest.mark.megatron
@@ -21,6 +21,7 @@ MODELS = {
         {**SIZES, "num_nextn_predict_layers": 2},
         {**OPTIONS, "detach_encoder": False, "num_speculative_tokens": 2},
     ),
+    "draft-apart": (SIZES, {**OPTIONS, **APART}),
     "tied": (
         {**SIZES, "tie_word_embeddings": True, "architectures": ["Qwen2ForCausalLM"], "num_nextn_predict_layers": 0},
         {**OPTIONS, "enable_train": False},
@@ -33,8 +34,8 @@ MODELS = {
 
 def train(rank, ranks, cut, checkpoint, options, folder):
     """Exports, trains four steps, saves, trains one more and, from what a single rank saved, that one again."""
-    config = make_config(str(checkpoint), backend="megatron", **options)
-    config.trainer.megatron = MegatronConfig(**CUTS[cut])
+    config = make_config(str(checkpoint), backend="torch" if cut == "torch" else "megatron", **options)
+    config.trainer.megatron = MegatronConfig(**CUTS.get(cut, {}))
     meet = f"file://{folder}/rendezvous_{cut}" if ranks > 1 else None
     trainer = TrainerRank(config, rank, ranks, meet, Recorder(f"trainer/{rank}"))
     first = weights(trainer)
@@ -66,8 +67,15 @@ def runs(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     checkpoint = make_checkpoint(folder / "model", **sizes)
     train(0, 1, "one", checkpoint, options, folder)
-    in_processes(2, train_cuts, 2, TWO, checkpoint, options, folder)
+    cuts = (*TWO, "torch") if request.param == "draft-apart" else TWO
+    in_processes(2, train_cuts, 2, cuts, checkpoint, options, folder)
     return folder, checkpoint
+
+
+def equal_of(runs, cut):
+    """The run that the one at this cut is to equal: that of one rank, but where the draft's steps are over shares of a
+    rank's sequences, data parallel ranks are to equal as many of the torch backend."""
+    return "torch" if cut == "data" and runs[0].name.startswith("draft-apart") else "one"
 
 
 def result(runs, cut, rank=0):
@@ -140,7 +148,7 @@ def test_so_do_more_ranks(tmp_path, ranks, cuts, layers):
 
 
 def expect_like_one(runs, cut):
-    one, found = result(runs, "one"), result(runs, cut)
+    one, found = result(runs, equal_of(runs, cut)), result(runs, cut)
     half = runs[0].name.startswith("half")
     for step, (expected, metrics) in enumerate(zip(one["metrics"], found["metrics"], strict=True)):
         assert metrics.keys() == expected.keys()
@@ -184,7 +192,7 @@ def test_what_one_rank_saved_is_loaded_at_any_cut(runs, cut):
 
 @pytest.mark.parametrize("cut", TWO)
 def test_a_hugging_face_export_is_whole(runs, cut):
-    found, one = read_tensors(runs[0] / f"{cut}_hf"), read_tensors(runs[0] / "one_hf")
+    found, one = read_tensors(runs[0] / f"{cut}_hf"), read_tensors(runs[0] / f"{equal_of(runs, cut)}_hf")
     assert found.keys() == one.keys()
     moved = 2e-3 if runs[0].name.startswith("half") else 1e-4  # ten optimizer steps of 1e-4, there and here
     assert all(torch.allclose(found[name], one[name], atol=moved) for name in one)

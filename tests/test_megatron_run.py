@@ -28,7 +28,6 @@ def test_a_run_with_two_tensor_parallel_ranks_trains_policy_and_draft_and_goes_o
         "trainer.ranks=2",
         "trainer.megatron.tensor_model_parallel_size=2",
         "mtp.enable_train=true",
-        "mtp.loss=cross_entropy",
         "mtp.enable_rollout=true",
         "checkpoint.every_steps=2",
         "async_training.staleness_threshold=1",

@@ -390,8 +390,6 @@ class TorchFSDPBackend:
             if f"random_state.rank_{owner}.{device}" in saved
         }
         state["random_state"] = {f"rank_{owner}": random}
-        if "draft_steps" not in saved:  # by a backend whose draft steps with the trunk
-            del state["draft_steps"]
         load_state(Path(path), state)
         if self._adapter is not None:
             expect_same_base(Path(path), state["base"], self._base_digest, self._config.model.path)
@@ -399,7 +397,7 @@ class TorchFSDPBackend:
         if "cuda" in random:
             torch.cuda.set_rng_state(random["cuda"], self._device)
         self._optimizer_steps = int(state["optimizer_steps"])
-        self._draft_steps = int(state.get("draft_steps", state["optimizer_steps"]))
+        self._draft_steps = int(state["draft_steps"])
         for name, moments in self._moments.items():
             moments["step"].fill_(self._draft_steps if is_draft(name) else self._optimizer_steps)
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, OptimizerConfig
 from asyncrl.models.checkpoint import is_draft, open_tensors
 from asyncrl.models.config import CheckpointError, DecoderConfig, engine_dtype
 from asyncrl.models.mtp_from_trunk import draft_from_trunk
@@ -25,17 +25,14 @@ from asyncrl.trainer.backend import LossFunction, NonFiniteError, Scores, TrainB
 from asyncrl.trainer.backends import process_group
 from asyncrl.trainer.backends.export import Export
 from asyncrl.trainer.backends.megatron.bridges import Bridge, bridge_of, read_source
+from asyncrl.trainer.backends.megatron.draft import DraftTraining, by_sequence, share_of
 from asyncrl.trainer.backends.megatron.layout import fit_problems
 from asyncrl.trainer.backends.megatron.lora import Adapters
 from asyncrl.trainer.backends.megatron.offload import Offload, resident
 from asyncrl.trainer.backends.megatron.optimizer import MOMENTS, ShardedAdamW
 from asyncrl.trainer.backends.megatron.packed import PackedSequences
 from asyncrl.trainer.backends.megatron.policy import PolicyModel, build_chunks, in_precision
-from asyncrl.trainer.backends.megatron.vocab_parallel import (
-    VocabParallelCrossEntropy,
-    VocabParallelScores,
-    VocabularyPart,
-)
+from asyncrl.trainer.backends.megatron.vocab_parallel import VocabParallelScores
 from asyncrl.trainer.backends.megatron.weights import Conversion, ModelWeights
 from asyncrl.trainer.backends.packing import MicroBatch
 from asyncrl.trainer.backends.schedule import learning_rate
@@ -49,7 +46,6 @@ from asyncrl.trainer.backends.torch_state import (
     saved_names,
 )
 from asyncrl.trainer.batches import cut_micro_batches
-from asyncrl.trainer.draft_loss import draft_targets
 
 from megatron.core import parallel_state  # isort: skip (after what makes it run without CUDA)
 from megatron.core.distributed import (  # isort: skip
@@ -95,10 +91,6 @@ class MegatronBackend:
         if self._device.type == "cpu":
             torch.set_num_threads(self._options.threads)
         source = read_source(config.model.path, config.mtp.init_from_trunk, config.mtp.enable_train)
-        cut = self._options.megatron
-        self._token_multiple = cut.tensor_model_parallel_size if cut.sequence_parallel else 1
-        self._draft_depths = config.mtp.num_speculative_tokens if config.mtp.enable_train else 0
-        self._draft_scale = config.mtp.loss_scaling_factor / max(self._draft_depths, 1)
         if problems := list(fit_problems(config, source.text)):
             raise CheckpointError(f"{source.path}: {'; '.join(problems)}")
 
@@ -126,11 +118,15 @@ class MegatronBackend:
             self._reference = [in_precision(reference.provider, chunk) for chunk in self._load(reference)[0]]
 
         exact = {p: p.detach().clone() for chunk in self._chunks for p in chunk.parameters() if p.requires_grad}
-        self._parallel = self._wrap(self._chunks)
-        self._optimizer = ShardedAdamW(self._parallel, self._options.optimizer)
+        self._parallel, self._parallel_draft = self._wrap(self._chunks)
+        self._optimizer = ShardedAdamW(self._parallel, self._parallel_draft, self._options.optimizer)
         for parameter, weight in exact.items():
             self._optimizer.set_weight(parameter, weight)
         del exact
+        self._draft: DraftTraining | None = None
+        if self._parallel_draft is not None:
+            ours = self._chunks[-1], self._parallel_draft, self._optimizer
+            self._draft = DraftTraining(config, *ours, self._micro_batches, self._over_copies)
         self._optimizer_steps = 0
         self._total_optimizer_steps = (
             self._options.total_steps * config.async_training.require_batches * config.algorithm.epochs
@@ -180,12 +176,17 @@ class MegatronBackend:
     def train_step(
         self, batch: TrainBatch, loss: LossFunction, global_denominator: float, temperature: float
     ) -> Mapping[str, float]:
-        """See `Backend.train_step`. Whether loss and gradient are finite is checked before any weight changes."""
+        """See `Backend.train_step`. Whether loss and gradient are finite is checked before the policy's weights change,
+        and of the draft's each time before those do."""
+        draft = self._draft
         with self._recorder.span("trainer/forward_backward", tokens=len(batch.tokens)):
             sums: dict[str, Tensor] = {}
             extremes: dict[str, Tensor] = {}
             of_draft: dict[str, Tensor] = {}
-            counts = self._draft_counts(batch)
+            hidden: dict[int, Tensor] = {}
+            micros = self._micro_batches(batch)
+            together = draft if draft and not draft.detached else None
+            counts = together.counts([micros]) if together else []
 
             def losses(
                 model: PolicyModel, micro: MicroBatch, share: PackedSequences, states: tuple[Tensor, ...]
@@ -193,46 +194,61 @@ class MegatronBackend:
                 logprobs, entropy = self._policy_scores(model, micro, share, states[0], temperature)
                 output = loss(logprobs, entropy, micro.batch)
                 total = output.loss / global_denominator
-                drafts = zip(states[1:], micro.drafts(self._draft_depths), counts, strict=True)
-                for depth, (draft_T1M, (places, tokens), count) in enumerate(drafts, 1):
-                    draft_RM, mine = share.rows(draft_T1M, places)
-                    head_WM = model.head_weight.detach() if model.detach_draft else model.head_weight
-                    part, chunk = self._part(head_WM), self._options.logprob_chunk_tokens
-                    draft_loss, hits = VocabParallelCrossEntropy.apply(
-                        draft_RM, head_WM, tokens[mine], part, temperature, chunk
-                    )
-                    total = total + draft_loss * (self._draft_scale / count)
-                    _add(of_draft, {f"mtp/loss_{depth}": draft_loss.detach().double() / count})
-                    _add(of_draft, {f"mtp/accuracy_{depth}": hits.double() / count})
+                if together:
+                    total = total + together.loss(micro, share, states[0], states[1:], counts[0], temperature, of_draft)
+                elif draft:
+                    hidden.update(zip(micro.sequences, by_sequence(states[0].detach(), share), strict=True))
                 _add(sums, {"loss": output.loss.detach(), **output.sums})
                 for name, value in output.extremes.items():
                     extremes[name] = torch.maximum(extremes[name], value) if name in extremes else value
                 return total
 
-            self._optimizer.zero_grad()
-            self._run(self._parallel, self._micro_batches(batch), losses, self._draft_depths, forward_only=False)
+            self._optimizer.zero_grad(draft=False)
+            self._optimizer.zero_grad(draft=True)
+            self._run(self._parallel, micros, losses, together.depths if together else 0, forward_only=False)
             figures = self._over_copies(sums, dist.ReduceOp.SUM, 1 / global_denominator)
             figures |= self._over_copies(extremes, dist.ReduceOp.MAX)
-            # the policy's figures are of whole sequences on each context parallel rank, the draft's of its own places
-            figures |= self._over_copies(of_draft, dist.ReduceOp.SUM, with_context_parallel=True)
+            if together:
+                together.add_up()
+                figures |= together.figures(of_draft, counts)
             figures = self._told_by_last_stage(figures)
 
-        with self._recorder.span("trainer/optimizer"), self._offload.here("optimizer", written=True):
-            self._optimizer.prepare()
+        with self._offload.here("optimizer", written=True):
+            self._optimizer.prepare(draft=False)
             figures["grad_norm"] = self._optimizer.clip(draft=False)
-            if self._draft_depths:  # apart, so that the draft cannot shorten the policy's step
-                figures["mtp/grad_norm"] = self._optimizer.clip(draft=True)
-            for name in ("loss", "grad_norm", "mtp/grad_norm"):
-                if not math.isfinite(figures.get(name, 0.0)):
-                    self._optimizer.zero_grad()
-                    raise NonFiniteError(
-                        f"optimizer step {self._optimizer_steps}: {name} is {figures[name]}, expected a finite number; "
-                        f"the weights were left as they are (look at this step's logprobs, advantages and lr)"
-                    )
-            figures["lr"] = learning_rate(self._options.optimizer, self._optimizer_steps, self._total_optimizer_steps)
-            self._optimizer.step(figures["lr"])
-            self._optimizer_steps += 1
+            self._expect_finite(figures)
+            if together:
+                figures["mtp/grad_norm"] = self._update_draft(together)
+            elif draft:
+                with self._recorder.span("trainer/draft"):
+                    learned = draft.learn(batch, hidden, temperature, partial(self._update_draft, draft))
+                    figures |= self._told_by_last_stage(learned)
+            with self._recorder.span("trainer/optimizer"):
+                figures["lr"] = self._rate(self._options.optimizer)
+                self._optimizer.step(figures["lr"], draft=False)
+                self._optimizer_steps += 1
         return figures
+
+    def _update_draft(self, draft: DraftTraining) -> float:
+        """Take the draft's gradient, clipped apart, so that it cannot shorten the policy's step; its norm before."""
+        self._optimizer.prepare(draft=True)
+        norm = self._optimizer.clip(draft=True)
+        self._expect_finite({"mtp/grad_norm": norm})
+        self._optimizer.step(self._rate(draft.options), draft=True)
+        draft.steps += 1
+        return norm
+
+    def _rate(self, options: OptimizerConfig) -> float:
+        """It follows the policy's steps."""
+        return learning_rate(options, self._optimizer_steps, self._total_optimizer_steps)
+
+    def _expect_finite(self, figures: Mapping[str, float]) -> None:
+        for name in ("loss", "grad_norm", "mtp/grad_norm"):
+            if not math.isfinite(figures.get(name, 0.0)):
+                raise NonFiniteError(
+                    f"optimizer step {self._optimizer_steps}: {name} is {figures[name]}, expected a finite number; "
+                    f"the policy's weights were left as they are (look at this step's logprobs, advantages and lr)"
+                )
 
     def _run(
         self,
@@ -247,8 +263,7 @@ class MegatronBackend:
         def forward_step(micros: Iterator[MicroBatch], module: Any) -> Any:
             micro, model = next(micros), _unwrapped(module)
             model.draft_depths = draft_depths
-            group = parallel_state.get_context_parallel_group()
-            share = PackedSequences.of(micro.tokens, micro.batch.lengths, micro.layout, group, self._token_multiple)
+            share = share_of(micro, model.config)
             states = module(share.tokens, share.positions, None, packed_seq_params=share)
             return states, partial(reduce, model, micro, share)
 
@@ -275,25 +290,16 @@ class MegatronBackend:
         hidden_rM, mine = share.rows(hidden_T1M, micro.rows)
         head_WM, chunk = model.head_weight, self._options.logprob_chunk_tokens
         scores = VocabParallelScores.apply(
-            hidden_rM, head_WM, micro.targets[mine], self._part(head_WM), temperature, chunk
+            hidden_rM, head_WM, micro.targets[mine], model.vocabulary_part, temperature, chunk
         )
         return share.of_all(torch.stack(scores), mine, len(micro.targets))
 
-    def _part(self, head_WM: Tensor) -> VocabularyPart:
-        group = parallel_state.get_tensor_model_parallel_group()
-        return VocabularyPart.of(self._bridge.provider.vocab_size, len(head_WM), group)
-
-    def _draft_counts(self, batch: TrainBatch) -> list[float]:
-        """For each depth, how many tokens of all copies the draft is taught; 1 where there is none, to divide by."""
-        depths = range(1, self._draft_depths + 1)
-        counts = {str(depth): torch.tensor(float(len(draft_targets(batch, depth)[0]))) for depth in depths}
-        return [max(count, 1.0) for count in self._over_copies(counts, dist.ReduceOp.SUM).values()]
-
-    def _micro_batches(self, batch: TrainBatch) -> list[MicroBatch]:
-        """At least one, with virtual stages a multiple of the stages, and as many on all ranks that share experts; for
-        this there are placeholders."""
-        cuts = cut_micro_batches(batch.lengths, self._options.max_tokens_per_micro_batch)
-        micros = [MicroBatch.of(batch, cut, self._device) for cut in cuts]
+    def _micro_batches(self, batch: TrainBatch, share: np.ndarray | None = None) -> list[MicroBatch]:
+        """Of all sequences, or of those in ``share``: at least one, with virtual stages a multiple of the stages, and
+        as many on all ranks that share experts; for this there are placeholders."""
+        sequences = np.arange(len(batch)) if share is None else share
+        cuts = cut_micro_batches(batch.lengths[sequences], self._options.max_tokens_per_micro_batch)
+        micros = [MicroBatch.of(batch, sequences[cut].tolist(), self._device) for cut in cuts]
         stages = parallel_state.get_pipeline_model_parallel_world_size() if len(self._chunks) > 1 else 1
         count = max(-(-len(micros) // stages) * stages, stages)
         if self._options.megatron.expert_model_parallel_size > 1:
@@ -366,6 +372,7 @@ class MegatronBackend:
                 moment: share(whole(partial(self._optimizer.moment, moment), wanted=trained)) for moment in MOMENTS
             },
             "optimizer_steps": torch.tensor(self._optimizer_steps),
+            "draft_steps": torch.tensor(self._draft.steps if self._draft else 0),
             "random_state": {f"rank_{self.rank}": {"cpu": torch.get_rng_state()}},
         }
 
@@ -424,12 +431,16 @@ class MegatronBackend:
         owner = self.rank if f"random_state.rank_{self.rank}.cpu" in saved else 0
         rest: dict[str, Any] = {
             "optimizer_steps": torch.tensor(0),
+            "draft_steps": torch.tensor(0),
             "random_state": {f"rank_{owner}": {"cpu": torch.get_rng_state()}},
         }
         load_state(path, rest)
         torch.set_rng_state(rest["random_state"][f"rank_{owner}"]["cpu"])
         self._optimizer_steps = int(rest["optimizer_steps"])
-        self._optimizer.set_steps(self._optimizer_steps)
+        self._optimizer.set_steps(self._optimizer_steps, draft=False)
+        if self._draft:
+            self._draft.steps = int(rest["draft_steps"])
+            self._optimizer.set_steps(self._draft.steps, draft=True)
 
     @torch.no_grad()
     def _load_adapters(self, path: Path, adapters: Adapters) -> None:
@@ -495,16 +506,27 @@ class MegatronBackend:
                 chunk.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
         return adapters
 
-    def _wrap(self, chunks: list[PolicyModel]) -> list[Any]:
+    def _wrap(self, chunks: list[PolicyModel]) -> tuple[list[Any], Any]:
+        """(a data parallel module around each chunk, one around the MTP layers if they are trained)"""
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
         )
         provider = self._bridge.provider
         provider.finalize_model_grads_func = _finalize_gradients
-        return [
+        learning = [p for p in _parameters_of_draft(chunks[-1]) if p.requires_grad]
+        for parameter in learning:
+            parameter.requires_grad_(False)  # whose gradients are to lie apart
+        wrapped = [
             DistributedDataParallel(provider, settings, in_precision(provider, chunk), disable_bucketing=i > 0)
             for i, chunk in enumerate(chunks)
         ]
+        for parameter in learning:
+            parameter.requires_grad_(True)
+        if not self._config.mtp.enable_train:
+            return wrapped, None
+        # stages without the MTP layers have an optimizer for them all the same: making one is collective
+        draft = chunks[-1].mtp if learning else torch.nn.ModuleList()
+        return wrapped, DistributedDataParallel(provider, settings, draft)
 
     def _make_offload(self) -> Offload:
         options, kinds = self._options.megatron, {}
@@ -512,7 +534,8 @@ class MegatronBackend:
             for kind, chunks in (("parameters", self._chunks), ("reference", self._reference)):
                 kinds[kind] = [parameter.data for chunk in chunks for parameter in chunk.parameters()]
         if options.grad_offload:
-            buffers = [buffer for chunk in self._parallel for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+            modules = self._parallel + ([self._parallel_draft] if self._parallel_draft else [])
+            buffers = [buffer for module in modules for buffer in module.buffers + module.expert_parallel_buffers]
             kinds["gradients"] = [buffer.grad_data for buffer in buffers]
         if options.optimizer_offload:
             kinds["optimizer"] = list(self._optimizer.own_tensors())
@@ -534,6 +557,10 @@ def _choose_device(name: str, rank: int) -> torch.device:
             raise ValueError("trainer.device is cpu, but megatron-core uses the CUDA device of this machine; use auto")
         return torch.device("cuda", rank % torch.cuda.device_count())
     return torch.device("cpu")
+
+
+def _parameters_of_draft(chunk: PolicyModel) -> Iterator[torch.nn.Parameter]:
+    return (parameter for name, parameter in chunk.named_parameters() if name.startswith("mtp."))
 
 
 def _unwrapped(module: Any) -> PolicyModel:

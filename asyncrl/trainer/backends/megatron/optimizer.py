@@ -39,12 +39,19 @@ class Shard:
 
 
 class ShardedAdamW:
-    """``chunks``: megatron-core's data parallel modules, whose gradients are ready when `prepare` is called. What is
-    stepped is float32: the parameters themselves, or copies of them where they are bfloat16."""
+    """``policy``, ``draft``: megatron-core's data parallel modules, whose gradients are ready when `prepare` is called;
+    the draft, if any is trained, is stepped apart. What is stepped is float32: the parameters themselves, or copies of
+    them where they are bfloat16. Made by all ranks together."""
 
-    def __init__(self, chunks: Sequence[DistributedDataParallel], options: OptimizerConfig) -> None:
-        self._chunks, self._options = list(chunks), options
-        half = next(self._chunks[0].parameters()).dtype == torch.bfloat16
+    def __init__(
+        self,
+        policy: Sequence[DistributedDataParallel],
+        draft: DistributedDataParallel | None,
+        options: OptimizerConfig,
+    ) -> None:
+        self._options = options
+        self._modules = {False: list(policy), True: [] if draft is None else [draft]}
+        half = next(policy[0].parameters()).dtype == torch.bfloat16
         settings = MegatronOptimizerConfig(
             optimizer="adam",
             lr=options.lr,
@@ -58,21 +65,25 @@ class ShardedAdamW:
             use_distributed_optimizer=True,
         )
         # no overrides: weights decay alike, norms and biases included, as in the torch backend
-        whole = get_megatron_optimizer(settings, self._chunks, config_overrides={}, use_gloo_process_groups=False)
-        self._optimizer = whole
-        self._parts = getattr(whole, "chained_optimizers", [whole])
-        self._device = next(self._chunks[0].parameters()).device
+        self._optimizers = {
+            draft: get_megatron_optimizer(settings, modules, config_overrides={}, use_gloo_process_groups=False)
+            for draft, modules in self._modules.items()
+            if modules
+        }
+        self._device = next(policy[0].parameters()).device
         self._by_parameter: dict[int, list[Shard]] = {}
-        self.shards = list(self._find_shards())
+        self.shards = [shard for draft in self._optimizers for shard in self._find_shards(draft)]
 
-    def zero_grad(self) -> None:
-        for chunk in self._chunks:
-            chunk.zero_grad_buffer()
-        self._optimizer.zero_grad()
+    def zero_grad(self, draft: bool) -> None:
+        for module in self._modules[draft]:
+            module.zero_grad_buffer()
+        if draft in self._optimizers:
+            self._optimizers[draft].zero_grad()
 
-    def prepare(self) -> None:
+    def prepare(self, draft: bool) -> None:
         """Give each shard its gradient, which lies in the reduced buffers."""
-        self._optimizer.prepare_grads()
+        if draft in self._optimizers:
+            self._optimizers[draft].prepare_grads()
 
     def clip(self, draft: bool) -> float:
         """Scale the gradient of policy or draft down to ``grad_clip``; returns its norm before, over all ranks."""
@@ -88,16 +99,18 @@ class ShardedAdamW:
                 _gradient(shard).mul_(self._options.grad_clip / (norm + 1e-6))
         return norm
 
-    def step(self, lr: float) -> None:
-        for part in self._parts:
+    def step(self, lr: float, draft: bool) -> None:
+        for part in self._parts(draft):
             for group in part.param_groups:
                 group["lr"] = lr
-        self._optimizer.step_with_ready_grads()
+        if draft in self._optimizers:
+            self._optimizers[draft].step_with_ready_grads()
 
-    def set_steps(self, steps: int) -> None:
+    def set_steps(self, steps: int, draft: bool) -> None:
         """How many steps the moments are of."""
         for shard in self.shards:
-            shard.state["step"].fill_(steps)
+            if shard.draft == draft:
+                shard.state["step"].fill_(steps)
 
     def moment(self, name: str, parameter: torch.nn.Parameter) -> Tensor:
         """A moment in the shape of this rank's parameter; collective over the ranks that share its shards."""
@@ -138,10 +151,13 @@ class ShardedAdamW:
             dist.all_reduce(whole, group=group)
         return whole.view(parameter.shape)
 
-    def _find_shards(self) -> Iterator[Shard]:
-        names = {id(p): name for chunk in self._chunks for name, p in chunk.named_parameters()}
+    def _parts(self, draft: bool) -> Sequence[Any]:
+        whole = self._optimizers.get(draft)
+        return [] if whole is None else getattr(whole, "chained_optimizers", [whole])
+
+    def _find_shards(self, draft: bool) -> Iterator[Shard]:
         group = parallel_state.get_tensor_model_parallel_group()
-        for part in self._parts:
+        for part in self._parts(draft):
             if part.is_stub_optimizer:
                 continue
             stepped = [*part.model_fp32_groups, *part.model_float16_groups]
@@ -159,7 +175,7 @@ class ShardedAdamW:
                         where.end,
                         main,
                         part.optimizer.state[main],
-                        draft=".mtp." in f".{names[id(parameter)]}",
+                        draft=draft,
                         # experts are shared out over tensor parallel ranks too
                         counts=not getattr(parameter, "allreduce", True)
                         or (

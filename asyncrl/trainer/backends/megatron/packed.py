@@ -46,11 +46,9 @@ class Zigzag(NamedTuple):
 
     @classmethod
     def of(cls, lengths: np.ndarray, ranks: int, multiple: int = 1) -> Zigzag:
-        """Each rank gets a multiple of ``multiple`` tokens; the last sequence's padding makes up for it."""
+        """Each rank gets a multiple of ``multiple`` tokens, of each sequence, which lies alike in whatever batch."""
         chunks = 2 * ranks if ranks > 1 else 1
-        padded = -(-lengths // chunks) * chunks
-        while padded.sum() // ranks % multiple:
-            padded[-1] += chunks
+        padded = -(-lengths // (chunks * multiple)) * (chunks * multiple)
         each = lambda values_B: np.repeat(values_B, padded)
         position = np.arange(padded.sum()) - each(offsets(padded)[:-1])
         chunk, place = np.divmod(position, each(padded // chunks))
@@ -118,8 +116,8 @@ class PackedSequences(PackedSeqParams):
         group: dist.ProcessGroup,
         multiple: int = 1,
     ) -> PackedSequences:
-        """This rank's share of the sequences of ``lengths_B``, a multiple of ``multiple`` tokens; ``layout``: theirs
-        when they are whole."""
+        """This rank's share of the sequences of ``lengths_B``, a multiple of ``multiple`` tokens of each; ``layout``:
+        theirs when they are whole."""
         device, across, following_P, positions = tokens_P.device, None, tokens_P.roll(-1), layout.positions
         if group.size() > 1 or multiple > 1:
             cut = Zigzag.of(lengths_B, group.size(), multiple)

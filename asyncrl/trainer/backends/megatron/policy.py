@@ -18,6 +18,7 @@ from asyncrl.trainer.backends.megatron import cpu
 from asyncrl.trainer.backends.megatron.bridges import Bridge, expect_same_rope
 from asyncrl.trainer.backends.megatron.layers import without_transformer_engine
 from asyncrl.trainer.backends.megatron.packed import PackedSequences
+from asyncrl.trainer.backends.megatron.vocab_parallel import VocabularyPart
 
 cpu.activate()
 
@@ -86,6 +87,21 @@ class PolicyModel(GPTModel):
         if not self.config.sequence_parallel:
             return states
         return tensor_parallel.scatter_to_sequence_parallel_region(states)
+
+    def draft(self, hidden_T1M: Tensor, sequences: PackedSequences, depths: int) -> tuple[Tensor, ...]:
+        """On the last stage the draft alone: the states of it that a forward pass gives, from the trunk's of that."""
+        self.draft_depths = depths
+        hidden_T1M = hidden_T1M.to(self.head_weight.dtype)
+        _, rope, cos, sin, *_ = self._preprocess(None, None, decoder_input=hidden_T1M, packed_seq_params=sequences)
+        layers = {"rotary_pos_emb": rope, "rotary_pos_cos": cos, "rotary_pos_sin": sin, "attention_mask": None}
+        states = self._draft_states(self._of_this_rank(hidden_T1M), layers | {"packed_seq_params": sequences})
+        return tuple(state.float() for state in states)
+
+    @property
+    def vocabulary_part(self) -> VocabularyPart:
+        """Of this rank's rows of the head."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        return VocabularyPart.of(self.config.vocab_size, len(self.head_weight), group)
 
     @property
     def head_weight(self) -> Tensor:

@@ -112,33 +112,8 @@ class VocabParallelScores(torch.autograd.Function):
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None, None
 
 
-class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Sum over rows of −log softmax(z)[target], and how many targets are the likeliest token; float32 scalars."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, part: VocabularyPart, temperature: float, chunk: int
-    ) -> Any:
-        loss, hits = hidden.new_zeros((), dtype=torch.float32), hidden.new_zeros((), dtype=torch.float32)
-        d_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        tokens = slice(part.end - part.first)
-        for lo in range(0, len(targets), chunk):
-            rows = slice(lo, lo + chunk)
-            found = _chunk(part, hidden[rows], weight, targets[rows], temperature)
-            loss += (found.log_sum_C - found.target_C).sum()
-            likelier_C = part.sum((found.logits_CW > found.target_C[:, None]).sum(1))
-            hits += (likelier_C == 0).sum()
-            ones = torch.ones_like(found.target_C)
-            dz_CW = _of_logits(part, found.p_CW, targets[rows], -ones, temperature, weight.dtype)
-            if d_hidden is not None:
-                d_hidden[rows] = dz_CW @ weight[tokens]
-            if d_weight is not None:
-                d_weight[tokens] += dz_CW.t() @ hidden[rows].to(weight.dtype)
-        ctx.save_for_backward(None if d_hidden is None else part.sum(d_hidden), d_weight)
-        ctx.weight_dtype = weight.dtype
-        ctx.mark_non_differentiable(hits)
-        return loss, hits
+class _SumOverRows(torch.autograd.Function):
+    """A sum over rows whose forward pass has made the gradient too: see `asyncrl.models.chunked`."""
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -147,11 +122,88 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         return (
             None if d_hidden is None else d_hidden * g.to(d_hidden.dtype),
             None if d_weight is None else (d_weight * g).to(ctx.weight_dtype),
-            None,
-            None,
-            None,
-            None,
+            *[None] * (len(ctx.needs_input_grad) - 2),
         )
+
+
+class _Gradients:
+    """What `_SumOverRows` saves, filled chunk by chunk with the gradient of the logits, [C, W]."""
+
+    def __init__(self, ctx: Any, hidden: Tensor, weight: Tensor, part: VocabularyPart) -> None:
+        self._hidden, self._weight, self._part = hidden, weight, part
+        self._d_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
+        self._d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+
+    def add(self, rows: slice, dz_CW: Tensor) -> None:
+        tokens = slice(self._part.end - self._part.first)
+        if self._d_hidden is not None:
+            self._d_hidden[rows] = dz_CW @ self._weight[tokens]
+        if self._d_weight is not None:
+            self._d_weight[tokens] += dz_CW.t() @ self._hidden[rows].to(self._weight.dtype)
+
+    def save(self, ctx: Any) -> None:
+        ctx.save_for_backward(None if self._d_hidden is None else self._part.sum(self._d_hidden), self._d_weight)
+        ctx.weight_dtype = self._weight.dtype
+
+
+class VocabParallelCrossEntropy(_SumOverRows):
+    """Sum over rows of −log softmax(z)[target], and how many targets are the likeliest token; float32 scalars."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, part: VocabularyPart, temperature: float, chunk: int
+    ) -> Any:
+        loss, hits = hidden.new_zeros((), dtype=torch.float32), hidden.new_zeros((), dtype=torch.float32)
+        gradients = _Gradients(ctx, hidden, weight, part)
+        for lo in range(0, len(targets), chunk):
+            rows = slice(lo, lo + chunk)
+            found = _chunk(part, hidden[rows], weight, targets[rows], temperature)
+            loss += (found.log_sum_C - found.target_C).sum()
+            hits += _likeliest(part, found)
+            ones = torch.ones_like(found.target_C)
+            gradients.add(rows, _of_logits(part, found.p_CW, targets[rows], -ones, temperature, weight.dtype))
+        gradients.save(ctx)
+        ctx.mark_non_differentiable(hits)
+        return loss, hits
+
+
+class VocabParallelAcceptance(_SumOverRows):
+    """Sum over rows of −log α, and how many ``targets`` are the draft's likeliest token; float32 scalars. α, its
+    gradient and ``target_hidden``: see `asyncrl.models.chunked.ChunkedAcceptance`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        target_hidden: Tensor,
+        targets: Tensor,
+        part: VocabularyPart,
+        temperature: float,
+        chunk: int,
+    ) -> Any:
+        loss, hits = hidden.new_zeros((), dtype=torch.float32), hidden.new_zeros((), dtype=torch.float32)
+        gradients = _Gradients(ctx, hidden, weight, part)
+        for lo in range(0, len(targets), chunk):
+            rows = slice(lo, lo + chunk)
+            draft = _chunk(part, hidden[rows], weight, targets[rows], temperature)
+            hits += _likeliest(part, draft)
+            q_CW, p_CW = draft.p_CW, _chunk(part, target_hidden[rows], weight, targets[rows], temperature).p_CW
+            below_CW = q_CW < p_CW
+            sums = part.sum(torch.stack([p_CW.minimum(q_CW).sum(1), (q_CW * below_CW).sum(1)]))
+            overlap_C1, under_C1 = sums[0, :, None].clamp(min=torch.finfo(torch.float32).tiny), sums[1, :, None]
+            loss -= overlap_C1.log().sum()
+            dz_CW = q_CW.mul_(under_C1 - below_CW.float()).div_(overlap_C1 * temperature)
+            gradients.add(rows, dz_CW.to(weight.dtype))
+        gradients.save(ctx)
+        ctx.mark_non_differentiable(hits)
+        return loss, hits
+
+
+def _likeliest(part: VocabularyPart, found: _Chunk) -> Tensor:
+    """How many targets are: no token has a higher logit."""
+    likelier_C = part.sum((found.logits_CW > found.target_C[:, None]).sum(1))
+    return (likelier_C == 0).sum()
 
 
 def _of_logits(
