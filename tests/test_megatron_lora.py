@@ -29,7 +29,7 @@ TARGETS = {
     "some": ["q_proj", "o_proj", "up_proj"],
     "one-layer": ["layers.1.self_attn.v_proj", "layers.1.mlp.down_proj"],
 }
-TWO = ("tensor", "pipeline", "data")
+TWO = ("tensor", "pipeline", "data", "context", "sequence")
 
 
 @pytest.fixture(scope="module")

@@ -48,32 +48,46 @@ class Pair(nn.Module):
 class LayerAdapter(nn.Module):
     """The pairs beside one layer of megatron-core, of which it is the submodule ``adapter``: a name under which
     Megatron-Bridge looks for no tensors. ``rows``: of each module that the layer is made of, this rank's; those in
-    ``pairs`` are targeted. ``groups``: how often its rows repeat the modules' (as often as it has key/value heads)."""
+    ``pairs`` are targeted. ``groups``: how often its rows repeat the modules' (as often as it has key/value heads).
+    ``shared``: tensor parallel ranks have parts of the tokens before and after the layer (``sequence_parallel``)."""
 
-    def __init__(self, pairs: Mapping[str, Pair], rows: Mapping[str, int], groups: int, scale: float) -> None:
+    def __init__(
+        self, pairs: Mapping[str, Pair], rows: Mapping[str, int], groups: int, scale: float, shared: bool
+    ) -> None:
         super().__init__()
+        self._shared = shared
         self._pairs, self._rows = dict(pairs), dict(rows)
         self.pairs = nn.ModuleDict(pairs)  # which makes them parameters
         self._groups, self._scale = groups, scale
         self.enabled = True
 
     def beside_rows(self, x: Tensor) -> Tensor:
-        """To be added to the output of a layer whose rows are cut over the tensor parallel ranks; ``x`` is whole."""
-        a = torch.cat([pair.lora_A for pair in self._pairs.values()])
+        """To be added to the output of a layer whose rows are cut over the tensor parallel ranks; ``x`` is whole, or
+        this rank's tokens."""
+        inner = F.linear(x, torch.cat([pair.lora_A for pair in self._pairs.values()]))
         # each rank's rows of B give a part of the gradient of A x: summed on its way back
-        inner = tensor_parallel.copy_to_tensor_model_parallel_region(F.linear(x, a))
+        if self._shared:
+            inner = tensor_parallel.gather_from_sequence_parallel_region(inner)
+        else:
+            inner = tensor_parallel.copy_to_tensor_model_parallel_region(inner)
         inners = dict(zip(self._pairs, inner.chunk(len(self._pairs), -1), strict=True))
         outs = []
         for part, rows in self._rows.items():
-            targeted = part in inners
-            out = F.linear(inners[part], self._pairs[part].lora_B) if targeted else x.new_zeros(*x.shape[:-1], rows)
+            if part in inners:
+                out = F.linear(inners[part], self._pairs[part].lora_B)
+            else:
+                out = inner.new_zeros(*inner.shape[:-1], rows)
             outs.append(out.unflatten(-1, (self._groups, -1)))
         return torch.cat(outs, -1).flatten(-2) * self._scale
 
     def beside_columns(self, x: Tensor) -> Tensor:
         """The same where the columns are cut; ``x`` is this rank's part of its input."""
         (pair,) = self._pairs.values()
-        inner = tensor_parallel.reduce_from_tensor_model_parallel_region(F.linear(x, pair.lora_A))
+        inner = F.linear(x, pair.lora_A)
+        if self._shared:
+            inner = tensor_parallel.reduce_scatter_to_sequence_parallel_region(inner)
+        else:
+            inner = tensor_parallel.reduce_from_tensor_model_parallel_region(inner)
         return F.linear(inner, pair.lora_B) * self._scale
 
 
@@ -175,6 +189,7 @@ class Adapters:
         by_rows = kind in _CUT_BY_ROWS
         share = _tensor_parts() if by_rows else 1
         rows = {part: modules[module][0] // share for part, module in parts.items()}
+        shared = layer.config.sequence_parallel
         pairs = {}
         for part, module in parts.items():
             if self.spec.targets(module):
@@ -184,7 +199,9 @@ class Adapters:
                 for name, parameter, cut in zip(pair_names(module), (pair.lora_A, pair.lora_B), cuts, strict=True):
                     self._parts[name] = Part(parameter, cut)
                     set_tensor_model_parallel_attributes(parameter, cut is not None, 0 if cut is None else cut, 1)
-        layer.adapter = LayerAdapter(pairs, rows, groups, self.spec.alpha / self.spec.r)
+                    # then a whole one sees this rank's tokens: its gradients are to be summed over the ranks
+                    parameter.sequence_parallel = shared and cut is None  # type: ignore[attr-defined]
+        layer.adapter = LayerAdapter(pairs, rows, groups, self.spec.alpha / self.spec.r, shared)
         self._layers.append(layer.adapter)
         if hasattr(layer, "layer_norm_weight"):
             layer.return_layernorm_output = True

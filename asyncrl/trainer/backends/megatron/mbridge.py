@@ -89,7 +89,12 @@ class MBridgeConverter:
 
     def build_conversion_tasks(self, folder: Any, chunks: Sequence[Any]) -> list[Task]:
         """One for each parameter of the model, those of other stages included, in the order of layers; collective."""
-        here = {_global(name, chunk): (chunk, name, p) for chunk in chunks for name, p in chunk.named_parameters()}
+        here = {
+            _global(name, chunk): (chunk, name, p)
+            for chunk in chunks
+            for name, p in chunk.named_parameters()
+            if ".adapter." not in name
+        }
         cuts = {name: _cut(p) for name, (_, _, p) in here.items()}
         group = parallel_state.get_pipeline_model_parallel_group()
         told: list[Any] = [None] * group.size()

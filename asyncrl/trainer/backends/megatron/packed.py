@@ -66,13 +66,12 @@ class Zigzag(NamedTuple):
 class Across(NamedTuple):
     """What a rank knows of the others' tokens. ``keys``: where those of all ranks, gathered [G], lie in a padded batch;
     ``mask`` bool [B, 1, l, L]: which of them each of its queries sees. ``previous`` int64 [T]: where in [G] the token
-    before each is; ``owner`` and ``local`` int64 [P]: who has a packed place, and where."""
+    before each is; ``owner`` int64 [P]: who has a packed place."""
 
     keys: PackedLayout
     mask: Tensor
     previous: Tensor
     owner: Tensor
-    local: Tensor
 
     @classmethod
     def of(cls, cut: Zigzag, mine: np.ndarray, layout: PackedLayout, positions: Tensor) -> Across:
@@ -90,7 +89,6 @@ class Across(NamedTuple):
             mask=layout.pad(positions)[:, None, :, None] >= torch.arange(whole.length, device=positions.device),
             previous=put(gathered[np.maximum(mine - 1, 0)]),
             owner=put(cut.owner[cut.real]),
-            local=put(cut.local[cut.real]),
         )
 
 
@@ -98,12 +96,14 @@ class Across(NamedTuple):
 class PackedSequences(PackedSeqParams):
     """What megatron-core and Transformer Engine read of the sequences that lie in one row, and what this backend reads
     of this rank's share: ``tokens``, ``following`` (the token after each) and ``positions``, int64 [1, T]; ``layout``
-    of their queries. ``group``: the context parallel ranks; only if these are several, there is ``across``."""
+    of their queries. ``local`` int64 [P]: where a packed place is among the tokens of the rank that has it, if there is
+    padding between. ``group``: the context parallel ranks; only if these are several, there is ``across``."""
 
     tokens: Tensor
     following: Tensor
     positions: Tensor
     layout: PackedLayout
+    local: Tensor | None
     group: dist.ProcessGroup
     across: Across | None
 
@@ -118,13 +118,15 @@ class PackedSequences(PackedSeqParams):
     ) -> PackedSequences:
         """This rank's share of the sequences of ``lengths_B``, a multiple of ``multiple`` tokens of each; ``layout``:
         theirs when they are whole."""
-        device, across, following_P, positions = tokens_P.device, None, tokens_P.roll(-1), layout.positions
+        device, following_P, positions = tokens_P.device, tokens_P.roll(-1), layout.positions
+        local, across = None, None
         if group.size() > 1 or multiple > 1:
             cut = Zigzag.of(lengths_B, group.size(), multiple)
             mine = np.flatnonzero(cut.owner == group.rank())
             source, positions = (on_device(array[mine], device) for array in (cut.source, cut.position))
             tokens_P, following_P = tokens_P[source], following_P[source]
             layout = PackedLayout.from_lengths(cut.lengths // group.size(), device)
+            local = on_device(cut.local[cut.real], device)
             across = Across.of(cut, mine, layout, positions) if group.size() > 1 else None
             lengths_B = cut.lengths
         bounds, longest = on_device(offsets(lengths_B).astype(np.int32), device), int(lengths_B.max())
@@ -138,6 +140,7 @@ class PackedSequences(PackedSeqParams):
             following=following_P[None],
             positions=positions[None],
             layout=layout,
+            local=local,
             group=group,
             across=across,
         )
@@ -151,10 +154,11 @@ class PackedSequences(PackedSeqParams):
 
     def rows(self, states_T1M: Tensor, places_R: Tensor) -> tuple[Tensor, Tensor | slice]:
         """(states [r, M], which of ``places_R`` they are of): of those packed places that this rank has."""
-        if self.across is None:
-            return states_T1M.squeeze(1).index_select(0, places_R), slice(None)
-        mine_r = torch.nonzero(self.across.owner[places_R] == self.group.rank()).squeeze(1)
-        return states_T1M.squeeze(1).index_select(0, self.across.local[places_R[mine_r]]), mine_r
+        mine_r: Tensor | slice = slice(None)
+        if self.across is not None:
+            mine_r = torch.nonzero(self.across.owner[places_R] == self.group.rank()).squeeze(1)
+        places_r = places_R[mine_r] if self.local is None else self.local[places_R[mine_r]]
+        return states_T1M.squeeze(1).index_select(0, places_r), mine_r
 
     def of_all(self, values_Xr: Tensor, mine_r: Tensor | slice, rows: int) -> Tensor:
         """[X, R]: figures of all places from those that each rank has."""
