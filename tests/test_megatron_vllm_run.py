@@ -1,0 +1,62 @@
+"""One run over three environments: the driver in its own, Megatron ranks in theirs, vLLM in its own."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from asyncrl.models.checkpoint import is_draft, read_tensors
+from tests.support.faults import FaultyRun, audit
+from tests.support.tiny import make_inputs
+
+ROOT = Path(__file__).parent.parent
+#: relative paths, for a run's folder is the project's
+PYTHONS = {"trainer.python": ".venv-megatron/bin/python", "rollout.engine.python": ".venv-vllm/bin/python"}
+
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        not all((ROOT / python).exists() for python in PYTHONS.values()),
+        reason="needs both environments: make venv-megatron venv-vllm",
+    ),
+]
+
+
+def test_megatron_trains_policy_and_draft_and_vllm_generates_with_both(tmp_path, monkeypatch):
+    """The logprobs that vLLM told of fresh samples are those that Megatron finds, so the weights of every version are
+    the trainer's; and the draft that learns there is the one that speculates here."""
+    monkeypatch.setenv("ASYNCRL_PYTHON", os.environ.get("ASYNCRL_PYTHON", str(ROOT / ".venv/bin/python")))
+    inputs = make_inputs(tmp_path / "inputs")
+    run = FaultyRun(
+        inputs,
+        tmp_path / "run",
+        "trainer.backend=megatron",
+        "rollout.engine.name=vllm",
+        *(f"{option}={ROOT / python}" for option, python in PYTHONS.items()),
+        "mtp.enable_train=true",
+        "mtp.enable_rollout=true",
+        "async_training.staleness_threshold=0",
+        "checkpoint.export_hf=final",
+        "ray.placement_timeout_s=120",
+        "supervision.answer_s=300",
+    )
+    try:
+        assert run.wait(800) == 0, run.text
+        audit(run.folder, [2] * 5, staleness_bound=0)
+        rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+        steps = [row for row in rows if "actor/loss" in row]
+        assert len(steps) == 5
+        assert max(abs(row["actor/ratio_max"] - 1) for row in steps) < 1e-3
+        assert all(row["mtp/loss_1"] > 0 for row in steps)
+        assert any(0 <= row.get("rollout/spec_accept_rate", -1) <= 1 for row in rows)
+        before, after = read_tensors(inputs / "checkpoint"), read_tensors(run.folder / "checkpoints/final/hf")
+        assert before.keys() == after.keys()
+        for draft in (True, False):
+            name = next(n for n in before if is_draft(n) == draft and n.endswith("down_proj.weight"))
+            assert not (before[name] == after[name]).all(), name
+    finally:
+        run.close()
