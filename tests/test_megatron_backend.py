@@ -1,11 +1,13 @@
 """The Megatron backend in one process against the torch backend: losses, norms, weights, checkpoints, exports."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from asyncrl.models.checkpoint import is_draft, load_decoder, read_tensors
+from asyncrl.models.checkpoint import is_draft, load_decoder, read_tensors, save_checkpoint
 from asyncrl.models.chunked import ChunkedAcceptance, ChunkedCrossEntropy, ChunkedScores
 from asyncrl.models.config import CheckpointError, DecoderConfig
 from asyncrl.sample import Group
@@ -225,6 +227,21 @@ def test_an_exported_folder_is_one_that_both_backends_load(checkpoint, start, tm
     assert all(torch.equal(p, trained[name]) for name, p in load_decoder(tmp_path / "hf").named_parameters())
     again = weights(start(make_config(str(tmp_path / "hf"), backend="megatron")))
     assert all(torch.equal(again[name], trained[name]) for name in trained)
+
+
+@pytest.mark.parametrize("backend", ["torch", "megatron"])
+def test_an_export_keeps_the_whole_config_of_which_the_text_is_a_part(backend, checkpoint, start, tmp_path):
+    flat = DecoderConfig.load(checkpoint).raw
+    outer = ("architectures", "tie_word_embeddings")
+    raw = {name: flat[name] for name in outer} | {"vision_config": {"depth": 3, "patch_size": 14}, "image_token_id": 5}
+    raw["text_config"] = {name: value for name, value in flat.items() if name not in outer}
+    save_checkpoint(tmp_path / "nested", read_tensors(checkpoint), DecoderConfig.from_dict(raw))
+    options = {"backend": backend, "enable_train": True}
+    rank = start(make_config(str(tmp_path / "nested"), **options))
+    metrics = rank.train(0, make_groups())
+    rank.export_hf(tmp_path / "hf")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text()) == raw
+    assert metrics == start(make_config(checkpoint, **options)).train(0, make_groups())
 
 
 def test_a_draft_made_from_the_trunk_is_the_torch_backends(tmp_path, start):

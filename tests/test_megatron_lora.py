@@ -88,12 +88,14 @@ def draft(tensors):
         ("some", {**OPTIONS, "lr": 1e-3, "detach_encoder": False, "activation_checkpointing": True}),
         ("one-layer", {"lr": 1e-3, "activation_checkpointing": True, "schedule": "cosine"}),
     ],
-    ids=["all-draft-apart", "attached-draft-recomputed", "one-layer-recomputed"],
+    ids=["all-draft-apart", "attached-draft-recomputed", "one-layer-recomputed-mbridge"],
 )
 def test_ten_steps_equal_the_torch_backends(targets, options, checkpoint, start):
     results = {}
     for backend in ("torch", "megatron"):
-        rank = start(lora_config(checkpoint, backend, targets, **options))
+        config = lora_config(checkpoint, backend, targets, **options)
+        config.model.bridge = "mbridge" if (backend, targets) == ("megatron", "one-layer") else "megatron_bridge"
+        rank = start(config)
         before = weights(rank)
         results[backend] = (before, train(rank, range(10)), weights(rank))
     (begun, expected, trained), (same, found, found_trained) = results["torch"], results["megatron"]

@@ -23,6 +23,7 @@ from asyncrl.models.checkpoint import is_draft, tensor_shapes, without_draft
 from asyncrl.models.config import CheckpointError
 from asyncrl.models.decoder import rope_inverse_frequencies
 from asyncrl.trainer.backends.megatron import cpu
+from asyncrl.trainer.backends.megatron.gated_delta import refuse_delta_net
 
 cpu.activate()
 
@@ -131,6 +132,7 @@ class Bridge:
 def bridge_of(source: Source, package: str = "megatron_bridge") -> Bridge:
     """The bridge for a folder, of a package (``model.bridge``). Raises CheckpointError for a family that has none, or
     that needs more of megatron-core than its GPT model, and for a rope that megatron-core computes otherwise."""
+    refuse_delta_net(source.path, source.text)
     if package == "mbridge":
         from asyncrl.trainer.backends.megatron.mbridge import mbridge_of
 
@@ -169,7 +171,7 @@ def _hf_config(source: Source) -> Any:
     """The config object of transformers that bridges read. MiMo's own comes with code in its folder, which is not run:
     it is Qwen2's with one more field."""
     if source.architecture == "MiMoForCausalLM":
-        config = transformers.Qwen2Config(**{k: v for k, v in source.raw.items() if k != "model_type"})
+        config = transformers.Qwen2Config(**{k: v for k, v in source.text.items() if k != "model_type"})
     else:
         config = transformers.AutoConfig.from_pretrained(source.path)
     config.dtype = torch.float32  # of Megatron's weights, whatever the folder's
