@@ -99,7 +99,8 @@ def pools(config: Config) -> tuple[Pool, Pool]:
 def gpus_per_replica(config: Config) -> int:
     """With ``delivery: nccl`` the replica's process has one beside its server's: NCCL refuses two members on one."""
     engine = config.rollout.engine
-    return engine.tensor_parallel_size * engine.pipeline_parallel_size + (engine.delivery == "nccl")
+    workers = engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
+    return workers + (engine.delivery == "nccl")
 
 
 def with_devices(config: Config, gpus: float) -> Config:

@@ -270,6 +270,8 @@ def test_what_sglang_cannot_do_is_refused(files):
     assert "can be opened once; expected 1, found 2" in problem
     (problem,) = problems([*sglang, "mtp.enable_rollout=true", "rollout.engine.device=cpu"])
     assert "the likeliest token whatever the temperature" in problem
+    (problem,) = problems([*sglang, "rollout.engine.data_parallel_size=2"])
+    assert "takes no weights where its copies are apart" in problem
     check(load_config(None, [*sglang, "rollout.engine.delivery=gloo"]))
     (problem,) = problems([*sglang, "rollout.engine.delivery=nccl", "rollout.engine.device=cpu"])
     assert problem.startswith("rollout.engine.delivery: nccl joins GPUs")

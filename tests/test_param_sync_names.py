@@ -226,7 +226,7 @@ def live_of(shapes: Shapes, dtype: str = "bfloat16") -> dict[str, LiveTensor]:
 
 def resolver_of(m: Model, live: Shapes | None = None, **options: Any) -> NameResolver:
     live = m.live if live is None else live
-    return NameResolver(live_of(live), packed=m.packed, rename=m.rename, **{"tp_shards": 1, **options})
+    return NameResolver(live_of(live), packed=m.packed, rename=m.rename, **options)
 
 
 class EngineLoader:
@@ -590,7 +590,7 @@ def test_one_message_names_four_of_each_kind_on_both_sides_and_counts_the_rest()
     )
 
 
-def test_shapes_of_packed_parameters_are_checked_where_nothing_is_sharded():
+def test_shapes_of_packed_parameters_are_checked_where_they_are_known():
     m = qwen3()
     m.sent["model.layers.1.self_attn.v_proj.weight"] = (KV - 1, H)
     clash = r"v_proj.weight\[31, 64\]: do not fill model.layers.1.self_attn.qkv_proj.weight\[160, 64\] along dim 0"
@@ -599,8 +599,8 @@ def test_shapes_of_packed_parameters_are_checked_where_nothing_is_sharded():
     m.sent["model.layers.1.self_attn.v_proj.weight"] = (KV, H + 1)
     with pytest.raises(ManifestError, match=r"v_proj.weight\[32, 65\]: do not fill"):
         resolver_of(m).resolve(manifest_of(m.sent))
-    for shards in (None, 2):
-        resolver_of(m, tp_shards=shards).resolve(manifest_of(m.sent))
+    sharded = {name: LiveTensor("bfloat16", None) for name in m.live}
+    NameResolver(sharded, packed=m.packed, rename=m.rename).resolve(manifest_of(m.sent))
 
 
 def test_shapes_of_experts_are_checked_along_the_dimension_after_theirs():
@@ -619,7 +619,7 @@ def test_shapes_of_experts_are_checked_along_the_dimension_after_theirs():
 
 def test_scales_without_a_dimension_have_no_shape_to_add_up():
     sent: Shapes = {f"x.{part}.weight_scale": () for part in PACKED["qkv_proj"]}
-    resolver = NameResolver(live_of({"x.qkv_proj.weight_scale": (3,)}), tp_shards=1)
+    resolver = NameResolver(live_of({"x.qkv_proj.weight_scale": (3,)}))
     assert len(resolver.resolve(manifest_of(sent)).tensors) == 3
 
 
@@ -628,7 +628,7 @@ def test_dtypes_are_compared_for_parts_as_well_unless_the_live_one_says_nothing(
     with pytest.raises(ManifestError, match=r"gate_proj.weight: sent as float32, l.mlp.experts.w13_weight holds bf"):
         resolver_of(m).resolve(manifest_of(m.sent, dtype="float32"))
     untold = {name: LiveTensor(None, None) for name in m.live}
-    NameResolver(untold, tp_shards=1).resolve(manifest_of(m.sent, dtype="float32"))
+    NameResolver(untold).resolve(manifest_of(m.sent, dtype="float32"))
 
 
 def test_a_parameter_cannot_be_fed_whole_and_in_parts_or_twice():
@@ -702,7 +702,7 @@ def test_fifty_thousand_names_take_less_than_a_second():
     seconds = []
     for _ in range(3):
         start = time.process_time()
-        NameResolver(live_of(live), tp_shards=1, expects_base_layer=True).resolve(specs)
+        NameResolver(live_of(live), expects_base_layer=True).resolve(specs)
         seconds.append(time.process_time() - start)
     assert min(seconds) < 1
 
@@ -774,7 +774,7 @@ def test_a_real_checkpoint_restores_the_model_in_memory_with_lora_on_some_module
             TensorSpec(name, dtype_name(live[to]), tuple(live[to].shape), tied_to=to) for name, to in ties.items()
         ]
         here = {name: LiveTensor(dtype_name(p), tuple(p.shape)) for name, p in live.items()}
-        resolver = NameResolver(here, ties=ties, expects_base_layer=True, tp_shards=1)
+        resolver = NameResolver(here, ties=ties, expects_base_layer=True)
         plan = resolver.resolve(specs)
         for t in plan.tensors:
             if t.load_as is not None:

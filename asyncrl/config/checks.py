@@ -88,6 +88,7 @@ _AT_LEAST = {
     "rollout.engine.threads": 1,
     "rollout.engine.tensor_parallel_size": 1,
     "rollout.engine.pipeline_parallel_size": 1,
+    "rollout.engine.data_parallel_size": 1,
     "rollout.max_concurrent_groups": 0,
     "rollout.max_consecutive_drops": 1,
     "reward.workers": 1,
@@ -407,7 +408,7 @@ def _engine_problems(c: Config) -> Iterator[str]:
     """What one engine offers and another does not."""
     engine, name = c.rollout.engine, c.rollout.engine.name
     if name == "native":
-        for key in ("tensor_parallel_size", "pipeline_parallel_size"):
+        for key in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             if getattr(engine, key) > 1:
                 yield f"rollout.engine.{key}: the native engine has one device per replica; expected 1, or vllm"
         if engine.args:
@@ -436,6 +437,16 @@ def _engine_problems(c: Config) -> Iterator[str]:
         yield (
             "mtp.enable_rollout: sglang's speculation on the CPU takes the likeliest token whatever the temperature; "
             "expected false, or rollout.engine.device=cuda"
+        )
+    if name == "vllm" and engine.data_parallel_size > engine.slots:
+        yield (
+            f"rollout.engine.data_parallel_size: expected at most one copy of the model for each of the replica's "
+            f"{engine.slots} slots (rollout.engine.slots), found {engine.data_parallel_size}"
+        )
+    if name == "sglang" and engine.data_parallel_size > 1:
+        yield (
+            "rollout.engine.data_parallel_size: sglang takes no weights where its copies are apart; expected 1 and "
+            f"more rollout.replicas, found {engine.data_parallel_size}"
         )
     if name == "sglang" and engine.pipeline_parallel_size > 1:
         yield (

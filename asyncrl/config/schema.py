@@ -61,6 +61,7 @@ class EngineConfig:
     threads: int = 1  # CPU threads per replica
     tensor_parallel_size: int = 1  # vllm, sglang: workers of one replica that share each layer, on a GPU each
     pipeline_parallel_size: int = 1  # vllm, sglang: stages of layers
+    data_parallel_size: int = 1  # vllm: copies of the model in one replica; its slots are shared out to them
     delivery: str = "memory"  # sglang, of weights to its server: memory that both see | gloo or nccl: a process group
     args: dict[str, Any] = field(default_factory=dict)  # vllm, sglang: further arguments, by the engine's names
 

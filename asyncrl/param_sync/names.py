@@ -44,7 +44,8 @@ Kind = Literal["whole", "packed", "expert", "fused", "tied", "adapter", "ignored
 
 
 class LiveTensor(NamedTuple):
-    """A live parameter. ``None``: not to be compared with what is sent (quantised; sharded, padded or transposed)."""
+    """A live parameter, as whole as the checkpoint has it. ``None``: not to be compared with what is sent (quantised;
+    sharded, padded or transposed in a way that does not say what the whole is)."""
 
     dtype: str | None
     shape: tuple[int, ...] | None
@@ -114,7 +115,6 @@ class NameResolver:
     done, as those of storage that another model's resolver sees to.
     ``expects_base_layer``: whether the engine's loader wants ``base_layer`` in the names of wrapped modules' tensors;
     where it is not the same for all of them, by live name.
-    ``tp_shards``: 1 if nothing is sharded; only then are the shapes of packed and fused parameters checked.
     ``num_experts``: experts of a layer in the checkpoint, if a fused parameter holds fewer (expert parallelism) or
     more (redundant experts); None: as many as its dim 0 or, where that is unknown, as the highest one sent says.
     ``rename``: canonical name → live name, where modules sit elsewhere in the live model; None for a name that belongs
@@ -133,13 +133,12 @@ class NameResolver:
         ties: Mapping[str, str] | None = None,
         ignore: Set[str] = frozenset(),
         expects_base_layer: bool | Callable[[str], bool] = False,
-        tp_shards: int | None = None,
         num_experts: int | None = None,
         rename: Callable[[str], str | None] | None = None,
         drops: Callable[[str], bool] | None = None,
     ) -> None:
         self._live, self._ties, self._ignore = dict(live), dict(ties or {}), ignore
-        self._tp_shards, self._num_experts = tp_shards, num_experts
+        self._num_experts = num_experts
         self._expects_base_layer = (
             (lambda live: expects_base_layer) if isinstance(expects_base_layer, bool) else expects_base_layer
         )
@@ -297,7 +296,7 @@ class NameResolver:
         if beyond:
             more = _some([f"expert {e}" for e in beyond])
             problems.clashes.append(f"{owner}: {len(experts)} experts expected (num_experts), {more} sent too")
-        if lacking or self._tp_shards != 1 or held.shape is None:
+        if lacking or held.shape is None:
             return
         for e in experts:
             shapes = [pieces[e, part].shape for part in parts]

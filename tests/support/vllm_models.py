@@ -218,7 +218,7 @@ def load_models(config: VllmConfig) -> Models:
         if config.lora_config is not None:
             device = torch.device(config.device_config.device_type)
             target = create_lora_manager(target, 4, 64, V, config.lora_config, config, device).model
-        live = LiveModel("target", target, config.model_config, tp_size=1)
+        live = LiveModel("target", target, config.model_config)
         if config.speculative_config is None:
             return Models(config, live, None)
         draft_config = config.speculative_config.draft_model_config
@@ -226,7 +226,7 @@ def load_models(config: VllmConfig) -> Models:
         proposer: Any = types.SimpleNamespace(model=draft, vllm_config=config, use_local_argmax_reduction=False)
         SpecDecodeBaseProposer._maybe_share_embeddings(proposer, target)
         SpecDecodeBaseProposer._maybe_share_lm_head(proposer, target)
-        return Models(config, live, LiveModel("draft", draft, draft_config, tp_size=1, shared_with=target))
+        return Models(config, live, LiveModel("draft", draft, draft_config, shared_with=target))
 
 
 def _register(architecture: str) -> None:

@@ -22,7 +22,7 @@ class Replica(engine_replica.Replica):
     async def start(cls, config: Config, transport: str = "shared_memory") -> Self:
         before = set(core_pids())
         replica = await super().start(config, transport)
-        (replica.core_pid,) = set(core_pids()) - before
+        replica.core_pid, *_ = set(core_pids()) - before
         return replica
 
     async def corrections(self) -> list[str]:

@@ -73,10 +73,11 @@ def engine_arguments(config: Config, device: str) -> AsyncEngineArgs:
         "model": config.model.path,
         "dtype": _dtype(config.model.path, engine),
         "seed": config.seed,
-        "max_num_seqs": engine.slots,
+        "max_num_seqs": _slots_each(engine),
         "max_model_len": engine.max_context_tokens or None,
         "tensor_parallel_size": engine.tensor_parallel_size,
         "pipeline_parallel_size": engine.pipeline_parallel_size,
+        "data_parallel_size": engine.data_parallel_size,
         "logprobs_mode": "processed_logprobs",  # after temperature
         "scheduling_policy": "priority",
         "worker_extension_cls": _EXTENSION,
@@ -139,13 +140,17 @@ def _dtype(path: str, engine: EngineConfig) -> str:
     return str(DecoderConfig.load(path).engine_dtype(engine.dtype))
 
 
+def _slots_each(engine: EngineConfig) -> int:
+    return math.ceil(engine.slots / engine.data_parallel_size)
+
+
 def _kv_bytes(config: Config) -> int:
-    """As much as every slot's whole context takes."""
+    """As much as the whole context of every slot takes that a copy of the model has."""
     model, engine = DecoderConfig.load(config.model.path), config.rollout.engine
     context = engine.max_context_tokens or model.max_position_embeddings
     layers = model.num_layers + (model.num_mtp_layers if config.mtp.enable_rollout else 0)
     token = 2 * layers * model.num_kv_heads * model.head_dim * DTYPE_BYTES[model.engine_dtype(engine.dtype)]
-    return engine.slots * math.ceil(context / _BLOCK_TOKENS + 1) * _BLOCK_TOKENS * token
+    return _slots_each(engine) * math.ceil(context / _BLOCK_TOKENS + 1) * _BLOCK_TOKENS * token
 
 
 def resolve_device(name: str) -> str:

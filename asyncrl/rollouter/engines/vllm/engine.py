@@ -56,7 +56,7 @@ class VLLMEngine(FollowingEngine[_Running]):
 
     def __init__(self, llm: AsyncLLM, config: Config, device: str, recorder: Recorder) -> None:
         model, cache = llm.model_config, llm.vllm_config.cache_config
-        kv_bytes = int(cache.kv_cache_memory_bytes or 0)
+        kv_bytes = int(cache.kv_cache_memory_bytes or 0) * config.rollout.engine.data_parallel_size
         # without slots of their own, kept requests move to the replica's new adapter
         adapters = AdapterSlots(slots) if (slots := adapter_slots(config)) > 1 else None
         super().__init__(config, recorder, model.max_model_len, model.get_vocab_size(), kv_bytes, adapters)

@@ -35,6 +35,7 @@ class WorkerIntake:
         slots: AdapterSlots | None = None,
     ) -> None:
         self._llm, self._name, self._transport, self._modules, self._slots = llm, name, transport, modules, slots
+        self._workers = llm.vllm_config.parallel_config.world_size_across_dp
         self._attached = False
         self._has_draft = self._draft_takes_base = False
         self._intact = True
@@ -52,7 +53,7 @@ class WorkerIntake:
             raise self._no_copy("plan")
         check_lora(plan.manifest, self._modules, self.needs_base())
         if not self._attached:
-            init = {"name": self._name, "transport": self._transport}
+            init = {"name": self._name, "transport": self._transport, "workers": self._workers}
             await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init))
             self._has_draft = (await self.ask("attach"))[0]["draft"]
             self._attached = True
@@ -113,9 +114,11 @@ class WorkerIntake:
             await self._llm.shutdown_weight_transfer_engine()
 
     async def ask(self, command: str, *arguments: Any) -> list[Any]:
-        """Each worker's answer, in their order. Raises what the first one that failed raised."""
-        answers = await self._llm.collective_rpc("asyncrl", args=(command, pickle.dumps(arguments)))
-        results = [pickle.loads(answer) for answer in answers]
+        """Each worker's answer, in their order. Raises what the first one that failed raised. vLLM's own call of this
+        kind reaches the workers of all copies of the model too, but returns the answers of the first copy alone."""
+        call = ("asyncrl", None, (command, pickle.dumps(arguments)), None)
+        copies = await self._llm.engine_core.call_utility_all_async("collective_rpc", *call)  # type: ignore[attr-defined]
+        results = [pickle.loads(answer) for answers in copies for answer in answers]
         for outcome, result in results:
             if outcome == "failed":
                 raise result

@@ -18,7 +18,7 @@ from asyncrl.rollouter.engines.vllm.live_names import resolver, ties
 class LiveModel:
     """Packed, sharded and quantised parameters come out as they do from a checkpoint. ::
 
-        model = LiveModel("target", net, model_config, tp_size=1)
+        model = LiveModel("target", net, model_config)
         model.plan(manifest)  # before anything is paused
         model.start()
         model.load((load_as, tensor) for load_as in model.loads[name] ...)
@@ -32,12 +32,11 @@ class LiveModel:
         role: Role,
         net: torch.nn.Module,
         config: Any,
-        tp_size: int,
         shared_with: torch.nn.Module | None = None,
     ) -> None:
         pack_experts_anew(net)
         self.role, self.net, self._config = role, net, config
-        self._resolver = resolver(net, config.dtype, tp_size, shared_with)
+        self._resolver = resolver(net, config.dtype, shared_with)
         self.wants = self._resolver.wants
         self._aliases: dict[str, list[str]] = {}
         for alias, owner in ties(net).items():

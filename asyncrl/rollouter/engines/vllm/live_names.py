@@ -7,6 +7,15 @@ import inspect
 from collections.abc import Callable, Container, Iterator, Mapping
 
 import torch
+from vllm.distributed import get_dp_group, get_tp_group
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
@@ -18,12 +27,7 @@ from asyncrl.param_sync.names import PACKED, LiveTensor, NameResolver
 Rename = Callable[[str], str | None]
 
 
-def resolver(
-    model: torch.nn.Module,
-    dtype: torch.dtype,
-    tp_size: int,
-    shared_with: torch.nn.Module | None = None,
-) -> NameResolver:
+def resolver(model: torch.nn.Module, dtype: torch.dtype, shared_with: torch.nn.Module | None = None) -> NameResolver:
     """Resolves names against a loaded model. ``dtype``: the model's. ``shared_with``: the target of a draft model,
     whose modules this one may use; what they share is loaded there."""
     shared = set() if shared_with is None else {id(module) for module in shared_with.modules()}
@@ -35,11 +39,11 @@ def resolver(
         if id(module) in shared:
             ignore |= names
             continue
-        live |= {prefix + leaf: _described(module, t, dtype, tp_size) for leaf, t in (parameters | buffers).items()}
+        live |= {prefix + leaf: _described(module, leaf, t, dtype) for leaf, t in (parameters | buffers).items()}
         ignore |= {prefix + leaf for leaf in buffers}
     for name, module, parameter in _unrecorded(model):
         if name not in ignore:
-            live[name] = _described(module, parameter, dtype, tp_size)
+            live[name] = _described(module, name.rpartition(".")[2], parameter, dtype)
     packed = {owner: tuple(parts) for owner, parts in getattr(model, "packed_modules_mapping", {}).items()}
     return NameResolver(
         live,
@@ -47,7 +51,6 @@ def resolver(
         ties={name: owner for name, owner in ties(model).items() if {name, owner} <= live.keys()},
         ignore=frozenset(ignore),
         expects_base_layer=_expects_base_layer(model),
-        tp_shards=tp_size,
         num_experts=getattr(model, "num_logical_experts", None) or None,
         rename=_rename(model, live),
         drops=lambda name: AutoWeightsLoader.REMOVE_UNUSED_ROTARY_EMBEDS_MAPPER.map_name(name) is None,
@@ -92,15 +95,36 @@ def _unrecorded(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, 
                 yield prefix + leaf, module, parameter
 
 
-def _described(module: torch.nn.Module, tensor: torch.Tensor, dtype: torch.dtype, tp_size: int) -> LiveTensor:
+def _described(module: torch.nn.Module, leaf: str, tensor: torch.Tensor, dtype: torch.dtype) -> LiveTensor:
     """Loaders cast while they copy, and models keep single parameters wider than the rest, whatever the checkpoint
     has: only a width that the model as a whole has is compared."""
-    if tp_size > 1:
-        return LiveTensor(None, None)
+    return LiveTensor(dtype_name(tensor) if tensor.dtype == dtype else None, _whole_shape(module, leaf, tensor))
+
+
+def _whole_shape(module: torch.nn.Module, leaf: str, tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Of the checkpoint's tensor, of which tensor-parallel workers hold a part each; None where what is held does not
+    say it."""
     shape = tuple(tensor.shape)
     if isinstance(module, VocabParallelEmbedding):
-        shape = (module.org_vocab_size, *shape[1:])  # the rest is padding
-    return LiveTensor(dtype_name(tensor) if tensor.dtype == dtype else None, shape)
+        return (module.org_vocab_size, *shape[1:])  # the rest is padding
+    # a norm's subclass may have shards of its own
+    if _sharers() == 1 or type(module) in (RMSNorm, torch.nn.LayerNorm, ReplicatedLinear):
+        return shape
+    if leaf not in ("weight", "bias") or not isinstance(module, LinearBase):
+        return None
+    if isinstance(module, QKVParallelLinear):  # where heads are fewer than workers, some hold the same
+        keys_and_values = module.total_num_kv_heads * (module.head_size + module.v_head_size)
+        return (module.total_num_heads * module.head_size + keys_and_values, *shape[1:])
+    if isinstance(module, ColumnParallelLinear):
+        return (shape[0] * module.tp_size, *shape[1:])
+    if isinstance(module, RowParallelLinear):
+        return shape if leaf == "bias" else (shape[0], shape[1] * module.tp_size)
+    return None
+
+
+def _sharers() -> int:
+    """Workers that may hold parts of one tensor; experts are shared out to data-parallel ones, too."""
+    return get_tp_group().world_size * get_dp_group().world_size
 
 
 def _expects_base_layer(model: torch.nn.Module) -> Callable[[str], bool]:

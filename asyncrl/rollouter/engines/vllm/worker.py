@@ -55,10 +55,11 @@ class WorkerExtension:
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """``name`` of the replica, and how its weights travel."""
+    """``name`` of the replica, how its weights travel, and how many workers it has, over all copies of the model."""
 
     name: str
     transport: str
+    workers: int
 
 
 @dataclass
@@ -88,8 +89,9 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     # -- vLLM's interface ----------------------------------------------------------------------------------------------
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        rank, world = self.parallel_config.rank, self.parallel_config.world_size
-        self._name = init_info.name if world == 1 else f"{init_info.name} worker {rank}"
+        parallel = self.parallel_config
+        worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self._name = init_info.name if init_info.workers == 1 else f"{init_info.name} worker {worker}"
         self._reader = make_reader(init_info.transport, self._name)
 
     def start_weight_update(self) -> None:
@@ -117,12 +119,11 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Look at the loaded models. Returns what the replica must know of them."""
         self._worker = worker
         self._corrected = correct_cpu_build(self.vllm_config)
-        tp_size = self.parallel_config.tensor_parallel_size
         target, draft = worker.get_model(), worker.get_draft_model()
-        self._target = LiveModel("target", target, self.vllm_config.model_config, tp_size)
+        self._target = LiveModel("target", target, self.vllm_config.model_config)
         if draft is not None:
             config = self.vllm_config.speculative_config.draft_model_config
-            self._draft = LiveModel("draft", draft, config, tp_size, shared_with=target)
+            self._draft = LiveModel("draft", draft, config, shared_with=target)
         return {"draft": draft is not None}
 
     def open(self, plan: ReceivePlan) -> tuple[str, list[str], bool]:
