@@ -3,10 +3,12 @@ do (before 0.5.22 there are no update sessions), and opens what it is sent as SG
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import io
 import pickle
+import threading
 
 import pytest
 import torch
@@ -35,6 +37,7 @@ from asyncrl.rollouter.engines.sglang.arguments import command_line, server_argu
 from asyncrl.rollouter.engines.sglang.checksums import SentChecksums
 from asyncrl.rollouter.engines.sglang.client import Client
 from asyncrl.rollouter.engines.sglang.delivery import ByMemory, Parcel, SharedParcel
+from asyncrl.rollouter.engines.sglang.group_delivery import ByGroup
 from asyncrl.rollouter.engines.sglang.intake import ServerIntake
 from asyncrl.rollouter.engines.sglang.lora import adapter_name, load_adapter
 from asyncrl.sample import PolicyVersion
@@ -63,6 +66,7 @@ class SGLang:
         self.app.router.add_post("/weights_checker", self.check)
         self.app.router.add_post("/update_weight_version", self.set_version)
         self.app.router.add_get("/model_info", self.info)
+        self.app.router.add_post("/init_weights_update_group", self.join_group)
         self.app.router.add_post("/load_lora_adapter_from_tensors", self.load_adapter)
         self.adapters: dict[str, dict[str, torch.Tensor]] = {}
         if sessions:
@@ -93,6 +97,9 @@ class SGLang:
             if name != self.drops and body["selector"] in (role, "all") and (role == "target" or self.draft):
                 self.live[role][name] = tensor
         return web.json_response({"success": True, "message": "Success"})
+
+    async def join_group(self, request):
+        await asyncio.sleep(60)  # its workers hang
 
     async def load_adapter(self, request):
         body = await request.json()
@@ -266,6 +273,18 @@ async def test_an_adapter_is_handed_over_whole_to_every_worker(join):
     (name,) = joined.server.adapters
     assert name == adapter_name(adapter, 7)
     assert all(torch.equal(joined.server.adapters[name][key], tensor) for key, tensor in tensors.items())
+
+
+async def test_workers_that_do_not_join_a_group_are_given_up_in_time(join):
+    """And nobody goes on waiting for them here."""
+    delivery = ByGroup((await join()).intake._client, "gloo", workers=1)
+    with pytest.raises(EngineDied, match=r"did not join a gloo group within 0\.5 s; the replica has to be started"):
+        await delivery.open(0.5)
+    async with asyncio.timeout(20):
+        while any(thread.name.startswith("sglang-group") for thread in threading.enumerate()):
+            await asyncio.sleep(0.05)
+    with pytest.raises(EngineError, match="a session begins with `open`"):
+        await delivery.deliver(Parcel("cpu"), "all")
 
 
 async def test_a_refusal_says_what_the_server_said(join):

@@ -126,6 +126,7 @@ class ByGroup:
             self._way, self._thread = await joined, thread
         finally:
             if self._thread is not thread:
+                self._store = None  # nobody will come: whoever waits there is told so
                 thread.shutdown(wait=False)
 
 
