@@ -1,7 +1,7 @@
 """The vLLM engine, held against the real vLLM on the CPU: what it generates, pauses, aborts and is synced with.
 
 Two replicas are started for all tests, one with speculation and one without; the tests of a file run in order, and each
-syncs the weights that it needs.
+syncs the weights that it needs. The last one ends a replica.
 """
 
 from __future__ import annotations
@@ -107,22 +107,7 @@ class TestSpeculation:
         assert abs((told + entropies).mean()) < 4 * error
 
 
-async def test_a_killed_core_is_told_and_takes_no_one_with_it(checkpoint, initial):
-    replica = await Replica.start(replica_config(checkpoint))
-    try:
-        await replica.sync(initial)
-        await replica.engine.submit([request("lost", PROMPT, 200)])
-        answers = {}
-        await until(replica, answers, lambda: bool(answers))
-        os.kill(replica.core_pid, signal.SIGKILL)
-        with pytest.raises(EngineDied):
-            await until(replica, answers, lambda: False)
-        with pytest.raises(EngineDied):
-            await replica.engine.submit([request("more", PROMPT, 4)])
-    finally:
-        await replica.close()
-
-
+@pytest.mark.slow
 async def test_no_process_outlives_a_killed_replica(checkpoint, tmp_path):
     """vLLM's processes end with the one that started them, also while they are stopped."""
     script = tmp_path / "replica.py"
@@ -173,3 +158,16 @@ async def test_the_cpu_builds_temperatures_still_need_their_correction(replica, 
     assert await speculating.corrections() == ["temperatures under speculation"]
     values, ends = torch.tensor([0.0, 2.0]), torch.tensor([2, 3], dtype=torch.int32)
     assert spread(values, ends, 3, replace_from=0, replace_to=1).tolist() == [1.0, 1.0, 2.0]
+
+
+async def test_a_killed_core_is_told_and_takes_no_one_with_it(replica, initial):
+    """The replica cannot go on; whoever runs it starts another."""
+    await replica.sync(initial)
+    await replica.engine.submit([request("lost", PROMPT, 200)])
+    answers = {}
+    await until(replica, answers, lambda: bool(answers))
+    os.kill(replica.core_pid, signal.SIGKILL)
+    with pytest.raises(EngineDied):
+        await until(replica, answers, lambda: False)
+    with pytest.raises(EngineDied):
+        await replica.engine.submit([request("more", PROMPT, 4)])

@@ -32,7 +32,13 @@ async def pair(request, checkpoint):
     await ended(*made)
 
 
-@pytest.mark.parametrize("pair", [{}], indirect=True)
+SPECULATING = {"enable_rollout": True, "num_speculative_tokens": 2}
+LEARNING = {**SPECULATING, "enable_train": True, "learning_rate": 1e-3}
+
+
+@pytest.mark.parametrize(
+    "pair", [LEARNING, pytest.param({}, marks=pytest.mark.slow)], indirect=True, ids=["draft", "alone"]
+)
 class TestAdapters(AdapterContract):
     @pytest.mark.parametrize("kv", ["recompute", "keep"])
     async def test_requests_that_are_kept_go_on_under_the_new_adapter(self, pair, kv):
@@ -48,6 +54,22 @@ class TestAdapters(AdapterContract):
             assert (new.version, new.mixed_kv) == (trainer.version, kv == "keep")
             error = np.abs(trainer.scores([sample], 0.7) - sample.logprobs)[new.start :].max()
             assert (error < 1e-4) == (kv == "recompute")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", [SPECULATING], indirect=True)
+class TestFrozenDraft:
+    async def test_it_travels_with_the_base(self, pair):
+        trainer, engine = pair
+        sent = await follow(trainer, engine, 4)
+        assert sent[1:] == [trainer.rank.manifest().without_base().nbytes] * 3
+        assert not trainer.rank.manifest().without_base().sends_draft
+
+
+@pytest.mark.slow  # what it shares with SGLang is tried there, too
+@pytest.mark.parametrize("pair", [{"in_flight": "finish"}], indirect=True)
+class TestFinishing(FinishingContract):
+    """In one of the syncs the base travels too, and vLLM drops its adapters."""
 
     async def test_vllm_reads_the_exported_adapter_as_pefts(self, pair, tmp_path):
         trainer, _ = pair
@@ -65,25 +87,6 @@ class TestAdapters(AdapterContract):
         sent = {name: tensor for name, tensor in trainer.rank.export(base=False) if is_adapter(name)}
         assert found.keys() == sent.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in sent.items())
-
-
-SPECULATING = {"enable_rollout": True, "num_speculative_tokens": 2}
-LEARNING = {**SPECULATING, "enable_train": True, "learning_rate": 1e-3}
-
-
-@pytest.mark.parametrize("pair", [SPECULATING, LEARNING], indirect=True, ids=["frozen", "learning"])
-class TestDraft:
-    async def test_a_draft_that_learns_travels_with_each_adapter(self, pair):
-        trainer, engine = pair
-        sent = await follow(trainer, engine, 4)
-        manifest = trainer.rank.manifest().without_base()
-        assert sent[1:] == [manifest.nbytes] * 3
-        assert manifest.sends_draft == trainer.config.mtp.enable_train
-
-
-@pytest.mark.parametrize("pair", [{"in_flight": "finish"}], indirect=True)
-class TestFinishing(FinishingContract):
-    """In one of the syncs the base travels too, and vLLM drops its adapters."""
 
 
 @pytest.mark.slow
