@@ -21,11 +21,12 @@ from tests.support.sglang_replica import replica_config
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-async def test_each_worker_takes_the_sync_and_logprobs_are_those_of_hugging_face(tmp_path):
+@pytest.mark.parametrize("delivery", ["memory", "gloo"])
+async def test_each_worker_takes_the_sync_and_logprobs_are_those_of_hugging_face(tmp_path, delivery):
     checkpoint = make_checkpoint(tmp_path, seed=0, warm_start_steps=0)
     initial = read_tensors(checkpoint)
     reference = Qwen2ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    replica = await Replica.start(replica_config(checkpoint, tensor_parallel_size=2))
+    replica = await Replica.start(replica_config(checkpoint, tensor_parallel_size=2, delivery=delivery))
     try:
         seen = set()
         for seed in (1, 2):
