@@ -17,7 +17,11 @@ pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 ROOT = Path(__file__).parent.parent
 
 
-def test_a_run_with_two_tensor_parallel_ranks_trains_policy_and_draft_and_goes_on(tmp_path):
+LORA = ("model.lora.rank=4", "trainer.optimizer.lr=1e-2", "checkpoint.export_lora=merged")
+
+
+@pytest.mark.parametrize("more", [(), LORA], ids=["whole", "lora"])
+def test_a_run_with_two_tensor_parallel_ranks_trains_policy_and_draft_and_goes_on(more, tmp_path):
     inputs, folder = make_inputs(tmp_path / "inputs"), tmp_path / "run"
     ray_dir = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: the sockets in it must stay below 108 characters
     options = overrides(
@@ -33,6 +37,7 @@ def test_a_run_with_two_tensor_parallel_ranks_trains_policy_and_draft_and_goes_o
         "async_training.staleness_threshold=1",
         "reporting.wandb.mode=disabled",
         "ray.cpus_per_rank=0.25",
+        *more,
     )
 
     def run(*flags, steps):
@@ -52,6 +57,8 @@ def test_a_run_with_two_tensor_parallel_ranks_trains_policy_and_draft_and_goes_o
     # engine and trainer agree on every logprob of the first version
     assert steps[0]["actor/ratio_max"] == pytest.approx(1, abs=1e-4)
     assert all(row["mtp/loss_1"] > 0 for row in steps)
+    sent = [row["param_sync/bytes"] for row in rows if "param_sync/bytes" in row]
+    assert (sent[1] < sent[0]) == bool(more), "the base travels once"
     before, after = read_tensors(inputs / "checkpoint"), read_tensors(folder / "checkpoints/final/hf")
     assert before.keys() == after.keys()
     for kind in (True, False):
