@@ -24,8 +24,9 @@ from asyncrl.trainer.backends.megatron.packages import check_packages
 cpu.activate()
 check_packages("mbridge")
 
-import mbridge  # noqa: E402
+import mbridge  # noqa: E402, F401  (its families are registered as it is imported)
 from mbridge.core import LLMBridge  # noqa: E402
+from mbridge.core.bridge import _MODEL_REGISTRY  # noqa: E402
 from mbridge.core.util import broadcast_from_megatron_pp  # noqa: E402
 from megatron.bridge.models.gpt_provider import GPTModelProvider  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
@@ -51,19 +52,19 @@ def mbridge_of(hf_config: Any, path: Any) -> tuple[GPTModelProvider, MBridgeConv
     """megatron-core's configuration as mbridge makes it of ``hf_config``, and who converts the weights.
 
     Raises CheckpointError for a family that it has not, or builds otherwise than as megatron-core's plain GPT model."""
-    known = mbridge.AutoBridge.list_supported_models()
-    if hf_config.model_type not in known:
+    if hf_config.model_type not in _MODEL_REGISTRY:
         raise CheckpointError(
-            f"{path}: mbridge has no bridge for {hf_config.model_type} (it has: {', '.join(sorted(known))}); use "
-            "model.bridge=megatron_bridge, or another model"
+            f"{path}: mbridge has no bridge for {hf_config.model_type} (it has: {', '.join(sorted(_MODEL_REGISTRY))}); "
+            "use model.bridge=megatron_bridge, or another model"
         )
-    bridge = mbridge.AutoBridge.from_config(hf_config, dtype=torch.float32)
-    plain = getattr(type(bridge), "_model_provider", None) is LLMBridge._model_provider
-    if not plain or type(bridge.config) is not TransformerConfig:
+    family = _MODEL_REGISTRY[hf_config.model_type]
+    plain = getattr(family, "_model_provider", None) is LLMBridge._model_provider
+    if not plain or family.TransformerConfigClass is not TransformerConfig:
         raise CheckpointError(
-            f"{path}: {hf_config.model_type} is built by mbridge's {type(bridge).__name__}, which this backend cannot "
-            "run (it runs megatron-core's plain GPT model); use another model"
+            f"{path}: {hf_config.model_type} is built by mbridge's {family.__name__}, which this backend cannot run "
+            "(it runs megatron-core's plain GPT model); use another model"
         )
+    bridge = family(hf_config, dtype=torch.float32)
     # a model with a tied head leaves this changed for all of its family
     bridge._DIRECT_MAPPING = {**bridge._DIRECT_MAPPING, "output_layer.weight": "lm_head.weight"}
     facts = {f.name: value for f in fields(TransformerConfig) if (value := getattr(bridge.config, f.name)) != _unset(f)}
@@ -93,7 +94,7 @@ class MBridgeConverter:
             _global(name, chunk): (chunk, name, p)
             for chunk in chunks
             for name, p in chunk.named_parameters()
-            if ".adapter." not in name
+            if ".adapter." not in name  # of LoRA, for which there are no tensors here
         }
         cuts = {name: _cut(p) for name, (_, _, p) in here.items()}
         group = parallel_state.get_pipeline_model_parallel_group()
