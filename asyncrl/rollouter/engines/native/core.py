@@ -382,6 +382,11 @@ class Core:
     # -- telling ---------------------------------------------------------------------------------------------------
 
     @property
+    def has_finished(self) -> bool:
+        """Whether `drain` would tell of a request that ended."""
+        return self._log.has_finished
+
+    @property
     def has_news(self) -> bool:
         """Whether `drain` would tell anything."""
         return len(self._log) > 0 or any(s is not None and s.logprobs for s in self._scheduler.placed)
