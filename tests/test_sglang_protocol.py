@@ -7,9 +7,14 @@ import asyncio
 import base64
 import hashlib
 import io
+import os
 import pickle
+import subprocess
+import sys
 import threading
+import time
 
+import psutil
 import pytest
 import torch
 from aiohttp import web
@@ -301,6 +306,51 @@ async def test_a_refusal_says_what_the_server_said(join):
             await client.get("/model_info")
     finally:
         await client.close()
+
+
+SERVER_WITH_A_CHILD = """
+import multiprocessing, time
+
+def run_server(arguments):
+    child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+    child.start()
+    print(child.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("later_s", [0.0, 3.0], ids=["at-once", "later"])
+def test_a_server_s_children_end_with_it_however_early_it_is_killed(tmp_path, later_s):
+    """These never come to what SGLang's own do about it when they have imported everything."""
+    modules = {
+        "launch_server": SERVER_WITH_A_CHILD,
+        "srt/plugins": "def load_plugins(): pass",
+        "srt/server_args": "def prepare_server_args(words): return words",
+    }
+    for name, text in modules.items():
+        path = tmp_path / "sglang" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    server = subprocess.Popen(
+        [sys.executable, "-m", "asyncrl.rollouter.engines.sglang.serve", str(os.getpid())],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with server:
+        print("[]", file=server.stdin, flush=True)
+        server.stdin.close()
+        child = psutil.Process(int(server.stdout.readline()))
+        time.sleep(later_s)
+        server.kill()
+    deadline = time.monotonic() + 30
+    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = child.is_running() and child.status() != psutil.STATUS_ZOMBIE
+    if left:
+        child.kill()
+    assert not left
 
 
 def test_checksums_know_what_is_fused_and_what_is_shared():

@@ -17,15 +17,15 @@ _PR_SET_PDEATHSIG = 1
 UNPINNED = "ASYNCRL_SGLANG_UNPINNED"
 
 
-def end_with(parent: int) -> None:
-    """However the parent ends, also by ``kill -9``, this process is killed then. SGLang's own children do the same."""
+def end_with_parent() -> None:
+    """However the parent ends, also by ``kill -9``, this process is killed then."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before it could be watched
-        os._exit(1)
 
 
 def main() -> None:
-    end_with(int(sys.argv[1]))
+    end_with_parent()
+    if os.getppid() != int(sys.argv[1]):  # it ended before it could be watched
+        sys.exit(1)
     words = json.load(sys.stdin)
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
@@ -35,7 +35,11 @@ def main() -> None:
     run_server(prepare_server_args(words))
 
 
-if os.environ.get(UNPINNED):  # SGLang's children import this module again, under another name
+if __name__ == "__mp_main__":  # as SGLang's children import this module
+    end_with_parent()  # they see to it themselves, but only when they have imported all that they need
+    if os.getppid() == 1:  # it ended before that
+        os._exit(1)
+if os.environ.get(UNPINNED):
     from asyncrl.rollouter.engines.sglang.cpu_defects import correct_cpu_build
 
     correct_cpu_build()
