@@ -337,6 +337,7 @@ def test_a_server_s_children_end_with_it_however_early_it_is_killed(tmp_path, la
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        start_new_session=True,  # as a replica starts it
     )
     with server:
         print("[]", file=server.stdin, flush=True)

@@ -37,7 +37,7 @@ def main() -> None:
 
 if __name__ == "__mp_main__":  # as SGLang's children import this module
     end_with_parent()  # they see to it themselves, but only when they have imported all that they need
-    if os.getppid() == 1:  # it ended before that
+    if os.getsid(os.getppid()) != os.getsid(0):  # it ended before that: whoever takes orphans is of another session
         os._exit(1)
 if os.environ.get(UNPINNED):
     from asyncrl.rollouter.engines.sglang.cpu_defects import correct_cpu_build
