@@ -1,4 +1,4 @@
-"""One thread per process, no network, whatever the machine; and the device of the tests that want one."""
+"""One thread per process, no network, whatever the machine; and what many tests want: a device, inputs, whole runs."""
 
 import importlib.util
 import os
@@ -39,3 +39,20 @@ def device():
     if name == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     return name
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """The folder with the inputs of a tiny run."""
+    from tests.support.tiny import make_inputs
+
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture
+def start(request, inputs, tmp_path):
+    """``start(*more)`` starts a whole run, or goes on with it, with the module's ``OPTIONS`` and more."""
+    from tests.support.faults import starting
+
+    with starting(inputs, tmp_path / "run", *request.module.OPTIONS) as begin:
+        yield begin

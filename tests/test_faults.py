@@ -15,7 +15,6 @@ import pytest
 
 from asyncrl.config.load import load_config
 from tests.support.faults import ACTORS, NAMES, FaultyRun, audit, crash_at, restores, run_through, trained_steps
-from tests.support.tiny import make_inputs
 
 BATCH = 2
 QUICKSTART = "configs/quickstart.yaml"
@@ -68,11 +67,6 @@ DRIVER_POINTS = [
     "asyncrl.trainer.checkpoints:CheckpointStore.mark_final:before:1",
     "asyncrl.trainer.checkpoints:CheckpointStore.mark_final:after:1",
 ]
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from asyncrl.config.load import load_config
-from tests.support.tiny import make_inputs, overrides
+from tests.support.tiny import overrides
 from tests.test_reporting_wandb import offline_run
 from tests.test_run import free_port, processes_of
 
@@ -110,11 +110,6 @@ def head(tmp_path_factory):
     head = Head(tmp_path_factory.mktemp("head"))
     yield head
     head.close()
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def steps_in(text: str, total: int) -> list[str]:

@@ -9,7 +9,7 @@ from asyncrl.config.schema import EngineConfig, MTPConfig
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.rollouter.engines.native.engine import NativeEngine
-from tests.support.lora import Heard, LoraTrainer, lora_config, requests, samples_of
+from tests.support.lora import Heard, LoraTrainer, breaking_off, lora_config, requests, samples_of
 from tests.support.trainer import make_checkpoint, started_ranks
 
 
@@ -128,13 +128,7 @@ async def test_a_sender_that_breaks_off_leaves_the_old_adapter_serving(checkpoin
     trainer.learn(await samples_of(engine, requests(4)))
     export = trainer.rank.export
 
-    def broken(base):
-        for number, item in enumerate(export(base)):
-            if number == 5:
-                raise RuntimeError("the trainer ran out of memory")
-            yield item
-
-    trainer.rank.export = broken
+    trainer.rank.export = breaking_off(export)
     served = trainer.version
     with pytest.raises(SyncError, match="ran out of memory"):
         await trainer.sync()

@@ -11,12 +11,7 @@ from asyncrl.models.checkpoint import is_draft, read_tensors, save_checkpoint
 from asyncrl.models.config import DecoderConfig
 from asyncrl.preflight import kv_cache_bytes, preflight
 from asyncrl.rollouter.engines.native.kv import KVCache
-from tests.support.tiny import make_inputs, overrides
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
+from tests.support.tiny import overrides
 
 
 def problems(inputs, *more, cpus=4):

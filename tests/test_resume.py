@@ -18,7 +18,7 @@ from asyncrl import run_folder
 from asyncrl.fully_async_main import main
 from asyncrl.models.checkpoint import read_tensors
 from tests.support.faults import OPTIONS, FaultyRun, audit, restores
-from tests.support.tiny import make_inputs, overrides
+from tests.support.tiny import overrides
 
 STEPS = 9
 DETERMINISTIC = (
@@ -30,11 +30,6 @@ DETERMINISTIC = (
     "algorithm.filter_zero_variance=true",
     "reward.function=tests.test_synchronous_equality:coarse_reward",
 )
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")

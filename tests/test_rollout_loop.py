@@ -15,12 +15,7 @@ from asyncrl.rollouter.places import Places
 from asyncrl.rollouter.samples import random_key
 from asyncrl.sample import FinishReason, PolicyVersion, VersionSpan
 from tests.support.rollout import System, broken, fine
-from tests.support.tiny import MAX_RESPONSE, make_inputs, overrides
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
+from tests.support.tiny import MAX_RESPONSE, overrides
 
 
 class Reshaped(SingleTurn):

@@ -19,16 +19,11 @@ from asyncrl.sample_queue.messages import InFlight, Recovery
 from tests.support.in_memory import InMemoryRecords
 from tests.support.rollout import System, fine
 from tests.support.scripted import Death
-from tests.support.tiny import make_inputs, overrides
+from tests.support.tiny import overrides
 
 EPOCH = ("data.epochs=1", "async_training.staleness_threshold=50")
 OFTEN = "rollout.snapshot_every_s=0.02"
 DETERMINISTIC = "rollout.engine.deterministic=true"
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def judge(prompt, i):

@@ -17,14 +17,9 @@ import pytest
 import torch
 
 from asyncrl.models.checkpoint import read_tensors
-from tests.support.tiny import make_inputs, overrides
+from tests.support.tiny import overrides
 
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 class Run:

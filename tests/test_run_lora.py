@@ -9,8 +9,7 @@ from safetensors.torch import load_file
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.models.config import DecoderConfig
 from asyncrl.models.lora import linear_shapes
-from tests.support.faults import FaultyRun, audit, restores, starting
-from tests.support.tiny import make_inputs
+from tests.support.faults import FaultyRun, audit, restores
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -25,17 +24,6 @@ OPTIONS = (
     "ray.cpus_per_replica=0.25",
     "checkpoint.export_hf=final",
 )
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
-
-
-@pytest.fixture
-def start(inputs, tmp_path):
-    with starting(inputs, tmp_path / "run", *OPTIONS) as begin:
-        yield begin
 
 
 def audit_lora(run: FaultyRun, inputs: Path, exact_steps: int) -> None:

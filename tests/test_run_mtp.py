@@ -1,14 +1,11 @@
 """Whole runs with multi-token prediction on Ray: the draft learns with the policy, travels with it and speeds it up."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
 from asyncrl.models.checkpoint import is_draft, read_tensors
-from tests.support.faults import audit, starting
-from tests.support.tiny import make_inputs
+from tests.support.faults import audit
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -26,17 +23,6 @@ OPTIONS = (
     "ray.cpus_per_replica=0.25",
     "checkpoint.export_hf=final",
 )
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
-
-
-@pytest.fixture
-def start(inputs, tmp_path):
-    with starting(inputs, tmp_path / "run", *OPTIONS) as begin:
-        yield begin
 
 
 def test_the_draft_of_a_run_learns_travels_and_comes_to_a_replica_that_was_killed(start, inputs):

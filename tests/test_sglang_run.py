@@ -13,9 +13,8 @@ import pytest
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs the SGLang environment: make test-sglang", allow_module_level=True)
 
-from tests.support.faults import audit, starting
+from tests.support.faults import audit
 from tests.support.sglang_replica import server_processes
-from tests.support.tiny import make_inputs
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(1200)]
 OPTIONS = (
@@ -25,17 +24,6 @@ OPTIONS = (
     "supervision.answer_s=300",
 )
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
-
-
-@pytest.fixture
-def start(inputs, tmp_path):
-    with starting(inputs, tmp_path / "run", *OPTIONS) as begin:
-        yield begin
 
 
 def test_a_run_trains_to_the_end_and_a_killed_server_costs_no_sample(start):

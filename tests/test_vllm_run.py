@@ -2,15 +2,13 @@
 
 import os
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
 
 pytest.importorskip("vllm", reason="needs the vLLM environment: make test-vllm")
 
-from tests.support.faults import FaultyRun, audit, starting
-from tests.support.tiny import make_inputs
+from tests.support.faults import FaultyRun, audit
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 OPTIONS = (
@@ -19,17 +17,6 @@ OPTIONS = (
     "ray.placement_timeout_s=120",
     "supervision.answer_s=300",
 )
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
-
-
-@pytest.fixture
-def start(inputs, tmp_path):
-    with starting(inputs, tmp_path / "run", *OPTIONS) as begin:
-        yield begin
 
 
 def test_a_run_trains_with_its_draft_to_the_end(start, tmp_path):

@@ -53,7 +53,7 @@ class ChunkedScores(torch.autograd.Function):
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None
 
 
-class _SumOverRows(torch.autograd.Function):
+class SumOverRows(torch.autograd.Function):
     """A sum over rows whose forward pass has made the gradient too, for ``hidden`` [R, M] and ``weight`` [V, M].
 
     The gradient of a sum is known up to one factor when the sum is, so each chunk's logits are computed once."""
@@ -70,7 +70,7 @@ class _SumOverRows(torch.autograd.Function):
 
 
 class _Gradients:
-    """What `_SumOverRows` saves, filled chunk by chunk with the gradient of the scaled logits."""
+    """What `SumOverRows` saves, filled chunk by chunk with the gradient of the scaled logits."""
 
     def __init__(self, ctx: Any, hidden: Tensor, weight: Tensor, temperature: float) -> None:
         self._hidden, self._weight, self._temperature = hidden, weight, temperature
@@ -90,7 +90,7 @@ class _Gradients:
         ctx.weight_dtype = self._weight.dtype
 
 
-class ChunkedCrossEntropy(_SumOverRows):
+class ChunkedCrossEntropy(SumOverRows):
     """Sum over rows of −log softmax(hidden @ W.T / temperature)[target], and how many targets are the likeliest token,
     without ever holding [R, V]."""
 
@@ -113,7 +113,7 @@ class ChunkedCrossEntropy(_SumOverRows):
         return loss, hits
 
 
-class ChunkedAcceptance(_SumOverRows):
+class ChunkedAcceptance(SumOverRows):
     """Sum over rows of −log α, and how many ``targets`` are q's likeliest token, without ever holding [R, V].
 
     α is the chance that rejection sampling accepts a token drafted from q where the target's distribution is p: what

@@ -19,7 +19,7 @@ from asyncrl.param_sync.manifest import ManifestError, is_adapter
 from asyncrl.rollouter.engines.make import make_engine
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.rank import TrainerRank
-from tests.support.lora import Heard, LoraTrainer, lora_config, requests, samples_of
+from tests.support.lora import Heard, LoraTrainer, breaking_off, lora_config, requests, samples_of
 
 
 @pytest.fixture(scope="module")
@@ -98,13 +98,7 @@ class AdapterContract:
         trainer.learn(await samples_of(engine, requests(4)))
         export = trainer.rank.export
 
-        def broken(base):
-            for number, item in enumerate(export(base)):
-                if number == 5:
-                    raise RuntimeError("the trainer ran out of memory")
-                yield item
-
-        trainer.rank.export = broken
+        trainer.rank.export = breaking_off(export)
         with pytest.raises(SyncError, match="ran out of memory"):
             await trainer.sync()
         assert trainer.fleet.routable == {"replica/0": served}

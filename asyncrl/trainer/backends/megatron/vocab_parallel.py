@@ -15,6 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from asyncrl.models.chunked import SumOverRows
+
 
 @dataclass(frozen=True)
 class VocabularyPart:
@@ -112,22 +114,8 @@ class VocabParallelScores(torch.autograd.Function):
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None, None
 
 
-class _SumOverRows(torch.autograd.Function):
-    """A sum over rows whose forward pass has made the gradient too: see `asyncrl.models.chunked`."""
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, g: Tensor, _: Tensor) -> Any:  # type: ignore[override]
-        d_hidden, d_weight = ctx.saved_tensors
-        return (
-            None if d_hidden is None else d_hidden * g.to(d_hidden.dtype),
-            None if d_weight is None else (d_weight * g).to(ctx.weight_dtype),
-            *[None] * (len(ctx.needs_input_grad) - 2),
-        )
-
-
 class _Gradients:
-    """What `_SumOverRows` saves, filled chunk by chunk with the gradient of the logits, [C, W]."""
+    """What `SumOverRows` saves, filled chunk by chunk with the gradient of the logits, [C, W]."""
 
     def __init__(self, ctx: Any, hidden: Tensor, weight: Tensor, part: VocabularyPart) -> None:
         self._hidden, self._weight, self._part = hidden, weight, part
@@ -146,7 +134,7 @@ class _Gradients:
         ctx.weight_dtype = self._weight.dtype
 
 
-class VocabParallelCrossEntropy(_SumOverRows):
+class VocabParallelCrossEntropy(SumOverRows):
     """Sum over rows of −log softmax(z)[target], and how many targets are the likeliest token; float32 scalars."""
 
     @staticmethod
@@ -167,7 +155,7 @@ class VocabParallelCrossEntropy(_SumOverRows):
         return loss, hits
 
 
-class VocabParallelAcceptance(_SumOverRows):
+class VocabParallelAcceptance(SumOverRows):
     """Sum over rows of −log α, and how many ``targets`` are the draft's likeliest token; float32 scalars. α, its
     gradient and ``target_hidden``: see `asyncrl.models.chunked.ChunkedAcceptance`."""
 
