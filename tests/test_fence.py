@@ -51,6 +51,19 @@ async def test_a_new_owner_finds_an_empty_engine_and_hears_only_of_its_own(engin
     assert (len(batch.tokens), batch.finish) == (3, [FinishReason.LENGTH])
 
 
+async def test_a_new_owner_finds_no_width(engine):
+    fence = Fence(engine)
+    await fence.attach("first")
+    await fence.set_width("first", 1)
+    await fence.submit("first", [request(str(i), 200) for i in range(3)])
+    assert (await engine.stats()).running <= 1
+    await fence.attach("second")
+    await fence.submit("second", [request(str(i), 200) for i in range(3)])
+    assert len(set((await fence.events("second")).ids)) == 3
+    with pytest.raises(EngineError, match="serves second, not first"):
+        await fence.set_width("first", 1)
+
+
 async def test_who_is_not_the_owner_is_refused(engine):
     fence = Fence(engine)
     with pytest.raises(EngineError, match="serves nobody yet, not first: attach first"):

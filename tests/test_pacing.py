@@ -1,4 +1,4 @@
-"""The width of generation follows the trainer's pace, and the router keeps to it."""
+"""The width of generation follows the trainer's pace, and engines keep to it."""
 
 import asyncio
 

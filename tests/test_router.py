@@ -1,7 +1,6 @@
 """The router against scripted replicas: balance, groups kept together, samples that survive syncs and deaths."""
 
 import asyncio
-import dataclasses
 
 import numpy as np
 import pytest
@@ -284,25 +283,21 @@ async def test_a_request_given_up_before_it_left_does_not_stay_behind(two):
     assert router.outstanding_tokens == {"a": 0, "b": 0}
 
 
-async def test_a_replica_serves_no_more_at_once_than_its_width_and_the_others_wait_in_order(two):
-    router, a, _, _ = two
-    router.set_width(2)
-    tasks = [asyncio.create_task(complete(router, request(f"g/{i}"))) for i in range(4)]
-    validation = dataclasses.replace(request("v/0"), priority=1)
-    tasks.append(asyncio.create_task(complete(router, validation)))
+async def test_every_replica_is_told_the_width_and_so_is_the_next_in_its_place(two):
+    router, a, b, _ = two
+    router.set_width(3)
     await settle()
-    assert set(a.requests) == {"g/0#0", "g/1#0", "v/0#0"}  # what is not training's does not wait
-    a.say("v/0#0", [5], FinishReason.STOP)
-    a.say("g/1#0", [5], FinishReason.STOP)
+    router.set_width(3)
     await settle()
-    assert set(a.requests) == {"g/0#0", "g/1#0", "v/0#0", "g/2#0"}
-    a.say("g/0#0", [5], FinishReason.ABORT)  # cut by a sync: it goes on before any that has not begun
+    assert (a.widths, b.widths) == ([3], [3])
+    a.die(Death("killed"))
     await settle()
-    assert "g/0#1" in a.requests
-    assert "g/3#0" not in a.requests
+    router.replace("a", new := Scripted())
+    await router.set_routable(["a", "b"])
+    task = asyncio.create_task(complete(router, request("g/0")))
+    await settle()
+    assert new.widths == [3]  # no later than its first request
     router.set_width(None)
     await settle()
-    assert "g/3#0" in a.requests
-    for id in ("g/0#1", "g/2#0", "g/3#0"):
-        a.say(id, [6], FinishReason.STOP)
-    await asyncio.gather(*tasks)
+    assert (new.widths, b.widths) == ([3, None], [3, None])
+    task.cancel()

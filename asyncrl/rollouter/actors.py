@@ -73,6 +73,10 @@ class EngineReplicaActor(Watched):
         with self._dying_with_its_engine():
             await self._fence.abort(owner, ids)
 
+    async def set_width(self, owner: str, width: int | None) -> None:
+        with self._dying_with_its_engine():
+            await self._fence.set_width(owner, width)
+
     async def drain(self) -> Batch:
         return self._recorder.drain()
 

@@ -61,6 +61,11 @@ class Request:
     sampling: SamplingParams
     priority: int = 0  # lower is served first; validation runs at a higher number than training
 
+    @property
+    def trains(self) -> bool:
+        """Whether it is for training."""
+        return self.priority == 0
+
 
 @dataclass(frozen=True)
 class EventBatch:
@@ -135,6 +140,11 @@ class Engine(Protocol):
 
     async def abort(self, ids: Sequence[str]) -> None:
         """End these requests; their tokens so far come as an ABORT event. Unknown ids are ignored."""
+
+    async def set_width(self, width: int | None) -> None:
+        """Generate for at most so many requests of training at once (None: for as many as there are slots); more of
+        them wait in the engine, so that none is missed where one ends. What runs goes on."""
+        ...
 
     async def pause(self, mode: PauseMode, deadline_s: float) -> int:
         """Stop generating. ``abort``: every request ends with an ABORT event; ``keep``: requests stay; ``wait``: they

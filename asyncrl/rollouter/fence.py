@@ -19,6 +19,7 @@ class Generator(Protocol):
     async def submit(self, requests: Sequence[Request]) -> None: ...
     async def events(self) -> EventBatch: ...
     async def abort(self, ids: Sequence[str]) -> None: ...
+    async def set_width(self, width: int | None) -> None: ...
 
 
 class Fenced(Protocol):
@@ -28,6 +29,7 @@ class Fenced(Protocol):
     async def submit(self, owner: str, requests: Sequence[Request]) -> None: ...
     async def events(self, owner: str) -> EventBatch: ...
     async def abort(self, owner: str, ids: Sequence[str]) -> None: ...
+    async def set_width(self, owner: str, width: int | None) -> None: ...
 
 
 class Fence:
@@ -42,7 +44,7 @@ class Fence:
 
     async def attach(self, owner: str) -> None:
         """From now on only ``owner`` counts. Returns when the engine holds nothing of an earlier one: its requests are
-        aborted, their events dropped, and its pending call of `events` raises EngineError."""
+        aborted, their events dropped, its width is forgotten, and its pending call of `events` raises EngineError."""
         async with self._giving:
             self._owner = owner
             if self._listening is not None:
@@ -51,6 +53,7 @@ class Fence:
             await self._engine.abort(sorted(self._unfinished))
             while self._unfinished:
                 await self._listen()
+            await self._engine.set_width(None)
 
     async def submit(self, owner: str, requests: Sequence[Request]) -> None:
         async with self._giving:
@@ -72,6 +75,10 @@ class Fence:
     async def abort(self, owner: str, ids: Sequence[str]) -> None:
         self._check(owner)
         await self._engine.abort(ids)
+
+    async def set_width(self, owner: str, width: int | None) -> None:
+        self._check(owner)
+        await self._engine.set_width(width)
 
     async def _listen(self) -> EventBatch:
         batch = await self._engine.events()
@@ -100,3 +107,6 @@ class Owned:
 
     async def abort(self, ids: Sequence[str]) -> None:
         await self._fenced.abort(self._owner, ids)
+
+    async def set_width(self, width: int | None) -> None:
+        await self._fenced.set_width(self._owner, width)

@@ -31,6 +31,8 @@ class ReplicaClient(Protocol):
     async def submit(self, requests: Sequence[Request]) -> None: ...
     async def events(self) -> EventBatch: ...
     async def abort(self, ids: Sequence[str]) -> None: ...
+    async def set_width(self, width: int | None) -> None:
+        """At most so many requests of training generate at once (None: any number); attached, there is no limit."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -43,10 +45,9 @@ class _Replica:
     aborts: list[str] = dataclasses.field(default_factory=list)
     work: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     serving: int = 0  # requests
-    training: int = 0  # of them, those that the width counts
     load: int = 0  # outstanding tokens
     heard_s: float = 0.0
-    line: dict[_Active, None] = dataclasses.field(default_factory=dict)  # of requests that wait for room here
+    width: int | None = None  # that it was told
     lost: bool = False
     task: asyncio.Task[None] | None = None
 
@@ -81,10 +82,6 @@ class _Active:
         )
 
 
-def _is_training(active: _Active) -> bool:
-    return active.request.priority == 0
-
-
 class Router:
     """Use: ``run()`` as a task for as long as requests are served; ``await generate(request, drawn)`` from anywhere.
 
@@ -97,7 +94,7 @@ class Router:
         self._is_death = is_death
         self._routable = set(replicas)
         self._active: dict[str, _Active] = {}  # with a replica, by the id of the part
-        self._waiting: dict[_Active, None] = {}  # for any replica, in order
+        self._waiting: dict[_Active, None] = {}  # for a replica, in order
         self._width: int | None = None
         self._home: dict[str, str] = {}  # group → replica
         self._members: dict[str, int] = {}  # group → requests under way
@@ -124,17 +121,18 @@ class Router:
             self._place(active)
             return await active.future
         finally:
-            self._admit(self._remove(active, abort=True))
+            self._remove(active, abort=True)
             self._members[request.group] -= 1
             if not self._members[request.group]:
                 del self._members[request.group]
                 self._home.pop(request.group, None)
 
     def set_width(self, width: int | None) -> None:
-        """Let each replica serve at most so many requests of training at once (None: any number); more wait here."""
+        """Let each replica generate for at most so many requests of training at once (None: any number); more wait
+        there."""
         self._width = width
         for replica in self._replicas.values():
-            self._admit(replica)
+            replica.work.set()
 
     async def set_routable(self, names: Sequence[str]) -> None:
         """Serve from these replicas only, less those that are lost; requests of others continue here."""
@@ -177,64 +175,36 @@ class Router:
     # -- where requests are ----------------------------------------------------------------------------------------
 
     def _place(self, active: _Active) -> None:
-        """Give the request to the replica that has its group, else to the one with the least to do. Without room there,
-        it waits in a line: that of its group's replica, or the common one."""
-        home = self._replicas.get(self._home.get(active.request.group, ""))
-        if home is None or home.name not in self._routable:
-            everyone = [self._replicas[name] for name in sorted(self._routable)]
-            open_ = [r for r in everyone if not (self._is_full(r) and _is_training(active))]
-            if not open_:
+        """Give the request to the replica that has its group, else to the one with the least to do."""
+        home = self._home.get(active.request.group)
+        if home not in self._routable:
+            if not self._routable:
                 self._waiting[active] = None
                 return
-            home = min(open_, key=lambda replica: replica.load)
-        elif self._is_full(home) and _is_training(active):
-            home.line[active] = None
-            return
-        self._give(active, home)
-
-    def _give(self, active: _Active, replica: _Replica) -> None:
+            home = min(sorted(self._routable), key=lambda name: self._replicas[name].load)
+        replica = self._replicas[home]
         self._home[active.request.group] = replica.name
         active.replica = replica
         if not replica.serving:
             replica.heard_s = now_s()
         replica.serving += 1
-        replica.training += _is_training(active)
         replica.load += active.outstanding
         self._active[active.id] = active
         replica.requests.append(active.part())
         replica.work.set()
 
-    def _is_full(self, replica: _Replica) -> bool:
-        return self._width is not None and replica.training >= self._width
-
-    def _remove(self, active: _Active, abort: bool) -> _Replica | None:
-        """It is with no replica any more; ``abort``: unless its part ended there, it is to end. Returns its replica."""
+    def _remove(self, active: _Active, abort: bool) -> None:
+        """It is with no replica any more; ``abort``: unless its part ended there, it is to end."""
         replica, active.replica = active.replica, None
         if replica is None:
-            for line in (self._waiting, *(r.line for r in self._replicas.values())):
-                line.pop(active, None)
-            return None
+            self._waiting.pop(active, None)
+            return
         del self._active[active.id]
         replica.serving -= 1
-        replica.training -= _is_training(active)
         replica.load -= active.outstanding
         if abort:
             replica.aborts.append(active.id)
             replica.work.set()
-        return replica
-
-    def _admit(self, replica: _Replica | None) -> None:
-        """There may be room at this replica: the next ones of its line get it, then those of the common one."""
-        if replica is None or replica.name not in self._routable:
-            return
-        while not self._is_full(replica) and (line := replica.line or self._waiting):
-            active = next(iter(line))
-            del line[active]
-            home = self._home.get(active.request.group)
-            if home in self._routable and home != replica.name:
-                self._place(active)  # its group has found a replica since
-            else:
-                self._give(active, replica)
 
     def _continue(self, active: _Active, abort: bool) -> None:
         self._remove(active, abort)
@@ -243,10 +213,7 @@ class Router:
 
     def _resettle(self) -> None:
         """After a change of who is routable: what is elsewhere, or waits, goes on there."""
-        lines = [self._waiting, *(replica.line for replica in self._replicas.values())]
-        waiting = [active for line in lines for active in line]
-        for line in lines:
-            line.clear()
+        waiting, self._waiting = self._waiting, {}
         for active in [a for a in self._active.values() if a.replica and a.replica.name not in self._routable]:
             self._continue(active, abort=True)
         for active in waiting:
@@ -281,6 +248,9 @@ class Router:
             replica.work.clear()
             requests, replica.requests = replica.requests, []
             aborts, replica.aborts = replica.aborts, []
+            if self._width != replica.width:
+                replica.width = self._width
+                await replica.client.set_width(replica.width)
             if requests:
                 await replica.client.submit(requests)
             if aborts:  # after the requests: some of them may have been given up before they left
@@ -312,7 +282,7 @@ class Router:
         if finish is FinishReason.ABORT and active.outstanding > 0:
             self._continue(active, abort=False)
             return
-        self._admit(self._remove(active, abort=False))
+        self._remove(active, abort=False)
         if finish is FinishReason.ERROR:
             active.future.set_exception(GenerationFailed(batch.errors.get(batch.ids[e], "the engine gave no reason")))
         else:

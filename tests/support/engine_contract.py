@@ -7,6 +7,7 @@ in order on that one replica, and each syncs the weights that it needs.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 import torch
@@ -207,6 +208,32 @@ async def test_priority_decides_who_waits(replica, initial):
         add(answers, batch)
         order += [id for id, finish in zip(batch.ids, batch.finish) if finish is not None]
     assert order.index("urgent") < order.index("validation") or order.index("validation") < 8
+
+
+async def test_no_more_of_training_generate_at_once_than_the_width_and_none_is_lost(replica, initial):
+    await replica.sync(initial)
+    lengths = {f"train/{i}": 60 if i < 6 else 220 for i in range(10)} | {"validation": 30}
+    requests = [request(id, PROMPT, length) for id, length in lengths.items()]
+    requests[-1] = dataclasses.replace(requests[-1], priority=1)
+    await replica.engine.set_width(2)
+    await replica.engine.submit(requests)
+    answers, under_way, most, ended = {}, set(), 0, []
+    while len(ended) < len(lengths):
+        batch = await replica.engine.events()
+        add(answers, batch)
+        for id, finish in zip(batch.ids, batch.finish):
+            under_way.add(id)
+            most = max(most, len(under_way - {"validation"}))
+            if finish is not None:
+                under_way.remove(id)
+                ended.append(id)
+        if len(ended) < 4:
+            assert most <= 2
+        else:
+            await replica.engine.set_width(None)
+    assert ended.index("validation") < 4  # it does not wait for room
+    assert most > 2
+    assert {id: len(a.tokens) for id, a in answers.items()} == lengths
 
 
 async def test_a_manifest_that_does_not_fit_is_refused_before_anything_is_paused(replica, initial):

@@ -20,6 +20,7 @@ class Scripted:
         self.requests: dict[str, Request] = {}
         self.submits: list[int] = []
         self.aborted: list[str] = []
+        self.widths: list[int | None] = []
         self._events: asyncio.Queue[EventBatch | Exception] = asyncio.Queue()
         self.version = PolicyVersion(0, 0)
 
@@ -33,6 +34,10 @@ class Scripted:
 
     async def abort(self, ids):
         self.aborted += ids
+
+    async def set_width(self, width):
+        assert self.attached == 1
+        self.widths.append(width)
 
     async def events(self):
         event = await self._events.get()

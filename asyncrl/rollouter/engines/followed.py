@@ -1,13 +1,15 @@
 """What engines have in common that generate in processes of their own: requests that are followed, told of, held back.
 
-Every request is a task that follows the engine's stream of it; what they hear of becomes the columns of `events`. While
-the engine is paused, requests wait here and not there: it frees its KV cache only while it works on none.
+Every request is a task that follows the engine's stream of it; what they hear of becomes the columns of `events`.
+Requests wait here and not there for what must not be theirs yet: while the engine is paused, as it frees its KV cache
+only while it works on none, and for room where it is to generate for fewer than it could.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
@@ -81,7 +83,8 @@ class FollowingEngine(ABC, Generic[R]):
         self._intake: RemoteIntake | None = None
         self._version: PolicyVersion | None = None
         self._running: dict[str, R] = {}
-        self._held: dict[str, Request] = {}  # while paused
+        self._width: int | None = None
+        self._held: dict[str, Request] = {}  # while paused, or for want of room; in order
         self.paused = True  # or about to be: requests are held back
         self._kept_kv = False  # requests stay over the pause with their KV
         self._released = False
@@ -133,10 +136,9 @@ class FollowingEngine(ABC, Generic[R]):
             why = self._why_impossible(request)
             if why is not None:
                 self._fail(request, why)
-            elif self.paused:
-                self._held[request.id] = request
             else:
-                self._begin(request)
+                self._held[request.id] = request
+        self._release_held()
 
     async def events(self) -> EventBatch:
         """Wakes soon after a request ended, or about ten times a second while tokens flow. One caller at a time."""
@@ -151,6 +153,11 @@ class FollowingEngine(ABC, Generic[R]):
         self._news.clear()
         self._ends.clear()
         return self._log.take()
+
+    async def set_width(self, width: int | None) -> None:
+        self._alive()
+        self._width = width
+        self._release_held()
 
     async def resume(self, version: PolicyVersion) -> None:
         """Raises EngineError when the weights are not those of ``version``, or the KV cache is not there."""
@@ -213,11 +220,14 @@ class FollowingEngine(ABC, Generic[R]):
                 self._tell(Event(id, [], [], self._version or _NONE, FinishReason.ABORT))
 
     def _release_held(self) -> None:
-        if self.paused:
+        """Begin those that wait for nothing any more."""
+        if self.paused or self._death is not None:
             return
-        held, self._held = self._held, {}
-        for request in held.values():
-            self._begin(request)
+        room = math.inf if self._width is None else self._width - sum(r.request.trains for r in self._running.values())
+        for request in list(self._held.values()):
+            if not request.trains or room > 0:
+                room -= request.trains
+                self._begin(self._held.pop(request.id))
 
     def _heard(
         self,
@@ -251,6 +261,7 @@ class FollowingEngine(ABC, Generic[R]):
             del self._running[id]
             if running.slot and self._adapters is not None:
                 self._adapters.end(id)
+        self._release_held()
         self._observe()
 
     def _fail(self, request: Request, why: str) -> None:

@@ -135,6 +135,10 @@ class Core:
             self._held = [r for r in self._held if wanted is not None and r.id not in wanted]
         return len(ended) + len(held)
 
+    def set_width(self, width: int | None) -> None:
+        """Let at most so many requests of training have slots from now on; None: as many as there are."""
+        self._scheduler.width = self.slots if width is None else width
+
     def close_gate(self) -> None:
         """Hold back what is submitted from now on."""
         self._held = self._held or []
@@ -281,7 +285,7 @@ class Core:
             self._speculator.took(k, len(decoding), accepted, now_s() - began_s)
         for sequence, finish, error in ended:
             self._finish(sequence, finish, error)
-        if ended and not self.deterministic and not self._scheduler.waiting:
+        if ended and not self.deterministic and not self._scheduler.would_place:
             self._compact()
 
     def _draw_next(self, decoding: SequenceOf[Sequence], rows: int, length: int) -> list[_Ended]:

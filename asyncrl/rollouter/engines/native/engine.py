@@ -46,8 +46,8 @@ from asyncrl.rollouter.engines.native.stops import Tokenizer
 from asyncrl.sample import PolicyVersion
 from asyncrl.telemetry.recorder import Recorder, now_s
 
-_EVENTS_EVERY_S = 0.1  # while tokens flow and nothing ends
-_ENDS_EVERY_S = 0.03  # while requests end: each call costs both its ends a millisecond or two
+_EVENTS_EVERY_S = 0.1  # while tokens flow: each call costs both its ends a millisecond or two
+_ENDS_EVERY_S = 0.03  # while requests end and none waits here to follow them
 
 T = TypeVar("T")
 
@@ -130,7 +130,8 @@ class NativeEngine:
         await self._call(lambda: self._core.submit(requests))
 
     async def events(self) -> EventBatch:
-        """Wakes soon after a request ended, or about ten times a second while tokens flow. One caller at a time."""
+        """Wakes about ten times a second while tokens flow, and sooner when requests have ended and none is left that
+        waits for a slot. One caller at a time."""
         while True:
             with self._wake:
                 if self._outbox:
@@ -144,6 +145,9 @@ class NativeEngine:
 
     async def abort(self, ids: Sequence[str]) -> None:
         await self._call(lambda: self._core.abort(ids))
+
+    async def set_width(self, width: int | None) -> None:
+        await self._call(lambda: self._core.set_width(width))
 
     async def pause(self, mode: PauseMode, deadline_s: float) -> int:
         """``wait`` lets everything finish that was submitted before; what is submitted later stays queued, in any mode.
@@ -321,7 +325,8 @@ class NativeEngine:
         """Whether `events` is waited on and there is news that should not wait longer."""
         if self._listener is None or not self._core.has_news:
             return False
-        every_s = _ENDS_EVERY_S if self._core.has_finished else _EVENTS_EVERY_S
+        wanting = self._core.has_finished and not self._core.waiting
+        every_s = _ENDS_EVERY_S if wanting else _EVENTS_EVERY_S
         return not self._stepping() or now_s() - self._told_s >= every_s
 
     def _publish(self) -> None:

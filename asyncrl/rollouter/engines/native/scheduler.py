@@ -64,25 +64,27 @@ class Chunk(NamedTuple):
 
 
 class Scheduler:
-    """``slots`` places. With ``aligned``, chunks start at multiples of ``chunk_tokens`` only, so that a token is
-    computed at the same row of the same chunk whatever was shared before."""
+    """``slots`` places, at most ``width`` of them for requests of training. With ``aligned``, chunks start at multiples
+    of ``chunk_tokens`` only, so that a token is computed at the same row of the same chunk whatever was shared
+    before."""
 
     def __init__(self, slots: int, chunk_tokens: int, aligned: bool) -> None:
+        self.width = slots
         self.placed: list[Sequence | None] = [None] * slots
         self.by_id: dict[str, Sequence] = {}
         self._chunk_tokens, self._aligned = chunk_tokens, aligned
-        self._waiting: list[tuple[int, int, Sequence]] = []
+        self._waiting: dict[bool, list[tuple[int, int, Sequence]]] = {True: [], False: []}  # for training or not
         self._arrivals = itertools.count()
         self._prefilling: list[Sequence] = []
         self._groups: dict[str, list[Sequence]] = {}  # placed ones
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return sum(map(len, self._waiting.values()))
 
     @property
     def running(self) -> int:
-        return len(self.by_id) - len(self._waiting)
+        return len(self.by_id) - self.waiting
 
     def decoding(self) -> list[Sequence]:
         prefilling = set(map(id, self._prefilling))
@@ -95,21 +97,33 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue it: lower priority numbers first, then in order of arrival."""
         self.by_id[sequence.request.id] = sequence
-        heapq.heappush(self._waiting, (sequence.request.priority, next(self._arrivals), sequence))
+        request = sequence.request
+        heapq.heappush(self._waiting[request.trains], (request.priority, next(self._arrivals), sequence))
 
     def place(self) -> list[Sequence]:
         """Give free slots, lowest first, to waiting sequences; returns those placed now."""
         placed: list[Sequence] = []
-        if not self._waiting:
-            return placed
-        for slot, taken in enumerate(self.placed):
-            if taken is None and self._waiting:
-                sequence = heapq.heappop(self._waiting)[2]
-                sequence.slot, self.placed[slot] = slot, sequence
-                self._groups.setdefault(sequence.request.group, []).append(sequence)
-                self._prefilling.append(sequence)
-                placed.append(sequence)
+        for slot in (i for i, taken in enumerate(self.placed) if taken is None):
+            if not (line := self._next_line()):
+                break
+            sequence = heapq.heappop(line)[2]
+            sequence.slot, self.placed[slot] = slot, sequence
+            self._groups.setdefault(sequence.request.group, []).append(sequence)
+            self._prefilling.append(sequence)
+            placed.append(sequence)
         return placed
+
+    @property
+    def would_place(self) -> bool:
+        """Whether a waiting sequence takes the next free slot."""
+        return bool(self._next_line())
+
+    def _next_line(self) -> list[tuple[int, int, Sequence]]:
+        """Where the one waits that comes next, first; empty if there is none."""
+        others, training = self._waiting[False], self._waiting[True]
+        if not training or (others and others[0] < training[0]):
+            return others
+        return training if sum(s is not None and s.request.trains for s in self.placed) < self.width else others
 
     def next_prefill(self, budget_tokens: int) -> CopyPrefix | Chunk | None:
         """What to do for the first sequence that is not yet ready to decode; None when there is none, or the budget is
@@ -150,8 +164,9 @@ class Scheduler:
         """It ended, wherever it was."""
         del self.by_id[sequence.request.id]
         if sequence.slot < 0:
-            self._waiting = [entry for entry in self._waiting if entry[2] is not sequence]
-            heapq.heapify(self._waiting)
+            line = self._waiting[sequence.request.trains]
+            line[:] = [entry for entry in line if entry[2] is not sequence]
+            heapq.heapify(line)
             return
         self.placed[sequence.slot] = None
         group = self._groups[sequence.request.group]

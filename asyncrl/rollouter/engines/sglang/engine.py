@@ -118,9 +118,7 @@ class SGLangEngine(FollowingEngine[_Running]):
         if mode == "keep" and self._stream_interval > 1:
             raise EngineError("pause('keep'): SGLang was started for another param_sync.pause and tells no spans of it")
         was_paused, self.paused = self.paused, True
-        if mode == "abort":
-            self._abort_held(list(self._held))
-        running = list(self._running.values())
+        running, waiting = list(self._running.values()), list(self._held)
         try:
             async with asyncio.timeout(deadline_s):
                 if mode == "abort":
@@ -133,6 +131,8 @@ class SGLangEngine(FollowingEngine[_Running]):
             await self._client.post("/continue_generation", torch_empty_cache=False)
             raise self._not_reached(mode, deadline_s, was_paused) from None
         self._alive()
+        if mode == "abort":  # after those that run, so that they come after them again
+            self._abort_held(waiting)
         self._kept_kv = mode == "keep"
         self._occupancy.observe(0, 0)
         return len(running)

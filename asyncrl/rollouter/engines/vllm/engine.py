@@ -107,9 +107,7 @@ class VLLMEngine(FollowingEngine[_Running]):
         deadline the engine goes on as it did before."""
         self._alive()
         was_paused, self.paused = self.paused, True
-        if mode == "abort":
-            self._abort_held(list(self._held))
-        running = list(self._running.values())
+        running, waiting = list(self._running.values()), list(self._held)
         try:
             async with asyncio.timeout(deadline_s):
                 await self._added(running)
@@ -120,6 +118,8 @@ class VLLMEngine(FollowingEngine[_Running]):
             await self._llm.resume_generation()
             raise self._not_reached(mode, deadline_s, was_paused) from None
         self._alive()
+        if mode == "abort":  # after those that run, so that they come after them again
+            self._abort_held(waiting)
         self._kept_kv = mode == "keep"
         self._occupancy.observe(0, 0)
         return len(running)
