@@ -2,7 +2,7 @@
 
 A bridge knows a model family: how its config.json becomes a configuration of megatron-core, and which of its tensors
 make up which parameter. Megatron-Bridge has one for many families, none of them with MiMo's MTP layers; those are added
-here, to whichever trunk they stand on.
+here, to whichever trunk they stand on. Qwen3-Next and Qwen3.5 have a bridge of this project (`qwen3_next`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asyncrl.models.checkpoint import is_draft, tensor_shapes, without_draft
 from asyncrl.models.config import CheckpointError
 from asyncrl.models.decoder import rope_inverse_frequencies
 from asyncrl.trainer.backends.megatron import cpu
-from asyncrl.trainer.backends.megatron.gated_delta import refuse_delta_net
+from asyncrl.trainer.backends.megatron.qwen3_next import ARCHITECTURES, Qwen3NextBridge
 
 cpu.activate()
 
@@ -111,7 +111,12 @@ def read_source(path: str | Path, mtp_from_trunk: bool = False, needs_draft: boo
     makes_draft = mtp_from_trunk and not any(map(is_draft, shapes))
     if makes_draft:
         raw, shapes = _with_draft(raw, shapes)
-    source = Source(Path(path), raw, {**raw, **(raw.get("text_config") or {})}, shapes, makes_draft)
+    text = {**raw, **(raw.get("text_config") or {})}
+    if text.keys().isdisjoint(("num_nextn_predict_layers", "mtp_num_hidden_layers")):
+        # that of the published Qwen3-Next does not say: its tensors do
+        drafts = {name.split(".")[2] for name in shapes if name.startswith("mtp.layers.")}
+        text["mtp_num_hidden_layers"] = len(drafts)
+    source = Source(Path(path), raw, text, shapes, makes_draft)
     if needs_draft and not source.num_mtp_layers:
         raise without_draft(path)
     if source.tied:
@@ -128,11 +133,16 @@ class Bridge:
     provider: GPTModelProvider
     converter: MegatronModelBridge | MBridgeConverter
 
+    @property
+    def draft_starts_blank(self) -> bool:
+        """Whether the draft reads zeros for the embedding at a sequence's first place, as MiMo's does. Qwen's reads the
+        token's."""
+        return self.source.architecture not in ARCHITECTURES
+
 
 def bridge_of(source: Source, package: str = "megatron_bridge") -> Bridge:
     """The bridge for a folder, of a package (``model.bridge``). Raises CheckpointError for a family that has none, or
     that needs more of megatron-core than its GPT model, and for a rope that megatron-core computes otherwise."""
-    refuse_delta_net(source.path, source.text)
     if package == "mbridge":
         from asyncrl.trainer.backends.megatron.mbridge import mbridge_of
 
@@ -148,11 +158,13 @@ def bridge_of(source: Source, package: str = "megatron_bridge") -> Bridge:
 
 
 def _of_megatron_bridge(source: Source) -> tuple[GPTModelProvider, MegatronModelBridge]:
+    if source.architecture in ARCHITECTURES:
+        return _of_qwen3_next(source)
     found = {getattr(key, "__name__", key): key for key in model_bridge.get_model_bridge._exact_types}
     if source.architecture not in found:
         raise CheckpointError(
             f"{source.path}: Megatron-Bridge has no bridge for {source.architecture} "
-            f"(it has: {', '.join(sorted(found))}); use trainer.backend=torch, or another model"
+            f"(it has: {', '.join(sorted({*found, *ARCHITECTURES}))}); use trainer.backend=torch, or another model"
         )
     converter = model_bridge.get_model_bridge(found[source.architecture])
     provider = converter.provider_bridge(SimpleNamespace(config=_hf_config(source)))
@@ -165,6 +177,19 @@ def _of_megatron_bridge(source: Source) -> tuple[GPTModelProvider, MegatronModel
         trunk = converter.mapping_registry
         converter.mapping_registry = lambda: _with_mtp(trunk())
     return provider, converter
+
+
+def _of_qwen3_next(source: Source) -> tuple[GPTModelProvider, MegatronModelBridge]:
+    if source.num_mtp_layers > 1:
+        raise CheckpointError(
+            f"{source.path}: config.json says {source.num_mtp_layers} MTP layers, which in {source.architecture} share "
+            "norms and projection; megatron-core has them in each layer, so expected at most 1"
+        )
+    converter = Qwen3NextBridge(source.text, source.shapes)
+    try:
+        return converter.provider_bridge(None), converter
+    except KeyError as e:
+        raise CheckpointError(f"{source.path}: config.json lacks {e}, which {source.architecture} has") from None
 
 
 def _hf_config(source: Source) -> Any:
@@ -230,10 +255,18 @@ def _rope(source: Source) -> tuple[float, dict[str, Any] | None]:
     return base, None if kind == "default" else {**rope, "rope_type": kind}
 
 
+def _rotated(source: Source) -> float:
+    """The part of a head that is rotated; Qwen3-Next and Qwen3.5 rotate a quarter if config.json does not say."""
+    unsaid = 0.25 if source.architecture in ARCHITECTURES else 1.0
+    rope = source.text.get("rope_parameters") or {}
+    return float(rope.get("partial_rotary_factor", source.text.get("partial_rotary_factor", unsaid)))
+
+
 def _set_rope(provider: GPTModelProvider, source: Source) -> None:
     base, scaling = _rope(source)
     provider.rotary_base = base
     provider.rope_scaling, provider.seq_len_interpolation_factor = False, None
+    provider.rotary_percent = _rotated(source)
     if scaling is None:
         return
     if scaling["rope_type"] == "llama3":
@@ -253,9 +286,8 @@ def expect_same_rope(source: Source, inverse_frequencies: Tensor, interpolation:
     base, scaling = _rope(source)
     heads = int(source.text["num_attention_heads"])
     head_dim = int(source.text.get("head_dim") or source.text["hidden_size"] // heads)
-    wanted = rope_inverse_frequencies(
-        cast(Any, SimpleNamespace(rope_theta=base, head_dim=head_dim, rope_scaling=scaling))
-    )
+    rotated = SimpleNamespace(rope_theta=base, head_dim=int(head_dim * _rotated(source)), rope_scaling=scaling)
+    wanted = rope_inverse_frequencies(cast(Any, rotated))
     found = inverse_frequencies.cpu().float() / (interpolation or 1.0)
     if found.shape != wanted.shape or not torch.allclose(found, wanted, rtol=1e-5, atol=0):
         raise CheckpointError(

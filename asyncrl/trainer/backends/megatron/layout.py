@@ -9,24 +9,43 @@ from typing import Any
 
 from asyncrl.config.schema import Config
 
+#: what a model may have of the things that tensor parallel ranks share evenly
+CUT_BY_TENSOR = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "shared_expert_intermediate_size",
+    "hidden_size",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+)
+
+
+def linear_layers(text: Mapping[str, Any]) -> list[bool]:
+    """Of each layer whether it has linear attention, Gated DeltaNet, in place of full attention."""
+    layers = range(int(text["num_hidden_layers"]))
+    if types := text.get("layer_types"):
+        return [types[i] == "linear_attention" for i in layers]
+    every = int(text.get("full_attention_interval", 4))  # Qwen3-Next's and Qwen3.5's own, if they do not say
+    return [bool(text.get("linear_num_value_heads")) and (i + 1) % every != 0 for i in layers]
+
 
 def fit_problems(config: Config, text: Mapping[str, Any]) -> Iterator[str]:
     """One line for each option that does not suit the model. ``text``: the text part of its config.json."""
     cut = config.trainer.megatron
     tensor, pipeline = cut.tensor_model_parallel_size, cut.pipeline_model_parallel_size
-    heads = int(text["num_attention_heads"])
-    cut_by_tensor = {
-        "num_attention_heads": heads,
-        "num_key_value_heads": int(text.get("num_key_value_heads") or heads),
-        "intermediate_size": int(text["intermediate_size"]),
-        "hidden_size": int(text["hidden_size"]),
-    }
-    for name, size in cut_by_tensor.items():
-        if size % tensor:
+    for name in CUT_BY_TENSOR:
+        if (size := int(text.get(name) or 0)) % tensor:
             yield (
                 f"trainer.megatron.tensor_model_parallel_size: expected a divisor of the model's {name} {size}, "
                 f"found {tensor}"
             )
+    if (context := cut.context_parallel_size) > 1 and any(linear_layers(text)):
+        yield (
+            f"trainer.megatron.context_parallel_size: expected 1, found {context}: the model has linear attention "
+            "(Gated DeltaNet), whose state goes through each sequence from its start; use tensor, pipeline or data "
+            "parallel ranks"
+        )
     experts = int(text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts") or 0)
     if (parts := cut.expert_model_parallel_size) > 1 and (not experts or experts % parts):
         has = f"a divisor of the model's {experts} experts" if experts else "1, as the model has no experts"

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from asyncrl.config.schema import TrainerConfig
 from asyncrl.trainer.backends.megatron import cpu
 from asyncrl.trainer.backends.megatron.bridges import Bridge, expect_same_rope
-from asyncrl.trainer.backends.megatron.layers import without_transformer_engine
+from asyncrl.trainer.backends.megatron.layers import with_delta_net, without_transformer_engine
 from asyncrl.trainer.backends.megatron.packed import PackedSequences
 from asyncrl.trainer.backends.megatron.vocab_parallel import VocabularyPart
 
@@ -31,6 +31,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
     get_gpt_mtp_block_spec,
 )
 from megatron.core.transformer.module import Float16Module  # noqa: E402
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset  # noqa: E402
 
 
 class PolicyModel(GPTModel):
@@ -39,11 +40,12 @@ class PolicyModel(GPTModel):
     taken outside, with the temperature and the global count of this project.
 
     ``draft_depths``: how many depths of the draft the next forward pass runs; ``detach_draft``: whether they give a
-    gradient to trunk and embedding. The states are those of `asyncrl.models.decoder.Decoder.draft_states`, up to as
-    many depths as there are MTP layers."""
+    gradient to trunk and embedding; ``draft_starts_blank``: see `Bridge`. The states are those of
+    `asyncrl.models.decoder.Decoder.draft_states`, up to as many depths as there are MTP layers."""
 
     draft_depths = 0
     detach_draft = True
+    draft_starts_blank = True
 
     def _postprocess(self, hidden_states: Tensor, **layers: Any) -> Tensor | tuple[Tensor, ...]:
         if not self.post_process:
@@ -57,7 +59,9 @@ class PolicyModel(GPTModel):
         sequences: PackedSequences = layers["packed_seq_params"]
         started_T11 = (sequences.positions != 0).t().unsqueeze(2)
         # a sequence's last place reads the next one's first token; no other place reads what it makes of that
-        embed_T1M = self.embedding(sequences.following, sequences.positions) * self._of_this_rank(started_T11)
+        embed_T1M = self.embedding(sequences.following, sequences.positions)
+        if self.draft_starts_blank:
+            embed_T1M = embed_T1M * self._of_this_rank(started_T11)
         if self.detach_draft:
             hidden_T1M, embed_T1M = hidden_T1M.detach(), embed_T1M.detach()
         passed_on = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")
@@ -123,6 +127,7 @@ def build_chunks(bridge: Bridge, options: TrainerConfig) -> list[PolicyModel]:
     virtual = options.megatron.virtual_pipeline_model_parallel_size
     chunks = [_build(provider, stage) for stage in (range(virtual) if virtual > 1 else [None])]
     for chunk in chunks:
+        chunk.draft_starts_blank = bridge.draft_starts_blank
         rope = chunk.rotary_pos_emb
         expect_same_rope(bridge.source, rope.inv_freq, rope.seq_len_interpolation_factor)
         for parameter in chunk.parameters():
@@ -148,6 +153,9 @@ def _build(provider: GPTModelProvider, stage: int | None) -> PolicyModel:
     if provider.mtp_num_layers:
         # a copy of the spec of the stage's last layer, of which `fit_problems` leaves no stage without
         mtp = get_gpt_mtp_block_spec(provider, spec, use_transformer_engine=fast, vp_stage=stage)
+    if provider.experimental_attention_variant == "gated_delta_net":
+        first = get_transformer_layer_offset(provider, vp_stage=stage)
+        spec = with_delta_net(spec, provider.linear_attention_freq[first:])
     if not fast:
         spec, mtp = without_transformer_engine(spec), without_transformer_engine(mtp)
     model = PolicyModel(
