@@ -8,7 +8,7 @@ from asyncrl.config.schema import MegatronConfig
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.rank import TrainerRank
-from tests.support.megatron import APART, CUTS, OPTIONS, in_processes, make_experts
+from tests.support.megatron import APART, CUTS, OPTIONS, in_processes, make_delta_net, make_experts
 from tests.support.trainer import make_checkpoint, make_config, make_groups, weights
 
 pytestmark = pytest.mark.megatron
@@ -90,17 +90,35 @@ def test_two_ranks_train_what_one_does(runs, cut):
 @pytest.mark.parametrize("bridge", ["megatron_bridge", "mbridge"])
 def test_ranks_that_have_other_experts_or_layers_train_what_one_does(bridge, tmp_path):
     """The two take different sequences, and other numbers of micro-batches, but the tokens meet at their experts."""
-    expect_experts_like_one(2, ("expert", "pipeline", "expert-context", "expert-tensor"), bridge, tmp_path)
+    make_experts(tmp_path / "model", experts=8)
+    cuts = ("expert", "pipeline", "expert-context", "expert-tensor")
+    expect_cuts_like_one(2, cuts, tmp_path, enable_train=False, bridge=bridge)
 
 
 @pytest.mark.slow
 def test_so_do_four_ranks_with_other_experts(tmp_path):
-    expect_experts_like_one(4, ("expert-tensor-data", "expert-pipeline"), "megatron_bridge", tmp_path)
+    make_experts(tmp_path / "model", experts=8)
+    expect_cuts_like_one(4, ("expert-tensor-data", "expert-pipeline"), tmp_path, enable_train=False)
 
 
-def expect_experts_like_one(ranks, cuts, bridge, folder):
-    make_experts(folder / "model", experts=8)
-    options = {**OPTIONS, "enable_train": False, "bridge": bridge}
+@pytest.mark.parametrize(
+    ("family", "cuts"),
+    [
+        ("qwen3_5", ("tensor", "pipeline", "data")),
+        ("qwen3_next", ("expert-tensor",)),
+        pytest.param("qwen3_5_moe", ("expert", "pipeline", "expert-tensor"), marks=pytest.mark.slow),
+        pytest.param("qwen3_next", ("expert", "pipeline"), marks=pytest.mark.slow),
+        pytest.param("qwen3_5", ("sequence",), marks=pytest.mark.slow),
+    ],
+)
+def test_so_do_ranks_that_share_linear_attention(family, cuts, tmp_path):
+    """With the MTP layer of these families. Of two pipeline stages the last ends with linear attention."""
+    make_delta_net(tmp_path / "model", family, mtp=True)
+    expect_cuts_like_one(2, cuts, tmp_path)
+
+
+def expect_cuts_like_one(ranks, cuts, folder, **more):
+    options = {**OPTIONS, **more}
     train(0, 1, "one", folder / "model", options, folder)
     in_processes(ranks, train_cuts, ranks, cuts, folder / "model", options, folder)
     before, saved = read_tensors(folder / "model"), result((folder,), "one")["trained"]
