@@ -18,7 +18,7 @@ from asyncrl.sample import Group
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.batches import build_batch
 from asyncrl.trainer.rank import TrainerRank
-from tests.support.megatron import APART, CUTS, OPTIONS, in_processes
+from tests.support.megatron import APART, CUTS, OPTIONS, in_processes, make_delta_net
 from tests.support.trainer import make_checkpoint, make_config, make_groups, started_ranks, weights
 
 pytestmark = pytest.mark.megatron
@@ -152,6 +152,27 @@ def test_the_adapters_of_a_mixture_of_experts_are_beside_its_attention(tmp_path,
     assert all(not torch.equal(tensor, before[name]) for name, tensor in adapters(weights(rank)).items())
 
 
+@pytest.mark.parametrize(("family", "parts"), [("qwen3_next", ("qkvz", "ba")), ("qwen3_5", ("qkv", "z", "b", "a"))])
+def test_adapters_beside_linear_attention_are_what_they_are_merged(family, parts, tmp_path, start):
+    """Each of the checkpoint's own layers has a pair, those that lead into a gate among them."""
+    make_delta_net(tmp_path / "model", family, mtp=True)
+    config = lora_config(tmp_path / "model", targets="all", lr=1e-3)
+    config.checkpoint.export_lora = "merged"
+    rank = start(config)
+    before = adapters(weights(rank))
+    dense = {"gate_proj", "up_proj", "down_proj"} if family == "qwen3_5" else set()
+    attention = {"q_proj", "k_proj", "v_proj", "o_proj", "out_proj", *(f"in_proj_{part}" for part in parts)}
+    assert {name.split(".")[-3] for name in before} == attention | dense
+    base = logprobs(rank)
+    train(rank, range(3))
+    assert all(not torch.equal(tensor, before[name]) for name, tensor in adapters(weights(rank)).items())
+    rank.export_hf(tmp_path / "merged")
+    scores = logprobs(rank)
+    assert np.abs(scores - base).max() > 0.05
+    whole = start(make_config(str(tmp_path / "merged"), backend="megatron"))
+    np.testing.assert_allclose(logprobs(whole), scores, rtol=0, atol=2e-5)
+
+
 # -- what leaves it ------------------------------------------------------------------------------------------------
 
 
@@ -274,6 +295,26 @@ def runs(request, tmp_path_factory):
 @pytest.mark.parametrize("cut", TWO)
 def test_two_ranks_train_what_one_does(runs, cut):
     """Also where a stage has no adapter at all."""
+    expect_like_one(runs, cut)
+
+
+@pytest.mark.parametrize(
+    ("family", "cuts"),
+    [
+        ("qwen3_5", ("tensor", "pipeline")),
+        pytest.param("qwen3_next", ("expert-tensor", "pipeline"), marks=pytest.mark.slow),
+    ],
+)
+def test_so_they_do_beside_linear_attention(family, cuts, tmp_path):
+    """A rank's rows of a pair are no neighbours there: they are of its heads' queries, keys, values and gates."""
+    make_delta_net(tmp_path / "model", family, mtp=True)
+    train_cut(0, 1, "one", str(tmp_path / "model"), "all", CASES["draft"][1], tmp_path)
+    in_processes(2, train_cuts, 2, cuts, str(tmp_path / "model"), "all", CASES["draft"][1], tmp_path)
+    for cut in cuts:
+        expect_like_one(tmp_path, cut)
+
+
+def expect_like_one(runs, cut):
     one, found, other = (torch.load(runs / name) for name in ("one_0.pt", f"{cut}_0.pt", f"{cut}_1.pt"))
     assert found["first"].keys() == one["first"].keys()
     assert all(torch.equal(found["first"][name], tensor) for name, tensor in one["first"].items())

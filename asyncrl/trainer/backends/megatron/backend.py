@@ -494,11 +494,10 @@ class MegatronBackend:
         return chunks, conversion
 
     def _add_adapters(self) -> Adapters:
-        provider, config = self._bridge.provider, self._config
+        config = self._config
         dtype = engine_dtype(self._bridge.source.dtype, config.rollout.engine.dtype)
         tasks, shapes = self._conversion.tasks, self._conversion.shapes
-        groups = provider.num_query_groups
-        adapters = Adapters(tasks, shapes, config.model.lora, dtype, groups, config.seed, self._device)
+        adapters = Adapters(tasks, shapes, config.model.lora, dtype, config.seed, self._device)
         self._conversion.attach(adapters)
         for chunk in self._chunks:
             if chunk.pre_process:

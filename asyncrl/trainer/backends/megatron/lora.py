@@ -1,10 +1,13 @@
 """LoRA in a model of megatron-core: a low-rank pair for each linear layer of the checkpoint, at any parallel layout.
 
 megatron-core has one layer where a checkpoint has several: ``linear_qkv`` for q_proj, k_proj and v_proj, ``linear_fc1``
-for gate_proj and up_proj. Each of those has a pair of its own here, as PEFT and the torch backend have it, and any may
-have none. Megatron-Bridge's PEFT cannot train that: its LoRA gives a fused layer one A for all. Its CanonicalLoRA has
-one for each, but calls those that are not there where q_proj alone is targeted, and over two tensor parallel ranks it
-wants an even rank, and an even number of tokens in every micro-batch.
+for gate_proj and up_proj, ``in_proj`` for all that leads into linear attention. Each of those has a pair of its own
+here, as PEFT and the torch backend have it, and any may have none. Which of their rows a rank has, and where in its
+layer, the bridge tells, by what it makes of weights whose entries are the numbers of their rows.
+
+Megatron-Bridge's PEFT cannot train that: its LoRA gives a fused layer one A for all. Its CanonicalLoRA has one for
+each, but calls those that are not there where q_proj alone is targeted, and over two tensor parallel ranks it wants an
+even rank, and an even number of tokens in every micro-batch.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,8 +35,11 @@ from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes  # noqa: E402
 
 #: the layers of the trunk that may be targeted, by their weight's name; experts and drafts are none of them
-_LAYER = re.compile(r"decoder\.layers\.\d+\.(?:self_attention|mlp)\.(linear_(?:qkv|proj|fc1|fc2))\.weight")
-_CUT_BY_ROWS = ("linear_qkv", "linear_fc1")
+_LAYER = re.compile(
+    r"decoder\.layers\.\d+\.(?:self_attention|mlp)\.(linear_(?:qkv|proj|fc1|fc2)|in_proj|out_proj)\.weight"
+)
+_ALL = "all"  # the one module of a layer that is not made of several
+_CUT_BY_ROWS = ("linear_qkv", "linear_fc1", "in_proj")
 
 
 class Pair(nn.Module):
@@ -46,43 +52,35 @@ class Pair(nn.Module):
 
 
 class LayerAdapter(nn.Module):
-    """The pairs beside one layer of megatron-core, of which it is the submodule ``adapter``: a name under which
-    Megatron-Bridge looks for no tensors. ``rows``: of each module that the layer is made of, this rank's; those in
-    ``pairs`` are targeted. ``groups``: how often its rows repeat the modules' (as often as it has key/value heads).
-    ``shared``: tensor parallel ranks have parts of the tokens before and after the layer (``sequence_parallel``)."""
+    """The ``pairs`` beside one layer of megatron-core, of which it is the submodule ``adapter``: a name under which
+    Megatron-Bridge looks for no tensors. ``rows``, of a layer whose rows are cut over the tensor parallel ranks: which
+    row of the pairs' B, one B after another, is beside each of this rank's, and the one after the last where there is
+    none. ``shared``: these ranks have parts of the tokens before and after the layer (``sequence_parallel``)."""
 
-    def __init__(
-        self, pairs: Mapping[str, Pair], rows: Mapping[str, int], groups: int, scale: float, shared: bool
-    ) -> None:
+    rows: Tensor
+
+    def __init__(self, pairs: Mapping[str, Pair], rows: Tensor, scale: float, shared: bool) -> None:
         super().__init__()
-        self._shared = shared
-        self._pairs, self._rows = dict(pairs), dict(rows)
-        self.pairs = nn.ModuleDict(pairs)  # which makes them parameters
-        self._groups, self._scale = groups, scale
+        self.pairs = nn.ModuleDict(pairs)
+        self.register_buffer("rows", rows, persistent=False)
+        self._scale, self._shared = scale, shared
         self.enabled = True
 
     def beside_rows(self, x: Tensor) -> Tensor:
-        """To be added to the output of a layer whose rows are cut over the tensor parallel ranks; ``x`` is whole, or
-        this rank's tokens."""
-        inner = F.linear(x, torch.cat([pair.lora_A for pair in self._pairs.values()]))
+        """To be added to the output of a layer whose rows are cut; ``x`` is whole, or this rank's tokens."""
+        pairs: list[Any] = list(self.pairs.values())
+        inner = F.linear(x, torch.cat([pair.lora_A for pair in pairs]))
         # each rank's rows of B give a part of the gradient of A x: summed on its way back
         if self._shared:
             inner = tensor_parallel.gather_from_sequence_parallel_region(inner)
         else:
             inner = tensor_parallel.copy_to_tensor_model_parallel_region(inner)
-        inners = dict(zip(self._pairs, inner.chunk(len(self._pairs), -1), strict=True))
-        outs = []
-        for part, rows in self._rows.items():
-            if part in inners:
-                out = F.linear(inners[part], self._pairs[part].lora_B)
-            else:
-                out = inner.new_zeros(*inner.shape[:-1], rows)
-            outs.append(out.unflatten(-1, (self._groups, -1)))
-        return torch.cat(outs, -1).flatten(-2) * self._scale
+        beside = F.pad(torch.block_diag(*(pair.lora_B for pair in pairs)), (0, 0, 0, 1))
+        return F.linear(inner, beside.index_select(0, self.rows)) * self._scale
 
     def beside_columns(self, x: Tensor) -> Tensor:
         """The same where the columns are cut; ``x`` is this rank's part of its input."""
-        (pair,) = self._pairs.values()
+        (pair,) = cast(list[Any], self.pairs.values())
         inner = F.linear(x, pair.lora_A)
         if self._shared:
             inner = tensor_parallel.reduce_scatter_to_sequence_parallel_region(inner)
@@ -92,19 +90,27 @@ class LayerAdapter(nn.Module):
 
 
 @dataclass(frozen=True)
-class Part:
-    """This rank's part of one tensor of a pair, cut along dimension ``cut`` (or whole)."""
+class Cut:
+    """How the tensor parallel ranks share a tensor of a pair: along dimension ``dim``, or each has all of it; of rows
+    that one rank after another has ``rows``, or as they come."""
 
-    parameter: nn.Parameter
-    cut: int | None
+    dim: int | None = None
+    rows: Tensor | None = None
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's part."""
+        if self.dim is None:
+            return whole
+        if self.rows is not None:
+            whole = whole[self.rows]
+        return whole.chunk(_tensor_parts(), self.dim)[parallel_state.get_tensor_model_parallel_rank()].contiguous()
 
     def joined(self, part: Tensor) -> Tensor:
-        """From the parts of the tensor parallel ranks; collective over them."""
-        if self.cut is None or _tensor_parts() == 1:
+        """From the parts of all; collective over them."""
+        if self.dim is None:
             return part
-        parts = [torch.empty_like(part) for _ in range(_tensor_parts())]
-        dist.all_gather(parts, part.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
-        return torch.cat(parts, self.cut)
+        whole = torch.cat(_gathered(part), self.dim)
+        return whole if self.rows is None else torch.empty_like(whole).index_copy_(0, self.rows, whole)
 
 
 class Adapters:
@@ -119,7 +125,6 @@ class Adapters:
         shapes: Mapping[str, tuple[int, ...]],
         lora: LoraConfig,
         dtype: str,
-        groups: int,
         seed: int,
         device: torch.device,
     ) -> None:
@@ -137,12 +142,13 @@ class Adapters:
             if self.spec.targets(module):
                 pair = zip(pair_names(module), ((lora.rank, columns), (rows, lora.rank)), strict=True)
                 self.pairs[f"{module}.weight"] = dict(pair)
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, tuple[nn.Parameter, Cut]] = {}
         self._layers: list[LayerAdapter] = []
-        mine = groups // _tensor_parts()
         for task, kind, parts in layers:
             if task.megatron_module is not None and any(map(self.spec.targets, parts.values())):
-                self._add(task.megatron_module, kind, parts, modules, mine if kind == "linear_qkv" else 1, seed)
+                self._add(
+                    task, kind in _CUT_BY_ROWS, {part: (name, modules[name]) for part, name in parts.items()}, seed
+                )
         self._owners = self._find_owners()
 
     @contextlib.contextmanager
@@ -164,8 +170,9 @@ class Adapters:
         `asyncrl.trainer.backends.megatron.weights.Conversion.whole`."""
         for name, shape in self.pairs.get(weight, {}).items():
             if wanted(name):
-                if part := self._parts.get(name):
-                    tensor = part.joined(of(part.parameter).detach().to(dtype))
+                if name in self._parts:
+                    parameter, cut = self._parts[name]
+                    tensor = cut.joined(of(parameter).detach().to(dtype))
                 else:
                     tensor = torch.empty(shape, dtype=dtype, device=self._device)
                 yield name, self._told(name, tensor)
@@ -174,38 +181,47 @@ class Adapters:
         """(parameter, this rank's part) of whole tensors."""
         for name, tensor in tensors.items():
             if name in self._parts:
-                part = self._parts[name]
-                yield part.parameter, _own(tensor.to(self._device), part.cut)
+                parameter, cut = self._parts[name]
+                yield parameter, cut.own(tensor.to(self._device))
 
-    def _add(
-        self,
-        layer: Any,
-        kind: str,
-        parts: Mapping[str, str],
-        modules: Mapping[str, tuple[int, int]],
-        groups: int,
-        seed: int,
-    ) -> None:
-        by_rows = kind in _CUT_BY_ROWS
-        share = _tensor_parts() if by_rows else 1
-        rows = {part: modules[module][0] // share for part, module in parts.items()}
+    def _add(self, task: Any, by_rows: bool, parts: Mapping[str, tuple[str, tuple[int, int]]], seed: int) -> None:
+        """``parts``: name and shape of each module that the layer is made of."""
+        layer, pairs = task.megatron_module, {}
         shared = layer.config.sequence_parallel
-        pairs = {}
-        for part, module in parts.items():
+        numbers = self._numbers(task, parts) if by_rows else torch.empty(0, dtype=torch.long, device=self._device)
+        beside, first, put = torch.full_like(numbers, -1), 0, 0
+        for part, (module, (rows, columns)) in parts.items():
             if self.spec.targets(module):
-                cuts = (None, 0) if by_rows else (1, None)
-                a = first_a(module, self.spec.r, modules[module][1], seed).to(self._device)
-                pair = pairs[part] = Pair(_own(a, cuts[0]), rows[part])
+                cuts = (Cut(1), Cut())
+                if by_rows:
+                    here = (numbers >= first) & (numbers < first + rows)
+                    own, order = (numbers[here] - first).sort()
+                    beside[here] = put + order.argsort()
+                    cuts, put = (Cut(), Cut(0, torch.cat(_gathered(own)))), put + len(own)
+                a = first_a(module, self.spec.r, columns, seed).to(self._device)
+                pair = pairs[part] = Pair(cuts[0].own(a), len(cuts[1].own(a.new_empty(rows))))
                 for name, parameter, cut in zip(pair_names(module), (pair.lora_A, pair.lora_B), cuts, strict=True):
-                    self._parts[name] = Part(parameter, cut)
-                    set_tensor_model_parallel_attributes(parameter, cut is not None, 0 if cut is None else cut, 1)
+                    self._parts[name] = parameter, cut
+                    set_tensor_model_parallel_attributes(parameter, cut.dim is not None, cut.dim or 0, 1)
                     # then a whole one sees this rank's tokens: its gradients are to be summed over the ranks
-                    parameter.sequence_parallel = shared and cut is None  # type: ignore[attr-defined]
-        layer.adapter = LayerAdapter(pairs, rows, groups, self.spec.alpha / self.spec.r, shared)
+                    parameter.sequence_parallel = shared and cut.dim is None  # type: ignore[attr-defined]
+            first += rows
+        beside[beside < 0] = put
+        layer.adapter = LayerAdapter(pairs, beside, self.spec.alpha / self.spec.r, shared)
         self._layers.append(layer.adapter)
         if hasattr(layer, "layer_norm_weight"):
             layer.return_layernorm_output = True
         layer.register_forward_hook(_with_rows if by_rows else _with_columns)
+
+    def _numbers(self, task: Any, parts: Mapping[str, tuple[str, tuple[int, int]]]) -> Tensor:
+        """Which of the modules' rows, counted through, each row of this rank's layer is; collective over the tensor
+        parallel ranks. (float32 has every whole number to 2²⁴.)"""
+        numbered, first = {}, 0
+        for part, (_, (rows, columns)) in parts.items():
+            counted = torch.arange(first, first + rows, dtype=torch.float32, device=self._device)
+            numbered[part], first = counted[:, None].repeat(1, columns), first + rows
+        whole = numbered if isinstance(task.mapping.hf_param, dict) else numbered[_ALL]
+        return cast(Tensor, task.mapping.hf_to_megatron(whole, task.megatron_module))[:, 0].long()
 
     def _find_owners(self) -> dict[str, int]:
         """The rank of this rank's pipeline that has each tensor."""
@@ -228,7 +244,7 @@ def _modules(task: Any) -> tuple[str, dict[str, str]] | None:
     if (found := _LAYER.fullmatch(task.global_param_name)) is None:
         return None
     names = task.mapping.hf_param
-    parts = {"all": names} if isinstance(names, str) else names
+    parts = {_ALL: names} if isinstance(names, str) else names
     return found[1], {part: name.removesuffix(".weight") for part, name in parts.items()}
 
 
@@ -254,11 +270,13 @@ def _read(layer: Any, inputs: tuple[Tensor, ...], output: Any) -> tuple[Tensor, 
     return out, bias, normed
 
 
-def _own(whole: Tensor, cut: int | None) -> Tensor:
-    """This rank's part of a tensor that is cut along that dimension, or all of it."""
-    if cut is None:
-        return whole
-    return whole.chunk(_tensor_parts(), cut)[parallel_state.get_tensor_model_parallel_rank()].contiguous()
+def _gathered(part: Tensor) -> list[Tensor]:
+    """The parts of all tensor parallel ranks."""
+    if _tensor_parts() == 1:
+        return [part]
+    parts = [torch.empty_like(part) for _ in range(_tensor_parts())]
+    dist.all_gather(parts, part.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+    return parts
 
 
 def _tensor_parts() -> int:
