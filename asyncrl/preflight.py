@@ -16,9 +16,9 @@ from asyncrl.config.load import ConfigError
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import DataError, load_prompts
 from asyncrl.environments import environment_problems
-from asyncrl.models.checkpoint import check_checkpoint, without_draft
-from asyncrl.models.config import CheckpointError, DecoderConfig
-from asyncrl.models.lora import linear_shapes
+from asyncrl.models.checkpoint import check_model, without_draft
+from asyncrl.models.config import CheckpointError, ModelConfig
+from asyncrl.models.lora import linear_shapes_at
 from asyncrl.models.overridden import overridden
 from asyncrl.param_sync.adapters import adapter_spec
 from asyncrl.param_sync.manifest import DTYPE_BYTES, ManifestError
@@ -38,7 +38,7 @@ class Preflight:
     ``prompts_fingerprint``: equal for equal training prompts in equal order."""
 
     derived: Derived
-    model: DecoderConfig
+    model: ModelConfig
     tokenizer: PromptTokenizer
     context_tokens: int
     max_prompt_tokens: int
@@ -51,10 +51,11 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
     """Raises ConfigError with one line per problem, each naming the key that leads to it."""
     derived = check(config, cpus)
     problems: list[str] = []
-    model: DecoderConfig | None = None
+    model: ModelConfig | None = None
+    native = config.trainer.backend == "torch" or config.rollout.engine.name == "native"
     tokenizer: PromptTokenizer | None = None
     try:
-        model = check_checkpoint(config.model.path, config.mtp.init_from_trunk)
+        model = check_model(config.model.path, config.mtp.init_from_trunk, native)
         tokenizer = PromptTokenizer(config.model.path, config.data.apply_chat_template)
     except CheckpointError as e:
         problems.append(f"model.path: {e}")
@@ -64,7 +65,7 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
         problems += fit_problems(config, {**model.raw, **(model.raw.get("text_config") or {})})
     if cpus is not None:  # on a cluster they need not be on this machine
         problems += environment_problems(config)
-    problems += _reference_problems(config.algorithm.reference_path, model)
+    problems += _reference_problems(config.algorithm.reference_path, model, native)
     counts = dict.fromkeys(("train_files", "validation_files"), 0)
     fingerprint = ""
     for key in counts:
@@ -135,7 +136,7 @@ def prompts_fingerprint(prompts: Sequence[Prompt]) -> str:
     return f"{len(prompts)} prompts, {digest.hexdigest()}"
 
 
-def kv_cache_bytes(model: DecoderConfig, slots: int, context_tokens: int, dtype: str, draft: bool = False) -> int:
+def kv_cache_bytes(model: ModelConfig, slots: int, context_tokens: int, dtype: str, draft: bool = False) -> int:
     """Bytes of one replica's KV cache in the native engine, which is allocated whole: keys and values of all layers,
     for every slot up to the end of the context; with ``draft``, those of the MTP layers and the hidden states that they
     read, too."""
@@ -144,28 +145,28 @@ def kv_cache_bytes(model: DecoderConfig, slots: int, context_tokens: int, dtype:
     return slots * context_tokens * width * DTYPE_BYTES[dtype]
 
 
-def _draft_problems(config: Config, model: DecoderConfig | None) -> list[str]:
+def _draft_problems(config: Config, model: ModelConfig | None) -> list[str]:
     if model is None or model.num_mtp_layers:
         return []
     wanted = {"mtp.enable_train": config.mtp.enable_train, "mtp.enable_rollout": config.mtp.enable_rollout}
     return [f"{key}: {without_draft(config.model.path)}" for key, value in wanted.items() if value][:1]
 
 
-def _lora_problems(config: Config, model: DecoderConfig | None) -> list[str]:
+def _lora_problems(config: Config, model: ModelConfig | None) -> list[str]:
     if model is None or not config.model.lora.rank:
         return []
     try:
-        adapter_spec(config.model.lora, linear_shapes(model), model.dtype)
+        adapter_spec(config.model.lora, linear_shapes_at(config.model.path), model.dtype)
     except ManifestError as e:
         return [f"model.lora.target_modules: {e}"]
     return []
 
 
-def _reference_problems(path: str, policy: DecoderConfig | None) -> list[str]:
+def _reference_problems(path: str, policy: ModelConfig | None, native: bool) -> list[str]:
     if not path:
         return []
     try:
-        reference = check_checkpoint(path)
+        reference = check_model(path, mtp_from_trunk=False, native=native)
     except CheckpointError as e:
         return [f"algorithm.reference_path: {e}"]
     if policy and reference.vocab_size != policy.vocab_size:
@@ -176,7 +177,7 @@ def _reference_problems(path: str, policy: DecoderConfig | None) -> list[str]:
     return []
 
 
-def _memory_problems(config: Config, model: DecoderConfig, context_tokens: int) -> list[str]:
+def _memory_problems(config: Config, model: ModelConfig, context_tokens: int) -> list[str]:
     """Whether the replicas' KV caches fit this machine; on a GPU they take none of its memory."""
     engine, replicas = config.rollout.engine, config.rollout.replicas
     if engine.device == "cuda" or (engine.device == "auto" and torch.cuda.is_available()):

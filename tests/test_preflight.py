@@ -5,6 +5,8 @@ import json
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from asyncrl.config.load import ConfigError, load_config
 from asyncrl.models.checkpoint import is_draft, read_tensors, save_checkpoint
@@ -58,6 +60,35 @@ def test_adapters_for_modules_that_the_model_has_not_are_refused(inputs):
     preflight(load_config(None, overrides(inputs, inputs / "run", lora)), cpus=4)
 
 
+def test_a_model_that_the_native_decoder_does_not_build_may_be_trained_and_served_by_others(inputs, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(inputs / "checkpoint", folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config["num_nextn_predict_layers"]  # which the tensors' names tell
+    layers = {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2}
+    (folder / "config.json").write_text(
+        json.dumps(config | layers | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"})
+    )
+    names = ("model.layers.0.linear_attn.in_proj_qkv", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.gate")
+    shapes = {name: (4, 8) for name in (*names, "mtp.layers.0.self_attn.q_proj")}
+    (folder / "model.safetensors").unlink()
+    save_file({f"{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}, folder / "model.safetensors")
+
+    (problem,) = problems(inputs, f"model.path={folder}")
+    assert problem.startswith("model.path: ")
+    assert "architecture Qwen3_5ForCausalLM is not one the native decoder builds" in problem
+    others = (f"model.path={folder}", "trainer.backend=megatron", "rollout.engine.name=vllm", "model.lora.rank=4")
+    found = preflight(load_config(None, overrides(inputs, inputs / "run", *others)), cpus=None)
+    assert (found.model.architecture, found.model.num_mtp_layers) == ("Qwen3_5ForCausalLM", 1)
+    cut = ("trainer.megatron.context_parallel_size=2", "trainer.ranks=2", "model.lora.target_modules=[q_proj,gate]")
+    lora, context = problems(inputs, *others, *cut, cpus=None)
+    assert lora.startswith("model.lora.target_modules: gate: no linear layer of the model's trunk ends with it")
+    assert "they end with in_proj_qkv, q_proj, or take all-linear" in lora
+    assert context.startswith(
+        "trainer.megatron.context_parallel_size: expected 1, found 2: the model has linear attention"
+    )
+
+
 def test_a_bad_reference_is_told_under_its_own_key(inputs, tmp_path):
     reference = tmp_path / "reference"
     shutil.copytree(inputs / "checkpoint", reference)
@@ -78,8 +109,6 @@ def test_a_reference_of_another_vocabulary_is_refused(inputs, tmp_path):
 
 
 def test_the_predicted_kv_cache_is_what_the_engine_allocates(inputs):
-    import torch
-
     model = DecoderConfig.load(inputs / "checkpoint")
     for dtype in ("float32", "bfloat16"):
         for draft in (False, True):

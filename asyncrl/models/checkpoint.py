@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from asyncrl.models.config import CheckpointError, DecoderConfig
+from asyncrl.models.config import CheckpointError, DecoderConfig, ModelConfig
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.mtp_from_trunk import draft_from_trunk
 
@@ -93,6 +94,20 @@ def check_checkpoint(path: str | Path, mtp_from_trunk: bool = False) -> DecoderC
     Raises CheckpointError for a damaged file and for missing, unknown or misshapen tensors."""
     config = DecoderConfig.load(path)
     return _checked(path, config, tensor_shapes(path), mtp_from_trunk)
+
+
+def check_model(path: str | Path, mtp_from_trunk: bool, native: bool) -> ModelConfig:
+    """The same for a model of any family, unless ``native``: unless the native decoder is to build it. Of what that one
+    does not know, no tensor is compared: who trains it does so, and who generates with it."""
+    config, shapes = ModelConfig.load(path), tensor_shapes(path)
+    if native or DecoderConfig.builds(config.architecture) or (mtp_from_trunk and not any(map(is_draft, shapes))):
+        return check_checkpoint(path, mtp_from_trunk)
+    return replace(config, num_mtp_layers=config.num_mtp_layers or mtp_layers_named(shapes))
+
+
+def mtp_layers_named(names: Iterable[str]) -> int:
+    """How many there are by Qwen's names, for its config.json that does not say: the published Qwen3-Next's."""
+    return len({name.split(".")[2] for name in names if name.startswith("mtp.layers.")})
 
 
 def tensor_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:

@@ -1,11 +1,11 @@
-"""What a checkpoint's ``config.json`` says of its model, in the few fields that the native decoder needs."""
+"""What a checkpoint's ``config.json`` says of its model: what all are asked, and what the native decoder needs."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 
 class CheckpointError(ValueError):
@@ -31,26 +31,20 @@ def engine_dtype(dtype: str, option: str) -> str:
     return option
 
 
-@dataclass(frozen=True)
-class DecoderConfig:
-    """Sizes of a decoder. ``raw`` is the whole config.json, kept so that an export loses nothing."""
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Of a decoder of any family, whoever trains it and generates with it. ``raw`` is the whole config.json, kept so
+    that an export loses nothing."""
 
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: dict[str, Any] | None
     max_position_embeddings: int
     tie_word_embeddings: bool
-    qkv_bias: bool
-    o_bias: bool
-    qk_norm: bool
     num_mtp_layers: int
     dtype: str
     raw: dict[str, Any]
@@ -58,6 +52,61 @@ class DecoderConfig:
     def engine_dtype(self, option: str) -> str:
         """See the function of this name."""
         return engine_dtype(self.dtype, option)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read ``path/config.json``. Raises CheckpointError naming what is missing or not supported."""
+        file = Path(path) / "config.json"
+        if not file.is_file():
+            raise CheckpointError(f"{path}: no config.json there; expected a Hugging Face checkpoint folder")
+        try:
+            raw = json.loads(file.read_text())
+        except json.JSONDecodeError as e:
+            raise CheckpointError(f"{file}: not valid JSON ({e})") from None
+        return cls.from_dict(raw, where=str(file))
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any], where: str = "config") -> Self:
+        try:
+            return cls(**cls._read(raw, {**raw, **(raw.get("text_config") or {})}, where))
+        except KeyError as e:
+            raise CheckpointError(f"{where}: field {e} is missing") from None
+
+    @classmethod
+    def _read(cls, raw: dict[str, Any], text: dict[str, Any], where: str) -> dict[str, Any]:
+        """The fields; ``text``: the part of ``raw`` that the decoder's are in, flat."""
+        heads = int(text["num_attention_heads"])
+        return {
+            "architecture": (raw.get("architectures") or ["?"])[0],
+            "vocab_size": int(text["vocab_size"]),
+            "hidden_size": int(text["hidden_size"]),
+            "num_layers": int(text["num_hidden_layers"]),
+            "num_heads": heads,
+            "num_kv_heads": int(text.get("num_key_value_heads") or heads),
+            "head_dim": int(text.get("head_dim") or text["hidden_size"] // heads),
+            "max_position_embeddings": int(text["max_position_embeddings"]),
+            "tie_word_embeddings": bool(text.get("tie_word_embeddings", False)),
+            "num_mtp_layers": int(text.get("num_nextn_predict_layers") or text.get("mtp_num_hidden_layers") or 0),
+            "dtype": str(text.get("dtype") or text.get("torch_dtype") or "float32").removeprefix("torch."),
+            "raw": raw,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(ModelConfig):
+    """Of one that the native decoder builds."""
+
+    intermediate_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: bool
+
+    @staticmethod
+    def builds(architecture: str) -> bool:
+        return architecture in _FAMILIES
 
     def with_mtp_layers(self, count: int) -> DecoderConfig:
         """The same trunk with ``count`` MTP layers, in ``raw`` too.
@@ -80,22 +129,9 @@ class DecoderConfig:
         return replace(self, architecture=architecture, num_mtp_layers=count, raw=raw)
 
     @classmethod
-    def load(cls, path: str | Path) -> DecoderConfig:
-        """Read ``path/config.json``. Raises CheckpointError naming what is missing or not supported."""
-        file = Path(path) / "config.json"
-        if not file.is_file():
-            raise CheckpointError(f"{path}: no config.json there; expected a Hugging Face checkpoint folder")
-        try:
-            raw = json.loads(file.read_text())
-        except json.JSONDecodeError as e:
-            raise CheckpointError(f"{file}: not valid JSON ({e})") from None
-        return cls.from_dict(raw, where=str(file))
-
-    @classmethod
-    def from_dict(cls, raw: dict[str, Any], where: str = "config") -> DecoderConfig:
-        text: dict[str, Any] = {**raw, **(raw.get("text_config") or {})}
+    def _read(cls, raw: dict[str, Any], text: dict[str, Any], where: str) -> dict[str, Any]:
         architecture = (raw.get("architectures") or ["?"])[0]
-        if architecture not in _FAMILIES:
+        if not cls.builds(architecture):
             raise CheckpointError(
                 f"{where}: architecture {architecture} is not one the native decoder builds ({', '.join(_FAMILIES)})"
             )
@@ -109,28 +145,12 @@ class DecoderConfig:
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         if rope_type not in ("default", "linear", "llama3"):
             raise CheckpointError(f"{where}: rope type {rope_type!r} is not supported (default, linear, llama3)")
-        try:
-            heads = int(text["num_attention_heads"])
-            return cls(
-                architecture=architecture,
-                vocab_size=int(text["vocab_size"]),
-                hidden_size=int(text["hidden_size"]),
-                intermediate_size=int(text["intermediate_size"]),
-                num_layers=int(text["num_hidden_layers"]),
-                num_heads=heads,
-                num_kv_heads=int(text.get("num_key_value_heads") or heads),
-                head_dim=int(text.get("head_dim") or text["hidden_size"] // heads),
-                rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
-                rope_theta=float(rope.get("rope_theta", text.get("rope_theta", 10000.0))),
-                rope_scaling=None if rope_type == "default" else {**rope, "rope_type": rope_type},
-                max_position_embeddings=int(text["max_position_embeddings"]),
-                tie_word_embeddings=bool(text.get("tie_word_embeddings", False)),
-                qkv_bias=qkv_bias,
-                o_bias=bool(text.get("attention_bias", False)) and architecture == "LlamaForCausalLM",
-                qk_norm=qk_norm,
-                num_mtp_layers=int(text.get("num_nextn_predict_layers") or text.get("mtp_num_hidden_layers") or 0),
-                dtype=str(text.get("dtype") or text.get("torch_dtype") or "float32").removeprefix("torch."),
-                raw=raw,
-            )
-        except KeyError as e:
-            raise CheckpointError(f"{where}: field {e} is missing") from None
+        return super()._read(raw, text, where) | {
+            "intermediate_size": int(text["intermediate_size"]),
+            "rms_norm_eps": float(text.get("rms_norm_eps", 1e-6)),
+            "rope_theta": float(rope.get("rope_theta", text.get("rope_theta", 10000.0))),
+            "rope_scaling": None if rope_type == "default" else {**rope, "rope_type": rope_type},
+            "qkv_bias": qkv_bias,
+            "o_bias": bool(text.get("attention_bias", False)) and architecture == "LlamaForCausalLM",
+            "qk_norm": qk_norm,
+        }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
@@ -18,9 +19,11 @@ import xxhash
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from asyncrl.models.config import DecoderConfig
+from asyncrl.models.checkpoint import tensor_shapes
+from asyncrl.models.config import DecoderConfig, ModelConfig
 from asyncrl.models.decoder import Decoder
 
+_LINEAR = re.compile(r"(model\.layers\.\d+\.(?:self_attn|linear_attn|mlp)\.(?:\w+_proj|in_proj_\w+))\.weight")
 PEFT_PREFIX = "base_model.model."
 
 
@@ -49,6 +52,15 @@ def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
     with torch.device("meta"):
         modules = Decoder(config).model.layers.named_modules(prefix="model.layers")
         return {name: (m.out_features, m.in_features) for name, m in modules if isinstance(m, nn.Linear)}
+
+
+def linear_shapes_at(path: str | Path) -> dict[str, tuple[int, int]]:
+    """The same of a checkpoint. Where no native decoder tells, its tensors' names do: attention, linear attention and
+    dense feed-forward of each layer are meant, but neither routers nor experts, shared ones included."""
+    if DecoderConfig.builds(ModelConfig.load(path).architecture):
+        return linear_shapes(DecoderConfig.load(path))
+    found = ((_LINEAR.fullmatch(name), shape) for name, shape in tensor_shapes(path).items())
+    return {match[1]: (shape[0], shape[1]) for match, shape in found if match}
 
 
 def first_a(module: str, rank: int, columns: int, seed: int) -> Tensor:

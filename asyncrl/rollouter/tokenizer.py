@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.models.config import CheckpointError, DecoderConfig
+from asyncrl.models.config import CheckpointError, ModelConfig
 from asyncrl.sample import Prompt
 
 
@@ -23,7 +23,7 @@ class PromptTokenizer:
             self.hf: Any = AutoTokenizer.from_pretrained(str(checkpoint))
         except Exception as e:  # transformers raises many kinds; all mean the same here
             raise CheckpointError(f"{checkpoint}: the tokenizer does not load ({type(e).__name__}: {e})") from None
-        vocabulary = DecoderConfig.load(checkpoint).vocab_size
+        vocabulary = ModelConfig.load(checkpoint).vocab_size
         if len(self.hf) > vocabulary:
             raise CheckpointError(
                 f"{checkpoint}: the tokenizer knows {len(self.hf)} tokens, the model has {vocabulary} embeddings; "

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from asyncrl.config.checks import derive, sends_adapters
 from asyncrl.config.schema import Config
-from asyncrl.models.config import DecoderConfig
-from asyncrl.models.lora import linear_shapes
+from asyncrl.models.lora import linear_shapes_at
 from asyncrl.param_sync.adapters import ModuleShapes, adapter_spec
 
 
 def adapted_modules(config: Config) -> ModuleShapes | None:
     """What an adapter may target; None if none is sent."""
-    return linear_shapes(DecoderConfig.load(config.model.path)) if sends_adapters(config) else None
+    return linear_shapes_at(config.model.path) if sends_adapters(config) else None
 
 
 def adapted_leaves(config: Config) -> list[str]:

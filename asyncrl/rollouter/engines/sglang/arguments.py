@@ -12,7 +12,7 @@ import torch
 
 from asyncrl.config.checks import sends_adapters
 from asyncrl.config.schema import Config
-from asyncrl.models.config import DecoderConfig
+from asyncrl.models.config import ModelConfig
 from asyncrl.param_sync.manifest import DTYPE_BYTES
 from asyncrl.rollouter.engine import EngineError, Request
 from asyncrl.rollouter.engines.adapters import adapted_leaves, adapter_slots
@@ -80,7 +80,7 @@ def server_arguments(config: Config, device: str) -> dict[str, Any]:
         raise EngineError(f"rollout.engine.args: {', '.join(taken)} follow from other options; leave them out")
     if {"dp_size", "data_parallel_size"} & engine.args.keys() and not engine.args.get("enable_dp_attention"):
         raise EngineError("rollout.engine.args: dp_size goes with enable_dp_attention; else raise rollout.replicas")
-    model = DecoderConfig.load(config.model.path)
+    model = ModelConfig.load(config.model.path)
     arguments: dict[str, Any] = {
         "model_path": config.model.path,
         "device": device,
@@ -182,13 +182,13 @@ def lora_slots(config: Config) -> int:
 
 
 def context_tokens(config: Config) -> int:
-    model = DecoderConfig.load(config.model.path)
+    model = ModelConfig.load(config.model.path)
     return config.rollout.engine.max_context_tokens or model.max_position_embeddings
 
 
 def kv_token_bytes(config: Config) -> int:
     """Of one token in the KV cache, over all layers."""
-    model = DecoderConfig.load(config.model.path)
+    model = ModelConfig.load(config.model.path)
     layers = model.num_layers + (model.num_mtp_layers if config.mtp.enable_rollout else 0)
     element = DTYPE_BYTES[model.engine_dtype(config.rollout.engine.dtype)]
     return 2 * layers * model.num_kv_heads * model.head_dim * element

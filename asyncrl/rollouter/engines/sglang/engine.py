@@ -13,7 +13,7 @@ import torch
 from asyncrl.config.checks import sends_adapters
 from asyncrl.config.schema import Config
 from asyncrl.models.checkpoint import tensor_shapes
-from asyncrl.models.config import DecoderConfig
+from asyncrl.models.config import ModelConfig
 from asyncrl.param_sync.adapter_slots import AdapterSlots
 from asyncrl.param_sync.intake import Intake
 from asyncrl.param_sync.transports.choose import make_reader
@@ -70,7 +70,7 @@ class SGLangEngine(FollowingEngine[_Running]):
     _intake: ServerIntake | None
 
     def __init__(self, server: Server, config: Config, device: str, recorder: Recorder, kv_bytes: int) -> None:
-        vocabulary = DecoderConfig.load(config.model.path).vocab_size
+        vocabulary = ModelConfig.load(config.model.path).vocab_size
         adapters = AdapterSlots(lora_slots(config)) if sends_adapters(config) else None
         super().__init__(config, recorder, context_tokens(config), vocabulary, kv_bytes, adapters)
         self._server, self._client, self._device = server, server.client, device
@@ -170,7 +170,7 @@ class SGLangEngine(FollowingEngine[_Running]):
             make_reader(transport, name),
             self._delivery(),
             shapes=tensor_shapes(self._config.model.path),
-            dtype=DecoderConfig.load(self._config.model.path).engine_dtype(engine.dtype),
+            dtype=ModelConfig.load(self._config.model.path).engine_dtype(engine.dtype),
             device=self._device,
             workers=engine.tensor_parallel_size,
             draft=self._config.mtp.enable_rollout,

@@ -16,7 +16,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from asyncrl.config.checks import sends_adapters
 from asyncrl.config.schema import Config, EngineConfig
-from asyncrl.models.config import DecoderConfig
+from asyncrl.models.config import ModelConfig
 from asyncrl.param_sync.manifest import DTYPE_BYTES
 from asyncrl.rollouter.engine import EngineError, Request
 from asyncrl.rollouter.engines.adapters import adapted_leaves, adapter_slots
@@ -137,7 +137,7 @@ def sampling_parameters(request: Request) -> VLLMSamplingParams:
 
 
 def _dtype(path: str, engine: EngineConfig) -> str:
-    return str(DecoderConfig.load(path).engine_dtype(engine.dtype))
+    return str(ModelConfig.load(path).engine_dtype(engine.dtype))
 
 
 def _slots_each(engine: EngineConfig) -> int:
@@ -146,7 +146,7 @@ def _slots_each(engine: EngineConfig) -> int:
 
 def _kv_bytes(config: Config) -> int:
     """As much as the whole context of every slot takes that a copy of the model has."""
-    model, engine = DecoderConfig.load(config.model.path), config.rollout.engine
+    model, engine = ModelConfig.load(config.model.path), config.rollout.engine
     context = engine.max_context_tokens or model.max_position_embeddings
     layers = model.num_layers + (model.num_mtp_layers if config.mtp.enable_rollout else 0)
     token = 2 * layers * model.num_kv_heads * model.head_dim * DTYPE_BYTES[model.engine_dtype(engine.dtype)]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from asyncrl.models.checkpoint import is_draft, tensor_shapes, without_draft
+from asyncrl.models.checkpoint import is_draft, mtp_layers_named, tensor_shapes, without_draft
 from asyncrl.models.config import CheckpointError
 from asyncrl.models.decoder import rope_inverse_frequencies
 from asyncrl.trainer.backends.megatron import cpu
@@ -113,9 +113,7 @@ def read_source(path: str | Path, mtp_from_trunk: bool = False, needs_draft: boo
         raw, shapes = _with_draft(raw, shapes)
     text = {**raw, **(raw.get("text_config") or {})}
     if text.keys().isdisjoint(("num_nextn_predict_layers", "mtp_num_hidden_layers")):
-        # that of the published Qwen3-Next does not say: its tensors do
-        drafts = {name.split(".")[2] for name in shapes if name.startswith("mtp.layers.")}
-        text["mtp_num_hidden_layers"] = len(drafts)
+        text["mtp_num_hidden_layers"] = mtp_layers_named(shapes)
     source = Source(Path(path), raw, text, shapes, makes_draft)
     if needs_draft and not source.num_mtp_layers:
         raise without_draft(path)
