@@ -21,7 +21,8 @@ from asyncrl.trainer.backends.megatron.vocab_parallel import (
     VocabularyPart,
 )
 from asyncrl.trainer.batches import build_batch
-from tests.support.megatron import APART, OPTIONS, make_delta_net, make_experts
+from tests.support.delta_nets import make_delta_net
+from tests.support.megatron import APART, OPTIONS, make_experts
 from tests.support.trainer import make_checkpoint, make_config, make_groups, started_ranks, weights
 
 pytestmark = pytest.mark.megatron
@@ -136,11 +137,16 @@ def test_logprobs_and_entropies_equal_the_torch_backends(checkpoint, start):
     assert np.abs(found["megatron"].entropy - found["torch"].entropy).max() < 1e-5
 
 
-@pytest.mark.parametrize("make", [make_experts, partial(make_delta_net, family="qwen3_next")], ids=["moe", "next"])
-def test_the_gradient_of_a_model_that_no_other_backend_trains_is_transformers(make, tmp_path, start):
+@pytest.mark.parametrize(
+    ("make", "recomputed"),
+    [(make_experts, False), (partial(make_delta_net, family="qwen3_next"), True)],
+    ids=["moe", "next-recomputed"],
+)
+def test_the_gradient_of_a_model_that_no_other_backend_trains_is_transformers(make, recomputed, tmp_path, start):
     """Its own config, and the plain formula over transformers' own model."""
     theirs = make(tmp_path)
     config = make_config(str(tmp_path), backend="megatron", grad_clip=0.0, importance_cap=0.0)
+    config.trainer.activation_checkpointing = recomputed
     rank, groups = start(config), make_groups()
     rank.train(0, groups)
     found = {name: 10 * moment for name, moment in rank._backend.state()["optimizer"]["exp_avg"].items()}
@@ -165,6 +171,52 @@ def test_the_gradient_of_a_model_that_no_other_backend_trains_is_transformers(ma
     experts = [moment for name, moment in found.items() if ".experts." in name]
     assert len(experts) == len(found) - len(same) == theirs.config.num_hidden_layers * theirs.config.num_experts * 3
     assert sum(moment.norm() > 0 for moment in experts) > len(experts) / 2
+
+
+def test_linear_attention_in_bfloat16_is_near_what_it_is_in_float32(tmp_path, start):
+    """The state is computed in float32 all the same."""
+    make_delta_net(tmp_path, "qwen3_5", mtp=True)
+    results = {}
+    for precision in ("float32", "bfloat16"):
+        options = {**ALL, "lr": 1e-4, "mixed_precision": precision}
+        rank = start(make_config(str(tmp_path), backend="megatron", **options))
+        results[precision] = [rank.train(step, make_groups(seed=step)) for step in range(3)]
+    # gradients' norms part by rounding alone, see `test_megatron_parallel.expect_like_one`
+    for name, tolerance in {"actor/entropy": 5e-3, "mtp/loss_1": 5e-3, "actor/grad_norm": 0.1}.items():
+        for found, expected in zip(*(results[precision] for precision in ("bfloat16", "float32")), strict=True):
+            assert found[name] == pytest.approx(expected[name], rel=tolerance), name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_of_a_model_that_sees_the_text_model_is_trained_and_the_rest_goes_with_it(tied, tmp_path, start):
+    theirs = make_delta_net(tmp_path / "model", "qwen3_5", mtp=True, sees=True, tie_word_embeddings=tied)
+    rank = start(make_config(str(tmp_path / "model"), backend="megatron", enable_train=True, loss="cross_entropy"))
+    batch = build_batch([Group.from_buffer(data) for data in make_groups()])
+    before, sent = read_tensors(tmp_path / "model"), dict(rank.export())
+    seen = [name for name in before if name.startswith("model.visual.")]
+    assert len(seen) > 10
+    assert sent.keys() == before.keys()
+    assert all(torch.equal(sent[name], before[name]) for name in before)
+    assert [t.name for t in rank.manifest().sent()] == list(sent)
+    if tied:
+        assert rank.manifest().tensors[-1].tied_to == "model.language_model.embed_tokens.weight"
+    scores = rank._backend.logprobs(batch, 1.0).logprobs
+    with torch.no_grad():
+        each = torch.from_numpy(batch.tokens).long().split(batch.lengths.tolist())
+        drawn = torch.cat([theirs(tokens[None]).logits[0] for tokens in each])[batch.rows].log_softmax(-1)
+    expected = drawn.gather(1, torch.from_numpy(batch.targets).long()[:, None]).squeeze(1)
+    assert np.abs(scores - expected.numpy()).max() < 1e-5
+
+    rank.train(0, make_groups())
+    rank.export_hf(tmp_path / "hf")
+    after = read_tensors(tmp_path / "hf")
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in seen)
+    assert not any(torch.equal(after[name], before[name]) for name in before if name not in seen)
+    config = [json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("hf", "model")]
+    assert config[0] == config[1]
+    rank.save(tmp_path / "state")
+    rank.load(tmp_path / "state")
 
 
 def test_a_draft_that_is_not_trained_stays_and_one_that_is_leaves_the_policy_as_it_would_be(checkpoint, start):

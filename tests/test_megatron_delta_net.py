@@ -13,7 +13,8 @@ from asyncrl.models.config import CheckpointError
 from asyncrl.trainer.backends.megatron.bridges import bridge_of, read_source
 from asyncrl.trainer.backends.megatron.delta_net import gated_delta_rule
 from asyncrl.trainer.backends.megatron.layout import fit_problems, linear_layers
-from tests.support.megatron import DELTA_NETS, built, make_delta_net, process_group, random_tokens, states
+from tests.support.delta_nets import DELTA_NETS, make_delta_net
+from tests.support.megatron import built, process_group, random_tokens, states
 
 pytestmark = pytest.mark.megatron
 

@@ -18,7 +18,8 @@ from asyncrl.sample import Group
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.batches import build_batch
 from asyncrl.trainer.rank import TrainerRank
-from tests.support.megatron import APART, CUTS, OPTIONS, in_processes, make_delta_net
+from tests.support.delta_nets import make_delta_net
+from tests.support.megatron import APART, CUTS, OPTIONS, in_processes
 from tests.support.trainer import make_checkpoint, make_config, make_groups, started_ranks, weights
 
 pytestmark = pytest.mark.megatron

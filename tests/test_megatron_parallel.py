@@ -8,7 +8,8 @@ from asyncrl.config.schema import MegatronConfig
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.rank import TrainerRank
-from tests.support.megatron import APART, CUTS, OPTIONS, in_processes, make_delta_net, make_experts
+from tests.support.delta_nets import make_delta_net
+from tests.support.megatron import APART, CUTS, OPTIONS, in_processes, make_experts
 from tests.support.trainer import make_checkpoint, make_config, make_groups, weights
 
 pytestmark = pytest.mark.megatron

@@ -21,7 +21,8 @@ from asyncrl.models.mtp_from_trunk import draft_from_trunk
 
 TOKENIZER_FILES = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json vocab.json merges.txt tokenizer.model "
-    "chat_template.jinja added_tokens.json generation_config.json"
+    "chat_template.jinja added_tokens.json generation_config.json "
+    "preprocessor_config.json video_preprocessor_config.json"  # of models that see, which engines do not load without
 ).split()
 
 #: what to do about a checkpoint without MTP weights where they are needed

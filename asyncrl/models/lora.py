@@ -23,7 +23,9 @@ from asyncrl.models.checkpoint import tensor_shapes
 from asyncrl.models.config import DecoderConfig, ModelConfig
 from asyncrl.models.decoder import Decoder
 
-_LINEAR = re.compile(r"(model\.layers\.\d+\.(?:self_attn|linear_attn|mlp)\.(?:\w+_proj|in_proj_\w+))\.weight")
+_LINEAR = re.compile(
+    r"(model\.(?:language_model\.)?layers\.\d+\.(?:self_attn|linear_attn|mlp)\.(?:\w+_proj|in_proj_\w+))\.weight"
+)
 PEFT_PREFIX = "base_model.model."
 
 

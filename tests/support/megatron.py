@@ -112,52 +112,6 @@ def make_experts(folder, experts=6):
     return model
 
 
-LINEAR = {
-    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 8,
-    "linear_conv_kernel_dim": 4,
-}
-SHARED_EXPERT = {"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 32}
-#: names of transformers' classes, less Config and ForCausalLM; and whether it has experts
-DELTA_NETS = {"qwen3_next": ("Qwen3Next", True), "qwen3_5": ("Qwen3_5", False), "qwen3_5_moe": ("Qwen3_5Moe", True)}
-
-
-def make_delta_net(folder, family, mtp=False, **options):
-    """A small model with linear and full attention in Hugging Face's own form; with ``mtp`` an MTP layer as published
-    checkpoints have it, whose modules (of transformers' classes) are the attribute ``mtp`` of what is returned."""
-    name, has_experts = DELTA_NETS[family]
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 67,
-        "hidden_size": 64,
-        "max_position_embeddings": 256,
-        "num_hidden_layers": 4,
-        "head_dim": 32,
-    }
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    inner = {"moe_intermediate_size": 32, **SHARED_EXPERT} if has_experts else {"intermediate_size": 96}
-    config_class = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
-    config = config_class(**{**sizes, **heads, **inner, **LINEAR, **options})
-    model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
-    layers = model.model.layers
-    if mtp:
-        of_layer, of_norm = type(layers[1]), type(model.model.norm)
-        model.mtp = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([of_layer(config, 1)])})
-        for norm in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
-            model.mtp[norm] = of_norm(config.hidden_size, eps=config.rms_norm_eps)
-        model.mtp["fc"] = torch.nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        model.mtp.float().eval()
-    means = {"linear_attn.norm.weight": 1.0, "A_log": -2.0}  # of which the second keeps a state for some ten tokens
-    for parameter_name, p in model.named_parameters():
-        # at 0.1 transformers' own logits are 2e-5 from those that it computes in float64
-        torch.nn.init.normal_(p, next((m for end, m in means.items() if parameter_name.endswith(end)), 0.0), 0.05)
-    model.save_pretrained(folder)
-    return model
-
-
 def random_tokens(vocab_size, shape=(2, 20)):
     return torch.from_numpy(np.random.default_rng(0).integers(0, vocab_size, shape))
 

@@ -109,7 +109,7 @@ class Export:
             for name, shape in shapes.items()
         ]
         if self._weights.tied_head:
-            embedding = "model.embed_tokens.weight"
+            embedding = next(name for name in shapes if name.endswith("embed_tokens.weight") and not is_draft(name))
             specs.append(TensorSpec("lm_head.weight", dtype, shapes[embedding], "target", tied_to=embedding))
         frozen_draft = self._adapter is not None and not any(map(is_draft, self._weights.trained))
         return Manifest(tuple(specs), self._adapter, frozen_draft)

@@ -70,12 +70,14 @@ def _swapped(weight: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Source:
     """A Hugging Face folder as this backend reads it. ``raw``: config.json whole; ``text``: its text part, flat.
-    ``shapes``: every tensor that the model has, drafts that are to be made from the trunk included."""
+    ``shapes``: every tensor that the model has, drafts that are to be made from the trunk included; ``carried``: those
+    of the part that sees, which is not trained but goes wherever the model goes."""
 
     path: Path
     raw: dict[str, Any]
     text: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
+    carried: dict[str, tuple[int, ...]]
     makes_draft: bool
 
     @property
@@ -114,7 +116,8 @@ def read_source(path: str | Path, mtp_from_trunk: bool = False, needs_draft: boo
     text = {**raw, **(raw.get("text_config") or {})}
     if text.keys().isdisjoint(("num_nextn_predict_layers", "mtp_num_hidden_layers")):
         text["mtp_num_hidden_layers"] = mtp_layers_named(shapes)
-    source = Source(Path(path), raw, text, shapes, makes_draft)
+    carried = {name: shapes.pop(name) for name in list(shapes) if name.startswith("model.visual.")}
+    source = Source(Path(path), raw, text, shapes, carried, makes_draft)
     if needs_draft and not source.num_mtp_layers:
         raise without_draft(path)
     if source.tied:

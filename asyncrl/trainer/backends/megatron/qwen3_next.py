@@ -36,7 +36,12 @@ from megatron.bridge.models.conversion.param_mapping import (  # noqa: E402
 )
 from megatron.bridge.models.gpt_provider import GPTModelProvider  # noqa: E402
 
-ARCHITECTURES = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+ARCHITECTURES = (
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+)
 
 #: fields of config.json that megatron-core has under the same names
 LINEAR = (
@@ -100,17 +105,20 @@ class Qwen3NextBridge(MegatronModelBridge):
         )
 
     def mapping_registry(self) -> MegatronMappingRegistry:
+        there = "model."
+        if any(name.startswith("model.language_model.") for name in self._names):  # beside one that sees
+            there = "model.language_model."
         mappings = [
-            AutoMapping("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
-            AutoMapping("decoder.final_layernorm.weight", "model.norm.weight"),
+            AutoMapping("embedding.word_embeddings.weight", f"{there}embed_tokens.weight"),
+            AutoMapping("decoder.final_layernorm.weight", f"{there}norm.weight"),
             AutoMapping("output_layer.weight", "lm_head.weight"),
-            *_layer("decoder.layers.*.", "model.layers.*."),
+            *_layer("decoder.layers.*.", f"{there}layers.*."),
             AutoMapping("mtp.layers.0.enorm.weight", "mtp.pre_fc_norm_embedding.weight"),
             AutoMapping("mtp.layers.0.hnorm.weight", "mtp.pre_fc_norm_hidden.weight"),
             AutoMapping("mtp.layers.0.eh_proj.weight", "mtp.fc.weight"),
             AutoMapping("mtp.layers.0.final_layernorm.weight", "mtp.norm.weight"),
             *_layer("mtp.layers.*.transformer_layer.", "mtp.layers.*."),
-            *delta_net_mappings("decoder.layers.*.self_attention.", "model.layers.*.linear_attn.", self._names),
+            *delta_net_mappings("decoder.layers.*.self_attention.", f"{there}layers.*.linear_attn.", self._names),
         ]
         return MegatronMappingRegistry(*mappings)
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from asyncrl.models.checkpoint import open_tensors
 from asyncrl.models.config import CheckpointError
 from asyncrl.trainer.backends.megatron.bridges import Bridge, Source, of_rank
 from asyncrl.trainer.backends.megatron.lora import Adapters
@@ -204,7 +205,8 @@ class ModelWeights:
     def __init__(
         self, source: Source, conversion: Conversion, optimizer: ShardedAdamW, trained: frozenset[str], rank: int
     ) -> None:
-        self.model, self.tied_head, self.shapes, self.trained = source, source.tied, conversion.shapes, trained
+        self.model, self.tied_head, self.trained = source, source.tied, trained
+        self.shapes = conversion.shapes | source.carried
         self._conversion, self._optimizer, self._rank = conversion, optimizer, rank
 
     def whole(self, dtype: torch.dtype, wanted: Callable[[str], bool], exact: bool) -> Iterator[tuple[str, Tensor]]:
@@ -213,6 +215,9 @@ class ModelWeights:
         for named in self._conversion.whole(of, dtype, wanted):
             if self._rank == 0:
                 yield named
+        if self._rank == 0:
+            with open_tensors(self.model.path) as read:
+                yield from ((name, read(name).to(dtype)) for name in filter(wanted, self.model.carried))
 
 
 @contextlib.contextmanager
