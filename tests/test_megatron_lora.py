@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from asyncrl.config.schema import LoraConfig, MegatronConfig
 from asyncrl.models.checkpoint import is_draft, load_decoder, read_tensors, save_checkpoint
 from asyncrl.models.config import CheckpointError
-from asyncrl.models.lora import linear_shapes
-from asyncrl.param_sync.adapters import check_adapter
-from asyncrl.param_sync.manifest import is_adapter
+from asyncrl.models.lora import linear_shapes, linear_shapes_at
+from asyncrl.param_sync.adapters import adapter_spec, check_adapter
+from asyncrl.param_sync.manifest import ManifestError, is_adapter
 from asyncrl.sample import Group
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.batches import build_batch
@@ -164,6 +164,11 @@ def test_adapters_beside_linear_attention_are_what_they_are_merged(family, parts
     dense = {"gate_proj", "up_proj", "down_proj"} if family == "qwen3_5" else set()
     attention = {"q_proj", "k_proj", "v_proj", "o_proj", "out_proj", *(f"in_proj_{part}" for part in parts)}
     assert {name.split(".")[-3] for name in before} == attention | dense
+    modules = linear_shapes_at(tmp_path / "model")  # as engines find them
+    check_adapter(rank.manifest(), modules)
+    others = LoraConfig(rank=3, target_modules=["in_proj", "shared_expert_gate", "gate", "conv1d"])
+    with pytest.raises(ManifestError, match=r"in_proj, shared_expert_gate, gate, conv1d: no linear layer .*out_proj"):
+        adapter_spec(others, modules, "float32")
     base = logprobs(rank)
     train(rank, range(3))
     assert all(not torch.equal(tensor, before[name]) for name, tensor in adapters(weights(rank)).items())

@@ -98,8 +98,8 @@ def check_checkpoint(path: str | Path, mtp_from_trunk: bool = False) -> DecoderC
 
 
 def check_model(path: str | Path, mtp_from_trunk: bool, native: bool) -> ModelConfig:
-    """The same for a model of any family, unless ``native``: unless the native decoder is to build it. Of what that one
-    does not know, no tensor is compared: who trains it does so, and who generates with it."""
+    """`check_checkpoint` of a model that the native decoder builds, or is to (``native``). Of others config.json is
+    read, and files must be there: who trains them compares their tensors, and who generates with them."""
     config, shapes = ModelConfig.load(path), tensor_shapes(path)
     if native or DecoderConfig.builds(config.architecture) or (mtp_from_trunk and not any(map(is_draft, shapes))):
         return check_checkpoint(path, mtp_from_trunk)
