@@ -171,3 +171,13 @@ async def test_a_killed_core_is_told_and_takes_no_one_with_it(replica, initial):
         await until(replica, answers, lambda: False)
     with pytest.raises(EngineDied):
         await replica.engine.submit([request("more", PROMPT, 4)])
+
+
+async def test_the_death_of_a_core_that_has_nothing_to_do_is_told_too(speculating, initial):
+    """A sync would wait for its answer up to the deadline, and so would every later one."""
+    await speculating.sync(initial)
+    hearing = asyncio.create_task(speculating.engine.events())
+    await asyncio.sleep(0)
+    os.kill(speculating.core_pid, signal.SIGKILL)
+    with pytest.raises(EngineDied):
+        await asyncio.wait_for(hearing, 60)

@@ -129,10 +129,12 @@ class SyncSession:
 
     async def _plan(self) -> Manifest:
         first, sender = next(iter(self._senders.items()))
-        manifest = await self._call("plan", first, sender.manifest())  # the same on all ranks
+        manifest, located = await asyncio.gather(
+            self._call("plan", first, sender.manifest()),  # the same on all ranks
+            asyncio.gather(*(self._call("plan", n, s.address()) for n, s in self._senders.items())),
+        )
         if manifest.adapter is not None and not await self._base_is_needed():
             manifest = manifest.without_base()
-        located = await asyncio.gather(*(self._call("plan", n, s.address()) for n, s in self._senders.items()))
         addresses = tuple(address for address in located if address is not None)
         staging: Staging = "full" if self._full else "bucket"
         plan = ReceivePlan(self._session, self._version, manifest, addresses, self._deadlines.plan_s, staging)

@@ -39,6 +39,8 @@ from asyncrl.telemetry.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
+_LOOK_EVERY_S = 0.5
+
 
 class _Running(FollowedRequest):
     """A request in vLLM's hands."""
@@ -61,6 +63,7 @@ class VLLMEngine(FollowingEngine[_Running]):
         adapters = AdapterSlots(slots) if (slots := adapter_slots(config)) > 1 else None
         super().__init__(config, recorder, model.max_model_len, model.get_vocab_size(), kv_bytes, adapters)
         self._llm, self._device = llm, device
+        self._watching = asyncio.create_task(self._watch())
 
     @classmethod
     async def start(cls, config: Config, *, recorder: Recorder) -> VLLMEngine:
@@ -156,6 +159,7 @@ class VLLMEngine(FollowingEngine[_Running]):
     async def close(self) -> None:
         """End vLLM's processes; every call that waits, and every later one, raises EngineError."""
         self._close_requests()
+        self._watching.cancel()
         if self._llm.output_handler is not None:
             self._llm.output_handler.cancel()  # it would log the end of its engine as an error
         await asyncio.to_thread(self._llm.shutdown)
@@ -213,6 +217,13 @@ class VLLMEngine(FollowingEngine[_Running]):
         self._heard(running, tokens, logprobs, finish, spans, error)
 
     # -- states --------------------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Of the death of its processes vLLM tells the requests that they have. Without any nobody would hear of it,
+        and what else they are asked is never answered."""
+        while not self._llm.errored:
+            await asyncio.sleep(_LOOK_EVERY_S)
+        self._die(EngineDied("vLLM's engine process is gone"))
 
     async def _name_version(self, version: PolicyVersion) -> None:
         await self._llm.update_weight_version(str(version))
