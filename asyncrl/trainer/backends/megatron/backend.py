@@ -18,7 +18,6 @@ from asyncrl.config.schema import Config, OptimizerConfig
 from asyncrl.models.checkpoint import is_draft, open_tensors
 from asyncrl.models.config import CheckpointError, DecoderConfig, engine_dtype
 from asyncrl.models.mtp_from_trunk import draft_from_trunk
-from asyncrl.param_sync.digest import digest_tensors
 from asyncrl.param_sync.manifest import Manifest, is_adapter
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.backend import LossFunction, NonFiniteError, Scores, TrainBatch
@@ -29,19 +28,16 @@ from asyncrl.trainer.backends.megatron.draft import DraftTraining, by_sequence, 
 from asyncrl.trainer.backends.megatron.layout import fit_problems
 from asyncrl.trainer.backends.megatron.lora import Adapters
 from asyncrl.trainer.backends.megatron.offload import Offload, resident
-from asyncrl.trainer.backends.megatron.optimizer import MOMENTS, ShardedAdamW
+from asyncrl.trainer.backends.megatron.optimizer import ShardedAdamW
 from asyncrl.trainer.backends.megatron.packed import PackedSequences
 from asyncrl.trainer.backends.megatron.policy import PolicyModel, build_chunks, in_precision
+from asyncrl.trainer.backends.megatron.state import ModelState, base_digest
 from asyncrl.trainer.backends.megatron.vocab_parallel import VocabParallelScores
 from asyncrl.trainer.backends.megatron.weights import Conversion, ModelWeights
 from asyncrl.trainer.backends.packing import MicroBatch
 from asyncrl.trainer.backends.schedule import learning_rate
 from asyncrl.trainer.backends.torch_state import (
     StagedState,
-    digest_bytes,
-    expect_same_adapters,
-    expect_same_base,
-    expect_same_draft,
     load_state,
     saved_names,
 )
@@ -103,8 +99,9 @@ class MegatronBackend:
         self._bridge = bridge_of(source, config.model.bridge)
         self._chunks, self._conversion = self._load(self._bridge)
         self._adapters: Adapters | None = None
+        base: Tensor | None = None
         if config.model.lora.rank:
-            self._base_digest = digest_bytes(digest_tensors(self._conversion.whole(lambda parameter: parameter)))
+            base = base_digest(self._conversion)
             self._adapters = self._add_adapters()
         for chunk in self._chunks:
             chunk.detach_draft = config.mtp.detach_encoder
@@ -135,6 +132,8 @@ class MegatronBackend:
         self._trained = frozenset(filter(self._is_trained, self._conversion.shapes))
         weights = ModelWeights(source, self._conversion, self._optimizer, self._trained, rank)
         self._export = Export(weights, self._adapters.spec if self._adapters else None, config, rank)
+        of_model = self._conversion, self._optimizer, self._trained
+        self._state = ModelState(*of_model, self._adapters, base, config.model.path)
 
         self._offload = self._make_offload()
         self._checkpoint_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -361,16 +360,8 @@ class MegatronBackend:
     def state(self) -> Mapping[str, Any]:
         """This rank's share of the training state: every so many whole tensors, by their Hugging Face names. Of a LoRA
         run those that are trained, and the digest of the base that they belong to."""
-        share = lambda tensors: {
-            name: tensor.clone() for i, (name, tensor) in enumerate(tensors) if i % self.world_size == self.rank
-        }
-        whole, trained = self._conversion.whole, self._trained.__contains__
         return {
-            "model": share(whole(self._optimizer.weight, wanted=self._is_kept)),
-            **({"base": self._base_digest.clone()} if self._adapters else {}),
-            "optimizer": {
-                moment: share(whole(partial(self._optimizer.moment, moment), wanted=trained)) for moment in MOMENTS
-            },
+            **self._state.share(self.rank, self.world_size),
             "optimizer_steps": torch.tensor(self._optimizer_steps),
             "draft_steps": torch.tensor(self._draft.steps if self._draft else 0),
             "random_state": {f"rank_{self.rank}": {"cpu": torch.get_rng_state()}},
@@ -380,9 +371,6 @@ class MegatronBackend:
         if is_draft(name):
             return self._config.mtp.enable_train
         return self._adapters is None or is_adapter(name)
-
-    def _is_kept(self, name: str) -> bool:
-        return self._adapters is None or name in self._trained
 
     def stage(self) -> None:
         with self._recorder.span("trainer/stage"):
@@ -401,33 +389,8 @@ class MegatronBackend:
     def load(self, path: Path) -> None:
         """See `Backend.load`. A rank that there was none of takes the random state of rank 0."""
         path = Path(path)
-        shapes, saved = self._conversion.shapes, saved_names(path)
-        kept = list(filter(self._is_kept, shapes))
-        expect_same_adapters(path, saved, {"model": kept})
-        expect_same_draft(path, saved, {"model": kept, "optimizer": {"exp_avg": self._trained}})
-        empty = lambda names: {name: torch.empty(shapes[name]) for name in names}
-        for block in self._conversion.blocks(LOAD_BLOCK, self._is_kept):
-            learned = list(filter(self._trained.__contains__, block.names))
-            state: dict[str, Any] = {
-                "model": empty(block.names),
-                "optimizer": {moment: empty(learned) for moment in MOMENTS},
-            }
-            load_state(path, state)
-            with torch.no_grad():
-                for parameter, part in block.convert(state["model"].__getitem__):
-                    self._optimizer.set_weight(parameter, part)
-                of_trained = block.only(learned)
-                for moment in MOMENTS:
-                    for parameter, part in of_trained.convert(state["optimizer"][moment].__getitem__):
-                        self._optimizer.set_moment(moment, parameter, part)
-        if self._adapters is None:
-            self._conversion.fill_tied_head(self._optimizer.weight, self._optimizer.set_weight)
-            for moment in MOMENTS:
-                self._conversion.fill_tied_head(
-                    partial(self._optimizer.moment, moment), partial(self._optimizer.set_moment, moment)
-                )
-        else:
-            self._load_adapters(path, self._adapters)
+        self._state.load(path)
+        saved = saved_names(path)
         owner = self.rank if f"random_state.rank_{self.rank}.cpu" in saved else 0
         rest: dict[str, Any] = {
             "optimizer_steps": torch.tensor(0),
@@ -441,22 +404,6 @@ class MegatronBackend:
         if self._draft:
             self._draft.steps = int(rest["draft_steps"])
             self._optimizer.set_steps(self._draft.steps, draft=True)
-
-    @torch.no_grad()
-    def _load_adapters(self, path: Path, adapters: Adapters) -> None:
-        empty = lambda: {name: torch.empty(shape) for pair in adapters.pairs.values() for name, shape in pair.items()}
-        state: dict[str, Any] = {
-            "model": empty(),
-            "optimizer": {moment: empty() for moment in MOMENTS},
-            "base": torch.empty_like(self._base_digest),
-        }
-        load_state(path, state)
-        expect_same_base(path, state["base"], self._base_digest, self._config.model.path)
-        for parameter, part in adapters.parts(state["model"]):
-            self._optimizer.set_weight(parameter, part)
-        for moment in MOMENTS:
-            for parameter, part in adapters.parts(state["optimizer"][moment]):
-                self._optimizer.set_moment(moment, parameter, part)
 
     def close(self) -> None:
         """Leave the process groups; collective. No `write` may be under way."""
