@@ -22,7 +22,7 @@ DELTA_NETS = {"qwen3_next": ("Qwen3Next", True), "qwen3_5": ("Qwen3_5", False), 
 EYES = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
 
 
-def make_delta_net(folder, family, mtp=False, sees=False, **options):
+def make_delta_net(folder, family, mtp=False, sees=False, std=0.05, **options):
     """A small model with linear and full attention in Hugging Face's own form; with ``mtp`` an MTP layer as published
     checkpoints have it, whose modules (of transformers' classes) are the attribute ``mtp`` of what is returned;
     ``sees``: of a Qwen3.5 the whole, of which the text model is a part."""
@@ -55,7 +55,7 @@ def make_delta_net(folder, family, mtp=False, sees=False, **options):
         model.mtp.float().eval()
     means = {"linear_attn.norm.weight": 1.0, "A_log": -2.0}  # of which the second keeps a state for some ten tokens
     for parameter_name, p in model.named_parameters():
-        # at 0.1 transformers' own logits are 2e-5 from those that it computes in float64
-        torch.nn.init.normal_(p, next((m for end, m in means.items() if parameter_name.endswith(end)), 0.0), 0.05)
+        # at a deviation of 0.1 transformers' own logits are 2e-5 from those that it computes in float64
+        torch.nn.init.normal_(p, next((m for end, m in means.items() if parameter_name.endswith(end)), 0.0), std)
     model.save_pretrained(folder)
     return model

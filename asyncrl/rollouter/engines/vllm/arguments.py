@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import os
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import torch
@@ -145,12 +146,27 @@ def _slots_each(engine: EngineConfig) -> int:
 
 
 def _kv_bytes(config: Config) -> int:
-    """As much as the whole context of every slot takes that a copy of the model has."""
+    """As much as the whole context of every slot takes that a copy of the model has.
+
+    A layer with linear attention has a state in place of it, for which vLLM takes a block of its own, as large as those
+    of the other layers: these are made no smaller than a state. Two blocks a layer are enough for that and rounding."""
     model, engine = ModelConfig.load(config.model.path), config.rollout.engine
     context = engine.max_context_tokens or model.max_position_embeddings
     layers = model.num_layers + (model.num_mtp_layers if config.mtp.enable_rollout else 0)
     token = 2 * layers * model.num_kv_heads * model.head_dim * DTYPE_BYTES[model.engine_dtype(engine.dtype)]
-    return _slots_each(engine) * math.ceil(context / _BLOCK_TOKENS + 1) * _BLOCK_TOKENS * token
+    tokens = math.ceil(context / _BLOCK_TOKENS + 1) * _BLOCK_TOKENS
+    return _slots_each(engine) * (tokens * token + 2 * layers * _state_bytes(model.raw))
+
+
+def _state_bytes(raw: Mapping[str, Any]) -> int:
+    """Of a Gated DeltaNet layer of Qwen3-Next or Qwen3.5, in float32: keys × values of each head, and the last tokens
+    of the convolution. 0 for a model that has none."""
+    text = {**raw, **(raw.get("text_config") or {})}
+    if not (heads := int(text.get("linear_num_value_heads") or 0)):
+        return 0
+    key, value = int(text["linear_key_head_dim"]), int(text["linear_value_head_dim"])
+    channels = 2 * int(text["linear_num_key_heads"]) * key + heads * value
+    return 4 * (heads * key * value + channels * (int(text["linear_conv_kernel_dim"]) - 1))
 
 
 def resolve_device(name: str) -> str:
