@@ -106,9 +106,8 @@ def test_so_do_four_ranks_with_other_experts(tmp_path):
     ("family", "cuts"),
     [
         ("qwen3_5", ("tensor", "pipeline", "data")),
-        ("qwen3_next", ("expert-tensor",)),
+        pytest.param("qwen3_next", ("expert", "pipeline", "expert-tensor"), marks=pytest.mark.slow),
         pytest.param("qwen3_5_moe", ("expert", "pipeline", "expert-tensor"), marks=pytest.mark.slow),
-        pytest.param("qwen3_next", ("expert", "pipeline"), marks=pytest.mark.slow),
         pytest.param("qwen3_5", ("sequence",), marks=pytest.mark.slow),
     ],
 )
