@@ -1,6 +1,7 @@
 """Whole runs on Ray with SGLang replicas: driver and trainer in the default environment, replicas in SGLang's."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -35,7 +36,8 @@ def test_a_run_trains_to_the_end_and_a_killed_server_costs_no_sample(start):
     server_processes(run.process.pid)[0].kill()
     run.until(lambda: run.text.count("supervision: replica/") > noticed, "noticed the death")
     assert run.wait(900) == 0, run.text
-    assert "replica/0: SGLang's server" in run.text
+    told = [json.loads(line) for line in (run.folder / "logs/replica-0.jsonl").read_text().splitlines()]
+    assert any(line["level"] == "error" and "SGLang's server" in line["message"] for line in told)
     audit(run.folder, [2] * 12, staleness_bound=0)
     ratios = run.column("actor/ratio_max")
     assert len(ratios) == 12
