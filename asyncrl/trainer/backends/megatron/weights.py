@@ -215,9 +215,9 @@ class ModelWeights:
         for named in self._conversion.whole(of, dtype, wanted):
             if self._rank == 0:
                 yield named
-        if self._rank == 0:
+        if self._rank == 0 and (carried := list(filter(wanted, self.model.carried))):
             with open_tensors(self.model.path) as read:
-                yield from ((name, read(name).to(dtype)) for name in filter(wanted, self.model.carried))
+                yield from ((name, read(name).to(dtype)) for name in carried)
 
 
 @contextlib.contextmanager
