@@ -76,7 +76,7 @@ def test_megatron_trains_policy_and_draft_and_vllm_generates_with_both(tmp_path,
     hidden state instead, and little of it would be accepted."""
     monkeypatch.setenv("ASYNCRL_PYTHON", os.environ.get("ASYNCRL_PYTHON", str(ROOT / ".venv/bin/python")))
     inputs = make_inputs(tmp_path / "inputs")
-    before = perfect_draft(read_tensors(inputs / "checkpoint"))
+    before = perfect_draft(read_tensors(inputs / "checkpoint"), sharpness=4.0)
     save_file(before, inputs / "checkpoint/model.safetensors")
     run = FaultyRun(
         inputs,
@@ -102,7 +102,7 @@ def test_megatron_trains_policy_and_draft_and_vllm_generates_with_both(tmp_path,
         assert all(row["mtp/loss_1"] > 0 for row in steps)
         rates = [row["rollout/spec_accept_rate"] for row in rows if "rollout/spec_accept_rate" in row]
         assert rates
-        assert min(rates) > 0.9
+        assert min(rates) > 0.6  # vLLM drafts the likeliest token, which has three quarters of the mass here
         after = read_tensors(run.folder / "checkpoints/final/hf")
         assert before.keys() == after.keys()
         for draft in (True, False):
