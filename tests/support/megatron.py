@@ -1,6 +1,7 @@
 """Small models in megatron-core, without a trainer around them, and processes that hold one together."""
 
 import contextlib
+import multiprocessing
 
 import numpy as np
 import torch
@@ -117,5 +118,6 @@ def random_tokens(vocab_size, shape=(2, 20)):
 
 
 def in_processes(count, work, *arguments):
-    """``work(rank, *arguments)`` in each."""
-    mp.spawn(work, arguments, nprocs=count)
+    """``work(rank, *arguments)`` in each. They are forked from one process that has imported Megatron already."""
+    multiprocessing.set_forkserver_preload(["asyncrl.trainer.backends.megatron.backend"])
+    mp.start_processes(work, arguments, nprocs=count, start_method="forkserver")
