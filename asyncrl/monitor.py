@@ -1,4 +1,4 @@
-"""Watches the run: drains every actor's recorder each second, makes a step's metrics, validates, keeps the summary."""
+"""Watches the run: drains all recorders every two seconds, makes a step's metrics, validates, keeps the summary."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from asyncrl.trainer.loop import Progress
 
 log = logging.getLogger(__name__)
 
-DRAIN_EVERY_S = 1.0
+DRAIN_EVERY_S = 2.0  # at least
+LOOK_EVERY_S = 1.0
 DRAIN_PATIENCE_S = 1.0  # for an answer; a later one is taken with the next round
 
 
@@ -60,6 +61,7 @@ class Monitor:
         self._totals: Counter[str] = Counter()  # and of all training
         self._began_s = self._window_s = now_s()
         self._draining = asyncio.Lock()
+        self._drained_s = -math.inf
         self._asked: dict[str, asyncio.Task[Batch]] = {}
         self._validation: asyncio.Task[dict[str, float]] | None = None
         self._training = False  # the first version is out
@@ -70,14 +72,13 @@ class Monitor:
 
     async def run(self) -> None:
         while True:
-            stats = await self._watched.queue.stats()
-            for name in ("fully_async/queue/depth", "fully_async/in_flight"):
-                self._own.gauge(name, stats[name])
-            await self._drain()
+            if now_s() - self._drained_s >= DRAIN_EVERY_S:
+                await self._queue_stats()
+                await self._drain()
             if self._validation is not None and self._validation.done():
                 self._validation.result()  # a failure ends the run
                 self._validation = None
-            await asyncio.sleep(DRAIN_EVERY_S)
+            await asyncio.sleep(LOOK_EVERY_S)
 
     # -- the training loop's hooks ---------------------------------------------------------------------------------
 
@@ -119,7 +120,7 @@ class Monitor:
             groups = [Group.from_buffer(b) for b in await self._watched.ranks.first_groups(k)]
             self._hub.trajectories(sampled_rows(progress.step, groups, self._decode, k))
         window = await self._window_metrics()
-        values = dict(metrics) | window | self._accounted(metrics, window) | await self._watched.queue.stats()
+        values = dict(metrics) | window | self._accounted(metrics, window) | await self._queue_stats()
         if (paused_s := metrics.get("param_sync/paused_total_s")) is not None:
             generating_s = len(self._watched.replica_names) * values["perf/step_s"] - paused_s
             rate = values["perf/rollout_tokens_per_s"] * values["perf/step_s"] / max(generating_s, 1e-9)
@@ -198,9 +199,16 @@ class Monitor:
             full_width=self._gauges.get("rollout/width", math.inf) >= self._config.rollout.engine.slots,
         )
 
+    async def _queue_stats(self) -> dict[str, float]:
+        stats: dict[str, float] = await self._watched.queue.stats()
+        for name in ("fully_async/queue/depth", "fully_async/in_flight"):
+            self._own.gauge(name, stats[name])
+        return stats
+
     async def _drain(self) -> None:
         """Take what every actor recorded; one that does not answer holds up neither the others nor the caller."""
         async with self._draining:
+            self._drained_s = now_s()
             for name, drain in self._watched.drains().items():
                 if name not in self._asked:
                     self._asked[name] = asyncio.create_task(self._answer(name, drain()))

@@ -11,6 +11,7 @@ from asyncrl.config.load import load_config
 from asyncrl.rollouter.agent_loops.single_turn import SingleTurn
 from asyncrl.rollouter.engine import SamplingParams
 from asyncrl.rollouter.loop import NothingToTrain, truncations
+from asyncrl.rollouter.outbox import Outbox
 from asyncrl.rollouter.places import Places
 from asyncrl.rollouter.samples import random_key
 from asyncrl.sample import FinishReason, PolicyVersion, VersionSpan
@@ -187,14 +188,48 @@ def test_random_keys_differ_by_seed_group_and_sample():
 
 def test_derived_slots_are_always_kept_busy(inputs):
     config = load_config(None, overrides(inputs, inputs / "run"))
-    assert derive(config).concurrent_samples == 8 + 4  # the slots, and a group
+    assert derive(config).slots == 8
     two = replace(config, rollout=replace(config.rollout, replicas=2))
-    assert derive(two).concurrent_samples == 2 * (8 + 4)
+    assert derive(two).slots == 2 * 8
     assert np.isclose(float(derive(config).staleness_threshold), 0.0)
 
 
+async def test_as_many_samples_wait_for_slots_as_end_before_others_can_come():
+    places = Places(slots=64, groups=0)
+    places.take(64)
+    assert await places.free(4) == 1  # a group, as long as nothing is known
+    for _ in range(30):  # ten ends each 50 ms
+        places.leave(10)
+        places.take(10)
+        await asyncio.sleep(0.05)
+    waiting = 4 * await places.free(4)
+    assert 4 < waiting <= 64
+
+
+async def test_what_is_finished_goes_at_once_where_a_slot_is_idle_else_in_batches():
+    delivered, hurry = [], asyncio.Event()
+
+    async def deliver(items):
+        delivered.append(items)
+
+    outbox = Outbox(deliver, every_s=30.0, hurry=hurry)
+    running = asyncio.create_task(outbox.run())
+    outbox.add(1)
+    await outbox.emptied()
+    for item in (2, 3):
+        outbox.add(item)
+        await asyncio.sleep(0.01)
+    assert delivered == [[1]]
+    hurry.set()
+    await asyncio.wait_for(outbox.emptied(), 5)
+    outbox.add(4)
+    await asyncio.wait_for(outbox.emptied(), 5)
+    assert delivered == [[1], [2, 3], [4]]
+    running.cancel()
+
+
 async def test_groups_start_as_samples_end_and_a_straggler_holds_one_place_only():
-    places = Places(samples=12, groups=0)
+    places = Places(slots=8, groups=0)  # and a group that waits for one of them
     assert await places.free(4) == 3
     for _ in range(3):
         places.take(4)
@@ -206,5 +241,5 @@ async def test_groups_start_as_samples_end_and_a_straggler_holds_one_place_only(
     places.take(4)
     places.leave(3)
     assert not asyncio.create_task(places.free(4)).done()
-    few = Places(samples=12, groups=1)
+    few = Places(slots=8, groups=1)
     assert await few.free(4) == 1

@@ -164,7 +164,7 @@ class Derived:
     staleness_bound: int
     total_groups: int
     pause: str
-    concurrent_samples: int
+    slots: int
 
 
 def derive(config: Config) -> Derived:
@@ -180,8 +180,7 @@ def derive(config: Config) -> Derived:
         staleness_bound=math.ceil(threshold),
         total_groups=per_step * config.trainer.total_steps,
         pause=pause,
-        # one group more per replica than fills its slots: a request is there when a slot becomes free
-        concurrent_samples=(config.rollout.engine.slots + config.rollout.n) * config.rollout.replicas,
+        slots=config.rollout.engine.slots * config.rollout.replicas,
     )
 
 

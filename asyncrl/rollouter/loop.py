@@ -32,6 +32,8 @@ from asyncrl.telemetry.recorder import Recorder, now_s
 
 log = logging.getLogger(__name__)
 
+_PUT_EVERY_S = 0.2  # while the engines are full: each call costs both its ends a millisecond or two
+
 
 class QueueClient(Protocol):
     """The rollouter's side of the sample queue. A call may be repeated: what was done already is not done again."""
@@ -105,9 +107,12 @@ class RolloutLoop:
             stop_token_ids=maker.tokenizer.stop_token_ids,
             stop_strings=tuple(config.rollout.stop_strings),
         )
-        self._finished: Outbox[bytes] = Outbox(lambda groups: queue.put(groups, now_s()))
+        self._places = Places(derived.slots, config.rollout.max_concurrent_groups)
+        # where slots are idle, generation may be held up until the trainer has what is finished
+        self._finished: Outbox[bytes] = Outbox(
+            lambda groups: queue.put(groups, now_s()), _PUT_EVERY_S, hurry=self._places.idle
+        )
         self._drops: Outbox[tuple[str, str]] = Outbox(queue.drop)
-        self._places = Places(derived.concurrent_samples, config.rollout.max_concurrent_groups)
         self._under_way: dict[str, _UnderWay] = {}
         self._upcoming: dict[str, tuple[Prompt, list[PartialSample]]] = {}  # those to be issued next, in order
         self._drops_in_a_row: Counter[str] = Counter()

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from asyncrl.telemetry.recorder import now_s
 
-LOOK_EVERY_S = 0.5
+LOOK_EVERY_S = 1.0
 LEAST = 0.75  # of the slots: narrower, the engine loses more throughput than it gains in evenness
 HELD_UP = 0.1  # of the time, at most, is how much too fast the rollouter may stay
 NARROW = 0.95

@@ -46,7 +46,7 @@ from asyncrl.rollouter.engines.native.stops import Tokenizer
 from asyncrl.sample import PolicyVersion
 from asyncrl.telemetry.recorder import Recorder, now_s
 
-_EVENTS_EVERY_S = 0.1  # while tokens flow: each call costs both its ends a millisecond or two
+_EVENTS_EVERY_S = 0.2  # while tokens flow: each call costs both its ends a millisecond or two
 _ENDS_EVERY_S = 0.03  # while requests end and none waits here to follow them
 
 T = TypeVar("T")
@@ -130,7 +130,7 @@ class NativeEngine:
         await self._call(lambda: self._core.submit(requests))
 
     async def events(self) -> EventBatch:
-        """Wakes about ten times a second while tokens flow, and sooner when requests have ended and none is left that
+        """Wakes about five times a second while tokens flow, and sooner when requests have ended and none is left that
         waits for a slot. One caller at a time."""
         while True:
             with self._wake:
