@@ -217,7 +217,7 @@ def _figures(config: Config, found: Preflight) -> dict[str, str]:
         "staleness bound": f"{d.staleness_bound} versions (threshold {float(d.staleness_threshold):g})",
         "groups started ahead": f"at most {ahead} beyond those trained when their version was published",
         "queue memory": f"at most {_size(ahead * group_bytes)}, {_size(group_bytes)} for a group",
-        "samples at once": f"{d.slots}, {config.rollout.engine.slots} slots per replica, and some that wait for one",
+        "samples at once": f"{d.slots} in {config.rollout.engine.slots} slots per replica, and some that wait for one",
         "context": f"{found.context_tokens} tokens, of which a prompt may have {found.max_prompt_tokens}",
         "sync": f"{sync.transport} transport, pause {d.pause}, KV {sync.kv}, staging {sync.staging}",
         "buckets": f"2 a side of {' or '.join(_size(size) for size in buckets)}",

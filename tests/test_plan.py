@@ -90,7 +90,7 @@ def test_a_dry_run_prints_places_and_figures_and_leaves_nothing(tmp_path, capsys
     assert told["staleness bound"] == "1 versions (threshold 0.5)"
     assert told["groups started ahead"].startswith("at most 3 ")  # (1 + 0.5) · 2
     assert told["buckets"] == "2 a side of 32.0 MiB"
-    assert told["samples at once"] == "at most 11, in 7 slots per replica"
+    assert told["samples at once"] == "7 in 7 slots per replica, and some that wait for one"
     assert not (tmp_path / "run").exists()
 
 
