@@ -10,7 +10,7 @@ CHECKPOINT = checkpoints/arith-mimo
 DATA = data/arithmetic
 
 .PHONY: venv quickstart lint format clean
-.PHONY: test test-faults test-slow test-vllm test-vllm-short test-sglang test-sglang-short test-megatron test-megatron-short
+.PHONY: test test-faults test-slow test-vllm test-vllm-short test-sglang test-sglang-short test-megatron test-megatron-short test-megatron-newest
 
 venv:
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/make_venv.sh
@@ -54,6 +54,10 @@ test-megatron: venv-megatron
 
 test-megatron-short: venv-megatron
 	$(VENV)-megatron/bin/python -m pytest -q -m "megatron and not slow"
+
+# with the newest releases, on CPython 3.12
+test-megatron-newest: venv-megatron-newest
+	$(VENV)-megatron-newest/bin/python -m pytest -q -m "megatron and not slow"
 
 lint: venv
 	$(BIN)/ruff check .

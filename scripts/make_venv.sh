@@ -3,6 +3,7 @@
 #
 #   scripts/make_venv.sh          the default one, $VENV (.venv), from constraints.txt
 #   scripts/make_venv.sh vllm     that of a backend (vllm, sglang, megatron), $VENV-vllm, from constraints-vllm.txt
+#   scripts/make_venv.sh megatron-newest    likewise, of its newest releases, with CPython 3.12
 #
 # With ASYNCRL_ENV_CACHE set, it lives there under the lock's hash and $VENV is a link to it.
 set -euo pipefail
@@ -11,6 +12,16 @@ python=${PYTHON:-python3}
 backend=${1:-}
 venv=${VENV:-.venv}${backend:+-$backend}
 constraints=constraints${backend:+-$backend}.txt
+if [ "$backend" = megatron-newest ]; then
+  python=${PYTHON312:-python3.12}
+  if ! "$python" --version > /dev/null 2>&1; then  # pyenv has shims also for what is not switched on
+    python=$(pyenv prefix 3.12 2>/dev/null)/bin/python
+  fi
+  if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then
+    echo "megatron-newest needs CPython 3.12 or newer, and no python3.12 is here. Set PYTHON312 to one." >&2
+    exit 1
+  fi
+fi
 
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 case "$version" in
@@ -60,8 +71,9 @@ case "$backend" in
     install --no-deps --requirement "$constraints"
     "$target/bin/pip" install --quiet --no-deps --editable .
     ;;
-  megatron)
+  megatron | megatron-newest)
     install --editable '.[test]' megatron-core einops tqdm rich
+    if [ "$backend" = megatron-newest ]; then install triton; fi
     # the first one's dependencies include Transformer Engine, which wants CUDA, and an older transformers: it runs
     # without either
     install --no-deps megatron-bridge mbridge

@@ -1,6 +1,8 @@
 """Models of Hugging Face folders in megatron-core: logits, drafts, tensors there and back, and what is refused."""
 
+import inspect
 import json
+from importlib.metadata import version
 
 import numpy as np
 import pytest
@@ -15,7 +17,8 @@ from asyncrl.models.layout import PackedLayout
 from asyncrl.trainer.backends.megatron import cpu, packages
 from asyncrl.trainer.backends.megatron.bridges import bridge_of, expect_same_rope, read_source
 from asyncrl.trainer.backends.megatron.packages import UnsupportedPackage, check_packages
-from tests.support.megatron import built, process_group, random_tokens, states
+from asyncrl.trainer.backends.megatron.vocab_parallel import VocabParallelCrossEntropy
+from tests.support.megatron import built, only_where_wanted, process_group, random_tokens, states
 from tests.support.trainer import make_checkpoint
 
 pytestmark = pytest.mark.megatron
@@ -62,8 +65,13 @@ FAMILIES = {
 def saved(folder, family, **more):
     """A random model of a family, as transformers saves it."""
     config_class, model_class, options = FAMILIES[family]
+    options = SMALL | options | more
+    if transformers.__version__ < "5" and (rope := options.pop("rope_parameters", None)):
+        scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+        options |= {"rope_theta": rope["rope_theta"]}
+        options |= {"rope_scaling": scaling} if rope["rope_type"] != "default" else {}
     torch.manual_seed(0)
-    model = model_class(config_class(**SMALL, **options, **more)).float().eval()
+    model = model_class(config_class(**options)).float().eval()
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.15)
     model.save_pretrained(folder)
@@ -96,6 +104,7 @@ def test_logits_equal_transformers_and_the_tensors_come_back_to_the_bit(family, 
 
 
 def test_without_its_patch_an_expert_has_no_number(tmp_path):
+    only_where_wanted("experts")
     saved(tmp_path, "qwen3-moe")
     _, conversion = built(tmp_path)
     with cpu.patch_named("experts").suspended(), pytest.raises(ValueError, match="int"):
@@ -172,6 +181,44 @@ def test_a_forward_pass_without_labels_runs_with_mtp_layers(tmp_path):
     assert len(states(ours, random_tokens(64), depths=0)) == 1
 
 
+def test_the_drafts_gradient_is_what_newer_cores_own_loss_gives(tmp_path):
+    """megatron-core's `process_mtp_loss`, called by its signature, on the same hidden states. With losses per token its
+    gradients are as many times larger as there are places, by which megatron-core divides them later."""
+    from megatron.core.transformer import multi_token_prediction
+
+    if not (process_mtp_loss := getattr(multi_token_prediction, "process_mtp_loss", None)):
+        pytest.skip("the installed megatron-core has no such function")
+    (ours,), _ = built(make_checkpoint(tmp_path))
+    tokens = random_tokens(64, (1, 20))
+    hidden_SM, draft_SM = (state[0] for state in states(ours, tokens, depths=1))
+    weight, places = ours.head_weight, tokens.shape[1]
+
+    mine = draft_SM.clone().requires_grad_()
+    taught = slice(0, places - 2)  # place p tells the token of p + 2
+    part, targets = ours.vocabulary_part, tokens[0, 2:]
+    loss, _ = VocabParallelCrossEntropy.apply(mine[taught], weight, targets, part, 1.0, 7)
+    (loss / len(targets)).backward()
+
+    theirs = draft_SM.clone().requires_grad_()
+    given = {
+        "hidden_states": torch.cat([hidden_SM, theirs]).unsqueeze(1),
+        "labels": tokens.roll(-1, 1),
+        "loss_mask": (torch.arange(places) < places - 1).float().unsqueeze(0),
+        "output_layer": ours.output_layer,
+        "output_weight": weight,
+        "runtime_gather_output": None,
+        "is_training": False,
+        "compute_language_model_loss": ours.compute_language_model_loss,
+        "config": ours.config,
+    }
+    optional = inspect.signature(process_mtp_loss).parameters.keys() - given.keys()
+    assert all(inspect.signature(process_mtp_loss).parameters[name].default is None for name in optional)
+    (process_mtp_loss(**given) * 0).sum().backward()
+    scale = ours.config.mtp_loss_scaling_factor * (places - 1)
+    assert (theirs.grad / scale - mine.grad).abs().max() <= 1e-6
+    assert mine.grad.abs().max() > 1e-3
+
+
 # -- what is refused -----------------------------------------------------------------------------------------------
 
 
@@ -237,10 +284,11 @@ def test_the_base_that_the_bridge_would_lose_is_noticed(tmp_path):
 
 def test_other_releases_of_the_packages_are_refused_in_one_line(monkeypatch):
     check_packages()
+    here = version("megatron-core")
     monkeypatch.setitem(packages.SUPPORTED, "megatron-core", ((0, 99), (1,)))
     monkeypatch.setitem(packages.SUPPORTED, "no-such-package", ((1,), (2,)))
     with pytest.raises(UnsupportedPackage) as e:
         check_packages("megatron-core", "no-such-package")
-    assert "megatron-core >=0.99,<1 is needed, 0.16.1 is installed" in str(e.value)
+    assert f"megatron-core >=0.99,<1 is needed, {here} is installed" in str(e.value)
     assert "no-such-package >=1,<2 is needed, none is installed" in str(e.value)
     assert "\n" not in str(e.value)

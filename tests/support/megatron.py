@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -68,6 +69,12 @@ def process_group(rank=0, world_size=1, init_method=None, cut="one"):
         dist.barrier()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def only_where_wanted(patch):
+    """Skip the test of a patch that the installed releases do not need."""
+    if not cpu.patch_named(patch).wanted():
+        pytest.skip(f"{patch}: the installed releases do without it")
 
 
 def built(path, cut="one", mtp_from_trunk=False, package="megatron_bridge"):

@@ -23,6 +23,7 @@ from asyncrl.models.checkpoint import is_draft, mtp_layers_named, tensor_shapes,
 from asyncrl.models.config import CheckpointError
 from asyncrl.models.decoder import rope_inverse_frequencies
 from asyncrl.trainer.backends.megatron import cpu
+from asyncrl.trainer.backends.megatron.packages import layer_in_mtp
 from asyncrl.trainer.backends.megatron.qwen3_next import ARCHITECTURES, Qwen3NextBridge
 
 cpu.activate()
@@ -205,7 +206,9 @@ def _hf_config(source: Source) -> Any:
 
 
 def _with_mtp(trunk: MegatronMappingRegistry) -> MegatronMappingRegistry:
-    return MegatronMappingRegistry(*trunk.mappings, *_mtp_mappings(trunk))
+    # newer bridges name the MTP layers of a family as its own checkpoints do: those are not asked here
+    of_trunk = [mapping for mapping in trunk.mappings if not mapping.megatron_param.startswith("mtp.")]
+    return MegatronMappingRegistry(*of_trunk, *_mtp_mappings(trunk))
 
 
 def _mtp_mappings(trunk: MegatronMappingRegistry) -> Iterator[MegatronParamMapping]:
@@ -213,7 +216,7 @@ def _mtp_mappings(trunk: MegatronMappingRegistry) -> Iterator[MegatronParamMappi
     for mapping in trunk.mappings:
         if mapping.megatron_param.startswith(TRUNK):
             of_mtp = copy.copy(mapping)
-            of_mtp.megatron_param = f"{MTP}transformer_layer.{mapping.megatron_param.removeprefix(TRUNK)}"
+            of_mtp.megatron_param = f"{MTP}{layer_in_mtp()}.{mapping.megatron_param.removeprefix(TRUNK)}"
             names = mapping.hf_param
             rename = lambda name: HF_MTP + name.removeprefix(HF_TRUNK)
             of_mtp.hf_param = rename(names) if isinstance(names, str) else {k: rename(v) for k, v in names.items()}

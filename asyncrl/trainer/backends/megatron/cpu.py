@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.trainer.backends.megatron.packages import check_packages
+from asyncrl.trainer.backends.megatron.packages import check_packages, is_before
 
 _ABSENT = object()
 
@@ -28,11 +28,13 @@ _ABSENT = object()
 @dataclass
 class Patch:
     """One correction: ``replace`` gives (owner, attribute, function from the old value to the new) for each thing that
-    it replaces. ``replaced`` keeps the old values, so that a test can see what would be without it."""
+    it replaces. ``replaced`` keeps the old values, so that a test can see what would be without it. ``wanted``: whether
+    the installed releases need it."""
 
     name: str
     why: str
     replace: Callable[[], list[tuple[Any, str, Callable[[Any], Any]]]]
+    wanted: Callable[[], bool] = lambda: True
     replaced: list[tuple[Any, str, Any]] = field(default_factory=list)
 
     def apply(self) -> None:
@@ -65,7 +67,8 @@ def activate() -> None:
     if needed() and not any(patch.replaced for patch in PATCHES):
         _import_bridge_without_its_kernels()
         for patch in PATCHES:
-            patch.apply()
+            if patch.wanted():
+                patch.apply()
 
 
 def patch_named(name: str) -> Patch:
@@ -86,6 +89,16 @@ def _moves() -> list[tuple[Any, str, Callable[[Any], Any]]]:
 
 def _synchronize() -> list[tuple[Any, str, Callable[[Any], Any]]]:
     return [(torch.cuda, "synchronize", lambda _: lambda device=None: None)]
+
+
+class _NoStream:
+    """What an event is waited for on, where there are none."""
+
+    def wait_event(self, event: Any) -> None: ...
+
+
+def _gradients_stream() -> list[tuple[Any, str, Callable[[Any], Any]]]:
+    return [(torch.cuda, "current_stream", lambda _: lambda device=None: _NoStream())]
 
 
 def _random_state() -> list[tuple[Any, str, Callable[[Any], Any]]]:
@@ -234,6 +247,12 @@ PATCHES = (
         _synchronize,
     ),
     Patch(
+        "gradients_stream",
+        "before gradients are summed the current stream, which is asked for always, waits for replayed CUDA graphs",
+        _gradients_stream,
+        wanted=lambda: not is_before("megatron-core", 0, 19),
+    ),
+    Patch(
         "random_state",
         "named random states, of tensor-parallel regions and of recomputed layers, are those of the CUDA generator",
         _random_state,
@@ -252,6 +271,7 @@ PATCHES = (
         "router_kernel",
         "without Transformer Engine moe_utils reads a name, te_general_gemm, that it never set",
         _router_kernel,
+        wanted=lambda: is_before("megatron-core", 0, 17),
     ),
     Patch(
         "token_dispatcher",
@@ -264,12 +284,14 @@ PATCHES = (
         "gloo sends a scattered tensor's memory as it lies: a shard that is a view across rows arrives with other "
         "values, and nothing says so (row-parallel weights, o_proj and down_proj, at tensor parallel sizes above 1)",
         _scatter,
+        wanted=lambda: is_before("megatron-bridge", 0, 4),
     ),
     Patch(
         "experts",
         "an expert's number is read behind .weight, where Transformer Engine's grouped experts have it; those of the "
         "layers without it, local_experts.N, have it before: it is taken from the Hugging Face name",
         _experts,
+        wanted=lambda: is_before("megatron-bridge", 0, 4),
     ),
 )
 

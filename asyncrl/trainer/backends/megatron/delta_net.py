@@ -38,7 +38,12 @@ class DeltaNet(MegatronModule):
     """Stands where megatron-core's layer has its self attention, and is made of the same linear layers."""
 
     def __init__(
-        self, config: TransformerConfig, submodules: SelfAttentionSubmodules, layer_number: int, pg_collection: Any
+        self,
+        config: TransformerConfig,
+        submodules: SelfAttentionSubmodules,
+        layer_number: int,
+        pg_collection: Any,
+        name: str | None = None,
     ) -> None:
         super().__init__(config)
         ranks = pg_collection.tp.size()

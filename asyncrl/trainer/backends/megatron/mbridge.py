@@ -19,7 +19,7 @@ from torch import Tensor
 from asyncrl.models.config import CheckpointError
 from asyncrl.trainer.backends.megatron import cpu
 from asyncrl.trainer.backends.megatron.bridges import of_rank
-from asyncrl.trainer.backends.megatron.packages import check_packages
+from asyncrl.trainer.backends.megatron.packages import check_packages, layer_in_mtp
 
 cpu.activate()
 check_packages("mbridge")
@@ -187,7 +187,8 @@ class Mapping:
             number, rest = mtp[1], name[mtp.end() :]
             if rest in MTP_ONLY:
                 return name, [f"model.mtp_layers.{number}.{MTP_ONLY[rest]}"]
-            hf_layers, name = "model.mtp_layers.", f"decoder.layers.{number}.{rest.removeprefix('transformer_layer.')}"
+            of_trunk = rest.removeprefix(f"{layer_in_mtp()}.")
+            hf_layers, name = "model.mtp_layers.", f"decoder.layers.{number}.{of_trunk}"
         name = re.sub(r"\.local_experts\.(\d+)\.(.*)\.weight$", r".\2.weight\1", name)
         norm = name.split(".", 3)[-1]
         if norm == "input_layernorm.weight" or (norm == "pre_mlp_layernorm.weight" and dense):

@@ -6,8 +6,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 #: package → (first release that works, first that is not known to), as tuples of numbers
 SUPPORTED = {
-    "megatron-core": ((0, 16, 1), (0, 17)),
-    "megatron-bridge": ((0, 3, 1), (0, 4)),
+    "megatron-core": ((0, 16, 1), (0, 20)),
+    "megatron-bridge": ((0, 3, 1), (0, 7)),
     "mbridge": ((0, 15, 1), (0, 16)),
 }
 NEEDED = ("megatron-core", "megatron-bridge")
@@ -35,6 +35,16 @@ def check_packages(*packages: str) -> None:
         raise UnsupportedPackage(
             f"trainer.backend=megatron: {'; '.join(problems)}; install the versions of constraints-megatron.txt"
         )
+
+
+def is_before(package: str, *release: int) -> bool:
+    """Whether the installed release of it is older."""
+    return _numbers(version(package)) < release
+
+
+def layer_in_mtp() -> str:
+    """What an MTP layer of megatron-core calls the transformer layer in it."""
+    return "transformer_layer" if is_before("megatron-core", 0, 17) else "mtp_model_layer"
 
 
 def _numbers(text: str) -> tuple[int, ...]:

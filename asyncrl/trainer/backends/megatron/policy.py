@@ -5,6 +5,7 @@ Shape suffixes: T packed tokens, M hidden size. To megatron-core they are one se
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from functools import partial
 from typing import Any, cast
@@ -146,8 +147,12 @@ def padded_vocabulary(vocab_size: int, parts: int) -> int:
 
 def _build(provider: GPTModelProvider, stage: int | None) -> PolicyModel:
     fast, mpu = has_transformer_engine(), parallel_state
+    plain = copy.copy(provider)
+    plain.experimental_attention_variant = (
+        None  # of which newer cores make no specification here; `with_delta_net` does
+    )
     spec = get_gpt_decoder_block_spec(
-        provider, use_transformer_engine=fast, normalization=provider.normalization, vp_stage=stage
+        plain, use_transformer_engine=fast, normalization=provider.normalization, vp_stage=stage
     )
     mtp = None
     if provider.mtp_num_layers:

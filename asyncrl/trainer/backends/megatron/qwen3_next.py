@@ -20,6 +20,7 @@ from torch import Tensor
 
 from asyncrl.trainer.backends.megatron import cpu
 from asyncrl.trainer.backends.megatron.layout import linear_layers
+from asyncrl.trainer.backends.megatron.packages import layer_in_mtp
 
 cpu.activate()
 
@@ -117,7 +118,7 @@ class Qwen3NextBridge(MegatronModelBridge):
             AutoMapping("mtp.layers.0.hnorm.weight", "mtp.pre_fc_norm_hidden.weight"),
             AutoMapping("mtp.layers.0.eh_proj.weight", "mtp.fc.weight"),
             AutoMapping("mtp.layers.0.final_layernorm.weight", "mtp.norm.weight"),
-            *_layer("mtp.layers.*.transformer_layer.", "mtp.layers.*."),
+            *_layer(f"mtp.layers.*.{layer_in_mtp()}.", "mtp.layers.*."),
             *delta_net_mappings("decoder.layers.*.self_attention.", f"{there}layers.*.linear_attn.", self._names),
         ]
         return MegatronMappingRegistry(*mappings)
