@@ -232,14 +232,14 @@ def test_the_death_of_a_process_is_told_by_name_and_ends_a_run_that_may_not_rest
 @pytest.mark.faults
 def test_a_replica_that_dies_during_a_validation_comes_back_for_it(start, tmp_path, ray_dir):
     run = start(
-        "trainer.total_steps=2", "validation.samples=150", "reporting.report=false", "reporting.console_every_s=0.3"
+        "trainer.total_steps=2", "validation.samples=600", "reporting.report=false", "reporting.console_every_s=0.3"
     )
     run.until_printed("rollout/validate")
     the_replica_of(run).kill()
-    assert run.wait(150) == 0, run.text
+    assert run.wait(240) == 0, run.text
     assert "supervision: replica/0 died" in run.text
     summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert (summary["samples_before"], summary["samples_after"]) == (900, 900)
+    assert (summary["samples_before"], summary["samples_after"]) == (3600, 3600)
     assert summary["version_before"] == 0
     assert processes_of(ray_dir) == []
 

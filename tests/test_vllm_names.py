@@ -7,6 +7,7 @@ its file is imported.
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -24,11 +25,14 @@ from vllm.distributed import (
 )
 from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.mla.amx_mla import AMXMLABackend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.manifest import Manifest, ManifestError, TensorSpec
-from asyncrl.rollouter.engines.vllm.cpu_defects import experts_stay_unpacked
+from asyncrl.rollouter.engines.vllm.cpu_defects import experts_stay_unpacked, mla_kernel
 from asyncrl.rollouter.engines.vllm.live_model import LiveModel, plan_loads
 from tests.support.vllm_models import (
     FAMILIES,
@@ -288,6 +292,18 @@ def test_the_cpu_build_still_leaves_experts_unpacked(build):
     """Else `cpu_defects.pack_experts_anew` is no longer needed."""
     experts = build("qwen3_moe").models.target.net.model.layers[0].mlp.experts.routed_experts
     assert current_platform.is_cpu() == experts_stay_unpacked(experts.quant_method)
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="a processor without AMX")
+def test_the_cpu_build_still_gives_latent_attention_of_float32_a_kernel_for_bfloat16(build):
+    """Else `cpu_defects.mla_kernel` is no longer needed."""
+    wanted = AttentionSelectorConfig(48, torch.float32, None, None, use_mla=True)
+    assert AMXMLABackend.supported_dtypes == [torch.bfloat16]
+    assert current_platform.get_attn_backend_cls(None, wanted) == AttentionBackendEnum.AMX_MLA.get_path()
+    raw = json.loads((build("deepseek_v3").folder / "config.json").read_text())
+    assert mla_kernel(raw, "float32") is AttentionBackendEnum.CPU_MLA
+    assert mla_kernel(raw, "bfloat16") is None
+    assert mla_kernel(json.loads((build("qwen3_moe").folder / "config.json").read_text()), "float32") is None
 
 
 def test_experts_compute_what_those_of_transformers_do(build):

@@ -33,6 +33,7 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.param_sync.digest import dtype_name
 from asyncrl.param_sync.manifest import Manifest, TensorSpec
+from asyncrl.rollouter.engines.vllm.cpu_defects import mla_kernel
 from asyncrl.rollouter.engines.vllm.live_model import LiveModel
 
 Tensors = dict[str, torch.Tensor]
@@ -208,6 +209,7 @@ def engine_config(folder: Path, family: Family, dtype: str = "float32", lora: bo
         speculative_config=None if family.draft is None else mtp,
         enable_lora=lora,
         max_lora_rank=8,
+        attention_backend=mla_kernel(json.loads((folder / "config.json").read_text()), dtype),
     ).create_engine_config()
 
 

@@ -21,6 +21,7 @@ from asyncrl.models.config import ModelConfig
 from asyncrl.param_sync.manifest import DTYPE_BYTES
 from asyncrl.rollouter.engine import EngineError, Request
 from asyncrl.rollouter.engines.adapters import adapted_leaves, adapter_slots
+from asyncrl.rollouter.engines.vllm.cpu_defects import mla_kernel
 from asyncrl.rollouter.engines.vllm.plugin import OURS
 
 BACKEND = "asyncrl"  # the name of our weight-transfer engine in vLLM's registry
@@ -67,12 +68,13 @@ def check_version() -> str:
 
 def engine_arguments(config: Config, device: str) -> AsyncEngineArgs:
     """Raises EngineError for arguments that vLLM does not know, or that are ours to set."""
-    engine, mtp = config.rollout.engine, config.mtp
+    engine, mtp, model = config.rollout.engine, config.mtp, ModelConfig.load(config.model.path)
+    dtype = str(model.engine_dtype(engine.dtype))
     if taken := sorted(_OURS & engine.args.keys()):
         raise EngineError(f"rollout.engine.args: {', '.join(taken)} follow from other options; leave them out")
     arguments: dict[str, Any] = {
         "model": config.model.path,
-        "dtype": _dtype(config.model.path, engine),
+        "dtype": dtype,
         "seed": config.seed,
         "max_num_seqs": _slots_each(engine),
         "max_model_len": engine.max_context_tokens or None,
@@ -91,7 +93,11 @@ def engine_arguments(config: Config, device: str) -> AsyncEngineArgs:
     if sends_adapters(config):
         arguments |= _lora_arguments(config)
     if device == "cpu":
-        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": _kv_bytes(config)}
+        arguments |= {
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": _kv_bytes(config),
+            "attention_backend": mla_kernel(model.raw, dtype),
+        }
     else:
         arguments["enable_sleep_mode"] = config.param_sync.kv == "unload"  # what can free the KV cache
     try:
@@ -135,10 +141,6 @@ def sampling_parameters(request: Request) -> VLLMSamplingParams:
         output_kind=RequestOutputKind.DELTA,
         detokenize=bool(s.stop_strings),
     )
-
-
-def _dtype(path: str, engine: EngineConfig) -> str:
-    return str(ModelConfig.load(path).engine_dtype(engine.dtype))
 
 
 def _slots_each(engine: EngineConfig) -> int:

@@ -7,6 +7,9 @@ then follows some temperature or other. `spread_is_broken` measures it; the repl
 *Experts after an update*: on the CPU the weights of all experts are packed for their kernel when it is made, and only
 then. A reload leaves them as the checkpoint has them, which the kernel takes for packed ones: the model answers, but
 wrongly. `experts_stay_unpacked` tries it; the correction has the kernel made anew for each reload.
+
+*Latent attention on a processor with AMX*: models with it (DeepSeek's) get a kernel there that packs bfloat16 weights
+alone, and the engine does not start with others. `mla_kernel` asks for the one without AMX then.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ from __future__ import annotations
 import copy
 import functools
 import types
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 
 def correct_cpu_build(vllm_config: Any) -> list[str]:
@@ -47,6 +52,15 @@ def spread(
     x = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
     counts = torch.diff(cu_num_tokens.long(), prepend=cu_num_tokens.new_zeros(1).long())
     return x.repeat_interleave(counts, output_size=num_tokens)
+
+
+def mla_kernel(raw: Mapping[str, Any], dtype: str) -> AttentionBackendEnum | None:
+    """For an engine on the CPU with weights of ``dtype``: the attention that it must be told to take, or None where its
+    own choice works. ``raw``: the model's config.json."""
+    latent = {**raw, **(raw.get("text_config") or {})}.get("kv_lora_rank")
+    if latent and dtype != "bfloat16" and torch.cpu._is_amx_tile_supported():
+        return AttentionBackendEnum.CPU_MLA
+    return None
 
 
 def pack_experts_anew(net: torch.nn.Module) -> None:
