@@ -1,6 +1,9 @@
 """The native engine behind its seam: events, pause modes, KV release, weight updates, failures."""
 
 import asyncio
+import os
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -369,6 +372,14 @@ async def test_a_failure_in_the_loop_reaches_every_caller(start):
     for call in (engine.events(), engine.stats(), engine.submit([]), engine.pause("wait", 1)):
         with pytest.raises(IndexError):
             await call
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+async def test_the_thread_that_decodes_gives_way_to_all_others(start):
+    engine = start()
+    await engine.stats()  # it runs
+    niceness = lambda thread: os.getpriority(os.PRIO_PROCESS, thread.native_id)
+    assert niceness(engine._thread) == niceness(threading.main_thread()) + 10
 
 
 async def test_a_closed_engine_refuses_calls_and_releases_those_that_wait(start):

@@ -14,6 +14,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import functools
+import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -47,6 +49,7 @@ from asyncrl.sample import PolicyVersion
 from asyncrl.telemetry.recorder import Recorder, now_s
 
 _EVENTS_EVERY_S = 0.2  # while tokens flow: each call costs both its ends a millisecond or two
+_NICENESS = 10  # of the thread that decodes, above its process's; one more is about a tenth less of a contended core
 _ENDS_EVERY_S = 0.03  # while requests end and none waits here to follow them
 
 T = TypeVar("T")
@@ -279,6 +282,8 @@ class NativeEngine:
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)  # OpenMP keeps this per thread
+        if self._model.device.type == "cpu":
+            _give_way()
         try:
             with torch.inference_mode():
                 while self._wait_for_work():
@@ -357,6 +362,14 @@ def _pass_on(answer: concurrent.futures.Future[Any], done: concurrent.futures.Fu
         answer.set_exception(problem)
     else:
         answer.set_result(done.result())
+
+
+def _give_way() -> None:
+    """Lower this thread's priority, and that of the threads that it starts. On cores that pools share, the rollouter is
+    ahead of the trainer: what the trainer, the queue and the short tasks between them want comes first, and generation
+    has all the rest. Where generation is what all wait for, nobody else wants the cores."""
+    if sys.platform == "linux":  # elsewhere a thread has no priority of its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)
 
 
 def _device(name: str) -> torch.device:
