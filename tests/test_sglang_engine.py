@@ -159,7 +159,7 @@ async def test_the_kv_cache_goes_and_comes_back(replica, reference, initial):
     await replica.sync(initial)
     await replica.engine.pause("wait", 30)
     held = (await replica.engine.stats()).kv_bytes
-    assert held > 8 * 256 * 2 * 4 * 2 * 32 * 4  # eight slots of 256 tokens: keys and values, 4 layers, 2 heads of 32
+    assert held > 8 * 1024 * 2 * 4 * 2 * 32 * 4  # eight slots of 1024 tokens: keys and values, 4 layers, 2 heads of 32
     await replica.engine.release_kv()
     assert (await replica.engine.stats()).kv_bytes == 0
     with pytest.raises(EngineError, match="restore_kv first"):

@@ -22,6 +22,7 @@ from asyncrl.sample import FinishReason, PolicyVersion
 from tests.support.engine_replica import add, request
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
+LONG = 800  # tokens: several times what the fastest engine generates between two batches of events
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +113,9 @@ async def test_a_request_stops_at_its_token_and_its_string(replica, checkpoint, 
 
 async def test_what_can_never_run_is_answered_with_the_reason(replica, initial):
     await replica.sync(initial)
-    answers = await replica.generate([request("long", [1] * 256, 4), request("alien", [10**6], 4)])
+    answers = await replica.generate([request("long", [1] * 1024, 4), request("alien", [10**6], 4)])
     assert answers["long"].finish is FinishReason.ERROR
-    assert "context holds 256" in answers["long"].error
+    assert "context holds 1024" in answers["long"].error
     assert "vocabulary" in answers["alien"].error
 
 
@@ -126,19 +127,19 @@ async def until(replica, answers, condition):
 
 async def test_an_aborted_request_keeps_its_tokens(replica, reference, initial):
     await replica.sync(initial)
-    await replica.engine.submit([request("cut", PROMPT, 200)])
+    await replica.engine.submit([request("cut", PROMPT, LONG)])
     answers = {}
     await until(replica, answers, lambda: "cut" in answers and len(answers["cut"].tokens) > 5)
     await replica.engine.abort(["cut", "unknown"])
     answer = (await replica.collect({"cut"}, answers))["cut"]
     assert answer.finish is FinishReason.ABORT
-    assert 5 < len(answer.tokens) < 200
+    assert 5 < len(answer.tokens) < LONG
     assert error_of(reference, initial, PROMPT, answer) < 1e-4
 
 
 async def test_a_sync_cuts_samples_with_the_tokens_they_have(replica, initial):
     await replica.sync(initial)
-    await replica.engine.submit([request("cut", PROMPT, 200)])
+    await replica.engine.submit([request("cut", PROMPT, LONG)])
     answers = {}
     await until(replica, answers, lambda: "cut" in answers and len(answers["cut"].tokens) > 5)
     before = replica.version
@@ -152,7 +153,7 @@ async def test_a_sync_cuts_samples_with_the_tokens_they_have(replica, initial):
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 async def test_kept_samples_go_on_under_the_new_weights(replica, reference, initial, kv):
     await replica.sync(initial)
-    await replica.engine.submit([request("kept", PROMPT, 240)])
+    await replica.engine.submit([request("kept", PROMPT, LONG)])
     answers = {}
     await until(replica, answers, lambda: "kept" in answers and len(answers["kept"].tokens) > 5)
     before, weights = replica.version, changed(initial, 41)
@@ -160,12 +161,12 @@ async def test_kept_samples_go_on_under_the_new_weights(replica, reference, init
     assert report.held_requests == 1
     answer = (await replica.collect({"kept"}, answers))["kept"]
     assert answer.finish is FinishReason.LENGTH
-    assert len(answer.tokens) == 240
+    assert len(answer.tokens) == LONG
     switch = answer.versions.index(replica.version)
-    assert answer.versions == [before] * switch + [replica.version] * (240 - switch)
+    assert answer.versions == [before] * switch + [replica.version] * (LONG - switch)
     assert switch > 5
     # over kept KV no single version's logprobs fit, which the marks say; recomputed, they are the new version's
-    assert answer.mixed_kv == [kv == "keep" and i >= switch for i in range(240)]
+    assert answer.mixed_kv == [kv == "keep" and i >= switch for i in range(LONG)]
     rest = type(answer)(answer.tokens[switch:], answer.logprobs[switch:])
     error = error_of(reference, weights, PROMPT + answer.tokens[:switch], rest)
     assert error > 1e-3 if kv == "keep" else error < 1e-4
@@ -212,7 +213,7 @@ async def test_priority_decides_who_waits(replica, initial):
 
 async def test_no_more_of_training_generate_at_once_than_the_width_and_none_is_lost(replica, initial):
     await replica.sync(initial)
-    lengths = {f"train/{i}": 60 if i < 6 else 220 for i in range(10)} | {"validation": 30}
+    lengths = {f"train/{i}": 60 if i < 6 else LONG for i in range(10)} | {"validation": 30}
     requests = [request(id, PROMPT, length) for id, length in lengths.items()]
     requests[-1] = dataclasses.replace(requests[-1], priority=1)
     await replica.engine.set_width(2)

@@ -39,7 +39,7 @@ def replica_config(
     kv: str = "unload",
     **engine: Any,
 ) -> Config:
-    options = {"name": name, "slots": 8, "max_context_tokens": 256, "device": "cpu", "dtype": "float32"}
+    options = {"name": name, "slots": 8, "max_context_tokens": 1024, "device": "cpu", "dtype": "float32"}
     return Config(
         name="test",
         model=ModelConfig(path=str(checkpoint)),
