@@ -15,10 +15,10 @@ constraints=constraints${backend:+-$backend}.txt
 if [ "$backend" = megatron-newest ]; then
   python=${PYTHON312:-python3.12}
   if ! "$python" --version > /dev/null 2>&1; then  # pyenv has shims also for what is not switched on
-    python=$(pyenv prefix 3.12 2>/dev/null)/bin/python
+    python=$(pyenv prefix 3.12 2>/dev/null || true)/bin/python
   fi
-  if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then
-    echo "megatron-newest needs CPython 3.12 or newer, and no python3.12 is here. Set PYTHON312 to one." >&2
+  if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then
+    echo "megatron-newest needs CPython 3.12, as Megatron-Bridge does, and none was found: set PYTHON312 to one." >&2
     exit 1
   fi
 fi

@@ -234,6 +234,13 @@ def test_a_model_without_a_bridge_is_refused_by_name(tmp_path):
         bridge_of(read_source(changed(tmp_path, architectures=["GPT2LMHeadModel"])))
 
 
+def test_latent_attention_is_refused_by_the_models_name(tmp_path):
+    saved(tmp_path, "qwen2")
+    transformers.DeepseekV3Config().save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"DeepseekV3ForCausalLM has latent attention, which this backend cannot"):
+        bridge_of(read_source(changed(tmp_path, architectures=["DeepseekV3ForCausalLM"])))
+
+
 def test_a_model_that_mbridge_has_not_or_builds_otherwise_is_refused_by_name(tmp_path):
     saved(tmp_path, "qwen2")
     with pytest.raises(CheckpointError, match=r"mbridge has no bridge for gpt2 .*qwen3_moe.* use model\.bridge"):
@@ -280,6 +287,12 @@ def test_the_base_that_the_bridge_would_lose_is_noticed(tmp_path):
     lost = 1 / 10000 ** (torch.arange(0, 16, 2) / 16)
     with pytest.raises(CheckpointError, match=r"rope .base 1e\+06"):
         expect_same_rope(source, lost, None)
+
+
+def test_packages_that_do_not_go_together_are_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr(packages, "MADE_FOR", dict.fromkeys(packages.MADE_FOR, (0, 99)))
+    with pytest.raises(UnsupportedPackage, match=r"bridge 0\.\d needs megatron-core 0\.99, 0\.\d+ is installed"):
+        check_packages()
 
 
 def test_other_releases_of_the_packages_are_refused_in_one_line(monkeypatch):

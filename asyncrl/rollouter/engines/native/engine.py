@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import os
 import sys
@@ -49,7 +50,7 @@ from asyncrl.sample import PolicyVersion
 from asyncrl.telemetry.recorder import Recorder, now_s
 
 _EVENTS_EVERY_S = 0.2  # while tokens flow: each call costs both its ends a millisecond or two
-_NICENESS = 10  # of the thread that decodes, above its process's; one more is about a tenth less of a contended core
+_NICENESS = 10  # of the thread that decodes, above its process's: about a tenth of a core that is contended
 _ENDS_EVERY_S = 0.03  # while requests end and none waits here to follow them
 
 T = TypeVar("T")
@@ -367,8 +368,10 @@ def _pass_on(answer: concurrent.futures.Future[Any], done: concurrent.futures.Fu
 def _give_way() -> None:
     """Lower this thread's priority, and that of the threads that it starts. On cores that pools share, the rollouter is
     ahead of the trainer: what the trainer, the queue and the short tasks between them want comes first, and generation
-    has all the rest. Where generation is what all wait for, nobody else wants the cores."""
-    if sys.platform == "linux":  # elsewhere a thread has no priority of its own
+    has all the rest. Where generation is what all wait for, no other process of the run wants the cores for long."""
+    if sys.platform != "linux":  # elsewhere a thread has no priority of its own
+        return
+    with contextlib.suppress(OSError):  # a sandbox may forbid it; nothing depends on it
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)
 
 

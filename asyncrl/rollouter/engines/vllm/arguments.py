@@ -93,11 +93,9 @@ def engine_arguments(config: Config, device: str) -> AsyncEngineArgs:
     if sends_adapters(config):
         arguments |= _lora_arguments(config)
     if device == "cpu":
-        arguments |= {
-            "enforce_eager": True,
-            "kv_cache_memory_bytes": _kv_bytes(config),
-            "attention_backend": mla_kernel(model.raw, dtype),
-        }
+        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": _kv_bytes(config)}
+        if engine.args.keys().isdisjoint({"attention_backend", "attention_config"}):
+            arguments["attention_backend"] = mla_kernel(model.raw, dtype)
     else:
         arguments["enable_sleep_mode"] = config.param_sync.kv == "unload"  # what can free the KV cache
     try:

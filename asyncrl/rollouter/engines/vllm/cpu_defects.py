@@ -9,7 +9,8 @@ then. A reload leaves them as the checkpoint has them, which the kernel takes fo
 wrongly. `experts_stay_unpacked` tries it; the correction has the kernel made anew for each reload.
 
 *Latent attention on a processor with AMX*: models with it (DeepSeek's) get a kernel there that packs bfloat16 weights
-alone, and the engine does not start with others. `mla_kernel` asks for the one without AMX then.
+alone, and the engine does not start with others. `mla_kernel` asks for the one without AMX where vLLM's own list of
+types lacks the model's.
 """
 
 from __future__ import annotations
@@ -58,9 +59,10 @@ def mla_kernel(raw: Mapping[str, Any], dtype: str) -> AttentionBackendEnum | Non
     """For an engine on the CPU with weights of ``dtype``: the attention that it must be told to take, or None where its
     own choice works. ``raw``: the model's config.json."""
     latent = {**raw, **(raw.get("text_config") or {})}.get("kv_lora_rank")
-    if latent and dtype != "bfloat16" and torch.cpu._is_amx_tile_supported():
-        return AttentionBackendEnum.CPU_MLA
-    return None
+    if not latent or not torch.cpu._is_amx_tile_supported():
+        return None
+    taken = AttentionBackendEnum.AMX_MLA.get_class()
+    return None if getattr(torch, dtype) in taken.supported_dtypes else AttentionBackendEnum.CPU_MLA
 
 
 def pack_experts_anew(net: torch.nn.Module) -> None:

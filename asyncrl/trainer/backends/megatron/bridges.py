@@ -46,7 +46,8 @@ HF_MTP, HF_TRUNK = "model.mtp_layers.*.", "model.layers.*."
 
 @MegatronModelBridge.register_bridge(source="MiMoForCausalLM", target=GPTModel, model_type="mimo")
 class MiMoBridge(Qwen2Bridge):
-    """MiMo is Qwen2 with MTP layers, which `bridge_of` adds."""
+    """MiMo is Qwen2 with MTP layers, which `bridge_of` adds. It takes the place of the one that Megatron-Bridge has
+    since 0.4, so that MiMo is the same with every release."""
 
 
 class SwappedHalves(AutoMapping):
@@ -175,6 +176,14 @@ def _of_megatron_bridge(source: Source) -> tuple[GPTModelProvider, MegatronModel
             f"{source.path}: {source.architecture} is built by {type(provider).__name__}, which this backend cannot "
             "run (it runs megatron-core's plain GPT model); use another model"
         )
+    variant = getattr(provider, "experimental_attention_variant", None)
+    if variant is None and getattr(provider, "multi_latent_attention", False):
+        variant = "latent"
+    if variant is not None:
+        raise CheckpointError(
+            f"{source.path}: {source.architecture} has {variant} attention, which this backend cannot train; use "
+            "another model"
+        )
     if source.num_mtp_layers:
         trunk = converter.mapping_registry
         converter.mapping_registry = lambda: _with_mtp(trunk())
@@ -206,7 +215,7 @@ def _hf_config(source: Source) -> Any:
 
 
 def _with_mtp(trunk: MegatronMappingRegistry) -> MegatronMappingRegistry:
-    # newer bridges name the MTP layers of a family as its own checkpoints do: those are not asked here
+    # some bridges, more of them in newer releases, name MTP layers themselves; those of MiMo's kind go by our names
     of_trunk = [mapping for mapping in trunk.mappings if not mapping.megatron_param.startswith("mtp.")]
     return MegatronMappingRegistry(*of_trunk, *_mtp_mappings(trunk))
 

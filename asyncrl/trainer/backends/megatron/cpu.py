@@ -92,7 +92,7 @@ def _synchronize() -> list[tuple[Any, str, Callable[[Any], Any]]]:
 
 
 class _NoStream:
-    """What an event is waited for on, where there are none."""
+    """Stands for the current CUDA stream, where there is never an event to wait for."""
 
     def wait_event(self, event: Any) -> None: ...
 
@@ -248,7 +248,8 @@ PATCHES = (
     ),
     Patch(
         "gradients_stream",
-        "before gradients are summed the current stream, which is asked for always, waits for replayed CUDA graphs",
+        "before it sums gradients, megatron-core 0.19 asks for the current CUDA stream, to wait for CUDA graphs, also "
+        "where there are none",
         _gradients_stream,
         wanted=lambda: not is_before("megatron-core", 0, 19),
     ),

@@ -111,6 +111,9 @@ class ShardedAdamW:
         for shard in self.shards:
             if shard.draft == draft:
                 shard.state["step"].fill_(steps)
+        for part in self._parts(draft):
+            for group in part.param_groups:
+                group["step"] = steps  # where Transformer Engine's Adam counts; torch's looks only at the state
 
     def moment(self, name: str, parameter: torch.nn.Parameter) -> Tensor:
         """A moment in the shape of this rank's parameter; collective over the ranks that share its shards."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from importlib.metadata import PackageNotFoundError, version
 
 #: package → (first release that works, first that is not known to), as tuples of numbers
@@ -9,6 +10,13 @@ SUPPORTED = {
     "megatron-core": ((0, 16, 1), (0, 20)),
     "megatron-bridge": ((0, 3, 1), (0, 7)),
     "mbridge": ((0, 15, 1), (0, 16)),
+}
+#: release of Megatron-Bridge → that of megatron-core which it was made for: it imports names that others lack
+MADE_FOR: dict[tuple[int, ...], tuple[int, ...]] = {
+    (0, 3): (0, 16),
+    (0, 4): (0, 17),
+    (0, 5): (0, 18),
+    (0, 6): (0, 19),
 }
 NEEDED = ("megatron-core", "megatron-bridge")
 
@@ -19,7 +27,7 @@ class UnsupportedPackage(RuntimeError):
 
 def check_packages(*packages: str) -> None:
     """Raise UnsupportedPackage in one line for every package that is missing or outside its range; without arguments
-    those that are always needed."""
+    those that are always needed, which must also go together."""
     problems = []
     for package in packages or NEEDED:
         first, end = SUPPORTED[package]
@@ -31,10 +39,24 @@ def check_packages(*packages: str) -> None:
             continue
         if not first <= _numbers(found) < end:
             problems.append(f"{wanted} is needed, {found} is installed")
+    if not packages and not problems:
+        problems += _misfits()
     if problems:
         raise UnsupportedPackage(
-            f"trainer.backend=megatron: {'; '.join(problems)}; install the versions of constraints-megatron.txt"
+            f"trainer.backend=megatron: {'; '.join(problems)}; install the versions of constraints-megatron.txt or "
+            "constraints-megatron-newest.txt"
         )
+
+
+def _misfits() -> list[str]:
+    """What each of the packages would do alone, and not with the others."""
+    core, bridge = (_numbers(version(package))[:2] for package in NEEDED)
+    if MADE_FOR[bridge] != core:
+        wanted = _text(MADE_FOR[bridge])
+        return [f"megatron-bridge {_text(bridge)} needs megatron-core {wanted}, {_text(core)} is installed"]
+    if core >= (0, 18) and importlib.util.find_spec("triton") is None:
+        return [f"megatron-core {_text(core)} needs triton, on a CPU too, and none is installed"]
+    return []
 
 
 def is_before(package: str, *release: int) -> bool:

@@ -147,10 +147,9 @@ def padded_vocabulary(vocab_size: int, parts: int) -> int:
 
 def _build(provider: GPTModelProvider, stage: int | None) -> PolicyModel:
     fast, mpu = has_transformer_engine(), parallel_state
+    # megatron-core 0.19 refuses to specify layers for a variant of attention; `with_delta_net` puts it in below
     plain = copy.copy(provider)
-    plain.experimental_attention_variant = (
-        None  # of which newer cores make no specification here; `with_delta_net` does
-    )
+    plain.experimental_attention_variant = None
     spec = get_gpt_decoder_block_spec(
         plain, use_transformer_engine=fast, normalization=provider.normalization, vp_stage=stage
     )

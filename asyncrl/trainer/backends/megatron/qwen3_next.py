@@ -1,12 +1,13 @@
 """Qwen3-Next and Qwen3.5, models with Gated DeltaNet layers: what config.json says of them, and their tensors.
 
 Megatron-Bridge 0.3 knows Qwen3-Next alone, by names that layers have with Transformer Engine, and asks its config
-object for what transformers 5 has elsewhere. So both are bridged here, with the MTP layer of their checkpoints.
+object for what transformers 5 has elsewhere. So both are bridged here, with the MTP layer of their checkpoints, and
+alike for every release.
 
 megatron-core's DeltaNet has one matrix, ``in_proj``, whose rows are q, k, v, z (the output's gate), b and a (how much
 is written, and kept); of each tensor parallel rank those of its heads. Qwen3-Next has two, ``in_proj_qkvz`` and
 ``in_proj_ba``, grouped by key head, which Megatron-Bridge converts. Qwen3.5 has four, ``in_proj_qkv``, ``in_proj_z``,
-``in_proj_b`` and ``in_proj_a``, each with its parts one after another, which it does not know.
+``in_proj_b`` and ``in_proj_a``, each with its parts one after another, which 0.3 does not know.
 """
 
 from __future__ import annotations
