@@ -584,3 +584,14 @@ def test_a_view_that_is_kept_of_a_bucket_on_a_device_is_found_out():
             _ = [bucket.data[8:16].view(torch.float32) for bucket in reader.buckets(20)]
         with pytest.raises(NoReaders):
             done.result()
+
+
+def test_a_shared_store_keeps_its_port_and_is_found_by_its_address():
+    """As ranks do that have long imports before they meet."""
+    store = host_store("127.0.0.1", shared=True)
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server(("127.0.0.1", store.port))
+    found, rank, ranks = next(dist.rendezvous(f"tcp://127.0.0.1:{store.port}", 0, 1))
+    assert (rank, ranks) == (0, 1)
+    found.set("from", "the other")
+    assert store.get("from") == b"the other"

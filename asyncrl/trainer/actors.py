@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,14 +42,17 @@ class TrainerRankActor(Watched):
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._core: Any = None
         self._sender: Any = None
+        self._store: Any = None
         self._payload: Sequence[bytes] = []
 
     async def rendezvous(self) -> str:
-        """An address on this rank's node at which the ranks can meet."""
+        """An address on this rank's node at which the ranks can meet. It listens there from now on: a port that is only
+        known to be free may be another program's by the time that the ranks are ready."""
+        from asyncrl.param_sync.transports.process_group import host_store
+
         host = ray.util.get_node_ip_address()
-        with socket.socket() as s:
-            s.bind((host, 0))
-            return f"tcp://{host}:{s.getsockname()[1]}"
+        self._store = host_store(host, shared=True)
+        return f"tcp://{host}:{self._store.port}"
 
     async def start(self, init_method: str) -> None:
         def build() -> None:

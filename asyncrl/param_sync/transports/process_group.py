@@ -197,11 +197,13 @@ class _Aborted(Exception):
     """The group was given up before this began."""
 
 
-def host_store(host: str) -> dist.TCPStore:
-    """A store for members to find each other, listening on ``host`` only (by itself it would on every interface)."""
+def host_store(host: str, shared: bool = False) -> dist.TCPStore:
+    """A store for members to find each other, listening on ``host`` only (by itself it would on every interface).
+
+    ``shared``: who asks in this process for a store at its address, as an ``init_method`` does, gets this one."""
     listener = listen(host)
-    port = listener.getsockname()[1]
-    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    port, fd = listener.getsockname()[1], listener.detach()
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd, multi_tenant=shared)
 
 
 def listen(host: str) -> socket.socket:
