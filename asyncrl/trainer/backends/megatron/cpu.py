@@ -346,7 +346,8 @@ def _module(name: str, **names: Any) -> types.ModuleType:
 
 
 def _transformer_engine() -> dict[str, types.ModuleType]:
-    layers = {name: type(name, (torch.nn.Module,), {}) for name in ("Linear", "LayerNormLinear", "TransformerLayer")}
+    names = ("Linear", "LayerNormLinear", "GroupedLinear", "TransformerLayer")
+    layers = {name: type(name, (torch.nn.Module,), {}) for name in names}
     ops = types.SimpleNamespace(Sequential=torch.nn.Sequential)
     torch_part = _module("transformer_engine.pytorch", ops=ops, fp8_autocast=contextlib.nullcontext, **layers)
     top = _module("transformer_engine", __version__="0.0.0", pytorch=torch_part)
