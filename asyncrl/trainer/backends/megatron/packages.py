@@ -11,13 +11,9 @@ SUPPORTED = {
     "megatron-bridge": ((0, 3, 1), (0, 7)),
     "mbridge": ((0, 15, 1), (0, 16)),
 }
-#: release of Megatron-Bridge → that of megatron-core which it was made for: it imports names that others lack
-MADE_FOR: dict[tuple[int, ...], tuple[int, ...]] = {
-    (0, 3): (0, 16),
-    (0, 4): (0, 17),
-    (0, 5): (0, 18),
-    (0, 6): (0, 19),
-}
+#: release of Megatron-Bridge → that of megatron-core which it was made for: it imports names that others lack. 0.5, of
+#: 0.18, is not here: it registers a model that this project's transformers has itself, and cannot be imported
+MADE_FOR: dict[tuple[int, ...], tuple[int, ...]] = {(0, 3): (0, 16), (0, 4): (0, 17), (0, 6): (0, 19)}
 NEEDED = ("megatron-core", "megatron-bridge")
 
 
@@ -51,9 +47,10 @@ def check_packages(*packages: str) -> None:
 def _misfits() -> list[str]:
     """What each of the packages would do alone, and not with the others."""
     core, bridge = (_numbers(version(package))[:2] for package in NEEDED)
-    if MADE_FOR[bridge] != core:
-        wanted = _text(MADE_FOR[bridge])
-        return [f"megatron-bridge {_text(bridge)} needs megatron-core {wanted}, {_text(core)} is installed"]
+    if MADE_FOR.get(bridge) != core:
+        pairs = ", ".join(f"{_text(of)} with {_text(release)}" for release, of in MADE_FOR.items())
+        found = f"{_text(core)} with {_text(bridge)}"
+        return [f"megatron-core and megatron-bridge go together as {pairs}; {found} is installed"]
     if core >= (0, 18) and importlib.util.find_spec("triton") is None:
         return [f"megatron-core {_text(core)} needs triton, on a CPU too, and none is installed"]
     return []
