@@ -23,15 +23,16 @@ if [ "$backend" = megatron-newest ]; then
   fi
 fi
 
-version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+version=$("$python" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])')
 case "$version" in
-  3.1[1-9]) ;;
+  3.1[1-9].*) ;;
   *) echo "asyncrl needs CPython 3.11 or newer; $python is $version. Set PYTHON=python3.11, say." >&2; exit 1 ;;
 esac
 if [ ! -f "$constraints" ]; then
   echo "no environment of the name '$backend' is known: $constraints is missing" >&2
   exit 1
 fi
+# with the version whole: Ray joins no two interpreters of other patch levels, so environments must not be mixed;
 # a backend's environment also depends on what this script does for it, and its constraints may include the default ones
 lock=$(cat pyproject.toml "$constraints" <(echo "$version") ${backend:+constraints.txt scripts/make_venv.sh} |
   sha256sum | cut -c1-16)
@@ -48,7 +49,7 @@ if [ -n "${ASYNCRL_ENV_CACHE:-}" ]; then
   if [ "$(cat "$target/.lock" 2>/dev/null)" = "$lock" ]; then exit 0; fi
 fi
 if ! "$python" -c 'import ensurepip' 2>/dev/null; then
-  echo "$python cannot make environments with pip: its ensurepip module is missing (package python$version-venv or" \
+  echo "$python cannot make environments with pip: its ensurepip module is missing (package python${version%.*}-venv or" \
     "python3-venv; on Debian and Ubuntu: apt-get install python3-venv)." >&2
   exit 1
 fi
