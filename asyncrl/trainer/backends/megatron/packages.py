@@ -45,7 +45,7 @@ def check_packages(*packages: str) -> None:
 
 
 def _misfits() -> list[str]:
-    """What each of the packages would do alone, and not with the others."""
+    """Why packages that are each within their range do not work together."""
     core, bridge = (_numbers(version(package))[:2] for package in NEEDED)
     if MADE_FOR.get(bridge) != core:
         pairs = ", ".join(f"{_text(of)} with {_text(release)}" for release, of in MADE_FOR.items())
