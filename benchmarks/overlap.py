@@ -1,20 +1,22 @@
 """How near is the asynchronous quickstart to pools that never wait, and how far ahead of one piece after the other?
 
-    python -m benchmarks.overlap [--steps 40] [key.path=value ...]
+    python -m benchmarks.overlap [--steps 14] [--rounds 3] [key.path=value ...]
 
-Runs configs/quickstart.yaml with a learning rate of almost nothing, so that all runs have the same work, as
+Runs configs/quickstart.yaml with a learning rate of almost nothing, so that all runs have the same work, in rounds, as
+machines are faster and slower over the minutes, each as
 
 - alone: one long step; first the rollouter generates its groups, then the trainer takes them, in as many optimizer
   steps as the steps of the others. What a step takes each pool alone, T_train and T_rollout, comes of it; the forward
   pass for proximal logprobs, which only a step of several optimizer steps needs, is taken off.
 - async: as the quickstart is, one thread for each pool.
-- sync: staleness_threshold 0, so that each step first generates and then trains, with one thread each; and once more
-  with two threads each, as each has the machine to itself.
+- sync: staleness_threshold 0, so that each step first generates and then trains, with one thread each; and, in the
+  first round, once more with two threads each, as each has the machine to itself.
 
 ``fraction_of_ideal``: max(T_train, T_rollout) by the seconds of an asynchronous step. ``async_over_sync`` and
-``async_over_sync_two_threads``: seconds of a synchronous step by those of an asynchronous one. Steps are counted from
-the `SKIPPED`-th on, and to where the rollouter still starts groups, each step from one report to the next. No group is
-dropped in any run; where the asynchronous one generated less than it trained, what it generated counts.
+``async_over_sync_two_threads``: seconds of a synchronous step by those of an asynchronous one. Each is of one round,
+and the median is told. Steps are counted from the `SKIPPED`-th on, and to where the rollouter still starts groups, each
+step from one report to the next. No group is dropped in any run; where the asynchronous one generated less than it
+trained, what it generated counts.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import argparse
 import json
 import statistics
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +33,8 @@ from asyncrl.reporting.jsonl import METRICS_FILE, read_lines
 from asyncrl.reporting.timeline import read_spans
 from benchmarks.quickstart import ROOT, ensure_inputs, run
 
-SKIPPED = 6
-STEPS_ALONE = 8
+SKIPPED = 3
+STEPS_ALONE = 5
 COMMON = [
     "trainer.optimizer.lr=1e-12",
     "checkpoint.every_steps=0",
@@ -64,47 +67,71 @@ def step_s(folder: Path, last: int) -> float:
     return seconds / (min(trained, generated) / rows[last]["trainer/groups"])
 
 
+def round_of(folder: Path, steps: int, overrides: list[str], names: Iterable[str]) -> dict[str, float]:
+    """The runs of a round, one after the other; seconds of a step of each, and what the asynchronous one says itself."""
+    checkpoint, data = ROOT / "checkpoints/arith-mimo", ROOT / "data/arithmetic"
+    synchronous = (steps - SKIPPED) // 2 + SKIPPED
+    ahead = 4  # steps before the end: the rollouter has started all groups, and the queue runs empty
+    options = {
+        "alone": ["trainer.total_steps=1", f"async_training.require_batches={STEPS_ALONE}"],
+        "async": [f"trainer.total_steps={steps}"],
+        "sync": [f"trainer.total_steps={synchronous}", "async_training.staleness_threshold=0"],
+        "sync_two_threads": [
+            f"trainer.total_steps={synchronous}",
+            "async_training.staleness_threshold=0",
+            *TWO_THREADS,
+        ],
+    }
+    found: dict[str, float] = {}
+    for name in names:
+        (folder / name).mkdir(parents=True)
+        run(0, checkpoint, data, folder / name, [*COMMON, *options[name], *overrides])
+        run_dir = folder / name / "seed-0"
+        if name == "alone":
+            found["train"], found["rollout"] = alone_s(run_dir, STEPS_ALONE)
+        else:
+            found[name] = step_s(run_dir, steps - ahead if name == "async" else synchronous)
+        if name == "async":
+            found["own"] = statistics.median(r["perf/fraction_of_ideal"] for r in steps_of(run_dir)[SKIPPED:-ahead])
+            print(json.loads((run_dir / "summary.json").read_text())["advice"], flush=True)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=40, help="of the asynchronous run; the others have fewer")
+    parser.add_argument("--steps", type=int, default=14, help="of an asynchronous run; the others have fewer")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     args = parser.parse_args()
-    checkpoint, data = ROOT / "checkpoints/arith-mimo", ROOT / "data/arithmetic"
-    ensure_inputs(checkpoint, data)
-    synchronous = (args.steps - SKIPPED) // 2 + SKIPPED
-    runs = {
-        "alone": ["trainer.total_steps=1", f"async_training.require_batches={STEPS_ALONE}"],
-        "async": [f"trainer.total_steps={args.steps}"],
-        "sync": [f"trainer.total_steps={synchronous}", "async_training.staleness_threshold=0"],
-        "sync2": [f"trainer.total_steps={synchronous}", "async_training.staleness_threshold=0", *TWO_THREADS],
-    }
+    ensure_inputs(ROOT / "checkpoints/arith-mimo", ROOT / "data/arithmetic")
+    rounds = []
     with tempfile.TemporaryDirectory(prefix="asyncrl-overlap-") as scratch:
-        folders = {name: Path(scratch) / name for name in runs}
-        for name, options in runs.items():
-            folders[name].mkdir()
-            run(0, checkpoint, data, folders[name], [*COMMON, *options, *args.overrides])
-            print(f"{name}: done", flush=True)
-        within = {name: folder / "seed-0" for name, folder in folders.items()}
-        train_s, rollout_s = alone_s(within["alone"], STEPS_ALONE)
-        ahead = 4  # steps before the end: the rollouter has started all groups, and the queue runs empty
-        async_s = step_s(within["async"], args.steps - ahead)
-        sync_s, sync2_s = (step_s(within[name], synchronous) for name in ("sync", "sync2"))
-        own = [row["perf/fraction_of_ideal"] for row in steps_of(within["async"])[SKIPPED:-ahead]]
-        advice = json.loads((within["async"] / "summary.json").read_text())["advice"]
-    print(f"alone, seconds of a step:  training {train_s:.2f}  generation {rollout_s:.2f}")
-    print(f"together, seconds of a step:  async {async_s:.2f}  sync {sync_s:.2f}  sync with two threads {sync2_s:.2f}")
-    print(f"fraction of the ideal by the run's own account: {statistics.median(own):.3f}; {advice}")
+        for k in range(args.rounds):
+            names = ["alone", "async", "sync"] + (["sync_two_threads"] if k == 0 else [])
+            found = round_of(Path(scratch) / str(k), args.steps, args.overrides, names)
+            found["fraction_of_ideal"] = max(found["train"], found["rollout"]) / found["async"]
+            found["async_over_sync"] = found["sync"] / found["async"]
+            rounds.append(found)
+            print("  ".join(f"{name} {value:.3f}" for name, value in found.items()), flush=True)
+    median = {name: statistics.median(r[name] for r in rounds if name in r) for name in rounds[0]}
+    print(f"alone, seconds of a step:  training {median['train']:.2f}  generation {median['rollout']:.2f}")
+    print(
+        f"together, seconds of a step:  async {median['async']:.2f}  sync {median['sync']:.2f}  "
+        f"sync with two threads {median['sync_two_threads']:.2f}"
+    )
+    print(f"fraction of the ideal by the runs' own account: {median['own']:.3f}")
     print(
         json.dumps(
             {
-                "fraction_of_ideal": max(train_s, rollout_s) / async_s,
-                "async_over_sync": sync_s / async_s,
-                "async_over_sync_two_threads": sync2_s / async_s,
-                "train_alone_s": train_s,
-                "rollout_alone_s": rollout_s,
-                "async_step_s": async_s,
-                "sync_step_s": sync_s,
-                "sync_two_threads_step_s": sync2_s,
+                "fraction_of_ideal": median["fraction_of_ideal"],
+                "async_over_sync": median["async_over_sync"],
+                "async_over_sync_two_threads": rounds[0]["sync_two_threads"] / rounds[0]["async"],
+                "fractions": [r["fraction_of_ideal"] for r in rounds],
+                "train_alone_s": median["train"],
+                "rollout_alone_s": median["rollout"],
+                "async_step_s": median["async"],
+                "sync_step_s": median["sync"],
+                "sync_two_threads_step_s": median["sync_two_threads"],
             }
         )
     )

@@ -49,7 +49,7 @@ from benchmarks import quickstart
 from benchmarks.cpu_seconds import CpuSeconds
 
 SAMPLES, TOKENS, PROMPT_TOKENS = 8, 512, 128
-GROUPS_PER_STEP, STALENESS_THRESHOLD = 32, 2  # as in configs/quickstart.yaml
+GROUPS_PER_STEP, STALENESS_THRESHOLD = 32, 2
 GROUPS_IN_FLIGHT = (1 + STALENESS_THRESHOLD) * GROUPS_PER_STEP
 COVERED_EVERY_STEPS = 16
 CALLS_UNDER_WAY = 64  # at each end of the queue with one object per call; neither 16 nor 256 makes it faster

@@ -41,6 +41,7 @@ CHOICES = {
     "rollout.engine.name": tuple(PAUSE_KV),
     "rollout.engine.dtype": ("auto", "float32", "bfloat16"),
     "rollout.engine.device": ("auto", "cpu", "cuda"),
+    "rollout.engine.cpu_priority": ("normal", "low", "idle"),
     "rollout.engine.delivery": ("memory", "gloo", "nccl"),
     "trainer.backend": ("torch", "megatron"),
     "model.bridge": ("megatron_bridge", "mbridge"),

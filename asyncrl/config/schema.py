@@ -59,6 +59,7 @@ class EngineConfig:
     dtype: str = "auto"  # auto | float32 | bfloat16; auto: bfloat16 for a 16-bit checkpoint, else float32
     device: str = "auto"  # auto | cpu | cuda
     threads: int = 1  # CPU threads per replica
+    cpu_priority: str = "low"  # native, of decoding on a CPU: normal | low | idle: what no other program wants
     tensor_parallel_size: int = 1  # vllm, sglang: workers of one replica that share each layer, on a GPU each
     pipeline_parallel_size: int = 1  # vllm, sglang: stages of layers
     data_parallel_size: int = 1  # vllm: copies of the model in one replica; its slots are shared out to them
