@@ -68,7 +68,7 @@ def step_s(folder: Path, last: int) -> float:
 
 
 def round_of(folder: Path, steps: int, overrides: list[str], names: Iterable[str]) -> dict[str, float]:
-    """The runs of a round, one after the other; seconds of a step of each, and what the asynchronous one says itself."""
+    """Runs, one after the other; seconds of a step of each, and what the asynchronous one says of itself."""
     checkpoint, data = ROOT / "checkpoints/arith-mimo", ROOT / "data/arithmetic"
     synchronous = (steps - SKIPPED) // 2 + SKIPPED
     ahead = 4  # steps before the end: the rollouter has started all groups, and the queue runs empty
