@@ -28,6 +28,7 @@ from asyncrl.environments import interpreter
 from asyncrl.param_sync.transports.choose import Place, TransportError, choose
 from asyncrl.plan import Machine, PlacementError, Pool, make_plan, pools, with_devices
 from asyncrl.preflight import Preflight
+from asyncrl.priority import never_interrupt
 from asyncrl.ray_client import ActorClient, RestartableClient
 from asyncrl.rollouter.actors import EngineReplicaActor, RollouterActor, SyncedReplica
 from asyncrl.rollouter.engine import Capabilities
@@ -78,6 +79,7 @@ class Cluster:
         config = self._config
         self._init = asyncio.ensure_future(asyncio.to_thread(self._init_ray))
         await asyncio.shield(self._init)  # Ray must not be left half started: `close` waits for it
+        never_interrupt()
         config = with_devices(config, ray.cluster_resources().get("GPU", 0))
         trainer, rollout = pools(config)
         until_s = time.monotonic() + config.ray.placement_timeout_s

@@ -126,7 +126,6 @@ def main() -> None:
                 "fraction_of_ideal": median["fraction_of_ideal"],
                 "async_over_sync": median["async_over_sync"],
                 "async_over_sync_two_threads": rounds[0]["sync_two_threads"] / rounds[0]["async"],
-                "fractions": [r["fraction_of_ideal"] for r in rounds],
                 "train_alone_s": median["train"],
                 "rollout_alone_s": median["rollout"],
                 "async_step_s": median["async"],

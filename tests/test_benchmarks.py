@@ -95,7 +95,7 @@ def test_the_benchmark_of_watching_counts_every_part_of_it():
 
 @pytest.mark.slow
 def test_the_benchmark_of_overlap_ends_with_its_figures():
-    figures = last_line("benchmarks.overlap --steps 12")
+    figures = last_line("benchmarks.overlap --steps 12 --rounds 1")
     assert figures.keys() >= {"fraction_of_ideal", "async_over_sync", "async_over_sync_two_threads"}
     assert all(value > 0 for value in figures.values())
 

@@ -6,7 +6,9 @@ what the run was to train. The long form, ``make test-faults``, kills more and s
 
 import contextlib
 import json
+import os
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -86,6 +88,10 @@ def test_a_run_that_loses_each_of_its_processes_goes_on_by_itself(start, tmp_pat
     steps = 18
     run = start(f"trainer.total_steps={steps}")
     moment = random.Random(1)
+    run.until_trained(1)
+    if sys.platform == "linux":  # whoever trains comes first on shared cores, see asyncrl.priority
+        policies = {kind: os.sched_getscheduler(run.actor(kind).pid) for kind in ACTORS}
+        assert policies == dict.fromkeys(ACTORS, os.SCHED_BATCH) | {"rank": os.SCHED_OTHER}
     # the ranks last: without them the run cannot end before it has noticed
     for step, kind in ((4, "queue"), (7, "replica"), (10, "rollouter"), (13, "rank")):
         run.until_trained(step)

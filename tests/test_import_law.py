@@ -9,13 +9,14 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "asyncrl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-LEAVES = {"config", "sample", "telemetry", "tasks"}
+LEAVES = {"config", "sample", "telemetry", "tasks", "priority"}
 #: room → the rooms it may import, beside itself
 MAY_IMPORT = {
     "config": set(),
     "sample": set(),
     "telemetry": set(),
     "tasks": set(),
+    "priority": set(),
     "sample_queue": LEAVES | {"ray_client"},
     "param_sync": LEAVES,
     "models": LEAVES,

@@ -15,6 +15,7 @@ import ray
 
 from asyncrl.config.checks import Derived
 from asyncrl.config.schema import Config
+from asyncrl.priority import never_interrupt
 from asyncrl.ray_client import ActorClient, ActorDied, Watched, first_leaf
 from asyncrl.rollouter.engine import Capabilities, EngineDied, EventBatch, Request
 from asyncrl.rollouter.fence import Owned
@@ -33,6 +34,7 @@ class EngineReplicaActor(Watched):
 
     def __init__(self, config: Config, name: str, logs: LogTo | None = None) -> None:
         super().__init__(name, logs)
+        never_interrupt()
         import torch
 
         torch.set_num_threads(config.rollout.engine.threads)
@@ -115,6 +117,7 @@ class RollouterActor(Watched):
         logs: LogTo | None = None,
     ):
         super().__init__("rollouter", logs)
+        never_interrupt()
         self._config, self._derived, self._max_prompt_tokens = config, derived, max_prompt_tokens
         self._recorder = Recorder(self.name)
         self._queue = ActorClient(queue, "queue")

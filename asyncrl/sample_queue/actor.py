@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 
+from asyncrl.priority import never_interrupt
 from asyncrl.ray_client import Watched
 from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.core import Order, Overdue, SampleQueue
@@ -43,6 +44,7 @@ class SampleQueueActor(Watched):
         logs: LogTo | None = None,
     ) -> None:
         super().__init__("queue", logs)
+        never_interrupt()
         self._problem: Exception | None = None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of what Ray calls there

@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import functools
-import os
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -32,6 +29,7 @@ from asyncrl.param_sync.intake import Intake, LocalIntake
 from asyncrl.param_sync.manifest import Role
 from asyncrl.param_sync.receiver import Receiver
 from asyncrl.param_sync.transports.choose import make_reader
+from asyncrl.priority import give_way
 from asyncrl.rollouter.engine import (
     Capabilities,
     EngineError,
@@ -50,7 +48,6 @@ from asyncrl.sample import PolicyVersion
 from asyncrl.telemetry.recorder import Recorder, now_s
 
 _EVENTS_EVERY_S = 0.2  # while tokens flow: each call costs both its ends a millisecond or two
-_NICENESS = 10  # of a thread that decodes at low priority, above its process's: a tenth of a core that is contended
 _ENDS_EVERY_S = 0.03  # while requests end and none waits here to follow them
 
 T = TypeVar("T")
@@ -284,7 +281,9 @@ class NativeEngine:
     def _run(self) -> None:
         torch.set_num_threads(self._threads)  # OpenMP keeps this per thread
         if self._model.device.type == "cpu":
-            _give_way(self._priority)
+            # The rollouter is ahead of the trainer: what the trainer, the queue and the short tasks between them want
+            # comes first, generation has the rest. Where it is what all wait for, no other process wants much.
+            give_way(self._priority)
         try:
             with torch.inference_mode():
                 while self._wait_for_work():
@@ -363,22 +362,6 @@ def _pass_on(answer: concurrent.futures.Future[Any], done: concurrent.futures.Fu
         answer.set_exception(problem)
     else:
         answer.set_result(done.result())
-
-
-def _give_way(priority: str) -> None:
-    """Give this thread, and those that it starts, ``rollout.engine.cpu_priority``. On cores that pools share, the
-    rollouter is ahead of the trainer: what the trainer, the queue and the short tasks between them want comes first,
-    and generation has all the rest. Where generation is what all wait for, no other process of the run wants the cores
-    for long. To Linux, a core with nothing but ``idle`` threads is a free one: short tasks go there, and not to the
-    trainer's."""
-    if priority == "normal" or sys.platform != "linux":  # elsewhere a thread has no priority of its own
-        return
-    thread = threading.get_native_id()
-    with contextlib.suppress(OSError):  # a sandbox may forbid it; nothing depends on it
-        if priority == "idle":
-            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
-        else:
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)
 
 
 def _device(name: str) -> torch.device:
