@@ -1,6 +1,6 @@
 """What does watching a run cost it: spans, counters, metrics, trace, trajectories, and wandb offline?
 
-    python -m benchmarks.observability [--steps 72] [key.path=value ...]
+    python -m benchmarks.observability [--steps 48] [key.path=value ...]
 
 Runs configs/quickstart.yaml as a user would and counts CPU seconds:
 
@@ -63,7 +63,7 @@ def answer_s() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=72)
+    parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     args = parser.parse_args()
     checkpoint, data = ROOT / "checkpoints/arith-mimo", ROOT / "data/arithmetic"
