@@ -248,8 +248,7 @@ class CollectiveWriter(Pump):
         if self._peers.get(peer.who) is not peer:
             return
         self._part_from(peer)
-        at = "" if peer.read >= self._sequence else f"; bucket {peer.read} was its next"
-        self.dropped[peer.who] = why + at
+        self.dropped[peer.who] = f"{why}; buckets it had read: {peer.read}"
         self._broken, self._failures = True, 0
 
     def _part_from(self, peer: _Peer) -> None:

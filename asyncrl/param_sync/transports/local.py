@@ -257,8 +257,7 @@ class LocalWriter(Pump):
 
     def _drop(self, peer: _Peer, why: str) -> None:
         self._part_from(peer)
-        at = "" if peer.read >= self._sequence else f"; bucket {peer.read} was its next"
-        self.dropped[peer.who] = why + at
+        self.dropped[peer.who] = f"{why}; buckets it had read: {peer.read}"
 
     def _part_from(self, peer: _Peer) -> None:
         del self._peers[peer.who]
