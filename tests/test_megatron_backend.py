@@ -13,6 +13,8 @@ from asyncrl.models.chunked import ChunkedAcceptance, ChunkedCrossEntropy, Chunk
 from asyncrl.models.config import CheckpointError, DecoderConfig
 from asyncrl.sample import Group
 from asyncrl.trainer.backend import NonFiniteError
+from asyncrl.trainer.backends.megatron import draft
+from asyncrl.trainer.backends.megatron.core_loss import process_mtp_loss, through_core
 from asyncrl.trainer.backends.megatron.offload import Offload
 from asyncrl.trainer.backends.megatron.vocab_parallel import (
     VocabParallelAcceptance,
@@ -24,6 +26,8 @@ from asyncrl.trainer.batches import build_batch
 from tests.support.delta_nets import make_delta_net
 from tests.support.megatron import APART, OPTIONS, make_experts
 from tests.support.trainer import make_checkpoint, make_config, make_groups, started_ranks, weights
+
+from megatron.core.transformer import multi_token_prediction  # isort: skip (after what makes it run without CUDA)
 
 pytestmark = pytest.mark.megatron
 
@@ -83,6 +87,37 @@ def test_ten_steps_equal_the_torch_backends(options, checkpoint, start):
     assert distance(results["megatron"][1], results["torch"][1]) < 1e-4
     moved = distance(results["torch"][1], read_tensors(checkpoint))
     assert moved > 1e-2
+
+
+def test_the_drafts_cross_entropy_is_the_same_without_megatron_cores_function_for_it(tmp_path, start):
+    """Of two depths over packed sequences, which it rolls labels in."""
+    if process_mtp_loss() is None:
+        pytest.skip("the installed megatron-core has no process_mtp_loss")
+    checkpoint = make_checkpoint(tmp_path / "model", vocab_size=67, num_nextn_predict_layers=2)
+    calls, results = [], []
+
+    def counted(*given):
+        calls.append(given)
+        return through_core(*given)
+
+    for process in (process_mtp_loss(), None):
+        options = OPTIONS | {"detach_encoder": False, "num_speculative_tokens": 2}
+        rank = start(make_config(checkpoint, backend="megatron", **options))
+        rank._backend._draft._process = process
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(draft, "through_core", counted)
+            metrics = [rank.train(step, make_groups((4, 3, 1), seed=step)) for step in range(3)]
+        results.append((len(calls), metrics, weights(rank)))
+    (called, metrics, found), (then, expected_metrics, expected) = results
+    assert called == then > 3  # the second run made no call
+    expect_alike(metrics, expected_metrics, tolerance=1e-6)
+    assert distance(found, expected) < 1e-6
+
+
+def test_a_function_of_that_name_that_knows_no_packed_sequences_is_not_used(monkeypatch):
+    unaware = lambda hidden_states, labels, loss_mask, **others: hidden_states
+    monkeypatch.setattr(multi_token_prediction, "process_mtp_loss", unaware, raising=False)
+    assert process_mtp_loss() is None
 
 
 def test_bfloat16_steps_are_near_the_torch_backends_and_its_weights_are_kept_in_float32(checkpoint, start, tmp_path):

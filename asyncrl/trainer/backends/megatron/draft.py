@@ -16,6 +16,7 @@ from torch import Tensor
 
 from asyncrl.config.schema import Config
 from asyncrl.trainer.backend import TrainBatch
+from asyncrl.trainer.backends.megatron.core_loss import process_mtp_loss, through_core
 from asyncrl.trainer.backends.megatron.optimizer import ShardedAdamW
 from asyncrl.trainer.backends.megatron.packed import PackedSequences
 from asyncrl.trainer.backends.megatron.policy import PolicyModel
@@ -52,6 +53,7 @@ class DraftTraining:
         over_copies: Callable[..., dict[str, float]],
     ) -> None:
         self._mtp, self._model, self._parallel, self._optimizer = config.mtp, model, parallel, optimizer
+        self._process = process_mtp_loss()
         self._micro_batches, self._over_copies = micro_batches, over_copies
         self._chunk_tokens = config.trainer.logprob_chunk_tokens
         self.depths, self.detached = config.mtp.num_speculative_tokens, config.mtp.detach_encoder
@@ -72,28 +74,32 @@ class DraftTraining:
         ``hidden_T1M``: the trunk's states, ``states``: the draft's, by depth."""
         head_WM = self._model.head_weight
         head_WM = head_WM.detach() if self.detached else head_WM
-        part = self._model.vocabulary_part
+        how = self._model.vocabulary_part, temperature, self._chunk_tokens
+        factor = self._mtp.loss_scaling_factor
+
+        def share_of_mean(depth: int, loss: Tensor, hits: Tensor) -> Tensor:
+            for name, value in ((f"mtp/loss_{depth}", loss.detach()), (f"mtp/accuracy_{depth}", hits)):
+                sums[name] = sums.get(name, 0.0) + value.double()
+            return loss / max(counts[depth - 1], 1.0)
+
+        def cross_entropy(depth: int, draft_rM: Tensor, tokens_r: Tensor) -> Tensor:
+            return share_of_mean(depth, *VocabParallelCrossEntropy.apply(draft_rM, head_WM, tokens_r, *how))
+
+        if self._mtp.loss == "cross_entropy" and self._process:
+            config = self._model.config
+            return through_core(self._process, config, factor, micro, share, hidden_T1M, states, cross_entropy)
         total = hidden_T1M.new_zeros((), dtype=torch.float32)
-        for depth, (draft_T1M, (places, tokens), count) in enumerate(
-            zip(states, micro.drafts(self.depths), counts, strict=True), 1
-        ):
+        for depth, (draft_T1M, (places, tokens)) in enumerate(zip(states, micro.drafts(self.depths), strict=True), 1):
             if self._mtp.loss == "acceptance":
                 # the trunk draws the token from the place after: the draft's state comes to the rank that has it
                 target_rM, mine = share.rows(hidden_T1M.detach(), places + 1)
                 draft_rM, _ = share.rows(share.before(draft_T1M), places + 1)
-                found = VocabParallelAcceptance.apply(
-                    draft_rM, head_WM, target_rM, tokens[mine], part, temperature, self._chunk_tokens
-                )
+                found = VocabParallelAcceptance.apply(draft_rM, head_WM, target_rM, tokens[mine], *how)
+                total = total + share_of_mean(depth, *found)
             else:
                 draft_rM, mine = share.rows(draft_T1M, places)
-                found = VocabParallelCrossEntropy.apply(
-                    draft_rM, head_WM, tokens[mine], part, temperature, self._chunk_tokens
-                )
-            loss, hits = found
-            total = total + loss * (self._mtp.loss_scaling_factor / self.depths / max(count, 1.0))
-            for name, value in ((f"mtp/loss_{depth}", loss.detach()), (f"mtp/accuracy_{depth}", hits)):
-                sums[name] = sums.get(name, 0.0) + value.double()
-        return total
+                total = total + cross_entropy(depth, draft_rM, tokens[mine])
+        return total * (factor / self.depths)
 
     def counts(self, updates: Sequence[Sequence[MicroBatch]]) -> list[list[float]]:
         """For each update and depth, how many tokens of all copies the draft is taught."""

@@ -65,12 +65,13 @@ class Zigzag(NamedTuple):
 
 class Across(NamedTuple):
     """What a rank knows of the others' tokens. ``keys``: where those of all ranks, gathered [G], lie in a padded batch;
-    ``mask`` bool [B, 1, l, L]: which of them each of its queries sees. ``previous`` int64 [T]: where in [G] the token
-    before each is; ``owner`` int64 [P]: who has a packed place."""
+    ``mask`` bool [B, 1, l, L]: which of them each of its queries sees. ``previous`` and ``next`` int64 [T]: where in
+    [G] the token before and after each is; ``owner`` int64 [P]: who has a packed place."""
 
     keys: PackedLayout
     mask: Tensor
     previous: Tensor
+    next: Tensor
     owner: Tensor
 
     @classmethod
@@ -88,6 +89,7 @@ class Across(NamedTuple):
             keys=keys,
             mask=layout.pad(positions)[:, None, :, None] >= torch.arange(whole.length, device=positions.device),
             previous=put(gathered[np.maximum(mine - 1, 0)]),
+            next=put(gathered[np.minimum(mine + 1, len(gathered) - 1)]),
             owner=put(cut.owner[cut.real]),
         )
 
@@ -152,13 +154,24 @@ class PackedSequences(PackedSeqParams):
         gathered = gather_from_sequence_parallel_region(states_T1M, group=self.group)
         return gathered.index_select(0, self.across.previous)
 
+    def after(self, states_T1M: Tensor) -> Tensor:
+        """[T, 1, M]: likewise the state of the place after it; nothing at a last place."""
+        if self.across is None:
+            return states_T1M.roll(-1, 0)
+        gathered = gather_from_sequence_parallel_region(states_T1M, group=self.group)
+        return gathered.index_select(0, self.across.next)
+
     def rows(self, states_T1M: Tensor, places_R: Tensor) -> tuple[Tensor, Tensor | slice]:
         """(states [r, M], which of ``places_R`` they are of): of those packed places that this rank has."""
+        places_r, mine_r = self.here(places_R)
+        return states_T1M.squeeze(1).index_select(0, places_r), mine_r
+
+    def here(self, places_R: Tensor) -> tuple[Tensor, Tensor | slice]:
+        """(places among this rank's tokens [r], which of ``places_R`` these are)"""
         mine_r: Tensor | slice = slice(None)
         if self.across is not None:
             mine_r = torch.nonzero(self.across.owner[places_R] == self.group.rank()).squeeze(1)
-        places_r = places_R[mine_r] if self.local is None else self.local[places_R[mine_r]]
-        return states_T1M.squeeze(1).index_select(0, places_r), mine_r
+        return places_R[mine_r] if self.local is None else self.local[places_R[mine_r]], mine_r
 
     def of_all(self, values_Xr: Tensor, mine_r: Tensor | slice, rows: int) -> Tensor:
         """[X, R]: figures of all places from those that each rank has."""

@@ -1,0 +1,89 @@
+"""The draft's cross-entropy through megatron-core's `process_mtp_loss`, which releases from 0.17 on have.
+
+It rolls the labels to the places that each depth tells them from, within packed sequences and over context parallel
+ranks, and joins the losses to the trunk's states. Head and loss are the caller's, as its signature allows: so no
+depth's logits are ever whole, and the temperature is that of the samples.
+
+Shape suffixes: T this rank's tokens, M hidden size, r those of them that are taught.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.models.uploads import on_device
+from asyncrl.trainer.backends.megatron.packed import PackedSequences
+from asyncrl.trainer.backends.packing import MicroBatch
+
+from megatron.core.transformer import multi_token_prediction  # isort: skip (after what makes it run without CUDA)
+from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+
+ProcessMTPLoss = Callable[..., Tensor]
+#: (depth from 1, its states [r, M], their tokens [r]) → a scalar, divided by the global count
+DepthLoss = Callable[[int, Tensor, Tensor], Tensor]
+
+
+def process_mtp_loss() -> ProcessMTPLoss | None:
+    """megatron-core's function, if the installed release has one that knows packed sequences."""
+    process: ProcessMTPLoss | None = getattr(multi_token_prediction, "process_mtp_loss", None)
+    return process if process and "packed_seq_params" in inspect.signature(process).parameters else None
+
+
+def through_core(
+    process: ProcessMTPLoss,
+    config: TransformerConfig,
+    scaling_factor: float,
+    micro: MicroBatch,
+    share: PackedSequences,
+    hidden_T1M: Tensor,
+    states: Sequence[Tensor],
+    loss: DepthLoss,
+) -> Tensor:
+    """A zero with the gradient of ``scaling_factor`` times the mean of each depth's ``loss``, of the places of this
+    rank's share that are taught. ``hidden_T1M``: the trunk's states, ``states``: the draft's, by depth."""
+    # The labels are numbers of rows, from 1 on: megatron-core fills up with 0 where a sequence has ended.
+    trained = np.flatnonzero(micro.batch.loss_mask)
+    places_r, mine = share.here(micro.rows[on_device(trained, micro.rows.device)])
+    numbers_1T = micro.rows.new_zeros(1, len(hidden_T1M))
+    numbers_1T[0, places_r] = on_device(trained + 1, micro.rows.device)[mine]
+    depths = itertools.count(1)
+
+    def of_next_depth(labels_1T: Tensor, draft_T1M: Tensor) -> Tensor:
+        places_r = labels_1T[0].nonzero().squeeze(1)
+        tokens_r = micro.targets[labels_1T[0, places_r] - 1]
+        # Their sum over the global count. To megatron-core it is each place's, of which it takes the mean.
+        return loss(next(depths), draft_T1M.squeeze(1)[places_r], tokens_r)
+
+    aligned: list[Tensor] = []
+    for depth, state in enumerate(states):
+        # Here each depth's state of a place tells the token two places on; in megatron-core the second's, three.
+        for _ in range(depth):
+            state = share.after(state)
+        aligned.append(state)
+    settings = copy.copy(config)
+    settings.mtp_num_layers, settings.mtp_loss_scaling_factor = len(states), scaling_factor
+    settings.calculate_per_token_loss = False  # else a rank weighs by the labels that it had before they were rolled
+    given: dict[str, Any] = {
+        "hidden_states": torch.cat([hidden_T1M, *aligned]),
+        "labels": numbers_1T,
+        "loss_mask": (numbers_1T > 0).float(),
+        "output_layer": lambda draft_T1M, **_: (draft_T1M, None),
+        "output_weight": None,
+        "runtime_gather_output": None,
+        "is_training": False,  # which is but whether it keeps figures
+        "compute_language_model_loss": of_next_depth,
+        "config": settings,
+        "cp_group": share.group,
+        "packed_seq_params": share,
+    }
+    wanted = inspect.signature(process).parameters.keys()
+    joined_T1M = process(**{name: value for name, value in given.items() if name in wanted})
+    return (joined_T1M * 0).sum()
