@@ -36,6 +36,7 @@ class Head:
             "PWD": str(folder),
             "RAY_API_SERVER_ADDRESS": self.url,
             "RAY_AUTH_MODE": "disabled",
+            "RAY_worker_niceness": "0",  # at Ray's 15, other tests would leave jobs next to nothing
         }
         self.log = folder / "head.log"
         command = [bin_dir / "ray", "start", "--head", "--block", "--num-cpus=2", "--disable-usage-stats"]

@@ -258,7 +258,14 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_reason(start, inputs, 
 def test_a_run_joins_a_cluster_and_leaves_it_as_it_was(inputs, tmp_path, ray_dir):
     import ray
 
-    ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="ERROR", _temp_dir=ray_dir)
+    ray.init(
+        address="local",
+        num_cpus=1,
+        include_dashboard=False,
+        logging_level="ERROR",
+        _temp_dir=ray_dir,
+        _system_config={"worker_niceness": 0},  # at Ray's 15, other tests would leave the run next to nothing
+    )
     try:
         address = ray.get_runtime_context().gcs_address
         more = ("trainer.total_steps=1", "data.validation_files=[]", "reporting.report=false")
