@@ -45,6 +45,7 @@ from asyncrl.rollouter.engines.sglang.delivery import ByMemory, Parcel, SharedPa
 from asyncrl.rollouter.engines.sglang.group_delivery import ByGroup
 from asyncrl.rollouter.engines.sglang.intake import ServerIntake
 from asyncrl.rollouter.engines.sglang.lora import adapter_name, load_adapter
+from asyncrl.rollouter.engines.sglang.server import Server
 from asyncrl.sample import PolicyVersion
 from tests.support.engine_replica import TensorRank
 
@@ -485,3 +486,15 @@ class TestArguments:
         assert words[at + 1 : at + 3] == ["1", "2"]
         assert "--enable-dp-attention" in words
         assert not any("radix" in word for word in words)
+
+
+async def test_a_server_that_does_not_start_is_told_by_its_last_line(capfd):
+    """Its whole output is told as it comes."""
+    no_python = {"PYTHONHOME": "/nowhere"}
+    with pytest.raises(EngineError) as raised:
+        await Server.start({"device": "cpu"}, no_python)
+    last_line = capfd.readouterr().err.rstrip().splitlines()[-1]
+    assert str(raised.value) == (
+        f"SGLang's server process is gone (exit status 1) before it was ready; its last line: {last_line} "
+        "(without a GPU it needs stand-ins: see configs/sglang_cpu.yaml)"
+    )

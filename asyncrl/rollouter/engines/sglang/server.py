@@ -21,22 +21,23 @@ from asyncrl.rollouter.engines.sglang.client import Client
 
 _SERVE = "asyncrl.rollouter.engines.sglang.serve"
 _ASK_EVERY_S = 0.25  # whether it is ready; starting takes a minute
-_LAST_WORDS = 4000  # characters of its output that an error repeats
+_KEPT = 4000  # characters of its output, of which an error repeats the last line: all of it is told already
 
 
 class Server:
     """Made by `start`. It listens on this machine alone, on a port and with an API key of its own; its output goes to
     our standard error."""
 
-    def __init__(self, process: asyncio.subprocess.Process, client: Client) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, client: Client, device: str) -> None:
         self._process, self.client = process, client
         self._output = ""
+        self._hint = " (without a GPU it needs stand-ins: see configs/sglang_cpu.yaml)" if device == "cpu" else ""
         self._relay = asyncio.create_task(self._relay_output())
         self.ended = asyncio.create_task(process.wait())
 
     @classmethod
     async def start(cls, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> Server:
-        """Returns when it answers, after a minute or more. Raises EngineError with its last words if it ends before."""
+        """Returns when it answers, after a minute or more. Raises EngineError with its last line if it ends before."""
         port, key = _free_port(), secrets.token_hex(24)
         words = command_line({**arguments, "host": "127.0.0.1", "port": port, "api_key": key})
         process = await asyncio.create_subprocess_exec(
@@ -48,7 +49,7 @@ class Server:
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,  # with its children, to be ended together
         )
-        server = cls(process, Client(f"http://127.0.0.1:{port}", key))
+        server = cls(process, Client(f"http://127.0.0.1:{port}", key), arguments["device"])
         try:
             assert process.stdin is not None
             process.stdin.write(json.dumps(words).encode())
@@ -78,13 +79,14 @@ class Server:
                 return
             await asyncio.wait([self.ended], timeout=_ASK_EVERY_S)
         await asyncio.wait([self._relay])
-        raise EngineError(f"{self.account()} before it was ready; its last words: {self._output.strip()}")
+        last_line = self._output.rstrip().rpartition("\n")[2]
+        raise EngineError(f"{self.account()} before it was ready; its last line: {last_line}{self._hint}")
 
     async def _relay_output(self) -> None:
         assert self._process.stdout is not None
         while chunk := await self._process.stdout.read(1 << 16):
             text = chunk.decode(errors="replace")
-            self._output = (self._output + text)[-_LAST_WORDS:]
+            self._output = (self._output + text)[-_KEPT:]
             print(text, end="", file=sys.stderr, flush=True)
 
 
