@@ -114,10 +114,18 @@ def test_the_drafts_cross_entropy_is_the_same_without_megatron_cores_function_fo
     assert distance(found, expected) < 1e-6
 
 
-def test_a_function_of_that_name_that_knows_no_packed_sequences_is_not_used(monkeypatch):
-    unaware = lambda hidden_states, labels, loss_mask, **others: hidden_states
-    monkeypatch.setattr(multi_token_prediction, "process_mtp_loss", unaware, raising=False)
-    assert process_mtp_loss() is None
+@pytest.mark.parametrize(
+    ("found", "used"),
+    [
+        (lambda hidden_states, labels, cp_group=None, packed_seq_params=None, later=None: hidden_states, True),
+        (lambda hidden_states, labels, cp_group=None: hidden_states, False),
+        (lambda hidden_states, new_and_needed, packed_seq_params=None: hidden_states, False),
+    ],
+    ids=["another-signature", "no-packed-sequences", "unknown-parameter"],
+)
+def test_a_function_of_that_name_is_used_if_its_signature_can_be_met(found, used, monkeypatch):
+    monkeypatch.setattr(multi_token_prediction, "process_mtp_loss", found, raising=False)
+    assert (process_mtp_loss() is found) is used
 
 
 def test_bfloat16_steps_are_near_the_torch_backends_and_its_weights_are_kept_in_float32(checkpoint, start, tmp_path):

@@ -31,10 +31,20 @@ ProcessMTPLoss = Callable[..., Tensor]
 DepthLoss = Callable[[int, Tensor, Tensor], Tensor]
 
 
+#: what `through_core` gives it, as far as it takes that
+_GIVEN = frozenset(
+    "hidden_states labels loss_mask output_layer output_weight runtime_gather_output is_training "
+    "compute_language_model_loss config cp_group packed_seq_params".split()
+)
+
+
 def process_mtp_loss() -> ProcessMTPLoss | None:
-    """megatron-core's function, if the installed release has one that knows packed sequences."""
+    """megatron-core's function, if the installed release has one that knows packed sequences and wants nothing that is
+    not known here."""
     process: ProcessMTPLoss | None = getattr(multi_token_prediction, "process_mtp_loss", None)
-    return process if process and "packed_seq_params" in inspect.signature(process).parameters else None
+    parameters = inspect.signature(process).parameters if process else {}
+    needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
+    return process if "packed_seq_params" in parameters and needed <= _GIVEN else None
 
 
 def through_core(
@@ -47,8 +57,8 @@ def through_core(
     states: Sequence[Tensor],
     loss: DepthLoss,
 ) -> Tensor:
-    """A zero with the gradient of ``scaling_factor`` times the mean of each depth's ``loss``, of the places of this
-    rank's share that are taught. ``hidden_T1M``: the trunk's states, ``states``: the draft's, by depth."""
+    """A zero whose gradient is that of ``scaling_factor`` times the mean over the depths of ``loss``, for the places of
+    this rank's share that are taught. ``hidden_T1M``: the trunk's states, ``states``: the draft's, by depth."""
     # The labels are numbers of rows, from 1 on: megatron-core fills up with 0 where a sequence has ended.
     trained = np.flatnonzero(micro.batch.loss_mask)
     places_r, mine = share.here(micro.rows[on_device(trained, micro.rows.device)])
@@ -57,20 +67,23 @@ def through_core(
     depths = itertools.count(1)
 
     def of_next_depth(labels_1T: Tensor, draft_T1M: Tensor) -> Tensor:
-        places_r = labels_1T[0].nonzero().squeeze(1)
-        tokens_r = micro.targets[labels_1T[0, places_r] - 1]
-        # Their sum over the global count. To megatron-core it is each place's, of which it takes the mean.
-        return loss(next(depths), draft_T1M.squeeze(1)[places_r], tokens_r)
+        taught_r = labels_1T[0].nonzero().squeeze(1)
+        tokens_r = micro.targets[labels_1T[0, taught_r] - 1]
+        # It is of all places already. megatron-core takes it for each one's, and for their mean: the same again.
+        return loss(next(depths), draft_T1M.squeeze(1).index_select(0, taught_r), tokens_r)
 
     aligned: list[Tensor] = []
     for depth, state in enumerate(states):
-        # Here each depth's state of a place tells the token two places on; in megatron-core the second's, three.
+        # Here each depth's state at place p tells token p + 2; in megatron-core depth d's, p + 1 + d.
         for _ in range(depth):
             state = share.after(state)
         aligned.append(state)
     settings = copy.copy(config)
     settings.mtp_num_layers, settings.mtp_loss_scaling_factor = len(states), scaling_factor
+    settings.mtp_detach_heads = False  # the head that ``loss`` has is detached, if it is to be
     settings.calculate_per_token_loss = False  # else a rank weighs by the labels that it had before they were rolled
+    on_host = copy.copy(share)
+    on_host.cu_seqlens_q = share.cu_seqlens_q.cpu()  # whose elements it reads one by one
     given: dict[str, Any] = {
         "hidden_states": torch.cat([hidden_T1M, *aligned]),
         "labels": numbers_1T,
@@ -78,12 +91,12 @@ def through_core(
         "output_layer": lambda draft_T1M, **_: (draft_T1M, None),
         "output_weight": None,
         "runtime_gather_output": None,
-        "is_training": False,  # which is but whether it keeps figures
+        "is_training": False,  # in which it would keep figures, of what is not logits here
         "compute_language_model_loss": of_next_depth,
         "config": settings,
         "cp_group": share.group,
-        "packed_seq_params": share,
+        "packed_seq_params": on_host,
     }
     wanted = inspect.signature(process).parameters.keys()
-    joined_T1M = process(**{name: value for name, value in given.items() if name in wanted})
-    return (joined_T1M * 0).sum()
+    joined_T1M = process(**{name: given[name] for name in wanted & _GIVEN})
+    return joined_T1M[:0].sum()

@@ -70,7 +70,9 @@ class DraftTraining:
         temperature: float,
         sums: dict[str, Tensor],
     ) -> Tensor:
-        """Of a micro-batch, as part of an update that teaches ``counts`` tokens at each depth; adds to ``sums``.
+        """Of a micro-batch, as part of an update that teaches ``counts`` tokens at each depth: a scalar of which only
+        the gradient counts. The figures are added to ``sums``.
+
         ``hidden_T1M``: the trunk's states, ``states``: the draft's, by depth."""
         head_WM = self._model.head_weight
         head_WM = head_WM.detach() if self.detached else head_WM

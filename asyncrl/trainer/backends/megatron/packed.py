@@ -155,7 +155,7 @@ class PackedSequences(PackedSeqParams):
         return gathered.index_select(0, self.across.previous)
 
     def after(self, states_T1M: Tensor) -> Tensor:
-        """[T, 1, M]: likewise the state of the place after it; nothing at a last place."""
+        """[T, 1, M]: likewise the state of the place after it; nothing that means anything at a last place."""
         if self.across is None:
             return states_T1M.roll(-1, 0)
         gathered = gather_from_sequence_parallel_region(states_T1M, group=self.group)
