@@ -67,11 +67,15 @@ class FaultyRun(Run):
         return [p for p in below if _name(p).startswith(f"ray::{ACTORS[kind]}")]
 
     def kill(self, kind: str) -> None:
-        """``kill -9`` one process of a kind, and wait until the run has noticed it."""
+        """``kill -9`` one process of a kind, and wait until the run has noticed it; of the queue, which Ray starts again
+        seconds before the run hears of it, until there is another."""
         noticed = f"supervision: {NAMES[kind]} "
-        before = self.text.count(noticed)
-        self.actor(kind).kill()
-        self.until(lambda: self.text.count(noticed) > before, f"noticed the death of the {kind}")
+        before, process = self.text.count(noticed), self.actor(kind)
+        process.kill()
+        if kind == "queue":
+            self.until(lambda: {p.pid for p in self.actors(kind)} - {process.pid}, "had another queue")
+        else:
+            self.until(lambda: self.text.count(noticed) > before, f"noticed the death of the {kind}")
 
     def column(self, metric: str) -> list[float]:
         """All values of a metric, in the order in which they were logged."""
