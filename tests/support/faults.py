@@ -67,8 +67,8 @@ class FaultyRun(Run):
         return [p for p in below if _name(p).startswith(f"ray::{ACTORS[kind]}")]
 
     def kill(self, kind: str) -> None:
-        """``kill -9`` one process of a kind, and wait until the run has noticed it; of the queue, which Ray starts again
-        seconds before the run hears of it, until there is another."""
+        """``kill -9`` one process of a kind, and wait until the run has noticed it; with the queue until there is
+        another, since Ray starts that seconds before it tells the run."""
         noticed = f"supervision: {NAMES[kind]} "
         before, process = self.text.count(noticed), self.actor(kind)
         process.kill()
