@@ -98,6 +98,8 @@ def test_a_run_that_loses_each_of_its_processes_goes_on_by_itself(start, tmp_pat
         time.sleep(moment.uniform(0, 0.5))
         run.kill(kind)
     assert run.wait() == 0, run.text
+    for kind in ACTORS:
+        assert f"supervision: {NAMES[kind]} died" in run.text
     audit(tmp_path / "run", [BATCH] * steps)
     assert restores(tmp_path / "run") >= 1  # for the rank; a replica that died alone may have had a version of its own
 

@@ -226,7 +226,7 @@ async def test_abort_ends_a_wait_for_a_stopped_reader():
         started = time.monotonic()
         await senders[0].abort("0")
         (dropped,) = await running.dropped()
-        assert time.monotonic() - started < 8
+        assert time.monotonic() - started < 3
         assert all("the session was aborted" in why for why in dropped.values())
         assert dropped.keys() == {"r0", "r1"}
         with pytest.raises(SyncError, match="went away"):
@@ -317,7 +317,7 @@ def test_what_was_begun_and_given_up_is_neither_written_nor_sent_on(members):
     assert not chain.done[2].acquire(timeout=0.3)
     began = time.monotonic()
     assert chain.groups[2].abort()
-    assert time.monotonic() - began < 5  # the time-out is 20 s
+    assert time.monotonic() - began < 1
     chain.groups[1].broadcast(middle)
     assert chain.failed[1].wait(5)
     assert last[0].eq(0).all()
