@@ -1,7 +1,7 @@
-# `make quickstart` and `make test` are all that a newcomer needs; both make the environment first.
+# Newcomers need `make quickstart` and `make test`; both create the environment first.
 PYTHON ?= python3
 VENV ?= .venv
-# processes that share the files of `make test`
+# worker processes of `make test`
 TEST_WORKERS ?= 2
 BIN = $(VENV)/bin
 export OMP_NUM_THREADS = 1
@@ -36,7 +36,7 @@ test-faults: venv $(CHECKPOINT)/model.safetensors $(DATA)/train.jsonl
 test-slow: venv $(CHECKPOINT)/model.safetensors $(DATA)/train.jsonl
 	$(BIN)/python -m pytest -q -m slow -o timeout=1500
 
-# Each backend's tests run in its own environment; runs of theirs have drivers and trainers in the default one.
+# Each backend's tests run in its own environment; drivers and torch trainers run in the default one.
 test-vllm: venv venv-vllm $(CHECKPOINT)/model.safetensors $(DATA)/train.jsonl
 	ASYNCRL_PYTHON=$(BIN)/python $(VENV)-vllm/bin/python -m pytest -q -m vllm
 
@@ -55,7 +55,7 @@ test-megatron: venv-megatron
 test-megatron-short: venv-megatron
 	$(VENV)-megatron/bin/python -m pytest -q -m "megatron and not slow"
 
-# with the newest releases, on CPython 3.12
+# newest releases, on CPython 3.12
 test-megatron-newest: venv-megatron-newest
 	$(VENV)-megatron-newest/bin/python -m pytest -q -m "megatron and not slow"
 

@@ -1,3 +1,3 @@
 """asyncrl: asynchronous, fully decoupled trainer/rollout reinforcement learning for language models."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -1,4 +1,8 @@
-"""The run on one page: config → pools → both loops → supervise → close.
+"""The run on one page: config → pools → train loop and rollout loop, side by side → shutdown.
+
+    prompts ──► rollout loop ──groups──► sample queue ──batches──► train loop ──► checkpoints
+                     ▲                                                 │
+                     └───────────── parameter sync: versions ──────────┘
 
 python -m asyncrl.fully_async_main --config configs/quickstart.yaml rollout.n=8
 """
@@ -11,23 +15,142 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from asyncrl.config.checks import local_cpus
 from asyncrl.config.load import ConfigError, load_config, to_yaml
 from asyncrl.config.schema import Config
-from asyncrl.ending import Ending, on_signals, together
+from asyncrl.run.machine import local_cpus
+from asyncrl.run.shutdown import Shutdown, on_signals, together
 
 EXIT_CONFIG = 2
 
 
+async def run(config: Config, resume: str | None = None) -> int:
+    """Run a configuration, or the rest of a run (see `RunFolder.open`); returns the exit status. Raises ConfigError
+    before any actor starts."""
+    shutdown = Shutdown()
+    with on_signals(shutdown.interrupt):
+        # heavy imports, after the handlers: a signal during them ends the run in order
+        from asyncrl.observability.sinks.open import open_hub
+        from asyncrl.observability.telemetry.log import configure_logging
+        from asyncrl.observability.telemetry.recorder import Recorder
+        from asyncrl.param_sync.coordinator import ParameterSyncCoordinator
+        from asyncrl.run.cluster import Cluster
+        from asyncrl.run.monitor import Monitor
+        from asyncrl.run.placement import joins_a_cluster
+        from asyncrl.run.preflight import preflight, with_overridden_model
+        from asyncrl.run.restartable import RestartableRanks, RestartableRollouter
+        from asyncrl.run.run_folder import RunFolder
+        from asyncrl.run.supervision import RestartPolicy, Supervisor
+        from asyncrl.trainer.loop import TrainLoop
+        from asyncrl.trainer.progress import Progress
+        from asyncrl.trainer.validation import ValidationSchedule
+
+        config = with_overridden_model(config)
+        found = preflight(config, cpus=None if joins_a_cluster(config) else local_cpus())
+        folder = await asyncio.to_thread(RunFolder.open, config, resume, found)
+        configure_logging("driver", folder.logs)
+        hub, recorder = open_hub(config, folder.path), Recorder("driver")
+        cluster = Cluster(config, found, folder)
+        monitor = Monitor(config, hub, recorder, cluster, found.tokenizer.hf.decode, cluster.end)
+        try:
+            await shutdown.unless_interrupted(cluster.open())
+
+            sync = ParameterSyncCoordinator(
+                replace(config.param_sync, pause=found.derived.pause),
+                cluster.senders,
+                {},  # replicas join as they start
+                cluster.rollouter.set_routable,
+                recorder,
+                cluster.end,
+            )
+            supervisor = Supervisor(config.supervision, RestartPolicy(config.supervision), cluster, sync, recorder)
+            ranks = RestartableRanks(cluster, supervisor)
+            rollouter = RestartableRollouter(cluster, supervisor, sync.routable)
+            validation = ValidationSchedule(
+                config, cluster.rollouter, folder.checkpoints, recorder, monitor.on_validation
+            )
+            trainer = TrainLoop(
+                config,
+                found.derived,
+                cluster.queue,
+                ranks,
+                sync,
+                rollouter,
+                validation,
+                monitor,
+                recorder,
+                folder.checkpoints,
+                folder.journal_copy,
+            )
+
+            async def start() -> None:
+                """All actors up, ranks and queue at the checkpoint; from then on groups may start."""
+                async with asyncio.TaskGroup() as starting:
+                    starting.create_task(supervisor.started())
+                    starting.create_task(rollouter.started())
+                    starting.create_task(ranks.start())
+                await trainer.begin(folder.checkpoint)
+                rollouter.start_groups()
+
+            async def train() -> Progress:
+                await shutdown.unless_interrupted(start())
+                shutdown.on_interrupt(trainer.stop)
+                return await trainer.run()
+
+            progress = await shutdown.unless_abandoned(
+                together(
+                    train(),  # lease → train → sync → save → validate; the run ends with it
+                    beside=[
+                        rollouter.run(),  # prompts → samples → rewards → queue
+                        supervisor.run(),  # restarts queue and replicas
+                        validation.run(),  # validations beside training
+                        monitor.run(),  # metrics and spans
+                    ],
+                )
+            )
+            shutdown.stopped = progress.stopped or shutdown.stopped
+        except Exception as e:
+            shutdown.failed(e)
+        with shutdown.recorded():
+            await cluster.close()
+        with shutdown.recorded():
+            hub.close(shutdown.failure, shutdown.stopped)
+        with shutdown.recorded():
+            folder.finish(shutdown, monitor.summary(), config.reporting.report)
+    return shutdown.exit_status
+
+
+def dry_run(config: Config) -> int:
+    """Print the plan of a run on the cluster that it would join, or on this machine; starts and writes nothing. Returns
+    1 if the pools do not fit. Raises ConfigError."""
+    from tempfile import TemporaryDirectory
+
+    from asyncrl.run.placement import cluster_machines, joins_a_cluster
+    from asyncrl.run.placement_plan import PlacementError, assign_machines, make_plan, this_machine, with_devices
+    from asyncrl.run.preflight import preflight, with_overridden_model
+
+    with TemporaryDirectory() as scratch:
+        config = with_overridden_model(replace(config, run_dir=scratch))
+        joins = joins_a_cluster(config)
+        found = preflight(config, cpus=None if joins else local_cpus())
+        machines = cluster_machines(config) if joins else [this_machine()]
+        config = with_devices(config, sum(machine.gpus for machine in machines))
+        try:
+            print("\n".join(make_plan(config, found, assign_machines(config, machines)).lines()))
+        except PlacementError as e:
+            print(str(e), file=sys.stderr)
+            return 1
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 trained to the end, 1 failed, 2 refused by its config, 128 + n after signal n."""
-    parser = argparse.ArgumentParser(prog="asyncrl", description="Asynchronous RL post-training of a language model.")
-    parser.add_argument("--config", help="YAML file of options, see configs/")
-    parser.add_argument(
-        "--resume", metavar="auto|CHECKPOINT", help="go on with the run in run_dir, or from a checkpoint"
+    """Returns the exit status: 0 trained to the end, 1 failed, 2 refused config, 128 + n after signal n."""
+    parser = argparse.ArgumentParser(
+        prog="asyncrl train", description="Asynchronous RL post-training of a language model."
     )
+    parser.add_argument("--config", help="YAML file of options, see configs/")
+    parser.add_argument("--resume", metavar="auto|CHECKPOINT", help="resume the run in run_dir, or from a checkpoint")
     parser.add_argument("--print-config", action="store_true", help="print the whole configuration and exit")
-    parser.add_argument("--dry-run", action="store_true", help="print where everything would go, and exit")
+    parser.add_argument("--dry-run", action="store_true", help="print the placement plan and exit")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="such as rollout.n=8")
     args = parser.parse_args(argv)
     try:
@@ -42,91 +165,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         for problem in e.problems:
             print(f"config: {problem}", file=sys.stderr)
         return EXIT_CONFIG
-
-
-def dry_run(config: Config) -> int:
-    """Print the plan of a run on the cluster that it would join, or on this machine; nothing is started or written.
-    Returns 1 if the pools do not fit there. Raises ConfigError."""
-    from tempfile import TemporaryDirectory
-
-    from asyncrl.cluster import joins_a_cluster, machines_of
-    from asyncrl.plan import PlacementError, make_plan, seats_on, this_machine, with_devices
-    from asyncrl.preflight import preflight, with_overridden_model
-
-    with TemporaryDirectory() as scratch:
-        config = with_overridden_model(replace(config, run_dir=scratch))
-        joins = joins_a_cluster(config)
-        found = preflight(config, cpus=None if joins else local_cpus())
-        machines = machines_of(config) if joins else [this_machine()]
-        config = with_devices(config, sum(machine.gpus for machine in machines))
-        try:
-            print("\n".join(make_plan(config, found, seats_on(config, machines)).lines()))
-        except PlacementError as e:
-            print(str(e), file=sys.stderr)
-            return 1
-    return 0
-
-
-async def run(config: Config, resume: str | None = None) -> int:
-    """The whole run, or what is left of one (see `RunFolder.open`); returns the exit status. Raises ConfigError before
-    any actor is started."""
-    ending = Ending()
-    with on_signals(ending.interrupt):
-        from asyncrl.cluster import Cluster, joins_a_cluster
-        from asyncrl.monitor import Monitor
-        from asyncrl.param_sync.group import ParameterSyncGroup
-        from asyncrl.preflight import preflight, with_overridden_model
-        from asyncrl.reporting.sinks import open_hub
-        from asyncrl.run_folder import RunFolder
-        from asyncrl.supervision import RestartableRanks, RestartPolicy, Supervisor
-        from asyncrl.telemetry.log import start_log
-        from asyncrl.telemetry.recorder import Recorder
-        from asyncrl.trainer.loop import TrainLoop
-
-        config = with_overridden_model(config)
-        found = preflight(config, cpus=None if joins_a_cluster(config) else local_cpus())
-        folder = await asyncio.to_thread(RunFolder.open, config, resume, found)
-        start_log("driver", folder.logs)
-        hub = open_hub(config, folder.path)
-        recorder, cluster = Recorder("driver"), Cluster(config, found, folder)
-        monitor = Monitor(config, hub, recorder, cluster, found.tokenizer.hf.decode)
-        try:
-            await ending.unless_interrupted(cluster.start())
-            sync = ParameterSyncGroup(
-                replace(config.param_sync, pause=found.derived.pause),
-                cluster.senders,
-                cluster.receivers,
-                cluster.rollouter.set_routable,
-                recorder,
-                cluster.end,
-            )
-            supervisor = Supervisor(config.supervision, RestartPolicy(config.supervision), cluster, sync, recorder)
-            ranks = RestartableRanks(cluster, supervisor)
-            trainer = TrainLoop(
-                config,
-                found.derived,
-                cluster.queue,
-                ranks,
-                sync,
-                monitor,
-                recorder,
-                folder.checkpoints,
-                folder.journal_copy,
-            )
-            ending.on_interrupt(trainer.stop)
-            await trainer.begin(folder.checkpoint)
-            training = together(trainer.run(), beside=[supervisor.run(), monitor.run()])
-            progress = await ending.unless_abandoned(training)
-            ending.stopped = progress.stopped or ending.stopped
-        except Exception as e:
-            ending.failed(e)
-        with ending.recorded():
-            await cluster.close()
-        with ending.recorded():
-            hub.close(ending.failure, ending.stopped)
-        with ending.recorded():
-            folder.finish(ending, monitor.summary(), config.reporting.report)
-    return ending.exit_status
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """How long training waits for a checkpoint: `python -m benchmarks.checkpoint`. Ends with one line of JSON.
 
-One rank with one thread, a random model of 19 million float32 parameters and its Adam moments. In turn, medians:
+One rank with one thread, a random model of 19 million float32 parameters and its Adam moments. Alternating, medians:
 
-- ``stage_s``: what a step waits for an asynchronous checkpoint, the copy of the state into host memory.
-- ``sync_s``: what it waits for a synchronous one, the same copy, written, flushed to disk, with checksums and renamed.
-- ``wait_share``: the first over the second, median of the rounds' ratios.
-- ``step_s``, ``step_beside_s``: a training step alone, and one while a checkpoint is written in another thread;
-  ``save_beside_s``: how long that takes, all but the copy. On a machine with other work these tell little.
+- ``stage_s``: wait for an asynchronous checkpoint, the copy of the state into host memory.
+- ``sync_s``: wait for a synchronous one: the same copy, written, flushed to disk, with checksums, and renamed.
+- ``wait_share``: the first divided by the second, median of the rounds' ratios.
+- ``step_s``, ``step_beside_s``: a training step alone, and one while another thread writes a checkpoint;
+  ``save_beside_s``: duration of that write without the copy. They mean little on a machine with other work.
 
-The disk matters: ``--folder`` says where checkpoints are written (and deleted again).
+Results depend on the disk: ``--folder`` says where checkpoints are written (and deleted again).
 
     OMP_NUM_THREADS=1 python -m benchmarks.checkpoint [--rounds 5] [--folder runs]
 """
@@ -31,10 +31,12 @@ from asyncrl.config.schema import CheckpointConfig, Config
 from asyncrl.models.checkpoint import save_checkpoint
 from asyncrl.models.config import DecoderConfig
 from asyncrl.models.decoder import Decoder
-from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
-from asyncrl.telemetry.recorder import Recorder
-from asyncrl.trainer.checkpoints import CheckpointStore, Cut
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.trainer.checkpoints import CheckpointMetadata, CheckpointStore
 from asyncrl.trainer.rank import TrainerRank
+from asyncrl.types.groups import Group
+from asyncrl.types.samples import FinishReason, Sample
+from asyncrl.types.versions import PolicyVersion, VersionSpan
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -99,7 +101,7 @@ def measure(folder: Path, rounds: int) -> dict[str, float]:
     def write() -> None:
         partial = store.begin(step)
         rank.write(partial / "state")
-        store.complete(partial, Cut(step, PolicyVersion(0, step), step, step, {}))
+        store.complete(partial, CheckpointMetadata(step, PolicyVersion(0, step), step, step))
 
     def save() -> None:
         rank.stage()

@@ -1,4 +1,4 @@
-"""CPU seconds of everything that this process has started, and of the threads of one process among them."""
+"""CPU seconds of all descendant processes, and of the threads of one of them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ LOOK_EVERY_S = 0.25
 
 
 class CpuSeconds:
-    """Looks at all processes below this one, four times a second, while its context is open::
+    """Samples all descendants of this process four times a second while its context is open::
 
         with CpuSeconds("ray::SampleQueueActor", since=run_dir / "ledger.sqlite") as cpu:
             subprocess.run(...)
         share = cpu.threads_s(2) / cpu.all_s
 
-    What a process takes between the last look and its end is missing, so that such shares come out a little too large.
-    The process is the one whose name starts with ``name``; its threads count from the moment when the file ``since``
-    is there. Seconds of it are NaN if it was never seen.
-    """
+    CPU time between the last sample and a process's end is missed, so shares come out slightly too large. The one
+    process is the one whose name starts with ``name``; its threads count from the moment when the file ``since``
+    exists. Its seconds are NaN if it was never seen."""
 
     def __init__(self, name: str, since: Path) -> None:
         self._name, self._since = name, since
@@ -47,11 +46,11 @@ class CpuSeconds:
 
     @property
     def process_s(self) -> float:
-        """Of the one process, from its start."""
+        """CPU seconds of the one process, from its start."""
         return self._seconds[self._process] if self._process else math.nan
 
     def threads_s(self, count: int) -> float:
-        """Of its ``count`` busiest threads."""
+        """CPU seconds of its ``count`` busiest threads."""
         before = self._threads_before
         if before is None:
             return math.nan

@@ -22,11 +22,11 @@ import torch
 
 from asyncrl.config.schema import Config, EngineConfig, ModelConfig, RolloutConfig
 from asyncrl.models.config import DecoderConfig
-from asyncrl.rollouter.engine import Engine
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.rollouter.engines.base import Engine
 from asyncrl.rollouter.engines.native.engine import NativeEngine
 from asyncrl.rollouter.engines.vllm.engine import VLLMEngine
-from asyncrl.sample import PolicyVersion
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.types.versions import PolicyVersion
 from benchmarks.native_engine import (
     CONCURRENT,
     CONTEXT_TOKENS,

@@ -1,4 +1,4 @@
-"""Driving the native engine's stepper without asyncio: what several benchmarks share."""
+"""Drives the native engine's stepper without asyncio, for several benchmarks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 from asyncrl.models.config import DecoderConfig
-from asyncrl.rollouter.engine import Request
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.rollouter.engines.base import Request
 from asyncrl.rollouter.engines.native.core import Core
 from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.rollouter.engines.native.speculation import Speculation
-from asyncrl.sample import PolicyVersion
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.types.versions import PolicyVersion
 
 SLOTS, CONTEXT_TOKENS = 32, 256
 

@@ -1,27 +1,28 @@
-"""Everything that needs a GPU, in one command of less than nine minutes: `python -m benchmarks.gpu`. Ends with one line
-of JSON and writes ``benchmarks/results/<gpu>-<date>.json``.
+"""All GPU measurements in one command of under nine minutes: `python -m benchmarks.gpu`. Ends with one line of JSON and
+writes ``benchmarks/results/<gpu>-<date>.json``.
 
-For a machine with one GPU that is there for a short while. Neither Ray nor a network is needed, and asyncrl need not be
-installed: start it in the repository. It imports torch, transformers, and what these bring (numpy, safetensors,
-tokenizers, pyyaml, jinja2); of what they do not bring, xxhash, and for the tests pytest, pytest-timeout and
-pytest-asyncio: wheels to take along where they are missing. (omegaconf, wandb, plotly, pyarrow and ray are not
-imported.) Each part runs in a process of its own with a limit of its own, and the results file is written after each:
-one that fails, or the end of the machine's time, does not lose the others.
+For a machine with one GPU that is available for a short while. It needs neither Ray nor a network, and asyncrl need
+not be installed: run it in the repository. It imports torch, transformers and their dependencies (numpy, safetensors,
+tokenizers, pyyaml, jinja2, packaging), also pydantic and xxhash, and for the tests pytest, pytest-timeout and
+pytest-asyncio; bring wheels of those that are missing. (omegaconf, wandb, plotly, pyarrow and ray are not imported.)
+Each part runs in its own process with its own time limit, and the results file is written after each part, so a
+failing part or the end of the machine's time does not lose the others.
 
-- *tests*, *ipc_tests*: ``pytest -m gpu`` of the files without Ray.
-- *model*: a random checkpoint, Qwen2 0.5B with one MTP layer, bfloat16; the following parts use it.
+- *tests*, *ipc_tests*: ``pytest -m gpu`` of the files that need no Ray.
+- *model*: a random checkpoint, Qwen2 0.5B with one MTP layer, bfloat16, which the following parts use.
 - *engine*: `benchmarks.native_engine` on it: ``speedup_equal``, ``speedup_mixed`` over transformers' ``generate``.
-- *step*: one decode step at 1, 8 and 32 sequences: milliseconds, how many of them the GPU computes, its kernels, and
-  ``of_bandwidth``: the time of reading the weights once, at the speed of a copy in the same run, over the step's.
+- *step*: one decode step at 1, 8 and 32 sequences: milliseconds, GPU time among them, number of kernels, and
+  ``of_bandwidth``: the time to read the weights once, at the speed of a copy in the same run, divided by the step's
+  time.
 - *speculation*: tokens per second with 1, 2 and 3 drafted tokens over none, at 1, 8 and 32 sequences. The weights are
-  random and sampled at temperature 1, so target and draft are both near the uniform distribution and agree by that:
-  ``length``, tokens per verification, is what the speedup must be judged by.
+  random and sampled at temperature 1, so target and draft are both near uniform and agree for that reason; judge the
+  speedup by ``length``, the tokens per verification.
 - *trainer*: bfloat16 train steps with the draft: tokens per second, seconds of an export, peak memory.
-- *cuda_ipc*: ``cuda_ipc_fraction``, two serial device-to-device copies of a set of tensors over a transfer of them to
-  another process on the same GPU, into live parameters, with digests; ``…_undigested``: the transport alone, as digests
-  are computed on the host.
+- *cuda_ipc*: ``cuda_ipc_fraction``: two serial device-to-device copies of a set of tensors, divided by a transfer of
+  them to another process on the same GPU, into live parameters, with digests; ``…_undigested``: the transport alone,
+  because digests are computed on the host.
 
-``--device cpu --tiny`` runs the same code without a GPU, to prove it; what it measures then means nothing.
+``--device cpu --tiny`` runs the same code without a GPU to test it; the figures then mean nothing.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ TINY: dict[str, Any] = QWEN2_05B | {
 
 
 class Run(NamedTuple):
-    """What a part is told."""
+    """Options of a part."""
 
     device: str
     tiny: bool
@@ -89,7 +90,7 @@ class Run(NamedTuple):
             torch.cuda.synchronize()
 
     def median_s(self, work: Callable[[], object], rounds: int = 5) -> float:
-        """Of ``rounds``, after one to warm up."""
+        """Median seconds over ``rounds``, after one warm-up."""
         times = []
         for _ in range(rounds + 1):
             self.synchronize()
@@ -112,7 +113,7 @@ def ipc_tests(run: Run) -> dict[str, Any]:
 
 
 def _pytest(run: Run, *files: str) -> dict[str, Any]:
-    """How many passed, and the names of the others."""
+    """Number of tests passed, and the names of the others."""
     report = run.model / f"{Path(files[0]).stem}.xml"
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rfEs", f"--junitxml={report}", *files]
     subprocess.run(command, cwd=ROOT, env=os.environ | {"ASYNCRL_TEST_DEVICE": run.device}, check=False)
@@ -139,7 +140,7 @@ def engine(run: Run) -> dict[str, Any]:
 
 def step(run: Run) -> dict[str, Any]:
     from asyncrl.models.checkpoint import is_draft
-    from asyncrl.telemetry.recorder import Recorder
+    from asyncrl.observability.telemetry.recorder import Recorder
     from benchmarks.generation import load_model, make_core
 
     found = load_model(run.model, dtype="auto", device=run.device)
@@ -171,7 +172,7 @@ def _steps(core: Core, count: int) -> None:
 
 
 def _profiled(work: Callable[[], object], device: str) -> tuple[float, int]:
-    """Seconds that the device's kernels took, and how many there were (of the CPU's operations: nothing)."""
+    """Seconds of the device's kernels, and their number (CPU operations do not count)."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -183,8 +184,8 @@ def _profiled(work: Callable[[], object], device: str) -> tuple[float, int]:
 
 
 def speculation(run: Run) -> dict[str, Any]:
+    from asyncrl.observability.telemetry.recorder import Recorder
     from asyncrl.rollouter.spec_metrics import spec_metrics
-    from asyncrl.telemetry.recorder import Recorder
     from benchmarks.generation import generate, load_model, make_core
 
     found, recorder = load_model(run.model, dtype="auto", device=run.device), Recorder("engine")
@@ -214,7 +215,7 @@ def speculation(run: Run) -> dict[str, Any]:
 
 def trainer(run: Run) -> dict[str, Any]:
     from asyncrl.config.schema import Config
-    from asyncrl.telemetry.recorder import Recorder
+    from asyncrl.observability.telemetry.recorder import Recorder
     from asyncrl.trainer.rank import TrainerRank
 
     config = Config()
@@ -287,15 +288,17 @@ PARTS: dict[str, tuple[Callable[[Run], dict[str, Any]], float]] = {
 
 
 def _requests(vocabulary: int, count: int, new: int, seed: int = 0) -> list[Any]:
-    from asyncrl.rollouter.engine import Request, SamplingParams
+    from asyncrl.rollouter.engines.base import Request, SamplingParams
 
     prompts = np.random.default_rng(seed).integers(0, vocabulary, (count, 32)).astype(np.int32)
     return [Request(f"{i}", f"{i}", prompts[i], 0, i, 0, new, SamplingParams()) for i in range(count)]
 
 
 def _group(number: int, samples: int, length: int, vocabulary: int) -> bytes:
-    """Random tokens with the logprobs that near-uniform weights would have given them."""
-    from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
+    """Random tokens with the logprobs that near-uniform weights would give them."""
+    from asyncrl.types.groups import Group
+    from asyncrl.types.samples import FinishReason, Sample
+    from asyncrl.types.versions import PolicyVersion, VersionSpan
 
     rng = np.random.default_rng(number)
     made = [
@@ -317,7 +320,7 @@ def _group(number: int, samples: int, length: int, vocabulary: int) -> bytes:
 
 
 def run_part(name: str, run: Run, limit_s: float) -> dict[str, Any]:
-    """What the part's last line says, or why there is none."""
+    """The part's last output line, or why there is none."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--device", run.device]
     command += ["--model", str(run.model), *(["--tiny"] if run.tiny else [])]
     log = run.model / f"{name}.log"
@@ -344,13 +347,13 @@ def run_part(name: str, run: Run, limit_s: float) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, str]:
-    """One thread, and gloo on this machine alone, where a host's name need not be known."""
+    """One thread, and gloo on loopback, where the host's name need not resolve."""
     fixed = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     return fixed | os.environ
 
 
 def headline(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The figures that are compared from run to run; what was not measured is null."""
+    """Figures to compare between runs; null where not measured."""
     found = lambda *keys: _at(parts, keys)
     return {
         "tests_passed": found("tests", "passed"),

@@ -1,9 +1,10 @@
-"""What unloading the KV cache frees while weights arrive: `python -m benchmarks.kv_unload`. Ends with one line of JSON.
+"""Memory freed by unloading the KV cache while weights arrive: `python -m benchmarks.kv_unload`. Ends with one line of
+JSON.
 
-A native engine in a process of its own has filled its KV cache, and syncs with a sender in another process over shared
-memory, with its KV recomputed afterwards (the memory stays) and unloaded (the memory goes before the first bucket and
-comes back after the last). ``peak_mib`` is the most resident memory of the replica's process while weights arrive, as
-the kernel counts it; ``saved_of_kv`` the difference of both peaks over the size of the cache.
+A native engine with a full KV cache, in its own process, syncs with a sender in another process over shared memory:
+with KV recomputed afterwards (the memory stays), and unloaded (freed before the first bucket, allocated again after
+the last). ``peak_mib``: the kernel's peak resident memory of the replica's process while weights arrive;
+``saved_of_kv``: the difference of both peaks divided by the size of the cache.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from asyncrl.config.schema import DeadlinesConfig, EngineConfig, ParamSyncConfig
 from asyncrl.models.checkpoint import read_tensors, save_checkpoint
 from asyncrl.models.config import DecoderConfig
 from asyncrl.models.decoder import Decoder
-from asyncrl.param_sync.endpoint import ReplicaEndpoint
 from asyncrl.param_sync.fleet import Fleet
+from asyncrl.param_sync.replica_session import EngineSession
 from asyncrl.param_sync.session import SyncReport, SyncSession
-from asyncrl.rollouter.engine import Request, SamplingParams
+from asyncrl.rollouter.engines.base import Request, SamplingParams
 from asyncrl.rollouter.engines.native.engine import NativeEngine
-from asyncrl.sample import PolicyVersion
+from asyncrl.types.versions import PolicyVersion
 from benchmarks.param_sync import Rank
 from benchmarks.remote import Remote
 
@@ -49,17 +50,19 @@ MODEL = {
 
 
 class Replica:
-    """An endpoint that watches its process's memory during a session and can fill its KV cache."""
+    """Session that measures its process's memory and can fill its KV cache."""
 
     def __init__(self, folder: str) -> None:
         self._engine = NativeEngine(folder, EngineConfig(slots=SLOTS, max_context_tokens=CONTEXT_TOKENS))
-        self._endpoint = ReplicaEndpoint("replica/0", self._engine, self._engine.intake("replica/0", "shared_memory"))
+        self._session = EngineSession(
+            "replica/0", self._engine, self._engine.weight_receiver("replica/0", "shared_memory")
+        )
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        return getattr(self._endpoint, method)
+        return getattr(self._session, method)
 
     async def fill(self) -> int:
-        """Generate until every slot holds a whole context; returns the cache's bytes."""
+        """Generate until every slot holds a whole context; returns the cache's size in bytes."""
         prompts = np.random.default_rng(0).integers(0, MODEL["vocab_size"], (SLOTS, CONTEXT_TOKENS - 2))
         requests = [
             Request(f"{i}", f"{i}", prompts[i].astype(np.int32), 0, i, 0, 1, SamplingParams()) for i in range(SLOTS)
@@ -68,10 +71,10 @@ class Replica:
         unfinished = SLOTS
         while unfinished:
             unfinished -= sum(finish is not None for finish in (await self._engine.events()).finish)
-        return (await self._engine.stats()).kv_bytes
+        return self._engine._core.kv.nbytes
 
     async def unload(self, *args: Any) -> int:
-        freed = await self._endpoint.unload(*args)
+        freed = await self._session.unload(*args)
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
         return freed
 
@@ -79,15 +82,15 @@ class Replica:
         found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
         assert found is not None
         self._peak_bytes = int(found[1]) * 1024
-        await self._endpoint.reload(*args)
+        await self._session.reload(*args)
 
     async def peak_bytes(self) -> int:
-        """The most resident memory from the unloading, or where it would have been, until the last weight was in."""
+        """Peak resident memory from the unloading (or where it would be) until the last weight arrived."""
         return self._peak_bytes
 
 
 async def measure(folder: str, rounds: int) -> tuple[int, dict[str, list[tuple[int, SyncReport]]]]:
-    """The cache's bytes, and of each session the peak and the report, by what was done with the KV cache."""
+    """Cache size in bytes, and per KV mode the peaks and reports of its sessions."""
     rank, engine, fleet = (
         Remote(Rank, functools.partial(read_tensors, folder), 4 * MIB),
         Remote(Replica, folder),

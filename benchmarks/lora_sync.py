@@ -1,8 +1,8 @@
-"""What a sync of adapters costs beside one of whole weights: `python -m benchmarks.lora_sync`. Ends with JSON.
+"""Cost of syncing adapters compared with whole weights: `python -m benchmarks.lora_sync`. Ends with one line of JSON.
 
-A torch trainer and a native engine, in processes of their own with one thread each, sync over shared memory: without
-LoRA, with LoRA merged by the trainer, and with its adapters alone, which the engine merges. Digests and checksums are
-on, nothing is generated; medians over syncs after the first, which sends the base in each case.
+A torch trainer and a native engine, in separate processes with one thread each, sync over shared memory: without LoRA,
+with LoRA merged by the trainer, and with adapters alone, which the engine merges. Digests and checksums are on;
+nothing is generated. Medians over syncs after the first, which sends the base in each case.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from asyncrl.config.schema import Config
 from asyncrl.models.checkpoint import save_checkpoint
 from asyncrl.models.config import DecoderConfig
 from asyncrl.models.decoder import Decoder
-from asyncrl.param_sync.endpoint import ReplicaEndpoint
+from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.fleet import Fleet
 from asyncrl.param_sync.manifest import Manifest
+from asyncrl.param_sync.replica_session import EngineSession
 from asyncrl.param_sync.sender import Sender, SendPlan, SendReport
 from asyncrl.param_sync.session import SyncReport, SyncSession
 from asyncrl.param_sync.transports.choose import make_writer
 from asyncrl.rollouter.engines.native.engine import NativeEngine
-from asyncrl.sample import PolicyVersion
-from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.rank import TrainerRank
+from asyncrl.types.versions import PolicyVersion
 from benchmarks.remote import Remote
 
 MIB = 1024 * 1024
@@ -43,10 +43,10 @@ class Replica:
     def __init__(self, config: Config) -> None:
         lora = config.model.lora if sends_adapters(config) else None
         engine = NativeEngine(config.model.path, config.rollout.engine, lora=lora)
-        self._endpoint = ReplicaEndpoint("replica/0", engine, engine.intake("replica/0", "shared_memory"))
+        self._session = EngineSession("replica/0", engine, engine.weight_receiver("replica/0", "shared_memory"))
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        return getattr(self._endpoint, method)
+        return getattr(self._session, method)
 
 
 class Rank:

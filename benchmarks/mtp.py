@@ -1,21 +1,20 @@
-"""What a draft that is trained and reloaded with the policy is worth: `python -m benchmarks.mtp`. Ends with one line of
+"""What a draft that is trained and synced with the policy is worth: `python -m benchmarks.mtp`. Ends with one line of
 JSON.
 
-Everything runs in one process with one thread, engine and trainer in turns, so that what is timed is not disturbed. The
-guard that stops speculation where it does not pay is off.
+Everything runs in one process with one thread, engine and trainer alternating, so that nothing disturbs the timings.
+The guard that stops unprofitable speculation is off.
 
-1. *Learning*: the quickstart's task and schedule, from a shorter warm start and at a somewhat larger learning rate, so
-   that the policy moves far and no draft can be right by habit. Three arms: the draft is trained and reloaded at each
-   sync (``trained``), reloaded and not trained (``frozen``), or trained and never reloaded (``stale``). Figures of an
-   arm are those of its last third.
-   ``acceptance_gain``: trained over stale. ``throughput_gain``: generated tokens per second, trained over stale.
-   ``throughput_of_predicted``: that, over what the tokens per verification of both predict at equal cost of a step.
-   ``acceptance_of_refit``: the trained arm's final draft over the same fitted further, with the same loss, on samples
-   of the final policy alone, until that brings next to nothing more; both on the same prompts.
-   ``train_step_with_over_without``: of the trained arm, which goes over each batch twice (``mtp.passes``), to the
-   frozen one.
-2. *Speed*: speculation against none with the same weights, a trunk of 8 layers and a draft trained with it, at 1, 8 and
-   32 sequences; ``speedup_b*`` is that of the best number of drafted tokens, which the table names.
+1. *Learning*: the quickstart's task and schedule, from a shorter warm start and with a larger learning rate, so that
+   the policy moves far and no draft is right out of habit. Three arms: the draft is trained and reloaded at each sync
+   (``trained``), reloaded but not trained (``frozen``), or trained but never reloaded (``stale``). An arm's figures
+   are those of its last third. ``acceptance_gain``: trained over stale. ``throughput_gain``: generated tokens per
+   second, trained over stale. ``throughput_of_predicted``: that gain divided by the one that both arms' tokens per
+   verification predict at equal step cost. ``acceptance_of_refit``: the trained arm's final draft, over the same draft
+   fitted further with the same loss on samples of the final policy alone until it hardly improves; both on the same
+   prompts. ``train_step_with_over_without``: step time of the trained arm, which passes over each batch twice
+   (``mtp.passes``), over the frozen arm's.
+2. *Speed*: speculation against none with the same weights, a trunk of 8 layers and a draft trained with it, at 1, 8
+   and 32 sequences; ``speedup_b*`` is that of the best number of drafted tokens, which the table names.
 """
 
 from __future__ import annotations
@@ -45,14 +44,17 @@ from asyncrl.models.checkpoint import is_draft, load_decoder
 from asyncrl.models.decoder import Decoder, DraftTargets
 from asyncrl.models.layout import PackedLayout
 from asyncrl.models.make_checkpoint import make_checkpoint
-from asyncrl.rollouter.engine import Request, SamplingParams
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.rollouter.engines.base import Request, SamplingParams
 from asyncrl.rollouter.rewards.arithmetic import score
-from asyncrl.rollouter.samples import random_key
+from asyncrl.rollouter.sampling import random_key
 from asyncrl.rollouter.spec_metrics import spec_metrics
 from asyncrl.rollouter.tokenizer import PromptTokenizer
-from asyncrl.sample import FinishReason, Group, PolicyVersion, Prompt, Sample, VersionSpan
-from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.rank import TrainerRank
+from asyncrl.types.groups import Group
+from asyncrl.types.prompts import Prompt
+from asyncrl.types.samples import FinishReason, Sample
+from asyncrl.types.versions import PolicyVersion, VersionSpan
 from benchmarks.generation import generate, load_model, make_core
 from benchmarks.quickstart import ROOT, ensure_inputs
 
@@ -62,7 +64,7 @@ REFIT_STEPS, REFIT_BATCH, REFIT_PROMPTS, REFIT_RATE = 1600, 16, 800, 1e-3
 
 
 class Task:
-    """Prompts as the quickstart has them, and the groups of samples that were drawn for them."""
+    """Prompts of the quickstart, and the groups of samples drawn for them."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -84,7 +86,7 @@ class Task:
     def groups(
         self, prompts: Sequence[Prompt], requests: Sequence[Request], told: dict[str, Any], version: PolicyVersion
     ) -> tuple[list[bytes], float]:
-        """The groups to train on, and the share of right answers."""
+        """Groups to train on, and the share of right answers."""
         samples, tokens_of = {p.uid: [] for p in prompts}, {p.uid: np.empty(0, np.int32) for p in prompts}
         by_uid = {p.uid: p for p in prompts}
         for request in requests:
@@ -113,7 +115,7 @@ class Task:
 
 @dataclass
 class Arm:
-    """By step. ``accepted``: share of the drafted tokens; ``length``: tokens per verification."""
+    """Figures by step. ``accepted``: share of the drafted tokens; ``length``: tokens per verification."""
 
     accepted: list[float] = field(default_factory=list)
     length: list[float] = field(default_factory=list)
@@ -122,13 +124,13 @@ class Arm:
     reward: list[float] = field(default_factory=list)
 
     def last(self, name: str) -> float:
-        """The median of the last third."""
+        """Median of the last third."""
         values = getattr(self, name)
         return statistics.median(values[-max(len(values) // 3, 1) :])
 
 
 def learn(config: Config, train_draft: bool, reload: bool, k: int, folder: Path) -> Arm:
-    """Train for ``total_steps``; the final policy and its draft are written to ``folder``."""
+    """Train for ``total_steps``; writes the final policy and its draft to ``folder``."""
     config.mtp.enable_train, config.mtp.num_speculative_tokens = train_draft, k
     recorder, task, arm = Recorder("engine"), Task(config), Arm()
     core = make_core(load_model(config.model.path), k, recorder)
@@ -159,7 +161,7 @@ def learn(config: Config, train_draft: bool, reload: bool, k: int, folder: Path)
 
 
 class Studied(NamedTuple):
-    """A sample of T tokens with the trunk's hidden states [T, M], and the places that its response is drafted from."""
+    """Sample of T tokens, the trunk's hidden states [T, M], and the positions that its response is drafted from."""
 
     tokens: torch.Tensor
     hidden: torch.Tensor
@@ -174,8 +176,9 @@ def studied(decoder: Decoder, prompt: list[int], response: list[int]) -> Studied
 
 
 def refit(config: Config, final: Path, steps: int) -> tuple[float, float]:
-    """Acceptance of the final draft, and of one fitted to the final policy on samples of that policy alone, starting
-    from the final draft, with the loss that it was trained with and a learning rate that falls to nothing. Same
+    """Acceptance of the final draft, and of one fitted to the final policy on samples of that policy alone.
+
+    The fit starts from the final draft, with the loss it was trained with and a learning rate that decays to zero. Same
     prompts, same random numbers."""
     recorder, model = Recorder("engine"), load_model(final)
     core, task = make_core(model, config.mtp.num_speculative_tokens, recorder), Task(config)

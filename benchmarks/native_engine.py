@@ -29,9 +29,9 @@ from asyncrl.config.schema import EngineConfig
 from asyncrl.models.checkpoint import is_draft, read_tensors, save_checkpoint
 from asyncrl.models.config import DecoderConfig
 from asyncrl.models.decoder import Decoder
-from asyncrl.rollouter.engine import Engine, Request, SamplingParams
+from asyncrl.rollouter.engines.base import Engine, Request, SamplingParams
 from asyncrl.rollouter.engines.native.engine import NativeEngine
-from asyncrl.sample import PolicyVersion
+from asyncrl.types.versions import PolicyVersion
 
 CONCURRENT, PROMPT_TOKENS, CONTEXT_TOKENS = 32, 32, 512
 EQUAL = [128] * CONCURRENT

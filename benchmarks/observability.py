@@ -1,17 +1,17 @@
-"""What does watching a run cost it: spans, counters, metrics, trace, trajectories, and wandb offline?
+"""CPU cost of observability: spans, counters, metrics, trace, trajectories, and wandb offline.
 
     python -m benchmarks.observability [--steps 48] [key.path=value ...]
 
 Runs configs/quickstart.yaml as a user would and counts CPU seconds:
 
-- ``recorders``: inside every call of a `Recorder` in any process, by that thread's clock (see `benchmarks.observed`;
-  reading the clock is in it, so that this comes out too large);
-- ``driver``: in the driver, inside the rounds in which it fetches what actors recorded, and inside every sink's call;
-- ``wandb``: the whole of wandb's service process, and its threads in the driver;
-- ``answers``: those of the actors when they are asked: rounds × actors × what one such call costs an actor here.
+- ``recorders``: in `Recorder` calls of all processes, by the thread's clock (see `benchmarks.observed`; an upper bound,
+  since it includes the time to read the clock);
+- ``driver``: in the driver's drain rounds and sink calls;
+- ``wandb``: in wandb's service process, and in its threads in the driver;
+- ``answers``: in the actors' answers to drain calls: rounds × actors × the cost of one answer, measured here.
 
-``cpu_share``: the sum of these by the CPU seconds of all processes of the run, Ray's own included. The report, made
-after the run, is told beside.
+``cpu_share``: their sum, divided by the CPU seconds of all processes of the run, including Ray's. The report, written
+after the run, is listed separately.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.observability.telemetry.recorder import Recorder
 from benchmarks.cpu_seconds import CpuSeconds
 from benchmarks.observed import FOLDER
 from benchmarks.quickstart import ROOT, ensure_inputs, run
@@ -34,9 +34,11 @@ CALLS = 300
 
 
 def answer_s() -> float:
-    """CPU seconds that one fetched batch costs the actor that answers, Ray's part included."""
+    """CPU seconds that one drain call costs an actor, including Ray's part."""
     import psutil
     import ray
+
+    from asyncrl.processes.actor_client import start_ray
 
     @ray.remote(num_cpus=0)
     class Actor:
@@ -49,7 +51,7 @@ def answer_s() -> float:
         async def pid(self) -> int:
             return os.getpid()
 
-    ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="ERROR")  # type: ignore[arg-type]
+    start_ray(num_cpus=1, logging_level="ERROR")
     try:
         actor = Actor.remote()  # type: ignore[attr-defined]
         process = psutil.Process(ray.get(actor.pid.remote()))
@@ -70,15 +72,15 @@ def main() -> None:
     ensure_inputs(checkpoint, data)
     per_answer_s = answer_s()
     with tempfile.TemporaryDirectory(prefix="asyncrl-") as name:
-        folder, told = Path(name), Path(name) / "observed"
-        told.mkdir()
+        folder, observed = Path(name), Path(name) / "observed"
+        observed.mkdir()
         before = os.environ.get("PYTHONPATH", "")
-        os.environ |= {"PYTHONPATH": f"{ROOT / 'benchmarks/observed'}{os.pathsep}{before}", FOLDER: str(told)}
+        os.environ |= {"PYTHONPATH": f"{ROOT / 'benchmarks/observed'}{os.pathsep}{before}", FOLDER: str(observed)}
         options = [f"trainer.total_steps={args.steps}", "reporting.wandb.mode=offline", *args.overrides]
         with CpuSeconds(WANDB_PROCESS, since=folder / "seed-0") as cpu:
             run(0, checkpoint, data, folder, options)
         seconds: Counter[str] = Counter()
-        for file in told.iterdir():
+        for file in observed.iterdir():
             seconds.update(json.loads(file.read_text()))
     rows = {
         "recorders, in all processes": seconds["recorder"],
@@ -89,7 +91,7 @@ def main() -> None:
     print(f"a quickstart of {args.steps} steps, CPU seconds of all processes: {cpu.all_s:.1f}")
     for name, value in rows.items():
         print(f"{name:34}{value:8.2f}{value / cpu.all_s:9.2%}")
-    print(f"{'beside: the report, once':34}{seconds['report']:8.2f}{seconds['report'] / cpu.all_s:9.2%}")
+    print(f"{'not included: the report, once':34}{seconds['report']:8.2f}{seconds['report'] / cpu.all_s:9.2%}")
     print(json.dumps({"cpu_share": sum(rows.values()) / cpu.all_s, "all_cpu_s": cpu.all_s, **dict(seconds)}))
 
 

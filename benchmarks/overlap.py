@@ -1,22 +1,22 @@
-"""How near is the asynchronous quickstart to pools that never wait, and how far ahead of one piece after the other?
+"""How close is the asynchronous quickstart to pools that never wait, and how much faster than taking turns?
 
     python -m benchmarks.overlap [--steps 14] [--rounds 3] [key.path=value ...]
 
-Runs configs/quickstart.yaml with a learning rate of almost nothing, so that all runs have the same work, in rounds, as
-machines are faster and slower over the minutes, each as
+Runs configs/quickstart.yaml with a learning rate near zero, so that all runs have the same work. Each round (the
+machine's speed varies over minutes) has these runs:
 
-- alone: one long step; first the rollouter generates its groups, then the trainer takes them, in as many optimizer
-  steps as the steps of the others. What a step takes each pool alone, T_train and T_rollout, comes of it; the forward
-  pass for proximal logprobs, which only a step of several optimizer steps needs, is taken off.
-- async: as the quickstart is, one thread for each pool.
-- sync: staleness_threshold 0, so that each step first generates and then trains, with one thread each; and, in the
-  first round, once more with two threads each, as each has the machine to itself.
+- alone: one long step. The rollouter generates its groups first, then the trainer trains on them, in as many optimizer
+  steps as the other runs have steps. It gives each pool's time per step alone, T_train and T_rollout, without the
+  forward pass for proximal logprobs, which only a step of several optimizer steps needs.
+- async: the quickstart as it is, one thread for each pool.
+- sync: staleness_threshold 0, so that each step generates and then trains, with one thread each; in the first round
+  once more with two threads each, because each pool has the machine to itself.
 
-``fraction_of_ideal``: max(T_train, T_rollout) by the seconds of an asynchronous step. ``async_over_sync`` and
-``async_over_sync_two_threads``: seconds of a synchronous step by those of an asynchronous one. Each is of one round,
-and the median is told. Steps are counted from the `SKIPPED`-th on, and to where the rollouter still starts groups, each
-step from one report to the next. No group is dropped in any run; where the asynchronous one generated less than it
-trained, what it generated counts.
+``fraction_of_ideal``: max(T_train, T_rollout) divided by the seconds of an asynchronous step. ``async_over_sync``,
+``async_over_sync_two_threads``: seconds of a synchronous step divided by those of an asynchronous one. Each ratio
+belongs to one round; the result is their median. Steps count from number `SKIPPED` to the last for which the rollouter
+still starts groups, each from one report to the next. No run drops a group; where the asynchronous run generated less
+than it trained, the generated groups count.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from asyncrl.reporting.jsonl import METRICS_FILE, read_lines
-from asyncrl.reporting.timeline import read_spans
+from asyncrl.observability.sinks.jsonl import METRICS_FILE, read_jsonl
+from asyncrl.observability.sinks.timeline import read_spans
 from benchmarks.quickstart import ROOT, ensure_inputs, run
 
 SKIPPED = 3
@@ -46,11 +46,11 @@ TWO_THREADS = ["trainer.threads=2", "rollout.engine.threads=2"]
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
-    return [row for row in read_lines(folder / METRICS_FILE) if "actor/loss" in row]
+    return [row for row in read_jsonl(folder / METRICS_FILE) if "actor/loss" in row]
 
 
 def alone_s(folder: Path, steps: int) -> tuple[float, float]:
-    """Seconds of a step that trainer and rollouter take, from the spans of the run in which each works alone."""
+    """Seconds per step of trainer and rollouter, from the spans of the run in which each works alone."""
     spans = read_spans(folder)
     seconds = lambda name: sum(row["end"] - row["start"] for row in spans if row["name"] == name) / steps
     return seconds("trainer/step") - seconds("trainer/logprobs"), seconds("rollout/generate")
@@ -68,7 +68,7 @@ def step_s(folder: Path, last: int) -> float:
 
 
 def round_of(folder: Path, steps: int, overrides: list[str], names: Iterable[str]) -> dict[str, float]:
-    """Runs, one after the other; seconds of a step of each, and what the asynchronous one says of itself."""
+    """Makes the runs of one round; seconds of a step of each, and the asynchronous run's own summary."""
     checkpoint, data = ROOT / "checkpoints/arith-mimo", ROOT / "data/arithmetic"
     synchronous = (steps - SKIPPED) // 2 + SKIPPED
     ahead = 4  # steps before the end: the rollouter has started all groups, and the queue runs empty

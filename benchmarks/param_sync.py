@@ -1,18 +1,16 @@
-"""How fast weights travel, and how long generation pauses for them: `python -m benchmarks.param_sync`. Ends with one
-line of JSON.
+"""Speed of weight transfers and length of pauses: `python -m benchmarks.param_sync`. Ends with one line of JSON.
 
-Processes with one thread each on this machine; what is compared is measured in turns, and medians count. Over shared
-memory the median is over several launches too, as where a process's pages happen to lie decides how fast it reads them.
+Processes with one thread each on this machine; alternatives are measured in turns, and medians count. Over shared
+memory the median is also over several launches, since the location of a process's pages decides how fast it reads them.
 
 - ``shm_fraction_of_memcpy``: throughput of a transfer over shared memory into live parameters, tensor digests included,
-  over that of copying the same tensors within one process; ``…_checksummed``: with the checksum of every bucket on both
-  sides too.
-- ``bucketed_over_per_tensor``: the same bytes as thousands of tensors, in buckets, against one call for each: the next
-  tensor is sent when the last one was taken. (Two such calls in flight at once need a third of that time.)
-- ``gloo_fraction_of_broadcast``: a transfer over gloo into live parameters, tensor digests included, over a bare gloo
-  broadcast of one flat tensor of that size; ``…_checksummed``: with the checksum of every bucket on both sides too.
-- ``rolling_pause_ratio``: the pause of a replica when four change over one by one, over that of one alone. The sender
-  writes the weights once, however many replicas there are.
+over that of copying the same tensors within one process; ``…_checksummed``: with the checksum of every bucket on both
+sides too. - ``bucketed_over_per_tensor``: the same bytes as thousands of tensors, in buckets against one call per
+tensor, each sent after the last one was taken. (Two such calls in flight at once need a third of that time.) -
+``gloo_fraction_of_broadcast``: a transfer over gloo into live parameters, tensor digests included, over a bare gloo
+broadcast of one flat tensor of that size; ``…_checksummed``: with the checksum of every bucket on both sides too. -
+``rolling_pause_ratio``: pause of a replica when four change over one by one, over that of a single one. The sender
+writes the weights once for all replicas.
 """
 
 from __future__ import annotations
@@ -37,16 +35,16 @@ import torch.distributed as dist
 from asyncrl.config.schema import DeadlinesConfig, ParamSyncConfig
 from asyncrl.param_sync.buckets import pack
 from asyncrl.param_sync.digest import digest_tensors, dtype_name
-from asyncrl.param_sync.endpoint import ReplicaEndpoint
 from asyncrl.param_sync.fleet import Fleet
-from asyncrl.param_sync.intake import LocalIntake
-from asyncrl.param_sync.live_receiver import LiveViewReceiver
+from asyncrl.param_sync.live_weights import LiveWeights
 from asyncrl.param_sync.manifest import Manifest, Role, TensorSpec
+from asyncrl.param_sync.replica_session import EngineSession
 from asyncrl.param_sync.sender import Sender, SendPlan, SendReport
 from asyncrl.param_sync.session import SyncReport, SyncSession
 from asyncrl.param_sync.transports.choose import make_reader, make_writer
 from asyncrl.param_sync.transports.shared_memory import SharedMemoryWriter
-from asyncrl.sample import PolicyVersion
+from asyncrl.param_sync.weight_receiver import LocalReceiver
+from asyncrl.types.versions import PolicyVersion
 from benchmarks.remote import Remote
 
 Tensors = dict[str, torch.Tensor]
@@ -77,10 +75,10 @@ def manifest_of(tensors: Tensors) -> Manifest:
 
 
 def receive_forever(pipe: Connection, transport: str, manifest: Manifest, device: torch.device) -> None:
-    """A replica without an engine: joins a session for each address and session id that comes over the pipe."""
+    """A replica without an engine: joins a session for each session id and address that arrives over the pipe."""
     torch.set_num_threads(1)
     live = {t.name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype), device=device) for t in manifest}
-    receiver = LiveViewReceiver(live, {}, on_commit=lambda version: None)
+    receiver = LiveWeights(live, {}, on_commit=lambda version: None)
     reader = make_reader(transport, "replica/0")
     with contextlib.suppress(EOFError):
         while True:
@@ -88,14 +86,14 @@ def receive_forever(pipe: Connection, transport: str, manifest: Manifest, device
             receiver.open(session, manifest)
             reader.connect(session, [address], 60)
             pipe.send("ready")
-            for bucket in reader.buckets(60, receiver.place):
+            for bucket in reader.buckets(60, receiver.destination):
                 receiver.take(bucket)
             receiver.verify()
             receiver.commit(PolicyVersion(0, 1))
 
 
 class Link:
-    """A sender here and a receiver in a process of its own, whose live tensors are where these are."""
+    """A sender here and a receiver in its own process, with live tensors on the same device."""
 
     def __init__(
         self, transport: str, tensors: Tensors, bucket_bytes: int, writer: SharedMemoryWriter | None = None
@@ -121,7 +119,7 @@ class Link:
         return seconds
 
     def undigested_s(self) -> float:
-        """The same without digests and checksums, for which the bytes of a GPU have to come to the host."""
+        """The same without digests and checksums, which copy a GPU's bytes to the host."""
         session = self._joined()
         began = time.perf_counter()
         self._writer.open(session, ("replica/0",), 60, 60)
@@ -132,7 +130,7 @@ class Link:
         return time.perf_counter() - began
 
     def _joined(self) -> str:
-        """A session that the receiver has joined."""
+        """Start a session that the receiver has joined; returns its id."""
         self._sessions += 1
         self._pipe.send((f"s{self._sessions}", self._sender.address))
         assert self._pipe.recv() == "ready"
@@ -202,7 +200,7 @@ class Weights:
 
     def __init__(self, manifest: Manifest) -> None:
         self._views = {t.name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in manifest}
-        self._receiver = LiveViewReceiver(self._views, {}, on_commit=lambda version: None)
+        self.weights = LiveWeights(self._views, {}, on_commit=lambda version: None)
 
     async def pause(self, mode: str, deadline_s: float) -> int:
         return 0
@@ -213,20 +211,17 @@ class Weights:
 
     async def restore_kv(self) -> None: ...
     async def flush_kv(self) -> None: ...
-    def receivers(self) -> list[LiveViewReceiver]:
-        return [self._receiver]
-
     async def digest(self, role: Role) -> str:
         return digest_tensors(self._views.items() if role == "target" else [])
 
 
-def replica(name: str, manifest: Manifest) -> ReplicaEndpoint:
+def replica(name: str, manifest: Manifest) -> EngineSession:
     engine = Weights(manifest)
-    return ReplicaEndpoint(name, engine, LocalIntake(name, engine.receivers, make_reader("shared_memory", name)))
+    return EngineSession(name, engine, LocalReceiver(name, engine.weights, make_reader("shared_memory", name)))
 
 
 class Rank:
-    """Sends the same weights at every version, those that ``make`` gives."""
+    """Sends the weights of ``make`` at every version."""
 
     def __init__(self, make: Callable[[], Tensors], bucket_bytes: int) -> None:
         self._tensors = make()
@@ -293,9 +288,9 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=256, help="bytes of the large transfer")
     parser.add_argument("--bucket-mib", type=int, default=4)
     parser.add_argument("--gloo-bucket-mib", type=int, default=32)
-    parser.add_argument("--tensors", type=int, default=5000, help="that the same bytes are sent as once more")
+    parser.add_argument("--tensors", type=int, default=5000, help="count in the many-tensors measurement")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--launches", type=int, default=5, help="of the shared-memory link: speed depends on its pages")
+    parser.add_argument("--launches", type=int, default=5, help="of the shared-memory link")
     args = parser.parse_args()
     torch.set_num_threads(1)
 
@@ -319,7 +314,7 @@ def main() -> None:
     small = many(args.tensors, nbytes // args.tensors // 64 * 16)
     small_bytes = manifest_of(small).nbytes
     bucketed = Link("shared_memory", small, bucket_bytes)
-    # a bucket of a tensor's size holds just one, and without a second buffer each waits until the last one is taken
+    # a bucket of a tensor's size holds one tensor, and without a second buffer each waits until the last one is taken
     one_each = small_bytes // args.tensors
     single = Link("shared_memory", small, one_each, SharedMemoryWriter(0, one_each, buffers=1))
     bucketed_s, single_s = medians(

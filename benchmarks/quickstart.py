@@ -2,10 +2,10 @@
 
     python -m benchmarks.quickstart [--seeds 0 1 2] [--checkpoint DIR] [--data DIR]
 
-Runs configs/quickstart.yaml once per seed (the seed orders the prompts and draws the samples), each in a process of its
-own, as a user would. ``accuracy``: share of held-out problems whose sampled answer (T = 1) is right. ``valid_format``:
-share of answers that are well-formed. ``overlap``: share of training time in which the trainer computes while at least
-half of the rollouter's slots are generating. The keys of the last line are those of the worst seed.
+Runs configs/quickstart.yaml once per seed (the seed sets the prompt order and the samples), each in its own process,
+as a user would. ``accuracy``: share of held-out problems with a right sampled answer (T = 1). ``valid_format``: share
+of well-formed answers. ``overlap``: share of training time in which the trainer computes while at least half of the
+rollouter's slots are generating. The last line has the figures of the worst seed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def ensure_inputs(checkpoint: Path, data: Path) -> None:
-    """Make the checkpoint and the problems where they are absent."""
+    """Create the checkpoint and the problems unless they exist."""
     if not (checkpoint / "model.safetensors").is_file():
         make = [sys.executable, "-m", "asyncrl.models.make_checkpoint", "--out", str(checkpoint), "--seed", "1"]
         subprocess.run(make, check=True)
@@ -31,7 +31,7 @@ def ensure_inputs(checkpoint: Path, data: Path) -> None:
 
 
 def run(seed: int, checkpoint: Path, data: Path, folder: Path, overrides: list[str]) -> dict[str, Any]:
-    """One quickstart; its summary.json."""
+    """One quickstart; returns its summary.json."""
     run_dir = folder / f"seed-{seed}"
     command = [sys.executable, "-m", "asyncrl.fully_async_main", "--config", str(ROOT / "configs/quickstart.yaml")]
     options = [

@@ -1,23 +1,29 @@
-"""Objects in processes of their own, whose coroutines are called over a pipe: actors without Ray."""
+"""Objects in their own processes, whose coroutines are called over a pipe: actors without Ray."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch", "xxhash", "asyncrl.param_sync.endpoint", "asyncrl.param_sync.session"])
+context.set_forkserver_preload(["torch", "xxhash", "asyncrl.param_sync.replica_session", "asyncrl.param_sync.session"])
+
+_HALTED = frozenset("TZX")
+_HALT_S = 30.0
 
 
 class Remote:
-    """An object in a process of its own: any method called here is a coroutine that runs there."""
+    """An object in its own process: every method called here is a coroutine that runs there."""
 
     def __init__(self, make: Callable[..., Any], *args: Any) -> None:
         self._pipe, theirs = context.Pipe()
@@ -38,8 +44,16 @@ class Remote:
         return call
 
     def signal(self, number: signal.Signals) -> None:
+        """Send a signal; returns once a killed or stopped process runs no more. On a busy machine the signal takes
+        effect later, and other threads may run until then."""
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
+        if number in (signal.SIGKILL, signal.SIGSTOP):
+            deadline = time.monotonic() + _HALT_S
+            while not _states(self.process.pid) <= _HALTED:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"process {self.process.pid} still runs {_HALT_S} s after {number.name}")
+                time.sleep(0.001)
 
     def end(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pipe.fileno())
@@ -65,6 +79,17 @@ class Remote:
             future.set_exception(error)
 
 
+def _states(pid: int) -> set[str]:
+    """States of its threads, as letters of proc(5)."""
+    states = set()
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                stat = Path(f"/proc/{pid}/task/{thread}/stat").read_text()
+                states.add(stat.rpartition(")")[2].split()[0])
+    return states
+
+
 def _serve(pipe: Any, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     asyncio.run(_serve_calls(pipe, make, args))
@@ -79,7 +104,7 @@ async def _serve_calls(pipe: Any, make: Callable[..., Any], args: tuple[Any, ...
         except Exception as error:
             pipe.send((number, None, error))
 
-    # Of its own: the loop's threads grow in number by chance, when the next call comes before the last one is put away.
+    # Its own executor: the loop's default one grows by chance, when a call arrives before the last one is finished.
     reading, loop = ThreadPoolExecutor(1), asyncio.get_running_loop()
     while True:
         try:

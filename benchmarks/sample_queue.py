@@ -1,20 +1,20 @@
-"""What the sample queue costs and how fast it is: `python -m benchmarks.sample_queue`. Ends with one line of JSON.
+"""Throughput, latency and cost of the sample queue: `python -m benchmarks.sample_queue`. Ends with one line of JSON.
 
-- ``speedup_over_per_call``: groups per second from samples in the producer's hands to arrays in the consumer's, through
-  the Ray actor with everything on disk, over those of an actor that moves one pickled sample per call and keeps nothing
-  on disk, as other trainers have it. Producer and consumer are processes of their own; samples, and how many of them
-  may be in flight, are the same. Ours takes every group through its whole life (issue, put, lease, trained, publish;
-  covered now and then), with one call under way for each of these, as in a run; the other keeps many calls under way at
-  both ends. The sides take turns; the median of the windows' ratios. ``…_group_call`` compares with a pickled
-  group per call.
-- ``latency_p99_ms``: at a quarter of full load, groups arriving at random. The larger of two: from a group's arrival at
-  the producer until it is acknowledged, that is durable; from the arrival of a batch's last group until the consumer
-  can read the batch. How long a batch takes to fill is not the queue's doing; the table tells that latency as well.
-  Each the median of the windows' percentiles.
-- ``ledger_cpu_share``: CPU seconds of spool, ledger and leases over those of all processes of a quickstart run, Ray's
-  too. They live in two threads of the queue's process, the writer of the journal and the loop that serves the calls;
-  counted are its two busiest threads since the ledger was opened, which cannot be less. ``queue_process_cpu_share``:
-  that whole process instead, with its start and Ray's part in it.
+- ``speedup_over_per_call``: groups per second, from samples in the producer to arrays in the consumer, through the Ray
+  actor with everything on disk, relative to an actor that moves one pickled sample per call and keeps nothing on disk,
+  as other trainers do. Producer and consumer are separate processes; samples, and the number in flight, are the same.
+  The sample queue takes each group through all its transitions (issue, put, lease, trained, publish; covered now and
+  then), with one call at a time for each, as in a run; the other side keeps many calls in flight at both ends. The
+  sides take turns; the figure is the median of the windows' ratios. ``…_group_call`` compares with one pickled group
+  per call.
+- ``latency_p99_ms``: at a quarter of full load, with random arrivals. The larger of two: from a group's arrival at the
+  producer until it is acknowledged, that is durable; from the arrival of a batch's last group until the consumer can
+  read the batch. The time that a batch takes to fill does not depend on the queue; the table shows it as well. Each is
+  the median of the windows' percentiles.
+- ``ledger_cpu_share``: CPU seconds of spool, ledger and leases, relative to all processes of a quickstart run, Ray's
+  included. They run in two threads of the queue's process: the journal's writer and the loop that serves the calls. The
+  figure counts its two busiest threads since the ledger was opened, an upper bound. ``queue_process_cpu_share``: the
+  whole process, with its start and Ray's part in it.
 """
 
 from __future__ import annotations
@@ -37,14 +37,17 @@ import numpy as np
 import ray
 from ray import cloudpickle
 
-from asyncrl.cluster import CALLS_AT_ONCE, OBJECT_STORE_BYTES
-from asyncrl.ray_client import ActorClient
-from asyncrl.rollouter.outbox import Outbox
-from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
+from asyncrl.observability.telemetry.recorder import now_s
+from asyncrl.processes.actor_client import ActorClient, start_ray
+from asyncrl.rollouter.batching_sender import BatchingSender
+from asyncrl.run.cluster import CALLS_AT_ONCE
+from asyncrl.run.placement import OBJECT_STORE_BYTES
 from asyncrl.sample_queue.actor import SampleQueueActor
 from asyncrl.sample_queue.messages import Ticket
-from asyncrl.telemetry.recorder import now_s
-from asyncrl.trainer.actors import QueueOfRay
+from asyncrl.trainer.actors import SampleQueueClient
+from asyncrl.types.groups import Group
+from asyncrl.types.samples import FinishReason, Sample
+from asyncrl.types.versions import PolicyVersion, VersionSpan
 from benchmarks import quickstart
 from benchmarks.cpu_seconds import CpuSeconds
 
@@ -56,7 +59,7 @@ CALLS_UNDER_WAY = 64  # at each end of the queue with one object per call; neith
 
 
 def samples_of_a_group() -> tuple[np.ndarray, list[Sample]]:
-    """A prompt and the samples that answer it; each spans two versions."""
+    """A prompt and its samples; each spans two versions."""
     rng = np.random.default_rng(0)
     spans = [VersionSpan(0, PolicyVersion(0, 0)), VersionSpan(TOKENS // 2, PolicyVersion(0, 1))]
     samples = [
@@ -80,12 +83,14 @@ def samples_of_a_group() -> tuple[np.ndarray, list[Sample]]:
 def start_sample_queue(run_dir: Path) -> Any:
     """The actor as a run starts it, admitting `GROUPS_IN_FLIGHT`."""
     actor = SampleQueueActor.options(max_concurrency=CALLS_AT_ONCE, num_cpus=0)  # type: ignore[attr-defined]
-    return actor.remote(run_dir, GROUPS_PER_STEP, (STALENESS_THRESHOLD, 1), 1_000_000_000)
+    queue = actor.remote(run_dir, GROUPS_PER_STEP, (STALENESS_THRESHOLD, 1), 1_000_000_000)
+    ray.get(queue.start.remote())
+    return queue
 
 
 @ray.remote(num_cpus=0)
 class Producer:
-    """The rollouter's side: starts as many groups as it may, puts with one call whatever has gathered."""
+    """Rollouter side: starts as many groups as admitted; one `put` carries all groups that are waiting."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = ActorClient(queue, "queue")
@@ -93,20 +98,21 @@ class Producer:
         self._issued = 0
 
     async def produce(self, groups: int, per_s: float | None = None) -> list[float]:
-        """Put ``groups``, arriving at random ``per_s`` times a second, or at once when they may start.
+        """Puts ``groups``, with random arrivals ``per_s`` times a second, or as soon as they may start.
 
-        Returns the seconds from the arrival of each until it was acknowledged."""
+        Returns the seconds from each group's arrival until it was acknowledged."""
         acknowledged: list[float] = []
 
         async def put(arrivals: list[tuple[float, bytes]]) -> None:
-            await self._queue.put([payload for _, payload in arrivals], now_s())
+            if refused := await self._queue.put([payload for _, payload in arrivals]):
+                raise RuntimeError(f"expected the queue to accept all groups, found {refused[0]}")
             at_s = now_s()
             acknowledged.extend(at_s - arrived_s for arrived_s, _ in arrivals)
 
         started: asyncio.Queue[str] = asyncio.Queue()
-        outbox, gaps, arrived_s = Outbox(put), np.random.default_rng(self._issued), now_s()
+        sender, gaps, arrived_s = BatchingSender(put), np.random.default_rng(self._issued), now_s()
         async with asyncio.TaskGroup() as tasks:
-            carrier = tasks.create_task(outbox.run())
+            carrier = tasks.create_task(sender.run())
             tasks.create_task(self._issue(groups, started))
             for _ in range(groups):
                 uid = await started.get()
@@ -115,8 +121,8 @@ class Producer:
                 else:
                     arrived_s += gaps.exponential(1 / per_s)
                     await asyncio.sleep(arrived_s - now_s())
-                outbox.add((arrived_s, self._payload(uid, arrived_s)))
-            await outbox.emptied()
+                sender.add((arrived_s, self._payload(uid, arrived_s)))
+            await sender.drained()
             carrier.cancel()
         return acknowledged
 
@@ -137,7 +143,7 @@ class Producer:
 
 @dataclass(frozen=True)
 class BatchRead:
-    """When the groups of a batch arrived, and when all of them could be read."""
+    """Arrival times of a batch's groups, and the time when all of them could be read."""
 
     arrived_s: list[float]
     read_s: float
@@ -145,20 +151,21 @@ class BatchRead:
 
 @ray.remote(num_cpus=0)
 class Consumer:
-    """The trainer's side: leases a batch, reads it, and publishes a version after every step."""
+    """Trainer side: leases a batch, reads it, and publishes a version after every step."""
 
     def __init__(self, queue: Any) -> None:
-        self._queue = QueueOfRay(queue, "queue")
+        self._queue = SampleQueueClient(queue, "queue")
         self._step = 0
 
     async def start(self) -> None:
         await self._queue.publish(PolicyVersion(0, 0))
+        await self._queue.announce(PolicyVersion(0, 1), 0)  # each sample spans both
 
     async def consume(self, groups: int) -> list[BatchRead]:
         batches = []
         for _ in range(groups // GROUPS_PER_STEP):
             self._step += 1
-            _, payload = await self._queue.lease(self._step, GROUPS_PER_STEP, now_s())
+            _, payload = await self._queue.lease(self._step, GROUPS_PER_STEP)
             found = [Group.from_buffer(buffer) for buffer in await payload]
             batches.append(BatchRead([group.times["arrived"] for group in found], now_s()))
             assert all(len(group.tokens) == len(group.logprobs) == SAMPLES * TOKENS for group in found)
@@ -188,7 +195,7 @@ class PerCallQueue:
 
 @ray.remote(num_cpus=0)
 class PerCallEnd:
-    """Producer or consumer of samples, or of lists of samples: whatever ``samples_per_call`` makes one object."""
+    """Producer or consumer of lists of ``samples_per_call`` samples."""
 
     def __init__(self, queue: Any, samples_per_call: int) -> None:
         self._queue = queue
@@ -235,7 +242,7 @@ class PerCallEnd:
 
 # -- throughput and latency ----------------------------------------------------------------------------------------
 
-Move = Callable[[int], float]  # moves so many groups from end to end, returns the seconds that it took
+Move = Callable[[int], float]  # moves this many groups from end to end, returns the seconds taken
 
 
 def timed(producer: Any, consumer: Any) -> Move:
@@ -259,7 +266,7 @@ def whole_steps(groups: float) -> int:
 
 
 def rates(sides: Mapping[str, Move], windows: int, window_s: float) -> dict[str, list[float]]:
-    """Groups per second of every side in each of ``windows``, taking turns, after one to warm up."""
+    """Groups per second of each side in each of ``windows``, in turns, after one window to warm up."""
     groups = {}
     for name, move in sides.items():
         move(GROUPS_PER_STEP)
@@ -272,7 +279,7 @@ def rates(sides: Mapping[str, Move], windows: int, window_s: float) -> dict[str,
 
 
 def latencies_ms(producer: Any, consumer: Any, per_s: float, windows: int, window_s: float) -> dict[str, np.ndarray]:
-    """Of all that arrives in a window, 50th and 99th percentile and the most: [3], medians over ``windows``."""
+    """50th and 99th percentile and maximum over a window's arrivals: [3], medians over ``windows``."""
     groups = whole_steps(per_s * window_s)
     found: dict[str, list[np.ndarray]] = {"durable": [], "readable": [], "readable_with_fill": []}
     for _ in range(windows):
@@ -289,12 +296,10 @@ def latencies_ms(producer: Any, consumer: Any, per_s: float, windows: int, windo
 
 @contextlib.contextmanager
 def ray_cluster() -> Iterator[None]:
-    """A cluster of this process's own."""
+    """Ray cluster that ends with this block."""
     with tempfile.TemporaryDirectory(prefix="asyncrl-ray-", ignore_cleanup_errors=True) as folder:
-        ray.init(
-            address="local",
+        start_ray(
             num_cpus=1,
-            include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
             logging_level="ERROR",
             _temp_dir=folder,
@@ -306,7 +311,7 @@ def ray_cluster() -> Iterator[None]:
 
 
 def sync_ms(folder: Path) -> float:
-    """What making one MiB durable takes on the disk of ``folder``: if nothing, the figures say nothing of a disk."""
+    """Time to make one MiB durable on the disk of ``folder``; near zero means that the figures involve no disk."""
     times_s = []
     with (folder / "probe").open("wb", buffering=0) as file:
         for _ in range(20):
@@ -324,11 +329,11 @@ QUEUE_THREADS = 2  # the loop that serves its calls, and the journal's writer
 
 
 def quickstart_cpu(steps: int, checkpoint: Path, data: Path) -> tuple[CpuSeconds, float]:
-    """A quickstart of ``steps``: what its processes took, and what the journal's writer says that it took.
+    """CPU seconds of a quickstart of ``steps``: all processes, and the journal's writer by its own count.
 
     Raises SystemExit if the queue's process was not found, or the run failed."""
     quickstart.ensure_inputs(checkpoint, data)
-    # little validation: it costs the queue nothing and comes only twice, whatever the number of steps
+    # little validation: it costs the queue nothing and comes only twice, for any number of steps
     overrides = [f"trainer.total_steps={steps}", "validation.max_prompts=64"]
     with tempfile.TemporaryDirectory(prefix="asyncrl-") as name:
         folder = Path(name)
@@ -344,7 +349,7 @@ def quickstart_cpu(steps: int, checkpoint: Path, data: Path) -> tuple[CpuSeconds
 
 
 def measure_queue(windows: int, window_s: float, latency_window_s: float) -> dict[str, float]:
-    """Throughput and latency, with their tables. Returns figures under their public names."""
+    """Measures throughput and latency, and prints their tables. Returns figures under their public names."""
     with tempfile.TemporaryDirectory(prefix="asyncrl-") as folder, ray_cluster():
         disk_ms = sync_ms(Path(folder))
         queue = start_sample_queue(Path(folder) / "run")
@@ -389,7 +394,7 @@ def measure_queue(windows: int, window_s: float, latency_window_s: float) -> dic
 
 
 def measure_cpu(steps: int, checkpoint: Path, data: Path) -> dict[str, float]:
-    """CPU seconds of a quickstart, with their table. Returns figures under their public names."""
+    """Measures CPU seconds of a quickstart, and prints their table. Returns figures under their public names."""
     cpu, journal_s = quickstart_cpu(steps, checkpoint, data)
     ledger_s = cpu.threads_s(QUEUE_THREADS)
     rows = {
@@ -409,7 +414,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--windows", type=int, default=7)
     parser.add_argument("--window-s", type=float, default=3.0)
     parser.add_argument("--latency-window-s", type=float, default=5.0)
-    parser.add_argument("--steps", type=int, default=24, help="of the quickstart; 0: without it")
+    parser.add_argument("--steps", type=int, default=24, help="steps of the quickstart; 0: skip it")
     parser.add_argument("--checkpoint", type=Path, default=quickstart.ROOT / "checkpoints/arith-mimo")
     parser.add_argument("--data", type=Path, default=quickstart.ROOT / "data/arithmetic")
     args = parser.parse_args(arguments)

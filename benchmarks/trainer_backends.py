@@ -1,8 +1,8 @@
-"""A training step of the Megatron backend beside the torch backend's: `python -m benchmarks.trainer_backends`.
+"""Step time of the Megatron backend compared with the torch backend: `python -m benchmarks.trainer_backends`.
 
-One rank with one thread. A random model of the quickstart's sizes, and a batch like its own: 24 groups of 8 samples, of
-20 to 120 response tokens, in micro-batches of 2048 tokens; with and without the draft's loss. Both backends in turn,
-medians of their steps; ends with one line of JSON. Needs the Megatron backend's environment.
+One rank with one thread, a random model of the quickstart's size, and a batch like its own: 24 groups of 8 samples of
+20 to 120 response tokens, in micro-batches of 2048 tokens; with and without the draft's loss. Both backends alternate;
+medians of their steps. Ends with one line of JSON. Needs the Megatron backend's environment.
 
     OMP_NUM_THREADS=1 python -m benchmarks.trainer_backends [--rounds 3] [--steps 3]
 """
@@ -23,9 +23,11 @@ from asyncrl.config.schema import Config
 from asyncrl.models.checkpoint import save_checkpoint
 from asyncrl.models.config import DecoderConfig
 from asyncrl.models.decoder import Decoder
-from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.trainer.rank import TrainerRank
+from asyncrl.types.groups import Group
+from asyncrl.types.samples import FinishReason, Sample
+from asyncrl.types.versions import PolicyVersion, VersionSpan
 
 MODEL = {
     "architectures": ["MiMoForCausalLM"],

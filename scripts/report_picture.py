@@ -1,8 +1,8 @@
-"""docs/report.webp: a run's report with notes on it, for the README.
+"""Generator of docs/report.webp: an annotated picture of a run's report, for the README.
 
     python -m scripts.report_picture runs/quickstart docs/report.webp
 
-Shows some of the report's charts in headless Chromium and writes beside each what to read from it.
+Takes a screenshot of some of the report's charts, with a note on each, in headless Chromium.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-from asyncrl.reporting.report import write_report
+from asyncrl.observability.report.report import write_report
 from tests.support.browser import browser
 
 #: heading of a card → the note on it
 NOTES = {
-    "Reward": "it learns: the mean reward of what was trained, step by step",
+    "Reward": "it learns: mean reward of the trained samples per step",
     "Staleness": "never above the bound",
-    "Idle time": "both pools at work",
-    "Parameter sync": "what a sync is made of, and how long generation stood still",
-    "Who did what when": "every actor on one clock: a stall is a gap",
-    "Lives of groups": "grey: waits for a slot, orange: is generated, blue: is queued, green: is trained",
+    "Idle time": "both pools are busy",
+    "Parameter sync": "seconds per phase, and the pause in generation",
+    "Actor timelines": "all actors on one clock: a stall is a gap",
+    "Group timelines": "grey: waiting for a slot, orange: generating, blue: queued, green: training",
 }
 ANNOTATE = """
 (notes => {

@@ -16,6 +16,12 @@ for key, value in {
 }.items():
     os.environ.setdefault(key, value)
 
+if importlib.util.find_spec("hypothesis"):
+    import hypothesis
+
+    hypothesis.settings.register_profile("shared machine", deadline=None)  # an example may wait for a core
+    hypothesis.settings.load_profile("shared machine")
+
 pytest.register_assert_rewrite("tests.support.engine_contract", "tests.support.lora_contract")
 
 # SGLang without a GPU: before anything imports torchvision, here and in the processes to come

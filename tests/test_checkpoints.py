@@ -1,5 +1,6 @@
-"""Checkpoints as folders: whole or not there whatever dies when, damage is named, the newest and the best are kept."""
+"""Checkpoint folders: atomic under crashes, damage is named, the newest and best are kept."""
 
+import asyncio
 import json
 import math
 import multiprocessing
@@ -10,14 +11,19 @@ import sys
 
 import pytest
 
-from asyncrl.config.schema import CheckpointConfig
+from asyncrl.config.checks import derive
+from asyncrl.config.schema import CheckpointConfig, Config
 from asyncrl.models.config import CheckpointError
-from asyncrl.sample import PolicyVersion
-from asyncrl.trainer.checkpoints import PARTIAL, CheckpointStore, Cut
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.sample_queue.messages import Lease, LeasedGroup
+from asyncrl.trainer.checkpoints import PARTIAL, CheckpointMetadata, CheckpointStore
+from asyncrl.trainer.loop import TrainLoop
+from asyncrl.trainer.validation import ValidationSchedule
+from asyncrl.types.versions import PolicyVersion
 
 
-def cut_of(step, lineage=0, **metrics):
-    return Cut(step, PolicyVersion(lineage, step // 2), 8 * step, 8 * step - 4, metrics)
+def metadata_of(step, lineage=0):
+    return CheckpointMetadata(step, PolicyVersion(lineage, step // 2), 8 * step, 8 * step - 4)
 
 
 def save(store, step, lineage=0, content=b"weights", **metrics):
@@ -25,7 +31,12 @@ def save(store, step, lineage=0, content=b"weights", **metrics):
     (partial / "state").mkdir()
     (partial / "state" / "shard").write_bytes(content)
     (partial / "state" / ".metadata").write_bytes(b"names")
-    return store.complete(partial, cut_of(step, lineage, **metrics))
+    store.rate((lineage, step), metrics)
+    return store.complete(partial, metadata_of(step, lineage))
+
+
+def save_unrated(store, step, lineage=0):
+    return store.complete(store.begin(step), metadata_of(step, lineage))
 
 
 def store_in(tmp_path, **options):
@@ -33,21 +44,122 @@ def store_in(tmp_path, **options):
 
 
 def steps(store):
-    return [checkpoint.cut.step for checkpoint in store.all()]
+    return [checkpoint.metadata.step for checkpoint in store.all()]
+
+
+class Run:
+    """Ranks, sync, queue, rollouter and observer of a run whose policy is its step; validation gives it ``rewards``."""
+
+    def __init__(self, config, rewards):
+        self.rewards, self.step, self.served, self.seq, self.lineage = rewards, 0, None, 0, 0
+        self.config, self.died = config, False
+
+    # ranks
+    async def train(self, step, payload, mask_before):
+        if step == 4 and not self.died:
+            self.died = True
+            raise RuntimeError("a rank died")
+        self.step = step
+        return {}
+
+    async def stage(self):
+        self.staged = self.step
+
+    async def write(self, path):
+        path.mkdir()
+        (path / "step").write_text(str(self.staged))
+
+    async def load(self, path):
+        self.step = int((path / "step").read_text())
+
+    async def lost(self, error):
+        return "a rank died" if str(error) == "a rank died" else None
+
+    async def restart(self, why):
+        self.step = 0
+
+    # sync
+    async def __call__(self, version, on_sent):
+        self.served = (version, self.step)
+        return {}
+
+    async def someone_to_join(self):
+        await asyncio.Event().wait()
+
+    def routable(self):
+        return ["replica"]
+
+    # queue
+    async def lease(self, step, count):
+        await asyncio.sleep(0.01)
+        return Lease((LeasedGroup("g", self.served[0], 0.0, 0.0),)), None
+
+    async def trained(self, step): ...
+    async def covered(self, step): ...
+    async def announce(self, version, trained): ...
+    async def publish(self, version, trained=None, rolling=False): ...
+
+    async def rollback(self, step):
+        self.lineage += 1
+        return PolicyVersion(self.lineage - 2, 0) if self.lineage > 1 else None
+
+    async def finish(self):
+        return {}
+
+    # observer
+    async def on_version(self, progress): ...
+    async def on_end(self, progress, queue): ...
+
+    async def on_step(self, progress, metrics):
+        return metrics
+
+    # rollouter
+    async def reset(self): ...
+
+    async def set_validation_first(self, first): ...
+
+    async def validate(self):
+        version, step = self.served
+        await asyncio.sleep(0.1)
+        assert self.served == (version, step), "a validation is of one version"
+        return {"validation/reward": self.rewards[step], "validation/version": version.number}
+
+
+async def test_each_checkpoint_is_rated_by_the_validation_of_its_own_weights(tmp_path):
+    """Validation goes on beside training, so it ends after the checkpoint of its weights was taken; the last one comes
+    after the final checkpoint. A rank dies before step 4: what was validated before is of the lineage that was left."""
+    rewards = {0: 1.0, 1: 0.2, 2: 0.9, 3: 0.4, 4: 0.3, 5: 0.1}
+    config = Config()
+    config.trainer.total_steps, config.trainer.mini_batch_groups = 5, 1
+    config.validation.every_versions = 1
+    config.data.validation_files = ["some"]
+    config.checkpoint = CheckpointConfig(every_steps=1, keep_last=1, keep_best=1, export_hf="none")
+    results: list[tuple] = []
+    run, store = Run(config, rewards), CheckpointStore(tmp_path / "checkpoints", config.checkpoint)
+    recorder = Recorder("driver")
+    validation = ValidationSchedule(config, run, store, recorder, lambda *result: results.append(result))
+    loop = TrainLoop(config, derive(config), run, run, run, run, validation, run, recorder, store)
+    await loop.begin(None)
+    progress = await asyncio.wait_for(loop.run(), 60)
+    assert (progress.step, progress.version.lineage) == (5, 1)
+    assert [(c.metadata.step, c.rating) for c in store.all()] == [
+        (step, {"validation/reward": rewards[step]}) for step in (2, 5)
+    ]
+    assert [(progress.step, when) for progress, _, when in results if when] == [(0, "before"), (5, "after")]
 
 
 def names(store):
     return sorted(path.name for path in store.folder.iterdir())
 
 
-def test_a_checkpoint_comes_back_as_it_was_cut(tmp_path):
-    store = store_in(tmp_path)
+def test_a_checkpoint_is_read_back_as_written(tmp_path):
+    store = store_in(tmp_path, best_metric="reward")
     assert (store.all(), store.newest()) == ([], None)
     written = [save(store, step, reward=step / 3) for step in (3, 12, 7)]
     assert steps(store) == [3, 7, 12]
     assert store.newest() == written[1] == store.open(store.folder / "step_000012")
-    assert written[1].cut == cut_of(12, reward=4.0)
-    assert isinstance(store.newest().cut.version, PolicyVersion)
+    assert (written[1].metadata, written[1].rating) == (metadata_of(12), {"reward": 4.0})
+    assert isinstance(store.newest().metadata.version, PolicyVersion)
 
 
 def test_an_interrupted_save_is_never_chosen(tmp_path):
@@ -55,7 +167,7 @@ def test_an_interrupted_save_is_never_chosen(tmp_path):
     save(store, 3)
     partial = store.begin(6)
     (partial / "shard").write_bytes(b"half")
-    for whole in ("cut.json", "checksums.json"):  # even one that lacks nothing but its name
+    for whole in ("metadata.json", "checksums.json"):  # even one that lacks nothing but its name
         shutil.copy(store.folder / "step_000003" / whole, partial)
     assert steps(store) == [3]
     with pytest.raises(CheckpointError, match=r"step_000006.partial.*interrupted.*step_000003"):
@@ -81,19 +193,23 @@ def flip_a_bit(path):
         ("state/shard", cut_short, r"state/shard is damaged: expected 7 bytes .* found 5 bytes"),
         ("state/shard", flip_a_bit, r"state/shard is damaged: expected .*xxh3_64 \w{16}, found .*xxh3_64 \w{16}"),
         ("state/shard", os.unlink, r"state/shard is missing, expected 7 bytes"),
-        ("cut.json", lambda path: path.write_text(path.read_text().replace("24", "25")), r"cut.json is damaged"),
-        ("cut.json", cut_short, r"cut.json is damaged"),
-        ("cut.json", lambda path: path.write_text('{"step": 6}'), r"cut.json is damaged.*TypeError"),
-        ("cut.json", os.unlink, r"no whole checkpoint there \(cut.json is missing\)"),
+        (
+            "metadata.json",
+            lambda path: path.write_text(path.read_text().replace("48", "49")),
+            r"metadata.json is damaged",
+        ),
+        ("metadata.json", cut_short, r"metadata.json is damaged"),
+        ("metadata.json", lambda path: path.write_text('{"step": 6}'), r"metadata.json is damaged.*TypeError"),
+        ("metadata.json", os.unlink, r"no whole checkpoint there \(metadata.json is missing\)"),
         ("checksums.json", cut_short, r"checksums.json is damaged"),
         ("checksums.json", lambda path: path.write_text("[]"), r"checksums.json is damaged"),
         ("checksums.json", os.unlink, r"no whole checkpoint there \(checksums.json is missing\)"),
     ],
 )
-def test_damage_is_named_with_what_else_there_is(tmp_path, file, damage, message):
+def test_damage_is_named_with_the_other_checkpoints(tmp_path, file, damage, message):
     store = store_in(tmp_path)
-    save(store, 3, other=24.0)
-    path = save(store, 6, other=24.0).path
+    save(store, 3)
+    path = save(store, 6).path
     store.open(path)
     damage(path / file)
     with pytest.raises(CheckpointError, match=message) as error:
@@ -103,12 +219,12 @@ def test_damage_is_named_with_what_else_there_is(tmp_path, file, damage, message
     store.open(store.folder / "step_000003")
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path):
+def test_other_folders_are_refused(tmp_path):
     store = store_in(tmp_path)
     with pytest.raises(CheckpointError, match=r"nowhere: no whole checkpoint there.*there is none"):
         store.open(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"begin\(4\)"):
-        store.complete(store.begin(3), cut_of(4))
+        store.complete(store.begin(3), metadata_of(4))
 
 
 @pytest.mark.parametrize(
@@ -125,39 +241,56 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
     ],
 )
 def test_the_newest_and_the_best_are_kept(tmp_path, options, kept):
-    """Equal best values at steps 2 and 4, none at step 1, one that is not finite at step 3."""
+    """Equal best values at steps 2 and 4, none at step 1, a non-finite one at step 3."""
     store = store_in(tmp_path, **{"best_metric": "reward", **options})
     rewards = {2: 0.9, 3: math.nan, 4: 0.9, 5: 0.1, 6: 0.2}
     for step in range(1, 7):
         save(store, step, **({"reward": rewards[step]} if step in rewards else {}))
-        assert store.newest().cut.step == step
+        assert store.newest().metadata.step == step
     assert steps(store) == kept
     assert names(store) == [f"step_{step:06d}" for step in kept]
 
 
-def test_a_step_that_is_saved_again_replaces_the_old_checkpoint(tmp_path):
+def test_a_checkpoint_is_kept_until_its_weights_are_rated(tmp_path):
+    store = store_in(tmp_path, keep_last=1, keep_best=1, best_metric="reward")
+    for step in (1, 2, 3):
+        store.await_rating((0, step))
+        save_unrated(store, step)
+    assert steps(store) == [1, 2, 3], "any may be the best"
+    store.rate((0, 1), {"reward": 0.5})
+    store.rate((0, 2), {"reward": 0.9})
+    assert steps(store) == [2, 3]
+    store.rate((0, 3), {"reward": 0.1, "other": 7.0})
+    assert [(c.metadata.step, c.rating) for c in store.all()] == [(2, {"reward": 0.9}), (3, {"reward": 0.1})]
+    store.rate((1, 3), {"reward": 0.95})  # of another lineage's step 3, which is not saved
+    save_unrated(store, 4, lineage=1)
+    assert [(c.metadata.step, c.rating) for c in store.all()] == [(2, {"reward": 0.9}), (4, {})]
+    assert store.open(store.newest().path) == store.newest()
+
+
+def test_saving_a_step_again_replaces_its_checkpoint(tmp_path):
     store = store_in(tmp_path, keep_last=2)
     save(store, 3)
     save(store, 6, content=b"old")
     again = save(store, 6, lineage=1, content=b"new")
-    assert store.open(again.path).cut == cut_of(6, lineage=1)
+    assert store.open(again.path).metadata == metadata_of(6, lineage=1)
     assert (again.path / "state" / "shard").read_bytes() == b"new"
     assert names(store) == ["step_000003", "step_000006"]
 
 
-def test_a_run_that_went_back_is_newer_than_where_it_had_been(tmp_path):
+def test_a_rolled_back_run_is_newer_than_its_old_lineage(tmp_path):
     """Restored at step 3, the run saves step 6 again; the step 9 of the lineage that was left is not the newest."""
     store = store_in(tmp_path, keep_last=2)
     save(store, 6)
     save(store, 9)
     save(store, 6, lineage=1)
-    assert [(c.cut.version.lineage, c.cut.step) for c in store.all()] == [(0, 9), (1, 6)]
-    assert store.newest().cut.step == 6
+    assert [(c.metadata.version.lineage, c.metadata.step) for c in store.all()] == [(0, 9), (1, 6)]
+    assert store.newest().metadata.step == 6
     save(store, 7, lineage=1)
     assert steps(store) == [6, 7]
 
 
-def test_final_is_a_link_that_moves_at_once_and_goes_with_its_checkpoint(tmp_path):
+def test_final_is_a_link_that_moves_atomically_and_disappears_with_its_checkpoint(tmp_path):
     store = store_in(tmp_path, keep_last=1)
     store.mark_final(save(store, 3))
     link = store.folder / "final"
@@ -194,7 +327,7 @@ def die_at(change, work):
 
 @pytest.mark.parametrize("step", [6, 9], ids=["same step again", "next step"])
 def test_killed_anywhere_the_newest_checkpoint_is_whole(tmp_path, step):
-    """Keeping one: every save also deletes. Whatever is found then is what was before or what was being saved."""
+    """With one kept, every save also deletes. The newest is either the old checkpoint or the new one."""
     seen = set()
     for change in range(1000):
         store = store_in(tmp_path / f"{change}", keep_last=1)
@@ -211,7 +344,7 @@ def test_killed_anywhere_the_newest_checkpoint_is_whole(tmp_path, step):
         store.sweep()
         found = store.open(store.newest().path)
         content = (found.path / "state" / "shard").read_bytes()
-        assert (found.cut.step, content) in ((6, b"old"), (step, b"new"))
+        assert (found.metadata.step, content) in ((6, b"old"), (step, b"new"))
         assert not [name for name in names(store) if "." in name]
         if (link := store.folder / "final").is_symlink():
             store.open(link)
@@ -225,9 +358,9 @@ def test_killed_anywhere_the_newest_checkpoint_is_whole(tmp_path, step):
     assert seen == {b"old", b"new", *(["replacing"] if step == 6 else [])}
 
 
-def test_checksums_are_read_by_people_too(tmp_path):
+def test_checksums_are_human_readable(tmp_path):
     path = save(store_in(tmp_path), 3).path
     listed = json.loads((path / "checksums.json").read_text())["files"]
-    assert sorted(listed) == ["cut.json", "state/.metadata", "state/shard"]
+    assert sorted(listed) == ["metadata.json", "state/.metadata", "state/shard"]
     assert listed["state/shard"]["bytes"] == 7
     assert path.suffix != PARTIAL

@@ -1,11 +1,17 @@
-"""Configuration: every problem is found before anything starts, in one line that names the key."""
+"""Configuration: every problem is reported before anything starts, in one line that begins with the option's key."""
 
+import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from asyncrl.config.checks import ALGORITHMS, check, derive, local_memory_bytes
-from asyncrl.config.load import ConfigError, known_keys, load_config, to_yaml
+from asyncrl.config.checks import derive
+from asyncrl.config.load import ConfigError, load_config, to_yaml
+from asyncrl.config.options import known_keys
+from asyncrl.config.schema import Config, EngineConfig, RolloutConfig
+from asyncrl.run.checks import check
+from asyncrl.run.machine import local_memory_bytes
 
 TENSOR, PIPELINE, VIRTUAL = (
     f"trainer.megatron.{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "virtual_pipeline")
@@ -67,6 +73,62 @@ def test_a_bad_override_is_one_line_naming_the_key(override, expected):
     assert expected in e.value.problems[0]
 
 
+def test_a_file_with_several_problems_reports_them_all_and_where_each_is_set(tmp_path):
+    (tmp_path / "base.yaml").write_text("rollout: {n: 0, replica: 2}\ndata: 3\n")
+    (tmp_path / "more.yaml").write_text("extends: base.yaml\nalgorithm: {clip_low: 1}\nmtp: {enable_rollout: maybe}\n")
+    with pytest.raises(ConfigError) as e:
+        load_config(tmp_path / "more.yaml", ["model.path=m", "rollout.engine.dtype=half"])
+    assert set(e.value.problems) == {
+        "reward.function: must be given, has no default (expected str)",
+        "rollout.n: expected at least 1, found 0 (in base.yaml)",
+        "rollout.replica: unknown key; did you mean rollout.replicas? (in base.yaml)",
+        "data: expected a group of options, found 3 (in base.yaml)",
+        "algorithm.clip_low: expected at least 0 and less than 1, found 1 (in more.yaml)",
+        "mtp.enable_rollout: expected bool, found 'maybe' (in more.yaml)",
+        "rollout.engine.dtype: expected one of auto, float32, bfloat16; found 'half'",
+    }
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("rollout.n=true", "rollout.n: expected int, found True"),
+        ("rollout.temperature=false", "rollout.temperature: expected float, found False"),
+        ("name=on", "name: expected str, found True"),
+        ("rollout.stop_strings=[no]", "rollout.stop_strings: expected list[str], found [False]"),
+        (
+            "trainer.mixed_precision=no",
+            "trainer.mixed_precision: expected one of no, bfloat16; found False (YAML reads an unquoted no, yes, off "
+            "or on as a boolean)",
+        ),
+    ],
+)
+def test_a_boolean_is_neither_a_number_nor_a_text(override, expected):
+    with pytest.raises(ConfigError) as e:
+        load_config(None, [*REQUIRED, override])
+    assert e.value.problems == [expected]
+
+
+def test_numbers_may_come_from_the_environment_and_texts_may_look_like_numbers(monkeypatch):
+    monkeypatch.setenv("SLOTS", "8")
+    config = load_config(None, [*REQUIRED, "rollout.engine.slots=${oc.env:SLOTS}", "rollout.top_p=1", "name=2024"])
+    assert (config.rollout.engine.slots, config.rollout.top_p, config.name) == (8, 1.0, "2024")
+
+
+def test_a_section_is_validated_wherever_it_is_constructed():
+    with pytest.raises(ValueError, match="Input should be greater than 0"):
+        EngineConfig(slots=0)
+    with pytest.raises(ValueError, match=r"rollout\.min_group_size: expected at most rollout\.n = 1, found 2"):
+        RolloutConfig(n=1)
+    with pytest.raises(ValueError, match="Input should be greater than 0"):
+        replace(Config().rollout, replicas=0)
+
+
+def test_a_config_crosses_processes_unchanged():
+    config = load_config(None, [*REQUIRED, "rollout.engine.args.seed=3", "trainer.optimizer.betas=[0.8, 0.9]"])
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
 def test_missing_values_and_files_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"model\.path: must be given"):
         load_config(None, [])
@@ -84,11 +146,20 @@ def test_missing_values_and_files_are_named(tmp_path):
         ("rollout.temperature=0", "rollout.temperature: expected more than 0"),
         ("rollout.top_p=1.5", "rollout.top_p"),
         ("algorithm.kl_estimator=k9", "algorithm.kl_estimator: expected one of k1, k2, k3; found 'k9'"),
+        ("algorithm.anchor=rollout", "algorithm.anchor: expected one of behaviour, proximal; found 'rollout'"),
+        ("algorithm.importance_cap=2", "algorithm.importance_cap: the ratio to algorithm.anchor=behaviour corrects"),
+        ("algorithm.entropy_coef=-0.1", "algorithm.entropy_coef: expected at least 0, found -0.1"),
+        ("algorithm.overlong_penalty=-1", "algorithm.overlong_penalty: expected at least 0"),
+        ("algorithm.std_ddof=2", "algorithm.std_ddof: expected at least 0 and at most 1, found 2"),
+        ("rollout.max_attempts=0", "rollout.max_attempts: expected at least 1, found 0"),
+        ("reward.on_failure=zero", "reward.on_failure: expected one of drop, value; found 'zero'"),
         ("param_sync.deadlines.plan_s=0", "param_sync.deadlines.plan_s: expected more than 0"),
         ("model.path=nowhere", "model.path: no checkpoint at nowhere"),
         ("data.train_files=[absent.jsonl]", "data.train_files: no such file: absent.jsonl"),
-        ("reward.function=no_colon", "reward.function: expected an import path"),
-        ("algorithm.name=ppo", "algorithm.name: expected one of grpo; found 'ppo'"),
+        (
+            "algorithm.name=ppo",
+            "algorithm.name: expected one of grpo, or an import path such as",
+        ),
         ("seed=-1", "seed: expected at least 0, found -1"),
         ("trainer.optimizer.betas=[0.9,1.5]", "trainer.optimizer.betas: expected two numbers, 0 ≤ beta < 1"),
         ("trainer.optimizer.betas=[0.9]", "trainer.optimizer.betas: expected two numbers"),
@@ -105,9 +176,13 @@ def test_missing_values_and_files_are_named(tmp_path):
         ('rollout.stop_strings=[""]', "rollout.stop_strings: expected texts, found an empty one"),
         (
             "trainer.megatron.tensor_model_parallel_size=2",
-            "trainer.megatron: cuts the model of trainer.backend=megatron",
+            "trainer.megatron: only the megatron backend reads it; expected its default, or trainer.backend=megatron",
         ),
-        ("model.bridge=mbridge", "model.bridge: mbridge is for trainer.backend=megatron, found"),
+        (
+            "model.bridge=mbridge",
+            "model.bridge: only the megatron backend reads it; expected its default",
+        ),
+        ("checkpoint.keep_best=1", "checkpoint.keep_best: no checkpoint but the last would have a validation/reward"),
         ("name=a/b", "name: expected a word that can name a folder, found 'a/b'"),
         ("name=''", "name: expected a word that can name a folder, found ''"),
     ],
@@ -118,6 +193,40 @@ def test_impossible_values_are_refused(files, override, expected):
     assert expected in found[0]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["algorithm.anchor=proximal", "async_training.staleness_threshold=1"],
+            "algorithm.importance_cap: with algorithm.anchor=proximal and 0 nothing corrects stale tokens",
+        ),
+        (
+            ["algorithm.anchor=proximal", "async_training.trigger_parameter_sync_step=2"],
+            "algorithm.importance_cap: with algorithm.anchor=proximal and 0 nothing corrects stale tokens",
+        ),
+        (["algorithm.anchor=proximal", "algorithm.importance_cap=0.5"], "expected 0 or at least 1 (less cuts fresh"),
+        (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"], "as a loss, k1's gradient is zero in the mean"),
+    ],
+)
+def test_options_of_the_loss_that_contradict_each_other_are_refused(files, overrides, expected):
+    found = problems([*files, *overrides])
+    assert len(found) == 1
+    assert expected in found[0]
+
+
+def test_on_policy_training_with_the_proximal_anchor_needs_no_weight(files):
+    check(load_config(None, [*files, "algorithm.anchor=proximal"]))
+
+
+def test_keep_best_needs_a_checkpoint_that_is_validated(files):
+    validated = ["data.validation_files=[train.jsonl]", "validation.every_versions=3", "checkpoint.keep_best=1"]
+    often = ["async_training.trigger_parameter_sync_step=2", "checkpoint.every_steps=10"]
+    check(load_config(None, [*files, *validated, *often, "trainer.total_steps=31"]))  # step 30 is both
+    (found,) = problems([*files, *validated, *often, "trainer.total_steps=30"])
+    assert found.startswith("checkpoint.keep_best: no checkpoint but the last")
+    check(load_config(None, [*files, "checkpoint.keep_best=1", "checkpoint.best_metric=critic/rewards/mean"]))
+
+
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 def test_every_number_must_be_finite(files, value):
     floats = [key for key, kind in known_keys().items() if kind is float]
@@ -125,12 +234,6 @@ def test_every_number_must_be_finite(files, value):
     found = problems([*files, *(f"{key}={written}" for key in floats), f"trainer.optimizer.betas=[0.9,{written}]"])
     betas = f"trainer.optimizer.betas: expected finite numbers, found [0.9, {value}]"
     assert set(found) == {betas, *(f"{key}: expected a finite number, found {value}" for key in floats)}
-
-
-def test_the_known_algorithms_are_those_of_the_trainer():
-    from asyncrl.trainer.algorithms import ALGORITHMS as WRITTEN
-
-    assert set(ALGORITHMS) == set(WRITTEN)
 
 
 def test_a_group_of_one_is_refused(files):
@@ -199,33 +302,35 @@ def test_what_the_megatron_backend_cannot_do_is_refused(files, overrides, expect
         ),
     ],
 )
-def test_adapters_that_nobody_can_train_or_take_are_refused(files, overrides, expected):
+def test_lora_options_that_no_part_supports_are_refused(files, overrides, expected):
     found = problems([*files, "model.lora.rank=8", *overrides])
     assert len(found) == 1
     assert found[0].startswith(expected)
 
 
-def test_requests_finish_on_their_adapters_only_where_an_engine_can_hold_these(files):
+def test_requests_finish_on_their_adapters_only_if_the_engine_keeps_several(files):
     adapters = ["model.lora.rank=8", "param_sync.in_flight=finish"]
     can = [*files, *adapters, "rollout.engine.name=vllm", "param_sync.pause=keep", "param_sync.kv=keep"]
     check(load_config(None, can))
     check(load_config(None, [*can, "rollout.engine.name=sglang"]))
-    for wrong in ("rollout.engine.name=native", "param_sync.kv=recompute", "model.lora.rank=0"):
+    for wrong in ("param_sync.kv=recompute", "model.lora.rank=0"):
         (found,) = problems([*can, wrong])
-        assert found.startswith("param_sync.in_flight: requests can finish on their own adapter where vllm or sglang")
+        assert found.startswith("param_sync.in_flight: requests can finish on their own adapter if adapters are synced")
+    (found,) = problems([*can, "rollout.engine.name=native"])
+    assert found == "param_sync.in_flight: the native engine moves requests to the new weights; expected move"
     (found,) = problems([*can, "async_training.overdue=mask"])
-    assert found.startswith("param_sync.in_flight: how many adapters are in use is bounded where no group outstays")
+    assert found.startswith("param_sync.in_flight: the number of adapters in use is bounded only if no group outlives")
 
 
 def test_an_engine_without_adapters_is_sent_merged_weights(files, monkeypatch):
-    monkeypatch.setattr("asyncrl.config.checks.TAKES_ADAPTERS", frozenset({"vllm"}))
+    monkeypatch.setattr("asyncrl.rollouter.engines.native.spec.ENGINE.takes_adapters", False)
     (found,) = problems([*files, "model.lora.rank=8"])
     assert found == "param_sync.adapters: the native engine takes no adapters; expected merged"
     check(load_config(None, [*files, "model.lora.rank=8", "param_sync.adapters=merged"]))
     check(load_config(None, files))
 
 
-def test_speculation_needs_room_in_the_context_and_goes_without_deterministic_mode(files):
+def test_speculation_needs_room_in_the_context_and_excludes_deterministic_mode(files):
     speculate = [*files, "mtp.enable_rollout=true", "mtp.num_speculative_tokens=5"]
     check(load_config(None, [*speculate, "rollout.engine.max_context_tokens=7"]))
     (small,) = problems([*speculate, "rollout.engine.max_context_tokens=6"])
@@ -234,7 +339,7 @@ def test_speculation_needs_room_in_the_context_and_goes_without_deterministic_mo
     assert "mtp.enable_rollout: does not go with rollout.engine.deterministic" in fixed
 
 
-def test_what_cannot_be_divided_by_is_a_problem_and_no_crash(files):
+def test_a_zero_divisor_is_refused(files):
     assert problems([*files, "rollout.n=0"])[0] == "rollout.n: expected at least 1, found 0"
 
 
@@ -276,7 +381,7 @@ def test_what_sglang_cannot_do_is_refused(files):
     (problem,) = problems([*sglang, "rollout.engine.delivery=nccl", "rollout.engine.device=cpu"])
     assert problem.startswith("rollout.engine.delivery: nccl joins GPUs")
     (problem,) = problems([*files, "rollout.engine.delivery=gloo"])
-    assert problem.startswith("rollout.engine.delivery: native has no server")
+    assert problem == "rollout.engine.delivery: the native engine offers memory, found gloo"
     adapters = [*sglang, "model.lora.rank=8"]
     check(load_config(None, adapters))
     (problem,) = problems([*adapters, "param_sync.pause=keep", "param_sync.kv=keep"])
@@ -286,13 +391,30 @@ def test_what_sglang_cannot_do_is_refused(files):
     check(load_config(None, [*adapters, "rollout.engine.delivery=gloo", "param_sync.adapters=merged"]))
 
 
+def test_the_problems_of_all_parts_are_reported_at_once_with_those_of_the_config(files):
+    parts = ["rollout.engine.name=vlm", "trainer.backend=math:pi", "algorithm.name=no_such_module:ALGORITHM"]
+    parts += ["param_sync.transport=pigeon", "reporting.sinks=[nowhere]"]
+    found = problems([*files, *parts, "param_sync.in_flight=finish"])
+    assert [problem.partition(":")[0] for problem in found] == [
+        "param_sync.in_flight",
+        "rollout.engine.name",
+        "trainer.backend",
+        "algorithm.name",
+        "param_sync.transport",
+        "reporting.sinks",
+    ]
+    assert "expected one of native, sglang, vllm, or an import path such as package.module:ENGINE" in found[1]
+    assert "math:pi lacks distributions" in found[2]
+    assert "module no_such_module does not import" in found[3]
+
+
 def test_more_ranks_than_cpus_are_refused_on_one_machine(files):
     assert "trainer.ranks: 3 ranks" in problems([*files, "trainer.ranks=3"], cpus=2)[0]
     assert "rollout.replicas" in problems([*files, "rollout.replicas=2"], cpus=2)[0]
     check(load_config(None, [*files, "rollout.replicas=2", "ray.cpus_per_replica=0.5"]), cpus=2)
 
 
-def test_all_problems_are_told_at_once(files):
+def test_problems_of_several_sections_are_reported_at_once(files):
     assert len(problems([*files, "rollout.replicas=0", "rollout.temperature=0", "trainer.total_steps=0"])) == 3
 
 
@@ -316,8 +438,8 @@ def test_derived_figures(files):
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda file: file.stem)
-def test_every_config_that_comes_along_is_sound(file, monkeypatch):
-    """Apart from the files that it names: those are made, or the user's."""
+def test_every_bundled_config_is_valid(file, monkeypatch):
+    """Except for files that it names: those are generated or the user's."""
     for variable in ("MODEL_PATH", "TRAIN_FILE", "VALIDATION_FILE", *PYTHONS):
         monkeypatch.setenv(variable, "/somewhere")
     problems = []

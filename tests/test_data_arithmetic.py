@@ -1,4 +1,4 @@
-"""The arithmetic task: right answers, disjoint splits, solutions of very different lengths."""
+"""Arithmetic task: correct answers, disjoint splits, solutions of very different lengths."""
 
 import json
 import random
@@ -23,7 +23,7 @@ from asyncrl.data.prompts import load_prompts
 from asyncrl.rollouter.rewards.arithmetic import score
 
 
-def test_a_solution_works_from_the_left_and_carries_the_rest_along():
+def test_a_solution_works_from_the_left_and_repeats_the_rest():
     assert solution(Problem(7, (-5, 2, 4))) == "7-5=2,+2+4\n2+2=4,+4\n4+4=8\nanswer: 8"
 
 
@@ -36,7 +36,7 @@ def test_true_solutions_are_right_and_well_formed():
         assert is_well_formed(solution(problem))
 
 
-def test_a_slipping_author_is_well_formed_and_wrong_as_often_as_expected():
+def test_careless_solutions_are_well_formed_and_wrong_at_the_error_rate():
     rng = random.Random(0)
     right = steps = 0
     for _ in range(2000):
@@ -62,7 +62,7 @@ def test_response_lengths_differ_more_than_fourfold():
     assert max(lengths) > 4 * min(lengths)
 
 
-def test_only_the_careless_author_makes_mistakes():
+def test_careful_demonstrations_have_no_mistakes():
     def share_right(careful):
         written = list(islice(demonstrations(0, careful), 1000))
         right = [final_answer(text) == eval(m[0]["content"].removeprefix("Compute ")) for m, text in written]
@@ -91,7 +91,7 @@ def test_written_files_are_disjoint_balanced_and_the_same_for_a_seed(tmp_path):
     assert len(problems["a/heldout.jsonl"]) == len(set(problems["a/heldout.jsonl"])) == 100
 
 
-def test_an_interrupted_writing_leaves_no_training_file(tmp_path):
+def test_an_interrupted_write_leaves_no_training_file(tmp_path):
     (tmp_path / "heldout.jsonl").mkdir()
     with pytest.raises(IsADirectoryError):
         main(["--out", str(tmp_path), "--train", "5", "--heldout", "5"])

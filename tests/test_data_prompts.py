@@ -1,4 +1,4 @@
-"""Prompt files: what rows become, and what a bad file is told."""
+"""Prompt files: rows become prompts; errors name file and line."""
 
 import json
 
@@ -48,17 +48,17 @@ def test_without_the_chat_template_messages_are_joined(tmp_path):
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ('{"prompt": "cut', "not a JSON value"),
+        ('{"prompt": "cut', "expected a JSON object, found invalid JSON"),
         ("[1, 2]", "expected a JSON object, found list"),
-        ({"answer": "4"}, "no column 'prompt'; found answer"),
-        ({"prompt": "2+2?"}, "no column 'answer'; found prompt"),
-        ({"prompt": "", "answer": "4"}, "the prompt is empty"),
+        ({"answer": "4"}, "expected a column 'prompt', found answer"),
+        ({"prompt": "2+2?"}, "expected a column 'answer', found prompt"),
+        ({"prompt": "", "answer": "4"}, "expected a prompt, found an empty one"),
         ({"prompt": [], "answer": "4"}, "a string or a list of chat messages"),
-        ({"prompt": [{"role": "user"}], "answer": "4"}, "a 'role' and a 'content'"),
-        ({"prompt": "2+2?", "answer": ["4"]}, "must be a string or a number, found list"),
+        ({"prompt": [{"role": "user"}], "answer": "4"}, "string 'role' and 'content'"),
+        ({"prompt": "2+2?", "answer": ["4"]}, "expected a string or a number, found list"),
     ],
 )
-def test_a_malformed_row_is_named_by_file_and_line(tmp_path, line, complaint):
+def test_a_malformed_row_is_reported_with_file_and_line(tmp_path, line, complaint):
     file = write(tmp_path / "bad.jsonl", {"prompt": "2+2?", "answer": "4"}, "", line)
     with pytest.raises(DataError) as error:
         load_prompts([file], DataConfig())
@@ -66,9 +66,9 @@ def test_a_malformed_row_is_named_by_file_and_line(tmp_path, line, complaint):
     assert complaint in str(error.value)
 
 
-def test_bytes_that_are_no_text_are_named_by_file_and_line(tmp_path):
+def test_invalid_utf8_is_reported_with_file_and_line(tmp_path):
     (tmp_path / "bad.jsonl").write_bytes(b'{"prompt": "\xff\xfe", "answer": "4"}\n')
-    with pytest.raises(DataError, match=r"bad\.jsonl:1: not a JSON value"):
+    with pytest.raises(DataError, match=r"bad\.jsonl:1: expected a JSON object, found invalid JSON"):
         load_prompts([tmp_path / "bad.jsonl"], DataConfig())
 
 
@@ -82,7 +82,7 @@ def test_missing_empty_and_unknown_files_are_refused(tmp_path):
         ("empty.jsonl", "no rows"),
         ("none.parquet", "no rows"),
         ("prompts.csv", r"expected a \.jsonl or a \.parquet"),
-        ("torn.parquet", "not a readable Parquet file"),
+        ("torn.parquet", "cannot be read as Parquet"),
     ]:
         with pytest.raises(DataError, match=f"{name}.*{complaint}"):
             load_prompts([tmp_path / name], DataConfig())
@@ -90,8 +90,8 @@ def test_missing_empty_and_unknown_files_are_refused(tmp_path):
         load_prompts([], DataConfig())
 
 
-def test_an_id_given_twice_is_refused_with_both_places(tmp_path):
+def test_a_repeated_id_is_refused_with_both_lines(tmp_path):
     row = {"prompt": "2+2?", "answer": "4", "id": 7}
     one, two = write(tmp_path / "one.jsonl", row), write(tmp_path / "two.jsonl", {**row, "id": 8}, row)
-    with pytest.raises(DataError, match=r"two\.jsonl:2: prompt id '7' was given before, at .*one\.jsonl:1"):
+    with pytest.raises(DataError, match=r"two\.jsonl:2: .* found '7' again, first at .*one\.jsonl:1"):
         load_prompts([one, two], DataConfig())

@@ -1,4 +1,4 @@
-"""What the documentation says is so: commands and links are real, generated pages current, examples run."""
+"""The documentation is true: commands and links are real, generated pages current, examples run."""
 
 import dataclasses
 import importlib.util
@@ -9,17 +9,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from asyncrl.config import reference as options
-from asyncrl.config.load import known_keys, load_config
-from asyncrl.reporting import reference as charts
-from asyncrl.sample import FinishReason, PolicyVersion, Prompt, VersionSpan
+from asyncrl.config.load import load_config
+from asyncrl.config.options import known_keys
+from asyncrl.observability import reference as charts
 from tests.support.tiny import make_inputs, overrides
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 MAIN = "asyncrl.fully_async_main"
 
 
@@ -74,42 +73,12 @@ def test_every_option_is_in_the_reference():
     assert [key for key in leaves if f"| `{key}` |" not in page] == []
 
 
-def examples() -> dict[str, object]:
-    """What the Python blocks of docs/extending.md define."""
-    names: dict[str, object] = {}
-    text = (ROOT / "docs/extending.md").read_text()
-    for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        exec(block, names)
-    return names
-
-
-def test_the_reward_of_the_examples_scores():
-    score = examples()["length"]
-    assert score(Prompt("uid", "p", 0, "2+2", None, "4"), "x" * 10, target=20) == {"reward": -0.5, "close": 0.0}
-
-
-async def test_the_agent_loop_of_the_examples_makes_a_sample():
-    class Hf:
-        def encode(self, text, add_special_tokens):
-            return [7, 8]
-
-    class Tokenizer:
-        hf = Hf()
-
-    asked = []
-
-    async def generate(response, limit):
-        from asyncrl.rollouter.agent_loops.base import Completion
-
-        asked.append((response.tolist(), limit))
-        spans = [VersionSpan(0, PolicyVersion(0, len(asked)))]
-        return Completion(np.array([1, 2, 3], np.int32), np.full(3, -0.5, np.float32), spans, FinishReason.STOP)
-
-    sample = await examples()["TwoTries"](Tokenizer(), 24).run(None, 0, generate)
-    assert asked == [([], 11), ([1, 2, 3, 7, 8], 11)]
-    assert sample.tokens.tolist() == [1, 2, 3, 7, 8, 1, 2, 3]
-    assert sample.loss_mask.tolist() == [True] * 3 + [False] * 2 + [True] * 3
-    assert [(span.start, span.version.number) for span in sample.spans] == [(0, 1), (5, 2)]
+def test_the_reference_shows_the_limits_of_each_option():
+    rows = dict(re.findall(r"^\| `(\S+)` \| (.*?) \| ", options.reference(), re.MULTILINE))
+    assert rows["rollout.n"] == "integer, at least 1"
+    assert rows["rollout.top_p"] == "number, more than 0 and at most 1"
+    assert rows["supervision.window_s"] == "seconds, more than 0"
+    assert rows["rollout.engine.dtype"] == "`auto`, `float32`, `bfloat16`"
 
 
 @pytest.mark.slow

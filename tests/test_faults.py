@@ -1,13 +1,16 @@
-"""Any process of a run may die or hang, at any moment: the run goes on by itself, or is resumed, and nothing is lost.
+"""Any process of a run may die or hang at any moment: the run recovers, or is resumed, and loses nothing.
 
-Whole runs on real Ray, whose processes are killed (SIGKILL) or stopped (SIGSTOP); afterwards the ledger is held against
-what the run was to train. The long form, ``make test-faults``, kills more and sweeps the moments between transitions.
+Whole runs on real Ray, whose processes are killed (SIGKILL) or stopped (SIGSTOP); an audit of the ledger follows. The
+long form, ``make test-faults``, kills more and sweeps the moments between transitions.
 """
 
 import contextlib
+import importlib
+import inspect
 import json
 import os
 import random
+import re
 import sys
 import time
 from pathlib import Path
@@ -21,7 +24,7 @@ from tests.support.faults import ACTORS, NAMES, FaultyRun, audit, crash_at, rest
 BATCH = 2
 QUICKSTART = "configs/quickstart.yaml"
 
-#: durable transitions, and what lies between them, by the process that dies there
+#: durable transitions and moments between them, by the process that dies there
 QUEUE_POINTS = [
     f"asyncrl.sample_queue.{point}"
     for point in (
@@ -44,23 +47,44 @@ QUEUE_POINTS = [
     )
 ]
 WORKER_POINTS = [
-    "asyncrl.param_sync.live_receiver:LiveViewReceiver.take:before:2",
+    "asyncrl.param_sync.live_weights:LiveWeights.take:before:2",
     "asyncrl.trainer.rank:TrainerRank.train:after:2",
-    "asyncrl.param_sync.live_receiver:LiveViewReceiver.commit:before:2",
+    "asyncrl.param_sync.live_weights:LiveWeights.commit:before:2",
     "asyncrl.trainer.rank:TrainerRank.stage:after:1",
-    "asyncrl.sample_queue.journal:Journal.rollback:after:1",
-    "asyncrl.param_sync.live_receiver:LiveViewReceiver.commit:after:2",
+    "asyncrl.sample_queue.core:SampleQueue.rollback:after:1",
+    "asyncrl.param_sync.live_weights:LiveWeights.commit:after:2",
     "asyncrl.trainer.rank:TrainerRank.write:before:1",
     "asyncrl.trainer.rank:TrainerRank.write:after:2",  # the first one is a checkpoint, which is loaded
     "asyncrl.trainer.rank:TrainerRank.load:after:1",
     "asyncrl.param_sync.sender:Sender.send:before:2",
     "asyncrl.param_sync.sender:Sender.send:after:2",
-    "asyncrl.rollouter.loop:RolloutLoop._tell_news:after:2",
+    "asyncrl.rollouter.in_flight:Snapshotter.store_changed:after:2",
+]
+#: in the order of a start: ranks are built, the first sync runs, its version is validated and published
+STARTING_POINTS = [
+    "asyncrl.trainer.rank:TrainerRank.__init__:after:1",
+    "asyncrl.trainer.rank:TrainerRank.manifest:before:1",
+    "asyncrl.param_sync.live_weights:LiveWeights.take:before:1",
+    "asyncrl.param_sync.sender:Sender.send:before:1",
+    "asyncrl.param_sync.live_weights:LiveWeights.commit:after:1",
+    "asyncrl.rollouter.validation:Validation.run:before:1",
+    "asyncrl.sample_queue.core:SampleQueue.publish:before:1",
+    "asyncrl.trainer.rank:TrainerRank.train:before:1",
+]
+#: in the order of a start from a checkpoint
+RESUMING_POINTS = [
+    "asyncrl.sample_queue.journal:Journal.__init__:after:1",
+    "asyncrl.trainer.rank:TrainerRank.load:before:1",
+    "asyncrl.trainer.rank:TrainerRank.load:after:1",
+    "asyncrl.sample_queue.core:SampleQueue.rollback:before:1",
+    "asyncrl.sample_queue.core:SampleQueue.rollback:after:1",
+    "asyncrl.trainer.rank:TrainerRank.manifest:before:1",
+    "asyncrl.param_sync.live_weights:LiveWeights.take:before:1",
 ]
 DRIVER_POINTS = [
     "asyncrl.trainer.loop:TrainLoop.begin:after:1",
-    "asyncrl.param_sync.group:ParameterSyncGroup.__call__:after:2",
-    "asyncrl.trainer.actors:QueueOfRay.lease:after:2",
+    "asyncrl.param_sync.coordinator:ParameterSyncCoordinator.__call__:after:2",
+    "asyncrl.trainer.actors:SampleQueueClient.lease:after:2",
     "asyncrl.trainer.actors:RankGroup.train:after:2",
     "asyncrl.trainer.loop:TrainLoop._report:before:2",
     "asyncrl.trainer.actors:RankGroup.write:after:1",
@@ -69,6 +93,26 @@ DRIVER_POINTS = [
     "asyncrl.trainer.checkpoints:CheckpointStore.mark_final:before:1",
     "asyncrl.trainer.checkpoints:CheckpointStore.mark_final:after:1",
 ]
+FULL_DISK_POINTS = {
+    "spool": "asyncrl.sample_queue.spool:Disk.write:full:6",
+    "ledger": "asyncrl.sample_queue.ledger:Ledger.commit:full:9",
+    "checkpoint": "asyncrl.trainer.rank:TrainerRank.write:full:1",
+}
+CRASH_POINTS = [
+    *QUEUE_POINTS,
+    *WORKER_POINTS,
+    *STARTING_POINTS,
+    *RESUMING_POINTS,
+    *DRIVER_POINTS,
+    *FULL_DISK_POINTS.values(),
+]
+
+
+@pytest.mark.parametrize(("module", "method"), sorted({tuple(point.split(":")[:2]) for point in CRASH_POINTS}))
+def test_a_crash_point_names_a_method_of_its_class(module, method):
+    class_name, attribute = method.split(".")
+    owner = getattr(importlib.import_module(module), class_name)
+    assert inspect.isfunction(vars(owner)[attribute])
 
 
 @pytest.fixture
@@ -89,7 +133,7 @@ def test_a_run_that_loses_each_of_its_processes_goes_on_by_itself(start, tmp_pat
     run = start(f"trainer.total_steps={steps}")
     moment = random.Random(1)
     run.until_trained(1)
-    if sys.platform == "linux":  # whoever trains comes first on shared cores, see asyncrl.priority
+    if sys.platform == "linux":  # trainer ranks come first on shared cores, see asyncrl.cpu.priority
         policies = {kind: os.sched_getscheduler(run.actor(kind).pid) for kind in ACTORS}
         assert policies == dict.fromkeys(ACTORS, os.SCHED_BATCH) | {"rank": os.SCHED_OTHER}
     # the ranks last: without them the run cannot end before it has noticed
@@ -101,11 +145,91 @@ def test_a_run_that_loses_each_of_its_processes_goes_on_by_itself(start, tmp_pat
     for kind in ACTORS:
         assert f"supervision: {NAMES[kind]} died" in run.text
     audit(tmp_path / "run", [BATCH] * steps)
-    assert restores(tmp_path / "run") >= 1  # for the rank; a replica that died alone may have had a version of its own
+    assert restores(tmp_path / "run") >= 1  # for the rank; a replica that died alone may have got a version of its own
+
+
+def test_a_run_that_loses_each_of_its_processes_while_it_starts_goes_on_by_itself(start, tmp_path):
+    run = start("trainer.total_steps=4")
+    killed: set[str] = set()
+
+    def each_was_killed() -> bool:
+        for kind in ACTORS.keys() - killed:
+            for process in run.actors(kind):  # as soon as it is there
+                process.kill()
+                killed.add(kind)
+        return len(killed) == len(ACTORS)
+
+    run.until(each_was_killed, "had a process of each kind")
+    assert run.wait() == 0, run.text
+    for name in NAMES.values():
+        assert run.text.count(f"supervision: {name} died") == 1, run.text
+    assert "Traceback" not in run.text
+    audit(tmp_path / "run", [BATCH] * 4)
+    assert restores(tmp_path / "run") == 0  # nothing had been trained yet
 
 
 @pytest.mark.faults
-def test_a_queue_that_dies_between_two_transitions_is_where_it_was(inputs, tmp_path, monkeypatch):
+def test_deaths_in_each_phase_of_the_start_are_survived(inputs, tmp_path, monkeypatch):
+    options = ("trainer.total_steps=6", f"data.validation_files=[{inputs / 'heldout.jsonl'}]")
+    (run,) = run_through(inputs, tmp_path / "run", *options, points=STARTING_POINTS, monkeypatch=monkeypatch)
+    assert run.text.count("starting it again") >= len(STARTING_POINTS)
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["samples_before"], summary["samples_after"]) == (6, 6)
+    audit(tmp_path / "run", [BATCH] * 6)
+
+
+@pytest.mark.faults
+def test_ranks_and_the_only_replica_may_die_in_the_first_validation(start, inputs, tmp_path):
+    """Validation waits for the replica, which waits for the ranks, which receive no calls meanwhile."""
+    run = start(
+        "trainer.total_steps=3",
+        f"data.validation_files=[{inputs / 'heldout.jsonl'}]",
+        "validation.samples=300",
+        "reporting.console_every_s=0.3",
+    )
+    run.until_printed("rollout/validate")
+    run.actor("rank").kill()
+    run.kill("replica")
+    assert run.wait() == 0, run.text
+    audit(tmp_path / "run", [BATCH] * 3)
+
+
+@pytest.mark.faults
+def test_deaths_while_a_run_is_resumed_are_survived(start, inputs, tmp_path, monkeypatch):
+    run = start("trainer.total_steps=100")
+    run.until_printed("checkpoint of step 3")
+    run.process.kill()
+    run.process.wait()
+    run.close()
+    options = ("trainer.total_steps=12",)
+    (run,) = run_through(inputs, tmp_path / "run", *options, points=RESUMING_POINTS, monkeypatch=monkeypatch)
+    assert "back at step" in run.text
+    audit(tmp_path / "run", [BATCH] * 12)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("kind", list(ACTORS))
+def test_a_process_that_hangs_while_it_starts_is_taken_for_dead(start, tmp_path, kind):
+    run = start("trainer.total_steps=4", "supervision.start_s=40", "supervision.answer_s=40")
+    run.actor(kind).suspend()
+    assert run.wait() == 0, run.text
+    # it may be up just before it is stopped, and Ray's own health check may find it first
+    late = rf"supervision: {NAMES[kind]} (did not start within 40 s|has not answered for 40 s|died: its process was)"
+    assert re.search(late, run.text), run.text
+    audit(tmp_path / "run", [BATCH] * 4)
+
+
+@pytest.mark.faults
+def test_a_process_that_hangs_while_it_starts_too_often_ends_the_run_with_the_reason(start, tmp_path):
+    run = start("trainer.total_steps=4", "supervision.start_s=60", "supervision.max_restarts=0")
+    run.actor("replica").suspend()
+    assert run.wait(120) == 1, run.text
+    failed = json.loads((tmp_path / "run/summary.json").read_text())["failed"]
+    assert "replica/0 did not start within 60 s (supervision.start_s) (supervision.max_restarts is 0)" in failed
+
+
+@pytest.mark.faults
+def test_a_queue_that_dies_between_two_transitions_loses_nothing(inputs, tmp_path, monkeypatch):
     points = [QUEUE_POINTS[1], QUEUE_POINTS[3]]
     run_through(inputs, tmp_path / "run", "trainer.total_steps=6", points=points, monkeypatch=monkeypatch)
     audit(tmp_path / "run", [BATCH] * 6)
@@ -122,15 +246,7 @@ def test_ranks_that_die_too_often_end_the_run_with_the_reason(start, tmp_path):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(
-    "full",
-    [
-        "asyncrl.sample_queue.spool:Disk.write:full:6",
-        "asyncrl.sample_queue.ledger:Ledger.commit:full:9",
-        "asyncrl.trainer.rank:TrainerRank.write:full:1",
-    ],
-    ids=["spool", "ledger", "checkpoint"],
-)
+@pytest.mark.parametrize("full", FULL_DISK_POINTS.values(), ids=list(FULL_DISK_POINTS))
 def test_a_full_disk_ends_the_run_with_the_reason_and_costs_nothing(start, tmp_path, monkeypatch, full):
     marks = crash_at([full], tmp_path, monkeypatch)
     run = start("trainer.total_steps=8")
@@ -189,7 +305,7 @@ def test_five_deaths_of_the_driver(start, tmp_path):
     moment = random.Random(5)
     for _ in range(5):
         run = start("trainer.total_steps=60")
-        run.until_printed("checkpoint of step")  # it has come further than the one before
+        run.until_printed("checkpoint of step")  # it has come further than the run before
         time.sleep(moment.uniform(0, 0.8))
         run.process.kill()
         run.process.wait()

@@ -1,132 +1,183 @@
-"""Runs as a cluster's users start them: `ray job submit` to a head, with a runtime environment of ours."""
+"""Runs as Ray jobs: the commands of docs/cluster.md, on a head that they started."""
 
+import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
-import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from urllib.request import urlopen
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
+import grpc
+import psutil
 import pytest
 import yaml
 
 from asyncrl.config.load import load_config
 from tests.support.tiny import overrides
 from tests.test_reporting_wandb import offline_run
-from tests.test_run import free_port, processes_of
+from tests.test_run import free_port, gcs_answer, processes_of
 
 ROOT = Path(__file__).parent.parent
-LOCAL = ROOT / "runtime_env/local.yaml"
+
+
+def page_commands() -> list[str]:
+    """Commands of docs/cluster.md for one machine, in order."""
+    page = (ROOT / "docs/cluster.md").read_text()
+    (section,) = re.findall(r"^## One machine\n(.*?)^## ", page, re.DOTALL | re.MULTILINE)
+    return "".join(re.findall(r"^```sh\n(.*?)^```", section, re.DOTALL | re.MULTILINE)).splitlines()
+
+
+def page_command(beginning: str) -> str:
+    (found,) = [line for line in page_commands() if line.startswith(beginning)]
+    return found
+
+
+PREPARE = page_commands()[: page_commands().index("ray start --head")]  # makes a cluster ask for a token
 
 
 class Head:
-    """`ray start --head` with ports and a folder of its own; ``run(...)`` runs one of Ray's commands on it."""
+    """A cluster that a user with this ``home`` starts by docs/cluster.md. A script named ``ray`` adds ports and
+    a folder of its own to `ray start`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.ray_dir = folder, tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    def __init__(self, folder: Path, home: Path) -> None:
+        self.folder, self.home, self.ray_dir = folder, home, tempfile.mkdtemp(prefix="ray-", dir="/tmp")
         self.url = f"http://127.0.0.1:{(dashboard := free_port())}"
         bin_dir = Path(sys.executable).parent
-        self.env = os.environ | {
-            "PATH": f"{bin_dir}{os.pathsep}{os.environ['PATH']}",
-            "PWD": str(folder),
+        options = [f"--port={free_port()}", f"--dashboard-port={dashboard}", f"--temp-dir={self.ray_dir}"]
+        options += [f"--dashboard-agent-listen-port={free_port()}", f"--ray-client-server-port={free_port()}"]
+        options += ["--node-ip-address=127.0.0.1", "--num-cpus=2", "--object-store-memory=300000000"]
+        (script := folder / "bin/ray").parent.mkdir()
+        script.write_text(
+            f'#!/bin/sh\n[ "$1" = start ] && set -- "$@" {" ".join(options)}\nexec {bin_dir / "ray"} "$@"\n'
+        )
+        script.chmod(0o755)
+        self.env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")} | {
+            "HOME": str(home),
+            "PATH": os.pathsep.join([str(script.parent), str(bin_dir), os.environ["PATH"]]),
             "RAY_API_SERVER_ADDRESS": self.url,
-            "RAY_AUTH_MODE": "disabled",
             "RAY_worker_niceness": "0",  # at Ray's 15, other tests would leave jobs next to nothing
         }
-        self.log = folder / "head.log"
-        command = [bin_dir / "ray", "start", "--head", "--block", "--num-cpus=2", "--disable-usage-stats"]
-        command += [f"--port={free_port()}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
-        command += [f"--dashboard-agent-listen-port={free_port()}", "--object-store-memory=300000000"]
-        with self.log.open("w") as out:
-            self.process = subprocess.Popen(
-                [*command, f"--temp-dir={self.ray_dir}"],
-                cwd=folder,
-                env=self.env,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+        started = self.run(page_command("ray start"), cwd=folder, timeout_s=200)
+        if started.returncode:
+            self.close()
+            pytest.fail(started.stdout)
+
+    def run(
+        self, command: str, cwd: Path = ROOT, timeout_s: float = 300, prepare: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command in a shell of the user, prepared by the page's commands."""
+        script = "\n".join([*(PREPARE if prepare else []), command])
+        with tempfile.TemporaryFile("w+") as out:  # no pipe: what `ray start` leaves behind would hold it open
+            done = subprocess.run(
+                ["bash", "-ec", script], cwd=cwd, env=self.env, stdout=out, stderr=subprocess.STDOUT, timeout=timeout_s
             )
-        self._until_it_serves()
+            out.seek(0)
+            return subprocess.CompletedProcess(command, done.returncode, out.read())
 
-    def run(self, *args: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
-        command = [str(Path(sys.executable).parent / "ray"), *args]
-        return subprocess.run(
-            command,
-            cwd=ROOT,
-            env=self.env,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=timeout_s,
-        )
-
-    def submit(self, job: str, *options: str, wait: bool = True) -> subprocess.CompletedProcess[str]:
-        entry = ["--", "python", "-m", "asyncrl.fully_async_main", *options]
-        how = [f"--runtime-env={LOCAL}", f"--working-dir={ROOT}", f"--submission-id={job}"]
-        return self.run("job", "submit", *how, *([] if wait else ["--no-wait"]), *entry)
+    def submit(self, *options: str, name: str | None = None) -> subprocess.CompletedProcess[str]:
+        """Submit the page's job with more options, and wait for it unless it has a name."""
+        if name is None:
+            command = page_command("ray job submit --runtime-env")
+        else:
+            command = page_command("ray job submit --no-wait").replace(" first ", f" {name} ")
+        return self.run(f"{command} {shlex.join(options)}")
 
     def until_logged(self, job: str, text: str, timeout_s: float = 180) -> None:
         deadline = time.monotonic() + timeout_s
-        while text not in (log := self.run("job", "logs", job).stdout):
+        while text not in (log := self.logs(job)):
             assert time.monotonic() < deadline, f"never logged {text!r}:\n{log}"
             time.sleep(0.5)
 
-    def job(self, job: str) -> dict:
-        with urlopen(f"{self.url}/api/jobs/{job}") as answer:
+    def logs(self, job: str) -> str:
+        return self.run(page_command("ray job logs").replace("first", job)).stdout
+
+    def stop(self, job: str) -> subprocess.CompletedProcess[str]:
+        return self.run(page_command("ray job stop").replace("first", job), timeout_s=120)
+
+    @property
+    def token(self) -> str:
+        return (self.home / ".ray/auth_token").read_text()
+
+    def get(self, path: str, token: str | None) -> Any:
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        with urlopen(Request(self.url + path, headers=headers)) as answer:
             return json.load(answer)
 
+    def job(self, submitted: subprocess.CompletedProcess[str]) -> dict:
+        (name,) = re.findall("Job '(.*)' submitted successfully", submitted.stdout)
+        return self.get(f"/api/jobs/{name}", self.token)
+
     def actors(self) -> list[dict]:
-        with urlopen(f"{self.url}/api/v0/actors?detail=true") as answer:
-            return json.load(answer)["data"]["result"]["result"]
+        return self.get("/api/v0/actors?detail=true", self.token)["data"]["result"]["result"]
 
     def close(self) -> None:
-        os.killpg(self.process.pid, signal.SIGTERM)
-        deadline = time.monotonic() + 10
-        while (left := processes_of(self.ray_dir)) and time.monotonic() < deadline:
-            time.sleep(0.2)
-        for process in left:
+        for process in (left := processes_of(self.ray_dir)):
+            process.terminate()
+        for process in psutil.wait_procs(left, timeout=10)[1]:
             process.kill()
-        self.process.wait(10)
         shutil.rmtree(self.ray_dir, ignore_errors=True)
-
-    def _until_it_serves(self, timeout_s: float = 90) -> None:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                with urlopen(f"{self.url}/api/jobs/"):
-                    return
-            except OSError:
-                assert self.process.poll() is None, self.log.read_text()
-                assert time.monotonic() < deadline, self.log.read_text()
-                time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory):
-    head = Head(tmp_path_factory.mktemp("head"))
+    (home := tmp_path_factory.mktemp("user") / "home").mkdir()
+    head = Head(tmp_path_factory.mktemp("head"), home)
     yield head
     head.close()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("before", ["nothing", "a local run", "a token that all can read"])
+def test_the_page_s_commands_run_jobs_and_refuse_clients_without_the_token(inputs, tmp_path, before):
+    """``before``: state of the user's home."""
+    (home := tmp_path / "home").mkdir()
+    options = overrides(inputs, tmp_path / "run", "data.validation_files=[]", "reporting.report=false")
+    if before == "a local run":
+        bare = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+        command = [sys.executable, "-m", "asyncrl.fully_async_main", *options, "trainer.total_steps=1"]
+        with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as ray_dir:
+            command.append(f"ray.temp_dir={ray_dir}")
+            subprocess.run(command, cwd=ROOT, env=bare | {"HOME": str(home)}, check=True, timeout=200)
+    elif before == "a token that all can read":  # as Ray leaves it
+        (home / ".ray").mkdir(mode=0o755)
+        (home / ".ray/auth_token").write_text("5" * 64)
+    with contextlib.closing(Head(tmp_path, home)) as head:
+        assert stat.S_IMODE((home / ".ray").stat().st_mode) == 0o700
+        submitted = head.submit(*options, "trainer.total_steps=2")
+        assert submitted.returncode == 0, submitted.stdout
+        assert head.job(submitted)["status"] == "SUCCEEDED"
+        for token, status in ((None, 401), ("another", 403)):
+            with pytest.raises(HTTPError) as refused:
+                head.get("/api/jobs/", token)
+            assert refused.value.code == status
+        answers = [gcs_answer(head.ray_dir, token) for token in (head.token, "another", None)]
+        assert answers == [grpc.StatusCode.OK, *[grpc.StatusCode.UNAUTHENTICATED] * 2]
+        unprepared = head.run("ray job list", prepare=False)
+        assert unprepared.returncode != 0
+        assert "Authentication required" in unprepared.stdout
+
+
 def steps_in(text: str, total: int) -> list[str]:
-    """The first column of each step's line."""
+    """First column of each step's line."""
     return re.findall(rf"^ *(\d+/{total}) +[\d–]", text, re.MULTILINE)
 
 
 @pytest.mark.slow
-def test_a_submitted_quickstart_tells_each_step_once_succeeds_and_lasts(head):
+def test_a_submitted_quickstart_reports_each_step_once_succeeds_and_lasts(head):
     for name in ("checkpoints", "data"):
         (head.folder / name).symlink_to(ROOT / name)
-    submitted = head.submit(
-        "quickstart", "--config", "configs/quickstart.yaml", "trainer.total_steps=4", "data.validation_files=[]"
-    )
+    submitted = head.submit("trainer.total_steps=4", "data.validation_files=[]")
     assert submitted.returncode == 0, submitted.stdout
-    assert head.job("quickstart")["status"] == "SUCCEEDED"
+    assert head.job(submitted)["status"] == "SUCCEEDED"
     assert steps_in(submitted.stdout, 4) == ["1/4", "2/4", "3/4", "4/4"], submitted.stdout
     summary = json.loads((head.folder / "runs/quickstart/summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", 4)
@@ -135,28 +186,27 @@ def test_a_submitted_quickstart_tells_each_step_once_succeeds_and_lasts(head):
 @pytest.mark.slow
 def test_a_stopped_job_leaves_a_checkpoint_from_which_another_job_goes_on(head, inputs, tmp_path):
     options = overrides(inputs, tmp_path / "run", "data.validation_files=[]", "trainer.total_steps=100000")
-    submitted = head.submit("cut", *options, wait=False)
+    submitted = head.submit(*options, name="cut")
     assert submitted.returncode == 0, submitted.stdout
     head.until_logged("cut", " 3/100000 ")
     names = {actor["repr_name"]: actor["name"] for actor in head.actors() if actor["state"] == "ALIVE"}
     assert {"trainer/0", "replica/0", "rollouter", "queue"} <= names.keys()
     assert names["trainer/0"].startswith("asyncrl/tiny/")
 
-    stopped = head.run("job", "stop", "cut", timeout_s=120)
+    stopped = head.stop("cut")
     assert stopped.returncode == 0, stopped.stdout
-    assert head.job("cut")["status"] == "STOPPED"
-    log = head.run("job", "logs", "cut").stdout
+    assert head.job(submitted)["status"] == "STOPPED"
+    log = head.logs("cut")
     assert "SIGTERM: finishing the step under way" in log
     assert "Traceback" not in log, log
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["status"], summary["reason"]) == ("interrupted", "SIGTERM")
     rows = [row for row in offline_run(tmp_path / "run").history if "actor/loss" in row]
     assert rows[-1]["step"] == summary["steps"]  # wandb's service outlived the signal
-    (saved,) = (tmp_path / "run/checkpoints").glob("step_*")
-    done = int(saved.name.removeprefix("step_"))
+    done = max(int(saved.name.removeprefix("step_")) for saved in (tmp_path / "run/checkpoints").glob("step_*"))
     assert done == summary["steps"] >= 3
 
-    more = head.submit("on", "--resume", "auto", *options, f"trainer.total_steps={done + 2}")
+    more = head.submit("--resume", "auto", *options, f"trainer.total_steps={done + 2}")
     assert more.returncode == 0, more.stdout
     assert steps_in(more.stdout, done + 2) == [f"{done + 1}/{done + 2}", f"{done + 2}/{done + 2}"]
     alive = {actor["repr_name"] for actor in head.actors() if actor["state"] == "ALIVE"}
@@ -165,12 +215,12 @@ def test_a_stopped_job_leaves_a_checkpoint_from_which_another_job_goes_on(head, 
 
 @pytest.mark.slow
 def test_a_refused_job_fails_with_the_reason_and_the_exit_status(head, inputs, tmp_path):
-    refused = head.submit("refused", *overrides(inputs, tmp_path / "run", "rollout.n=0"))
+    refused = head.submit(*overrides(inputs, tmp_path / "run", "rollout.n=0"))
     assert refused.returncode == 1
     assert "config: rollout.n: expected at least 1, found 0" in refused.stdout
-    job = head.job("refused")
+    job = head.job(refused)
     assert (job["status"], job["driver_exit_code"]) == ("FAILED", 2)
-    lost = head.submit("lost", *overrides(inputs, Path("runs/x")))  # in Ray's copy of the working directory
+    lost = head.submit(*overrides(inputs, Path("runs/x")))  # in Ray's copy of the working directory
     assert "run_dir: runs/x is in the copy" in lost.stdout
 
 

@@ -1,4 +1,4 @@
-"""What a process logs: whose lines they are, what becomes of their fields, and what of libraries."""
+"""Logs of a process: JSON lines and stderr, levels, libraries."""
 
 import json
 import subprocess
@@ -7,10 +7,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
-SPEAKER = """
+SCRIPT = """
 import logging, sys
-from asyncrl.telemetry.log import LogTo, start_log
-start_log("trainer/1", LogTo(sys.argv[1], sys.argv[2]))
+from asyncrl.observability.telemetry.log import LogConfig, configure_logging
+configure_logging("trainer/1", LogConfig(sys.argv[1], sys.argv[2]))
 ours, theirs = logging.getLogger("asyncrl.trainer.loop"), logging.getLogger("transformers.loading")
 ours.debug("details")
 ours.info("step %d", 3, extra={"step": 3, "seconds": 0.5})
@@ -23,15 +23,15 @@ except ValueError:
 """
 
 
-def spoken(folder: Path, level: str) -> tuple[list[dict], str]:
-    """The lines of the file, and what went to stderr."""
-    done = subprocess.run([sys.executable, "-c", SPEAKER, folder, level], cwd=ROOT, capture_output=True, text=True)
+def logged(folder: Path, level: str) -> tuple[list[dict], str]:
+    """Lines of the file, and stderr."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT, folder, level], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in (folder / "trainer-1.jsonl").read_text().splitlines()], done.stderr
 
 
-def test_lines_are_tagged_and_structured_and_libraries_are_heard_from_warnings_on(tmp_path):
-    lines, told = spoken(tmp_path, "info")
+def test_lines_are_structured_and_libraries_log_warnings_only(tmp_path):
+    lines, stderr = logged(tmp_path, "info")
     assert [(line["level"], line["logger"], line["message"]) for line in lines] == [
         ("info", "asyncrl.trainer.loop", "step 3"),
         ("warning", "transformers.loading", "odd weights"),
@@ -40,14 +40,28 @@ def test_lines_are_tagged_and_structured_and_libraries_are_heard_from_warnings_o
     assert {line["actor"] for line in lines} == {"trainer/1"}
     assert (lines[0]["step"], lines[0]["seconds"]) == (3, 0.5)
     assert "ValueError: lone surrogate" in lines[2]["traceback"]
-    assert told.startswith("step 3\ntransformers.loading: odd weights\nit broke\nTraceback")
+    assert stderr.startswith("step 3\ntransformers.loading: odd weights\nit broke\nTraceback")
 
 
-def test_the_level_decides_what_is_kept_and_a_restarted_actor_goes_on_in_its_file(tmp_path):
-    assert [line["message"] for line in spoken(tmp_path, "debug")[0]] == [
+def test_the_level_applies_and_a_restarted_actor_appends(tmp_path):
+    assert [line["message"] for line in logged(tmp_path, "debug")[0]] == [
         "details",
         "step 3",
         "odd weights",
         "it broke",
     ]
-    assert [line["message"] for line in spoken(tmp_path, "error")[0]][4:] == ["odd weights", "it broke"]
+    assert [line["message"] for line in logged(tmp_path, "error")[0]][4:] == ["odd weights", "it broke"]
+
+
+def test_messages_go_to_the_stderr_of_the_moment(tmp_path):
+    """A progress line replaces it while it is shown."""
+    script = (
+        "import io, logging, sys\n"
+        "from asyncrl.observability.telemetry.log import LogConfig, configure_logging\n"
+        "configure_logging('driver', LogConfig(sys.argv[1], 'info'))\n"
+        "real, sys.stderr = sys.stderr, io.StringIO()\n"
+        "logging.getLogger('asyncrl').info('hidden')\n"
+        "real.write('caught ' + sys.stderr.getvalue())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, tmp_path], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == "caught hidden\n"

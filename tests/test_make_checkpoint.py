@@ -1,4 +1,4 @@
-"""The checkpoint that the project makes itself: readable by Hugging Face, equal to it, and warm."""
+"""The quickstart's checkpoint: readable by transformers, with equal scores, and warm-started."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ def digest(folder):
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
-def test_its_config_says_mimo_and_suits_the_engines(folder, tokenizer):
+def test_its_config_is_mimos_and_suits_the_engines(folder, tokenizer):
     raw = json.loads((folder / "config.json").read_text())
     assert (raw["architectures"], raw["model_type"]) == (["MiMoForCausalLM"], "qwen2")
     config = DecoderConfig.load(folder)
@@ -77,7 +77,7 @@ def test_any_text_survives_the_tokenizer(tokenizer):
         assert max(ids) < len(tokenizer)
 
 
-def test_every_digit_is_a_token_of_its_own(tokenizer):
+def test_every_digit_is_a_separate_token(tokenizer):
     assert tokenizer.tokenize("1024-77") == ["1", "0", "2", "4", "-", "7", "7"]
 
 
@@ -91,14 +91,14 @@ def test_the_chat_template_opens_the_assistants_turn_with_single_special_tokens(
     assert tokenizer.decode(ids, skip_special_tokens=True) == "user\nCompute 7-5+2\nassistant\n"
 
 
-def test_the_same_seed_gives_the_same_weights_and_another_one_others(folder, tmp_path):
+def test_weights_are_determined_by_the_seed(folder, tmp_path):
     main(["--out", str(tmp_path / "again"), "--warm-start-steps", "4"])
     main(["--out", str(tmp_path / "other"), "--warm-start-steps", "4", "--seed", "1"])
     assert digest(folder) == digest(tmp_path / "again") != digest(tmp_path / "other")
     assert (folder / "tokenizer.json").read_bytes() == (tmp_path / "other" / "tokenizer.json").read_bytes()
 
 
-def test_an_interrupted_making_leaves_no_file_that_make_takes_for_a_whole_folder(tmp_path):
+def test_an_interrupted_run_leaves_no_model_file(tmp_path):
     out = tmp_path / "out"
     (out / "generation_config.json").mkdir(parents=True)  # whatever comes before the weights fails
     with pytest.raises(IsADirectoryError):
@@ -138,7 +138,7 @@ def test_a_warm_start_teaches_target_and_draft():
     assert losses[-1].draft < 0.1
 
 
-def test_the_drafts_loss_moves_no_weight_of_the_target():
+def test_the_drafts_loss_changes_no_weight_of_the_target():
     model = tiny_decoder()
     demonstrations = [Demonstration([1, 2], [3, 4, 5]), Demonstration([7], [8, 9])]
     _, draft = demonstration_losses(model, demonstrations)
@@ -148,7 +148,7 @@ def test_the_drafts_loss_moves_no_weight_of_the_target():
     assert all(name.startswith("model.mtp_layers.") for name in touched)
 
 
-def test_losses_do_not_depend_on_what_else_is_in_the_batch():
+def test_losses_do_not_depend_on_the_rest_of_the_batch():
     model = tiny_decoder()
     demonstrations = [Demonstration([1, 2], [3, 4, 5]), Demonstration([7], [8, 9, 10, 11])]
     # response tokens that each head predicts: the draft cannot predict the second token of a sequence

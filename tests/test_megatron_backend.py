@@ -11,9 +11,9 @@ import torch.distributed as dist
 from asyncrl.models.checkpoint import is_draft, load_decoder, read_tensors, save_checkpoint
 from asyncrl.models.chunked import ChunkedAcceptance, ChunkedCrossEntropy, ChunkedScores
 from asyncrl.models.config import CheckpointError, DecoderConfig
-from asyncrl.sample import Group
-from asyncrl.trainer.backend import NonFiniteError
+from asyncrl.trainer.backends.base import NonFiniteError
 from asyncrl.trainer.backends.megatron import draft
+from asyncrl.trainer.backends.megatron.bridges import bridge_of
 from asyncrl.trainer.backends.megatron.core_loss import process_mtp_loss, through_core
 from asyncrl.trainer.backends.megatron.offload import Offload
 from asyncrl.trainer.backends.megatron.vocab_parallel import (
@@ -23,6 +23,7 @@ from asyncrl.trainer.backends.megatron.vocab_parallel import (
     VocabularyPart,
 )
 from asyncrl.trainer.batches import build_batch
+from asyncrl.types.groups import Group
 from tests.support.delta_nets import make_delta_net
 from tests.support.megatron import APART, OPTIONS, make_experts
 from tests.support.trainer import make_checkpoint, make_config, make_groups, started_ranks, weights
@@ -46,7 +47,7 @@ def start():
 
 
 def expect_alike(found, expected, tolerance=1e-4):
-    """Metrics of several steps; a figure near zero by its distance."""
+    """Compare metrics of several steps; figures near zero absolutely."""
     for step, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert one.keys() == other.keys()
         for name in one:
@@ -89,8 +90,8 @@ def test_ten_steps_equal_the_torch_backends(options, checkpoint, start):
     assert moved > 1e-2
 
 
-def test_the_drafts_cross_entropy_is_the_same_without_megatron_cores_function_for_it(tmp_path, start):
-    """Of two depths over packed sequences, which it rolls labels in."""
+def test_the_drafts_cross_entropy_is_the_same_without_megatron_cores_function(tmp_path, start):
+    """Two depths over packed sequences, in which it rolls labels."""
     if process_mtp_loss() is None:
         pytest.skip("the installed megatron-core has no process_mtp_loss")
     checkpoint = make_checkpoint(tmp_path / "model", vocab_size=67, num_nextn_predict_layers=2)
@@ -123,12 +124,12 @@ def test_the_drafts_cross_entropy_is_the_same_without_megatron_cores_function_fo
     ],
     ids=["another-signature", "no-packed-sequences", "unknown-parameter"],
 )
-def test_a_function_of_that_name_is_used_if_its_signature_can_be_met(found, used, monkeypatch):
+def test_megatron_cores_function_is_used_if_its_signature_is_supported(found, used, monkeypatch):
     monkeypatch.setattr(multi_token_prediction, "process_mtp_loss", found, raising=False)
     assert (process_mtp_loss() is found) is used
 
 
-def test_bfloat16_steps_are_near_the_torch_backends_and_its_weights_are_kept_in_float32(checkpoint, start, tmp_path):
+def test_bfloat16_steps_are_near_the_torch_backends_with_float32_master_weights(checkpoint, start, tmp_path):
     options = {
         "mixed_precision": "bfloat16",
         "enable_train": True,
@@ -185,10 +186,10 @@ def test_logprobs_and_entropies_equal_the_torch_backends(checkpoint, start):
     [(make_experts, False), (partial(make_delta_net, family="qwen3_next"), True)],
     ids=["moe", "next-recomputed"],
 )
-def test_the_gradient_of_a_model_that_no_other_backend_trains_is_transformers(make, recomputed, tmp_path, start):
-    """Its own config, and the plain formula over transformers' own model."""
+def test_the_gradient_of_a_model_that_only_this_backend_trains_equals_transformers(make, recomputed, tmp_path, start):
+    """Compared with the plain formula on transformers' own model."""
     theirs = make(tmp_path)
-    config = make_config(str(tmp_path), backend="megatron", grad_clip=0.0, importance_cap=0.0)
+    config = make_config(str(tmp_path), backend="megatron", grad_clip=0.0, anchor="proximal")
     config.trainer.activation_checkpointing = recomputed
     rank, groups = start(config), make_groups()
     rank.train(0, groups)
@@ -197,7 +198,7 @@ def test_the_gradient_of_a_model_that_no_other_backend_trains_is_transformers(ma
     total, trained = torch.zeros(()), 0
     for group in map(Group.from_buffer, groups):
         rewards = torch.tensor(group.rewards)
-        advantages = (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-6)
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
         for s in range(len(group)):
             response = torch.tensor(group.tokens[group.response(s)]).long()
             tokens = torch.cat([torch.tensor(group.prompt_tokens).long(), response])
@@ -216,8 +217,29 @@ def test_the_gradient_of_a_model_that_no_other_backend_trains_is_transformers(ma
     assert sum(moment.norm() > 0 for moment in experts) > len(experts) / 2
 
 
-def test_linear_attention_in_bfloat16_is_near_what_it_is_in_float32(tmp_path, start):
-    """The state is computed in float32 all the same."""
+def test_a_bridges_router_losses_and_noise_are_not_trained(tmp_path, start, monkeypatch):
+    """Load-balancing terms, and input noise."""
+    make_experts(tmp_path)
+
+    def trained():
+        rank = start(make_config(str(tmp_path), backend="megatron"))
+        return rank.train(0, make_groups()), weights(rank)
+
+    def asking(source, package):
+        bridge = bridge_of(source, package)
+        bridge.provider.moe_router_load_balancing_type, bridge.provider.moe_aux_loss_coeff = "aux_loss", 1.0
+        bridge.provider.moe_z_loss_coeff, bridge.provider.moe_input_jitter_eps = 1.0, 0.5
+        return bridge
+
+    expected, before = trained()
+    monkeypatch.setattr("asyncrl.trainer.backends.megatron.backend.bridge_of", asking)
+    metrics, found = trained()
+    assert metrics == expected
+    assert all(torch.equal(found[name], before[name]) for name in before)
+
+
+def test_linear_attention_in_bfloat16_is_near_float32(tmp_path, start):
+    """The state is computed in float32 in both."""
     make_delta_net(tmp_path, "qwen3_5", mtp=True)
     results = {}
     for precision in ("float32", "bfloat16"):
@@ -231,7 +253,7 @@ def test_linear_attention_in_bfloat16_is_near_what_it_is_in_float32(tmp_path, st
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_of_a_model_that_sees_the_text_model_is_trained_and_the_rest_goes_with_it(tied, tmp_path, start):
+def test_a_vision_models_text_model_is_trained_and_the_rest_is_exported_with_it(tied, tmp_path, start):
     theirs = make_delta_net(tmp_path / "model", "qwen3_5", mtp=True, sees=True, tie_word_embeddings=tied)
     rank = start(make_config(str(tmp_path / "model"), backend="megatron", enable_train=True, loss="cross_entropy"))
     batch = build_batch([Group.from_buffer(data) for data in make_groups()])
@@ -262,7 +284,7 @@ def test_of_a_model_that_sees_the_text_model_is_trained_and_the_rest_goes_with_i
     rank.load(tmp_path / "state")
 
 
-def test_a_draft_that_is_not_trained_stays_and_one_that_is_leaves_the_policy_as_it_would_be(checkpoint, start):
+def test_an_untrained_draft_stays_and_a_trained_one_does_not_affect_the_policy(checkpoint, start):
     exported = {}
     for train in (False, True):
         rank = start(make_config(checkpoint, backend="megatron", enable_train=train))
@@ -287,7 +309,7 @@ def test_equal_input_gives_equal_bits(checkpoint, start):
     assert all(torch.equal(runs[0][1][name], runs[1][1][name]) for name in runs[0][1])
 
 
-def test_manifest_and_export_are_the_checkpoints_tensors(checkpoint, start):
+def test_manifest_and_export_have_the_checkpoints_tensors(checkpoint, start):
     rank = start(make_config(checkpoint, backend="megatron"))
     manifest, before = rank.manifest(), read_tensors(checkpoint)
     exported = [(name, tensor.clone()) for name, tensor in rank.export()]
@@ -302,7 +324,7 @@ def role(name):
     return "draft" if is_draft(name) else "target"
 
 
-def test_a_tied_head_is_listed_and_not_sent_and_16_bits_are_sent_where_the_engine_has_them(tmp_path, start):
+def test_a_tied_head_is_listed_and_not_sent_and_weights_have_the_engines_dtype(tmp_path, start):
     path = make_checkpoint(tmp_path, tie_word_embeddings=True, torch_dtype="bfloat16")
     rank = start(make_config(path, backend="megatron"))
     tied = [spec for spec in rank.manifest().tensors if spec.tied_to]
@@ -313,7 +335,7 @@ def test_a_tied_head_is_listed_and_not_sent_and_16_bits_are_sent_where_the_engin
         assert torch.equal(tensor, before[name].bfloat16()), name
 
 
-def test_an_exported_folder_is_one_that_both_backends_load(checkpoint, start, tmp_path):
+def test_both_backends_load_an_exported_folder(checkpoint, start, tmp_path):
     rank = start(
         make_config(checkpoint, backend="megatron", enable_train=True, loss="cross_entropy", updates_per_pass=1)
     )
@@ -327,7 +349,7 @@ def test_an_exported_folder_is_one_that_both_backends_load(checkpoint, start, tm
 
 
 @pytest.mark.parametrize("backend", ["torch", "megatron"])
-def test_an_export_keeps_the_whole_config_of_which_the_text_is_a_part(backend, checkpoint, start, tmp_path):
+def test_an_export_keeps_the_config_beside_its_text_part(backend, checkpoint, start, tmp_path):
     flat = DecoderConfig.load(checkpoint).raw
     outer = ("architectures", "tie_word_embeddings")
     raw = {name: flat[name] for name in outer} | {"vision_config": {"depth": 3, "patch_size": 14}, "image_token_id": 5}
@@ -341,7 +363,7 @@ def test_an_export_keeps_the_whole_config_of_which_the_text_is_a_part(backend, c
     assert metrics == start(make_config(checkpoint, **options)).train(0, make_groups())
 
 
-def test_a_draft_made_from_the_trunk_is_the_torch_backends(tmp_path, start):
+def test_a_draft_made_from_the_trunk_equals_the_torch_backends(tmp_path, start):
     plain = {"architectures": ["Qwen2ForCausalLM"], "num_nextn_predict_layers": 0}
     path = make_checkpoint(tmp_path, **plain)
     found = {
@@ -366,7 +388,7 @@ def test_a_draft_made_from_the_trunk_is_the_torch_backends(tmp_path, start):
 # -- checkpoints ---------------------------------------------------------------------------------------------------
 
 
-def test_training_goes_on_from_a_checkpoint_to_the_bit(checkpoint, start, tmp_path):
+def test_training_continues_from_a_checkpoint_bit_for_bit(checkpoint, start, tmp_path):
     config = make_config(checkpoint, backend="megatron", schedule="linear", **ALL)
     rank = start(config)
     for step in range(2):
@@ -381,7 +403,7 @@ def test_training_goes_on_from_a_checkpoint_to_the_bit(checkpoint, start, tmp_pa
 
 
 @pytest.mark.parametrize(("saver", "loader"), [("torch", "megatron"), ("megatron", "torch")])
-def test_one_backend_goes_on_from_the_others_checkpoint(saver, loader, checkpoint, start, tmp_path):
+def test_one_backend_continues_from_the_others_checkpoint(saver, loader, checkpoint, start, tmp_path):
     rank = start(make_config(checkpoint, backend=saver, **ALL))
     for step in range(3):
         rank.train(step, make_groups(seed=step))
@@ -392,12 +414,12 @@ def test_one_backend_goes_on_from_the_others_checkpoint(saver, loader, checkpoin
     expect_alike([rank.train(step, make_groups(seed=step)) for step in (3, 4)], expected)
 
 
-def test_state_that_does_not_fit_is_refused(checkpoint, start, tmp_path):
+def test_incompatible_state_is_refused(checkpoint, start, tmp_path):
     rank = start(make_config(checkpoint, backend="megatron"))
     with pytest.raises(RuntimeError, match="call stage first"):
         rank.write(tmp_path / "nothing")
     rank.save(tmp_path / "state")
-    with pytest.raises(CheckpointError, match="no training state there"):
+    with pytest.raises(CheckpointError, match="no complete training state"):
         rank.load(tmp_path / "absent")
     rank = start(
         make_config(checkpoint, backend="megatron", enable_train=True, loss="cross_entropy", updates_per_pass=1)
@@ -412,7 +434,7 @@ KINDS = ("parameters", "reference", "gradients", "optimizer")
 
 
 @pytest.mark.parametrize("mixed_precision", ["no", "bfloat16"])
-def test_offloaded_state_is_there_while_it_is_needed_and_changes_no_bit(mixed_precision, checkpoint, start, tmp_path):
+def test_offloaded_state_is_resident_when_needed_and_changes_no_bit(mixed_precision, checkpoint, start, tmp_path):
     def run(offload):
         config = make_config(checkpoint, backend="megatron", **ALL | {"mixed_precision": mixed_precision})
         cut = config.trainer.megatron
@@ -482,7 +504,7 @@ def test_offloaded_state_leaves_the_devices_memory(tmp_path, device, start):
 # -- what is refused -----------------------------------------------------------------------------------------------
 
 
-def test_a_loss_that_is_not_finite_moves_nothing(checkpoint, start):
+def test_a_non_finite_loss_changes_nothing(checkpoint, start):
     rank = start(make_config(checkpoint, backend="megatron"))
     before = weights(rank)
     with pytest.raises(NonFiniteError, match=r"train step 5, .* expected a finite number"):
@@ -492,7 +514,7 @@ def test_a_loss_that_is_not_finite_moves_nothing(checkpoint, start):
     assert np.isfinite(rank.train(6, make_groups())["actor/grad_norm"])
 
 
-def test_what_does_not_suit_the_model_is_refused_before_anything_is_built(checkpoint, tmp_path, start):
+def test_options_that_do_not_fit_the_model_are_refused_before_anything_is_built(checkpoint, tmp_path, start):
     config = make_config(
         checkpoint,
         backend="megatron",
@@ -516,7 +538,7 @@ def test_what_does_not_suit_the_model_is_refused_before_anything_is_built(checkp
     assert not dist.is_initialized()
 
 
-def test_tensor_parallel_ranks_with_experts_have_parts_of_the_tokens(tmp_path, start):
+def test_tensor_parallel_ranks_with_experts_need_sequence_parallelism(tmp_path, start):
     make_experts(tmp_path)
     config = make_config(str(tmp_path), backend="megatron")
     config.trainer.megatron.tensor_model_parallel_size = 2
@@ -528,8 +550,8 @@ def test_tensor_parallel_ranks_with_experts_have_parts_of_the_tokens(tmp_path, s
 
 
 @pytest.mark.parametrize("padding", [0, 5])
-def test_one_part_of_a_vocabulary_scores_as_a_whole_one(padding):
-    """Rows beyond the vocabulary are no tokens, whatever they hold. Several parts: tests/test_megatron_parallel.py."""
+def test_a_single_vocabulary_part_scores_like_a_whole_vocabulary(padding):
+    """Padding rows are no tokens, whatever their values. For several parts see tests/test_megatron_parallel.py."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(0)
     hidden, weight, targets = torch.randn(20, 16), torch.randn(33, 16), torch.randint(0, 33, (20,))

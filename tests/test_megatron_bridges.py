@@ -1,4 +1,4 @@
-"""Models of Hugging Face folders in megatron-core: logits, drafts, tensors there and back, and what is refused."""
+"""Hugging Face folders in megatron-core: logits, drafts, round trips of tensors, and refusals."""
 
 import inspect
 import json
@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+from asyncrl.cpu import megatron as megatron_cpu
 from asyncrl.models.checkpoint import read_tensors, save_checkpoint
 from asyncrl.models.config import CheckpointError, DecoderConfig
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.layout import PackedLayout
-from asyncrl.trainer.backends.megatron import cpu, packages
+from asyncrl.trainer.backends.megatron import packages
 from asyncrl.trainer.backends.megatron.bridges import bridge_of, expect_same_rope, read_source
 from asyncrl.trainer.backends.megatron.packages import UnsupportedPackage, check_packages
 from asyncrl.trainer.backends.megatron.vocab_parallel import VocabParallelCrossEntropy
@@ -63,7 +64,7 @@ FAMILIES = {
 
 
 def saved(folder, family, **more):
-    """A random model of a family, as transformers saves it."""
+    """A random model of a family, saved by transformers."""
     config_class, model_class, options = FAMILIES[family]
     options = SMALL | options | more
     if transformers.__version__ < "5" and (rope := options.pop("rope_parameters", None)):
@@ -87,7 +88,7 @@ def alone():
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_logits_equal_transformers_and_the_tensors_come_back_to_the_bit(family, package, tmp_path):
+def test_logits_equal_transformers_and_tensors_round_trip_bit_for_bit(family, package, tmp_path):
     theirs = saved(tmp_path, family)
     (ours,), conversion = built(tmp_path, package=package)
     tokens = random_tokens(SMALL["vocab_size"])
@@ -107,7 +108,7 @@ def test_without_its_patch_an_expert_has_no_number(tmp_path):
     only_where_wanted("experts")
     saved(tmp_path, "qwen3-moe")
     _, conversion = built(tmp_path)
-    with cpu.patch_named("experts").suspended(), pytest.raises(ValueError, match="int"):
+    with megatron_cpu.patch_named("experts").suspended(), pytest.raises(ValueError, match="int"):
         list(conversion.whole(lambda parameter: parameter))
 
 
@@ -150,8 +151,8 @@ def test_draft_states_equal_the_native_decoders(architecture, layers, package, t
 
 
 @torch.no_grad()
-def test_sequences_of_one_row_do_not_see_each_other(tmp_path):
-    """Neither trunk nor drafts: what each gives is what it gives alone."""
+def test_packed_sequences_do_not_affect_each_other(tmp_path):
+    """Trunk and draft states of each equal those of the sequence alone."""
     (ours,), _ = built(make_checkpoint(tmp_path, num_nextn_predict_layers=2))
     lengths = [7, 1, 30, 2]
     tokens = random_tokens(64, (1, sum(lengths)))
@@ -163,8 +164,8 @@ def test_sequences_of_one_row_do_not_see_each_other(tmp_path):
 
 
 @torch.no_grad()
-def test_the_halves_of_the_projection_in_the_other_order_give_other_drafts(tmp_path):
-    """What the test above would not see if hidden state and embedding were alike."""
+def test_swapping_the_projections_halves_changes_the_drafts(tmp_path):
+    """Shows that the test above can tell hidden state and embedding apart."""
     (ours,), _ = built(make_checkpoint(tmp_path))
     tokens = random_tokens(64)
     _, right = states(ours, tokens, depths=1)
@@ -175,13 +176,13 @@ def test_the_halves_of_the_projection_in_the_other_order_give_other_drafts(tmp_p
 
 
 def test_a_forward_pass_without_labels_runs_with_mtp_layers(tmp_path):
-    """The pass that scores logprobs, for which megatron-core's own head would clone labels that are not there."""
+    """The scoring pass, in which megatron-core's own head would clone missing labels."""
     (ours,), _ = built(make_checkpoint(tmp_path))
     assert ours.config.mtp_num_layers == 1
     assert len(states(ours, random_tokens(64), depths=0)) == 1
 
 
-def test_the_drafts_gradient_is_what_newer_cores_own_loss_gives(tmp_path):
+def test_the_drafts_gradient_equals_that_of_newer_cores_own_loss(tmp_path):
     """megatron-core's `process_mtp_loss`, called by its signature, on the same hidden states. With losses per token its
     gradients are as many times larger as there are places, by which megatron-core divides them later."""
     from megatron.core.transformer import multi_token_prediction
@@ -241,7 +242,7 @@ def test_latent_attention_is_refused_by_the_models_name(tmp_path):
         bridge_of(read_source(changed(tmp_path, architectures=["DeepseekV3ForCausalLM"])))
 
 
-def test_a_model_that_mbridge_has_not_or_builds_otherwise_is_refused_by_name(tmp_path):
+def test_a_model_that_mbridge_lacks_or_builds_differently_is_refused_by_name(tmp_path):
     saved(tmp_path, "qwen2")
     with pytest.raises(CheckpointError, match=r"mbridge has no bridge for gpt2 .*qwen3_moe.* use model\.bridge"):
         bridge_of(read_source(changed(tmp_path, model_type="gpt2")), "mbridge")
@@ -252,7 +253,7 @@ def test_a_model_that_mbridge_has_not_or_builds_otherwise_is_refused_by_name(tmp
         bridge_of(read_source(tmp_path), "mbridge")
 
 
-def test_a_draft_asked_of_a_model_without_one_is_refused(tmp_path):
+def test_training_a_missing_draft_is_refused(tmp_path):
     saved(tmp_path, "qwen2")
     with pytest.raises(CheckpointError, match=r"has no MTP layers .*mtp\.init_from_trunk"):
         read_source(tmp_path, needs_draft=True)
@@ -271,6 +272,28 @@ def test_tensors_that_config_and_files_disagree_on_are_named(tmp_path):
         read_source(tmp_path / "absent")
 
 
+@pytest.mark.parametrize(
+    ("package", "fields", "says"),
+    [
+        *((package, {"use_sliding_window": True}, "use_sliding_window is set") for package in PACKAGES),
+        ("mbridge", {"hidden_act": "gelu"}, "hidden_act is 'gelu', but the bridge of Qwen3MoeForC.* makes it silu"),
+    ],
+)
+def test_attention_and_activation_that_a_bridge_ignores_are_refused(package, fields, says, tmp_path):
+    saved(tmp_path, "qwen3-moe")
+    bridge_of(read_source(tmp_path), package)
+    with pytest.raises(CheckpointError, match=says):
+        bridge_of(read_source(changed(tmp_path, **fields)), package)
+
+
+def test_another_activation_equals_transformers(tmp_path):
+    theirs, tokens = saved(tmp_path, "qwen3-moe", hidden_act="gelu"), random_tokens(SMALL["vocab_size"])
+    (ours,), _ = built(tmp_path)
+    (hidden,) = states(ours, tokens)
+    with torch.no_grad():
+        assert (F.linear(hidden, ours.head_weight) - theirs(tokens).logits).abs().max() <= 1e-5
+
+
 def test_a_rope_that_megatron_core_cannot_compute_is_refused(tmp_path):
     saved(tmp_path, "llama", rope_parameters={**LLAMA3_ROPE, "original_max_position_embeddings": 64})
     with pytest.raises(CheckpointError, match=r"rope .base 500000.* is not the one that megatron-core computes"):
@@ -279,8 +302,8 @@ def test_a_rope_that_megatron_core_cannot_compute_is_refused(tmp_path):
         bridge_of(read_source(changed(tmp_path, rope_parameters={"rope_type": "yarn", "factor": 2.0})))
 
 
-def test_the_base_that_the_bridge_would_lose_is_noticed(tmp_path):
-    """transformers 5 has no rope_theta on its config objects, and the bridge alone takes 10000 then."""
+def test_a_rope_base_lost_by_the_bridge_is_detected(tmp_path):
+    """transformers 5 has no rope_theta on its config objects, and the bridge then defaults to 10000."""
     saved(tmp_path, "qwen2")
     source = read_source(tmp_path)
     assert bridge_of(source).provider.rotary_base == 1000000.0
@@ -289,17 +312,17 @@ def test_the_base_that_the_bridge_would_lose_is_noticed(tmp_path):
         expect_same_rope(source, lost, None)
 
 
-def test_packages_that_do_not_go_together_are_refused_in_one_line(monkeypatch):
-    monkeypatch.setattr(packages, "MADE_FOR", dict.fromkeys(packages.MADE_FOR, (0, 99)))
+def test_incompatible_packages_are_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr(packages, "MADE_FOR", dict.fromkeys(packages.MADE_FOR, "0.99"))
     with pytest.raises(UnsupportedPackage, match=r"as 0\.99 with 0\.3, .*; 0\.\d+ with 0\.\d is installed"):
         check_packages()
 
 
-def test_other_releases_of_the_packages_are_refused_in_one_line(monkeypatch):
+def test_unsupported_releases_are_refused_in_one_line(monkeypatch):
     check_packages()
     here = version("megatron-core")
-    monkeypatch.setitem(packages.SUPPORTED, "megatron-core", ((0, 99), (1,)))
-    monkeypatch.setitem(packages.SUPPORTED, "no-such-package", ((1,), (2,)))
+    monkeypatch.setitem(packages.SUPPORTED, "megatron-core", ">=0.99,<1")
+    monkeypatch.setitem(packages.SUPPORTED, "no-such-package", ">=1,<2")
     with pytest.raises(UnsupportedPackage) as e:
         check_packages("megatron-core", "no-such-package")
     assert f"megatron-core >=0.99,<1 is needed, {here} is installed" in str(e.value)

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from asyncrl.cpu import megatron as megatron_cpu
 from asyncrl.models.checkpoint import read_tensors
-from asyncrl.trainer.backends.megatron import cpu
 from tests.support.megatron import (
     built,
     in_processes,
@@ -21,7 +21,7 @@ from tests.support.megatron import (
 from tests.support.trainer import make_checkpoint, make_config, make_groups, started_ranks
 
 pytestmark = [pytest.mark.megatron, pytest.mark.skipif(torch.cuda.is_available(), reason="patches are for CPUs alone")]
-cpu.activate()
+megatron_cpu.activate()
 
 #: torch's, built without CUDA and with it
 NO_CUDA = (AssertionError, RuntimeError)
@@ -38,12 +38,14 @@ def start():
 
 
 def test_every_patch_says_why_and_is_applied_once():
-    before = [len(patch.replaced) for patch in cpu.PATCHES]
-    cpu.activate()
-    assert [len(patch.replaced) for patch in cpu.PATCHES] == before
-    assert all(patch.why for patch in cpu.PATCHES)
-    assert [bool(patch.replaced) for patch in cpu.PATCHES] == [patch.wanted() for patch in cpu.PATCHES]
-    assert len({patch.name for patch in cpu.PATCHES}) == len(cpu.PATCHES)
+    before = [len(patch.replaced) for patch in megatron_cpu.PATCHES]
+    megatron_cpu.activate()
+    assert [len(patch.replaced) for patch in megatron_cpu.PATCHES] == before
+    assert all(patch.why for patch in megatron_cpu.PATCHES)
+    assert [bool(patch.replaced) for patch in megatron_cpu.PATCHES] == [
+        patch.wanted() for patch in megatron_cpu.PATCHES
+    ]
+    assert len({patch.name for patch in megatron_cpu.PATCHES}) == len(megatron_cpu.PATCHES)
 
 
 def test_nobody_finds_transformer_engine_or_triton_where_the_bridge_was_given_stand_ins():
@@ -58,7 +60,10 @@ def test_nobody_finds_transformer_engine_or_triton_where_the_bridge_was_given_st
 @pytest.mark.parametrize("name", ["current_device", "tensor_types", "device_in_source", "random_state"])
 def test_without_it_no_trainer_starts_and_with_it_one_trains(name, checkpoint, start):
     config = make_config(checkpoint, backend="megatron")
-    with cpu.patch_named(name).suspended(), pytest.raises((AssertionError, RuntimeError, TypeError, AttributeError)):
+    with (
+        megatron_cpu.patch_named(name).suspended(),
+        pytest.raises((AssertionError, RuntimeError, TypeError, AttributeError)),
+    ):
         start(config).train(0, make_groups())
     leave_groups()
     assert start(config).train(0, make_groups())["actor/grad_norm"] > 0
@@ -67,7 +72,7 @@ def test_without_it_no_trainer_starts_and_with_it_one_trains(name, checkpoint, s
 def test_gradients_are_summed_without_a_stream_to_wait_on(checkpoint, start):
     only_where_wanted("gradients_stream")
     config = make_config(checkpoint, backend="megatron")
-    with cpu.patch_named("gradients_stream").suspended(), pytest.raises(NO_CUDA):
+    with megatron_cpu.patch_named("gradients_stream").suspended(), pytest.raises(NO_CUDA):
         start(config).train(0, make_groups())
     assert start(config).train(0, make_groups())["actor/grad_norm"] > 0
 
@@ -76,13 +81,13 @@ def test_moves_to_cuda_stay_where_they_are():
     tensor, module = torch.zeros(2), torch.nn.Linear(1, 1)
     assert tensor.cuda() is tensor
     assert module.cuda() is module
-    with cpu.patch_named("moves").suspended(), pytest.raises(NO_CUDA):
+    with megatron_cpu.patch_named("moves").suspended(), pytest.raises(NO_CUDA):
         tensor.cuda()
 
 
 def test_the_device_of_stages_is_never_waited_for():
     torch.cuda.synchronize()
-    with cpu.patch_named("synchronize").suspended(), pytest.raises(NO_CUDA):
+    with megatron_cpu.patch_named("synchronize").suspended(), pytest.raises(NO_CUDA):
         torch.cuda.synchronize()
 
 
@@ -98,7 +103,7 @@ def test_the_routers_product_is_found(tmp_path):
     found = moe_utils.router_gating_linear(inputs, weight, None, torch.float32)
     assert torch.allclose(found, inputs @ weight.t())
     only_where_wanted("router_kernel")
-    with cpu.patch_named("router_kernel").suspended(), pytest.raises(NameError, match="te_general_gemm"):
+    with megatron_cpu.patch_named("router_kernel").suspended(), pytest.raises(NameError, match="te_general_gemm"):
         moe_utils.router_gating_linear(inputs, weight, None, torch.float32)
 
 
@@ -108,7 +113,7 @@ def scatter_shards(rank, checkpoint, folder):
     with process_group(rank, 2, f"file://{folder}/rendezvous", cut="tensor"):
         name, found = "model.layers.0.self_attn.o_proj.weight", {}
         for patched in (True, False):
-            with contextlib.nullcontext() if patched else cpu.patch_named("scatter").suspended():
+            with contextlib.nullcontext() if patched else megatron_cpu.patch_named("scatter").suspended():
                 (model,), _ = built(checkpoint, cut="tensor")
             found[patched] = model.decoder.layers[0].self_attention.linear_proj.weight.detach().clone()
         torch.save((name, found), folder / f"{rank}.pt")
@@ -129,7 +134,10 @@ def test_without_it_row_parallel_shards_are_other_weights_and_nothing_says_so(tm
 def test_without_it_no_experts_are_made_and_with_it_their_tokens_are_counted_here(tmp_path):
     make_experts(tmp_path)
     with process_group():
-        with cpu.patch_named("token_dispatcher").suspended(), pytest.raises((AssertionError, RuntimeError, TypeError)):
+        with (
+            megatron_cpu.patch_named("token_dispatcher").suspended(),
+            pytest.raises((AssertionError, RuntimeError, TypeError)),
+        ):
             states(built(tmp_path)[0][0], random_tokens(64))
         (hidden,) = states(built(tmp_path)[0][0], random_tokens(64))
     assert hidden.isfinite().all()

@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5 in megatron-core: Gated DeltaNet over packed sequences, tensors there and back, the draft."""
+"""Qwen3-Next and Qwen3.5 in megatron-core: Gated DeltaNet over packed sequences, round trips of tensors, the draft."""
 
 import json
 
@@ -28,7 +28,7 @@ def alone():
 
 
 def token_by_token(q, k, v, decay, write):
-    """The formula of `gated_delta_rule`, as it stands there."""
+    """The recurrence in the docstring of `gated_delta_rule`."""
     state, outs = q.new_zeros(*q.shape[:1], *q.shape[2:], v.shape[-1]), []
     for t in range(q.shape[1]):
         state = state * decay[:, t, :, None, None].exp()
@@ -39,8 +39,8 @@ def token_by_token(q, k, v, decay, write):
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 50])
-def test_chunks_give_what_one_token_after_the_other_gives(length):
-    """Values and gradients, at decays from none to all but everything."""
+def test_chunks_equal_the_recurrence_token_by_token(length):
+    """Values and gradients, for decays from none to nearly complete."""
     generator = torch.Generator().manual_seed(0)
     random = lambda *shape: torch.randn(2, length, 3, *shape, generator=generator, dtype=torch.float64)
     q, k, v = random(8), F.normalize(random(8), dim=-1), random(5)
@@ -55,7 +55,7 @@ def test_chunks_give_what_one_token_after_the_other_gives(length):
 
 @pytest.mark.parametrize("family", DELTA_NETS)
 @torch.no_grad()
-def test_logits_equal_transformers_and_the_tensors_come_back_to_the_bit(family, tmp_path):
+def test_logits_equal_transformers_and_tensors_round_trip_bit_for_bit(family, tmp_path):
     theirs = make_delta_net(tmp_path, family, mtp=True)
     (ours,), conversion = built(tmp_path)
     tokens = random_tokens(VOCAB, (2, 100))  # more than a chunk
@@ -73,7 +73,7 @@ def test_logits_equal_transformers_and_the_tensors_come_back_to_the_bit(family, 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
 @torch.no_grad()
 def test_draft_states_equal_those_of_transformers_layers(family, tmp_path):
-    """After the trunk's norm, the embedding first, and that of a first place is read."""
+    """The draft reads the embedding first, then the trunk's normed state; at the first position too."""
     theirs = make_delta_net(tmp_path, family, mtp=True)
     (ours,), _ = built(tmp_path)
     tokens = random_tokens(VOCAB, (2, 30))
@@ -90,8 +90,8 @@ def test_draft_states_equal_those_of_transformers_layers(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
-def test_sequences_of_one_row_do_not_see_each_other(family, tmp_path):
-    """Neither state nor convolution, forward or back; shorter ones than the convolution is wide are among them."""
+def test_packed_sequences_do_not_affect_each_other(family, tmp_path):
+    """Neither by state nor by convolution, in both passes; some are shorter than the convolution's width."""
     make_delta_net(tmp_path, family, mtp=True)
     (ours,), _ = built(tmp_path)
     lengths = [7, 1, 70, 2, 3]
@@ -136,7 +136,7 @@ def changed(folder, without=(), **fields):
     return folder
 
 
-def test_the_layers_and_the_mtp_layer_are_found_however_the_config_says_it(tmp_path):
+def test_layer_types_and_mtp_layers_are_read_from_every_form_of_config(tmp_path):
     make_delta_net(tmp_path, "qwen3_next", mtp=True)
     text = said(tmp_path)
     assert linear_layers(text) == [True, False, True, True]
@@ -160,7 +160,7 @@ def test_the_layers_and_the_mtp_layer_are_found_however_the_config_says_it(tmp_p
 # -- what is refused -----------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_is_refused_with_the_reason(tmp_path):
+def test_unsupported_models_are_refused_with_the_reason(tmp_path):
     make_delta_net(tmp_path, "qwen3_5")
     with pytest.raises(CheckpointError, match=r"mbridge has no bridge for qwen3_5_text"):
         bridge_of(read_source(tmp_path), "mbridge")
@@ -170,7 +170,7 @@ def test_what_cannot_be_is_refused_with_the_reason(tmp_path):
         bridge_of(read_source(changed(tmp_path, without=("mtp_num_hidden_layers", "linear_key_head_dim"))))
 
 
-def test_cuts_that_do_not_suit_linear_attention_are_refused_by_their_key(tmp_path):
+def test_layouts_that_do_not_fit_linear_attention_are_refused_by_their_key(tmp_path):
     make_delta_net(tmp_path, "qwen3_5", linear_num_key_heads=1)
     config = Config()
     config.trainer.megatron.context_parallel_size = 2

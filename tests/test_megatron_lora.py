@@ -12,12 +12,12 @@ from asyncrl.config.schema import LoraConfig, MegatronConfig
 from asyncrl.models.checkpoint import is_draft, load_decoder, read_tensors, save_checkpoint
 from asyncrl.models.config import CheckpointError
 from asyncrl.models.lora import linear_shapes, linear_shapes_at
-from asyncrl.param_sync.adapters import adapter_spec, check_adapter
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.param_sync.lora.adapters import adapter_spec, check_adapter
 from asyncrl.param_sync.manifest import ManifestError, is_adapter
-from asyncrl.sample import Group
-from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.batches import build_batch
 from asyncrl.trainer.rank import TrainerRank
+from asyncrl.types.groups import Group
 from tests.support.delta_nets import make_delta_net
 from tests.support.megatron import APART, CUTS, OPTIONS, in_processes
 from tests.support.trainer import make_checkpoint, make_config, make_groups, started_ranks, weights
@@ -112,7 +112,7 @@ def test_ten_steps_equal_the_torch_backends(targets, options, checkpoint, start)
 
 
 def test_bfloat16_steps_are_near_the_torch_backends(checkpoint, start):
-    """The base has no other copy; adapters are stepped in float32, and sent as what the model computes with."""
+    """The base has no master copy; adapters are stepped in float32, and sent in the compute dtype."""
     options = {"mixed_precision": "bfloat16", "lr": 1e-3, "kl_coef": 0.05}
     results = {}
     for backend in ("torch", "megatron"):
@@ -130,7 +130,7 @@ def test_bfloat16_steps_are_near_the_torch_backends(checkpoint, start):
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in kept.values())
 
 
-def test_the_policy_begins_as_its_base_which_stays_the_reference(checkpoint, start):
+def test_the_policy_starts_as_its_base_which_remains_the_reference(checkpoint, start):
     base = logprobs(start(make_config(checkpoint, backend="megatron")))
     rank = start(lora_config(checkpoint, targets="all", kl_coef=0.1))
     assert np.array_equal(logprobs(rank), base)
@@ -140,7 +140,7 @@ def test_the_policy_begins_as_its_base_which_stays_the_reference(checkpoint, sta
     assert metrics[-1]["actor/kl_reference"] > 0
 
 
-def test_the_adapters_of_a_mixture_of_experts_are_beside_its_attention(tmp_path, start):
+def test_the_adapters_of_a_mixture_of_experts_are_in_its_attention(tmp_path, start):
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "head_dim": 32}
     counts = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 4}
@@ -154,8 +154,8 @@ def test_the_adapters_of_a_mixture_of_experts_are_beside_its_attention(tmp_path,
 
 
 @pytest.mark.parametrize(("family", "parts"), [("qwen3_next", ("qkvz", "ba")), ("qwen3_5", ("qkv", "z", "b", "a"))])
-def test_adapters_beside_linear_attention_are_what_they_are_merged(family, parts, tmp_path, start):
-    """Each of the checkpoint's own layers has a pair, those that lead into a gate among them."""
+def test_adapters_of_linear_attention_equal_their_merged_weights(family, parts, tmp_path, start):
+    """Each of the checkpoint's layers has a pair, including inputs of gates."""
     make_delta_net(tmp_path / "model", family, mtp=True)
     config = lora_config(tmp_path / "model", targets="all", lr=1e-3)
     config.checkpoint.export_lora = "merged"
@@ -182,7 +182,7 @@ def test_adapters_beside_linear_attention_are_what_they_are_merged(family, parts
 # -- what leaves it ------------------------------------------------------------------------------------------------
 
 
-def test_the_manifest_is_whole_and_goes_without_its_base(checkpoint, start):
+def test_the_manifest_lists_everything_and_can_omit_its_base(checkpoint, start):
     config = lora_config(checkpoint, enable_train=True, loss="cross_entropy", updates_per_pass=1)
     config.rollout.engine.dtype = "bfloat16"
     rank = start(config)
@@ -195,8 +195,8 @@ def test_the_manifest_is_whole_and_goes_without_its_base(checkpoint, start):
     assert {t.name for t in manifest.without_base()} == {n for n, _ in rank.export() if is_adapter(n) or is_draft(n)}
 
 
-def test_what_it_writes_is_what_the_torch_backend_writes(checkpoint, start, tmp_path):
-    """The adapter in PEFT's format, and merged weights, as a folder and to engines that take none."""
+def test_exports_equal_the_torch_backends(checkpoint, start, tmp_path):
+    """Adapters in PEFT's format, and merged weights, in folders and to engines that take no adapters."""
     for backend in ("torch", "megatron"):
         config = lora_config(checkpoint, backend, lr=1e-3)
         rank = start(config)
@@ -224,7 +224,7 @@ def test_what_it_writes_is_what_the_torch_backend_writes(checkpoint, start, tmp_
 
 
 @pytest.mark.parametrize(("saver", "loader"), [("torch", "megatron"), ("megatron", "torch"), ("megatron", "megatron")])
-def test_one_backend_goes_on_from_the_others_checkpoint(saver, loader, checkpoint, start, tmp_path):
+def test_one_backend_continues_from_the_others_checkpoint(saver, loader, checkpoint, start, tmp_path):
     options = {**OPTIONS, "lr": 1e-3, "schedule": "linear"}
     rank = start(lora_config(checkpoint, saver, **options))
     train(rank, range(3))
@@ -239,7 +239,7 @@ def test_one_backend_goes_on_from_the_others_checkpoint(saver, loader, checkpoin
     expect_alike(found[0], expected[0])
 
 
-def test_the_state_of_another_base_or_another_kind_is_refused(checkpoint, start, tmp_path):
+def test_the_state_of_another_base_or_kind_of_training_is_refused(checkpoint, start, tmp_path):
     start(lora_config(checkpoint)).save(tmp_path / "lora")
     tensors = read_tensors(checkpoint)
     tensors["model.norm.weight"] += 1e-3
@@ -254,7 +254,7 @@ def test_the_state_of_another_base_or_another_kind_is_refused(checkpoint, start,
 
 
 def train_cut(rank, ranks, cut, checkpoint, targets, options, folder):
-    """Exports, trains three steps, saves, writes, and goes on from what one rank saved."""
+    """Exports, trains three steps, saves, writes, and continues from the state of one rank."""
     config = lora_config(checkpoint, targets=targets, **options)
     config.trainer.megatron = MegatronConfig(**CUTS[cut])
     meet = f"file://{folder}/rendezvous_{cut}" if ranks > 1 else None
@@ -299,8 +299,8 @@ def runs(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("cut", TWO)
-def test_two_ranks_train_what_one_does(runs, cut):
-    """Also where a stage has no adapter at all."""
+def test_two_ranks_train_like_one(runs, cut):
+    """Also with a stage without adapters."""
     expect_like_one(runs, cut)
 
 
@@ -312,8 +312,8 @@ def test_two_ranks_train_what_one_does(runs, cut):
         pytest.param("qwen3_next", ("expert-tensor", "pipeline"), marks=pytest.mark.slow),
     ],
 )
-def test_so_they_do_beside_linear_attention(family, cuts, tmp_path):
-    """A rank's rows of a pair are no neighbours there: they are of its heads' queries, keys, values and gates."""
+def test_two_ranks_train_adapters_of_linear_attention_like_one(family, cuts, tmp_path):
+    """A rank's rows of a pair are not contiguous there: they belong to its heads' queries, keys, values and gates."""
     make_delta_net(tmp_path / "model", family, mtp=True)
     train_cut(0, 1, "one", str(tmp_path / "model"), "all", CASES["draft"][1], tmp_path)
     in_processes(2, train_cuts, 2, cuts, str(tmp_path / "model"), "all", CASES["draft"][1], tmp_path)

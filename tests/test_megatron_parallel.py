@@ -1,4 +1,4 @@
-"""One model over two processes: tensor, pipeline and data parallel ranks train what one rank does."""
+"""One model in several processes: tensor, pipeline, context, expert and data parallel ranks train like one rank."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 
 from asyncrl.config.schema import MegatronConfig
 from asyncrl.models.checkpoint import read_tensors
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.trainer.rank import TrainerRank
 from tests.support.delta_nets import make_delta_net
 from tests.support.megatron import APART, CUTS, OPTIONS, in_processes, make_experts
@@ -34,7 +34,7 @@ MODELS = {
 
 
 def train(rank, ranks, cut, checkpoint, options, folder):
-    """Exports, trains four steps, saves, trains one more and, from what a single rank saved, that one again."""
+    """Exports, trains four steps, saves, trains a fifth, and repeats it from the state of a single rank."""
     config = make_config(str(checkpoint), backend="torch" if cut == "torch" else "megatron", **options)
     config.trainer.megatron = MegatronConfig(**CUTS.get(cut, {}))
     meet = f"file://{folder}/rendezvous_{cut}" if ranks > 1 else None
@@ -84,20 +84,20 @@ def result(runs, cut, rank=0):
 
 
 @pytest.mark.parametrize("cut", TWO)
-def test_two_ranks_train_what_one_does(runs, cut):
+def test_two_ranks_train_like_one(runs, cut):
     expect_like_one(runs, cut)
 
 
 @pytest.mark.parametrize("bridge", ["megatron_bridge", "mbridge"])
-def test_ranks_that_have_other_experts_or_layers_train_what_one_does(bridge, tmp_path):
-    """The two take different sequences, and other numbers of micro-batches, but the tokens meet at their experts."""
+def test_ranks_with_different_experts_or_layers_train_like_one(bridge, tmp_path):
+    """Both take different sequences, in different numbers of micro-batches, but tokens meet at their experts."""
     make_experts(tmp_path / "model", experts=8)
     cuts = ("expert", "pipeline", "expert-context", "expert-tensor")
     expect_cuts_like_one(2, cuts, tmp_path, enable_train=False, bridge=bridge)
 
 
 @pytest.mark.slow
-def test_so_do_four_ranks_with_other_experts(tmp_path):
+def test_four_ranks_with_different_experts_train_like_one(tmp_path):
     make_experts(tmp_path / "model", experts=8)
     expect_cuts_like_one(4, ("expert-tensor-data", "expert-pipeline"), tmp_path, enable_train=False)
 
@@ -111,8 +111,8 @@ def test_so_do_four_ranks_with_other_experts(tmp_path):
         pytest.param("qwen3_5", ("sequence",), marks=pytest.mark.slow),
     ],
 )
-def test_so_do_ranks_that_share_linear_attention(family, cuts, tmp_path):
-    """With the MTP layer of these families. Of two pipeline stages the last ends with linear attention."""
+def test_ranks_that_share_linear_attention_train_like_one(family, cuts, tmp_path):
+    """With the MTP layer of these families. The last of two pipeline stages ends with linear attention."""
     make_delta_net(tmp_path / "model", family, mtp=True)
     expect_cuts_like_one(2, cuts, tmp_path)
 
@@ -154,8 +154,8 @@ def test_context_parallel_ranks_share_each_sequence_from_both_ends():
         (3, ("virtual",), 6),
     ],
 )
-def test_so_do_more_ranks(tmp_path, ranks, cuts, layers):
-    """Cuts within cuts, and model chunks that stages take in turn."""
+def test_more_ranks_train_like_one(tmp_path, ranks, cuts, layers):
+    """Combined kinds of parallelism, and interleaved model chunks."""
     checkpoint = make_checkpoint(tmp_path / "model", num_hidden_layers=layers, **SIZES)
     train(0, 1, "one", checkpoint, OPTIONS, tmp_path)
     in_processes(ranks, train_cuts, ranks, cuts, checkpoint, OPTIONS, tmp_path)
@@ -183,7 +183,7 @@ def expect_like_one(runs, cut):
 
 
 @pytest.mark.parametrize("cut", TWO)
-def test_exports_are_the_checkpoint_to_the_bit_and_come_from_rank_0(runs, cut):
+def test_exports_equal_the_checkpoint_bit_for_bit_and_come_from_rank_0(runs, cut):
     before, found = read_tensors(runs[1]), result(runs, cut)["first"]
     assert found
     engines = lambda tensor: tensor.bfloat16().float() if runs[0].name.startswith("half") else tensor
@@ -193,15 +193,15 @@ def test_exports_are_the_checkpoint_to_the_bit_and_come_from_rank_0(runs, cut):
 
 
 @pytest.mark.parametrize("cut", TWO)
-def test_training_goes_on_from_its_own_checkpoint_to_the_bit(runs, cut):
+def test_training_continues_from_its_own_checkpoint_bit_for_bit(runs, cut):
     found = result(runs, cut)
     assert found["again"] == found["metrics"][4]
 
 
 @pytest.mark.parametrize("cut", TWO)
-def test_what_one_rank_saved_is_loaded_at_any_cut(runs, cut):
+def test_the_state_of_one_rank_loads_at_any_layout(runs, cut):
     """To the bit in the weights, those that are stepped and those that engines get; the step on from it is compared in
-    `test_two_ranks_train_what_one_does`."""
+    `test_two_ranks_train_like_one`."""
     saved, found = result(runs, "one")["trained"], result(runs, cut)["loaded"]
     assert all(torch.equal(found[name], saved[name]) for name in found)
     one, exact = read_tensors(runs[0] / "one_loaded"), read_tensors(runs[0] / f"{cut}_loaded")

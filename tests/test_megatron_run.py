@@ -1,4 +1,4 @@
-"""A whole run with the Megatron trainer: two tensor parallel ranks, the native engine, drafts, and going on."""
+"""A run with the Megatron trainer: two tensor parallel ranks, the native engine, drafts, and a resume."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ LORA = ("model.lora.rank=4", "trainer.optimizer.lr=1e-2", "checkpoint.export_lor
 
 
 @pytest.mark.parametrize("more", [(), LORA], ids=["whole", "lora"])
-def test_a_run_with_two_tensor_parallel_ranks_trains_policy_and_draft_and_goes_on(more, tmp_path):
+def test_a_run_with_two_tensor_parallel_ranks_trains_policy_and_draft_and_resumes(more, tmp_path):
     inputs, folder = make_inputs(tmp_path / "inputs"), tmp_path / "run"
     ray_dir = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: the sockets in it must stay below 108 characters
     options = overrides(

@@ -1,4 +1,4 @@
-"""One run over three environments: the driver in its own, Megatron ranks in theirs, vLLM in its own."""
+"""A run over three environments, of the driver, of Megatron ranks, and of vLLM."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The native decoder against transformers, and checkpoints that do not fit."""
+"""The native decoder against transformers, and mismatched checkpoints."""
 
 import json
 
@@ -39,11 +39,15 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 FAMILIES = {
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
     "qwen2-tied": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {"tie_word_embeddings": True}),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 32}),
+    "qwen3-biases": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 32, "attention_bias": True}),
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
+    "llama-biases": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"head_dim": 32, "attention_bias": True}),
+    "llama-linear-rope": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"rope_parameters": LINEAR_ROPE}),
     "llama3-rope": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"rope_parameters": LLAMA3_ROPE}),
 }
 
@@ -114,7 +118,7 @@ def test_a_checkpoint_with_a_draft_comes_back_whole(tmp_path):
         assert torch.equal(a, b), name
 
 
-def test_checkpoints_that_do_not_fit_are_named(tmp_path):
+def test_mismatched_checkpoints_are_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         check_checkpoint(tmp_path / "absent")
     tiny_mimo(tmp_path)
@@ -134,6 +138,10 @@ def test_checkpoints_that_do_not_fit_are_named(tmp_path):
         check_checkpoint(changed(architectures=["GPT2LMHeadModel"]))
     with pytest.raises(CheckpointError, match="rope type 'yarn'"):
         check_checkpoint(changed(rope_scaling={"rope_type": "yarn", "factor": 2.0}))
+    with pytest.raises(CheckpointError, match="use_sliding_window is set"):
+        check_checkpoint(changed(use_sliding_window=True))
+    with pytest.raises(CheckpointError, match="hidden_act 'gelu' is not supported"):
+        check_checkpoint(changed(hidden_act="gelu"))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="not valid JSON"):
         check_checkpoint(tmp_path)
@@ -142,7 +150,7 @@ def test_checkpoints_that_do_not_fit_are_named(tmp_path):
     with pytest.raises(CheckpointError, match="truncated or damaged"):
         check_checkpoint(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"no \*\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"expected \*\.safetensors files, found none"):
         check_checkpoint(tmp_path)
 
 
@@ -157,7 +165,7 @@ def test_a_damaged_index_is_named(tmp_path, index):
         check_checkpoint(tmp_path)
 
 
-def test_written_weights_are_readable_by_all(tmp_path):
+def test_written_weights_are_world_readable(tmp_path):
     tiny_mimo(tmp_path)
     assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o644
 
@@ -191,7 +199,7 @@ def tiny_drafting(layers):
 
 
 @torch.no_grad()
-def test_a_repeated_layer_is_trained_as_it_drafts():
+def test_a_repeated_layer_is_trained_the_way_it_drafts():
     """Drafting from place i: the layer's first step over all places up to i, then one more place for each further step,
     which reads what the one before put out and the next token."""
     model, depths = tiny_drafting(1), 3
@@ -210,7 +218,7 @@ def test_a_repeated_layer_is_trained_as_it_drafts():
 
 
 @torch.no_grad()
-def test_a_second_layer_goes_on_one_place_later_from_what_the_first_put_out():
+def test_a_second_layer_reads_the_firsts_output_one_position_later():
     model = tiny_drafting(2)
     tokens, layout = torch.randint(0, SMALL["vocab_size"], (12,)), PackedLayout.from_lengths(np.array([12]))
     hidden = model.hidden_states(tokens, layout)
@@ -277,8 +285,8 @@ def test_the_drafts_scores_and_gradients_equal_those_of_whole_logits(chunk, deta
     assert (reached == {name for name in found if is_draft(name)}) == detach
 
 
-def test_the_loss_is_the_log_of_how_often_drafted_tokens_are_accepted_when_they_are_judged():
-    """Judged as the engine does, with many draws from a draft for one context."""
+def test_the_acceptance_loss_is_the_log_of_the_measured_acceptance_rate():
+    """Verified as in the engine, with many draws from a draft for one context."""
     torch.manual_seed(0)
     hidden, target, weight, draws = torch.randn(1, 6), torch.randn(1, 6), torch.randn(9, 6), 200_000
     loss, _ = ChunkedAcceptance.apply(hidden, weight, target, torch.zeros(1).long(), 0.7, 8)
@@ -291,7 +299,7 @@ def test_the_loss_is_the_log_of_how_often_drafted_tokens_are_accepted_when_they_
     assert accepted.float().mean().item() == pytest.approx(loss.neg().exp().item(), abs=5e-3)
 
 
-def test_where_the_policy_is_sure_the_loss_is_the_cross_entropy_and_where_both_agree_it_is_zero():
+def test_the_acceptance_loss_is_cross_entropy_for_a_deterministic_policy_and_zero_for_equal_ones():
     torch.manual_seed(0)
     weight, tokens = torch.eye(7), torch.randint(0, 7, (11,))
     sure = 200 * torch.nn.functional.one_hot(tokens, 7).float()
@@ -312,7 +320,7 @@ def test_where_the_policy_is_sure_the_loss_is_the_cross_entropy_and_where_both_a
 
 @pytest.mark.parametrize("saved", FAMILIES, indirect=True)
 @torch.no_grad()
-def test_a_draft_is_made_from_the_trunk_where_there_is_none(saved, tmp_path):
+def test_a_missing_draft_is_made_from_the_trunk(saved, tmp_path):
     theirs, folder = saved
     plain, model = load_decoder(folder), load_decoder(folder, mtp_from_trunk=True)
     assert check_checkpoint(folder).num_mtp_layers == plain.config.num_mtp_layers == 0
@@ -342,7 +350,7 @@ def test_a_draft_is_made_from_the_trunk_where_there_is_none(saved, tmp_path):
     torch.testing.assert_close(known(tokens[None]).logits, theirs(tokens[None]).logits, atol=1e-5, rtol=0)
 
 
-def test_weights_of_the_draft_that_are_missing_are_told_with_what_to_do(tmp_path):
+def test_missing_draft_weights_are_named_with_advice(tmp_path):
     tiny_mimo(tmp_path)
     trunk = {name: tensor for name, tensor in read_tensors(tmp_path).items() if not is_draft(name)}
     save_checkpoint(tmp_path, trunk, DecoderConfig.load(tmp_path))  # config.json still says one layer
@@ -351,15 +359,15 @@ def test_weights_of_the_draft_that_are_missing_are_told_with_what_to_do(tmp_path
     assert load_decoder(tmp_path, mtp_from_trunk=True).config.num_mtp_layers == 1
 
 
-def test_a_draft_that_is_there_is_kept(tmp_path):
+def test_an_existing_draft_is_kept(tmp_path):
     before = tiny_mimo(tmp_path)
     after = load_decoder(tmp_path, mtp_from_trunk=True)
     assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
 
 
-def test_tensors_are_read_one_at_a_time_as_all_at_once(tmp_path):
+def test_tensors_read_one_at_a_time_equal_those_read_at_once(tmp_path):
     tiny_mimo(tmp_path)
     with open_tensors(tmp_path) as read:
         assert all(torch.equal(read(name), tensor) for name, tensor in read_tensors(tmp_path).items())
-        with pytest.raises(CheckpointError, match="no tensor absent there"):
+        with pytest.raises(CheckpointError, match="no tensor absent in its files"):
             read("absent")

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.config.checks import PAUSE_KV
 from asyncrl.config.schema import EngineConfig, MTPConfig
 from asyncrl.models.checkpoint import is_draft, read_tensors, save_checkpoint
 from asyncrl.models.config import DecoderConfig
 from asyncrl.models.decoder import Decoder
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.param_sync.buckets import Bucket, TensorPart
 from asyncrl.param_sync.digest import digest_tensors
 from asyncrl.param_sync.manifest import Manifest, ManifestError, TensorSpec
-from asyncrl.param_sync.receiver import Bucket, TensorPart
-from asyncrl.rollouter.engine import EngineError, Request, SamplingParams
+from asyncrl.rollouter.engines.base import EngineError, Request, SamplingParams
 from asyncrl.rollouter.engines.native.engine import NativeEngine
-from asyncrl.sample import FinishReason, PolicyVersion
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.types.samples import FinishReason
+from asyncrl.types.versions import PolicyVersion
 
 SPECULATION = MTPConfig(enable_rollout=True, num_speculative_tokens=2)
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
@@ -71,8 +71,9 @@ async def start(checkpoint):
         await engine.close()
 
 
-def _request(id, new=10, tokens=(1, 2, 3), *, position=0, key=0, **sampling) -> Request:
-    return Request(id, id, np.array(tokens, np.int32), 0, key, position, new, SamplingParams(**sampling))
+def _request(id, new=10, tokens=(1, 2, 3), *, position=0, resumed=0, key=0, **sampling) -> Request:
+    sampled = SamplingParams(**sampling)
+    return Request(id, id, np.array(tokens, np.int32), 0, key, position, new, sampled, resumed=resumed)
 
 
 class Told:
@@ -105,14 +106,13 @@ class Told:
 async def test_requests_wait_for_the_first_version_and_every_token_carries_it(start):
     engine = start()
     await engine.submit([_request("a"), _request("b", 300)])
-    stats = await engine.stats()
-    assert (stats.waiting, stats.running, stats.version) == (2, 0, None)
+    assert (engine._core.waiting, engine._core.running, engine._core.version) == (2, 0, None)
     await engine.resume(V0)
     told = await Told(engine).until("a", "b")
     assert len(told.tokens["a"]) == 10
     assert len(told.tokens["b"]) == 253  # to the end of the context
     assert set(told.versions["a"] + told.versions["b"]) == {(V0, False)}
-    assert (await engine.stats()).generated_tokens == 263
+    assert engine._core.generated_tokens == 263
 
 
 async def test_stop_tokens_end_a_request_and_stay_in_it(start):
@@ -139,7 +139,7 @@ def _byte_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-async def test_stop_strings_end_a_request_where_the_text_completes_them_also_across_an_abort(start):
+async def test_stop_strings_are_looked_for_in_what_this_request_drew_also_across_an_abort(start):
     tokenizer = _byte_tokenizer()
     engine = start(tokenizer=tokenizer)
     await engine.resume(V0)
@@ -148,19 +148,22 @@ async def test_stop_strings_end_a_request_where_the_text_completes_them_also_acr
     at = next(i for i in range(20, 58) if "\ufffd" not in tokenizer.decode(free[i : i + 2]))
     stop = tokenizer.decode(free[at : at + 2])
     end = next(n for n in range(1, 61) if stop in tokenizer.decode(free[:n]))
+    begun = {"tokens": (65, 66, *free[: end - 1]), "position": end - 1, "key": 5, "stop_strings": (stop,)}
     await engine.submit(
         [
             _request("whole", 60, tokens=(65, 66), key=5, stop_strings=("never there", stop)),
-            _request("rest", 60, tokens=(65, 66, *free[: end - 1]), position=end - 1, key=5, stop_strings=(stop,)),
-            # the stop string lies before what is drawn now: it must not end the request
+            _request("rest", 60, **begun, resumed=end - 1),
+            # the stop string, or its beginning, lies before what this request drew: it must not end the request
             _request("after", 3, tokens=(65, 66, *free[:end]), position=end, key=5, stop_strings=(stop,)),
+            _request("turn", 1, **begun),
         ]
     )
-    told = await Told(engine).until("whole", "rest", "after")
+    told = await Told(engine).until("whole", "rest", "after", "turn")
     assert told.tokens["whole"] == free[:end]
     assert told.tokens["rest"] == free[end - 1 : end]
     assert told.finish["whole"] is told.finish["rest"] is FinishReason.STOP
     assert told.tokens["after"] == free[end : end + 3]
+    assert (told.tokens["turn"], told.finish["turn"]) == (free[end - 1 : end], FinishReason.LENGTH)
 
 
 async def test_abort_ends_the_named_requests_with_their_tokens_and_leaves_the_others(start):
@@ -186,7 +189,7 @@ async def test_pause_abort_cuts_everything_and_a_later_submission_waits_for_the_
     await engine.submit([_request("later", 5)])
     await told.until("0", "1", "2")
     assert set(told.finish.values()) == {FinishReason.ABORT}
-    assert (await engine.stats()).waiting == 1
+    assert engine._core.waiting == 1
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(engine.events(), 0.2)  # nothing moves while paused
     await engine.resume(V1)
@@ -222,8 +225,7 @@ async def test_pause_wait_lets_submitted_requests_finish_and_holds_back_later_on
     assert await pausing == 3
     told = await Told(engine).until("0", "1", "2")
     assert set(told.finish.values()) == {FinishReason.LENGTH}
-    stats = await engine.stats()
-    assert (stats.running, stats.waiting) == (0, 1)
+    assert (engine._core.running, engine._core.waiting) == (0, 1)
     await engine.resume(V1)
     assert set((await told.until("later")).versions["later"]) == {(V1, False)}
 
@@ -251,10 +253,10 @@ async def test_released_kv_gives_its_memory_back_and_restored_kv_generates_the_s
         await engine.release_kv()
     await engine.pause("abort", 10)
     engine._core.kv._data.fill_(0.5)  # every page is really there
-    held, resident = (await engine.stats()).kv_bytes, _resident_bytes()
+    held, resident = engine._core.kv.nbytes, _resident_bytes()
     assert held == 2 * 2 * 32 * 1 * 4096 * 32 * 4
     assert await engine.release_kv() == held
-    assert (await engine.stats()).kv_bytes == 0
+    assert engine._core.kv.nbytes == 0
     assert resident - _resident_bytes() > 0.9 * held
     with pytest.raises(EngineError, match="restore_kv first"):
         await engine.resume(V0)
@@ -292,9 +294,9 @@ async def test_a_sync_replaces_the_weights_of_target_and_draft_in_place(start, t
     fresh = _save(tmp_path, seed=2)
     tensors = read_tensors(fresh)
     engine, expected = start(mtp=mtp), start(path=fresh, mtp=mtp)
-    assert engine.capabilities().speculation == (mtp is not None)
+    assert engine.speculates == (mtp is not None)
     await engine.resume(V0)
-    (receiver,) = engine.receivers()
+    receiver = engine._weights
     receiver.open("s", _manifest(tensors))
     await engine.pause("abort", 10)
     receiver.take(_bucket("s", tensors))
@@ -316,7 +318,7 @@ async def test_a_sync_replaces_the_weights_of_target_and_draft_in_place(start, t
 async def test_a_sync_broken_off_amid_its_transfer_leaves_an_engine_that_does_not_resume(start, checkpoint):
     engine = start()
     tensors = read_tensors(checkpoint)
-    (receiver,) = engine.receivers()
+    receiver = engine._weights
     receiver.open("s", _manifest(tensors))
     receiver.take(_bucket("s", {"model.norm.weight": tensors["model.norm.weight"]}))
     receiver.abort()
@@ -325,7 +327,7 @@ async def test_a_sync_broken_off_amid_its_transfer_leaves_an_engine_that_does_no
 
 
 async def test_a_manifest_that_does_not_fit_the_model_is_refused_by_name(start, checkpoint):
-    (receiver,) = start().receivers()
+    receiver = start()._weights
     tensors = read_tensors(checkpoint)
     tensors["model.norm.weight"] = torch.zeros(63)
     with pytest.raises(ManifestError, match=r"model\.norm\.weight.*63.*64"):
@@ -337,7 +339,7 @@ async def test_without_loaded_weights_it_generates_only_after_a_commit(start, ch
     with pytest.raises(EngineError, match="nothing was committed"):
         await engine.resume(V0)
     tensors = read_tensors(checkpoint)
-    (receiver,) = engine.receivers()
+    receiver = engine._weights
     receiver.open("s", _manifest(tensors))
     receiver.take(_bucket("s", tensors))
     receiver.verify()
@@ -369,7 +371,7 @@ async def test_a_failure_in_the_loop_reaches_every_caller(start):
     await engine.submit([_request("a", 5)])
     with pytest.raises(IndexError):
         await asyncio.wait_for(listening, 10)
-    for call in (engine.events(), engine.stats(), engine.submit([]), engine.pause("wait", 1)):
+    for call in (engine.events(), engine.abort([]), engine.submit([]), engine.pause("wait", 1)):
         with pytest.raises(IndexError):
             await call
 
@@ -377,12 +379,12 @@ async def test_a_failure_in_the_loop_reaches_every_caller(start):
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
 async def test_the_thread_that_decodes_gives_way_to_all_others(start):
     engine = start()
-    await engine.stats()  # it runs
+    await engine.abort([])  # it runs
     niceness = lambda thread: os.getpriority(os.PRIO_PROCESS, thread.native_id)
     assert niceness(engine._thread) == niceness(threading.main_thread()) + 10
     assert os.sched_getscheduler(engine._thread.native_id) != os.SCHED_IDLE
     idle, normal = start(cpu_priority="idle"), start(cpu_priority="normal")
-    await asyncio.gather(idle.stats(), normal.stats())
+    await asyncio.gather(idle.abort([]), normal.abort([]))
     assert os.sched_getscheduler(idle._thread.native_id) == os.SCHED_IDLE
     assert niceness(normal._thread) == niceness(threading.main_thread())
 
@@ -415,7 +417,7 @@ async def test_occupancy_and_token_counts_are_recorded(start):
     await engine.submit([_request("short", 20), _request("long", 200)])
     await Told(engine).until("short", "long")
     await engine.pause("wait", 10)
-    assert engine.occupancy() == 0
+    assert engine._core.occupancy.generating == 0
     batch = recorder.drain()
     spans = {span.name: span for span in batch.spans}
     assert not batch.open_spans
@@ -423,10 +425,6 @@ async def test_occupancy_and_token_counts_are_recorded(start):
     assert spans["rollout/half_busy"].end_s < spans["rollout/generate"].end_s
     assert batch.counters["rollout/tokens"] == 220
     assert batch.counters["rollout/prefill_tokens"] == 4
-
-
-async def test_the_config_knows_the_pairs_of_pause_and_kv(start):
-    assert start().capabilities().pause_kv == PAUSE_KV["native"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The native engine's stepper against Hugging Face and the training decoder, and its determinism."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,13 @@ import transformers
 from asyncrl.models.checkpoint import load_decoder, read_tensors, save_checkpoint
 from asyncrl.models.config import DecoderConfig
 from asyncrl.models.decoder import Decoder
-from asyncrl.rollouter.engine import EngineError, Request
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.rollouter.engines.base import EngineError, Scheduling
 from asyncrl.rollouter.engines.native.core import Core
 from asyncrl.rollouter.engines.native.model import NativeModel
-from asyncrl.sample import FinishReason, PolicyVersion
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.rollouter.engines.native.speculation import Speculation
+from asyncrl.types.samples import FinishReason
+from asyncrl.types.versions import PolicyVersion
 from tests.support.stepping import full_forward, make_request, read, run_all
 
 VOCABULARY, CONTEXT = 150, 128
@@ -65,7 +68,8 @@ def _prompt(seed: int, length: int) -> np.ndarray:
 def test_greedy_output_equals_transformers_generate(tmp_path, family, tied):
     torch.manual_seed(0)
     config_class = getattr(transformers, f"{family}Config")
-    extra = {"Qwen3": {"head_dim": 32}, "Llama": {"attention_bias": True, "rms_norm_eps": 1e-5}}.get(family, {})
+    more = {"Qwen3": {"head_dim": 32, "attention_bias": True}, "Llama": {"attention_bias": True, "rms_norm_eps": 1e-5}}
+    extra = more.get(family, {})
     hf = getattr(transformers, f"{family}ForCausalLM")(config_class(**SIZES, **extra, tie_word_embeddings=tied)).eval()
     with torch.no_grad():
         for p in hf.parameters():
@@ -128,6 +132,22 @@ def test_lower_priority_numbers_are_served_first(mimo):
     assert ended == ["1", "3", "2", "0"]
 
 
+def test_validation_is_placed_before_training_while_it_comes_first_and_after_it_otherwise(mimo):
+    core = _core(mimo, slots=1)
+    core.submit([make_request("runs", _prompt(9, 4), 8)])
+    core.step()
+    core.submit([make_request(str(i), _prompt(i, 4), 3, priority=i % 2) for i in range(6)])
+    core.set_scheduling(Scheduling(validation_first=True))
+    ended = []
+    while core.active:
+        core.step()
+        events = core.drain()
+        ended += [id for id, finish in zip(events.ids, events.finish) if finish is FinishReason.LENGTH]
+        if ended[-1:] == ["3"]:
+            core.set_scheduling(Scheduling())
+    assert ended == ["runs", "1", "3", "0", "2", "4", "5"]
+
+
 def _bits(told):
     return {id: (tokens, logprobs.tobytes()) for id, (tokens, logprobs, _) in told.items()}
 
@@ -165,21 +185,16 @@ def test_deterministic_bits_do_not_depend_on_order_slot_companions_or_an_abort(m
     for request in requests:
         tokens, _, finish = before[request.id]
         if finish is FinishReason.ABORT:
-            row = np.concatenate([request.tokens, tokens]).astype(np.int32)
-            left = request.max_new_tokens - len(tokens)
             continued.append(
-                Request(
-                    request.id,
-                    request.group,
-                    row,
-                    request.shared_prefix,
-                    request.key,
-                    len(tokens),
-                    left,
-                    request.sampling,
+                replace(
+                    request,
+                    tokens=np.concatenate([request.tokens, tokens]).astype(np.int32),
+                    position=request.position + len(tokens),
+                    max_new_tokens=request.max_new_tokens - len(tokens),
+                    resumed=len(tokens),
                 )
             )
-    assert any(request.position for request in continued)
+    assert any(request.resumed for request in continued)
     after = run_all(core, continued)
     whole = {
         id: (before[id][0] + after[id][0], np.concatenate([before[id][1], after[id][1]]), None) if id in after else told
@@ -283,6 +298,25 @@ def test_diverged_weights_end_requests_with_an_error(mimo):
     assert events.finish == [FinishReason.ERROR]
     assert "not numbers" in events.errors["a"]
     assert not len(events.tokens)
+
+
+@pytest.mark.parametrize("speculation", [None, Speculation(2)])
+def test_diverged_weights_leave_nothing_in_the_slots(mimo, speculation):
+    core = _core(mimo, speculation=speculation)
+    weight = core.model.named_views()["model.layers.0.self_attn.v_proj.weight"]
+    whole = weight.clone()
+    weight.fill_(torch.nan)
+    told = run_all(core, [make_request(f"r{i}", _prompt(i, 9)) for i in range(3)])
+    assert {finish for _, _, finish in told.values()} == {FinishReason.ERROR}
+    weight.copy_(whole)
+    core.start(PolicyVersion(0, 1))
+    requests = [make_request(f"r{i}", _prompt(i, 1 + i), 4 + 3 * i, key=i) for i in range(4)]
+    told = run_all(core, requests)
+    decoder = load_decoder(mimo)
+    for request in requests:
+        tokens, logprobs, finish = told[request.id]
+        assert finish is FinishReason.LENGTH
+        np.testing.assert_allclose(logprobs, full_forward(decoder, request, tokens), atol=1e-4)
 
 
 def test_named_views_are_the_checkpoint_and_live(mimo, tmp_path):

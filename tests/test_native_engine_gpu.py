@@ -12,19 +12,18 @@ from asyncrl.models.checkpoint import load_decoder, save_checkpoint
 from asyncrl.models.config import DecoderConfig
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.warm_start import Demonstration, warm_start
-from asyncrl.param_sync.buckets import pack
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.param_sync.buckets import Bucket, pack
 from asyncrl.param_sync.digest import digest_tensors
-from asyncrl.param_sync.live_receiver import LiveViewReceiver
+from asyncrl.param_sync.live_weights import LiveWeights
 from asyncrl.param_sync.manifest import Manifest, TensorSpec
-from asyncrl.param_sync.receiver import Bucket
 from asyncrl.rollouter.engines.native.core import Core
 from asyncrl.rollouter.engines.native.engine import NativeEngine
 from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.rollouter.engines.native.sampler import SamplingColumns, inverse_cdf, sample
 from asyncrl.rollouter.engines.native.speculation import Speculation
 from asyncrl.rollouter.spec_metrics import spec_metrics
-from asyncrl.sample import PolicyVersion
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.types.versions import PolicyVersion
 from tests.support.stepping import full_forward, make_request, run_all
 
 pytestmark = pytest.mark.gpu
@@ -217,7 +216,7 @@ def test_released_kv_is_memory_that_comes_back(device, wide):
 def test_buckets_become_the_live_weights(device, wide, narrow, buckets, dtype):
     """Host buckets as shared memory lends them (read-only), device buckets as CUDA IPC does; tensors are split."""
     updated, fresh = _model(wide, device, dtype), _model(narrow, device, dtype)
-    receiver = LiveViewReceiver(updated.named_views(), updated.tied(), lambda version: None)
+    receiver = LiveWeights(updated.named_views(), updated.tied(), lambda version: None)
     sent = {name: p.detach().to(dtype) for name, p in load_decoder(narrow).named_parameters()}
     specs = [TensorSpec(n, str(dtype).removeprefix("torch."), tuple(t.shape)) for n, t in sent.items()]
     receiver.open("s", Manifest(tuple(specs)))

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.rollouter.engine import SamplingParams
+from asyncrl.rollouter.engines.base import SamplingParams
 from asyncrl.rollouter.engines.native.sampler import SamplingColumns, keep_likely, sample, uniforms
 
 
@@ -117,3 +117,12 @@ def test_neighbouring_keys_and_positions_draw_unrelated_numbers():
         assert abs(np.corrcoef(near, far)[0, 1]) < 0.02
     stride = 0x9E3779B97F4A7C15  # keys one stride apart must not share a shifted stream
     assert not np.intersect1d(uniforms(5, 0, 64), uniforms(5 + stride, 0, 64)).size
+
+
+@pytest.mark.parametrize("size", [24, 1025, 32001])
+def test_a_row_that_is_not_numbers_gives_a_token_of_the_vocabulary(size):
+    logits = torch.full((2, size), torch.nan)
+    logits[1] = 0.0
+    tokens, logprobs = sample(logits, SamplingColumns.of([SamplingParams()] * 2), torch.full((2,), 0.999))
+    assert (tokens < size).all()
+    assert logprobs.isnan().tolist() == [True, False]

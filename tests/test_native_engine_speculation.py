@@ -13,15 +13,16 @@ from asyncrl.models.config import DecoderConfig
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.layout import PackedLayout
 from asyncrl.models.warm_start import Demonstration, warm_start
-from asyncrl.rollouter.engine import EngineError
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.rollouter.engines.base import EngineError
 from asyncrl.rollouter.engines.native import speculation
 from asyncrl.rollouter.engines.native.core import Core
 from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.rollouter.engines.native.sampler import SamplingColumns, distributions, inverse_cdf
 from asyncrl.rollouter.engines.native.speculation import Speculation, judge
-from asyncrl.rollouter.spec_metrics import BARREN_TOKENS, spec_metrics
-from asyncrl.sample import FinishReason, PolicyVersion
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.rollouter.spec_metrics import ZERO_ACCEPTANCE_TOKENS, spec_metrics
+from asyncrl.types.samples import FinishReason
+from asyncrl.types.versions import PolicyVersion
 from tests.support.stepping import full_forward, make_request, read, run_all
 
 VOCABULARY, CONTEXT = 24, 128
@@ -446,13 +447,33 @@ def test_figures_are_ratios_of_sums_that_agree_with_what_was_told(trained):
     assert spec_metrics({"rollout/tokens": 5.0}) == {}
 
 
+def test_tokens_accepted_behind_a_samples_end_are_not_counted(trained, monkeypatch):
+    monkeypatch.setattr(speculation, "judge", _accepts_whatever_is_possible)
+    recorder = Recorder("replica/0")
+    core = _core(trained, 4, recorder=recorder)
+    gained, took = [], core._speculator.took
+    core._speculator.took = lambda k, rows, more, seconds: gained.extend(more) or took(k, rows, more, seconds)
+    told = run_all(core, _requests(lengths=[3] * 40, temperature=1.0, stop_token_ids=tuple(range(0, VOCABULARY, 5))))
+    counters = recorder.drain().counters
+    tokens = sum(len(t) for t, _, _ in told.values())
+    assert tokens < 8 * len(told)  # they end early
+    drafted, accepted = (
+        [counters[f"rollout/spec/{what}/{place}"] for place in (1, 2, 3, 4)] for what in ("drafted", "accepted")
+    )
+    assert drafted == accepted  # as all hold that have a place
+    # each verification draws one token behind the accepted ones, but where the sample ended with one of them
+    assert 0 < counters["rollout/spec/verifications"] + sum(accepted) - tokens <= len(told)
+    assert len(gained) == counters["rollout/spec/verifications"]
+    assert len(gained) + sum(gained) == tokens  # what the guard goes by
+
+
 def test_a_thousand_drafted_tokens_without_one_accepted_are_an_alarm(random, caplog):
     recorder = Recorder("replica/0")
     core = _core(random, 3, slots=8, recorder=recorder)
     count = core._speculator.count
 
     def alarm() -> float:
-        for _ in range(BARREN_TOKENS // 24 + 1):
+        for _ in range(ZERO_ACCEPTANCE_TOKENS // 24 + 1):
             count(3, [3] * 8, [0] * 8, 8)
         core.drain()
         return spec_metrics(recorder.drain().counters)["rollout/spec_zero_acceptance"]

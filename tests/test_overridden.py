@@ -1,4 +1,4 @@
-"""model.overrides: another config.json beside the same weights."""
+"""model.overrides: a changed config.json over the same weights."""
 
 import json
 
@@ -25,7 +25,7 @@ def test_only_the_config_differs(checkpoint, tmp_path):
     assert (made / "model.safetensors").is_symlink()
 
 
-def test_a_nested_key_is_set_where_it_is(tmp_path):
+def test_a_nested_key_is_set_in_place(tmp_path):
     (tmp_path / "source").mkdir()
     config = {"text_config": {"hidden_size": 4}, "dtype": "float32"}
     (tmp_path / "source" / "config.json").write_text(json.dumps(config))

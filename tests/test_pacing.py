@@ -1,47 +1,47 @@
-"""The width of generation follows the trainer's pace, and engines keep to it."""
+"""The pacer's limit follows the trainer's pace."""
 
 import asyncio
 
-from asyncrl.rollouter.pacing import LEAST, Pace, keep_pace
+from asyncrl.rollouter.pacing import MIN_SHARE, GenerationPacer, run_pacer
 
 
-def test_what_is_held_up_narrows_and_what_is_waited_for_widens():
-    pace = Pace(20)
-    assert pace.width is None  # no limit: the engine has requests for slots that become free
-    assert pace.observe(held_up=0.4, waited_for=0.0) == 19
-    assert pace.observe(held_up=0.1, waited_for=0.02) == 19  # neither is much
-    assert pace.observe(held_up=0.4, waited_for=0.2) is None  # who is waited for must not slow down
+def test_waiting_for_budget_narrows_and_a_waiting_trainer_widens():
+    pacer = GenerationPacer(20)
+    assert pacer.limit is None  # no limit: the engine has requests for slots that become free
+    assert pacer.observe(blocked=0.4, starved=0.0) == 19
+    assert pacer.observe(blocked=0.1, starved=0.02) == 19  # both are within bounds
+    assert pacer.observe(blocked=0.4, starved=0.2) is None  # a starving trainer widens it
     for _ in range(30):
-        pace.observe(held_up=0.9, waited_for=0.0)
-    assert pace.width == round(LEAST * 20)
-    pace.observe(held_up=0.0, waited_for=0.5)
-    pace.observe(held_up=0.0, waited_for=0.5)
-    assert pace.width is None  # no limit: the engine has requests for slots that become free
+        pacer.observe(blocked=0.9, starved=0.0)
+    assert pacer.limit == round(MIN_SHARE * 20)
+    pacer.observe(blocked=0.0, starved=0.5)
+    pacer.observe(blocked=0.0, starved=0.5)
+    assert pacer.limit is None  # no limit: the engine has requests for slots that become free
 
 
-def test_in_synchronous_training_the_trainer_waits_each_time_so_nothing_narrows():
-    pace = Pace(20)
+def test_synchronous_training_never_narrows():
+    pacer = GenerationPacer(20)
     for _ in range(9):
-        assert pace.observe(held_up=0.5, waited_for=0.5) is None
+        assert pacer.observe(blocked=0.5, starved=0.5) is None
 
 
 async def test_it_settles_where_a_simple_pair_of_pools_is_balanced():
-    """Generation of a version takes 16 / width seconds, training 1: the balance is a width of 16."""
-    width, widths = 20.0, []
-    pace = Pace(20)
+    """Generation of a version takes 16 / limit seconds, training 1: the balance is a limit of 16."""
+    limit, limits = 20.0, []
+    pacer = GenerationPacer(20)
     for _ in range(40):
-        generating = 16 / width
+        generating = 16 / limit
         version_s = max(1.0, generating)
-        width = pace.observe((version_s - generating) / version_s, (version_s - 1.0) / version_s) or 20
-        widths.append(width)
-    assert all(16 < w <= 18 for w in widths[-10:])  # a little too fast
+        limit = pacer.observe((version_s - generating) / version_s, (version_s - 1.0) / version_s) or 20
+        limits.append(limit)
+    assert all(16 < x <= 18 for x in limits[-10:])  # slightly too fast
 
 
-async def test_the_width_is_adjusted_at_each_version(monkeypatch):
-    monkeypatch.setattr("asyncrl.rollouter.pacing.LOOK_EVERY_S", 0.0)
+async def test_the_limit_is_adjusted_at_each_version(monkeypatch):
+    monkeypatch.setattr("asyncrl.rollouter.pacing.POLL_EVERY_S", 0.0)
     clock = iter(range(1000))
     monkeypatch.setattr("asyncrl.rollouter.pacing.now_s", lambda: float(next(clock)))
-    held, told = [0.0], []
+    held, limits = [0.0], []
 
     class Queue:
         calls = 0
@@ -51,9 +51,9 @@ async def test_the_width_is_adjusted_at_each_version(monkeypatch):
             held[0] += 0.25
             return {"fully_async/version": self.calls // 4, "fully_async/queue/starved_s": 0.0}
 
-    task = asyncio.create_task(keep_pace(Pace(20), Queue(), lambda: held[0], told.append))
-    while len(told) < 3:
+    task = asyncio.create_task(run_pacer(GenerationPacer(20), Queue(), lambda: held[0], limits.append))
+    while len(limits) < 3:
         await asyncio.sleep(0)
     task.cancel()
-    assert told == sorted(told, reverse=True)
-    assert told[0] < 20
+    assert limits == sorted(limits, reverse=True)
+    assert limits[0] < 20

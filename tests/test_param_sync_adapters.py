@@ -11,21 +11,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.param_sync.adapter_merge import MergingExport, merge
-from asyncrl.param_sync.adapter_slots import AdapterSlots
-from asyncrl.param_sync.adapters import AdapterReceiver, adapter_shapes, check_adapter
-from asyncrl.param_sync.buckets import pack
+from asyncrl.param_sync.buckets import Bucket, pack
 from asyncrl.param_sync.digest import digest_tensors, dtype_name
-from asyncrl.param_sync.endpoint import ReplicaEndpoint
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.fleet import Fleet
-from asyncrl.param_sync.intake import LocalIntake
-from asyncrl.param_sync.live_receiver import LiveViewReceiver
+from asyncrl.param_sync.live_weights import LiveWeights
+from asyncrl.param_sync.lora.adapted_weights import AdaptedWeights
+from asyncrl.param_sync.lora.adapters import adapter_shapes, check_adapter
+from asyncrl.param_sync.lora.merge import MergingExport, merge
+from asyncrl.param_sync.lora.slots import AdapterSlots
 from asyncrl.param_sync.manifest import AdapterSpec, Manifest, ManifestError, TensorSpec, is_adapter
-from asyncrl.param_sync.receiver import Bucket
+from asyncrl.param_sync.replica_session import EngineSession
 from asyncrl.param_sync.session import SyncSession
 from asyncrl.param_sync.transports.choose import make_reader
-from asyncrl.sample import PolicyVersion
+from asyncrl.param_sync.weight_receiver import LocalReceiver
+from asyncrl.types.versions import PolicyVersion
 from tests.support.sync_processes import RankProcess, Remote, WeightsEngine, config, role_of
 
 SPEC = AdapterSpec("policy", r=8, alpha=16.0, target_modules=("q_proj", "up_proj"), dtype="float32")
@@ -61,7 +61,7 @@ def draft(seed):
 
 
 def payload(number, with_base):
-    """What a trainer exports for a version: its frozen base is always the same one."""
+    """A trainer's export of a version; its frozen base never changes."""
     return (base(100) if with_base else {}) | adapter(number) | draft(number)
 
 
@@ -74,7 +74,7 @@ def digest(tensors):
     return digest_tensors(tensors.items())
 
 
-class CountingReceiver(AdapterReceiver):
+class CountingWeights(AdaptedWeights):
     takes = 0
 
     def take(self, bucket):
@@ -83,16 +83,16 @@ class CountingReceiver(AdapterReceiver):
 
 
 class Replica:
-    """An engine's weights and its receiver; ``log`` says in which order things became visible."""
+    """An engine's weights and its receiver; ``log``: the order in which things became visible."""
 
     def __init__(self, modules=MODULES, with_draft=True):
         self.base, self.draft = base(0), draft(0)
         self.log, self.adapter, self.fails = [], {}, False
         self.with_draft = with_draft
-        bases = LiveViewReceiver(self.base, TIED, lambda v: self.log.append(f"base {v}"))
-        drafts = LiveViewReceiver(self.draft, {}, lambda v: self.log.append(f"draft {v}")) if with_draft else None
+        bases = LiveWeights(self.base, TIED, lambda v: self.log.append(f"base {v}"))
+        drafts = LiveWeights(self.draft, {}, lambda v: self.log.append(f"draft {v}")) if with_draft else None
         self.inner = [bases] if drafts is None else [bases, drafts]
-        self.receiver = CountingReceiver(bases, drafts, modules, self.apply, lambda v: self.log.append(f"version {v}"))
+        self.receiver = CountingWeights(bases, drafts, modules, self.apply, lambda v: self.log.append(f"version {v}"))
 
     def apply(self, state, version):
         self.log.append(f"adapter {version}")
@@ -142,10 +142,10 @@ class AdapterEngine(WeightsEngine):
         return digest({**(replica.base if receiver.base_travels else {}), **receiver.tensors()})
 
 
-class ReplicaProcess(ReplicaEndpoint):
+class ReplicaProcess(EngineSession):
     def __init__(self, name, transport):
         self.engine = AdapterEngine()
-        super().__init__(name, self.engine, LocalIntake(name, self.engine.receivers, make_reader(transport, name)))
+        super().__init__(name, self.engine, LocalReceiver(name, self.engine.receiver, make_reader(transport, name)))
 
     async def look(self):
         replica, receiver = self.engine.replica, self.engine.receiver
@@ -243,7 +243,7 @@ async def test_two_senders_each_send_half_of_the_adapter():
             assert {key: seen[key] for key in held(number)} == held(number)
 
 
-async def test_an_abort_amid_the_adapter_leaves_the_old_one_applied_and_the_replica_serving():
+async def test_an_abort_during_the_adapter_leaves_the_old_one_applied_and_the_replica_serving():
     async with trainer_and_replicas() as (ranks, replicas):
         fleet, replica = fleet_of(replicas), replicas["replica/0"]
         await sync(ranks, fleet, 1)
@@ -262,8 +262,8 @@ async def test_an_abort_amid_the_adapter_leaves_the_old_one_applied_and_the_repl
         assert {key: seen[key] for key in held(3)} == held(3)
 
 
-async def test_replicas_cut_off_amid_their_base_are_sent_it_again():
-    """One had it, one is new: what travels goes to both."""
+async def test_replicas_cut_off_during_their_base_receive_it_again():
+    """One replica had it, one is new; the stream goes to both."""
     async with trainer_and_replicas(2) as (ranks, replicas):
         new = replicas.pop("replica/1")
         fleet = fleet_of(replicas)
@@ -282,8 +282,8 @@ async def test_replicas_cut_off_amid_their_base_are_sent_it_again():
         assert (await sync(ranks, fleet, 4)).nbytes == nbytes(4, False)
 
 
-async def test_a_replica_that_was_started_again_is_sent_the_base_and_the_others_are_not():
-    """It joins by a session of its own, as it does between two versions."""
+async def test_the_base_is_sent_again_after_a_replica_restarts():
+    """It joins by its own session, as between two versions."""
     async with trainer_and_replicas() as (ranks, replicas), trainer_and_replicas() as (_, fresh):
         fleet = fleet_of(replicas)
         await sync(ranks, fleet, 1)
@@ -325,7 +325,7 @@ async def test_a_damaged_bucket_reaches_no_engine(checksum):
         await sync(ranks, fleet, 1)
         before = await replica.look()
         await ranks[0].damage_next()
-        message = "bucket 0/0 of session .*damaged on its way" if checksum else "verify.*the target's digest is"
+        message = "bucket 0/0 of session .*damaged in transit" if checksum else "verify.*the target's digest is"
         with pytest.raises(SyncError, match=message):
             await sync(ranks, fleet, 2, checksum=checksum)
         after = await replica.look()
@@ -428,7 +428,7 @@ def test_a_bucket_is_checked_whole_before_any_of_it_is_written():
         (bucket._replace(sequence=1), "out of sequence, bucket 0 of this sender comes next"),
         (bucket._replace(parts=(*bucket.parts, stray)), "stray is not a tensor that the manifest sends"),
         (bucket._replace(parts=tuple(wrong)), "mtp.proj.weight: byte 64 came early"),
-        (bucket._replace(data=memoryview(damaged)), "bucket 0/0 of session s: damaged on its way"),
+        (bucket._replace(data=memoryview(damaged)), "bucket 0/0 of session s: damaged in transit"),
     ]
     before = digest(replica.base), digest(replica.draft)
     for refused, message in cases:
@@ -440,20 +440,20 @@ def test_a_bucket_is_checked_whole_before_any_of_it_is_written():
         assert receiver.intact()
 
 
-def test_base_and_draft_have_places_and_the_adapter_has_none():
+def test_base_and_draft_have_destinations_and_the_adapter_has_none():
     replica, tensors, cpu = Replica(), payload(1, True), torch.device("cpu")
     receiver = replica.receiver
     receiver.open("s", manifest_of(tensors))
     (bucket,) = buckets_of(tensors, 1 << 20)
-    placed = {}
+    in_place = {}
     for part in bucket.parts:
-        if (place := receiver.place("s", part, cpu)) is not None:
-            place.copy_(torch.frombuffer(bucket.data, dtype=torch.uint8)[part.offset : part.offset + part.nbytes])
-            placed[part.name] = place
+        if (destination := receiver.destination("s", part, cpu)) is not None:
+            destination.copy_(torch.frombuffer(bucket.data, dtype=torch.uint8)[part.offset : part.offset + part.nbytes])
+            in_place[part.name] = destination
             bucket.data[part.offset : part.offset + part.nbytes] = bytes(part.nbytes)
-    assert placed.keys() == {name for name in tensors if not is_adapter(name)}
+    assert in_place.keys() == {name for name in tensors if not is_adapter(name)}
     assert not receiver.intact()
-    receiver.take(bucket._replace(placed=placed))
+    receiver.take(bucket._replace(in_place=in_place))
     receiver.verify()
     receiver.commit(version(1))
     assert receiver.intact()
@@ -464,7 +464,7 @@ def test_base_and_draft_have_places_and_the_adapter_has_none():
 
 def test_a_checksum_is_taken_once(monkeypatch):
     seen = []
-    for module in ("adapters", "live_receiver"):
+    for module in ("lora.adapted_weights", "live_weights"):
         monkeypatch.setattr(f"asyncrl.param_sync.{module}.check_checksum", lambda b: seen.append(b.checksum))
     Replica().sync(1, True, 1 << 20)
     assert len([checksum for checksum in seen if checksum is not None]) == 1
@@ -486,7 +486,7 @@ def test_verify_names_what_is_missing_of_each_part():
             replica.receiver.commit(version(2))
 
 
-def test_a_byte_that_comes_after_verify_must_be_verified_again():
+def test_a_byte_that_arrives_after_verify_must_be_verified_again():
     replica = Replica()
     for receiver, tensors in ((replica.receiver, payload(1, True)), (replica.inner[1], draft(1))):
         receiver.open("s", manifest_of(tensors))
@@ -517,7 +517,7 @@ def test_an_apply_that_fails_leaves_the_replica_not_intact_until_the_next_commit
     assert replica.sync(3, False).receiver.intact()
 
 
-def test_an_abort_reaches_the_inner_receivers_even_after_a_plan_that_one_of_them_refused():
+def test_an_abort_reaches_base_and_draft_even_if_one_refused_the_plan():
     tensors = payload(1, True)
     whole = manifest_of(tensors)
     no_draft = manifest_of({n: t for n, t in tensors.items() if not n.startswith("mtp.")})
@@ -554,7 +554,7 @@ def test_lora_must_be_on_or_off_at_both_sides():
     refused(off, manifest_of(base(1) | draft(1)), "0 adapter tensors of adapter policy, the replica was made with LoRA")
 
 
-def test_without_lora_it_is_the_inner_receivers():
+def test_without_lora_it_behaves_like_base_and_draft():
     replica = Replica(modules=None)
     for session in ("first", "second"):
         tensors = base(1) | draft(1)
@@ -569,7 +569,7 @@ def test_without_lora_it_is_the_inner_receivers():
         replica.receiver.open("third", manifest_of(draft(1), None))
 
 
-def test_the_inner_receivers_check_their_own():
+def test_base_and_draft_check_their_own_tensors():
     tensors = payload(1, True)
     part = {n: t for n, t in tensors.items() if n != "model.norm.weight"}
     refused(Replica(), manifest_of(part), "model.norm.weight: a parameter of the replica that is not sent")
@@ -623,14 +623,14 @@ def test_names_with_another_prefix_or_an_adapter_segment_are_not_canonical():
         assert f"{name}: sent, but no target module" in str(error.value)
 
 
-def test_adapter_tensors_are_told_by_whole_segments():
+def test_adapter_tensors_are_recognised_by_whole_segments():
     assert all(map(is_adapter, (Q_A, Q_B, "x.lora_embedding_A", "x.lora_embedding_B", "x.lora_A.default.weight")))
     assert not any(map(is_adapter, ("x.weight", "x.flora_A.weight", "x.lora_Ab.weight", "lora.weight")))
 
 
 def test_an_adapter_has_a_rank_and_targets_by_whole_ends_of_paths():
     for wrong in ({"r": 0}, {"target_modules": ()}):
-        with pytest.raises(ManifestError, match="a rank of at least 1 and a target module, found r"):
+        with pytest.raises(ManifestError, match="expected a rank of at least 1 and a target module, found r"):
             replace(SPEC, **wrong)
     assert SPEC.targets("q_proj")
     assert SPEC.targets("a.b.q_proj")
@@ -744,7 +744,7 @@ def manifest_of_plain(tensors, spec, *tied):
 
 
 def module_by_module(tensors, order=("weight", "bias", "A", "B")):
-    """As a module's parameters come in torch: its weight, its bias, its pair."""
+    """A module's parameters in torch's order: weight, bias, pair."""
     rest = {n: t for n, t in tensors.items() if not is_adapter(n)}
     out = {}
     for name, tensor in rest.items():
@@ -822,7 +822,7 @@ def live_tensors():
     return [o for o in gc.get_objects() if type(o) is torch.Tensor]
 
 
-def test_a_modules_tensors_must_come_together_and_the_export_is_driven_to_its_end():
+def test_a_modules_tensors_must_come_together_and_the_export_always_ends():
     tensors = {n: t for n, t in module_by_module(payload(1, True)).items() if not n.endswith(".bias")}
     q, q1 = "model.layers.0.q_proj.weight", "model.layers.1.q_proj.weight"
     names = [n for n in tensors if n != Q_B]
@@ -876,19 +876,28 @@ def test_requests_end_on_the_adapter_they_began_with():
     assert slots.publish(version(3)) == 3  # the id of a freed slot is not used again
 
 
-def test_slots_that_are_all_taken_are_named():
+def test_the_error_names_the_requests_that_hold_all_slots():
     slots = AdapterSlots(2)
     for number in (1, 2):
         slots.publish(version(number))
         slots.begin(number)
-    with pytest.raises(RuntimeError, match=r"0.1 \(1 requests\), 0.2 \(1 requests\) hold all 2; free one first"):
+    with pytest.raises(RuntimeError, match=r"0.1 \(1 requests\), 0.2 \(1 requests\) hold all 2"):
         slots.publish(version(3))
     slots.end(1)
-    slots.free_idle()
     assert slots.publish(version(3)) == 3
 
 
-def test_slots_refuse_what_makes_no_sense():
+def test_a_new_version_takes_the_slot_of_an_old_one_without_requests():
+    slots = AdapterSlots(2)
+    slots.publish(version(1))
+    slots.begin("outlives two versions")
+    slots.publish(version(2))
+    slots.end("outlives two versions")
+    assert slots.publish(version(3)) == 3
+    assert slots.counts() == {2: 0, 3: 0}  # the one that was the newest till now stays
+
+
+def test_slots_refuse_invalid_calls():
     slots = AdapterSlots(2)
     with pytest.raises(ValueError, match="request a began before a first version"):
         slots.begin("a")
@@ -901,7 +910,7 @@ def test_slots_refuse_what_makes_no_sense():
     slots.publish(version(2))  # the same again, by a replica that joins
     with pytest.raises(KeyError):
         slots.end("b")
-    with pytest.raises(ValueError, match="room for 2 adapters is needed"):
+    with pytest.raises(ValueError, match="expected room for at least 2 adapters"):
         AdapterSlots(1)
 
 

@@ -1,4 +1,4 @@
-"""Digests, bucketing and the receiver: no processes."""
+"""Digests, buckets and live weights, without processes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.param_sync.buckets import ALIGN_BYTES, bucket_checksum, pack
+from asyncrl.param_sync.buckets import ALIGN_BYTES, Bucket, TensorPart, bucket_checksum, pack
 from asyncrl.param_sync.digest import combine_hashes, digest_tensors, dtype_name, hashes_by_role
 from asyncrl.param_sync.errors import BucketKey, SyncError
-from asyncrl.param_sync.live_receiver import LiveViewReceiver
+from asyncrl.param_sync.live_weights import LiveWeights
 from asyncrl.param_sync.manifest import Manifest, ManifestError, TensorSpec
-from asyncrl.param_sync.receiver import Bucket, TensorPart
-from asyncrl.param_sync.whole_tensors import WholeTensors
-from asyncrl.sample import PolicyVersion
+from asyncrl.param_sync.tensor_assembler import TensorAssembler
+from asyncrl.types.versions import PolicyVersion
 
 V1 = PolicyVersion(0, 1)
 
@@ -27,9 +26,9 @@ def manifest_of(tensors, tied=()):
     return Manifest((*specs, *tied))
 
 
-def buckets_of(tensors, capacity=256, checksum=True, session="s", on_hash=None, loose_from=None, place=None):
-    """Buckets as a transport would give them, each with a buffer of its own; loose parts come to where ``place`` says,
-    or into the buffer too."""
+def buckets_of(tensors, capacity=256, checksum=True, session="s", on_hash=None, zero_copy_from=None, destination=None):
+    """Buckets as a transport gives them, each with its own buffer; zero-copy parts arrive at their ``destination``, or
+    in the buffer too."""
     buffers = []
 
     def next_buffer():
@@ -37,23 +36,23 @@ def buckets_of(tensors, capacity=256, checksum=True, session="s", on_hash=None, 
         return buffers[-1]
 
     def bucket_of(i, filled):
-        placed = {}
+        in_place = {}
         for part in filled.parts:
-            if part.name in filled.loose:
-                into = place(session, part, torch.device("cpu")) if place is not None else None
+            if part.name in filled.zero_copy:
+                into = destination(session, part, torch.device("cpu")) if destination is not None else None
                 if into is None:
                     into = buffers[i][part.offset : part.offset + part.nbytes]
                 else:
-                    placed[part.name] = into
-                into.copy_(filled.loose[part.name])
-        return Bucket(session, 0, i, filled.parts, memoryview(buffers[i].numpy()), filled.checksum, placed=placed)
+                    in_place[part.name] = into
+                into.copy_(filled.zero_copy[part.name])
+        return Bucket(session, 0, i, filled.parts, memoryview(buffers[i].numpy()), filled.checksum, in_place=in_place)
 
-    packed = pack(tensors.items(), next_buffer, checksum, on_hash, loose_from)
+    packed = pack(tensors.items(), next_buffer, checksum, on_hash, zero_copy_from)
     return [bucket_of(i, filled) for i, filled in enumerate(packed)]
 
 
 def receiver_of(live, tied=None, versions=None):
-    return LiveViewReceiver(live, tied or {}, (versions if versions is not None else []).append)
+    return LiveWeights(live, tied or {}, (versions if versions is not None else []).append)
 
 
 def same_bits(a, b):
@@ -85,12 +84,14 @@ def tensors_and_targets(draw):
 
 @settings(max_examples=150, deadline=None)
 @given(tensors_and_targets(), st.sampled_from([64, 128, 1024]), st.sampled_from([None, 1, 48, 100]), st.booleans())
-def test_any_tensors_arrive_bit_exact_in_any_views(case, capacity, loose_from, placing):
+def test_any_tensors_arrive_bit_exact_in_any_views(case, capacity, zero_copy_from, placing):
     sources, live = case
     receiver, contents = receiver_of(live), {}
     receiver.open("s", manifest_of(sources))
-    place = receiver.place if placing else None
-    for bucket in buckets_of(sources, capacity, on_hash=contents.__setitem__, loose_from=loose_from, place=place):
+    destination = receiver.destination if placing else None
+    for bucket in buckets_of(
+        sources, capacity, on_hash=contents.__setitem__, zero_copy_from=zero_copy_from, destination=destination
+    ):
         ends = 0
         for part in sorted(bucket.parts, key=lambda p: (p.offset, p.nbytes)):
             assert part.offset % ALIGN_BYTES == 0
@@ -128,7 +129,7 @@ def test_a_tensor_that_fits_a_bucket_is_never_split_and_an_exact_fit_closes_it()
     ]
 
 
-def test_a_large_tensor_uses_up_what_is_left_of_a_bucket():
+def test_a_large_tensor_fills_the_rest_of_a_bucket():
     buckets = buckets_of({"a": torch.zeros(16), "large": torch.zeros(100)}, 256)
     assert [p.nbytes for b in buckets for p in b.parts] == [64, 192, 208]
 
@@ -139,7 +140,7 @@ def test_no_tensors_make_no_bucket_and_capacity_is_checked():
         buckets_of({"a": torch.zeros(1)}, capacity=100)
 
 
-def test_each_tensor_is_read_before_the_next_one_is_asked_for():
+def test_each_tensor_is_read_before_the_next_is_requested():
     shared = torch.zeros(30)
 
     def export():
@@ -160,19 +161,19 @@ def test_large_contiguous_tensors_stay_where_they_are():
         "row": torch.ones(4, 40)[2],
         "split": torch.ones(140),
     }
-    filled = list(pack(tensors.items(), lambda: torch.zeros(512, dtype=torch.uint8), loose_from=160))
-    assert [list(f.loose) for f in filled] == [["large"], ["row", "split"], ["split"]]
-    assert [[part.name for part in f.parts if part.name not in f.loose] for f in filled] == [
+    filled = list(pack(tensors.items(), lambda: torch.zeros(512, dtype=torch.uint8), zero_copy_from=160))
+    assert [list(f.zero_copy) for f in filled] == [["large"], ["row", "split"], ["split"]]
+    assert [[part.name for part in f.parts if part.name not in f.zero_copy] for f in filled] == [
         ["small", "strided"],
         [],
         [],
     ]
-    assert filled[0].loose["large"].data_ptr() == tensors["large"].data_ptr()
-    assert filled[1].loose["row"].data_ptr() == tensors["row"].data_ptr()
+    assert filled[0].zero_copy["large"].data_ptr() == tensors["large"].data_ptr()
+    assert filled[1].zero_copy["row"].data_ptr() == tensors["row"].data_ptr()
     (start, count) = next(part[1:3] for part in filled[2].parts)
-    assert filled[2].loose["split"].data_ptr() == tensors["split"].data_ptr() + start
+    assert filled[2].zero_copy["split"].data_ptr() == tensors["split"].data_ptr() + start
     assert start + count == 560
-    none = [f.loose for f in pack(tensors.items(), lambda: torch.zeros(512, dtype=torch.uint8))]
+    none = [f.zero_copy for f in pack(tensors.items(), lambda: torch.zeros(512, dtype=torch.uint8))]
     assert none == [{}, {}, {}]
 
 
@@ -192,11 +193,11 @@ def test_the_digest_does_not_depend_on_order_or_layout():
         {"a": torch.zeros(4), "empty": torch.empty(0)},
     ],
 )
-def test_the_digest_sees_names_shapes_dtypes_and_every_bit(other):
+def test_the_digest_covers_names_shapes_dtypes_and_every_bit(other):
     assert digest_tensors(other.items()) != digest_tensors([("a", torch.zeros(4))])
 
 
-def test_the_hashes_taken_on_the_way_give_the_digest_and_join_over_senders():
+def test_hashes_taken_while_packing_give_the_digest_and_combine_over_senders():
     tensors = {"b": torch.randn(300), "a": torch.randn(3), "none": torch.empty(0, 4)}
     hashes = {}
     for share in (["b"], ["a", "none"]):
@@ -209,7 +210,7 @@ def test_the_hashes_taken_on_the_way_give_the_digest_and_join_over_senders():
 # -- the receiver ------------------------------------------------------------------------------------------------------
 
 
-def test_a_session_ends_with_a_commit_that_tells_the_version():
+def test_a_commit_reports_the_version_and_ends_the_session():
     versions, live = [], {"a": torch.zeros(9)}
     receiver = receiver_of(live, versions=versions)
     receiver.open("s", manifest_of({"a": torch.ones(9)}))
@@ -243,7 +244,7 @@ def test_a_manifest_that_does_not_fit_is_refused(sent, message):
         receiver.open("s", manifest_of(sent))
 
 
-def test_a_manifest_error_counts_all_and_names_a_few():
+def test_a_manifest_error_counts_all_problems_and_names_a_few():
     receiver = receiver_of({f"p{i}": torch.zeros(1) for i in range(30)})
     with pytest.raises(ManifestError, match=r"30 differ.*and 26 more") as error:
         receiver.open("s", Manifest(()))
@@ -310,16 +311,16 @@ def test_a_damaged_bucket_is_refused_before_it_is_written():
     (bucket,) = buckets_of(tensors)
     assert bucket_checksum(bucket) == bucket.checksum
     bucket.data[17] ^= 4
-    with pytest.raises(SyncError, match="damaged on its way"):
+    with pytest.raises(SyncError, match="damaged in transit"):
         opened(live, tensors).take(bucket)
     assert live["a"].eq(0).all()
 
 
-def test_a_part_has_a_place_if_the_session_sends_it_and_its_view_is_contiguous():
+def test_a_part_has_a_destination_if_the_session_sends_it_and_its_view_is_contiguous():
     live = {"a": torch.zeros(100), "strided": torch.zeros(10, 10).t(), "other": torch.zeros(100)}
     receiver, cpu = receiver_of(live), torch.device("cpu")
     part = TensorPart("a", 0, 400, 0)
-    assert receiver.place("s", part, cpu) is None
+    assert receiver.destination("s", part, cpu) is None
     receiver.open("s", manifest_of(live))
     for wrong in (
         part._replace(name="stray"),
@@ -328,28 +329,32 @@ def test_a_part_has_a_place_if_the_session_sends_it_and_its_view_is_contiguous()
         part._replace(start=-4),
         part._replace(nbytes=-4),
     ):
-        assert receiver.place("s", wrong, cpu) is None
-    assert receiver.place("older", part, cpu) is None
-    assert receiver.place("s", part, torch.device("meta")) is None
+        assert receiver.destination("s", wrong, cpu) is None
+    assert receiver.destination("older", part, cpu) is None
+    assert receiver.destination("s", part, torch.device("meta")) is None
     assert receiver.intact()
-    place = receiver.place("s", part._replace(start=8, nbytes=16), cpu)
-    assert (place.dtype, place.numel(), place.data_ptr()) == (torch.uint8, 16, live["a"].data_ptr() + 8)
+    destination = receiver.destination("s", part._replace(start=8, nbytes=16), cpu)
+    assert (destination.dtype, destination.numel(), destination.data_ptr()) == (
+        torch.uint8,
+        16,
+        live["a"].data_ptr() + 8,
+    )
     assert not receiver.intact()  # it may be written to from now on
 
 
-def test_a_byte_that_was_damaged_on_its_way_to_its_place_is_found_and_nothing_else_is_written():
+def test_a_byte_damaged_in_place_is_found_and_nothing_else_is_written():
     tensors, live = {"a": torch.ones(60), "b": torch.ones(5)}, {"a": torch.zeros(60), "b": torch.zeros(5)}
     receiver = opened(live, tensors)
-    (bucket,) = buckets_of(tensors, 512, loose_from=100, place=receiver.place)
-    assert bucket.placed.keys() == {"a"}
+    (bucket,) = buckets_of(tensors, 512, zero_copy_from=100, destination=receiver.destination)
+    assert bucket.in_place.keys() == {"a"}
     live["a"].view(torch.uint8)[17] ^= 4
-    with pytest.raises(SyncError, match="bucket 0/0 of session s: damaged on its way"):
+    with pytest.raises(SyncError, match="bucket 0/0 of session s: damaged in transit"):
         receiver.take(bucket)
     assert live["b"].eq(0).all()
     assert not receiver.intact()
 
     receiver.open("s", manifest_of(tensors))
-    (bucket,) = buckets_of(tensors, 512, loose_from=100, place=receiver.place)
+    (bucket,) = buckets_of(tensors, 512, zero_copy_from=100, destination=receiver.destination)
     receiver.take(bucket)
     receiver.verify()
     receiver.commit(V1)
@@ -357,10 +362,10 @@ def test_a_byte_that_was_damaged_on_its_way_to_its_place_is_found_and_nothing_el
     assert digest_tensors(live.items()) == digest_tensors(tensors.items())
 
 
-def test_a_placed_part_is_expected_like_any_other():
+def test_a_part_in_place_is_expected_like_any_other():
     tensors, live = {"a": torch.ones(100)}, {"a": torch.zeros(100)}
     receiver = opened(live, tensors)
-    first, second = buckets_of(tensors, loose_from=1, place=receiver.place)
+    first, second = buckets_of(tensors, zero_copy_from=1, destination=receiver.destination)
     with pytest.raises(SyncError, match="byte 256 came early"):
         receiver.take(second._replace(sequence=0))
     receiver = opened(live, tensors)
@@ -384,7 +389,7 @@ def test_verify_names_what_is_missing_and_commit_needs_verify():
         receiver.verify()
 
 
-def test_an_error_keeps_its_place_across_a_process_border():
+def test_an_error_keeps_its_fields_across_processes():
     error = SyncError("transfer", None, None, BucketKey("s", 2, 5), "it broke").located("replica/1", V1)
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == "sync phase transfer, replica/1, version 0.1, bucket 2/5 of session s: it broke"
@@ -403,9 +408,9 @@ def mixed_tensors():
     }
 
 
-def test_tensors_come_whole_as_copies_with_the_senders_digest():
+def test_tensors_are_whole_copies_with_the_senders_digest():
     tensors = mixed_tensors()
-    whole, arrived = WholeTensors("s", manifest_of(tensors)), {}
+    whole, arrived = TensorAssembler("s", manifest_of(tensors)), {}
     for bucket in buckets_of(tensors):
         arrived |= {spec.name: tensor for spec, tensor in whole.take(bucket)}
         bucket.data[:] = bytes(len(bucket.data))  # buffers are used again
@@ -418,7 +423,7 @@ def test_tensors_come_whole_as_copies_with_the_senders_digest():
 
 def test_the_buckets_of_two_senders_may_alternate():
     first, second = ({f"{s}": torch.full((200,), float(i))} for i, s in enumerate("ab"))
-    whole, arrived = WholeTensors("s", manifest_of(first | second)), {}
+    whole, arrived = TensorAssembler("s", manifest_of(first | second)), {}
     for one, other in zip(buckets_of(first), buckets_of(second), strict=True):
         for bucket in (one, other._replace(sender=1)):
             arrived |= {spec.name: tensor for spec, tensor in whole.take(bucket)}
@@ -432,21 +437,21 @@ def test_the_buckets_of_two_senders_may_alternate():
         (lambda buckets: [buckets[0]._replace(session="old")], "bucket 0 of session s comes next"),
         (lambda buckets: buckets[1:], "bucket 0 of session s comes next"),
         (lambda buckets: [*buckets, buckets[0]._replace(sequence=len(buckets))], "came a second time"),
-        (lambda buckets: [buckets[0]._replace(checksum=1)], "damaged on its way"),
+        (lambda buckets: [buckets[0]._replace(checksum=1)], "damaged in transit"),
         (lambda buckets: [buckets[1]._replace(sequence=0)], "0 of 1200 are here"),
     ],
 )
-def test_what_does_not_come_next_is_no_part_of_a_tensor(change, message):
+def test_parts_that_are_not_next_are_refused(change, message):
     tensors = mixed_tensors()
-    whole = WholeTensors("s", manifest_of(tensors))
+    whole = TensorAssembler("s", manifest_of(tensors))
     arriving = chain.from_iterable(map(whole.take, change(buckets_of(tensors))))
     with pytest.raises(SyncError, match=message):
         list(arriving)
 
 
-def test_tensors_that_did_not_come_whole_are_named():
+def test_incomplete_tensors_are_named():
     tensors = mixed_tensors()
-    whole = WholeTensors("s", manifest_of(tensors))
+    whole = TensorAssembler("s", manifest_of(tensors))
     list(whole.take(buckets_of(tensors)[0]))
     with pytest.raises(SyncError, match="4 tensors have not arrived whole: big"):
         whole.verify()

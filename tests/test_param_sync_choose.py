@@ -1,12 +1,16 @@
-"""Which transport joins which places."""
+"""Choice of a transport: by fit, by name, by import path."""
+
+import re
 
 import pytest
 import torch
 
-from asyncrl.param_sync.transports.choose import Place, TransportError, choose, make_reader, make_writer
+from asyncrl.config.schema import Config
+from asyncrl.param_sync.transports.choose import TransportError, choose, make_reader, make_writer, problems
+from asyncrl.param_sync.transports.placement import DevicePlacement
 
-CPU = [Place("a")]
-GPUS = [Place("a", f"a/{i}") for i in range(8)]
+CPU = [DevicePlacement("a")]
+GPUS = [DevicePlacement("a", f"a/{i}") for i in range(8)]
 NEITHER = "their GPUs are neither one for all nor one for each"
 MIXED = "all on one machine; " + NEITHER
 
@@ -15,36 +19,36 @@ MIXED = "all on one machine; " + NEITHER
     ("senders", "replicas", "transport", "why"),
     [
         (CPU, CPU * 2, "shared_memory", "all on one machine"),
-        (CPU, [Place("a"), Place("b")], "gloo", "2 machines, over the network"),
+        (CPU, [DevicePlacement("a"), DevicePlacement("b")], "gloo", "2 machines, over the network"),
         (GPUS[:4], GPUS[4:], "nccl", "4 + 4 GPUs of their own"),
-        (GPUS[:4], [Place("b", "b/0")], "nccl", "4 + 1 GPUs of their own"),
+        (GPUS[:4], [DevicePlacement("b", "b/0")], "nccl", "4 + 1 GPUs of their own"),
         (GPUS[:1], GPUS[:1] * 3, "cuda_ipc", "all on GPU a/0"),
         (GPUS[:1] * 2, GPUS[:1], "cuda_ipc", "all on GPU a/0"),
         (GPUS[:2], GPUS[:1], "shared_memory", MIXED),  # two of three share one
         (GPUS[:2], GPUS[1:3], "shared_memory", MIXED),
         (GPUS[:1], CPU, "shared_memory", MIXED),
-        (GPUS[:1], [*GPUS[:1], Place("b", "b/0")], "gloo", "2 machines, over the network; " + NEITHER),
-        (GPUS[:1], [Place("b")], "gloo", "2 machines, over the network; " + NEITHER),
+        (GPUS[:1], [*GPUS[:1], DevicePlacement("b", "b/0")], "gloo", "2 machines, over the network; " + NEITHER),
+        (GPUS[:1], [DevicePlacement("b")], "gloo", "2 machines, over the network; " + NEITHER),
     ],
 )
 def test_auto_takes_the_fastest_that_fits_and_says_why(senders, replicas, transport, why):
     assert choose("auto", senders, replicas) == (transport, why)
 
 
-def test_one_that_was_asked_for_is_taken_if_it_fits():
+def test_a_named_transport_is_taken_if_it_fits():
     assert choose("gloo", CPU, CPU).transport == "gloo"
     with pytest.raises(TransportError, match=r"nccl needs .* on a GPU of its own; found senders a \(CPU\)"):
         choose("nccl", CPU, CPU)
     with pytest.raises(TransportError, match=r"cuda_ipc needs .* the same GPU; .* What fits: nccl \(1 \+ 1 "):
         choose("cuda_ipc", GPUS[:1], GPUS[1:2])
     with pytest.raises(TransportError, match=r"What fits: gloo \(2 machines"):
-        choose("shared_memory", CPU, [Place("b")])
+        choose("shared_memory", CPU, [DevicePlacement("b")])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_cuda_ipc_without_a_device_is_refused():
     for make in (lambda: make_writer("cuda_ipc", 0, 4096, "127.0.0.1"), lambda: make_reader("cuda_ipc", "replica/0")):
-        with pytest.raises(ValueError, match=r"cuda_ipc needs a CUDA device .* use shared_memory"):
+        with pytest.raises(ValueError, match=r"expected a CUDA device .* set param_sync.transport=auto"):
             make()
 
 
@@ -56,3 +60,34 @@ def test_both_ends_are_made(transport):
     writer.abort("s")
     reader.close()
     writer.close()
+
+
+def test_auto_without_any_fit_says_so(monkeypatch):
+    monkeypatch.setattr("asyncrl.param_sync.transports.choose._automatic", list)
+    with pytest.raises(TransportError, match=r"auto finds no transport; found senders a \(CPU\) .* What fits: none"):
+        choose("auto", CPU, CPU)
+
+
+@pytest.mark.parametrize(
+    ("transport", "message"),
+    [
+        (
+            "tcp",
+            r"param_sync\.transport: expected auto, one of cuda_ipc, .*, or an import path such as .*; found 'tcp'",
+        ),
+        ("no_such_module:TRANSPORT", r"param_sync\.transport: .* module no_such_module does not import .*"),
+        ("math:pi", r"param_sync\.transport: math:pi lacks bucket_bytes, .*, reader, which every transport has"),
+    ],
+)
+def test_an_unknown_transport_is_a_problem_before_anything_starts(transport, message):
+    config = Config()
+    config.param_sync.transport = transport
+    (problem,) = problems(config)
+    assert re.fullmatch(message, problem)
+
+
+def test_a_transport_that_joins_gpus_is_a_problem_on_the_cpu():
+    config = Config()
+    config.param_sync.transport, config.trainer.device = "nccl", "cpu"
+    (problem,) = problems(config)
+    assert problem == "param_sync.transport: nccl joins GPUs; expected trainer.device cuda or auto, found cpu"

@@ -1,4 +1,4 @@
-"""The collective transport between real processes over gloo, with what can go wrong on the way."""
+"""The collective transport between real processes over gloo, with failures in transit."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from asyncrl.param_sync.buckets import Filled, bucket_checksum, pack
+from asyncrl.param_sync.buckets import Bucket, Filled, TensorPart, bucket_checksum, pack
 from asyncrl.param_sync.digest import combine_hashes, digest_tensors
 from asyncrl.param_sync.errors import SyncError
-from asyncrl.param_sync.live_receiver import LiveViewReceiver
+from asyncrl.param_sync.live_weights import LiveWeights
 from asyncrl.param_sync.manifest import Manifest, TensorSpec
-from asyncrl.param_sync.receiver import Bucket, TensorPart
 from asyncrl.param_sync.sender import Sender, SendPlan
-from asyncrl.param_sync.transports.backends import Seat
+from asyncrl.param_sync.transports import gloo, nccl
 from asyncrl.param_sync.transports.base import NoReaders
+from asyncrl.param_sync.transports.broadcast import GroupRendezvous
 from asyncrl.param_sync.transports.collective import CollectiveWriter
 from asyncrl.param_sync.transports.collective_reader import CollectiveReader
 from asyncrl.param_sync.transports.messages import framed, read_message
 from asyncrl.param_sync.transports.process_group import Group, host_store
-from asyncrl.sample import PolicyVersion
+from asyncrl.types.versions import PolicyVersion
 from benchmarks.remote import Remote
 from tests.support.collective_processes import HOST, ReaderProcess, SenderProcess, payload_digest
 
@@ -54,7 +54,7 @@ async def processes(senders, readers):
 
 
 class Session:
-    """One session under way: `dropped` by each sender and `read` by each reader, or its error."""
+    """A running session: `dropped` by each sender and `read` by each reader, or its error."""
 
     def __init__(self, number, senders, readers, buckets, stall_s, deadline_s):
         self.number, self.buckets = number, buckets
@@ -71,7 +71,7 @@ class Session:
         return await asyncio.gather(*self.sends)
 
     async def assert_whole(self, who):
-        """It has read every bucket of every sender, once, in order, with the bytes that were sent."""
+        """Check that it read every bucket of every sender, once, in order, with the sent bytes."""
         got = await self.reads[who]
         assert got == {
             i: (list(range(self.buckets)), payload_digest(self.seed(i), self.buckets)) for i in range(len(self.sends))
@@ -90,7 +90,7 @@ async def assert_all_whole(running):
         await running.assert_whole(who)
 
 
-async def test_two_readers_get_every_bucket_of_two_senders_and_the_groups_are_used_again():
+async def test_two_readers_get_every_bucket_of_two_senders_and_the_groups_are_reused():
     async with processes(2, 2) as (senders, readers):
         generations = set()
         for number in range(3):
@@ -99,7 +99,7 @@ async def test_two_readers_get_every_bucket_of_two_senders_and_the_groups_are_us
         assert len(generations) == 1
 
 
-async def test_other_members_make_another_group():
+async def test_different_members_form_another_group():
     async with processes(1, 2) as ((sender,), readers):
         generations = []
         for number, members in enumerate(["r0", "r0 r1", "r1", "r1"]):
@@ -111,7 +111,7 @@ async def test_other_members_make_another_group():
 
 
 @pytest.mark.parametrize("held", ["sender", "reader"])
-async def test_a_reader_killed_amid_the_transfer_costs_the_survivor_nothing(held):
+async def test_a_reader_killed_during_the_transfer_costs_the_survivor_nothing(held):
     async with processes(2, 2) as (senders, readers):
         # the sender stands still with nothing on its way, or the reader with two buckets that it does not take
         gate = senders[0] if held == "sender" else readers["r1"]
@@ -156,7 +156,7 @@ async def test_a_stopped_reader_is_dropped_and_changes_nothing_when_it_wakes():
         await assert_all_whole(await session(1, senders, readers))
 
 
-async def test_a_reader_stopped_amid_a_receive_into_live_memory_writes_nothing_once_it_has_failed():
+async def test_a_reader_stopped_during_a_receive_into_live_memory_writes_nothing_once_it_has_failed():
     async with processes(1, 3) as (senders, readers):
         await assert_all_whole(await session(0, senders, readers))
         await readers["r0"].stop_at(2)  # the first of the chain: it has bytes for the others when it wakes
@@ -179,7 +179,7 @@ async def test_a_reader_stopped_amid_a_receive_into_live_memory_writes_nothing_o
         await assert_all_whole(await session(3, senders, readers))
 
 
-async def test_a_slow_reader_is_waited_for_and_nobody_gets_a_bucket_twice():
+async def test_a_slow_reader_is_awaited_and_no_reader_gets_a_bucket_twice():
     async with processes(1, 2) as (senders, readers):
         # longer than half of the stall time: the group is given up and formed again while it works
         await readers["r1"].linger({2: 1.8})
@@ -196,7 +196,7 @@ async def test_a_killed_sender_is_named_by_its_readers_at_once():
         senders[1].signal(signal.SIGKILL)
         started = time.monotonic()
         for read in running.reads.values():
-            with pytest.raises(SyncError, match=r"bucket 1/\d of session 0: sender 1 went away amid the session"):
+            with pytest.raises(SyncError, match=r"bucket 1/\d of session 0: sender 1 went away during the session"):
                 await read
         assert time.monotonic() - started < 5
 
@@ -239,7 +239,7 @@ async def test_abort_ends_a_wait_for_a_stopped_reader():
 
 
 @pytest.mark.faults
-async def test_many_sessions_and_many_groups_grow_nothing():
+async def test_many_sessions_and_groups_leak_nothing():
     async with processes(1, 2) as (senders, readers):
         everyone = [*senders, *readers.values()]
 
@@ -267,12 +267,14 @@ class Members:
 
     def __init__(self, size):
         self._store = host_store(HOST)
-        seats = [Seat("g", rank, size, HOST, self._store.port, 20.0) for rank in range(size)]
-        self.done = [threading.Semaphore(0) for _ in seats]
-        self.failed = [threading.Event() for _ in seats]
+        members = [GroupRendezvous("g", rank, size, HOST, self._store.port, 20.0) for rank in range(size)]
+        self.done = [threading.Semaphore(0) for _ in members]
+        self.failed = [threading.Event() for _ in members]
         on_done = lambda rank, _, error: self.done[rank].release() if error is None else self.failed[rank].set()
         cpu = torch.device("cpu")
-        self.groups = [Group(seat, HOST, "gloo", cpu, functools.partial(on_done, seat.rank)) for seat in seats]
+        self.groups = [
+            Group(member, HOST, gloo.TRANSPORT, cpu, functools.partial(on_done, member.rank)) for member in members
+        ]
 
     def broadcast(self, *pieces_of_each):
         for group, pieces in zip(self.groups, pieces_of_each, strict=True):
@@ -310,7 +312,7 @@ def test_pieces_of_any_size_go_down_the_chain(members, size):
             assert all(torch.equal(got, piece) for got, piece in zip(pieces, sent, strict=True))
 
 
-def test_what_was_begun_and_given_up_is_neither_written_nor_sent_on(members):
+def test_an_aborted_broadcast_is_neither_written_nor_forwarded(members):
     chain, sent = members(3), bytes_of(16 << 20)
     middle, last = [torch.zeros_like(sent[0])], [torch.zeros_like(sent[0])]
     chain.broadcast(sent, None, last)  # the one between them takes no part yet, as if it had been stopped
@@ -327,7 +329,7 @@ def test_what_was_begun_and_given_up_is_neither_written_nor_sent_on(members):
     assert last[0].eq(0).all()
 
 
-def test_a_receive_given_up_halfway_leaves_its_tensor_alone_from_then_on(members):
+def test_an_aborted_receive_writes_its_tensor_no_more(members):
     sent = [torch.ones(64 << 20, dtype=torch.uint8)]
     for _ in range(10):  # until one was not over before
         pair, received = members(2), [torch.zeros_like(sent[0])]
@@ -344,9 +346,11 @@ def test_a_receive_given_up_halfway_leaves_its_tensor_alone_from_then_on(members
     pytest.fail("64 MiB were always there before the group was given up")
 
 
-def test_a_group_that_is_still_forming_can_be_left():
+def test_a_group_that_is_still_forming_can_be_aborted():
     store = host_store(HOST)
-    alone = Group(Seat("g", 1, 2, HOST, store.port, 3.0), HOST, "gloo", torch.device("cpu"), lambda *_: None)
+    alone = Group(
+        GroupRendezvous("g", 1, 2, HOST, store.port, 3.0), HOST, gloo.TRANSPORT, torch.device("cpu"), lambda *_: None
+    )
     tensor = torch.zeros(10, dtype=torch.uint8)
     alone.broadcast([tensor])
     assert alone.abort()
@@ -362,22 +366,22 @@ def write(writer, session, readers):
 @pytest.fixture
 def pair():
     with (
-        contextlib.closing(CollectiveWriter(0, 4096, HOST)) as writer,
-        contextlib.closing(CollectiveReader("r0")) as reader,
+        contextlib.closing(CollectiveWriter(0, 4096, HOST, gloo.TRANSPORT)) as writer,
+        contextlib.closing(CollectiveReader("r0", gloo.TRANSPORT)) as reader,
     ):
         yield writer, reader
 
 
-def test_loose_tensors_come_to_their_places_and_are_held_no_longer_than_two_buckets(pair):
+def test_zero_copy_tensors_arrive_at_their_destinations_and_are_held_no_longer_than_two_buckets(pair):
     writer, reader = pair
-    writer.loose_from = 1000
+    writer.zero_copy_from = 1000
     live = {f"t{i}": torch.zeros(2000, dtype=torch.uint8) for i in range(20)}
     live["t7"] = torch.zeros(50, 40, dtype=torch.uint8).t()  # not contiguous: comes in its bucket
     manifest = Manifest(tuple(TensorSpec(name, "uint8", tuple(view.shape)) for name, view in live.items()))
     made: list[weakref.ref[np.ndarray]] = []
 
     def at_most(count):
-        """Wait until no more than these are alive: the group's threads let go of theirs when they come to it."""
+        """Wait until at most so many are alive: the group's threads release theirs with a delay."""
         limit_s = time.monotonic() + 10
         while sum(array() is not None for array in made) > count:
             assert time.monotonic() < limit_s
@@ -391,7 +395,7 @@ def test_loose_tensors_come_to_their_places_and_are_held_no_longer_than_two_buck
             yield name, torch.from_numpy(array)
             del array
 
-    receiver = LiveViewReceiver(live, {}, lambda version: None)
+    receiver = LiveWeights(live, {}, lambda version: None)
     receiver.open("s", manifest)
     sender = Sender("trainer/0", writer)
     reader.connect("s", [writer.address], 5)
@@ -402,19 +406,19 @@ def test_loose_tensors_come_to_their_places_and_are_held_no_longer_than_two_buck
             return sender.send(export())
 
         done = thread.submit(send)
-        placed = []
-        for bucket in reader.buckets(20, receiver.place):
-            placed += bucket.placed
+        in_place = []
+        for bucket in reader.buckets(20, receiver.destination):
+            in_place += bucket.in_place
             receiver.take(bucket)
         report = done.result()
-    assert placed == [name for name in live if name != "t7"]
+    assert in_place == [name for name in live if name != "t7"]
     receiver.verify()
     receiver.commit(PolicyVersion(0, 1))
     assert combine_hashes(report.hashes["target"]) == digest_tensors(live.items())
     at_most(0)
 
 
-def test_the_default_group_is_left_alone(pair):
+def test_the_default_group_is_not_touched(pair):
     writer, reader = pair
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=20))
     try:
@@ -430,22 +434,22 @@ def test_the_default_group_is_left_alone(pair):
         dist.destroy_process_group()
 
 
-def test_who_does_not_know_the_token_is_turned_away(pair):
+def test_a_peer_without_the_token_is_refused(pair):
     writer, reader = pair
-    stranger = CollectiveReader("r0")
+    stranger = CollectiveReader("r0", gloo.TRANSPORT)
     stranger.connect("s", [replace(writer.address, token="0" * 32)], 5)
     reader.connect("s", [writer.address], 5)
     with ThreadPoolExecutor(1) as thread:
         done = thread.submit(write, writer, "s", ["r0"])
         assert len(list(reader.buckets(20))) == 1
-        with pytest.raises(SyncError, match="it did not let this replica in"):
+        with pytest.raises(SyncError, match="it did not admit this replica"):
             list(stranger.buckets(5))
         done.result()
     assert writer.address.token not in repr(writer.address)
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"\xff" * 10_000, b"\0" * 32])
-def test_garbage_on_the_port_is_turned_away(pair, garbage):
+def test_garbage_on_the_port_is_refused(pair, garbage):
     writer, reader = pair
     with (
         socket.create_connection((writer.address.host, writer.address.port)) as caller,
@@ -461,7 +465,7 @@ def test_garbage_on_the_port_is_turned_away(pair, garbage):
             assert caller.recv(1) == b""
 
 
-def test_a_hello_that_is_longer_than_any_is_turned_away(pair):
+def test_an_overlong_hello_is_refused(pair):
     writer, _ = pair
     with socket.create_connection((writer.address.host, writer.address.port)) as caller:
         caller.sendall(writer.address.token.encode() + struct.pack("<I", 1 << 31) + b" " * 5000)
@@ -487,19 +491,19 @@ def test_a_wrong_acknowledgement_drops_its_reader(pair):
 
 def test_both_sides_need_the_same_backend(pair):
     writer, reader = pair
-    with pytest.raises(SyncError, match="sender 0 sends over nccl, this replica receives over gloo"):
+    with pytest.raises(SyncError, match="sends over nccl, this replica receives over gloo; both must be the same"):
         reader.connect("s", [replace(writer.address, backend="nccl")], 5)
 
 
 def test_a_host_that_is_not_this_machine_is_named():
     with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1 .*must be an address of this machine"):
-        CollectiveWriter(0, 4096, "192.0.2.1")
+        CollectiveWriter(0, 4096, "192.0.2.1", gloo.TRANSPORT)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_nccl_without_a_device_is_refused():
     with pytest.raises(ValueError, match="nccl needs a CUDA device"):
-        CollectiveWriter(0, 4096, HOST, "nccl")
+        CollectiveWriter(0, 4096, HOST, nccl.TRANSPORT)
 
 
 def test_a_bucket_of_empty_tensors_alone_travels(pair):
@@ -545,8 +549,8 @@ def test_packing_to_a_device_gives_the_same_bytes_and_checksum():
 def test_nccl_carries_buckets_from_one_device_to_another():
     tensors = {f"t{i}": torch.randn(1000, device="cuda:0") for i in range(10)}
     with (
-        contextlib.closing(CollectiveWriter(0, 8192, HOST, "nccl", "cuda:0")) as writer,
-        contextlib.closing(CollectiveReader("r0", "nccl", "cuda:1")) as reader,
+        contextlib.closing(CollectiveWriter(0, 8192, HOST, nccl.TRANSPORT, "cuda:0")) as writer,
+        contextlib.closing(CollectiveReader("r0", nccl.TRANSPORT, "cuda:1")) as reader,
         ThreadPoolExecutor(1) as thread,
     ):
 
@@ -572,10 +576,10 @@ def test_nccl_carries_buckets_from_one_device_to_another():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")
-def test_a_view_that_is_kept_of_a_bucket_on_a_device_is_found_out():
+def test_a_kept_view_of_a_bucket_on_a_device_is_detected():
     with (
-        contextlib.closing(CollectiveWriter(0, 4096, HOST, "gloo", "cuda")) as writer,
-        contextlib.closing(CollectiveReader("r0", "gloo", "cuda")) as reader,
+        contextlib.closing(CollectiveWriter(0, 4096, HOST, gloo.TRANSPORT, "cuda")) as writer,
+        contextlib.closing(CollectiveReader("r0", gloo.TRANSPORT, "cuda")) as reader,
         ThreadPoolExecutor(1) as thread,
     ):
         reader.connect("s", [writer.address], 5)
@@ -587,7 +591,7 @@ def test_a_view_that_is_kept_of_a_bucket_on_a_device_is_found_out():
 
 
 def test_a_shared_store_keeps_its_port_and_is_found_by_its_address():
-    """As ranks do that have long imports before they meet."""
+    """As for ranks with long imports before they meet."""
     store = host_store("127.0.0.1", shared=True)
     with pytest.raises(OSError, match="in use"):
         socket.create_server(("127.0.0.1", store.port))

@@ -1,4 +1,4 @@
-"""Buckets in the memory of one GPU, between two processes. What needs no GPU of it is in test_param_sync_transport."""
+"""Buckets in the memory of one GPU, between two processes. test_param_sync_transport covers the parts without a GPU."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ async def test_every_byte_arrives_over_sessions_that_use_one_opening(buffers):
         assert await sender.ceiling() > 0
 
 
-async def test_a_view_that_is_kept_is_found_out():
+async def test_a_kept_view_is_detected():
     async with two_processes() as (sender, reader):
         await reader.connect("1", await sender.address())
         sending = asyncio.create_task(sender.send("1", 1))
@@ -131,7 +131,7 @@ async def test_a_view_that_is_kept_is_found_out():
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-async def test_a_reader_that_is_lost_is_dropped_and_another_takes_its_place(number):
+async def test_a_lost_reader_is_dropped_and_replaced_by_another(number):
     async with two_processes() as (sender, reader):
         await session(sender, reader, 1)
         await reader.connect("2", await sender.address())
@@ -170,7 +170,7 @@ def test_a_reader_of_host_memory_is_refused():
         SharedMemoryReader("r0").connect("s", [writer.address], 5)
 
 
-def test_memory_that_there_is_not_and_a_handle_of_nobody_are_named():
+def test_missing_memory_and_an_unknown_handle_are_named():
     device = cuda_device(None)
     with pytest.raises(CudaError, match="cudaMalloc on cuda:0 failed: out of memory"):
         DeviceMemory.allocate(1 << 50, device)

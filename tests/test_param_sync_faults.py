@@ -1,4 +1,4 @@
-"""Parameter sync in the long form: a process killed or stopped amid each phase, and many sessions in a row."""
+"""Long form of the parameter sync tests: a process killed or stopped in each phase, and many sessions in a row."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ amid_each_phase = pytest.mark.parametrize(("staging", "phase"), PHASES_OF_EACH_S
 
 
 class Meanwhile:
-    """A replica's handle: ``then`` is called as a session asks it for ``step``."""
+    """A replica session that calls ``then`` before ``step``."""
 
     def __init__(self, replica: Remote, step: str, then: Any) -> None:
         self._replica, self._step, self._then = replica, step, then
@@ -65,7 +65,7 @@ def deadline_of(phase: str) -> dict[str, float]:
 
 @over_each_transport
 @amid_each_phase
-async def test_a_replica_killed_amid_any_phase_is_evicted_at_once(transport, staging, phase):
+async def test_a_replica_killed_in_any_phase_is_evicted_at_once(transport, staging, phase):
     async with processes(2, transport=transport) as (ranks, replicas):
         fleet, settings = fleet_of(replicas), config(staging=staging)
         await sync(ranks, fleet, 1, settings)
@@ -86,7 +86,7 @@ async def test_a_replica_killed_amid_any_phase_is_evicted_at_once(transport, sta
 
 @over_each_transport
 @amid_each_phase
-async def test_a_replica_stopped_amid_any_phase_costs_its_deadline_and_serves_nothing_when_it_wakes(
+async def test_a_replica_stopped_in_any_phase_costs_its_deadline_and_serves_nothing_when_it_wakes(
     transport, staging, phase
 ):
     async with processes(2, transport=transport) as (ranks, replicas):
@@ -113,7 +113,7 @@ async def test_a_replica_stopped_amid_any_phase_costs_its_deadline_and_serves_no
 
 
 def acknowledged(transport: str, staging: str) -> bool:
-    """Whether senders know what a replica has read: buckets that are kept are read when it likes."""
+    """Whether senders know what a replica has read: kept buckets are read at any time."""
     return (transport, staging) != ("shared_memory", "full")
 
 
@@ -213,7 +213,7 @@ WARM = {"shared_memory": 20, "gloo": 220}
 
 @over_each_transport
 @pytest.mark.parametrize("staging", ["bucket", "full"])
-async def test_200_syncs_in_a_row_grow_nothing(transport, staging):
+async def test_200_syncs_in_a_row_leak_nothing(transport, staging):
     async with processes(2, transport=transport) as (ranks, replicas):
         fleet, everyone = fleet_of(replicas), [*ranks, *replicas.values()]
         seconds, used = [], []
@@ -301,7 +301,7 @@ async def test_closing_both_sides_leaves_nothing_behind(transport):
 
 
 def listens(address: Any) -> bool:
-    """Whether somebody is behind a sender's address."""
+    """True if a process listens at a sender's address."""
     if hasattr(address, "port"):
         with socket.socket() as caller:
             return caller.connect_ex((address.host, address.port)) == 0

@@ -23,7 +23,7 @@ H, Q, KV, MLP, V, E, MOE_I = 64, 96, 32, 160, 320, 8, 48
 
 
 class Model(NamedTuple):
-    """What is sent for a model and what an engine holds of it; ``rename`` is what the engine's loader does itself."""
+    """Sent names and live parameters of a model; ``rename``: what the engine's loader renames itself."""
 
     sent: Shapes
     live: Shapes
@@ -164,7 +164,7 @@ def mtp_layer(prefix: str, block: str) -> tuple[Shapes, Shapes]:
 
 
 def mimo() -> Model:
-    """Target and draft in one model, as the native engine has them, but packed."""
+    """Target and draft in one model, as in the native engine, but packed."""
     return model(layer("model.layers.0", attention(bias=True), mlp()), mtp_layer("model.mtp_layers.0", ""))
 
 
@@ -288,7 +288,7 @@ def test_a_model_with_the_senders_names_takes_them_as_they_are():
 
 
 def resolved(sent: list[str], live: list[str], **options: Any) -> dict[str, Resolved]:
-    """By names alone: no dtype and no shape is compared."""
+    """Resolution by names alone, without dtypes and shapes."""
     resolver = NameResolver({name: LiveTensor(None, None) for name in live}, **options)
     return {t.name: t for t in resolver.resolve(TensorSpec(name, "bfloat16", (4, 4)) for name in sent).tensors}
 
@@ -393,7 +393,7 @@ ADAPTERS = [
 ]
 
 
-def test_adapter_tensors_are_left_alone_and_reported():
+def test_adapter_tensors_are_passed_through_and_reported():
     live = live_of({wrap("model.layers.0.self_attn.o_proj.weight"): (4, 4)})
     specs = [TensorSpec(name, "bfloat16", (4, 4)) for name in ADAPTERS]
     plan = NameResolver(live, expects_base_layer=True).resolve(specs, partial=True)
@@ -417,7 +417,7 @@ def test_live_adapter_parameters_need_no_data_but_take_it_by_their_own_names():
         NameResolver(live).resolve([base, TensorSpec("x.lora_A.default.weight", "bfloat16", (3, 4))])
 
 
-def test_over_a_frozen_base_only_adapters_need_to_come_but_nothing_may_come_in_halves():
+def test_over_a_frozen_base_only_adapters_are_needed_but_never_half_of_a_parameter():
     m = qwen3()
     resolver = resolver_of(m)
     adapters = [TensorSpec(name, "bfloat16", (4, 4)) for name in ADAPTERS]
@@ -510,7 +510,9 @@ def test_a_tie_to_a_tensor_that_is_not_sent_is_an_error_unless_nothing_here_need
 
 @pytest.mark.parametrize("ties", [{HEAD: "gone"}, {HEAD: EMBED, EMBED: HEAD}])
 def test_a_tie_must_end_at_a_live_parameter(ties):
-    with pytest.raises(ValueError, match="a tie leads to a live parameter that is not tied itself, found lm_head"):
+    with pytest.raises(
+        ValueError, match="expected ties to live parameters that are not tied themselves, found lm_head"
+    ):
         NameResolver(live_of({EMBED: (V, H), HEAD: (V, H)}), ties=ties)
 
 
@@ -525,7 +527,7 @@ def test_buffers_may_be_ignored_on_either_side():
         NameResolver(live).resolve([EMBED_SPEC, frequencies])
 
 
-def test_a_name_that_belongs_nowhere_is_unknown_though_the_live_model_has_one_like_it():
+def test_a_name_without_a_location_is_unknown_even_if_a_live_name_resembles_it():
     """As a draft does that names its layers from 0 on: they are not the target's."""
     live = live_of({"model.layers.0.q.weight": (4, 4)})
     rename = lambda name: "model." + name.removeprefix("mtp.") if name.startswith("mtp.") else None
@@ -537,7 +539,7 @@ def test_a_name_that_belongs_nowhere_is_unknown_though_the_live_model_has_one_li
         resolver.resolve([own, of_the_target])
 
 
-def test_what_another_model_holds_is_known_by_its_name_here():
+def test_names_that_another_model_holds_are_known_here():
     """As the draft's copy of an embedding that it shares with its target."""
     rename = lambda name: name.replace("model.layers.2.embed", "model.embed")
     resolver = NameResolver(live_of({}), ignore={EMBED}, rename=rename)
@@ -546,7 +548,7 @@ def test_what_another_model_holds_is_known_by_its_name_here():
     assert not resolver.wants(EMBED)
 
 
-def test_what_a_loader_computes_itself_is_not_handed_to_it_unless_it_is_live():
+def test_tensors_that_a_loader_computes_are_not_passed_to_it_unless_live():
     frequencies = TensorSpec("model.rotary.inv_freq", "float32", (8,))
     drops = lambda name: name.endswith("inv_freq")
     (left_out,) = NameResolver({}, drops=drops).resolve([frequencies]).tensors
@@ -685,8 +687,9 @@ def test_wrapping_and_unwrapping_is_the_identity(name):
     assert "base_layer" in wrap(name).split(".")
 
 
-def test_fifty_thousand_names_take_less_than_a_second():
-    layers, count = 65, 256
+def resolving_s(layers: int) -> float:
+    """CPU seconds for the names of so many layers of 256 experts: the least of three, as other programs only add."""
+    count = 256
     sent: Shapes = {}
     live: Shapes = {}
     for i in range(layers):
@@ -698,13 +701,17 @@ def test_fifty_thousand_names_take_less_than_a_second():
             f"{moe}.base_layer.w2_weight": (count, H, MOE_I),
         }
     specs = manifest_of(sent).tensors
-    assert len(specs) == 49_920
+    assert len(specs) == 768 * layers
     seconds = []
     for _ in range(3):
         start = time.process_time()
         NameResolver(live_of(live), expects_base_layer=True).resolve(specs)
         seconds.append(time.process_time() - start)
-    assert min(seconds) < 1
+    return min(seconds)
+
+
+def test_fifty_thousand_names_take_time_in_proportion_to_their_number():
+    assert resolving_s(64) < 64 * resolving_s(4)  # 16 times the names; 256 times as long if each looked at all
 
 
 class LoraLinear(torch.nn.Module):
@@ -743,7 +750,7 @@ def real_config(kind: str):
 
 
 def write(live: torch.Tensor, tensor: torch.Tensor, entry: Resolved, parts: Sequence[str]) -> None:
-    """Put one tensor into its piece of a parameter of which it is all, or a part in equal ones of an expert."""
+    """Put one tensor into its piece of a parameter: all of it, or one of the equal parts of an expert."""
     if entry.expert is not None:
         live = live[entry.expert].chunk(len(parts))[parts.index(entry.part)]
     live.copy_(tensor)

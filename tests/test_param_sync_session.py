@@ -1,8 +1,9 @@
-"""Whole sync sessions between real processes, with what can go wrong on the way."""
+"""Whole sync sessions between real processes, with their failures."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 import signal
 import time
@@ -11,11 +12,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.param_sync.coordinator import ParameterSyncCoordinator
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.fleet import Fleet
 from asyncrl.param_sync.manifest import ManifestError
 from asyncrl.param_sync.session import PHASES, SyncSession
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.param_sync.session_protocol import REPLICA_CALLS, answer, remote_session
 from tests.support.sync_processes import (
     config,
     digests,
@@ -81,7 +84,7 @@ async def test_several_senders_share_a_session(how, transport):
         assert fleet.routable == dict.fromkeys(replicas, version(2))
 
 
-async def test_many_sessions_grow_nothing():
+async def test_many_sessions_leak_nothing():
     async with processes(2) as (ranks, replicas):
         fleet, everyone = fleet_of(replicas), [*ranks, *replicas.values()]
         await sync(ranks, fleet, 1)
@@ -91,7 +94,7 @@ async def test_many_sessions_grow_nothing():
         assert [(await remote.resources())["fds"] for remote in everyone] == before
 
 
-async def test_closing_gives_back_memory_and_descriptors():
+async def test_closing_releases_memory_and_descriptors():
     async with processes(1) as (ranks, replicas):
         everyone = [*ranks, *replicas.values()]
         await sync(ranks, fleet_of(replicas), 1)
@@ -257,7 +260,7 @@ async def test_a_stopped_replica_costs_its_deadline_and_changes_nothing_when_it_
         assert (await late.look())["digests"] == digests(3)
 
 
-async def test_a_replica_that_is_stopped_before_the_session_holds_nobody_up():
+async def test_a_replica_stopped_before_the_session_does_not_delay_the_others():
     async with processes(2) as (ranks, replicas):
         fleet = fleet_of(replicas)
         await sync(ranks, fleet, 1)
@@ -293,7 +296,7 @@ async def test_a_killed_sender_fails_the_session_and_no_replica_serves_a_mixture
 
 
 @over_each_transport
-async def test_replicas_that_took_nothing_serve_on_when_the_sender_fails(transport):
+async def test_untouched_replicas_keep_serving_when_the_sender_fails(transport):
     async with processes(2, transport=transport) as (ranks, replicas):
         fleet = fleet_of(replicas)
         await sync(ranks, fleet, 1)
@@ -328,11 +331,11 @@ async def test_a_stopped_sender_fails_at_the_deadline_and_writes_nothing_when_it
 
 
 @over_each_transport
-async def test_a_damaged_bucket_evicts_and_the_export_is_driven_to_its_end(transport):
+async def test_a_damaged_bucket_evicts_and_the_export_runs_to_its_end(transport):
     async with processes(1, transport=transport) as (ranks, replicas):
         fleet = fleet_of(replicas)
         await ranks[0].damage_next()
-        with pytest.raises(SyncError, match=r"all replicas.*bucket 0/0 of session .*damaged on its way"):
+        with pytest.raises(SyncError, match=r"all replicas.*bucket 0/0 of session .*damaged in transit"):
             await sync(ranks, fleet, 1)
         assert fleet.routable == {}
         assert (await ranks[0].look())["exported"] == len(weights(0))
@@ -348,9 +351,51 @@ async def test_without_checksums_the_digest_finds_damage():
         assert "commit 0.1" not in (await replicas["replica/0"].look())["calls"]
 
 
+async def test_a_replica_that_comes_back_while_the_sender_is_dead_says_so_instead_of_waiting():
+    async def routable(names):
+        pass
+
+    async with processes(1) as (ranks, replicas):
+        group = ParameterSyncCoordinator(config(), {"trainer/0": ranks[0]}, {}, routable, Recorder("driver"))
+        group.join("replica/0", replicas["replica/0"])
+        ranks[0].signal(signal.SIGKILL)
+        with pytest.raises(SyncError, match=r"sync phase plan, trainer/0, version 0.1"):
+            await group.rejoin(version(1))
+        assert group.routable() == []
+
+
 async def test_a_session_needs_replicas_and_a_resolved_pause():
     async with processes(0) as (ranks, _):
         with pytest.raises(SyncError, match="the fleet is empty"):
             await sync(ranks, Fleet(), 1)
     with pytest.raises(ValueError, match="'auto'"):
         SyncSession({}, Fleet(), config(pause="auto"))
+
+
+# -- calls between processes -------------------------------------------------------------------------------------------
+
+
+async def test_a_remote_session_forwards_the_declared_calls_and_no_others():
+    asked = []
+
+    class Asked:
+        def __getattr__(self, name):
+            async def call(*args):
+                asked.append((name, *args))
+                return name
+
+            return call
+
+    remote = remote_session(functools.partial(answer, Asked()))
+    for name in sorted(REPLICA_CALLS):
+        assert await getattr(remote, name)("s", 1) == name
+    assert asked == [(name, "s", 1) for name in sorted(REPLICA_CALLS)]
+    with pytest.raises(AttributeError, match="close is no call of a replica's sync session"):
+        remote.close  # noqa: B018
+    with pytest.raises(ValueError, match=r"expected a call of ReplicaSession .*, found close"):
+        await answer(Asked(), "close")
+
+
+def test_the_protocol_lists_every_phase():
+    phases = {"receive" if phase == "transfer" else phase for phase in PHASES}
+    assert phases | {"needs_base", "abort"} == REPLICA_CALLS

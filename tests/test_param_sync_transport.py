@@ -1,11 +1,12 @@
-"""Each transport by itself: a writer in a thread, readers beside it."""
+"""Built-in transports without a session around them: a writer in a thread, readers beside it."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -17,27 +18,35 @@ from asyncrl.param_sync.buckets import pack
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.manifest import Manifest, TensorSpec
 from asyncrl.param_sync.sender import Sender, SendPlan
+from asyncrl.param_sync.transports import gloo
 from asyncrl.param_sync.transports.base import BucketReader, BucketWriter, NoReaders
 from asyncrl.param_sync.transports.collective import CollectiveWriter
 from asyncrl.param_sync.transports.collective_reader import CollectiveReader
-from asyncrl.param_sync.transports.local import LocalReader, LocalWriter
+from asyncrl.param_sync.transports.listener import Listener
+from asyncrl.param_sync.transports.local import LocalAddress, LocalReader, LocalWriter
+from asyncrl.param_sync.transports.local import _machine as this_machine
+from asyncrl.param_sync.transports.messages import framed
 from asyncrl.param_sync.transports.shared_memory import (
     MappedFile,
     MemoryFile,
     SharedMemoryReader,
     SharedMemoryWriter,
 )
-from asyncrl.sample import PolicyVersion
+from asyncrl.types.versions import PolicyVersion
+from tests.support.stranger import PAYLOADS, stranger
 
 TENSORS = {f"t{i}": torch.full((16,), float(i)) for i in range(10)}  # one to a bucket of 64 bytes
 
 
 class Transport(NamedTuple):
-    """``connection``: one to a writer that says nothing."""
+    """``connection``: opens one to a writer without a hello. ``token``: prefix of a hello; ``more``: fields of a hello
+    beside session and reader."""
 
     writer: Callable[[int, int], BucketWriter]
     reader: Callable[[str], BucketReader]
     connection: Callable[[Any], socket.socket]
+    token: Callable[[Any], bytes]
+    more: Mapping[str, str]
 
 
 def unix_connection(address):
@@ -47,11 +56,13 @@ def unix_connection(address):
 
 
 TRANSPORTS = {
-    "shared_memory": Transport(SharedMemoryWriter, SharedMemoryReader, unix_connection),
+    "shared_memory": Transport(SharedMemoryWriter, SharedMemoryReader, unix_connection, lambda address: b"", {}),
     "gloo": Transport(
-        lambda sender, bucket_bytes: CollectiveWriter(sender, bucket_bytes, "127.0.0.1"),
-        CollectiveReader,
+        lambda sender, bucket_bytes: CollectiveWriter(sender, bucket_bytes, "127.0.0.1", gloo.TRANSPORT),
+        lambda who: CollectiveReader(who, gloo.TRANSPORT),
         lambda address: socket.create_connection((address.host, address.port)),
+        lambda address: address.token.encode(),
+        {"holds": ""},
     ),
 }
 
@@ -117,7 +128,7 @@ def test_every_reader_sees_every_bucket_in_order(writer, reader_named, thread):
         lambda data: np.frombuffer(data[8:16], np.float32)[1:],
     ],
 )
-def test_a_receiver_that_keeps_a_view_into_a_bucket_is_found_out(writer, reader_named, thread, view):
+def test_a_receiver_that_keeps_a_view_into_a_bucket_is_detected(writer, reader_named, thread, view):
     reader = reader_named("r0")
     reader.connect("s", [writer.address], 5)
     done = thread.submit(write, writer, "s", ["r0"])
@@ -128,7 +139,7 @@ def test_a_receiver_that_keeps_a_view_into_a_bucket_is_found_out(writer, reader_
     assert "went away" in writer.dropped["r0"]
 
 
-def test_a_reader_of_another_session_or_without_an_invitation_is_turned_away(writer, reader_named, thread):
+def test_a_reader_of_another_session_or_without_an_invitation_is_refused(writer, reader_named, thread):
     late, stranger, expected = (reader_named(who) for who in ("r0", "stranger", "r0"))
     late.connect("older", [writer.address], 5)
     stranger.connect("s", [writer.address], 5)
@@ -136,12 +147,12 @@ def test_a_reader_of_another_session_or_without_an_invitation_is_turned_away(wri
     done = thread.submit(write, writer, "s", ["r0"])
     assert len(list(expected.buckets(5))) == len(TENSORS)
     for reader in (late, stranger):
-        with pytest.raises(SyncError, match="went away amid the session"):
+        with pytest.raises(SyncError, match="went away during the session"):
             list(reader.buckets(5))
     done.result()
 
 
-def test_who_connects_and_says_nothing_does_not_hold_the_others_up(transport, writer, reader_named, thread):
+def test_a_silent_connection_does_not_delay_the_others(transport, writer, reader_named, thread):
     mute = transport.connection(writer.address)
     reader = reader_named("r0")
     reader.connect("s", [writer.address], 5)
@@ -149,6 +160,99 @@ def test_who_connects_and_says_nothing_does_not_hold_the_others_up(transport, wr
     assert len(list(reader.buckets(5))) == len(TENSORS)
     done.result(timeout=5)
     mute.close()
+
+
+@pytest.mark.parametrize("payload", PAYLOADS.values(), ids=PAYLOADS)
+def test_an_invalid_hello_closes_only_its_own_connection(transport, writer, reader_named, thread, payload, caplog):
+    """Also from a peer with the token or of the same user."""
+    reader = reader_named("r0")
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            caller = stack.enter_context(transport.connection(writer.address))
+            caller.sendall(transport.token(writer.address) + payload)
+        reader.connect("s", [writer.address], 5)
+        done = thread.submit(write, writer, "s", ["r0"])
+        assert len(list(reader.buckets(5))) == len(TENSORS)
+        done.result(timeout=5)
+        caller.settimeout(10)
+        with contextlib.suppress(ConnectionResetError):
+            assert caller.recv(1) == b""
+    assert [r.levelname for r in caplog.records if "was refused" in r.message] == ["WARNING"]
+
+
+@pytest.mark.parametrize("payload", PAYLOADS.values(), ids=PAYLOADS)
+def test_a_reader_that_sends_garbage_is_dropped_alone(transport, writer, reader_named, thread, payload):
+    reader = reader_named("r0")
+    with transport.connection(writer.address) as caller:
+        caller.sendall(transport.token(writer.address) + framed({"session": "s", "who": "bad"} | transport.more))
+        reader.connect("s", [writer.address], 5)
+        done = thread.submit(write, writer, "s", ["r0", "bad"], 5.0)
+        caller.sendall(payload)
+        assert len(list(reader.buckets(20))) == len(TENSORS)
+        done.result(timeout=20)
+    assert writer.dropped.keys() == {"bad"}
+
+
+def test_a_connection_without_a_complete_hello_is_closed_at_the_deadline(caplog):
+    heard = []
+    sock = socket.create_server(("127.0.0.1", 0))
+    listener = Listener(sock, frozenset({"who"}), lambda *hello: heard.append(hello), hello_s=0.2)
+    with contextlib.closing(listener), socket.create_connection(sock.getsockname()) as mute:
+        mute.sendall(b"\0")
+        mute.settimeout(10)
+        assert mute.recv(1) == b""
+    assert "127.0.0.1 was refused (no hello within 0.2 s)" in caplog.text
+    assert heard == []
+
+
+def test_more_silent_connections_than_the_backlog_keep_no_reader_out(transport, writer, reader_named, thread):
+    reader = reader_named("r0")
+    with contextlib.ExitStack() as stack:
+        for _ in range(1100):
+            stack.enter_context(transport.connection(writer.address))
+        reader.connect("s", [writer.address], 5)
+        done = thread.submit(write, writer, "s", ["r0"])
+        assert len(list(reader.buckets(5))) == len(TENSORS)
+        done.result(timeout=5)
+
+
+def test_a_reader_waits_until_a_full_backlog_has_room(thread):
+    name = "asyncrl-test-" + os.urandom(8).hex()
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind("\0" + name)
+        listener.listen(0)
+        stack.enter_context(socket.socket(socket.AF_UNIX)).connect("\0" + name)  # fills it
+        address = LocalAddress(0, name, this_machine(), None)
+        reader = stack.enter_context(contextlib.closing(SharedMemoryReader("r0")))
+        with pytest.raises(SyncError, match="sender 0 does not listen"):
+            reader.connect("s", [address], 0.1)
+        connecting = thread.submit(reader.connect, "s", [address], 30)
+        with pytest.raises(TimeoutError):
+            connecting.result(timeout=0.2)
+        stack.enter_context(listener.accept()[0])
+        connecting.result(timeout=30)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_can_neither_read_a_session_nor_disturb_it(reader_named, thread):
+    """Even if it knows the session and the readers' names, and attacks during sessions."""
+    with contextlib.closing(SharedMemoryWriter(0, 100)) as writer:
+        said = [framed({"session": "s", "who": "r0"}), *PAYLOADS.values()]
+        with stranger([writer.address.socket], said) as attack:
+            for session in ("s", "s2", "s3"):
+                attack.stdout.readline()  # another round of its is over
+                reader = SharedMemoryReader("r0")
+                with contextlib.closing(reader):
+                    reader.connect(session, [writer.address], 5)
+                    done = thread.submit(write, writer, session, ["r0"])
+                    buckets = reader.buckets(20)
+                    next(buckets)
+                    attack.stdout.readline()
+                    assert len(list(buckets)) == len(TENSORS) - 1
+                    done.result(timeout=5)
+                    assert writer.dropped == {}
+            assert attack.poll() is None
 
 
 def test_a_silent_reader_is_dropped_after_the_stall_time(writer, reader_named, thread):
@@ -160,7 +264,7 @@ def test_a_silent_reader_is_dropped_after_the_stall_time(writer, reader_named, t
     assert "did not join within 0.2 s" in writer.dropped["absent"]
 
 
-def test_abort_ends_a_wait_of_either_side(writer, reader_named, thread):
+def test_abort_ends_a_wait_at_either_end(writer, reader_named, thread):
     reader = reader_named("r0")
     reader.connect("s", [writer.address], 5)
     done = thread.submit(write, writer, "s", ["r0"])
@@ -199,7 +303,7 @@ def test_a_sender_whose_buckets_are_on_another_device_is_named():
 
 
 @pytest.mark.parametrize("buffers", [1, 2, 5])
-def test_a_memory_that_keeps_nothing_lends_its_buffers_in_turn_for_as_many_sessions_as_there_are(thread, buffers):
+def test_a_memory_that_keeps_nothing_reuses_its_buffers_in_every_session(thread, buffers):
     class OfAGpu(MemoryFile):
         device = "GPU 1"
         keeps = False
@@ -234,7 +338,7 @@ def test_a_memory_that_keeps_nothing_lends_its_buffers_in_turn_for_as_many_sessi
 
 
 def test_an_export_is_sent_tensor_by_tensor(writer, reader_named, thread):
-    """So the experts of a large model can be gathered one after the other, each when the one before it is gone."""
+    """So the experts of a large model can be gathered one by one, each after the previous one is freed."""
     count, nbytes = 12, 1000
     arrays: list[weakref.ref[np.ndarray]] = []
     alive = lambda: sum(array() is not None for array in arrays)
@@ -272,5 +376,5 @@ def test_a_sender_that_is_gone_is_named(transport, reader_named):
 
 
 def test_a_bucket_holds_at_least_one_line(transport):
-    with pytest.raises(ValueError, match="at least 64"):
+    with pytest.raises(ValueError, match="at least 64, found 63"):
         transport.writer(0, 63)

@@ -1,4 +1,4 @@
-"""Samples under way: recorded calls, snapshots, and agent loops that go on in another process."""
+"""Partial samples: recorded calls, snapshots, and agent loops that continue in another process."""
 
 import asyncio
 
@@ -8,15 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.schema import Config
-from asyncrl.rollouter.agent_loops.base import SampleRestarts
-from asyncrl.rollouter.agent_loops.single_turn import SingleTurn
-from asyncrl.rollouter.engine import SamplingParams
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.rollouter.agents.base import SampleRestarts
+from asyncrl.rollouter.agents.single_turn import SingleTurn
+from asyncrl.rollouter.engines.base import SamplingParams
 from asyncrl.rollouter.partial import PartialSample, pack, unpack
 from asyncrl.rollouter.router import Router
-from asyncrl.rollouter.samples import SampleMaker, Task
-from asyncrl.sample import FinishReason, PolicyVersion, Prompt, Sample
-from asyncrl.telemetry.recorder import Recorder
-from tests.support.scripted import Death, Scripted, is_death, settle
+from asyncrl.rollouter.samples import GroupTask, SampleMaker
+from asyncrl.types.prompts import Prompt
+from asyncrl.types.samples import FinishReason, Sample
+from asyncrl.types.versions import PolicyVersion
+from tests.support.scripted import Death, ScriptedReplica, is_death, settle
 
 PROMPT = Prompt("e0-000000", "row:0", (), "", text="?")
 TOKENS = np.array([1, 2], np.int32)
@@ -29,13 +31,13 @@ calls = st.tuples(
 samples = st.tuples(st.none() | st.binary(max_size=20), st.integers(0, 99), st.lists(calls, max_size=4))
 
 
-def built(state, drawn_before, calls) -> PartialSample:
-    sample = PartialSample(state, drawn_before, PolicyVersion(0, 7) if drawn_before else None)
-    for number, (asked, parts, finish) in enumerate(calls):
-        call = sample.begin(asked)
+def built(state, saved_tokens, calls) -> PartialSample:
+    sample = PartialSample(state, saved_tokens, PolicyVersion(0, 7) if saved_tokens else None)
+    for number, (arguments, parts, finish) in enumerate(calls):
+        call = sample.begin(arguments)
         for length, (lineage, version, mixed) in parts:
             tokens = np.arange(length, dtype=np.int32) + 10 * number
-            call.drawn.add(tokens, -tokens.astype(np.float32), PolicyVersion(lineage, version), mixed)
+            call.output.add(tokens, -tokens.astype(np.float32), PolicyVersion(lineage, version), mixed)
         if finish is not None:
             sample.finish(call, FinishReason(finish))
     return sample
@@ -44,19 +46,19 @@ def built(state, drawn_before, calls) -> PartialSample:
 def contents(sample: PartialSample):
     calls = []
     for call in sample.calls:
-        done = call.drawn.completion(FinishReason.STOP)
-        calls.append((call.asked, done.tokens.tolist(), done.logprobs.tolist(), done.spans, call.finish))
-    versions = [call.drawn.version for call in sample.calls]
-    return sample.state, sample.drawn_before, sample.drawn, sample.version, versions, calls
+        done = call.output.completion(FinishReason.STOP)
+        calls.append((call.arguments, done.tokens.tolist(), done.logprobs.tolist(), done.spans, call.finish))
+    versions = [call.output.first_version for call in sample.calls]
+    return sample.state, sample.saved_tokens, sample.token_count, sample.saved_version, versions, calls
 
 
 @given(st.lists(samples, max_size=4))
-def test_a_snapshot_gives_back_what_was_packed(group):
+def test_unpack_inverts_pack(group):
     before = [built(*sample) for sample in group]
     assert [contents(s) for s in unpack(pack("e0-000000", before))] == [contents(s) for s in before]
 
 
-def test_what_is_no_snapshot_is_refused():
+def test_buffers_that_are_no_snapshot_are_refused():
     data = pack("e0-000000", [built(b"state", 0, [(1, [(4, (0, 0, False))], None)])])
     with pytest.raises(ValueError, match="cut short"):
         unpack(data[:-64])
@@ -65,7 +67,7 @@ def test_what_is_no_snapshot_is_refused():
 
 
 class TwoTurns:
-    """Answers, is told something by a tool, answers again. With ``saves``, the tool is asked only once."""
+    """Answers, calls a tool, answers again. With ``saves`` it calls the tool only once."""
 
     def __init__(self, saves: bool, tool=lambda: TOOL) -> None:
         self._saves, self._tool = saves, tool
@@ -89,11 +91,11 @@ class Rollouter:
     """A router, a sample maker and one sample; it dies by `stop`."""
 
     def __init__(self, agent_loop, one_version=False) -> None:
-        self.replicas = {"a": Scripted(), "b": Scripted()}
+        self.replicas = {"a": ScriptedReplica(), "b": ScriptedReplica()}
         self.recorder = Recorder("rollouter")
         router = Router(self.replicas, is_death)
         self._maker = SampleMaker(Config(), None, agent_loop, 100, router, None, self.recorder)
-        self._task = Task(PROMPT, TOKENS, SamplingParams(), PROMPT.uid, PROMPT.uid, one_version)
+        self._task = GroupTask(PROMPT, TOKENS, SamplingParams(), PROMPT.uid, PROMPT.uid, one_version)
         self._running = asyncio.create_task(router.run())
 
     async def begin(self, partial: PartialSample):
@@ -110,17 +112,17 @@ class Rollouter:
         return self.recorder.drain().counters.get(name, 0)
 
 
-async def test_a_sample_goes_on_in_another_process_with_the_tokens_it_had():
+async def test_a_sample_continues_in_another_process_with_its_tokens():
     partial = PartialSample()
     first = await Rollouter(SingleTurn(None, 9)).begin(partial)
     a = first.replicas["a"]
-    a.say("e0-000000/0/1#0", [11, 12])
+    a.emit("e0-000000/0/1#0", [11, 12])
     await settle()
-    news = partial.news
+    revision = partial.revision
     data = pack(PROMPT.uid, [partial])
-    a.say("e0-000000/0/1#0", [13])  # not in the snapshot any more
+    a.emit("e0-000000/0/1#0", [13])  # after the snapshot
     await settle()
-    assert partial.news != news
+    assert partial.revision != revision
     await first.stop()
 
     second = await Rollouter(SingleTurn(None, 9)).begin(unpack(data)[0])
@@ -128,7 +130,7 @@ async def test_a_sample_goes_on_in_another_process_with_the_tokens_it_had():
     (request,) = a.requests.values()
     assert (request.tokens.tolist(), request.position, request.max_new_tokens) == ([1, 2, 11, 12], 2, 7)
     a.version = PolicyVersion(0, 1)
-    a.say(request.id, [14], FinishReason.STOP)
+    a.emit(request.id, [14], FinishReason.STOP)
     (sample,) = await second.made
     assert sample.tokens.tolist() == [11, 12, 14]
     assert [(s.start, s.version.number) for s in sample.spans] == [(0, 0), (2, 1)]
@@ -136,12 +138,12 @@ async def test_a_sample_goes_on_in_another_process_with_the_tokens_it_had():
 
 
 @pytest.mark.parametrize("saves", [False, True])
-async def test_calls_made_before_are_not_made_again(saves):
+async def test_earlier_calls_are_replayed(saves):
     partial = PartialSample()
     first = await Rollouter(TwoTurns(saves)).begin(partial)
-    first.replicas["a"].say("e0-000000/0/1#0", [11], FinishReason.STOP)
+    first.replicas["a"].emit("e0-000000/0/1#0", [11], FinishReason.STOP)
     await settle()
-    first.replicas["a"].say("e0-000000/0/2#0", [12])
+    first.replicas["a"].emit("e0-000000/0/2#0", [12])
     await settle()
     data = pack(PROMPT.uid, [partial])
     await first.stop()
@@ -151,18 +153,19 @@ async def test_calls_made_before_are_not_made_again(saves):
     second = await Rollouter(loop).begin(unpack(data)[0])
     (request,) = second.replicas["a"].requests.values()
     assert (request.tokens.tolist(), request.position) == ([1, 2, 11, 90, 91, 12], 2)  # two were drawn
+    assert request.resumed == 1  # of this turn
     assert len(asked_tool) == (0 if saves else 1)
-    second.replicas["a"].say(request.id, [13], FinishReason.STOP)
+    second.replicas["a"].emit(request.id, [13], FinishReason.STOP)
     (sample,) = await second.made
     assert sample.tokens.tolist() == [11, 90, 91, 12, 13]
     assert second.counter("rollout/restarted_samples") == 0
     await second.stop()
 
 
-async def test_a_loop_that_asks_for_something_else_than_before_starts_anew():
+async def test_a_loop_that_calls_generate_with_other_arguments_restarts_its_sample():
     partial = PartialSample()
     first = await Rollouter(TwoTurns(saves=False)).begin(partial)
-    first.replicas["a"].say("e0-000000/0/1#0", [11], FinishReason.STOP)
+    first.replicas["a"].emit("e0-000000/0/1#0", [11], FinishReason.STOP)
     await settle()
     data = pack(PROMPT.uid, [partial])
     await first.stop()
@@ -175,35 +178,35 @@ async def test_a_loop_that_asks_for_something_else_than_before_starts_anew():
     await second.stop()
 
 
-async def test_a_sample_of_one_version_starts_anew_under_the_new_one():
+async def test_with_one_version_a_sample_restarts_under_the_new_one():
     rollouter = await Rollouter(TwoTurns(saves=True), one_version=True).begin(PartialSample())
     a, b = rollouter.replicas.values()
-    a.say("e0-000000/0/1#0", [11], FinishReason.STOP)
+    a.emit("e0-000000/0/1#0", [11], FinishReason.STOP)
     await settle()
-    a.say("e0-000000/0/2#0", [12])
+    a.emit("e0-000000/0/2#0", [12])
     a.die(Death("killed"))
     b.version = PolicyVersion(0, 1)
     await settle()
-    b.say("e0-000000/0/2#1", [13])
+    b.emit("e0-000000/0/2#1", [13])
     await settle()
     again = b.requests["e0-000000/0/3#0"]
     assert (again.tokens.tolist(), again.position, again.max_new_tokens) == ([1, 2], 0, 4)
-    b.say("e0-000000/0/3#0", [21], FinishReason.STOP)
+    b.emit("e0-000000/0/3#0", [21], FinishReason.STOP)
     await settle()
-    b.say("e0-000000/0/4#0", [22], FinishReason.STOP)
+    b.emit("e0-000000/0/4#0", [22], FinishReason.STOP)
     (sample,) = await rollouter.made
     assert sample.tokens.tolist() == [21, 90, 91, 22]
     assert rollouter.counter("rollout/restarted_samples") == 1
     await rollouter.stop()
 
 
-async def test_also_between_two_calls_there_is_no_second_version():
+async def test_with_one_version_a_sample_restarts_between_two_calls_too():
     rollouter = await Rollouter(TwoTurns(saves=True), one_version=True).begin(PartialSample())
     a = rollouter.replicas["a"]
-    a.say("e0-000000/0/1#0", [11], FinishReason.STOP)
+    a.emit("e0-000000/0/1#0", [11], FinishReason.STOP)
     await settle()
     a.version = PolicyVersion(0, 1)
-    a.say("e0-000000/0/2#0", [12], FinishReason.STOP)
+    a.emit("e0-000000/0/2#0", [12], FinishReason.STOP)
     await settle()
     assert a.requests["e0-000000/0/3#0"].tokens.tolist() == [1, 2]
     await rollouter.stop()
@@ -220,16 +223,16 @@ async def test_an_agent_loop_that_catches_exceptions_lets_a_restart_pass():
     assert not issubclass(SampleRestarts, Exception)
     rollouter = await Rollouter(Careless(None, 9), one_version=True).begin(PartialSample())
     a = rollouter.replicas["a"]
-    a.say("e0-000000/0/1#0", [11])
+    a.emit("e0-000000/0/1#0", [11])
     await settle()
     a.version = PolicyVersion(0, 1)
-    a.say("e0-000000/0/1#0", [12])
+    a.emit("e0-000000/0/1#0", [12])
     await settle()
     assert a.requests["e0-000000/0/2#0"].position == 0
     await rollouter.stop()
 
 
-async def test_a_call_that_the_loop_gave_up_is_forgotten():
+async def test_a_call_that_the_loop_cancelled_is_discarded():
     class Impatient(SingleTurn):
         async def run(self, prompt, index, generate):
             with pytest.raises(TimeoutError):
@@ -256,7 +259,7 @@ async def test_two_calls_at_once_are_refused():
             return await call
 
     rollouter = await Rollouter(Hasty(None, 9)).begin(PartialSample())
-    rollouter.replicas["a"].say("e0-000000/0/1#0", [11], FinishReason.STOP)
+    rollouter.replicas["a"].emit("e0-000000/0/1#0", [11], FinishReason.STOP)
     (sample,) = await rollouter.made
     assert sample.tokens.tolist() == [11]
     await rollouter.stop()

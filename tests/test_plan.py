@@ -1,22 +1,21 @@
-"""Where actors go, and what a dry run tells of it."""
+"""Placement of actors on machines, and the dry run that prints it."""
 
 import tempfile
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.fully_async_main import main
-from asyncrl.plan import Machine, PlacementError, seats_on, with_devices
+from asyncrl.run.placement_plan import Machine, PlacementError, assign_machines, with_devices
 from tests.support.tiny import make_inputs, overrides
 
 FOUR = [Machine(f"node-{i}", cpus=32, gpus=8) for i in range(4)]
 
 
-def seats(machines, ranks=4, replicas=4, tensor_parallel=1, trainer="strict_pack", rollout="auto") -> dict[str, str]:
+def assigned(machines, ranks=4, replicas=4, tensor_parallel=1, trainer="strict_pack", rollout="auto") -> dict[str, str]:
     config = Config()
     engine = replace(config.rollout.engine, tensor_parallel_size=tensor_parallel, device="cuda")
     config = replace(
@@ -25,34 +24,34 @@ def seats(machines, ranks=4, replicas=4, tensor_parallel=1, trainer="strict_pack
         rollout=replace(config.rollout, replicas=replicas, engine=engine),
         ray=replace(config.ray, trainer_strategy=trainer, rollout_strategy=rollout),
     )
-    return seats_on(config, machines)
+    return assign_machines(config, machines)
 
 
-def used(seats: dict[str, str], pool: str) -> list[int]:
-    """How many actors of a pool each machine has, the most first."""
-    places = [place for actor, place in seats.items() if actor.startswith(pool)]
-    return sorted((places.count(place) for place in set(places)), reverse=True)
+def used(machines: dict[str, str], pool: str) -> list[int]:
+    """Actors of a pool on each machine, the most first."""
+    theirs = [machine for actor, machine in machines.items() if actor.startswith(pool)]
+    return sorted((theirs.count(machine) for machine in set(theirs)), reverse=True)
 
 
 def test_a_pool_is_packed_or_spread_as_its_strategy_says():
-    assert used(seats(FOUR, ranks=4), "trainer") == [4]
-    assert used(seats(FOUR, ranks=12, trainer="pack"), "trainer") == [8, 4]
-    assert used(seats(FOUR, ranks=12, trainer="spread"), "trainer") == [3, 3, 3, 3]
-    assert used(seats(FOUR, ranks=4, trainer="strict_spread"), "trainer") == [1, 1, 1, 1]
-    assert used(seats(FOUR, ranks=4, replicas=8, rollout="spread"), "replica") == [2, 2, 2, 2]
+    assert used(assigned(FOUR, ranks=4), "trainer") == [4]
+    assert used(assigned(FOUR, ranks=12, trainer="pack"), "trainer") == [8, 4]
+    assert used(assigned(FOUR, ranks=12, trainer="spread"), "trainer") == [3, 3, 3, 3]
+    assert used(assigned(FOUR, ranks=4, trainer="strict_spread"), "trainer") == [1, 1, 1, 1]
+    assert used(assigned(FOUR, ranks=4, replicas=8, rollout="spread"), "replica") == [2, 2, 2, 2]
 
 
 def test_replicas_go_beside_the_trainers_if_they_all_fit_there_and_share_no_gpu_with_them():
-    beside = seats(FOUR, ranks=4, replicas=4)
+    beside = assigned(FOUR, ranks=4, replicas=4)
     assert set(beside.values()) == {beside["trainer/0"]}
-    apart = seats(FOUR, ranks=8, replicas=8, tensor_parallel=2)
+    apart = assigned(FOUR, ranks=8, replicas=8, tensor_parallel=2)
     assert used(apart, "replica") == [4, 4]
-    assert apart["trainer/0"] not in {place for actor, place in apart.items() if actor.startswith("replica")}
+    assert apart["trainer/0"] not in {machine for actor, machine in apart.items() if actor.startswith("replica")}
 
 
 def test_fractions_of_a_cpu_are_enough_on_a_small_machine():
     config = load_config(None, overrides_of_halves())
-    assert seats_on(with_devices(config, 0), [Machine("small", cpus=2)]).keys() == {
+    assert assign_machines(with_devices(config, 0), [Machine("small", cpus=2)]).keys() == {
         *(f"trainer/{i}" for i in range(2)),
         *(f"replica/{i}" for i in range(2)),
     }
@@ -74,9 +73,9 @@ def overrides_of_halves() -> list[str]:
         ({"ranks": 8, "replicas": 7, "tensor_parallel": 4}, "the rollout pool (7 × 1 CPU + 4 GPU, auto) does not fit"),
     ],
 )
-def test_what_does_not_fit_is_told_with_what_there_is(options, said):
+def test_a_pool_that_does_not_fit_is_refused_with_what_the_cluster_has(options, said):
     with pytest.raises(PlacementError) as e:
-        seats(FOUR, **options)
+        assigned(FOUR, **options)
     assert said in str(e.value)
 
 
@@ -102,13 +101,13 @@ def test_a_dry_run_of_what_cannot_be_placed_fails_with_what_is_missing(tmp_path,
 
 @pytest.mark.slow
 async def test_pools_on_a_real_cluster_share_no_gpu(tmp_path):
-    """On a machine that Ray is told has eight."""
+    """On a machine that, to Ray, has eight."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    from asyncrl.cluster import Cluster
-    from asyncrl.plan import pools
-    from asyncrl.preflight import preflight
+    from asyncrl.processes.actor_client import start_ray
+    from asyncrl.run.placement import Placement
+    from asyncrl.run.placement_plan import pools
 
     devices = ("trainer.device=cuda", "trainer.ranks=4", "rollout.engine.device=cuda", "rollout.replicas=2")
     config = load_config(
@@ -123,29 +122,28 @@ async def test_pools_on_a_real_cluster_share_no_gpu(tmp_path):
             "ray.cpus_per_replica=0.1",
         ),
     )
-    folder = SimpleNamespace(journal=tmp_path, logs=None, checkpoint=None)
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as ray_dir:
-        ray.init(address="local", num_cpus=1, num_gpus=8, include_dashboard=False, _temp_dir=ray_dir)
+        start_ray(num_cpus=1, num_gpus=8, _temp_dir=ray_dir)
         try:
-            cluster = Cluster(config, preflight(config, cpus=None), folder)
+            placement = Placement(config)
             taken = []
             trainer, rollout = pools(config)
-            first = cluster._reserve(trainer, trainer.strategy)
-            seats = await cluster._placed(first, trainer, time.monotonic() + 60)
-            second = await cluster._reserve_rollouts(rollout, first, "auto")
-            seats |= await cluster._placed(second, rollout, time.monotonic() + 60)
+            first = placement._reserve(trainer, trainer.strategy)
+            machines = await placement._placed(first, trainer, time.monotonic() + 60)
+            second = await placement._reserve_rollouts(rollout, first, "auto")
+            machines |= await placement._placed(second, rollout, time.monotonic() + 60)
             for group, pool in ((first, trainer), (second, rollout)):
                 for i in range(len(pool.actors)):
-                    place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
-                    ask = ray.remote(num_cpus=pool.cpus, num_gpus=pool.gpus, scheduling_strategy=place)(gpus_here)
+                    bundle = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
+                    ask = ray.remote(num_cpus=pool.cpus, num_gpus=pool.gpus, scheduling_strategy=bundle)(gpus_here)
                     taken.append(ask)
             found = ray.get([ask.remote() for ask in taken])
         finally:
             ray.shutdown()
     assert [len(gpus) for gpus in found] == [1, 1, 1, 1, 2, 2]
     assert sorted(gpu for gpus in found for gpu in gpus) == list(range(8))
-    assert seats.keys() == {*trainer.actors, *rollout.actors}
-    assert len(set(seats.values())) == 1
+    assert machines.keys() == {*trainer.actors, *rollout.actors}
+    assert len(set(machines.values())) == 1
 
 
 def gpus_here() -> list[int]:

@@ -1,4 +1,4 @@
-"""Preflight: what does not fit together is told in one line under its own key, before anything starts."""
+"""Preflight: options, model and data that do not fit together are refused in one line each, before anything starts."""
 
 import importlib.util
 import json
@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from asyncrl.config.load import ConfigError, load_config
 from asyncrl.models.checkpoint import is_draft, read_tensors, save_checkpoint
 from asyncrl.models.config import DecoderConfig
-from asyncrl.preflight import kv_cache_bytes, preflight
 from asyncrl.rollouter.engines.native.kv import KVCache
+from asyncrl.run.preflight import kv_cache_bytes, preflight
 from tests.support.tiny import overrides
 
 
@@ -27,7 +27,7 @@ def test_a_run_that_fits_passes(inputs):
     assert (found.context_tokens, found.max_prompt_tokens) == (64, 40)
 
 
-def test_what_does_not_suit_the_model_in_the_megatron_backend_is_refused(inputs):
+def test_parallelism_that_does_not_divide_the_model_is_refused_for_megatron(inputs):
     cut = "trainer.megatron"
     found = problems(
         inputs,
@@ -50,7 +50,7 @@ def test_what_does_not_suit_the_model_in_the_megatron_backend_is_refused(inputs)
     assert "expected a divisor of the model's num_attention_heads 4, found 3" in found[0]
 
 
-def test_adapters_for_modules_that_the_model_has_not_are_refused(inputs):
+def test_adapters_for_modules_that_the_model_lacks_are_refused(inputs):
     lora = "model.lora.rank=4"
     (problem,) = problems(inputs, lora, "model.lora.target_modules=[q_proj,w1,lm_head]")
     assert problem == (
@@ -89,7 +89,21 @@ def test_a_model_that_the_native_decoder_does_not_build_may_be_trained_and_serve
     )
 
 
-def test_a_bad_reference_is_told_under_its_own_key(inputs, tmp_path):
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("reward.function=no_colon", "reward.function: expected one of arithmetic, or an import path such as"),
+        ("reward.function=math:nothing", "reward.function: math:nothing: module math has no nothing"),
+        ("reward.function=math:pi", "reward.function: expected a function, found float at math:pi"),
+        ("rollout.agent_loop=json:JSONDecoder", "rollout.agent_loop: json:JSONDecoder lacks run, which every"),
+    ],
+)
+def test_a_reward_or_agent_loop_that_cannot_be_called_is_refused(inputs, override, expected):
+    (problem,) = problems(inputs, override)
+    assert problem.startswith(expected)
+
+
+def test_a_bad_reference_is_reported_under_its_own_key(inputs, tmp_path):
     reference = tmp_path / "reference"
     shutil.copytree(inputs / "checkpoint", reference)
     (reference / "model.safetensors").write_bytes(b"cut")
@@ -126,7 +140,7 @@ def test_a_kv_cache_beyond_the_machines_memory_is_refused_where_the_run_starts_i
 
 
 @pytest.mark.parametrize("key", ["mtp.enable_train", "mtp.enable_rollout"])
-def test_a_draft_that_is_not_there_is_refused_unless_it_is_made(inputs, tmp_path, key):
+def test_a_missing_draft_is_refused_unless_it_is_made(inputs, tmp_path, key):
     without = tmp_path / "checkpoint"
     shutil.copytree(inputs / "checkpoint", without)
     config = DecoderConfig.load(without).with_mtp_layers(0)
@@ -162,7 +176,7 @@ NOT_HERE = {
 
 
 @pytest.mark.parametrize("option", NOT_HERE)
-def test_a_pools_environment_is_looked_at_before_it_is_used(inputs, option):
+def test_a_pool_s_environment_is_checked_before_it_is_used(inputs, option):
     if any(map(importlib.util.find_spec, ("vllm", "sglang", "megatron"))):
         pytest.skip("this environment has what others lack")
     (problem,) = problems(inputs, option)

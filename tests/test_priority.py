@@ -9,7 +9,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads have no
 
 ASKED = """
 import os, subprocess, sys, threading
-from asyncrl.priority import give_way, never_interrupt
+from asyncrl.cpu.priority import give_way, never_interrupt
 
 policy = lambda thread=0: {os.SCHED_OTHER: "other", os.SCHED_BATCH: "batch", os.SCHED_IDLE: "idle"}[
     os.sched_getscheduler(thread)

@@ -1,5 +1,5 @@
-"""Admission, queue and ledger together: after every event of any history of a run, every group is accounted for, no
-group is in the weights twice and no trained token is too old; and whatever happened, the next batch always comes."""
+"""Admission, queue and ledger over random histories of runs. After every event all groups are accounted for, none is in
+the weights twice, and no trained token is too old; from every state the next batch can be reached."""
 
 import asyncio
 import contextlib
@@ -18,13 +18,17 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
-from asyncrl.sample_queue import life
 from asyncrl.sample_queue.admission import Admission
-from asyncrl.sample_queue.core import QueueError, SampleQueue
+from asyncrl.sample_queue.core import SampleQueue
+from asyncrl.sample_queue.group_state import GroupTable, QueueError
 from asyncrl.sample_queue.journal import Journal
-from asyncrl.sample_queue.life import IN_FLIGHT, LEASED, QUEUED, TRAINED, JournalError
-from asyncrl.sample_queue.messages import Ticket
+from asyncrl.sample_queue.messages import Refusal, Ticket
+from asyncrl.sample_queue.records import IN_FLIGHT, LEASED, QUEUED, TRAINED, JournalError
+from asyncrl.sample_queue.schedule import Schedule
+from asyncrl.sample_queue.versions import VersionTable
+from asyncrl.types.groups import Group
+from asyncrl.types.samples import FinishReason, Sample
+from asyncrl.types.versions import PolicyVersion, VersionSpan
 from tests.support.in_memory import InMemoryRecords
 
 EVENTS = 200  # of each history, at least
@@ -32,7 +36,7 @@ EVENTS = 200  # of each history, at least
 
 @dataclass(frozen=True)
 class Setting:
-    """What a configuration decides; G is ``batch · trigger``."""
+    """Options of a run; G is ``batch · trigger``."""
 
     order: str
     overdue: str
@@ -50,7 +54,7 @@ class Setting:
 
     @cached_property
     def budget(self) -> Fraction:
-        """Groups that may be under way or trained since a version was published, for one more to start under it."""
+        """A group may start under a version while fewer than this were issued beyond T of it."""
         return (1 + Fraction(self.threshold)) * self.per_version
 
 
@@ -64,20 +68,24 @@ SETTINGS = st.builds(
 )
 
 
+NEVER = PolicyVersion(10**6, 0)  # no history comes to it
+ATTEMPTS = 3
+
+
 class WouldWait(AssertionError):
-    """A call of the queue has nothing to give now; a history that does not expect it has failed."""
+    """Raised in place of waiting; fails a history that does not expect it."""
 
 
 class Impatient(asyncio.Condition):
-    """Says that it would wait instead of waiting: a history knows when that is right."""
+    """Raises WouldWait instead of waiting."""
 
     async def wait(self):
         raise WouldWait
 
 
 @lru_cache(100_000)
-def payload(uid: str, spans: tuple[tuple[PolicyVersion, bool], ...]) -> bytes:
-    """A group of one sample with one token of each span; the flag says whether it is trained."""
+def payload(uid: str, spans: tuple[tuple[PolicyVersion, bool], ...], attempt: int = 0) -> bytes:
+    """A group of one sample with one token per span; the flag is its loss mask."""
     sample = Sample(
         0,
         np.ones(len(spans), np.int32),
@@ -86,18 +94,19 @@ def payload(uid: str, spans: tuple[tuple[PolicyVersion, bool], ...]) -> bytes:
         [VersionSpan(i, version) for i, (version, _) in enumerate(spans)],
         FinishReason.STOP,
     )
-    return Group.from_samples(uid, uid, 0, np.ones(1, np.int32), [sample]).to_bytes()
+    return Group.from_samples(uid, uid, 0, np.ones(1, np.int32), [sample], attempt=attempt).to_bytes()
 
 
 @dataclass
 class Made:
-    """A group as the test knows it. ``number``: of the version that its deadline counts from."""
+    """A group in the test's own model. ``number``: version number that its deadline counts from."""
 
     uid: str
     number: int
     spans: list[PolicyVersion]
     tokens: tuple[tuple[PolicyVersion, bool], ...] = ()
     snapshot: list[PolicyVersion] | None = None
+    attempt: int = 0
 
     @property
     def ticket(self) -> Ticket:
@@ -114,8 +123,8 @@ class Checkpoint:
 
 @dataclass
 class History:
-    """A run, its pools played by a random number generator: the events it makes, what the queue must answer to each,
-    and, independently of the queue's own books, the state that every group must be in."""
+    """A run with random pools: its events, the expected answer to each, and an independent model of every group's
+    state."""
 
     setting: Setting
     random: Random
@@ -143,7 +152,7 @@ class History:
     def start_queue(self) -> None:
         s = self.setting
         admission = Admission(s.per_version, Fraction(s.threshold), self.total)
-        self.queue = SampleQueue(admission, self.records, s.order, s.overdue)
+        self.queue = SampleQueue(admission, self.records, s.order, s.overdue, max_attempts=ATTEMPTS)
         self.queue._changed = Impatient()
         self.again = [uid for uid in self.again if uid in self.live]
 
@@ -159,7 +168,7 @@ class History:
             return
         raise AssertionError(f"{answer} where nothing may be given yet")
 
-    # -- what the test knows of the run ----------------------------------------------------------------------------
+    # -- model of the run ------------------------------------------------------------------------------------------
 
     @property
     def trained(self) -> int:
@@ -167,7 +176,7 @@ class History:
 
     @property
     def consumed(self) -> bool:
-        """The current version has had its groups: training goes on under the next."""
+        """True if the current version has consumed its groups: the next step needs a sync."""
         return self.trained - self.served[self.version] >= self.setting.per_version
 
     def uids(self, *states: str) -> list[str]:
@@ -180,13 +189,17 @@ class History:
     def deadline(self, uid: str) -> int:
         return self.made[uid].number + self.setting.bound
 
-    def may_start(self, before: int, version: PolicyVersion | None) -> bool:
-        """The rule of invariant 4, for a group with ``before`` others in front of it that are not dropped."""
-        trained = self.served[version or next(iter(self.served))]
+    @property
+    def oldest(self) -> PolicyVersion:
+        return next(iter(self.served))
+
+    def may_start(self, before: int) -> bool:
+        """Admission rule (invariant 4) for a group with ``before`` others ahead of it that are not dropped."""
+        trained = self.served[self.oldest]
         return before - trained < self.setting.budget and before < self.total
 
     def all_in_time(self, numbers) -> bool:
-        """Whether groups of these versions can be trained by their deadlines, in the best of all orders."""
+        """True if groups of these versions can be trained by their deadlines in the best order."""
         trained = self.trained + len(self.held or []) - self.served[self.version]
         return all(
             self.version.number + (trained + i) // self.setting.per_version <= number + self.setting.bound
@@ -194,7 +207,7 @@ class History:
         )
 
     def check(self) -> None:
-        """The queue's books, the ledger's and the test's are the same."""
+        """Queue, ledger and model agree."""
         found = self.records.recover()
         assert [(g.uid, g.state) for g in found.groups] == list(self.live.items())
         assert (found.dropped, found.final, found.issued) == (self.dropped, self.final, len(self.made))
@@ -214,7 +227,6 @@ class History:
     async def issue(self, count: int | None = None) -> bool:
         new = len(self.made)
         uids = [*self.again, *(f"g{i}" for i in range(new, new + 4))][: count or self.random.randint(1, 4)]
-        version = self.random.choice([None, *self.served])
         places = {uid: i for i, uid in enumerate(self.uids(IN_FLIGHT, QUEUED, LEASED), start=self.trained)}
         front = len(places) + self.trained
         startable = 0
@@ -223,33 +235,32 @@ class History:
             if uid in self.again and uid not in self.live:
                 admitted = True
             elif uid not in places:
-                admitted = self.may_start(front, version)
+                admitted = self.may_start(front)
                 front += 1
             elif (self.setting.order, self.setting.overdue) != ("ready_first", "wait"):
-                admitted = self.may_start(places[uid], version)
+                admitted = self.may_start(places[uid])
             else:
-                before, numbers[uid] = numbers[uid], min(numbers[uid], (version or next(iter(self.served))).number)
+                before, numbers[uid] = numbers[uid], min(numbers[uid], self.oldest.number)
                 admitted = numbers[uid] == before or self.all_in_time(numbers.values())
             if not admitted:
                 break
             startable += 1
         tickets = [Ticket(uid, uid, 0) for uid in uids]
         if not startable:
-            await self.must_wait(self.queue.issue(tickets, version))
+            await self.must_wait(self.queue.issue(tickets))
             return False
-        assert await self.call("issue", tickets, version) == startable
-        oldest = version or next(iter(self.served))
+        assert await self.call("issue", tickets) == startable
         for uid in uids[:startable]:
-            spans = [version or self.random.choice(list(self.served))]
+            spans = [self.random.choice(list(self.served))]
             if uid in self.again and uid not in self.live:
                 self.again.remove(uid)
                 continue
             if uid not in self.live:
-                self.made[uid], self.live[uid] = Made(uid, oldest.number, spans), IN_FLIGHT
+                self.made[uid], self.live[uid] = Made(uid, self.oldest.number, spans), IN_FLIGHT
                 continue
             self.again.remove(uid)
             group = self.made[uid]
-            group.number = min(group.number, oldest.number)
+            group.number = min(group.number, self.oldest.number)
             group.spans = [*group.snapshot, *spans] if group.snapshot and self.random.random() < 0.5 else spans
         return True
 
@@ -259,13 +270,13 @@ class History:
         if not uids:
             return False
         late = self.gone[: self.random.randint(0, 1)]  # one that was given up meanwhile changes nothing
-        await self.call("put", [self.finish(uid) for uid in [*late, *uids]], 0.0)
+        await self.call("put", [self.finish(uid) for uid in [*late, *uids]])
         self.live |= dict.fromkeys(uids, QUEUED)
         await self.notice_overdue()
         return True
 
     def finish(self, uid: str) -> bytes:
-        """Tokens of the version that it started under, of some published since, and perhaps some that do not count."""
+        """Payload with tokens of the group's first version and of some later ones, a few of them not trained."""
         group = self.made[uid]
         first = group.spans[-1]
         since = [v for v in self.served if v > first]
@@ -273,7 +284,23 @@ class History:
         flags = [self.random.random() < 0.8 for _ in versions]
         flags[self.random.randrange(len(flags))] = True
         group.tokens = tuple(zip(versions, flags, strict=True))
-        return payload(uid, group.tokens)
+        return payload(uid, group.tokens, group.attempt)
+
+    async def refuse(self) -> bool:
+        """Puts a group of an unknown version: refused in its place, dropped the third time."""
+        if not self.flying:
+            return False
+        group = self.made[self.random.choice(self.flying)]
+        damaged = payload(group.uid, ((NEVER, True),), group.attempt)
+        group.attempt += 1
+        poison = group.attempt == ATTEMPTS
+        expected = Refusal(group.uid, "unknown_version", None if poison else group.attempt)
+        assert await self.call("put", [damaged]) == [expected]
+        group.snapshot = None
+        if poison:
+            del self.live[group.uid]
+            self.dropped["poison"] += 1
+        return True
 
     async def drop(self) -> bool:
         if not self.flying:
@@ -298,7 +325,7 @@ class History:
         step, batch, number = len(self.weights) + 1, self.setting.batch, self.version.number
         expected = self.batch()
         try:
-            lease, payloads = await self.call("lease", step, batch, 0.0)
+            lease, payloads = await self.call("lease", step, batch)
         except WouldWait:
             assert expected is None or (self.setting.order == "ready_first" and self.setting.overdue == "wait")
             return False
@@ -306,7 +333,7 @@ class History:
         assert uids == expected
         if self.setting.order == "fifo" and step in self.replay:
             assert uids == self.replay.pop(step)
-        assert payloads == [payload(uid, self.made[uid].tokens) for uid in uids]
+        assert payloads == [payload(uid, self.made[uid].tokens, self.made[uid].attempt) for uid in uids]
         below = lease.mask_before if self.setting.overdue == "mask" else None
         for uid in uids:
             numbers = [version.number for version, trained in self.made[uid].tokens if trained]
@@ -318,7 +345,7 @@ class History:
         return True
 
     def batch(self) -> list[str] | None:
-        """The groups that come next, if they are finished."""
+        """Next batch, if all of it is finished."""
         ready = self.uids(IN_FLIGHT, QUEUED)
         if self.setting.order == "ready_first":
             ready = sorted(self.uids(QUEUED), key=self.deadline)  # stable: of equal ones the first issued
@@ -345,7 +372,7 @@ class History:
         return True
 
     async def publish(self, rolling: bool | None = None) -> bool:
-        """The sync that follows the last groups of a version; as long as it fails, none of this happens."""
+        """Sync after the last groups of a version; a failed sync would do nothing here."""
         if self.held or not self.consumed:
             return False
         rolling = self.random.random() < 0.4 if rolling is None else rolling
@@ -359,7 +386,7 @@ class History:
         await self.notice_overdue()
 
     async def notice_overdue(self) -> None:
-        """Groups that were dropped by the queue: never under `wait` or in order as long as G is the same."""
+        """Notes groups that the queue dropped as overdue: never under `wait` or fifo while G is unchanged."""
         left = {group.uid for group in self.records.recover().groups}
         if late := [uid for uid in self.live if uid not in left]:
             assert self.changed or (self.setting.order == "ready_first" and self.setting.overdue != "wait")
@@ -392,7 +419,7 @@ class History:
         return True
 
     async def restore(self) -> bool:
-        """A rank died, or the whole run: back to a checkpoint, in the second case perhaps with another batch."""
+        """Restores a checkpoint after the death of a rank or of the run, sometimes with another batch size."""
         back = self.random.choice(self.checkpoints)
         old = self.setting
         if self.random.random() < 0.3:
@@ -430,7 +457,7 @@ class History:
         return True
 
     async def restart_queue(self) -> bool:
-        """Its process was killed before the caller of the last call had an answer."""
+        """The process is killed before it answers the last call, which is repeated."""
         self.start_queue()
         method, args, answer = self.last or (None, (), None)
         if method == "issue" and not all(ticket.uid in self.live for ticket in args[0][:answer]):
@@ -441,6 +468,8 @@ class History:
                 (answer, payloads), (lease, same) = answer, again
                 assert [g.uid for g in lease.groups] == [g.uid for g in answer.groups]
                 assert same == payloads
+            elif method == "put":  # a group that was dropped as poison is no longer spoken of
+                assert again == [refusal for refusal in answer if refusal.attempt is not None]
             else:
                 assert again == answer, method
         return True
@@ -456,6 +485,7 @@ class History:
             self.train: 6,
             self.publish: 4,
             self.drop: 1,
+            self.refuse: 1,
             self.snapshot: 1,
             self.release: 0.5,
             self.retire: 2,
@@ -479,7 +509,7 @@ class History:
         await self.go_on()
 
     async def go_on(self) -> None:
-        """Whatever happened: if what is in flight gets finished, the next batch comes, until there are none."""
+        """From any state: if groups in flight finish, the next batch comes, until none are left."""
         until = min(self.total, self.trained + 3 * self.setting.per_version)
         while self.trained < until:
             if await self.retire() or await self.train() or await self.lease() or await self.publish(rolling=False):
@@ -492,14 +522,14 @@ class History:
 
 
 def step_through(history) -> None:
-    """Drive a coroutine that never waits, without the cost of a loop."""
+    """Drives a coroutine that never waits, without the cost of an event loop."""
     with contextlib.suppress(StopIteration):
         while True:
             history.send(None)
 
 
 def everything(histories: int):
-    """Of every configuration and course of events, so many; each is named by two numbers, so none is shrunk."""
+    """Runs this many histories over all settings. A setting and a seed identify one, so there is no shrinking."""
 
     def decorate(test):
         health = list(HealthCheck)
@@ -539,13 +569,13 @@ def test_invariants_hold_with_the_ledger_on_disk(setting, seed):
         asyncio.run(on_disk(Path(folder)))
 
 
-# -- the histories find bugs: each of these, alone ---------------------------------------------------------------------
+# -- injected bugs: the histories find each of these ------------------------------------------------------------------
 
 
 def budget_too_large(patch) -> None:
     """One group more may start than the budget has: <= in place of <."""
     limit = Admission.limit
-    patch.setattr(Admission, "limit", lambda self, version=None: limit(self, version) + 1)
+    patch.setattr(Admission, "limit", lambda self, trained: limit(self, trained) + 1)
 
 
 def budget_counts_from_now(patch) -> None:
@@ -553,85 +583,85 @@ def budget_counts_from_now(patch) -> None:
 
     async def trained(self, step, original=SampleQueue.trained):
         await original(self, step)
-        if version := self._admission.version:
-            self._admission.served[version] = self._admission.trained
+        if version := self._versions.current:
+            self._versions.served[version] = self._table.trained
 
     patch.setattr(SampleQueue, "trained", trained)
 
 
 def drops_keep_their_places(patch) -> None:
     """A dropped group is not taken off what was issued."""
-    patch.setattr(Admission, "available", lambda self, version=None: max(0, self.limit(version) - self.issued))
+    patch.setattr(GroupTable, "held", property(lambda self: self.issued))
 
 
 def drops_count_twice(patch) -> None:
     """A dropped group makes room for two."""
-    patch.setattr(
-        Admission,
-        "available",
-        lambda self, version=None: max(0, self.limit(version) - self.issued + 2 * self.dropped),
-    )
+    patch.setattr(GroupTable, "held", property(lambda self: self.issued - 2 * self.dropped.total()))
 
 
 def released_groups_queue_up_again(patch) -> None:
-    """A lost lease returns to the end of the order."""
+    """An abandoned lease returns to the end of the order."""
 
-    async def release(self, step, original=SampleQueue.release):
-        uids = self._leased_to(step)
-        await original(self, step)
+    def release(self, step, original=GroupTable.release):
+        uids = [group.uid for group in self.leased_to(step)]
+        original(self, step)
         for uid in uids:
-            self._entries[uid].seq += 1_000_000
+            group = self.open.pop(uid)
+            self.open[uid] = group._replace(seq=group.seq + 1_000_000)
 
-    patch.setattr(SampleQueue, "release", release)
+    patch.setattr(GroupTable, "release", release)
 
 
 def rollback_forgets_leases(patch) -> None:
     """A restore returns what was trained, but not what is leased."""
-    in_state = life._Stage._in_state
-    patch.setattr(life._Stage, "_in_state", lambda self, *states: in_state(self, *(s for s in states if s != LEASED)))
+    undone = GroupTable._undone_by_rollback
+    patch.setattr(
+        GroupTable, "_undone_by_rollback", lambda self, step: [g for g in undone(self, step) if g.state != LEASED]
+    )
 
 
 def rollback_keeps_what_was_trained(patch) -> None:
     """A restore leaves the provisional groups trained, though they are not in the weights any more."""
-    in_state = life._Stage._in_state
+    undone = GroupTable._undone_by_rollback
     patch.setattr(
-        life._Stage,
-        "_in_state",
-        lambda self, *states: in_state(self, *(s for s in states if s != TRAINED or len(states) == 1)),
+        GroupTable, "_undone_by_rollback", lambda self, step: [g for g in undone(self, step) if g.state != TRAINED]
     )
 
 
 def restored_version_begins_now(patch) -> None:
     """A restored version's T is what is trained, in place of what was when its number was published first."""
-    publish = Admission.publish
-    patch.setattr(Admission, "publish", lambda self, version, trained, rolling: publish(self, version, None, rolling))
+
+    async def publish(self, version, trained=None, rolling=False, original=SampleQueue.publish):
+        return await original(self, version, None, rolling)
+
+    patch.setattr(SampleQueue, "publish", publish)
 
 
 def mask_one_version_late(patch) -> None:
     """Tokens that are one version too old are not masked."""
-    mask_before = SampleQueue._mask_before
-    patch.setattr(SampleQueue, "_mask_before", lambda self: None if (n := mask_before(self)) is None else n - 1)
+    mask_before = Schedule.mask_before
+    patch.setattr(Schedule, "mask_before", lambda self: None if (n := mask_before(self)) is None else n - 1)
 
 
 def ready_groups_always_fit(patch) -> None:
     """`ready_first` takes what is finished, whether or not those in flight can still be trained in time."""
-    patch.setattr(Admission, "fits", lambda self, deadlines, taken: True)
+    patch.setattr(Admission, "fits", lambda self, deadlines, number, consumed: True)
 
 
 def second_starts_are_free(patch) -> None:
-    """Groups in flight start anew after a restore without being admitted."""
-    patch.setattr(Admission, "admits", lambda self, place, version=None: True)
+    """Groups in flight start again after a restore without being admitted."""
+    patch.setattr(Schedule, "_startable_again", lambda self, groups, oldest: len(groups))
 
 
 def restart_forgets_old_versions(patch) -> None:
-    """A queue that was restarted in the midst of a rolling update takes the newest version for the only one."""
+    """A queue restarted during a rolling update forgets the older versions served."""
 
-    def load(self, original=SampleQueue._load):
-        original(self)
-        for version in list(self._admission.served)[:-1]:
-            del self._admission.served[version]
+    def initialize(self, *args, original=VersionTable.__init__):
+        original(self, *args)
+        for version in list(self.served)[:-1]:
+            del self.served[version]
 
-    patch.setattr(SampleQueue, "_load", load)
+    patch.setattr(VersionTable, "__init__", initialize)
 
 
 BUGS = [
@@ -651,7 +681,7 @@ BUGS = [
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
-def test_histories_find(bug, monkeypatch):
+def test_histories_find_an_injected_bug(bug, monkeypatch):
     bug(monkeypatch)
     random = Random(0)
     kinds = [("fifo", "wait"), ("ready_first", "wait"), ("ready_first", "mask"), ("ready_first", "drop")]

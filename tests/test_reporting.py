@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import sys
 
 import numpy as np
 import pytest
 
-from asyncrl.reporting.console import Console, short_number, short_seconds
-from asyncrl.reporting.hub import Hub
-from asyncrl.reporting.jsonl import METRICS_FILE, JsonlSink, LineFile, read_lines
-from asyncrl.reporting.timeline import PREVIOUS_SPANS_FILE, SPANS_FILE, Timeline, merge_short, read_spans
-from asyncrl.reporting.trajectories import TRAJECTORIES_FILE, TrajectoryFile, sampled_rows
-from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
-from asyncrl.telemetry.recorder import Batch, Span
+from asyncrl.observability.number_format import short_number, short_seconds
+from asyncrl.observability.sinks.base import Sink
+from asyncrl.observability.sinks.console import ConsoleSink
+from asyncrl.observability.sinks.hub import Hub
+from asyncrl.observability.sinks.jsonl import METRICS_FILE, JsonlFile, JsonlSink, read_jsonl
+from asyncrl.observability.sinks.timeline import PREVIOUS_SPANS_FILE, SPANS_FILE, TimelineSink, merge_short, read_spans
+from asyncrl.observability.sinks.trajectories import TRAJECTORIES_FILE, TrajectorySink
+from asyncrl.observability.telemetry.recorder import Batch, Span
+from asyncrl.observability.trajectories import sampled_rows
+from asyncrl.types.groups import Group
+from asyncrl.types.samples import FinishReason, Sample
+from asyncrl.types.versions import PolicyVersion, VersionSpan
 
 
-class Kept:
-    """A sink that remembers what it was given."""
+class Kept(Sink):
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, dict]] = []
@@ -36,7 +43,7 @@ class Kept:
 
 
 class Broken(Kept):
-    """A sink whose service is gone."""
+    """Raises, as if its service were gone."""
 
     def metrics(self, step, values):
         super().metrics(step, values)
@@ -68,7 +75,7 @@ def test_a_failing_sink_is_named_once_and_switched_off_while_the_others_go_on(ca
     assert before.steps[2][1] == {"critic/rewards/mean": 0.5, "reporting/failed_sinks": 1}
 
 
-def test_a_stop_asked_for_by_the_user_is_not_taken_for_a_failing_sink():
+def test_an_interrupt_within_a_sink_is_not_its_failure():
     class Interrupted(Kept):
         def spans(self, batch):
             raise KeyboardInterrupt
@@ -77,12 +84,12 @@ def test_a_stop_asked_for_by_the_user_is_not_taken_for_a_failing_sink():
         Hub([Interrupted()]).spans(Batch("trainer/0"))
 
 
-def test_trajectories_reach_only_the_sinks_that_take_them(tmp_path):
-    hub = Hub([Kept(), TrajectoryFile(tmp_path)])
+def test_a_sink_need_not_consume_trajectories(tmp_path):
+    hub = Hub([Kept(), TrajectorySink(tmp_path)])
     hub.trajectories([{"step": 1, "prompt": "p"}])
     hub.close(None)
     assert hub.failures == {}
-    assert read_lines(tmp_path / TRAJECTORIES_FILE) == [{"step": 1, "prompt": "p"}]
+    assert read_jsonl(tmp_path / TRAJECTORIES_FILE) == [{"step": 1, "prompt": "p"}]
 
 
 # -- metrics.jsonl -----------------------------------------------------------------------------------------------------
@@ -100,14 +107,14 @@ def test_metrics_are_one_json_object_per_step_on_disk_at_once(tmp_path):
     sink.close(None)
 
 
-def test_a_line_cut_by_a_crash_costs_that_line_only(tmp_path):
+def test_a_crash_costs_at_most_its_incomplete_line(tmp_path):
     path = tmp_path / METRICS_FILE
     path.write_bytes(b'{"step":1,"a":1}\n{"step":2,"a":')
-    file = LineFile(path)
+    file = JsonlFile(path)
     file.write([{"step": 3, "a": 3}])
     assert file.nbytes == path.stat().st_size
-    assert [row["step"] for row in read_lines(path)] == [1, 3]
-    assert read_lines(tmp_path / "missing.jsonl") == []
+    assert [row["step"] for row in read_jsonl(path)] == [1, 3]
+    assert read_jsonl(tmp_path / "missing.jsonl") == []
 
 
 # -- console -----------------------------------------------------------------------------------------------------------
@@ -139,9 +146,9 @@ STEP = {
 }
 
 
-def test_a_step_is_one_aligned_line_with_the_figures_a_person_wants():
+def test_a_step_is_one_aligned_line_with_the_main_figures():
     clock, out = Clock(), io.StringIO()
-    console = Console(total_steps=100, stream=out, clock=clock)
+    console = ConsoleSink(total_steps=100, stream=out, clock=clock)
     for step in (11, 12):
         clock.s = 5.0 * step
         console.metrics(step, STEP)
@@ -151,9 +158,9 @@ def test_a_step_is_one_aligned_line_with_the_figures_a_person_wants():
     assert "\x1b" not in out.getvalue()
 
 
-def test_what_is_not_known_is_a_dash_and_the_columns_stay():
+def test_an_unknown_figure_is_a_dash_in_its_column():
     out = io.StringIO()
-    console = Console(total_steps=100, stream=out, clock=Clock())
+    console = ConsoleSink(total_steps=100, stream=out, clock=Clock())
     console.metrics(1, STEP)
     console.metrics(2, {"critic/rewards/mean": float("nan")})
     _, full, bare = out.getvalue().splitlines()
@@ -161,9 +168,9 @@ def test_what_is_not_known_is_a_dash_and_the_columns_stay():
     assert bare.split()[1:-1] == ["–", "–", "–/–", "–", "–", "–/–", "–/–", "12", "0.31s"]  # of the last sync
 
 
-def test_figures_that_come_later_for_the_same_step_print_no_second_line():
+def test_late_metrics_of_a_step_print_no_second_line():
     out = io.StringIO()
-    console = Console(total_steps=100, stream=out, clock=Clock())
+    console = ConsoleSink(total_steps=100, stream=out, clock=Clock())
     console.metrics(1, {"critic/rewards/mean": 0.5})
     console.metrics(1, {"param_sync/transfer_s": 0.25, "fully_async/version": 7})
     console.metrics(2, {"critic/rewards/mean": 0.6})
@@ -174,7 +181,7 @@ def test_figures_that_come_later_for_the_same_step_print_no_second_line():
 
 def test_validation_and_the_end_get_lines_of_their_own():
     out = io.StringIO()
-    console = Console(total_steps=8, stream=out, clock=Clock())
+    console = ConsoleSink(total_steps=8, stream=out, clock=Clock())
     console.metrics(0, {"validation/accuracy": 0.125, "validation/valid_format": 0.9})
     console.metrics(8, STEP | {"validation/accuracy": 0.5})
     console.close("replica/1 is gone")
@@ -195,16 +202,16 @@ def test_validation_and_the_end_get_lines_of_their_own():
 )
 def test_the_last_line_says_how_the_run_ended(failed, stopped, line):
     clock, out = Clock(), io.StringIO()
-    console = Console(total_steps=8, stream=out, clock=clock)
+    console = ConsoleSink(total_steps=8, stream=out, clock=clock)
     clock.s = 10.0
     console.metrics(3, STEP)
     console.close(failed, stopped)
     assert out.getvalue().splitlines()[-1] == line
 
 
-def test_a_long_step_gives_a_sign_of_life_saying_who_does_what():
+def test_a_long_step_prints_a_status_with_the_open_spans():
     clock, out = Clock(), io.StringIO()
-    console = Console(total_steps=100, every_s=10.0, stream=out, clock=clock)
+    console = ConsoleSink(total_steps=100, every_s=10.0, stream=out, clock=clock)
     console.metrics(4, STEP)
     waiting = [
         Span("trainer/0", "trainer/step", 0.0, 12.0, {}),
@@ -217,19 +224,74 @@ def test_a_long_step_gives_a_sign_of_life_saying_who_does_what():
     assert lines[0].split("…")[1].strip() == "12.0s after step 4 · in flight 31 · trainer/0: trainer/step 12.0s"
 
 
-def test_colours_are_for_terminals_that_want_them(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
+class TerminalStream(io.StringIO):
+    def isatty(self):
+        return True
 
+
+@pytest.fixture
+def terminal(monkeypatch) -> TerminalStream:
     monkeypatch.delenv("NO_COLOR", raising=False)
-    out = Terminal()
-    Console(10, stream=out).metrics(1, STEP)
-    assert out.getvalue().startswith("\x1b[2m")
-    monkeypatch.setenv("NO_COLOR", "1")
-    out = Terminal()
-    Console(10, stream=out).metrics(1, STEP)
-    assert "\x1b" not in out.getvalue()
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "200")
+    return TerminalStream()
+
+
+def test_a_terminal_has_a_progress_line_below_the_lines(terminal):
+    clock, plain = Clock(), io.StringIO()
+    sinks = [ConsoleSink(8, stream=stream, clock=clock) for stream in (plain, terminal)]
+    waiting = [Span("trainer/0", "trainer/step", 0.0, 12.0, {})]
+    for sink in sinks:
+        for clock.s, step in ((0.0, 2), (4.0, 3)):
+            sink.metrics(step, STEP | {"validation/accuracy": 0.5})
+        for clock.s in (20.0, 40.0):
+            sink.spans(Batch("trainer/0", open_spans=waiting, gauges={"fully_async/in_flight": 31}))
+        sink.close(None, "SIGINT")
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
+    lines = [line for line in plain.getvalue().splitlines() if "…" not in line]
+    assert len(lines) == 6
+    assert [line for line in lines if line not in text] == []
+    assert "3/8" in text
+    assert "eta 20.0s" in text
+    assert "36.0s after step 3 · in flight 31 · trainer/0: trainer/step 12.0s" in text
+    assert "…" not in text
+    assert text.rstrip().endswith("stopped after step 3/8, 40.0s: SIGINT")
+    hidden, shown = (terminal.getvalue().rindex(code) for code in ("\x1b[?25l", "\x1b[?25h"))
+    assert hidden < shown  # the cursor
+
+
+def test_output_of_other_code_goes_above_the_progress_line(terminal, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", TerminalStream())
+    console = ConsoleSink(8)
+    console.metrics(1, STEP)
+    print("(trainer/0) loaded")
+    print("a warning", file=sys.stderr)
+    console.close(None)
+    assert "\x1b[2K(trainer/0) loaded\n" in terminal.getvalue()
+    assert "\x1b[2Ka warning\n" in terminal.getvalue()
+    assert sys.stdout is terminal
+
+
+def test_errors_that_go_elsewhere_than_to_the_terminal_stay_there(terminal, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", log := io.StringIO())
+    console = ConsoleSink(8)
+    console.metrics(1, STEP)
+    print("a warning", file=sys.stderr)
+    console.close(None)
+    assert log.getvalue() == "a warning\n"
+
+
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_a_terminal_without_colours_gets_plain_lines(terminal, monkeypatch, name, value):
+    coloured = ConsoleSink(10, stream=(stream := TerminalStream()))
+    coloured.metrics(1, STEP)
+    coloured.close(None)
+    assert stream.getvalue().startswith("\x1b[2m")
+    monkeypatch.setenv(name, value)
+    ConsoleSink(10, stream=terminal).metrics(1, STEP)
+    assert "\x1b" not in terminal.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -282,7 +344,7 @@ def decode(tokens) -> str:
     return "".join(map(chr, tokens))
 
 
-def test_a_trajectory_row_says_what_was_asked_answered_and_earned_under_which_versions(tmp_path):
+def test_a_trajectory_row_has_prompt_response_reward_and_versions(tmp_path):
     rows = sampled_rows(9, [group("2/7")], decode, k=10)
     row = sorted(rows, key=lambda row: row["sample"])[1]
     assert row == {
@@ -304,13 +366,13 @@ def test_a_trajectory_row_says_what_was_asked_answered_and_earned_under_which_ve
             {"start": 2, "version": "1.5", "mixed_kv": True},
         ],
     }
-    sink = TrajectoryFile(tmp_path)
+    sink = TrajectorySink(tmp_path)
     sink.trajectories(rows)
-    assert read_lines(tmp_path / TRAJECTORIES_FILE) == rows
+    assert read_jsonl(tmp_path / TRAJECTORIES_FILE) == rows
     assert rows[[r["sample"] for r in rows].index(0)]["metrics"] == {"accuracy": None}
 
 
-def test_k_trajectories_are_drawn_from_all_groups_and_again_the_same_for_the_same_step():
+def test_k_trajectories_are_drawn_from_all_groups_with_the_step_as_seed():
     groups = [group(f"0/{i}") for i in range(8)]
     picks = [sampled_rows(step, groups, decode, k=2) for step in range(30)]
     assert all(len(rows) == 2 for rows in picks)
@@ -319,10 +381,10 @@ def test_k_trajectories_are_drawn_from_all_groups_and_again_the_same_for_the_sam
     assert sampled_rows(3, groups, decode, k=0) == []
 
 
-def test_text_with_half_an_emoji_can_be_written(tmp_path):
-    sink = TrajectoryFile(tmp_path)
+def test_a_lone_surrogate_can_be_written(tmp_path):
+    sink = TrajectorySink(tmp_path)
     sink.trajectories([{"step": 1, "response": "cut \ud83d"}, {"step": 2, "response": "whole 🙂"}])
-    assert [row["response"] for row in read_lines(tmp_path / TRAJECTORIES_FILE)] == ["cut ?", "whole 🙂"]
+    assert [row["response"] for row in read_jsonl(tmp_path / TRAJECTORIES_FILE)] == ["cut ?", "whole 🙂"]
 
 
 # -- timeline ----------------------------------------------------------------------------------------------------------
@@ -346,8 +408,8 @@ def test_short_close_spans_are_joined_and_long_ones_keep_their_edges():
     assert len(merge_short(short_then_long, short_s=0.05, gap_s=0.01)) == 2
 
 
-def test_the_timeline_keeps_every_long_span_and_marks_those_never_closed(tmp_path):
-    timeline = Timeline(tmp_path)
+def test_the_timeline_keeps_long_spans_and_marks_open_ones(tmp_path):
+    timeline = TimelineSink(tmp_path)
     timeline.spans(Batch("trainer/0", [Span("trainer/0", "step", 1.0, 2.0, {"loss": np.nan, "why": Ellipsis})]))
     timeline.spans(Batch("replica/0", [], [Span("replica/0", "pause", 1.5, 2.5, {})]))
     timeline.close("died")
@@ -358,8 +420,8 @@ def test_the_timeline_keeps_every_long_span_and_marks_those_never_closed(tmp_pat
     assert second["start"] - first["start"] == pytest.approx(0.5)
 
 
-def test_the_timeline_stays_within_its_size_keeps_the_end_and_says_what_it_let_go(tmp_path):
-    timeline = Timeline(tmp_path, max_bytes=20_000)
+def test_the_timeline_stays_within_its_size_and_keeps_the_end(tmp_path):
+    timeline = TimelineSink(tmp_path, max_bytes=20_000)
     for i in range(1_000):
         timeline.spans(Batch("trainer/0", [Span("trainer/0", "step", float(i), i + 0.9, {"step": i})]))
     timeline.close(None)
@@ -368,4 +430,4 @@ def test_the_timeline_stays_within_its_size_keeps_the_end_and_says_what_it_let_g
     steps = [row["args"]["step"] for row in read_spans(tmp_path)]
     assert steps == list(range(steps[0], 1_000))
     assert len(steps) > 80
-    assert "let go" in (tmp_path / SPANS_FILE).read_text().splitlines()[0]
+    assert "older spans were deleted" in (tmp_path / SPANS_FILE).read_text().splitlines()[0]

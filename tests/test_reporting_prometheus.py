@@ -1,19 +1,21 @@
-"""The endpoint that Prometheus scrapes, read with Prometheus' own parser."""
+"""The metrics endpoint, read with the parser of prometheus_client."""
 
 import json
+import socket
+import time
 import urllib.error
 from dataclasses import replace
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from asyncrl.config.load import ConfigError
 from asyncrl.config.schema import Config
-from asyncrl.reporting import prometheus
-from asyncrl.reporting.prometheus import PrometheusSink
-from asyncrl.reporting.sinks import open_hub
-from asyncrl.telemetry.recorder import Batch
+from asyncrl.observability.sinks import prometheus
+from asyncrl.observability.sinks.open import open_hub
+from asyncrl.observability.sinks.prometheus import PrometheusSink
+from asyncrl.observability.telemetry.recorder import Batch
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def samples(text: str) -> dict[str, tuple[str, dict[str, str], float]]:
     return found
 
 
-def test_metrics_are_the_last_values_and_counters_add_up(sink):
+def test_gauges_are_last_values_and_counters_are_sums(sink):
     sink.metrics(1, {"actor/loss": 0.5, "critic/rewards/mean": 1})
     sink.metrics(2, {"actor/loss": 0.25, "mtp/loss_1": float("nan"), "text": "left out"})
     for _ in range(2):
@@ -57,7 +59,19 @@ def test_metrics_are_the_last_values_and_counters_add_up(sink):
     assert not any("text" in name for name in found)
 
 
-def test_health_is_lost_when_the_driver_drains_no_actor_any_more(sink, monkeypatch):
+def test_a_gauge_and_a_counter_of_one_name_are_answered_in_the_plain_format(sink):
+    """OpenMetrics, which Prometheus prefers, has no room for both."""
+    sink.metrics(1, {"rollout/restarted_samples": 2})
+    sink.spans(Batch("rollouter", counters={"rollout/restarted_samples": 3}))
+    request = Request(f"http://127.0.0.1:{sink.port}/metrics", headers={"Accept": "application/openmetrics-text"})
+    with urlopen(request, timeout=10) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain")
+        found = samples(answer.read().decode())
+    assert found["asyncrl_rollout_restarted_samples"][::2] == ("gauge", 2)
+    assert found["asyncrl_rollout_restarted_samples_total"][::2] == ("counter", 3)
+
+
+def test_health_is_503_when_the_driver_stops_draining(sink, monkeypatch):
     assert get(sink, "/health")[0] == 200  # while the run starts
     sink.spans(Batch("trainer/0"))
     status, text = get(sink, "/health")
@@ -68,7 +82,7 @@ def test_health_is_lost_when_the_driver_drains_no_actor_any_more(sink, monkeypat
     assert get(sink, "/else")[0] == 404
 
 
-def test_a_port_that_is_taken_is_told_under_its_key(sink, tmp_path):
+def test_a_port_in_use_is_a_config_error(sink, tmp_path):
     config = Config()
     taken = replace(config.reporting.prometheus, port=sink.port)
     config = replace(config, reporting=replace(config.reporting, prometheus=taken))
@@ -77,7 +91,18 @@ def test_a_port_that_is_taken_is_told_under_its_key(sink, tmp_path):
 
 
 async def test_the_port_is_free_after_the_run():
-    """In the driver, where a loop runs."""
+    """Within an event loop, as in the driver."""
     first = PrometheusSink("run", "127.0.0.1", 0)
     first.close("it failed")
     PrometheusSink("run", "127.0.0.1", first.port).close(None)
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_an_incomplete_request_does_not_delay_close(method):
+    sink = PrometheusSink("run", "127.0.0.1", 0)
+    with socket.create_connection(("127.0.0.1", sink.port), 10) as client:
+        client.sendall(f"{method} /metrics HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nx".encode())
+        assert client.recv(8) == b"HTTP/1.0"
+        before_s = time.monotonic()
+        sink.close(None)
+        assert time.monotonic() - before_s < 5

@@ -1,4 +1,4 @@
-"""The HTML report: what it draws, what it survives, and that nothing in a run folder can break out of it."""
+"""The HTML report: its content, its tolerance of incomplete run folders, and its escaping."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.reporting import charts, swimlanes
-from asyncrl.reporting.jsonl import METRICS_FILE, LineFile
-from asyncrl.reporting.report import MAX_TRAJECTORIES, REPORT_FILE, read_series, write_report
-from asyncrl.reporting.timeline import SPANS_FILE
-from asyncrl.reporting.trace import TRACE_FILE
-from asyncrl.reporting.trajectories import TRAJECTORIES_FILE
+from asyncrl.observability import charts
+from asyncrl.observability.report import swimlanes
+from asyncrl.observability.report.report import MAX_TRAJECTORIES, REPORT_FILE, read_series, write_report
+from asyncrl.observability.report.trace import TRACE_FILE
+from asyncrl.observability.sinks.jsonl import METRICS_FILE, JsonlFile
+from asyncrl.observability.sinks.timeline import SPANS_FILE
+from asyncrl.observability.sinks.trajectories import TRAJECTORIES_FILE
 
 PHASES = ("plan", "pause", "unload", "transfer", "verify", "commit", "reload", "resume")
 EVIL = "</script><img src=x onerror=alert(1)>"
 
 
 def metrics_of(run_dir: Path, names: list[str], steps: int = 3) -> dict[str, list[float]]:
-    """Write metrics.jsonl with values that no two names share; return them."""
+    """Writes metrics.jsonl with values that are unique to each name; returns them."""
     values = {name: [i + step / 1000 + 0.123 for step in range(1, steps + 1)] for i, name in enumerate(names)}
-    file = LineFile(run_dir / METRICS_FILE)
+    file = JsonlFile(run_dir / METRICS_FILE)
     for row in range(steps):
         file.write([{"step": row + 1, "time": 1e9 + row} | {name: column[row] for name, column in values.items()}])
     return values
 
 
 def plots(html: str) -> list[dict]:
-    """Every trace of every plot in the page, as plotly was given it."""
+    """Plotly traces of all plots in the page."""
     decoder, traces = json.JSONDecoder(), []
     for call in re.finditer(r"Plotly\.newPlot\(\s*\"[0-9a-f-]+\",\s*", html):
         traces += decoder.raw_decode(html, call.end())[0]
@@ -56,7 +57,7 @@ def test_every_expected_metric_is_drawn_with_its_values(tmp_path):
 
 
 def test_a_gap_in_a_metric_stays_a_gap_and_a_repeated_step_counts_once(tmp_path):
-    LineFile(tmp_path / METRICS_FILE).write(
+    JsonlFile(tmp_path / METRICS_FILE).write(
         [
             {"step": 1, "time": 10, "actor/entropy": 2.0},
             {"step": 2, "time": 11, "actor/entropy": 1.9},
@@ -69,8 +70,16 @@ def test_a_gap_in_a_metric_stays_a_gap_and_a_repeated_step_counts_once(tmp_path)
     assert times == [10, 26]
 
 
+def test_the_last_of_an_odd_number_of_charts_is_as_wide_as_the_page(tmp_path):
+    metrics_of(tmp_path, ["actor/entropy", "actor/kl_behaviour", "actor/loss", "perf/step_s", "param_sync/gb_per_s"])
+    html = body_of(write_report(tmp_path).read_text())
+    cards = re.findall(r'<div class="card( wide)?">\s*<h3>(.*?)</h3>', html)
+    narrow = ["Step time", "Parameter sync speed", "Entropy", "KL divergence"]
+    assert cards == [*(("", title) for title in narrow), (" wide", "Loss")]
+
+
 def test_the_key_figures_are_at_the_top(tmp_path):
-    file = LineFile(tmp_path / METRICS_FILE)
+    file = JsonlFile(tmp_path / METRICS_FILE)
     file.write([{"step": 0, "time": 0, "validation/accuracy": 0.031}])
     file.write([{"step": 90, "time": 300, "fully_async/staleness/max": 2, "fully_async/staleness/bound": 2}])
     file.write([{"step": 100, "time": 600, "validation/accuracy": 0.884, "fully_async/staleness/max": 1}])
@@ -93,7 +102,7 @@ def test_the_key_figures_are_at_the_top(tmp_path):
         ({"status": "finished", "reason": "the prompts ended"}, '"badge ok">finished<', "step: the prompts ended"),
         ({"status": "interrupted", "reason": "SIGINT", "failed": None}, '"badge cut">interrupted<', "step: SIGINT"),
         ({"status": "failed", "reason": "SIGINT", "failed": "no memory"}, '"badge bad">failed<', ">no memory<"),
-        ({"failed": "no memory"}, '"badge bad">failed<', ">no memory<"),  # a folder from before there was a status
+        ({"failed": "no memory"}, '"badge bad">failed<', ">no memory<"),  # without a status
         ({"failed": None, "steps": 3}, '"badge ok">finished<', None),
     ],
 )
@@ -105,10 +114,10 @@ def test_the_top_of_the_page_says_how_the_run_ended(tmp_path, summary, badge, ba
     assert banner is None or banner in html[: html.index("<h2>")]
 
 
-def test_a_trajectory_shows_what_it_earned_and_which_versions_wrote_it(tmp_path):
+def test_a_trajectory_shows_its_reward_and_versions(tmp_path):
     versions = [{"start": 0, "version": "1.4", "mixed_kv": False}, {"start": 7, "version": "1.5", "mixed_kv": True}]
     row = {"step": 3, "prompt": "2+2?", "response": "4", "reward": 0.5, "finish": "length", "versions": versions}
-    LineFile(tmp_path / TRAJECTORIES_FILE).write(
+    JsonlFile(tmp_path / TRAJECTORIES_FILE).write(
         [row | {"prompt_tokens": 5, "response_tokens": 9, "prompt_id": "add/1"}]
     )
     html = body_of(write_report(tmp_path).read_text())
@@ -118,8 +127,8 @@ def test_a_trajectory_shows_what_it_earned_and_which_versions_wrote_it(tmp_path)
     assert "<pre>4</pre>" in html
 
 
-def test_nothing_that_a_policy_writes_becomes_markup(tmp_path):
-    LineFile(tmp_path / TRAJECTORIES_FILE).write(
+def test_every_text_of_a_run_folder_is_escaped(tmp_path):
+    JsonlFile(tmp_path / TRAJECTORIES_FILE).write(
         [
             {
                 "step": EVIL,
@@ -134,8 +143,8 @@ def test_nothing_that_a_policy_writes_becomes_markup(tmp_path):
             }
         ]
     )
-    LineFile(tmp_path / METRICS_FILE).write([{"step": 1, f"fully_async/dropped/{EVIL}": 3}])
-    LineFile(tmp_path / SPANS_FILE).write([{"actor": EVIL, "name": EVIL, "start": 0, "end": 1, "args": {EVIL: EVIL}}])
+    JsonlFile(tmp_path / METRICS_FILE).write([{"step": 1, f"fully_async/dropped/{EVIL}": 3}])
+    JsonlFile(tmp_path / SPANS_FILE).write([{"actor": EVIL, "name": EVIL, "start": 0, "end": 1, "args": {EVIL: EVIL}}])
     (tmp_path / "config.yaml").write_text(json.dumps({"name": EVIL, "model": {"path": f"x{EVIL}"}}))
     (tmp_path / "summary.json").write_text(json.dumps({"failed": EVIL, "status": EVIL, EVIL: EVIL}))
     html = write_report(tmp_path).read_text()
@@ -144,7 +153,7 @@ def test_nothing_that_a_policy_writes_becomes_markup(tmp_path):
     assert html.count("</script>") == html.count("<script")
 
 
-def test_the_page_asks_nothing_of_the_network(tmp_path):
+def test_the_page_loads_nothing_from_the_network(tmp_path):
     metrics_of(tmp_path, ["actor/entropy", "fully_async/version"])
     html = write_report(tmp_path).read_text()
     own = body_of(html) + html[: html.index("<script>")]
@@ -153,9 +162,9 @@ def test_the_page_asks_nothing_of_the_network(tmp_path):
     assert (tmp_path / REPORT_FILE).stat().st_size < 6_000_000
 
 
-def test_the_timeline_draws_the_end_of_a_long_run_and_says_so(tmp_path):
+def test_the_timeline_is_limited_to_the_end_of_a_long_run(tmp_path):
     count = swimlanes.MAX_BARS + 500
-    LineFile(tmp_path / SPANS_FILE).write(
+    JsonlFile(tmp_path / SPANS_FILE).write(
         {"actor": "trainer/0", "name": "trainer/step", "start": 100.0 + i, "end": 100.9 + i} for i in range(count)
     )
     html = write_report(tmp_path).read_text()
@@ -174,12 +183,12 @@ def test_nested_spans_are_drawn_inside_their_parents():
     traces = {trace.name: trace for trace in swimlanes.timeline_chart(rows).data}
     assert list(traces)[-1] == "micro_batch"  # painted last
     assert traces["micro_batch"].width[0] < traces["step"].width[0] == traces["generate"].width[0]
-    assert "3 short ones joined" in traces["micro_batch"].text[0]
+    assert "3 short spans joined" in traces["micro_batch"].text[0]
     assert "rows = 8" in traces["generate"].text[0]
 
 
-def test_of_many_trajectories_some_are_shown_from_the_first_to_the_last(tmp_path):
-    LineFile(tmp_path / TRAJECTORIES_FILE).write({"step": i, "response": f"answer-{i}."} for i in range(100))
+def test_many_trajectories_are_thinned_evenly(tmp_path):
+    JsonlFile(tmp_path / TRAJECTORIES_FILE).write({"step": i, "response": f"answer-{i}."} for i in range(100))
     html = body_of(write_report(tmp_path).read_text())
     shown = [int(i) for i in re.findall(r"answer-(\d+)\.", html)]
     assert len(shown) == MAX_TRAJECTORIES
@@ -187,7 +196,7 @@ def test_of_many_trajectories_some_are_shown_from_the_first_to_the_last(tmp_path
     assert f"({MAX_TRAJECTORIES} of 100 kept)" in html
 
 
-def test_an_empty_run_and_one_still_going_have_a_report(tmp_path):
+def test_a_run_without_a_step_and_one_still_going_have_a_report(tmp_path):
     assert "No step has been reported yet." in write_report(tmp_path).read_text()
     (tmp_path / METRICS_FILE).write_bytes(b'{"step":1,"time":1,"actor/entropy":2.5}\n{"step":2,"ti')
     (tmp_path / "config.yaml").write_text("")
@@ -196,7 +205,7 @@ def test_an_empty_run_and_one_still_going_have_a_report(tmp_path):
     assert [path.name for path in tmp_path.iterdir() if path.name.endswith(("html", "tmp"))] == [REPORT_FILE]
 
 
-def test_the_command_makes_the_report_again_and_says_where(tmp_path):
+def test_the_command_rewrites_the_report_and_prints_its_path(tmp_path):
     metrics_of(tmp_path, ["actor/entropy"])
     command = [sys.executable, "-m", "asyncrl.report"]
     done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, check=True)

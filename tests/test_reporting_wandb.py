@@ -1,4 +1,4 @@
-"""The wandb sink, against wandb itself: an offline run is read back from the file it leaves."""
+"""The wandb sink, against wandb itself: tests read the file of an offline run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from wandb.proto import wandb_internal_pb2 as pb
 
 from asyncrl.config.load import ConfigError
 from asyncrl.config.schema import WandbConfig
-from asyncrl.reporting import wandb_workspace
-from asyncrl.reporting.jsonl import JsonlSink
-from asyncrl.reporting.sinks import git_state
-from asyncrl.reporting.wandb_sink import TABLE, WandbSink
+from asyncrl.observability.sinks import wandb_workspace
+from asyncrl.observability.sinks.jsonl import JsonlSink
+from asyncrl.observability.sinks.wandb import TABLE, WandbSink, git_state
 
 _BLOCK_BYTES = 32_768
 _CHUNK = struct.Struct("<IHB")  # crc, length, kind: 1 whole, 2 first, 3 middle, 4 last
@@ -88,7 +87,7 @@ def offline_run(run_dir: Path) -> OfflineRun:
 
 @pytest.fixture
 def alone(monkeypatch, tmp_path):
-    """No login, no key, and no network that would answer one."""
+    """No login, no key and no network."""
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT", "WANDB_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -118,20 +117,23 @@ def test_an_offline_run_holds_config_and_metrics_by_step(alone, tmp_path):
     assert run.exit_code == 0
 
 
-def test_nothing_is_said_on_the_console(alone, tmp_path):
-    # In a process and an environment of its own: what wandb and pytest leave in this one changes what wandb says.
+def test_wandb_prints_nothing_and_leaves_the_home_folder_alone(alone, tmp_path):
+    # In a fresh process and environment: state of wandb and pytest in this one changes the output of wandb.
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "PYTEST"))}
+    (home := tmp_path / "home").mkdir()
     script = (
         "from asyncrl.config.schema import WandbConfig\n"
-        "from asyncrl.reporting.wandb_sink import WandbSink\n"
-        f"sink = WandbSink(WandbConfig(), 'quick', {str(tmp_path)!r}, {{}})\n"
+        "from asyncrl.observability.sinks.wandb import WandbSink\n"
+        f"sink = WandbSink(WandbConfig(table_every_steps=1), 'quick', {str(tmp_path)!r}, {{}})\n"
         "sink.metrics(1, {'a': 1})\n"
+        "sink.trajectories([{'step': 1, 'prompt': '1+1'}])\n"
         "sink.close(None)\n"
     )
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert (done.stdout, done.stderr) == ("", "")
     assert offline_run(tmp_path).exit_code == 0
+    assert list(home.iterdir()) == []
 
 
 def test_a_failed_run_ends_with_an_exit_code_and_its_reason(alone, tmp_path):
@@ -143,7 +145,7 @@ def test_a_failed_run_ends_with_an_exit_code_and_its_reason(alone, tmp_path):
     assert run.summary["failed"] == "replica/1 is gone"
 
 
-def test_an_interrupted_run_ends_well_with_what_stopped_it(alone, tmp_path):
+def test_an_interrupted_run_has_exit_code_0_and_its_reason(alone, tmp_path):
     sink = WandbSink(WandbConfig(), "quick", tmp_path, {})
     sink.metrics(1, {"critic/rewards/mean": 0.5})
     sink.close(None, "SIGINT")
@@ -160,9 +162,9 @@ def test_a_disabled_run_leaves_nothing_behind(alone, tmp_path):
     assert list(tmp_path.rglob("*.wandb")) == []
 
 
-def test_an_unknown_mode_is_refused_with_the_ones_there_are(tmp_path):
-    with pytest.raises(ValueError, match="offline, online, disabled, found 'of'"):
-        WandbSink(WandbConfig(mode="of"), "quick", tmp_path, {})
+def test_an_unknown_mode_is_refused_with_the_ones_there_are():
+    with pytest.raises(ValueError, match="'offline', 'online' or 'disabled'"):
+        WandbConfig(mode="of")
 
 
 def trajectories(step: int, count: int = 2) -> list[dict]:
@@ -186,7 +188,7 @@ def test_sampled_trajectories_become_a_table_every_few_steps(alone, tmp_path):
     assert first["data"][1][1:] == ["p", "2+2=", "4", 0.5, "0.3 · 0.4 from 17", "stop", 21, "u1"]
 
 
-def test_a_resumed_run_keeps_its_id_and_goes_back_in_no_step(alone, tmp_path):
+def test_a_resumed_run_keeps_its_id_and_repeats_no_step(alone, tmp_path):
     row = {"actor/loss": 0.5, "critic/rewards/mean": 0.25}
     ids = []
     for steps in ((1, 2, 3, 2), (2, 3, 4)):  # killed after it went back to 2; resumed from there
@@ -222,7 +224,7 @@ def test_the_dashboard_has_the_report_s_charts_in_named_sections(capsys):
     }
 
 
-def test_the_dashboard_is_what_wandb_takes(monkeypatch):
+def test_wandb_accepts_the_dashboard(monkeypatch):
     workspaces = pytest.importorskip("wandb_workspaces.workspaces")
     saved = []
     monkeypatch.setattr(workspaces.Workspace, "save", lambda workspace: saved.append(workspace))
@@ -233,7 +235,7 @@ def test_the_dashboard_is_what_wandb_takes(monkeypatch):
 
 
 def test_tensorboard_gets_every_number_by_step_and_is_refused_without_its_package(tmp_path, monkeypatch):
-    from asyncrl.reporting.tensorboard import TensorboardSink
+    from asyncrl.observability.sinks.tensorboard import TensorboardSink
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigError, match=r"reporting.tensorboard: the package tensorboard is not installed"):
@@ -251,7 +253,7 @@ def test_tensorboard_gets_every_number_by_step_and_is_refused_without_its_packag
     assert "trajectories/0/text_summary" in events.Tags()["tensors"]
 
 
-def test_the_commit_that_a_run_began_from_is_recorded(tmp_path, monkeypatch):
+def test_the_commit_of_the_working_directory_is_recorded(tmp_path, monkeypatch):
     for command in (["init", "-qb", "main"], ["commit", "-q", "--allow-empty", "-m", "one"]):
         subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *command], cwd=tmp_path, check=True)
     monkeypatch.chdir(tmp_path)

@@ -1,5 +1,5 @@
-"""A run that ended early, however, is resumed where its last checkpoint was: the same prompts, each once, and the same
-bits where they can be; and what cannot be resumed is refused by name, before anything is started or overwritten."""
+"""A run that ended early, however it did, resumes at its last checkpoint: each prompt once, and the same bits in
+deterministic mode. A folder that cannot be resumed is refused with the reason, before anything starts or is written."""
 
 import contextlib
 import fcntl
@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl import run_folder
 from asyncrl.fully_async_main import main
 from asyncrl.models.checkpoint import read_tensors
+from asyncrl.run import run_folder
 from tests.support.faults import OPTIONS, FaultyRun, audit, restores
 from tests.support.tiny import overrides
 
@@ -34,7 +34,7 @@ DETERMINISTIC = (
 
 @pytest.fixture(scope="module")
 def begin():
-    """Start a run in a folder, or resume the one that is there."""
+    """Start a run in a folder, or resume the run in it."""
     with contextlib.ExitStack() as stack:
 
         def begin(*args, **kwargs) -> FaultyRun:
@@ -47,7 +47,7 @@ def begin():
 
 @pytest.fixture(scope="module")
 def killed(inputs, begin, tmp_path_factory) -> Path:
-    """The folder of a run whose driver was killed after step 7; it has checkpoints of steps 3 and 6."""
+    """Folder of a run whose driver was killed after step 7, with checkpoints of steps 3 and 6."""
     run = begin(inputs, tmp_path_factory.mktemp("killed") / "run", "trainer.total_steps=1000")
     run.until_trained(7)
     run.until(lambda: (run.folder / "checkpoints/step_000006").exists(), "saved step 6")
@@ -59,7 +59,7 @@ def killed(inputs, begin, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(killed, tmp_path) -> Path:
-    """A copy of it."""
+    """A copy of the killed run's folder."""
     return Path(shutil.copytree(killed, tmp_path / "run", symlinks=True))
 
 
@@ -88,14 +88,14 @@ def test_killed_between_checkpoints_and_resumed_equals_never_killed_bit_for_bit(
 
 
 def until_between(run: FaultyRun, saved: int) -> None:
-    """Until the checkpoint of a step is whole, and the next step trained."""
+    """Wait until the checkpoint of a step is complete and the next step is trained."""
     run.until(lambda: (run.folder / f"checkpoints/step_{saved:06d}").exists(), f"saved step {saved}")
     run.until_trained(saved + 1)
 
 
 @pytest.mark.faults
 def test_a_killed_run_goes_on_with_other_pools_and_batches_and_again_after_an_interruption(inputs, begin, folder):
-    """Its spool has a torn tail, and there is a save that was interrupted, newer than all others."""
+    """The spool has a torn tail, and the newest save was interrupted."""
     newest_segment = max((folder / "spool").iterdir())
     with newest_segment.open("ab") as file:
         file.write(b"the beginning of a record")
@@ -143,7 +143,7 @@ def test_a_journal_that_is_lost_with_its_machine_comes_back_from_the_copy_beside
 
 @pytest.mark.faults
 def test_a_damaged_spool_is_named(inputs, begin, folder):
-    """All of it is read when the queue starts: what is damaged there was promised to be kept."""
+    """The queue verifies all of it at its start: every record in it is promised to be durable."""
     segment = min((folder / "spool").iterdir())
     content = bytearray(segment.read_bytes())
     content[len(content) // 2] ^= 1
@@ -163,7 +163,7 @@ def test_a_damaged_spool_is_named(inputs, begin, folder):
         ("seed=7", "seed: the run to resume has 0, found 7"),
     ],
 )
-def test_a_change_that_would_give_what_is_queued_another_meaning_is_refused(inputs, folder, capfd, option, message):
+def test_a_change_that_would_give_queued_groups_another_meaning_is_refused(inputs, folder, capfd, option, message):
     assert message in refused(inputs, folder, capfd, option)
 
 
@@ -197,7 +197,7 @@ def test_a_damaged_ledger_is_named(inputs, folder, capfd):
     assert f"{ledger} is damaged" in refused(inputs, folder, capfd)
 
 
-def test_groups_that_no_checkpoint_holds_any_more_are_missed(inputs, folder, capfd):
+def test_missing_checkpoints_of_groups_that_the_ledger_no_longer_keeps_are_refused(inputs, folder, capfd):
     shutil.rmtree(folder / "checkpoints")
     assert "no checkpoint is left, but the groups trained up to step 3 are kept no longer" in refused(
         inputs, folder, capfd
@@ -212,7 +212,7 @@ def test_only_a_checkpoint_in_the_folder_of_a_run_can_be_resumed(inputs, folder,
     assert f"{copied} is not in the folder of a run" in refused(inputs, folder, capfd, resume=copied)
 
 
-def test_a_run_that_goes_on_is_left_alone(inputs, folder, capfd, monkeypatch):
+def test_a_folder_in_use_by_a_live_run_is_refused(inputs, folder, capfd, monkeypatch):
     monkeypatch.setattr(run_folder, "LOCK_PATIENCE_S", 0.5)
     fd = os.open(folder, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)  # as a run holds it
@@ -228,7 +228,7 @@ def test_a_folder_that_cannot_be_written_is_refused(inputs, folder, capfd, monke
 
 
 def refused(inputs: Path, folder: Path, capfd, *more: str, resume: str | Path = "auto") -> str:
-    """What is said about a run that is not resumed; nothing in its folder has changed."""
+    """Error output of a refused resume, which changes nothing in the folder."""
     before = contents(folder)
     options = overrides(inputs, folder, *OPTIONS, "trainer.total_steps=1000", *more)
     assert main(["--resume", str(resume), *options]) == 2
@@ -239,6 +239,6 @@ def refused(inputs: Path, folder: Path, capfd, *more: str, resume: str | Path = 
 
 
 def contents(folder: Path) -> dict[str, str]:
-    # SQLite's shared memory is of those who have the ledger open
+    # SQLite's shared memory belongs to the processes that have the ledger open
     files = [path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(("-shm", "-wal"))]
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

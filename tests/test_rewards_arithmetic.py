@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from asyncrl.rollouter.rewards.arithmetic import score
-from asyncrl.sample import Prompt
+from asyncrl.types.prompts import Prompt
 
 SEVEN = Prompt("e0-000000", "row", ({"role": "user", "content": "Compute 4+1+2"},), "7")
 
@@ -37,7 +37,7 @@ def test_a_share_of_the_reward_can_go_to_the_format():
     assert score(SEVEN, "answer: 7", format_share=0.25)["reward"] == 0.75
 
 
-def test_a_prompt_without_an_integer_answer_is_a_fault_of_the_data():
+def test_a_prompt_without_an_integer_answer_raises():
     with pytest.raises(ValueError, match="seven"):
         score(Prompt("e0-000000", "row", (), "seven"), "answer: 7")
 

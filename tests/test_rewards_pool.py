@@ -1,4 +1,4 @@
-"""Reward functions in worker processes: whatever they do, the pool answers and nothing stays behind.
+"""Reward functions in worker processes: however they misbehave, the pool answers and leaves no process behind.
 
 The functions that the workers run stand first; a worker imports them from this file.
 """
@@ -17,7 +17,7 @@ import pytest
 
 from asyncrl.config.schema import RewardConfig
 from asyncrl.rollouter.rewards.pool import RewardError, RewardPool
-from asyncrl.sample import Prompt
+from asyncrl.types.prompts import Prompt
 
 ANSWER = Prompt("e0-000000", "row", ({"role": "user", "content": "?"},), "42")
 
@@ -46,7 +46,7 @@ UNUSABLE = {
 
 
 def misbehaves(prompt, response):
-    """Does what the response says."""
+    """Misbehaves as the response says."""
     if response == "hang":
         re.match(r"(a+)+$", "a" * 64 + "!")  # holds the interpreter for longer than anybody waits
     if response == "die":
@@ -91,7 +91,7 @@ async def pool_of(function, **options):
 
 
 def has_ended(pid: int, timeout_s: float = 5.0) -> bool:
-    """Waits for the end of a process that need not be a child of this one."""
+    """Wait for the end of any process, not necessarily a child."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -102,7 +102,7 @@ def has_ended(pid: int, timeout_s: float = 5.0) -> bool:
         os.close(handle)
 
 
-async def test_results_come_in_order_with_what_else_the_function_reports():
+async def test_results_come_in_order_with_their_metrics():
     async with pool_of(exact, args={"scale": 0.5}) as pool:
         results = await pool.score([(ANSWER, "42"), (ANSWER, "410"), (ANSWER, "42")])
     assert [r.reward for r in results] == [0.5, 0.0, 0.5]
@@ -122,7 +122,7 @@ async def test_async_rewards_of_a_group_run_concurrently():
     assert [r.error for r in results] == [None] * 16
 
 
-async def test_a_hanging_reward_is_killed_at_its_limit_and_costs_only_its_own_sample():
+async def test_a_hanging_reward_is_killed_at_its_limit_and_fails_only_its_own_sample():
     async with pool_of(misbehaves, timeout_s=0.5, workers=2) as pool:
         start = time.monotonic()
         results = await pool.score([(ANSWER, "fine"), (ANSWER, "hang"), (ANSWER, "fine")])
@@ -133,7 +133,7 @@ async def test_a_hanging_reward_is_killed_at_its_limit_and_costs_only_its_own_sa
         assert [r.reward for r in await pool.score([(ANSWER, "fine")])] == [1.0]
 
 
-async def test_a_reward_that_ends_its_process_costs_only_its_own_sample():
+async def test_a_reward_that_ends_its_process_fails_only_its_own_sample():
     async with pool_of(misbehaves) as pool:
         results = await pool.score([(ANSWER, "fine"), (ANSWER, "die"), (ANSWER, "fine")])
         assert [r.error for r in results] == [None, "reward_error", None]
@@ -141,7 +141,7 @@ async def test_a_reward_that_ends_its_process_costs_only_its_own_sample():
         assert [r.reward for r in await pool.score([(ANSWER, "fine")])] == [1.0]
 
 
-async def test_a_reward_that_raises_is_tried_once_more():
+async def test_a_reward_that_raises_is_retried_once():
     async with pool_of(fails_at_first) as pool:
         assert [r.reward for r in await pool.score([(ANSWER, "a"), (ANSWER, "b")])] == [1.0, 1.0]
 
@@ -186,8 +186,8 @@ async def test_a_cancelled_call_leaves_no_reply_for_the_next_one():
     [
         ("no_such_package.module:f", "No module named 'no_such_package'"),
         (f"{__name__}:no_such_function", "no_such_function"),
-        (f"{__name__}:ANSWER", "expected a function"),
-        ("no_colon", "package.module:function"),
+        (f"{__name__}:ANSWER", "reward.function: expected a function, found Prompt"),
+        ("no_colon", "reward.function: expected one of arithmetic, or an import path such as package.module:REWARD"),
     ],
 )
 async def test_a_function_that_cannot_be_imported_fails_at_start(path, complaint):
@@ -201,14 +201,14 @@ async def test_scoring_outside_start_and_close_is_refused():
         await pool.score([(ANSWER, "42")])
 
 
-async def test_close_leaves_no_process_nor_what_a_reward_had_started():
+async def test_close_leaves_neither_workers_nor_their_children():
     async with pool_of(process_ids) as pool:
         (result,) = await pool.score([(ANSWER, "")])
     assert has_ended(int(result.metrics["worker"]))
     assert has_ended(int(result.metrics["child"]))
 
 
-async def test_close_amid_a_call_fails_the_call():
+async def test_close_fails_a_pending_call():
     async with pool_of(misbehaves) as pool:
         call = asyncio.create_task(pool.score([(ANSWER, "hang")]))
         await asyncio.sleep(0.1)
@@ -216,7 +216,7 @@ async def test_close_amid_a_call_fails_the_call():
         await call
 
 
-def test_a_worker_amid_a_hanging_call_ends_with_its_parent():
+def test_a_worker_in_a_hanging_call_dies_with_its_parent():
     script = (
         f"import asyncio; from {__name__} import *\n"
         "async def main():\n"

@@ -1,6 +1,7 @@
 """The rollout loop with a real queue and a real engine: groups, drops and refills, drops by reason, validation."""
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -8,19 +9,20 @@ import pytest
 
 from asyncrl.config.checks import derive
 from asyncrl.config.load import load_config
-from asyncrl.rollouter.agent_loops.single_turn import SingleTurn
-from asyncrl.rollouter.engine import SamplingParams
-from asyncrl.rollouter.loop import NothingToTrain, truncations
-from asyncrl.rollouter.outbox import Outbox
-from asyncrl.rollouter.places import Places
-from asyncrl.rollouter.samples import random_key
-from asyncrl.sample import FinishReason, PolicyVersion, VersionSpan
+from asyncrl.rollouter.agents.single_turn import SingleTurn
+from asyncrl.rollouter.batching_sender import BatchingSender
+from asyncrl.rollouter.drops import NothingToTrain
+from asyncrl.rollouter.engines.base import SamplingParams
+from asyncrl.rollouter.limiter import InFlightLimiter
+from asyncrl.rollouter.sampling import random_key, truncations
+from asyncrl.types.samples import FinishReason
+from asyncrl.types.versions import PolicyVersion, VersionSpan
 from tests.support.rollout import System, broken, fine
 from tests.support.tiny import MAX_RESPONSE, overrides
 
 
 class Reshaped(SingleTurn):
-    """An agent loop that changes what the engine said in ways only some runs bring about."""
+    """An agent loop that alters its sample, to produce rare cases."""
 
     async def run(self, prompt, index, generate):
         return self.change(await super().run(prompt, index, generate))
@@ -44,13 +46,44 @@ async def test_groups_hold_all_samples_with_rewards_versions_and_logprobs(inputs
             assert group.sample_index.tolist() == [0, 1, 2, 3]
             assert group.rewards.tolist() == [0.0, 1.0, 2.0, 3.0]
             assert group.metrics["accuracy"].tolist() == [0.0, 1.0, 2.0, 3.0]
-            assert group.oldest_version() == (0, 0)
+            assert group.trained_versions() == ((0, 0), (0, 0))
             assert (group.logprobs < 0).all()
             assert group.response_lengths.max() <= MAX_RESPONSE
             times = [group.times[f"{what}_s"] for what in ("issued", "started", "generated", "finished")]
             assert times == sorted(times)
         different = {tuple(group.tokens[group.response(s)]) for s in range(4)}
         assert len(different) == 4  # each sample draws its own random numbers
+
+
+class ClosesItsTool(SingleTurn):
+    """Samples clean up slowly when cancelled, except the first of each group."""
+
+    opened = closed = 0
+
+    async def run(self, prompt, index, generate):
+        ClosesItsTool.opened += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            if index:
+                await asyncio.sleep(0.02)
+                ClosesItsTool.closed += 1
+
+
+async def test_a_cancelled_group_releases_each_sample_once(inputs):
+    options = ("async_training.staleness_threshold=50", "rollout.max_concurrent_groups=3")
+    async with System(inputs, lambda prompt, i: fine(float(i)), *options, agent_loop=ClosesItsTool) as system:
+        async with asyncio.timeout(30):
+            while ClosesItsTool.opened < 12:
+                await asyncio.sleep(0.005)
+        cancelled = [group.task for group in system.loop.in_flight.values()]
+        for task in cancelled:
+            task.cancel()
+        await asyncio.wait(cancelled)
+        async with asyncio.timeout(30):
+            while ClosesItsTool.closed < 9 or ClosesItsTool.opened < 24:  # by the groups that follow
+                await asyncio.sleep(0.005)
+        assert system.loop.limiter.samples == sum(g.generating for g in system.loop.in_flight.values()) == 12
 
 
 async def test_groups_of_equal_rewards_are_dropped_counted_and_refilled(inputs):
@@ -76,7 +109,7 @@ async def test_groups_of_equal_rewards_are_dropped_counted_and_refilled(inputs):
         ("mask", [1.0, 1.0, 0.5, 0.5], True),
     ],
 )
-async def test_the_filter_looks_at_rewards_as_the_trainer_will_see_them(inputs, overlong, rewards, kept):
+async def test_the_variance_filter_uses_the_trainers_effective_rewards(inputs, overlong, rewards, kept):
     more = (f"algorithm.overlong={overlong}", "algorithm.filter_zero_variance=true", "data.epochs=1")
     more += ("async_training.staleness_threshold=50", "rollout.max_consecutive_drops=100")
     judge = lambda prompt, i: fine(rewards[i])
@@ -92,8 +125,81 @@ async def test_a_sample_without_a_trained_token_is_counted_as_failed(inputs):
         assert system.recorder.drain().counters["rollout/failed_samples/no_trained_token"] >= 2
 
 
+class Damaged(SingleTurn):
+    """Damages the sample in the first ``times`` attempts at the prompt of ``uid``."""
+
+    uid, times = "e0-000001", 1
+    damage = staticmethod(lambda s: replace(s, logprobs=np.full_like(s.logprobs, np.nan)))
+    seen: Counter[tuple[str, int]]
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        type(self).seen = Counter()
+
+    async def run(self, prompt, index, generate):
+        sample = await super().run(prompt, index, generate)
+        self.seen[prompt.uid, index] += 1
+        return self.damage(sample) if prompt.uid == self.uid and self.seen[prompt.uid, index] <= self.times else sample
+
+
+class DamagedToken(Damaged):
+    damage = staticmethod(lambda s: replace(s, tokens=np.full_like(s.tokens, 2**30)))
+
+
+class NegativeToken(Damaged):
+    damage = staticmethod(lambda s: replace(s, tokens=np.full_like(s.tokens, -1)))
+
+
+class DamagedVersion(Damaged):
+    damage = staticmethod(lambda s: replace(s, spans=[VersionSpan(0, PolicyVersion(7, 0))]))
+
+
+class Poison(Damaged):
+    times = 99
+
+
+@pytest.mark.parametrize(
+    ("agent_loop", "reason"),
+    [
+        (Damaged, "logprob_not_finite"),
+        (DamagedToken, "token_out_of_vocabulary"),
+        (NegativeToken, "token_out_of_vocabulary"),  # which the tokenizer cannot decode
+        (DamagedVersion, "unknown_version"),
+    ],
+)
+async def test_a_corrupt_group_is_refused_and_sampled_again_under_the_same_uid(inputs, agent_loop, reason):
+    more = ("data.shuffle=false", "async_training.staleness_threshold=50", "data.epochs=1")
+    groups = {}
+    for loop in (SingleTurn, agent_loop):
+        async with System(inputs, lambda p, i: fine(float(i)), *more, agent_loop=loop) as system:
+            await asyncio.wait_for(system.tasks[1], 60)
+            groups[loop] = await system.groups(len(system.prompts))
+            counters, stats = system.recorder.drain().counters, await system.queue.stats()
+    plain, again = groups[SingleTurn], groups[agent_loop]
+    assert [g.uid for g in again] == [g.uid for g in plain]  # nothing is missing, and the order of issue is kept
+    assert {g.uid: g.attempt for g in again} == {g.uid: int(g.uid == Damaged.uid) for g in plain}
+    at = [g.uid for g in plain].index(Damaged.uid)
+    assert np.isfinite(again[at].logprobs).all()
+    assert again[at].tokens.tolist() != plain[at].tokens.tolist()  # other random numbers
+    assert all(a.tokens.tolist() == p.tokens.tolist() for k, (a, p) in enumerate(zip(again, plain)) if k != at)
+    assert counters[f"rollout/refused_groups/{reason}"] == 1
+    assert stats["fully_async/count/dropped"] == 0
+
+
+async def test_a_group_that_never_passes_is_dropped_as_poison_and_the_run_goes_on(inputs):
+    more = ("data.epochs=1", "async_training.staleness_threshold=50", "rollout.max_attempts=2")
+    async with System(inputs, lambda p, i: fine(float(i)), *more, agent_loop=Poison) as system:
+        await asyncio.wait_for(system.tasks[1], 60)
+        groups = await system.groups(len(system.prompts) - 1)
+        assert Poison.uid not in {g.uid for g in groups}
+        assert set(Poison.seen.values()) == {1, 2}
+        assert (await system.queue.stats())["fully_async/dropped/poison"] == 1
+        assert system.recorder.drain().counters["rollout/refused_groups/logprob_not_finite"] == 2
+
+
 async def test_samples_of_more_than_one_version_are_counted(inputs):
     async with System(inputs, lambda p, i: fine(float(i)), agent_loop=FirstOneCutBySync) as system:
+        await system.queue.announce(PolicyVersion(0, 1), 0)
         await system.groups(2)
         counters = system.recorder.drain().counters
         assert counters["rollout/partial_samples"] == counters["rollout/groups"] >= 2
@@ -107,14 +213,14 @@ async def test_a_prompt_is_encoded_once(inputs):
         assert set(system.tokenizer.encoded.values()) == {1}
 
 
-async def test_sampling_that_cuts_the_distribution_is_warned_of_once(inputs, caplog):
+async def test_truncated_sampling_is_warned_about_once(inputs, caplog):
     async with System(inputs, lambda p, i: fine(float(i)), "rollout.top_p=0.9", "rollout.top_k=40") as system:
         await system.groups(2)
-    assert caplog.text.count("rollout: top_p=0.9, top_k=40 cuts") == 1
+    assert caplog.text.count("rollout: top_p=0.9, top_k=40 truncates") == 1
     assert truncations(SamplingParams(temperature=0.7)) == []
 
 
-async def test_groups_of_equal_rewards_are_counted_also_where_they_are_kept(inputs):
+async def test_groups_of_equal_rewards_are_counted_even_if_kept(inputs):
     async with System(inputs, lambda prompt, i: fine(1.0), "algorithm.filter_zero_variance=false") as system:
         assert len(await system.groups(2)) == 2
         assert system.recorder.drain().counters["rollout/zero_variance_groups"] >= 2
@@ -128,7 +234,16 @@ async def test_a_failed_sample_leaves_its_group_smaller_and_is_counted(inputs):
         assert system.recorder.drain().counters["rollout/failed_samples/reward_timeout"] >= 1
 
 
-async def test_a_group_below_the_minimum_is_dropped_by_the_reason_of_its_samples(inputs):
+async def test_a_failed_reward_can_be_replaced_by_a_value(inputs):
+    judge = lambda prompt, i: broken("reward_timeout") if i == 1 else fine(float(i))
+    more = ("reward.on_failure=value", "reward.failure_value=-1")
+    async with System(inputs, judge, *more) as system:
+        (group, _) = await system.groups(2)
+        assert group.rewards.tolist() == [0.0, -1.0, 2.0, 3.0]
+        assert system.recorder.drain().counters["rollout/failed_rewards/reward_timeout"] >= 1
+
+
+async def test_a_group_below_the_minimum_size_is_dropped_with_the_reason_of_its_samples(inputs):
     seen: list[str] = []
 
     def judge(prompt, i):
@@ -161,7 +276,7 @@ async def test_prompts_that_do_not_fit_are_dropped_and_counted(inputs):
         assert s.recorder.drain().counters["rollout/failed_samples/prompt_too_long"] == 16
 
 
-async def test_when_the_prompts_end_everything_finished_is_delivered(inputs):
+async def test_when_the_prompts_end_all_finished_groups_are_delivered(inputs):
     more = ("data.epochs=1", "async_training.staleness_threshold=50")
     async with System(inputs, lambda p, i: fine(float(i)), *more) as system:
         await asyncio.wait_for(system.tasks[1], 60)
@@ -179,14 +294,23 @@ async def test_validation_answers_every_prompt_and_reports_means(inputs):
         assert values["validation/accuracy"] == values["validation/reward"] == pytest.approx(0.5)
 
 
-def test_random_keys_differ_by_seed_group_and_sample():
-    keys = {random_key(seed, uid, i) for seed in range(3) for uid in ("a", "b") for i in range(4)}
-    assert len(keys) == 24
+async def test_an_undecodable_validation_answer_counts_as_failed(inputs):
+    class Unreadable(Reshaped):
+        change = staticmethod(lambda s: replace(s, tokens=np.full_like(s.tokens, -1)))
+
+    async with System(inputs, lambda p, i: fine(1.0), agent_loop=Unreadable, total=0) as system:
+        values = await asyncio.wait_for(system.validation.run(system.prompts[:2]), 60)
+        assert (values["validation/samples"], values["validation/failed"]) == (0, 2)
+
+
+def test_random_keys_differ_by_seed_group_sample_and_attempt():
+    keys = {random_key(s, uid, i, a) for s in range(3) for uid in ("a", "b") for i in range(4) for a in range(3)}
+    assert len(keys) == 72
     assert all(0 <= key < 2**63 for key in keys)
     assert random_key(1, "a", 2) == random_key(1, "a", 2)
 
 
-def test_derived_slots_are_always_kept_busy(inputs):
+def test_derived_slots_are_those_of_all_replicas(inputs):
     config = load_config(None, overrides(inputs, inputs / "run"))
     assert derive(config).slots == 8
     two = replace(config, rollout=replace(config.rollout, replicas=2))
@@ -194,52 +318,52 @@ def test_derived_slots_are_always_kept_busy(inputs):
     assert np.isclose(float(derive(config).staleness_threshold), 0.0)
 
 
-async def test_as_many_samples_wait_for_slots_as_end_before_others_can_come():
-    places = Places(slots=64, groups=0)
-    places.take(64)
-    assert await places.free(4) == 1  # a group, as long as nothing is known
+async def test_the_backlog_grows_with_the_completion_rate():
+    limiter = InFlightLimiter(slots=64, max_groups=0)
+    limiter.acquire(64)
+    assert await limiter.room(4) == 1  # one group while the completion rate is unknown
     for _ in range(30):  # ten ends each 50 ms
-        places.leave(10)
-        places.take(10)
+        limiter.release(10)
+        limiter.acquire(10)
         await asyncio.sleep(0.05)
-    waiting = 4 * await places.free(4)
+    waiting = 4 * await limiter.room(4)
     assert 4 < waiting <= 64
 
 
-async def test_what_is_finished_goes_at_once_where_a_slot_is_idle_else_in_batches():
-    delivered, hurry = [], asyncio.Event()
+async def test_the_sender_sends_at_once_while_urgent_and_in_batches_otherwise():
+    sent, urgent = [], asyncio.Event()
 
-    async def deliver(items):
-        delivered.append(items)
+    async def send(items):
+        sent.append(items)
 
-    outbox = Outbox(deliver, every_s=30.0, hurry=hurry)
-    running = asyncio.create_task(outbox.run())
-    outbox.add(1)
-    await outbox.emptied()
+    sender = BatchingSender(send, interval_s=30.0, urgent=urgent)
+    running = asyncio.create_task(sender.run())
+    sender.add(1)
+    await sender.drained()
     for item in (2, 3):
-        outbox.add(item)
+        sender.add(item)
         await asyncio.sleep(0.01)
-    assert delivered == [[1]]
-    hurry.set()
-    await asyncio.wait_for(outbox.emptied(), 5)
-    outbox.add(4)
-    await asyncio.wait_for(outbox.emptied(), 5)
-    assert delivered == [[1], [2, 3], [4]]
+    assert sent == [[1]]
+    urgent.set()
+    await asyncio.wait_for(sender.drained(), 5)
+    sender.add(4)
+    await asyncio.wait_for(sender.drained(), 5)
+    assert sent == [[1], [2, 3], [4]]
     running.cancel()
 
 
-async def test_groups_start_as_samples_end_and_a_straggler_holds_one_place_only():
-    places = Places(slots=8, groups=0)  # and a group that waits for one of them
-    assert await places.free(4) == 3
+async def test_groups_start_as_samples_end_and_a_straggler_occupies_one_slot_only():
+    limiter = InFlightLimiter(slots=8, max_groups=0)  # plus one waiting group
+    assert await limiter.room(4) == 3
     for _ in range(3):
-        places.take(4)
-    waiting = asyncio.create_task(places.free(4))
+        limiter.acquire(4)
+    waiting = asyncio.create_task(limiter.room(4))
     await asyncio.sleep(0)
     assert not waiting.done()
-    places.leave()
-    assert await waiting == 1  # eleven generate: with this group all twelve are covered again
-    places.take(4)
-    places.leave(3)
-    assert not asyncio.create_task(places.free(4)).done()
-    few = Places(slots=8, groups=1)
-    assert await few.free(4) == 1
+    limiter.release()
+    assert await waiting == 1  # eleven generate: this group fills the twelve again
+    limiter.acquire(4)
+    limiter.release(3)
+    assert not asyncio.create_task(limiter.room(4)).done()
+    few = InFlightLimiter(slots=8, max_groups=1)
+    assert await few.room(4) == 1

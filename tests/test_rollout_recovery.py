@@ -1,4 +1,4 @@
-"""The rollouter's pool with real engines while replicas and rollouters die: nothing is lost, tokens are kept."""
+"""Deaths of replicas and rollouters with real engines: no group is lost, and samples keep their tokens."""
 
 import asyncio
 import contextlib
@@ -7,15 +7,20 @@ import time
 import numpy as np
 import pytest
 
+from asyncrl.config.checks import derive
 from asyncrl.config.load import load_config
+from asyncrl.data.order import PromptOrder
 from asyncrl.data.prompts import DataError
-from asyncrl.rollouter.agent_loops.single_turn import SingleTurn
+from asyncrl.rollouter.agents.single_turn import SingleTurn
+from asyncrl.rollouter.engine_lease import EngineLease, LeasedEngine
 from asyncrl.rollouter.engines.native.engine import NativeEngine
-from asyncrl.rollouter.fence import Fence, Owned
+from asyncrl.rollouter.loop import RolloutLoop
 from asyncrl.rollouter.partial import PartialSample, pack, unpack
 from asyncrl.rollouter.validation import ROUNDS
-from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
 from asyncrl.sample_queue.messages import InFlight, Recovery
+from asyncrl.types.groups import Group
+from asyncrl.types.samples import FinishReason, Sample
+from asyncrl.types.versions import PolicyVersion, VersionSpan
 from tests.support.in_memory import InMemoryRecords
 from tests.support.rollout import System, fine
 from tests.support.scripted import Death
@@ -32,7 +37,7 @@ def judge(prompt, i):
 
 @contextlib.asynccontextmanager
 async def engines(inputs, count, *more, step_s=0.0):
-    """Fences of running engines; each step takes ``step_s`` longer, so that there is time to die in."""
+    """Running engines, whose steps each take ``step_s`` longer, so that a death falls into one."""
     config = load_config(None, [*overrides(inputs, inputs / "run"), *more])
     made = [NativeEngine(config.model.path, config.rollout.engine) for _ in range(count)]
     for engine in made:
@@ -41,6 +46,10 @@ async def engines(inputs, count, *more, step_s=0.0):
     yield made
     for engine in made:
         await engine.close()
+
+
+def leased(engine: NativeEngine) -> LeasedEngine:
+    return LeasedEngine(EngineLease(engine), 1)
 
 
 def slow_down(engine: NativeEngine, step_s: float) -> None:
@@ -53,22 +62,22 @@ def slow_down(engine: NativeEngine, step_s: float) -> None:
     engine._core.step = slow  # type: ignore[method-assign]
 
 
-class Mortal(Owned):
+class Mortal(LeasedEngine):
     """A replica whose process can be killed."""
 
-    def __init__(self, fence: Fence, owner: str) -> None:
-        super().__init__(fence, owner)
+    def __init__(self, lease: EngineLease, token: int) -> None:
+        super().__init__(lease, token)
         self.killed = asyncio.Event()
 
     async def events(self):
-        told, killed = asyncio.ensure_future(super().events()), asyncio.ensure_future(self.killed.wait())
+        events, killed = asyncio.ensure_future(super().events()), asyncio.ensure_future(self.killed.wait())
         try:
-            await asyncio.wait([told, killed], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([events, killed], return_when=asyncio.FIRST_COMPLETED)
             if self.killed.is_set():
                 raise Death("killed")
-            return told.result()
+            return events.result()
         finally:
-            told.cancel()
+            events.cancel()
             killed.cancel()
 
 
@@ -79,7 +88,7 @@ async def until(condition) -> None:
 
 
 async def until_quiet(taken: list) -> None:
-    """Returns when nothing has been added for several of the periods that `OFTEN` is."""
+    """Wait until nothing has been added for several intervals of `OFTEN`."""
     async with asyncio.timeout(60):
         while taken:
             taken.clear()
@@ -87,7 +96,7 @@ async def until_quiet(taken: list) -> None:
 
 
 async def everything(system: System) -> dict[str, Group]:
-    """Let the prompts end; every group by its uid."""
+    """Wait for the end of the prompts; returns every group by its uid."""
     await asyncio.wait_for(system.tasks[1], 120)
     return {g.uid: g for g in await system.groups(system.queue.balance()["queued"])}
 
@@ -110,10 +119,10 @@ def undisturbed(inputs):
     return asyncio.run(run())
 
 
-async def test_samples_of_a_dead_replica_are_the_same_as_if_it_had_lived(inputs, undisturbed):
+async def test_samples_of_a_dead_replica_are_bitwise_those_of_an_undisturbed_run(inputs, undisturbed):
     async with engines(inputs, 2, DETERMINISTIC, step_s=0.002) as (a, b):
-        mortal = Mortal(Fence(a), "test")
-        replicas = {"a": mortal, "b": Owned(Fence(b), "test")}
+        mortal = Mortal(EngineLease(a), 1)
+        replicas = {"a": mortal, "b": leased(b)}
         async with System(inputs, judge, *EPOCH, DETERMINISTIC, replicas=replicas) as system:
             await until(lambda: (system.router.outstanding_tokens["a"] < 150) and a._core.generated_tokens > 40)
             mortal.killed.set()
@@ -125,26 +134,30 @@ async def test_samples_of_a_dead_replica_are_the_same_as_if_it_had_lived(inputs,
 async def test_a_killed_rollouter_loses_no_group_and_its_samples_keep_their_tokens(inputs):
     records = InMemoryRecords()
     async with engines(inputs, 1, step_s=0.01) as (engine,):
-        fence = Fence(engine)
-        async with System(inputs, judge, *EPOCH, OFTEN, replicas={"r": Owned(fence, "1")}, records=records) as first:
-            await until(lambda: first.queue.balance()["queued"] >= 2 and len(records.lives.partials) >= 2)
+        lease = EngineLease(engine)
+        async with System(
+            inputs, judge, *EPOCH, OFTEN, replicas={"r": LeasedEngine(lease, 1)}, records=records
+        ) as first:
+            await until(lambda: first.queue.balance()["queued"] >= 2 and len(records.snapshots) >= 2)
             await asyncio.sleep(0.1)
         recovery = await first.queue.recover()
         had = {i.uid: unpack(i.snapshot) for i in recovery.in_flight if i.snapshot is not None}
-        tokens = sum(s.drawn for samples in had.values() for s in samples)
+        tokens = sum(s.token_count for samples in had.values() for s in samples)
         assert tokens > 0
 
-        async with System(inputs, judge, *EPOCH, OFTEN, replicas={"r": Owned(fence, "2")}, records=records) as second:
+        async with System(
+            inputs, judge, *EPOCH, OFTEN, replicas={"r": LeasedEngine(lease, 2)}, records=records
+        ) as second:
             groups = await everything(second)
             counters = second.recorder.drain().counters
-    assert len(groups) == len(second.prompts)  # each of the epoch's prompts, once
+    assert len(groups) == len(second.prompts)  # each of the epoch's prompts once
     assert {g.prompt_id for g in groups.values()} == {p.prompt_id for p in second.prompts}
     assert counters["rollout/recovered_groups"] == len(recovery.in_flight)
     assert counters["rollout/recovered_tokens"] == tokens
     for uid, samples in had.items():
         for index, sample in enumerate(samples):
             for call in sample.calls:
-                kept, whole = call.drawn.completion(FinishReason.STOP), groups[uid].response(index)
+                kept, whole = call.output.completion(FinishReason.STOP), groups[uid].response(index)
                 n = len(kept.tokens)
                 assert groups[uid].tokens[whole][:n].tolist() == kept.tokens.tolist()
                 assert groups[uid].logprobs[whole][:n].tolist() == kept.logprobs.tolist()
@@ -153,25 +166,67 @@ async def test_a_killed_rollouter_loses_no_group_and_its_samples_keep_their_toke
 async def test_in_deterministic_mode_a_killed_rollouter_changes_no_bit(inputs, undisturbed):
     records, more = InMemoryRecords(), (*EPOCH, OFTEN, DETERMINISTIC)
     async with engines(inputs, 1, DETERMINISTIC, step_s=0.005) as (engine,):
-        fence = Fence(engine)
-        async with System(inputs, judge, *more, replicas={"r": Owned(fence, "1")}, records=records) as first:
+        lease = EngineLease(engine)
+        async with System(inputs, judge, *more, replicas={"r": LeasedEngine(lease, 1)}, records=records) as first:
             await until(lambda: first.queue.balance()["queued"] >= 2 and engine._core.active > 2)
-        assert not records.lives.partials  # they would not be used
+        assert not records.snapshots  # since they would not be used
         left = PartialSample()
-        left.begin(asked=1).drawn.add(np.ones(3, np.int32), -np.ones(3, np.float32), PolicyVersion(0, 0), False)
+        left.begin(arguments=1).output.add(np.ones(3, np.int32), -np.ones(3, np.float32), PolicyVersion(0, 0), False)
         uid = (await first.queue.recover()).in_flight[0].uid
         await first.queue.snapshot([(uid, pack(uid, [left, *(PartialSample() for _ in range(3))]))])
-        async with System(inputs, judge, *more, replicas={"r": Owned(fence, "2")}, records=records) as second:
+        async with System(inputs, judge, *more, replicas={"r": LeasedEngine(lease, 2)}, records=records) as second:
             assert_equal_bits(await everything(second), undisturbed)
             counters = second.recorder.drain().counters
             assert (counters["rollout/restarted_samples"], counters["rollout/recovered_tokens"]) == (1, 0)
 
 
-async def test_only_news_of_groups_in_flight_is_snapshotted(inputs):
+class Gated(LeasedEngine):
+    """A replica whose scheduling calls wait for a gate."""
+
+    def __init__(self, lease: EngineLease, token: int) -> None:
+        super().__init__(lease, token)
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def set_scheduling(self, scheduling):
+        await self.gate.wait()
+        await super().set_scheduling(scheduling)
+
+
+async def test_a_restarted_loop_does_not_collide_with_its_old_requests_on_a_replica(inputs):
+    async with engines(inputs, 1, step_s=0.01) as (engine,):
+        replica = Gated(EngineLease(engine), 1)
+        async with System(inputs, judge, *EPOCH, replicas={"r": replica}) as system:
+            await until(lambda: engine._core.running >= 8)
+            replica.gate.clear()
+            system.router.set_max_running_requests(8)
+            await asyncio.sleep(0)  # later calls wait behind this one
+            old = system.loop
+            await old.park()
+            system.tasks[1].cancel()
+            await asyncio.wait(system.tasks[1:])
+            order = PromptOrder(system.prompts, seed=0, epochs=1)
+            system.loop = RolloutLoop(
+                system.config, derive(system.config), order, old._maker, system.queue, system.recorder
+            )
+            system.tasks[1] = asyncio.create_task(system.loop.run(await system.queue.recover()))
+            await until(lambda: len(system.router._replicas["r"].requests) >= 8)
+            replica.gate.set()
+            await asyncio.wait(system.tasks, return_when=asyncio.FIRST_COMPLETED)
+            assert not system.tasks[0].done()  # the router: ids must be unique among unfinished requests
+            assert len(await everything(system)) == len(system.prompts)
+
+
+async def test_only_changed_in_flight_groups_are_snapshotted(inputs):
     taken: list[list[str]] = []
     async with engines(inputs, 1, step_s=0.01) as (engine,):
         system = System(
-            inputs, judge, *EPOCH, OFTEN, "rollout.max_concurrent_groups=2", replicas={"r": Owned(Fence(engine), "1")}
+            inputs,
+            judge,
+            *EPOCH,
+            OFTEN,
+            "rollout.max_concurrent_groups=2",
+            replicas={"r": leased(engine)},
         )
         keep = system.queue.snapshot
 
@@ -191,16 +246,45 @@ async def test_only_news_of_groups_in_flight_is_snapshotted(inputs):
             await until_quiet(taken)
 
 
-async def test_overdue_groups_are_cancelled_and_nothing_is_said_of_them(inputs):
+async def test_an_interrupted_snapshot_is_repeated(inputs):
     async with engines(inputs, 1, step_s=0.01) as (engine,):
-        system = System(inputs, judge, *EPOCH, replicas={"r": Owned(Fence(engine), "1")})
+        system = System(
+            inputs,
+            judge,
+            *EPOCH,
+            "rollout.snapshot_every_s=1000",
+            replicas={"r": leased(engine)},
+        )
+        keep, calls = system.queue.snapshot, []
+
+        async def snapshot(items):
+            calls.append({uid for uid, _ in items})
+            await (asyncio.Event().wait() if len(calls) == 1 else keep(items))
+
+        system.queue.snapshot = snapshot
+        async with system:
+            await until(lambda: engine._core.generated_tokens > 40)
+            await engine.pause("keep", 10)
+            await until(lambda: not engine._core.has_events)
+            storing = asyncio.create_task(system.loop.snapshotter.store_changed())
+            await until(lambda: calls)
+            storing.cancel()
+            await system.loop.park()
+            assert calls[0]
+            assert calls[0] <= calls[-1]
+            assert len(calls) == 2
+
+
+async def test_overdue_groups_are_cancelled_and_neither_put_nor_dropped(inputs):
+    async with engines(inputs, 1, step_s=0.01) as (engine,):
+        system = System(inputs, judge, *EPOCH, replicas={"r": leased(engine)})
         overdue: asyncio.Queue[list[str]] = asyncio.Queue()
         said: list[str] = []
         put, drop = system.queue.put, system.queue.drop
 
-        async def noted_put(groups, now_s):
+        async def noted_put(groups):
             said.extend(Group.from_buffer(g).uid for g in groups)
-            await put(groups, now_s)
+            return await put(groups)
 
         async def noted_drop(drops):
             said.extend(uid for uid, _ in drops)
@@ -209,10 +293,10 @@ async def test_overdue_groups_are_cancelled_and_nothing_is_said_of_them(inputs):
         system.queue.overdue, system.queue.put, system.queue.drop = overdue.get, noted_put, noted_drop
         async with system:
             await until(lambda: engine._core.running >= 8)
-            uids = list(system.loop._under_way)[:2]
-            await drop([(uid, "overdue") for uid in uids])  # as the queue does before it tells
+            uids = list(system.loop.in_flight)[:2]
+            await drop([(uid, "overdue") for uid in uids])  # as the queue does before it reports them
             overdue.put_nowait([*uids, "e0-000024-long-gone"])
-            await until(lambda: not set(uids) & set(system.loop._under_way))
+            await until(lambda: not set(uids) & set(system.loop.in_flight))
             await until(lambda: not any(id.split("/")[0] in uids for id in engine._core._scheduler.by_id))
             overdue.put_nowait([])
             await asyncio.wait_for(system.tasks[1], 120)
@@ -227,7 +311,7 @@ async def test_groups_of_other_prompt_files_are_refused(inputs):
             await system.loop.run(Recovery(None, [InFlight("e0-000003", "elsewhere:7", 0, None)]))
 
 
-async def test_a_validation_is_answered_under_one_version_though_it_changes_meanwhile(inputs):
+async def test_a_validation_is_answered_under_one_version_even_if_it_changes_meanwhile(inputs):
     async with System(inputs, judge, "validation.samples=2") as system:
         slow_down(system.engine, 0.005)
         validating = asyncio.create_task(system.validation.run(system.prompts[:6]))
@@ -239,10 +323,10 @@ async def test_a_validation_is_answered_under_one_version_though_it_changes_mean
         assert values["validation/samples"] == 12
         answered = [c[0] for c in system.rewards.calls if len(c) == 2]
         assert sorted(set(answered)) == sorted(p.uid for p in system.prompts[:6])
-        assert len(answered) > 6  # those under the old version once more
+        assert len(answered) > 6  # those under the old version are repeated
 
 
-async def test_a_validation_that_never_is_of_one_version_ends_with_an_error(inputs):
+async def test_a_validation_that_never_settles_on_one_version_fails(inputs):
     class Restless(SingleTurn):
         number = 0
 

@@ -5,28 +5,31 @@ import asyncio
 import numpy as np
 import pytest
 
-from asyncrl.rollouter.agent_loops.base import Completion, GenerationFailed, SampleRestarts
-from asyncrl.rollouter.engine import Request, SamplingParams
-from asyncrl.rollouter.partial import Drawn
+from asyncrl.rollouter.agents.base import Completion, GenerationFailed, SampleRestarts
+from asyncrl.rollouter.engines.base import Request, SamplingParams, Scheduling
+from asyncrl.rollouter.partial import GeneratedTokens
 from asyncrl.rollouter.router import Router
-from asyncrl.sample import FinishReason, PolicyVersion
-from tests.support.scripted import Death, Scripted, is_death, settle
+from asyncrl.types.samples import FinishReason
+from asyncrl.types.versions import PolicyVersion
+from tests.support.scripted import Death, ScriptedReplica, is_death, settle
+
+EOS = 50
 
 
 def request(id: str, group: str = "g", max_new: int = 10) -> Request:
-    return Request(id, group, np.array([1, 2], np.int32), 2, 7, 0, max_new, SamplingParams())
+    return Request(id, group, np.array([1, 2], np.int32), 2, 7, 0, max_new, SamplingParams(stop_token_ids=(EOS,)))
 
 
 async def complete(
-    router: Router, request: Request, drawn: Drawn | None = None, one_version: bool = False
+    router: Router, request: Request, output: GeneratedTokens | None = None, one_version: bool = False
 ) -> Completion:
-    drawn = drawn or Drawn()
-    return drawn.completion(await router.generate(request, drawn, one_version))
+    output = output or GeneratedTokens()
+    return output.completion(await router.generate(request, output, one_version))
 
 
 @pytest.fixture
 async def two():
-    replicas = {"a": Scripted(), "b": Scripted()}
+    replicas = {"a": ScriptedReplica(), "b": ScriptedReplica()}
     router = Router(replicas, is_death)
     running = asyncio.create_task(router.run())
     yield router, replicas["a"], replicas["b"], running
@@ -40,7 +43,7 @@ async def test_a_group_stays_on_one_replica_and_goes_out_in_one_call(two):
     await settle()
     assert (a.submits, b.submits) == ([4], [])
     for i in range(4):
-        a.say(f"g/{i}#0", [5], FinishReason.STOP)
+        a.emit(f"g/{i}#0", [5], FinishReason.STOP)
     assert [len((await t).tokens) for t in tasks] == [1] * 4
 
 
@@ -52,7 +55,7 @@ async def test_groups_go_where_fewest_tokens_are_outstanding(two):
     await settle()
     assert set(a.requests) == {"x/0#0"}
     assert set(b.requests) == {"y/0#0", "z/0#0"}
-    a.say("x/0#0", [1] * 95)
+    a.emit("x/0#0", [1] * 95)
     await settle()
     assert router.outstanding_tokens == {"a": 5, "b": 20}
     for t in tasks:
@@ -66,31 +69,67 @@ async def test_a_sample_cut_by_a_sync_continues_under_the_new_version(two):
     router, a, _, _ = two
     task = asyncio.create_task(complete(router, request("g/0")))
     await settle()
-    a.say("g/0#0", [11, 12, 13])
-    a.say("g/0#0", [], FinishReason.ABORT)
+    a.emit("g/0#0", [11, 12, 13])
+    a.emit("g/0#0", [], FinishReason.ABORT)
     await settle()
     rest = a.requests["g/0#1"]
     assert (rest.tokens.tolist(), rest.position, rest.max_new_tokens) == ([1, 2, 11, 12, 13], 3, 7)
+    assert rest.resumed == 3
     a.version = PolicyVersion(0, 1)
-    a.say("g/0#0", [99])  # late, of the part that was cut
-    a.say("g/0#1", [14], FinishReason.STOP)
+    a.emit("g/0#0", [99])  # a late event of the aborted attempt
+    a.emit("g/0#1", [14], FinishReason.STOP)
     done = await task
     assert done.tokens.tolist() == [11, 12, 13, 14]
     assert [(s.start, s.version.number) for s in done.spans] == [(0, 0), (3, 1)]
+
+
+@pytest.mark.parametrize("finish", [FinishReason.ABORT, FinishReason.LENGTH, None])
+@pytest.mark.parametrize("at", range(1, 5))
+async def test_a_sampled_stop_token_ends_the_request_whatever_the_engine_reports(two, finish, at):
+    router, a, b, _ = two
+    task = asyncio.create_task(complete(router, request("g/0")))
+    await settle()
+    a.emit("g/0#0", [*range(11, 10 + at), EOS], finish)
+    await settle()
+    await router.set_routable(["b"])
+    assert (await task).finish is FinishReason.STOP
+    assert (await task).tokens.tolist() == [*range(11, 10 + at), EOS]
+    await settle()
+    assert not b.requests
+    assert a.aborted == (["g/0#0"] if finish is None else [])
+
+
+async def test_an_error_on_a_stop_token_stays_an_error(two):
+    router, a, _, _ = two
+    task = asyncio.create_task(complete(router, request("g/0")))
+    await settle()
+    a.emit("g/0#0", [EOS], FinishReason.ERROR, "logits are not numbers")
+    with pytest.raises(GenerationFailed, match="not numbers"):
+        await task
+
+
+async def test_a_snapshot_that_ends_with_a_stop_token_is_not_continued(two):
+    router, a, b, _ = two
+    output = GeneratedTokens()
+    output.add(np.array([11, EOS], np.int32), -np.ones(2, np.float32), PolicyVersion(0, 0), False)
+    done = await complete(router, request("g/0"), output)
+    assert (done.tokens.tolist(), done.finish) == ([11, EOS], FinishReason.STOP)
+    assert not a.requests
+    assert not b.requests
 
 
 async def test_a_sample_of_an_evicted_replica_continues_elsewhere(two):
     router, a, b, _ = two
     task = asyncio.create_task(complete(router, request("g/0")))
     await settle()
-    a.say("g/0#0", [11])
+    a.emit("g/0#0", [11])
     await settle()
     await router.set_routable(["b"])
     await settle()
-    a.say("g/0#0", [99, 99], FinishReason.STOP)  # a ghost
+    a.emit("g/0#0", [99, 99], FinishReason.STOP)  # a late event of the evicted replica
     await settle()
     assert b.requests["g/0#1"].tokens.tolist() == [1, 2, 11]
-    b.say("g/0#1", [12], FinishReason.STOP)
+    b.emit("g/0#1", [12], FinishReason.STOP)
     assert (await task).tokens.tolist() == [11, 12]
 
 
@@ -103,7 +142,7 @@ async def test_without_a_routable_replica_requests_wait(two):
     assert not b.requests
     await router.set_routable(["b"])
     await settle()
-    b.say("g/0#0", [1], FinishReason.LENGTH)
+    b.emit("g/0#0", [1], FinishReason.LENGTH)
     assert (await task).finish is FinishReason.LENGTH
 
 
@@ -111,7 +150,7 @@ async def test_a_refused_request_says_why(two):
     router, a, _, _ = two
     task = asyncio.create_task(complete(router, request("g/0")))
     await settle()
-    a.say("g/0#0", [], FinishReason.ERROR, "longer than the context")
+    a.emit("g/0#0", [], FinishReason.ERROR, "longer than the context")
     with pytest.raises(GenerationFailed, match="longer than the context"):
         await task
 
@@ -133,20 +172,20 @@ async def test_the_samples_of_a_dead_replica_continue_elsewhere(two):
     router, a, b, running = two
     task = asyncio.create_task(complete(router, request("g/0")))
     await settle()
-    a.say("g/0#0", [11, 12])
+    a.emit("g/0#0", [11, 12])
     a.die(Death("killed"))
     await settle()
     assert router.lost == {"a": "killed"}
     assert b.requests["g/0#1"].tokens.tolist() == [1, 2, 11, 12]
-    b.say("g/0#1", [13], FinishReason.STOP)
+    b.emit("g/0#1", [13], FinishReason.STOP)
     assert (await task).tokens.tolist() == [11, 12, 13]
     assert not running.done()
 
 
 async def test_a_lost_replica_is_not_routed_to_even_if_it_is_named(two):
     router, a, b, _ = two
-    router.lose("a", "it hangs")
-    router.lose("a", "said again")
+    router.mark_lost("a", "it hangs")
+    router.mark_lost("a", "said again")
     assert router.lost == {"a": "it hangs"}
     await router.set_routable(["a", "b"])
     tasks = [asyncio.create_task(complete(router, request(f"{i}/0", str(i)))) for i in range(3)]
@@ -156,17 +195,17 @@ async def test_a_lost_replica_is_not_routed_to_even_if_it_is_named(two):
         task.cancel()
 
 
-async def test_without_a_living_replica_samples_wait_for_a_restarted_one(two):
+async def test_without_a_live_replica_samples_wait_for_a_restarted_one(two):
     router, a, b, running = two
     task = asyncio.create_task(complete(router, request("g/0")))
     await settle()
-    a.say("g/0#0", [11])
+    a.emit("g/0#0", [11])
     await settle()
     for replica in (a, b):
         replica.die(Death("killed"))
     await settle()
     assert router.lost == {"a": "killed", "b": "killed"}
-    restarted = Scripted()
+    restarted = ScriptedReplica()
     router.replace("a", restarted)
     await settle()
     assert restarted.attached == 1
@@ -174,28 +213,28 @@ async def test_without_a_living_replica_samples_wait_for_a_restarted_one(two):
     await router.set_routable(["a"])
     await settle()
     assert restarted.requests["g/0#2"].tokens.tolist() == [1, 2, 11]
-    restarted.say("g/0#2", [12], FinishReason.STOP)
+    restarted.emit("g/0#2", [12], FinishReason.STOP)
     assert (await task).tokens.tolist() == [11, 12]
     assert not running.done()
 
 
-async def test_a_replica_may_be_replaced_before_its_death_was_noticed(two):
+async def test_a_replica_may_be_replaced_before_its_death_is_noticed(two):
     router, a, b, _ = two
     task = asyncio.create_task(complete(router, request("g/0")))
     await settle()
-    restarted = Scripted()
+    restarted = ScriptedReplica()
     router.replace("a", restarted)
     a.die(Death("killed"))
     await settle()
-    b.say("g/0#1", [12], FinishReason.STOP)
+    b.emit("g/0#1", [12], FinishReason.STOP)
     assert (await task).tokens.tolist() == [12]
     assert router.lost == {}
 
 
-async def test_a_replica_that_dies_while_it_is_attached_is_lost(two):
+async def test_a_replica_that_dies_during_attach_is_lost(two):
     router, _, _, running = two
 
-    class Stillborn(Scripted):
+    class Stillborn(ScriptedReplica):
         async def attach(self):
             raise Death("killed at its start")
 
@@ -205,7 +244,7 @@ async def test_a_replica_that_dies_while_it_is_attached_is_lost(two):
     assert not running.done()
 
 
-async def test_silence_counts_while_there_is_work_from_the_last_word_on(two):
+async def test_silence_counts_from_the_last_event_while_there_is_work(two):
     router, a, _, _ = two
     assert router.silence_s() == {}
     task = asyncio.create_task(complete(router, request("g/0")))
@@ -213,48 +252,48 @@ async def test_silence_counts_while_there_is_work_from_the_last_word_on(two):
     await asyncio.sleep(0.05)
     assert 0.05 <= router.silence_s()["a"] < 0.5
     assert "b" not in router.silence_s()
-    a.say("g/0#0", [11])
+    a.emit("g/0#0", [11])
     await settle()
     assert router.silence_s()["a"] < 0.05
-    a.say("g/0#0", [], FinishReason.STOP)
+    a.emit("g/0#0", [], FinishReason.STOP)
     await task
     assert router.silence_s() == {}
 
 
-async def test_a_request_goes_on_from_the_tokens_it_comes_with(two):
+async def test_a_request_continues_from_its_earlier_tokens(two):
     router, a, _, _ = two
-    drawn = Drawn()
-    drawn.add(np.array([11, 12], np.int32), -np.ones(2, np.float32), PolicyVersion(0, 0), False)
+    output = GeneratedTokens()
+    output.add(np.array([11, 12], np.int32), -np.ones(2, np.float32), PolicyVersion(0, 0), False)
     a.version = PolicyVersion(0, 1)
-    task = asyncio.create_task(complete(router, request("g/0"), drawn))
+    task = asyncio.create_task(complete(router, request("g/0"), output))
     await settle()
     rest = a.requests["g/0#0"]
     assert (rest.tokens.tolist(), rest.position, rest.max_new_tokens) == ([1, 2, 11, 12], 2, 8)
     assert router.outstanding_tokens["a"] == 8
-    a.say("g/0#0", [13], FinishReason.STOP)
+    a.emit("g/0#0", [13], FinishReason.STOP)
     done = await task
     assert done.tokens.tolist() == [11, 12, 13]
     assert [(s.start, s.version.number) for s in done.spans] == [(0, 0), (2, 1)]
 
 
-async def test_a_request_that_has_all_its_tokens_is_at_its_end(two):
+async def test_a_request_that_has_all_its_tokens_finishes_at_once(two):
     router, a, _, _ = two
-    drawn = Drawn()
-    drawn.add(np.arange(10, dtype=np.int32), -np.ones(10, np.float32), PolicyVersion(0, 0), False)
-    done = await complete(router, request("g/0"), drawn)
+    output = GeneratedTokens()
+    output.add(np.arange(10, dtype=np.int32), -np.ones(10, np.float32), PolicyVersion(0, 0), False)
+    done = await complete(router, request("g/0"), output)
     assert (len(done.tokens), done.finish) == (10, FinishReason.LENGTH)
     assert not a.requests
 
 
-async def test_a_sample_of_one_version_restarts_rather_than_go_on_under_another(two):
+async def test_with_one_version_a_sample_restarts_rather_than_continue_under_another(two):
     router, a, b, _ = two
     task = asyncio.create_task(complete(router, request("g/0"), one_version=True))
     await settle()
-    a.say("g/0#0", [11])
+    a.emit("g/0#0", [11])
     a.die(Death("killed"))
     await settle()
     b.version = PolicyVersion(0, 1)
-    b.say("g/0#1", [12])
+    b.emit("g/0#1", [12])
     with pytest.raises(SampleRestarts, match=r"version 0\.0, now it is 0\.1"):
         await task
     await settle()
@@ -262,18 +301,18 @@ async def test_a_sample_of_one_version_restarts_rather_than_go_on_under_another(
     assert router.outstanding_tokens["b"] == 0
 
 
-async def test_a_sample_of_one_version_goes_on_elsewhere_under_the_same(two):
+async def test_with_one_version_a_sample_continues_elsewhere_under_the_same(two):
     router, a, b, _ = two
     task = asyncio.create_task(complete(router, request("g/0"), one_version=True))
     await settle()
-    a.say("g/0#0", [11])
+    a.emit("g/0#0", [11])
     a.die(Death("killed"))
     await settle()
-    b.say("g/0#1", [12], FinishReason.STOP)
+    b.emit("g/0#1", [12], FinishReason.STOP)
     assert (await task).tokens.tolist() == [11, 12]
 
 
-async def test_a_request_given_up_before_it_left_does_not_stay_behind(two):
+async def test_a_request_cancelled_before_it_is_sent_is_aborted(two):
     router, a, _, _ = two
     task = asyncio.create_task(complete(router, request("g/0")))
     await asyncio.sleep(0)
@@ -283,21 +322,24 @@ async def test_a_request_given_up_before_it_left_does_not_stay_behind(two):
     assert router.outstanding_tokens == {"a": 0, "b": 0}
 
 
-async def test_every_replica_is_told_the_width_and_so_is_the_next_in_its_place(two):
+async def test_each_replica_gets_a_changed_scheduling_once_and_so_does_its_replacement(two):
     router, a, b, _ = two
-    router.set_width(3)
-    await settle()
-    router.set_width(3)
-    await settle()
-    assert (a.widths, b.widths) == ([3], [3])
+    both = Scheduling(max_running_requests=3, validation_first=True)
+    for _ in range(2):
+        router.set_max_running_requests(3)
+        router.set_validation_first(True)
+        await settle()
+    assert (a.schedulings, b.schedulings) == ([both], [both])
     a.die(Death("killed"))
     await settle()
-    router.replace("a", new := Scripted())
+    router.replace("a", new := ScriptedReplica())
     await router.set_routable(["a", "b"])
     task = asyncio.create_task(complete(router, request("g/0")))
     await settle()
-    assert new.widths == [3]  # no later than its first request
-    router.set_width(None)
+    assert new.schedulings == [both]  # no later than its first request
+    router.set_validation_first(False)
     await settle()
-    assert (new.widths, b.widths) == ([3, None], [3, None])
+    router.set_max_running_requests(None)
+    await settle()
+    assert new.schedulings == b.schedulings == [both, Scheduling(max_running_requests=3), Scheduling()]
     task.cancel()

@@ -1,4 +1,4 @@
-"""Whole runs, as users start them: real Ray, real engine, real trainer, in a process of their own."""
+"""Whole runs, started as users start them: real Ray, engine and trainer, in a process of their own."""
 
 import json
 import os
@@ -12,18 +12,20 @@ import time
 from pathlib import Path
 from urllib.request import urlopen
 
+import grpc
 import psutil
 import pytest
 import torch
 
 from asyncrl.models.checkpoint import read_tensors
+from tests.support.stranger import PAYLOADS, stranger
 from tests.support.tiny import overrides
 
 ROOT = Path(__file__).parent.parent
 
 
 class Run:
-    """``python -m asyncrl.fully_async_main`` with options; what it printed, and what it left behind."""
+    """``python -m asyncrl.fully_async_main`` with options, and its output."""
 
     def __init__(self, options: list[str], log: Path) -> None:
         self.log = log
@@ -35,7 +37,7 @@ class Run:
         self.began_s = time.monotonic()
 
     def wait(self, timeout_s: float = 200) -> int:
-        """The exit status; fails the test if the run goes on for longer."""
+        """Exit status; fails the test after ``timeout_s``."""
         try:
             status = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -56,7 +58,7 @@ class Run:
 
 
 def processes_of(ray_dir: str) -> list[psutil.Process]:
-    """Living processes that were started for a run: Ray gives its temp dir on every command line."""
+    """Live processes of a run: Ray's temp dir is on each command line."""
     everyone = psutil.process_iter(["cmdline"])
     return [p for p in everyone if any(ray_dir in part for part in p.info["cmdline"] or [])]
 
@@ -86,7 +88,33 @@ def start(inputs, tmp_path, ray_dir):
     return lambda *more: Run(overrides(inputs, tmp_path / "run", f"ray.temp_dir={ray_dir}", *more), tmp_path / "log")
 
 
-def test_a_run_with_two_ranks_and_two_replicas_trains_reports_and_leaves_nothing(start, inputs, tmp_path, ray_dir):
+def gcs_answer(ray_dir: str, token: str | None) -> grpc.StatusCode:
+    """Status of a request, with this token, for the machines of the cluster with this folder."""
+    words = [word for process in processes_of(ray_dir) for word in process.cmdline()]
+    address = next(word.partition("=")[2] for word in words if word.startswith("--gcs-address="))
+    with grpc.insecure_channel(address) as channel:
+        ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo")
+        try:
+            ask(b"", timeout=20, metadata=[("authorization", f"Bearer {token}")] if token else [])
+        except grpc.RpcError as e:
+            return e.code()
+    return grpc.StatusCode.OK
+
+
+@pytest.fixture
+def home(monkeypatch, tmp_path):
+    """A new and empty home, and no environment variables for Ray's or wandb's files."""
+    for name in [name for name in os.environ if name.startswith(("RAY_AUTH", "XDG_", "WANDB_"))]:
+        monkeypatch.delenv(name)
+    folder = tmp_path / "home"
+    folder.mkdir()
+    monkeypatch.setenv("HOME", str(folder))
+    return folder
+
+
+def test_a_run_with_two_ranks_and_two_replicas_trains_reports_and_leaves_nothing(
+    start, inputs, tmp_path, ray_dir, home
+):
     run = start(
         "trainer.ranks=2",
         "rollout.replicas=2",
@@ -101,7 +129,12 @@ def test_a_run_with_two_ranks_and_two_replicas_trains_reports_and_leaves_nothing
     run.until_printed(" 1/5 ", timeout_s=240)
     with urlopen(f"http://127.0.0.1:{port}/health") as answer:
         assert {"trainer/1", "replica/1", "rollouter"} <= json.load(answer)["seconds_since_heard"].keys()
+    (token,) = {p.environ()["RAY_AUTH_TOKEN"] for p in processes_of(ray_dir) if p.name() in ("gcs_server", "raylet")}
+    answers = [gcs_answer(ray_dir, given) for given in (token, "another", None)]
+    assert answers == [grpc.StatusCode.OK, *[grpc.StatusCode.UNAUTHENTICATED] * 2]
     assert run.wait() == 0, run.text
+    assert "retries" not in run.text  # Ray's, of calls to the queue that end with it
+    assert list(home.iterdir()) == []
     folder = tmp_path / "run"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [r for r in rows if "actor/loss" in r]
@@ -131,7 +164,7 @@ def test_a_run_with_two_ranks_and_two_replicas_trains_reports_and_leaves_nothing
     assert "generates with the native engine" in run.text
     ledger = subprocess.run([sys.executable, "-m", "asyncrl.ledger", folder], cwd=ROOT, capture_output=True, text=True)
     assert ledger.returncode == 0, ledger.stderr
-    assert "10 for good, 0 until a checkpoint covers them" in ledger.stdout
+    assert "10 final, 0 not yet covered by a checkpoint" in ledger.stdout
     assert "balanced: issued = trained + queued + leased + in flight + dropped" in ledger.stdout
     final = read_tensors(folder / "checkpoints/final/hf")
     before = read_tensors(inputs / "checkpoint")
@@ -154,7 +187,7 @@ def test_an_interrupted_run_finishes_its_step_saves_and_says_so(start, tmp_path,
     assert processes_of(ray_dir) == []
 
 
-def test_an_exception_in_a_worker_is_told_once_and_ends_the_run(start, tmp_path, ray_dir):
+def test_an_exception_in_a_worker_is_reported_once_and_ends_the_run(start, tmp_path, ray_dir):
     bug = tmp_path / "bug"
     run = start(
         "rollout.agent_loop=tests.support.tiny:BrokenAgentLoop",
@@ -191,7 +224,7 @@ def test_a_second_interruption_abandons_even_a_sync_that_hangs(start, tmp_path, 
     run = start(
         "trainer.total_steps=100000",
         "data.validation_files=[]",
-        "async_training.staleness_threshold=9",  # so that finished groups are there to train on, and to sync after
+        "async_training.staleness_threshold=9",  # so that there are groups to train on, and a sync after them
         "reporting.report=false",
         "reporting.console_every_s=1",
     )
@@ -206,7 +239,7 @@ def test_a_second_interruption_abandons_even_a_sync_that_hangs(start, tmp_path, 
     assert processes_of(ray_dir) == []
 
 
-def test_when_the_prompts_end_the_rest_is_counted_and_the_last_weights_are_validated(start, tmp_path):
+def test_at_the_end_of_the_prompts_the_rest_is_counted_and_the_last_weights_are_validated(start, tmp_path):
     run = start("data.epochs=1", "trainer.total_steps=100", "trainer.mini_batch_groups=10", "reporting.report=false")
     assert run.wait() == 0, run.text
     summary = json.loads((tmp_path / "run/summary.json").read_text())
@@ -217,7 +250,7 @@ def test_when_the_prompts_end_the_rest_is_counted_and_the_last_weights_are_valid
 
 
 @pytest.mark.faults
-def test_the_death_of_a_process_is_told_by_name_and_ends_a_run_that_may_not_restart_it(start, tmp_path, ray_dir):
+def test_the_death_of_a_process_is_reported_by_name_and_ends_a_run_that_may_not_restart_it(start, tmp_path, ray_dir):
     run = start(
         "trainer.total_steps=100000", "data.validation_files=[]", "reporting.report=false", "supervision.max_restarts=0"
     )
@@ -244,6 +277,23 @@ def test_a_replica_that_dies_during_a_validation_comes_back_for_it(start, tmp_pa
     assert processes_of(ray_dir) == []
 
 
+@pytest.mark.faults
+def test_a_run_goes_on_while_another_user_sends_anything_at_all_to_its_sockets(start, tmp_path, ray_dir):
+    run = start("trainer.total_steps=12", "data.validation_files=[]", "reporting.report=false")
+    run.until_printed(" 1/12 ", timeout_s=240)
+    below = psutil.Process(run.process.pid).children(recursive=True)
+    (rank,) = [p for p in below if p.name().startswith("ray::TrainerRank")]
+    names = {c.laddr for c in rank.net_connections("unix") if "asyncrl-" in c.laddr}
+    with stranger([name.strip("@\0") for name in names], list(PAYLOADS.values())) as attack:
+        attack.stdout.readline()
+        assert run.wait() == 0, run.text
+        assert attack.poll() is None
+    assert "12/12" in run.text
+    assert run.text.count("was refused") == 1
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["failed"] is None
+
+
 def test_a_reward_that_always_fails_ends_the_run_with_its_reason(start, inputs, tmp_path, ray_dir):
     run = start(
         "reward.function=tests.support.tiny:failing_reward",
@@ -258,10 +308,10 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_reason(start, inputs, 
 def test_a_run_joins_a_cluster_and_leaves_it_as_it_was(inputs, tmp_path, ray_dir):
     import ray
 
-    ray.init(
-        address="local",
+    from asyncrl.processes.actor_client import start_ray
+
+    start_ray(
         num_cpus=1,
-        include_dashboard=False,
         logging_level="ERROR",
         _temp_dir=ray_dir,
         _system_config={"worker_niceness": 0},  # at Ray's 15, other tests would leave the run next to nothing
@@ -294,7 +344,7 @@ def test_a_run_joins_a_cluster_and_leaves_it_as_it_was(inputs, tmp_path, ray_dir
         ("rollout.replica=2", "unknown key; did you mean rollout.replicas?"),
         ("trainer.ranks=500", "trainer.ranks: "),
         ("model.path=/nowhere", "model.path: no checkpoint at /nowhere"),
-        ("reward.function=tests.support.tiny:nothing", "has no 'nothing'"),
+        ("reward.function=tests.support.tiny:nothing", "has no nothing"),
         ("rollout.engine.max_context_tokens=100000", "is more than the model's 1024"),
         ("rollout.max_response_tokens=64", "leaves no room for a prompt"),
         ("data.max_prompt_tokens=41", "data.max_prompt_tokens: 41 is more than the 40 left beside a response"),
@@ -339,4 +389,4 @@ def test_a_tokenizer_of_another_model_is_refused(inputs, tmp_path, capfd):
     vocabulary["model"]["vocab"] |= {f"extra{i}": size + i for i in range(1000)}
     (other / "tokenizer.json").write_text(json.dumps(vocabulary))
     assert main([*overrides(inputs, tmp_path / "run"), f"model.path={other}"]) == 2
-    assert "they are not of one model" in capfd.readouterr().err
+    assert "they do not belong together" in capfd.readouterr().err

@@ -1,9 +1,13 @@
 """Groups: columns, one buffer, no copies."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
+from asyncrl.types.groups import Group
+from asyncrl.types.samples import FinishReason, Sample
+from asyncrl.types.versions import PolicyVersion, VersionSpan
 
 
 def sample(index=0, length=5, versions=((0, 0),), **kw) -> Sample:
@@ -24,7 +28,7 @@ def group(*samples) -> Group:
     )
 
 
-def test_a_group_comes_back_from_its_buffer_equal_and_without_a_copy():
+def test_a_group_round_trips_through_its_buffer_without_a_copy():
     extras = {"experts": np.arange(6, dtype=np.int16).reshape(3, 2)}
     before = group(
         sample(0, 4, ((0, 3), (2, 4)), reward=1.0, metrics={"ok": 1.0}, extras=extras), sample(2, 1, extras=extras)
@@ -51,19 +55,25 @@ def test_a_damaged_buffer_is_refused(cut):
 
 
 def test_staleness_counts_from_the_oldest_trained_token():
-    assert group(sample(0, 4, ((0, 3), (2, 5)))).oldest_version() == (0, 3)
+    assert group(sample(0, 4, ((0, 3), (2, 5)))).trained_versions() == ((0, 3), (0, 5))
     masked = np.array([False, False, True, True])
-    assert group(sample(0, 4, ((0, 3), (2, 5)), loss_mask=masked)).oldest_version() == (0, 5)
-    with pytest.raises(ValueError, match="no trained token"):
-        group(sample(0, 2, loss_mask=np.zeros(2, bool))).oldest_version()
+    assert group(sample(0, 4, ((0, 3), (2, 5)), loss_mask=masked)).trained_versions() == ((0, 5), (0, 5))
+    assert group(sample(0, 2, loss_mask=np.zeros(2, bool))).trained_versions() is None
 
 
-def test_columns_must_agree():
+def test_after_a_restore_the_oldest_version_is_the_one_with_the_lowest_number():
+    # lineage 1 began again at number 2, after lineage 0 had come to number 5
+    spans = [VersionSpan(0, PolicyVersion(0, 5)), VersionSpan(2, PolicyVersion(1, 2))]
+    restored = dataclasses.replace(sample(0, 4), spans=spans)
+    assert group(restored).trained_versions() == (PolicyVersion(1, 2), PolicyVersion(0, 5))
+
+
+def test_columns_of_unequal_length_are_refused():
     bad = sample()
     bad.logprobs = bad.logprobs[:-1]
     with pytest.raises(ValueError, match="5 tokens, 4 logprobs"):
         group(bad)
-    with pytest.raises(ValueError, match="no samples"):
+    with pytest.raises(ValueError, match="at least one sample"):
         Group.from_samples("u", "p", 0, np.zeros(1), [])
 
 

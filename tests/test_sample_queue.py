@@ -1,17 +1,24 @@
-"""The queue's core: what each side is given, and when; and that no death, restart or race loses or doubles a group."""
+"""Queue core: results and waiting of each call; no crash, restart or race loses or duplicates a group."""
 
 import asyncio
+import dataclasses
 from fractions import Fraction
 
 import numpy as np
 import pytest
 
-from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
 from asyncrl.sample_queue.admission import Admission
-from asyncrl.sample_queue.core import QueueError, SampleQueue
+from asyncrl.sample_queue.core import SampleQueue
+from asyncrl.sample_queue.group_state import QueueError
 from asyncrl.sample_queue.journal import Journal
-from asyncrl.sample_queue.messages import InFlight, Recovery, Ticket
+from asyncrl.sample_queue.ledger import FILE, reading
+from asyncrl.sample_queue.messages import InFlight, Recovery, Refusal, Ticket
+from asyncrl.sample_queue.records import JournalError
+from asyncrl.types.groups import Group
+from asyncrl.types.samples import FinishReason, Sample
+from asyncrl.types.versions import PolicyVersion, VersionSpan
 from tests.support.in_memory import InMemoryRecords
+from tests.test_spool import FaultyDisk
 
 
 def payload(uid: str, *versions: int) -> bytes:
@@ -28,18 +35,18 @@ def payload(uid: str, *versions: int) -> bytes:
     return Group.from_samples(uid, uid, 0, np.ones(1, np.int32), [s]).to_bytes()
 
 
-def queue(per_version=2, threshold="0", total=100, records=None, order="fifo", overdue="wait") -> SampleQueue:
+def queue(per_version=2, threshold="0", total=100, records=None, order="fifo", overdue="wait", **more) -> SampleQueue:
     admission = Admission(per_version, Fraction(threshold), total)
-    return SampleQueue(admission, records or InMemoryRecords(), order, overdue)
+    return SampleQueue(admission, records or InMemoryRecords(), order, overdue, **more)
 
 
-async def started(q: SampleQueue, uids: str, version=None) -> None:
-    assert await q.issue(tickets(uids), version) == len(uids)
+async def started(q: SampleQueue, uids: str) -> None:
+    assert await q.issue(tickets(uids)) == len(uids)
 
 
 async def trained(q: SampleQueue, step: int, count: int) -> str:
-    """Train a step; returns the groups in it."""
-    lease, _ = await q.lease(step, count, 0.0)
+    """Trains a step; returns its groups."""
+    lease, _ = await q.lease(step, count)
     await q.trained(step)
     return "".join(g.uid for g in lease.groups)
 
@@ -49,7 +56,7 @@ def tickets(uids) -> list[Ticket]:
 
 
 async def waits(coroutine) -> asyncio.Task:
-    """Run until it waits; it must not be done then."""
+    """Runs a call until it waits; fails if it ends."""
     task = asyncio.create_task(coroutine)
     for _ in range(5):
         await asyncio.sleep(0)
@@ -69,8 +76,8 @@ async def test_threshold_zero_admits_one_version_of_groups():
     await q.publish(PolicyVersion(0, 0))
     assert await q.issue(tickets(["a", "b", "c"])) == 2
     more = await waits(q.issue(tickets(["c"])))
-    await q.put([payload("b", 0), payload("a", 0)], 0.0)
-    leased, buffers = await q.lease(1, 2, 1.0)
+    await q.put([payload("b", 0), payload("a", 0)])
+    leased, buffers = await q.lease(1, 2)
     assert [g.uid for g in leased.groups] == ["a", "b"]  # the order of issue, not of arrival
     assert [Group.from_buffer(b).uid for b in buffers] == ["a", "b"]
     await q.trained(1)
@@ -89,13 +96,13 @@ async def test_a_dropped_group_frees_its_place_at_once():
     assert (await q.stats())["fully_async/dropped/zero_variance"] == 1
 
 
-async def test_a_straggler_holds_back_those_behind_it():
+async def test_a_straggler_holds_back_the_groups_behind_it():
     q = queue(per_version=3, threshold="1")
     await q.publish(PolicyVersion(0, 0))
     await q.issue(tickets(["slow", "b", "c"]))
-    await q.put([payload("b", 0), payload("c", 0)], 0.0)
-    lease = await waits(q.lease(1, 2, 0.0))
-    await q.put([payload("slow", 0)], 0.0)
+    await q.put([payload("b", 0), payload("c", 0)])
+    lease = await waits(q.lease(1, 2))
+    await q.put([payload("slow", 0)])
     assert [g.uid for g in (await lease)[0].groups] == ["slow", "b"]
 
 
@@ -103,22 +110,22 @@ async def test_a_released_lease_returns_in_order():
     q = queue(per_version=3, threshold="1")
     await q.publish(PolicyVersion(0, 0))
     await q.issue(tickets(["a", "b", "c"]))
-    await q.put([payload(u, 0) for u in "abc"], 0.0)
-    await q.lease(1, 2, 0.0)
+    await q.put([payload(u, 0) for u in "abc"])
+    await q.lease(1, 2)
     await q.release(1)
-    assert [g.uid for g in (await q.lease(1, 3, 0.0))[0].groups] == ["a", "b", "c"]
+    assert [g.uid for g in (await q.lease(1, 3))[0].groups] == ["a", "b", "c"]
 
 
-async def test_when_the_run_is_over_what_is_left_stays_for_a_run_that_resumes_it():
+async def test_untrained_groups_stay_for_a_run_that_resumes():
     q = queue(per_version=3, threshold="1")
     await q.publish(PolicyVersion(0, 0))
     await q.issue(tickets(["a", "b", "c", "d"]))
-    await q.put([payload(u, 0) for u in "abc"], 0.0)
-    await q.lease(1, 1, 0.0)
+    await q.put([payload(u, 0) for u in "abc"])
+    await q.lease(1, 1)
     await q.trained(1)
     stats = await q.finish()
     assert (stats["fully_async/count/queued"], stats["fully_async/count/trained"]) == (2, 1)
-    await q.put([payload("d", 0)], 0.0)  # too late, and no error: it is in flight for the next run
+    await q.put([payload("d", 0)])  # too late, and no error: it is in flight for the next run
     assert q.balance() == {"issued": 4, "trained": 1, "dropped": 0, "in_flight": 1, "queued": 2, "leased": 0}
 
 
@@ -128,10 +135,10 @@ async def test_the_run_issues_no_more_than_it_trains():
     assert await q.issue(tickets(map(str, range(9)))) == 5
 
 
-async def test_closing_wakes_everyone():
+async def test_closing_wakes_all_waiting_calls():
     q = queue()
     issue = await waits(q.issue(tickets(["a"])))
-    lease = await waits(q.lease(1, 1, 0.0))
+    lease = await waits(q.lease(1, 1))
     await q.close("the end")
     assert await issue == 0
     assert (await lease)[0].closed == "the end"
@@ -142,13 +149,13 @@ async def test_closing_wakes_everyone():
         await issue
 
 
-async def test_breaking_the_life_cycle_is_refused_by_name():
+async def test_an_illegal_call_is_refused_with_the_group_and_its_state():
     q = queue()
     await q.publish(PolicyVersion(0, 0))
     await q.issue(tickets(["a"]))
     with pytest.raises(QueueError, match="group b is unknown, expected in_flight"):
-        await q.put([payload("b", 0)], 0.0)
-    await q.put([payload("a", 0)], 0.0)
+        await q.put([payload("b", 0)])
+    await q.put([payload("a", 0)])
     with pytest.raises(QueueError, match="group a is queued"):
         await q.drop([("a", "late")])
     with pytest.raises(QueueError, match="issued before and is queued"):
@@ -160,19 +167,19 @@ async def test_breaking_the_life_cycle_is_refused_by_name():
         await q.publish(PolicyVersion(0, 0))
 
 
-async def test_what_a_caller_was_told_is_in_the_ledger(tmp_path):
+async def test_acknowledged_calls_are_in_the_ledger(tmp_path):
     journal = Journal(tmp_path)
     q = queue(per_version=2, records=journal)
     await q.publish(PolicyVersion(0, 0))
     await q.issue(tickets(["a", "b"]))
-    await q.put([payload("a", 0)], 0.0)
+    await q.put([payload("a", 0)])
     await q.drop([("b", "zero_variance")])
     await q.issue(tickets(["c"]))
     found = journal.recover()
     assert [(g.uid, g.state) for g in found.groups] == [("a", "queued"), ("c", "in_flight")]
     assert (found.issued, found.dropped, found.version) == (3, {"zero_variance": 1}, (0, 0))
-    await q.put([payload("c", 0)], 0.0)
-    await q.lease(1, 2, 0.0)
+    await q.put([payload("c", 0)])
+    await q.lease(1, 2)
     await q.trained(1)
     assert (journal.recover().trained, journal.recover().final) == (2, 0)
     await q.covered(1)
@@ -182,11 +189,59 @@ async def test_what_a_caller_was_told_is_in_the_ledger(tmp_path):
     assert Journal(tmp_path).recover().issued == 3
 
 
+async def test_a_failed_write_fails_its_callers_and_leaves_the_queue_with_what_is_on_disk(tmp_path):
+    disk = FaultyDisk(1_000_000)
+    journal = Journal(tmp_path, disk=disk)
+    q = queue(per_version=3, records=journal)
+    await q.publish(PolicyVersion(0, 0))
+    await started(q, "abc")
+    disk.room_bytes = 10
+    calls = [q.put([payload("a", 0)]), q.put([payload("b", 0)]), q.drop([("c", "zero_variance")])]
+    errors = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(error, JournalError) for error in errors[:2])
+    dropped = int(errors[2] is None)  # it may have come late enough for a write of its own
+    assert q.balance() == {
+        "issued": 3, "trained": 0, "dropped": dropped, "in_flight": 3 - dropped, "queued": 0, "leased": 0
+    }  # fmt: skip
+    disk.room_bytes = 1_000_000
+    await q.put([payload(u, 0) for u in "ab"])
+    assert await trained(q, 1, 2) == "ab"
+    assert journal.recover().trained == 2
+    await journal.close()
+
+
+async def test_a_repeated_call_is_answered_once_the_first_one_is_on_disk(tmp_path):
+    journal = Journal(tmp_path)
+    q = queue(records=journal)
+    await q.publish(PolicyVersion(0, 0))
+    await started(q, "ab")
+    both = [payload(u, 0) for u in "ab"]
+    lost = [asyncio.create_task(call) for call in (q.put(both), q.lease(1, 2), q.trained(1))]
+    await asyncio.sleep(0)
+    assert await q.put(both) == []
+    assert journal.recover().groups[0].finished_s is not None
+    await q.trained(1)
+    assert journal.recover().trained == 2
+    await asyncio.gather(*lost)
+    await journal.close()
+
+
+async def test_two_calls_for_the_lease_of_one_step_get_the_same_groups():
+    q = queue(per_version=4)
+    await q.publish(PolicyVersion(0, 0))
+    await started(q, "abcd")
+    calls = [await waits(q.lease(1, 2)) for _ in range(2)]
+    await q.put([payload(u, 0) for u in "abcd"])
+    first, second = await asyncio.gather(*calls)
+    assert first == second
+    assert [g.uid for g in first[0].groups] == ["a", "b"]
+
+
 # -- a queue that was restarted ----------------------------------------------------------------------------------------
 
 
-async def test_a_restarted_queue_is_where_it_was_and_every_call_may_be_repeated(tmp_path):
-    """After each call the process dies before it answers: the next one, over the same records, is asked again."""
+async def test_a_restarted_queue_recovers_its_state_and_every_call_may_be_repeated(tmp_path):
+    """After each call the process dies before it answers; the next one, over the same records, gets the call again."""
     journal = Journal(tmp_path)
 
     async def twice(method: str, *args):
@@ -199,13 +254,13 @@ async def test_a_restarted_queue_is_where_it_was_and_every_call_may_be_repeated(
 
     await twice("publish", PolicyVersion(0, 0))
     assert await twice("issue", tickets("abcdefgh")) == 6
-    await twice("put", [payload(u, 0) for u in "bcd"], 0.0)
+    await twice("put", [payload(u, 0) for u in "bcd"])
     await twice("drop", [("a", "zero_variance")])
-    lease, payloads = await twice("lease", 1, 3, 0.0)
+    lease, payloads = await twice("lease", 1, 3)
     assert [g.uid for g in lease.groups] == ["b", "c", "d"]
     assert payloads == [payload(u, 0) for u in "bcd"]
     await twice("release", 1)
-    await queue(records=journal).lease(1, 3, 0.0)
+    await queue(records=journal).lease(1, 3)
     await twice("trained", 1)
     await twice("covered", 1)
     await twice("trained", 1)  # for good meanwhile
@@ -214,21 +269,21 @@ async def test_a_restarted_queue_is_where_it_was_and_every_call_may_be_repeated(
     await journal.close()
 
 
-async def test_a_rollouter_that_was_restarted_is_told_what_was_in_flight_and_where_the_prompts_go_on():
+async def test_a_restarted_rollouter_gets_the_groups_in_flight_and_the_last_uid():
     q = queue(per_version=4)
     assert await q.recover() == Recovery(None, [])
     await q.publish(PolicyVersion(0, 0))
     await started(q, "abcd")
     await q.snapshot([("c", b"old"), ("b", b"half of b")])
     await q.snapshot([("c", b"half of c")])
-    await q.put([payload("b", 0)], 0.0)
+    await q.put([payload("b", 0)])
     await q.drop([("d", "zero_variance")])
     await q.snapshot([("b", b"too late")])
     found = await q.recover()
     assert found == Recovery("d", [InFlight("a", "a", 0, None), InFlight("c", "c", 0, b"half of c")])
 
 
-async def test_closing_lasts_over_a_restart_until_a_rollback():
+async def test_a_closed_queue_stays_closed_over_a_restart_until_a_rollback():
     records = InMemoryRecords()
     q = queue(records=records)
     await q.publish(PolicyVersion(0, 0))
@@ -240,15 +295,15 @@ async def test_closing_lasts_over_a_restart_until_a_rollback():
     assert await restarted.issue(tickets("a")) == 1
 
 
-async def test_the_first_reason_to_close_stays_and_a_failure_is_never_taken_back():
+async def test_the_first_reason_to_close_stays_and_a_failure_is_permanent():
     q = queue()
     await q.close("the prompts ended")
     await q.close("the run was stopped")
-    assert (await q.lease(1, 1, 0.0))[0].closed == "the prompts ended"
+    assert (await q.lease(1, 1))[0].closed == "the prompts ended"
     await q.close("rank 1 died", failed=True)
     await q.close("the prompts ended")
     with pytest.raises(QueueError, match="rank 1 died"):
-        await q.lease(1, 1, 0.0)
+        await q.lease(1, 1)
 
 
 # -- back to a checkpoint ----------------------------------------------------------------------------------------------
@@ -258,11 +313,11 @@ async def test_a_rollback_returns_groups_in_order_and_nothing_starts_before_the_
     q = queue(per_version=2, threshold="2")
     await q.publish(PolicyVersion(0, 0))
     await started(q, "abcdef")
-    await q.put([payload(u, 0) for u in "fedcba"], 0.0)
+    await q.put([payload(u, 0) for u in "fedcba"])
     assert await trained(q, 1, 2) == "ab"
     await q.publish(PolicyVersion(0, 1))
     assert await trained(q, 2, 2) == "cd"
-    await q.lease(3, 1, 0.0)
+    await q.lease(3, 1)
     assert await q.rollback(1) == PolicyVersion(0, 1)
     assert q.balance() == {"issued": 6, "trained": 2, "dropped": 0, "in_flight": 0, "queued": 4, "leased": 0}
     issue = await waits(q.issue(tickets("ghi")))
@@ -273,11 +328,11 @@ async def test_a_rollback_returns_groups_in_order_and_nothing_starts_before_the_
     assert await issue == 3
 
 
-async def test_a_group_in_flight_waits_for_the_place_it_has_after_a_rollback():
+async def test_after_a_rollback_a_group_in_flight_waits_for_its_place():
     q = queue(per_version=2, threshold="0")
     await q.publish(PolicyVersion(0, 0))
     await started(q, "ab")
-    await q.put([payload(u, 0) for u in "ab"], 0.0)
+    await q.put([payload(u, 0) for u in "ab"])
     await trained(q, 1, 2)
     await q.publish(PolicyVersion(0, 1))
     await started(q, "cd")
@@ -290,7 +345,7 @@ async def test_a_group_in_flight_waits_for_the_place_it_has_after_a_rollback():
     assert await again == 2
 
 
-async def test_versions_never_go_back():
+async def test_versions_only_increase():
     q = queue()
     await q.publish(PolicyVersion(0, 3))
     await q.rollback(0)
@@ -330,7 +385,7 @@ async def test_groups_that_a_smaller_batch_makes_too_late_are_dropped_on_resume(
     q = queue(per_version=4, records=records)
     await q.publish(PolicyVersion(0, 0))
     await started(q, "abcd")
-    await q.put([payload(u, 0) for u in "abd"], 0.0)
+    await q.put([payload(u, 0) for u in "abd"])
     q = queue(per_version=2, records=records)
     await q.rollback(0)
     await q.publish(PolicyVersion(1, 0))
@@ -346,40 +401,40 @@ async def test_ready_first_takes_finished_groups_the_earliest_deadline_first():
     q = queue(per_version=2, threshold="2", order="ready_first")
     await q.publish(PolicyVersion(0, 0))
     await started(q, "abcde")
-    await q.put([payload(u, 0) for u in "ec"], 0.0)
+    await q.put([payload(u, 0) for u in "ec"])
     assert await trained(q, 1, 2) == "ce"
     await q.publish(PolicyVersion(0, 1))
     await started(q, "fg")
-    await q.put([payload("f", 1), payload("d", 0)], 0.0)
+    await q.put([payload("f", 1), payload("d", 0)])
     assert await trained(q, 2, 2) == "df"  # d is of version 0
 
 
-async def test_wait_holds_the_batch_back_for_a_group_that_could_not_be_trained_in_time_later():
+async def test_wait_holds_the_batch_back_for_a_group_that_would_miss_its_deadline():
     q = queue(per_version=2, threshold="1", order="ready_first", overdue="wait")
     await q.publish(PolicyVersion(0, 0))
     await started(q, "abcd")
-    await q.put([payload(u, 0) for u in "cd"], 0.0)
+    await q.put([payload(u, 0) for u in "cd"])
     assert await trained(q, 1, 2) == "cd"
     await q.publish(PolicyVersion(0, 1))
     await started(q, "ef")
-    await q.put([payload(u, 1) for u in "ef"], 0.0)
-    lease = await waits(q.lease(2, 2, 0.0))  # a and b have version 1 for their last
-    await q.put([payload("b", 0), payload("a", 0)], 0.0)
+    await q.put([payload(u, 1) for u in "ef"])
+    lease = await waits(q.lease(2, 2))  # a and b have version 1 for their last
+    await q.put([payload("b", 0), payload("a", 0)])
     assert [g.uid for g in (await lease)[0].groups] == ["a", "b"]
 
 
 async def test_a_group_that_is_issued_again_keeps_its_deadline():
-    """It may go on with the tokens that it had."""
+    """It may continue its tokens."""
     q = queue(per_version=1, threshold="1", order="ready_first")
     await q.publish(PolicyVersion(0, 0))
     await started(q, "ab")
-    await q.put([payload("b", 0)], 0.0)
+    await q.put([payload("b", 0)])
     assert await trained(q, 1, 1) == "b"
     await q.publish(PolicyVersion(0, 1))
     await started(q, "ac")
-    await q.put([payload("c", 1)], 0.0)
-    lease = await waits(q.lease(2, 1, 0.0))
-    await q.put([payload("a", 0, 1)], 0.0)
+    await q.put([payload("c", 1)])
+    lease = await waits(q.lease(2, 1))
+    await q.put([payload("a", 0, 1)])
     assert [g.uid for g in (await lease)[0].groups] == ["a"]
 
 
@@ -389,7 +444,7 @@ async def test_a_group_that_must_come_first_may_start_again():
     q = queue(per_version=4, threshold="1", order="ready_first", records=records)
     await q.publish(PolicyVersion(0, 2))
     await started(q, "abcd")
-    await q.put([payload(u, 2) for u in "abc"], 0.0)
+    await q.put([payload(u, 2) for u in "abc"])
     await q.rollback(0)
     await q.publish(PolicyVersion(1, 0))
     await started(q, "d")
@@ -398,23 +453,23 @@ async def test_a_group_that_must_come_first_may_start_again():
     await q.publish(PolicyVersion(2, 0))
     assert await trained(q, 1, 1) == "a"
     await q.publish(PolicyVersion(2, 1))
-    lease = await waits(q.lease(2, 1, 0.0))
+    lease = await waits(q.lease(2, 1))
     await started(q, "d")
-    await q.put([payload("d", 1)], 0.0)
+    await q.put([payload("d", 2)])
     assert [g.uid for g in (await lease)[0].groups] == ["d"]
 
 
-async def test_mask_says_which_tokens_are_too_old():
+async def test_mask_names_the_first_version_young_enough_to_train():
     q = queue(per_version=1, threshold="1", order="ready_first", overdue="mask")
     await q.publish(PolicyVersion(0, 0))
     await started(q, "ab")
     for step, uid in enumerate("bcd", start=1):
-        await q.put([payload(uid, step - 1)], 0.0)
+        await q.put([payload(uid, step - 1)])
         assert await trained(q, step, 1) == uid
         await q.publish(PolicyVersion(0, step))
         await q.issue(tickets("cde"[step - 1 :]))
-    await q.put([payload("a", 0, 1, 2)], 0.0)
-    lease, _ = await q.lease(4, 1, 0.0)
+    await q.put([payload("a", 0, 1, 2)])
+    lease, _ = await q.lease(4, 1)
     assert ([g.uid for g in lease.groups], lease.mask_before) == (["a"], 2)
 
 
@@ -424,42 +479,42 @@ async def test_mask_drops_a_group_without_a_token_that_is_young_enough(finished_
     await q.publish(PolicyVersion(0, 0))
     await started(q, "a")
     if finished_in_time:
-        await q.put([payload("a", 0)], 0.0)
+        await q.put([payload("a", 0)])
     await q.publish(PolicyVersion(0, 1))
     if not finished_in_time:
-        await q.put([payload("a", 0)], 0.0)
+        await q.put([payload("a", 0)])
     assert (await q.stats())["fully_async/dropped/overdue"] == 1
     await started(q, "b")
 
 
-async def test_drop_gives_up_groups_past_their_deadline_and_tells_the_rollouter():
+async def test_drop_drops_groups_past_their_deadline_and_notifies_the_rollouter():
     q = queue(per_version=1, threshold="1", order="ready_first", overdue="drop")
     await q.publish(PolicyVersion(0, 0))
     await started(q, "ab")
-    await q.put([payload("b", 0)], 0.0)
+    await q.put([payload("b", 0)])
     await trained(q, 1, 1)
     overdue = await waits(q.overdue())
     await q.publish(PolicyVersion(0, 1))
     await started(q, "c")
     assert not overdue.done()
-    await q.put([payload("c", 1)], 0.0)
+    await q.put([payload("c", 1)])
     await trained(q, 2, 1)
     await q.publish(PolicyVersion(0, 2))
     assert await overdue == ["a"]
-    await q.put([payload("a", 0)], 0.0)  # what it had finished meanwhile, or gives up, changes nothing
+    await q.put([payload("a", 0)])  # what it had finished meanwhile, or gives up, changes nothing
     await q.drop([("a", "zero_variance")])
     assert (await q.stats())["fully_async/dropped/overdue"] == q.balance()["dropped"] == 1
 
 
-async def test_a_group_that_was_overdue_when_the_queue_died_is_not_issued_as_a_new_one():
+async def test_a_group_dropped_as_overdue_before_a_crash_is_not_issued_as_a_new_one():
     records = InMemoryRecords()
     q = queue(per_version=1, threshold="1", order="ready_first", overdue="drop", records=records)
     await q.publish(PolicyVersion(0, 0))
     await q.issue(tickets(["a", "b"]))
     for step in (1, 2):
         uid = "bc"[step - 1]
-        await q.put([payload(uid, step - 1)], 0.0)
-        await q.lease(step, 1, 0.0)
+        await q.put([payload(uid, step - 1)])
+        await q.lease(step, 1)
         await q.trained(step)
         await q.publish(PolicyVersion(0, step))
         if step == 1:
@@ -470,7 +525,7 @@ async def test_a_group_that_was_overdue_when_the_queue_died_is_not_issued_as_a_n
     assert again.balance() == {"issued": 4, "trained": 2, "dropped": 1, "in_flight": 1, "queued": 0, "leased": 0}
 
 
-async def test_a_group_may_be_given_up_by_both_sides_at_once(tmp_path):
+async def test_queue_and_rollouter_may_drop_a_group_at_the_same_time(tmp_path):
     journal = Journal(tmp_path)
     q = queue(per_version=1, threshold="0", order="ready_first", overdue="drop", records=journal)
     await q.publish(PolicyVersion(0, 0))
@@ -485,27 +540,24 @@ async def test_a_group_may_be_given_up_by_both_sides_at_once(tmp_path):
 # -- rolling updates ---------------------------------------------------------------------------------------------------
 
 
-async def test_while_an_update_rolls_each_group_counts_from_the_version_of_its_replica():
+async def test_during_a_rolling_update_a_group_counts_from_the_oldest_version_that_a_replica_serves():
     q = queue(per_version=2, threshold="0")
-    old, new = PolicyVersion(0, 0), PolicyVersion(0, 1)
-    await q.publish(old)
+    await q.publish(PolicyVersion(0, 0))
     await started(q, "ab")
-    await q.put([payload(u, 0) for u in "ab"], 0.0)
+    await q.put([payload(u, 0) for u in "ab"])
     await trained(q, 1, 2)
-    await q.publish(new, rolling=True)
-    on_old, on_any = await waits(q.issue(tickets("c"), old)), await waits(q.issue(tickets("d")))
-    await started(q, "c", new)
-    await q.retire_before(new)
-    assert await on_any == 1
-    assert await on_old == 1  # its replica serves the new version by now
+    await q.publish(PolicyVersion(0, 1), rolling=True)
+    issue = await waits(q.issue(tickets("c")))  # it may start on a replica that still serves 0.0
+    await q.retire_before(PolicyVersion(0, 1))
+    assert await issue == 1
 
 
-async def test_a_queue_that_restarts_while_an_update_rolls_still_counts_from_the_old_version():
+async def test_a_queue_restarted_during_a_rolling_update_still_counts_from_the_old_version():
     records = InMemoryRecords()
     q = queue(per_version=1, threshold="0", records=records)
     await q.publish(PolicyVersion(0, 0))
     await started(q, "a")
-    await q.put([payload("a", 0)], 0.0)
+    await q.put([payload("a", 0)])
     await trained(q, 1, 1)
     await q.publish(PolicyVersion(0, 1), rolling=True)
     q = queue(per_version=1, threshold="0", records=records)
@@ -513,3 +565,127 @@ async def test_a_queue_that_restarts_while_an_update_rolls_still_counts_from_the
     await q.retire_before(PolicyVersion(0, 1))
     assert await issue == 1
     assert await queue(per_version=1, threshold="0", records=records).issue(tickets("b")) == 1
+
+
+# -- acceptance --------------------------------------------------------------------------------------------------------
+
+
+def damaged(uid: str, attempt: int = 0, **columns) -> bytes:
+    group = Group.from_buffer(payload(uid, 0))
+    return dataclasses.replace(group, attempt=attempt, **columns).to_bytes()
+
+
+NAN = np.full(1, np.nan, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        ({"logprobs": NAN}, "logprob_not_finite"),
+        ({"logprobs": -np.inf * np.ones(1, np.float32)}, "logprob_not_finite"),
+        ({"tokens": np.array([100], np.int32)}, "token_out_of_vocabulary"),
+        ({"tokens": np.array([-1], np.int32)}, "token_out_of_vocabulary"),
+        ({"prompt_tokens": np.array([2**30], np.int32)}, "token_out_of_vocabulary"),
+        ({"span_number": np.array([1])}, "unknown_version"),
+        ({"span_lineage": np.array([1])}, "unknown_version"),
+    ],
+)
+async def test_a_group_with_impossible_tokens_is_refused(columns, reason):
+    q = queue(vocab_size=100)
+    await q.publish(PolicyVersion(0, 0))
+    await started(q, "ab")
+    assert await q.put([damaged("a", **columns), payload("b", 0)]) == [Refusal("a", reason, 1)]
+    assert q.balance() | {"queued": 1, "in_flight": 1} == q.balance()
+    assert await q.put([damaged("a", attempt=1)]) == []
+    assert await trained(q, 1, 2) == "ab"  # in its place
+
+
+async def test_logprobs_of_untrained_tokens_may_be_nan():
+    q = queue(per_version=1)
+    await q.publish(PolicyVersion(0, 0))
+    await started(q, "a")
+    group = Group.from_buffer(payload("a", 0, 0))
+    untrained = {"logprobs": np.array([-1, np.nan], np.float32), "loss_mask": np.array([True, False])}
+    spans = {"span_number": np.zeros(2, np.int64)}
+    assert await q.put([dataclasses.replace(group, **untrained, **spans).to_bytes()]) == []
+    assert await trained(q, 1, 1) == "a"
+
+
+async def test_tokens_of_an_announced_version_are_accepted():
+    q = queue(threshold="1")
+    await q.publish(PolicyVersion(0, 0))
+    await started(q, "ab")
+    await q.announce(PolicyVersion(0, 1), 0)
+    await q.announce(PolicyVersion(0, 1), 0)  # said again
+    assert await q.put([payload("a", 1)]) == []
+    assert await q.rollback(0) == PolicyVersion(0, 1)  # which is never used for other weights
+    await q.publish(PolicyVersion(1, 0))
+
+
+async def test_attempts_survive_a_restart_and_a_repeated_call_counts_once(tmp_path):
+    journal = Journal(tmp_path)
+    q = queue(records=journal)
+    await q.publish(PolicyVersion(0, 0))
+    await started(q, "ab")
+    await q.snapshot([("a", b"of the attempt that is refused")])
+    assert await q.put([damaged("a", logprobs=NAN)]) == [Refusal("a", "logprob_not_finite", 1)]
+    await journal.close()
+    q = queue(records=(journal := Journal(tmp_path)))  # died before the answer arrived
+    assert await q.put([damaged("a", logprobs=NAN)]) == [Refusal("a", "logprob_not_finite", 1)]
+    assert await q.recover() == Recovery("b", [InFlight("a", "a", 0, None, 1), InFlight("b", "b", 0, None, 0)])
+    assert await q.put([damaged("a", 1, logprobs=NAN)]) == [Refusal("a", "logprob_not_finite", 2)]
+    assert await q.put([damaged("a", 2, logprobs=NAN)]) == [Refusal("a", "logprob_not_finite", None)]
+    assert (await q.stats())["fully_async/dropped/poison"] == 1
+    assert await q.put([damaged("a", 2, logprobs=NAN)]) == []
+    await q.put([payload("b", 0)])
+    assert await trained(q, 1, 1) == "b"
+    await journal.close()
+    with reading(tmp_path / FILE) as db:
+        row = db.execute("SELECT state, reason, attempt, refusal FROM groups WHERE uid = 'a'").fetchone()
+    assert row == ("dropped", "poison", 3, "logprob_not_finite")
+
+
+async def test_a_refusal_that_is_written_together_with_a_rollback_counts_once(tmp_path):
+    journal = Journal(tmp_path)
+    q = queue(records=journal)
+    await q.publish(PolicyVersion(0, 0))
+    await started(q, "a")
+    refusals, _ = await asyncio.gather(q.put([damaged("a", logprobs=NAN)]), q.rollback(0))
+    assert refusals == [Refusal("a", "logprob_not_finite", 1)]
+    assert [group.attempt for group in (await q.recover()).in_flight] == [1]
+    await journal.close()
+
+
+async def test_two_identical_puts_at_the_same_time_refuse_once(tmp_path):
+    journal = Journal(tmp_path)
+    q = queue(records=journal)
+    await q.publish(PolicyVersion(0, 0))
+    await started(q, "a")
+    call = [damaged("a", logprobs=NAN)]
+    assert await asyncio.gather(q.put(call), q.put(call)) == [[Refusal("a", "logprob_not_finite", 1)]] * 2
+    assert [group.attempt for group in journal.recover().groups] == [1]
+    await journal.close()
+
+
+async def test_a_poison_group_is_dropped_even_if_the_run_ends_at_that_moment(tmp_path):
+    journal = Journal(tmp_path)
+    q = queue(records=journal, max_attempts=1)
+    await q.publish(PolicyVersion(0, 0))
+    await started(q, "a")
+    refusals, _ = await asyncio.gather(q.put([damaged("a", logprobs=NAN)]), q.finish())
+    assert refusals == [Refusal("a", "logprob_not_finite", None)]
+    assert journal.states(["a"]) == {"a": "dropped"}
+    await journal.close()
+
+
+async def test_a_new_rollouter_does_not_get_groups_that_the_previous_one_is_ending(tmp_path):
+    journal = Journal(tmp_path)
+    q = queue(records=journal)
+    await q.publish(PolicyVersion(0, 0))
+    await started(q, "ab")
+    ending = [q.drop([("a", "zero_variance")]), q.put([payload("b", 0)])]
+    under_way = [asyncio.create_task(call) for call in ending]
+    await asyncio.sleep(0)
+    assert (await q.recover()).in_flight == []
+    await asyncio.gather(*under_way)
+    await journal.close()

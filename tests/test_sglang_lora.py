@@ -11,7 +11,7 @@ import torch
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs the SGLang environment: make test-sglang", allow_module_level=True)
 
-from asyncrl.rollouter.engines.sglang.cpu_defects import pinning_is_refused
+from asyncrl.cpu.sglang import pinning_is_refused
 from tests.support.lora_contract import *  # noqa: F403
 from tests.support.lora_contract import AdapterContract, FinishingContract, ended, started
 
@@ -39,5 +39,5 @@ class TestFinishing(FinishingContract):
 
 
 async def test_memory_still_cannot_be_pinned_without_an_accelerator():
-    """When this fails, torch has mended it: `asyncrl.rollouter.engines.sglang.cpu_defects` can go."""
+    """When this fails, torch has mended it: `asyncrl.cpu.sglang` can go."""
     assert torch.accelerator.is_available() or pinning_is_refused()

@@ -33,7 +33,7 @@ async def test_each_worker_takes_the_sync_and_logprobs_are_those_of_hugging_face
             weights = changed(initial, seed)
             report = await replica.sync(weights)
             assert {role: await replica.engine.digest(role) for role in report.digests} == report.digests
-            live = await replica.intake.live_checksums("target")
+            live = await replica.receiver.live_checksums("target")
             assert len({name.split(": ")[0] for name in live}) == 2  # of each worker
             halves = {value for name, value in live.items() if name.endswith("qkv_proj.weight")}
             assert not seen & halves

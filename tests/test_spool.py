@@ -1,4 +1,4 @@
-"""The spool on real files: records come back, a torn tail is cut, damage is refused, a full disk harms nothing."""
+"""Spool on real files: records round-trip, a torn tail is cut, damage is refused, a full disk harms nothing."""
 
 import errno
 import os
@@ -9,11 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.sample_queue.spool import HEADER_BYTES, KIND_GROUP, KIND_PARTIAL, Disk, Place, Spool, SpoolError, record
+from asyncrl.sample_queue.spool import (
+    HEADER_BYTES,
+    KIND_GROUP,
+    KIND_PARTIAL,
+    Disk,
+    RecordLocation,
+    Spool,
+    SpoolError,
+    record,
+)
 
 
 def in_child(body) -> int:
-    """Run ``body`` in a forked process; the exit status is what it returns, 99 if it raises, −signal if killed."""
+    """Runs ``body`` in a forked process and returns its exit status: its result, 99 if it raises, −signal if killed."""
     pid = os.fork()
     if pid == 0:
         status = 99
@@ -25,7 +34,7 @@ def in_child(body) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def filled(folder, payloads, **options) -> list[Place]:
+def filled(folder, payloads, **options) -> list[RecordLocation]:
     spool = Spool(folder, **options)
     places = [spool.append(KIND_GROUP, payload) for payload in payloads]
     spool.flush()
@@ -44,7 +53,7 @@ def flip(path, offset: int) -> None:
     batches=st.lists(st.lists(st.binary(max_size=90), max_size=5), max_size=8),
     segment_bytes=st.integers(60, 400),
 )
-def test_what_was_appended_is_read_back_in_order_also_after_reopening(tmp_path_factory, batches, segment_bytes):
+def test_records_are_read_back_in_order_also_after_reopening(tmp_path_factory, batches, segment_bytes):
     folder = tmp_path_factory.mktemp("spool") / "spool"
     places = []
     for batch in batches:
@@ -62,7 +71,7 @@ def test_what_was_appended_is_read_back_in_order_also_after_reopening(tmp_path_f
     spool.close()
 
 
-def test_a_batch_of_more_records_than_one_system_call_takes_arrives_whole(tmp_path):
+def test_a_batch_larger_than_one_system_call_is_written_whole(tmp_path):
     spool = Spool(tmp_path / "spool")
     payloads = [b"%d" % i for i in range(3000)]
     places = spool.append_all([record(KIND_PARTIAL, p) for p in payloads])
@@ -71,7 +80,7 @@ def test_a_batch_of_more_records_than_one_system_call_takes_arrives_whole(tmp_pa
 
 
 @pytest.mark.parametrize("cut_bytes", [1, 10, 30, HEADER_BYTES + 39])
-def test_a_torn_tail_is_cut_off_to_the_last_whole_record_and_told(tmp_path, cut_bytes):
+def test_a_torn_tail_is_cut_off_after_the_last_whole_record_and_reported(tmp_path, cut_bytes):
     folder = tmp_path / "spool"
     places = filled(folder, [b"a" * 40, b"b" * 40])
     path = folder / "000001.seg"
@@ -81,7 +90,7 @@ def test_a_torn_tail_is_cut_off_to_the_last_whole_record_and_told(tmp_path, cut_
     assert (spool.torn.path, spool.torn.offset) == (path, places[1].offset)
     assert spool.torn.cut_bytes == HEADER_BYTES + 40 - cut_bytes
     assert spool.read(places[0]) == b"a" * 40
-    assert spool.append(KIND_GROUP, b"c") == Place(1, places[1].offset, 1)
+    assert spool.append(KIND_GROUP, b"c") == RecordLocation(1, places[1].offset, 1)
     assert [p for _, _, p in spool.records()] == [b"a" * 40, b"c"]
 
 
@@ -103,13 +112,13 @@ def test_damage_at_the_end_is_a_torn_tail_only_if_it_was_not_acknowledged(tmp_pa
     places = filled(folder, [b"a" * 40, b"b" * 40])
     path = folder / "000001.seg"
     flip(path, places[1].offset + HEADER_BYTES)
-    with pytest.raises(SpoolError, match="128 were acknowledged: expected checksum"):
+    with pytest.raises(SpoolError, match="expected 128 whole bytes: expected checksum"):
         Spool(folder, acknowledged=(1, path.stat().st_size))
     assert Spool(folder, acknowledged=(1, places[1].offset)).torn is not None
 
 
 def test_a_hole_before_unacknowledged_records_is_a_torn_tail(tmp_path):
-    """After a power loss the pages of an unflushed write are on disk in any order."""
+    """A power loss may persist the pages of an unflushed write in any order."""
     folder = tmp_path / "spool"
     places = filled(folder, [b"a" * 40, b"b" * 40, b"c" * 40])
     flip(folder / "000001.seg", places[1].offset)
@@ -117,16 +126,16 @@ def test_a_hole_before_unacknowledged_records_is_a_torn_tail(tmp_path):
     assert [p for _, _, p in spool.records()] == [b"a" * 40]
 
 
-def test_acknowledged_records_that_are_gone_are_refused(tmp_path):
+def test_missing_acknowledged_records_are_refused(tmp_path):
     folder = tmp_path / "spool"
     filled(folder, [b"a" * 40])
-    with pytest.raises(SpoolError, match="200 were acknowledged: the file ends here"):
+    with pytest.raises(SpoolError, match="expected 200 whole bytes: the file ends here"):
         Spool(folder, acknowledged=(1, 200))
     with pytest.raises(SpoolError, match=r"000002\.seg is missing"):
         Spool(folder, acknowledged=(2, 64))
 
 
-def test_reading_verifies_the_checksum_and_the_place(tmp_path):
+def test_reading_verifies_checksum_and_location(tmp_path):
     folder = tmp_path / "spool"
     spool = Spool(folder)
     place = spool.append(KIND_GROUP, b"a" * 40)
@@ -139,14 +148,14 @@ def test_reading_verifies_the_checksum_and_the_place(tmp_path):
         spool.read(place)
 
 
-def test_whole_segments_are_released_but_not_the_active_one(tmp_path):
+def test_finished_segments_can_be_deleted_but_not_the_active_one(tmp_path):
     spool = Spool(tmp_path / "spool", segment_bytes=100)
     places = [spool.append(KIND_GROUP, b"x" * 60) for _ in range(3)]
     assert spool.segments == (1, 2, 3)
     spool.release(1)
     assert spool.segments == (2, 3)
     assert not (tmp_path / "spool" / "000001.seg").exists()
-    with pytest.raises(SpoolError, match="cannot be released"):
+    with pytest.raises(SpoolError, match="cannot be deleted"):
         spool.release(3)
     spool.close()
     again = Spool(tmp_path / "spool", segment_bytes=100)
@@ -175,7 +184,7 @@ class FaultyDisk(Disk):
 
 
 @pytest.mark.parametrize("room", [1, HEADER_BYTES, 100])
-def test_a_full_disk_harms_nothing_that_was_written_before_and_appending_goes_on_later(tmp_path, room):
+def test_a_full_disk_harms_no_earlier_record_and_appending_continues_later(tmp_path, room):
     disk = FaultyDisk(10_000)
     spool = Spool(tmp_path / "spool", disk=disk)
     first = spool.append(KIND_GROUP, b"a" * 40)
@@ -190,7 +199,7 @@ def test_a_full_disk_harms_nothing_that_was_written_before_and_appending_goes_on
     assert Spool(tmp_path / "spool").torn is None
 
 
-def test_a_failed_flush_ends_the_spool_until_it_is_opened_anew(tmp_path):
+def test_after_a_failed_flush_the_spool_must_be_reopened(tmp_path):
     disk = FaultyDisk(10_000)
     spool = Spool(tmp_path / "spool", disk=disk)
     spool.append(KIND_GROUP, b"a")
@@ -198,11 +207,11 @@ def test_a_failed_flush_ends_the_spool_until_it_is_opened_anew(tmp_path):
     with pytest.raises(OSError, match="Input/output error"):
         spool.flush()
     disk.sync_fails = False
-    with pytest.raises(SpoolError, match="open the spool anew"):
+    with pytest.raises(SpoolError, match="reopen the spool"):
         spool.append(KIND_GROUP, b"b")
 
 
-def test_the_kernels_own_refusal_in_mid_write_leaves_whole_records(tmp_path):
+def test_a_file_size_limit_during_a_write_leaves_whole_records(tmp_path):
     folder = tmp_path / "spool"
 
     def body() -> int:

@@ -1,15 +1,17 @@
-"""How often and how soon actors are started again, and what a supervisor does about each; the pool is a fake of our own
-interface, the deaths in it are as they come from Ray."""
+"""Restart limits, and the supervisor's response to each death. The cluster is a fake of our own interface, in which
+actors die as they do on Ray."""
 
 import asyncio
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import pytest
 
 from asyncrl.config.schema import SupervisionConfig
-from asyncrl.ray_client import ActorDied
-from asyncrl.supervision import DiedTooOften, RestartPolicy, Supervisor
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.processes.actor_client import ActorDied, ActorStartFailed, RestartableClient
+from asyncrl.run.restartable import RestartableRanks, RestartableRollouter
+from asyncrl.run.supervision import DiedTooOften, RestartPolicy, Supervisor
 
 
 def test_the_pause_before_a_restart_doubles_up_to_a_limit_and_each_actor_counts_by_itself():
@@ -43,45 +45,99 @@ class Replica:
         raise ActorDied(self.name)
 
 
+class Rollouter(Replica):
+    def __init__(self, name: str, log: list[str]) -> None:
+        super().__init__(name)
+        self.log = log
+
+    async def run(self) -> None:
+        self.log.append("rolling out")
+        await self.alive()
+
+
 class World:
-    """Pool and sync group in one: it writes down what the supervisor does."""
+    """Cluster and sync group in one; logs the supervisor's calls. ``starts``: exceptions or events, one for each of an
+    actor's next starts, which raise or wait for them; any other start succeeds at once."""
 
     def __init__(self, names=("replica/0", "replica/1")) -> None:
-        self.replicas = {name: Replica(name) for name in names}
-        self.receivers = dict(self.replicas)
+        self.replica_names = list(names)
+        self.replicas: dict[str, Replica] = {}
+        self.receivers = self.replicas
+        self.senders: dict[str, Replica] = {}
+        self.starts: dict[str, list[Exception | asyncio.Event]] = {}
         self.log: list[str] = []
         self.last_sync_s = 0.0
-        self.fleet = SimpleNamespace(handles=self.receivers)
-        self.queue = SimpleNamespace(alive=asyncio.Event().wait, where=self._where)
+        self._joined: dict[str, Replica] = {}
+        self.fleet = SimpleNamespace(sessions=self._joined)
+        self.queue = RestartableClient(None, "queue", once=lambda handle, name: handle)
         self.rollouter = SimpleNamespace(
-            once=SimpleNamespace(run=asyncio.Event().wait),
+            once=None,
             silence_s=self._silence_s,
+            replace_queue=self._replace_queue,
             replace_replica=self._replace,
         )
-
-    async def _where(self):
-        return "node", 1
 
     async def _silence_s(self):
         return {}
 
+    async def _replace_queue(self, handle):
+        self.log.append("replaced queue")
+
     async def _replace(self, name, handle):
         self.log.append(f"replaced {name}")
 
-    async def restart_replica(self, name):
-        self.replicas[name] = self.receivers[name] = Replica(name)
-        self.log.append(f"restarted {name}")
+    async def _start(self, name):
+        self.log.append(f"starting {name}")
+        match self.starts.get(name):
+            case [Exception() as error, *rest]:
+                self.starts[name] = rest
+                raise error
+            case [asyncio.Event() as up, *rest]:
+                self.starts[name] = rest
+                await up.wait()
+
+    async def start_queue(self):
+        await self._start("queue")
+        self.queue.replace(Queue("queue"))
+
+    async def start_rollouter(self, routable):
+        await self._start("rollouter")
+        self.rollouter.once = Rollouter("rollouter", self.log)
+
+    async def start_replica(self, name):
+        await self._start(name)
+        self.replicas[name] = Replica(name)
+
+    async def start_ranks(self):
+        self.senders = {name: Replica(name) for name in ("trainer/0", "trainer/1")}
+        await self._start("trainer")
+
+    async def end(self, name, why):
+        self.log.append(f"ended {name}")
+
+    def silent(self, name):
+        return name
 
     def routable(self):
-        return list(self.receivers)
+        return list(self._joined)
 
     async def leave(self, name):
-        self.receivers.pop(name)
+        self._joined.pop(name)
         self.log.append(f"left {name}")
 
     def join(self, name, replica):
         assert replica is self.replicas[name]
+        self._joined[name] = replica
         self.log.append(f"joined {name}")
+
+    def of(self, name):
+        """Log of one actor."""
+        return [line for line in self.log if line.endswith(name)]
+
+
+class Queue(Replica):
+    async def where(self):
+        return "node", 1
 
 
 def supervisor(world: World, **options) -> Supervisor:
@@ -95,32 +151,174 @@ async def until(condition) -> None:
             await asyncio.sleep(0.001)
 
 
-LIFE = ["left replica/0", "restarted replica/0", "replaced replica/0", "joined replica/0"]
+class Run:
+    """Supervisor and rollout loop of a world."""
+
+    def __init__(self, world: World, **options) -> None:
+        self.supervisor = supervisor(world, **options)
+        self.rollouter = RestartableRollouter(world, self.supervisor, world.routable)
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.rollouter.run())
+            tasks.create_task(self.supervisor.run())
+
+    async def started(self) -> None:
+        await self.rollouter.started()
+        await self.supervisor.started()
+
+
+@asynccontextmanager
+async def started(world: World, **options):
+    """A run that has started all of ``world``."""
+    run = Run(world, **options)
+    running = asyncio.create_task(run.run())
+    try:
+        await asyncio.wait(
+            {running, up := asyncio.create_task(run.started())}, return_when="FIRST_COMPLETED", timeout=10
+        )
+        up.cancel()
+        if running.done():
+            await running
+        assert up.done()
+        yield running
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+
+LIFE = ["starting replica/0", "replaced replica/0", "joined replica/0"]
 
 
 async def test_a_replica_that_died_leaves_is_started_again_and_joins(caplog):
     world = World()
-    running = asyncio.create_task(supervisor(world).run())
-    await asyncio.sleep(0)
-    world.replicas["replica/0"].death.set()
-    await until(lambda: len(world.log) == 4)
-    assert world.log == LIFE
-    world.replicas["replica/0"].death.set()  # and the new one is watched as well
-    await until(lambda: len(world.log) == 8)
+    async with started(world):
+        world.replicas["replica/0"].death.set()
+        await until(lambda: len(world.of("replica/0")) == 7)
+        world.replicas["replica/0"].death.set()  # and the new one is watched as well
+        await until(lambda: len(world.of("replica/0")) == 11)
+    assert world.of("replica/0") == LIFE + (["left replica/0"] + LIFE) * 2
     assert "supervision: replica/0 died" in caplog.text
-    running.cancel()
-    await asyncio.wait([running])
 
 
 async def test_a_replica_that_dies_too_often_is_left_out_while_others_serve_and_the_last_one_ends_the_run(caplog):
     world = World()
-    running = asyncio.create_task(supervisor(world, max_restarts=0).run())
-    await asyncio.sleep(0)
-    world.replicas["replica/0"].death.set()
-    await until(lambda: world.log == ["left replica/0"])
-    await asyncio.sleep(0.01)
-    assert "the run goes on without it" in caplog.text
-    world.replicas["replica/1"].death.set()
-    with pytest.raises(ExceptionGroup) as raised:
-        await asyncio.wait_for(running, 10)
+    async with started(world, max_restarts=0) as running:
+        world.replicas["replica/0"].death.set()
+        await until(lambda: "the run goes on without it" in caplog.text)
+        assert world.log[-1] == "ended replica/0"  # what hung at its start would keep its memory
+        world.replicas["replica/1"].death.set()
+        with pytest.raises(ExceptionGroup) as raised:
+            await asyncio.wait_for(running, 10)
     assert raised.group_contains(DiedTooOften, match="replica/1 died")
+
+
+# -- the first start ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["queue", "rollouter", "replica/0"])
+async def test_an_actor_that_dies_before_it_is_up_is_started_again(name, caplog):
+    world = World()
+    world.starts[name] = [ActorDied(name), ActorDied(name)]
+    async with started(world):
+        pass
+    assert world.of(f"starting {name}") == [f"starting {name}"] * 3
+    assert caplog.text.count(f"supervision: {name} died: its process was killed") == 2
+
+
+@pytest.mark.parametrize("name", ["queue", "rollouter", "replica/0"])
+async def test_an_actor_that_hangs_before_it_is_up_is_started_again(name, caplog):
+    world = World()
+    world.starts[name] = [asyncio.Event()]
+    async with started(world, start_s=0.05):
+        pass
+    assert world.of(f"starting {name}") == [f"starting {name}"] * 2
+    assert f"supervision: {name} did not start within 0.05 s (supervision.start_s)" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["queue", "rollouter", "replica/0"])
+async def test_an_actor_that_never_comes_up_ends_the_run_after_as_many_restarts_as_any(name):
+    world = World()
+    world.starts[name] = [ActorDied(name)] * 9
+    with pytest.raises(ExceptionGroup) as raised:
+        async with started(world, max_restarts=2):
+            pass
+    assert raised.group_contains(DiedTooOften, match=rf"^{name} died: its process was killed.*; restarted 2 times")
+    assert len(world.of(f"starting {name}")) == 3
+
+
+async def test_a_queue_is_supervised_while_the_rollouter_does_not_answer():
+    world = World()
+
+    async def stopped(handle):
+        await asyncio.Event().wait()
+
+    world.rollouter.replace_queue = stopped
+    async with started(world):
+        world.queue.handle.death.set()
+        await until(lambda: len(world.of("starting queue")) == 2)
+
+
+@pytest.mark.parametrize("error", [ActorStartFailed("replica/0", "ImportError: no"), ValueError("no such layer")])
+async def test_what_an_actor_raises_while_it_starts_ends_the_run_at_once(error):
+    world = World()
+    world.starts["replica/0"] = [error]
+    with pytest.raises(ExceptionGroup) as raised:
+        async with started(world):
+            pass
+    assert raised.group_contains(type(error), match=str(error))
+    assert world.of("starting replica/0") == ["starting replica/0"]
+
+
+async def test_a_queue_that_dies_again_and_again_as_it_starts_after_training_began_ends_the_run():
+    world = World()
+    async with started(world, max_restarts=2) as running:
+        world.starts["queue"] = [ActorDied("queue")] * 9
+        world.queue.handle.death.set()
+        with pytest.raises(ExceptionGroup) as raised:
+            await asyncio.wait_for(running, 10)
+    assert raised.group_contains(DiedTooOften, match="queue died.*; restarted 2 times")
+
+
+async def test_no_group_starts_before_ranks_and_queue_have_their_place_and_a_rollouter_may_die_until_then():
+    world = World()
+    run = Run(world)
+    running = asyncio.create_task(run.run())
+    await asyncio.wait_for(run.started(), 10)
+    world.rollouter.once.death.set()
+    await until(lambda: len(world.of("starting rollouter")) == 2)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert "rolling out" not in world.log
+    run.rollouter.start_groups()
+    await until(lambda: "rolling out" in world.log)
+    running.cancel()
+    await asyncio.wait([running])
+
+
+async def test_all_ranks_are_restarted_if_one_dies_while_they_start(caplog):
+    """Another rank may fail first: it has lost its peer."""
+    world = World()
+
+    class Start(RuntimeError):
+        pass
+
+    async def start_ranks():
+        world.senders = {name: Replica(name) for name in ("trainer/0", "trainer/1")}
+        world.log.append("starting trainer")
+        if len(world.log) == 1:
+            asyncio.get_running_loop().call_later(0.05, world.senders["trainer/1"].death.set)
+            raise Start("connection closed by peer")
+
+    world.start_ranks = start_ranks
+    await RestartableRanks(world, supervisor(world)).start()
+    assert world.log == ["starting trainer"] * 2
+    assert "supervision: trainer/1 died" in caplog.text
+
+
+async def test_ranks_that_raise_while_they_all_live_end_the_run_at_once():
+    world = World()
+    world.starts["trainer"] = [ValueError("no such layer")]
+    with pytest.raises(ValueError, match="no such layer"):
+        await RestartableRanks(world, supervisor(world)).start()
+    assert world.log == ["starting trainer"]

@@ -1,7 +1,7 @@
 """Invariant: with staleness 0 the asynchronous system is synchronous training, bit for bit.
 
-The whole system (Ray, queue, admission, router, sync sessions) is run for five steps in deterministic mode, and held
-against a loop of a few lines that knows nothing of them: generate a batch, score it, train on it, load the new weights.
+Runs the whole system (Ray, queue, admission, router, sync sessions) for five steps in deterministic mode, and compares
+it with a loop of a few lines without any of them: generate a batch, score it, train on it, load the new weights.
 """
 
 import asyncio
@@ -21,13 +21,15 @@ from asyncrl.config.load import load_config
 from asyncrl.data.order import PromptOrder
 from asyncrl.data.prompts import load_prompts
 from asyncrl.models.checkpoint import read_tensors
-from asyncrl.rollouter.engine import Request, SamplingParams
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.rollouter.engines.base import Request, SamplingParams
 from asyncrl.rollouter.engines.native.engine import NativeEngine
 from asyncrl.rollouter.samples import random_key
 from asyncrl.rollouter.tokenizer import PromptTokenizer
-from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
-from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.rank import TrainerRank
+from asyncrl.types.groups import Group
+from asyncrl.types.samples import FinishReason, Sample
+from asyncrl.types.versions import PolicyVersion, VersionSpan
 from tests.support.tiny import length_reward, make_inputs, overrides
 
 ROOT = Path(__file__).parent.parent
@@ -44,7 +46,7 @@ def test_staleness_zero_equals_a_synchronous_loop_bit_for_bit(tmp_path):
         "async_training.staleness_threshold=0",
         "async_training.trigger_parameter_sync_step=1",
         "rollout.engine.deterministic=true",
-        # some groups are dropped and refilled, which changes what else is in the batch at any moment
+        # some groups are dropped and refilled, which changes the other groups of a batch
         "algorithm.filter_zero_variance=true",
         "reward.function=tests.test_synchronous_equality:coarse_reward",
         "data.validation_files=[]",
@@ -67,12 +69,12 @@ def test_staleness_zero_equals_a_synchronous_loop_bit_for_bit(tmp_path):
 
 
 def coarse_reward(prompt, response) -> float:
-    """Few values, so that groups of equal rewards come up."""
+    """Few values, so that some groups have equal rewards."""
     return float(length_reward(prompt, response)["reward"] > 0.03)
 
 
 async def train_synchronously(options: list[str], folder: Path) -> dict[str, torch.Tensor]:
-    """Five steps with engine and trainer alone; returns the weights after them."""
+    """Train five steps with engine and trainer alone; returns the final weights."""
     config = load_config(None, options)
     batch_size = derive(config).groups_per_step
     tokenizer = PromptTokenizer(config.model.path)

@@ -1,4 +1,4 @@
-"""Interval arithmetic and the activity that idle shares are computed from, and the recorder's batches."""
+"""Interval arithmetic, the activity that idle shares come from, and the recorder's batches."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.telemetry.intervals import Activity, clip, intersect, length, share, union
-from asyncrl.telemetry.recorder import Batch, Recorder, Span
+from asyncrl.observability.telemetry.intervals import Activity, clip, intersect, length, share, union
+from asyncrl.observability.telemetry.recorder import Batch, Recorder, Span
 
 # Whole seconds, so that every property can be checked second by second.
 intervals = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(lambda pair: (min(pair), max(pair))))
@@ -38,7 +38,7 @@ def test_a_union_covers_the_same_seconds_in_disjoint_sorted_intervals(spans):
 
 
 @given(intervals, intervals)
-def test_an_intersection_is_what_both_cover(a, b):
+def test_an_intersection_covers_the_seconds_of_both(a, b):
     both = intersect(union(a), union(b))
     assert seconds_of(both) == seconds_of(a) & seconds_of(b)
     assert all(start < end for start, end in both)
@@ -68,7 +68,7 @@ def test_activity_added_in_batches_equals_all_spans_at_once(batches, since):
         assert activity.share(names, since, 40) == pytest.approx(len(recent) / (40 - since))
 
 
-def test_a_long_span_that_ends_late_joins_the_short_ones_that_it_holds():
+def test_a_long_span_joins_the_short_ones_within_it():
     activity = Activity()
     activity.add(batch("trainer/0", ("step", 0.0, 1.0), ("step", 4.0, 5.0), ("step", 6.0, 7.0)))
     activity.add(batch("trainer/0", ("step", 10.0, 11.0), ("step", 3.0, 12.0)))
@@ -76,7 +76,7 @@ def test_a_long_span_that_ends_late_joins_the_short_ones_that_it_holds():
     assert activity.share(["step"], 2.0, 4.0) == pytest.approx(0.5)
 
 
-def test_an_open_span_counts_up_to_when_it_was_drained_and_is_replaced_by_what_it_becomes():
+def test_an_open_span_counts_up_to_the_drain_and_is_replaced_later():
     activity = Activity()
     activity.add(batch("trainer/0", still_open=(("trainer/step", 2.0, 6.0),)))
     assert activity.share(["trainer/step"], 0.0, 10.0) == pytest.approx(0.4)
@@ -86,7 +86,7 @@ def test_an_open_span_counts_up_to_when_it_was_drained_and_is_replaced_by_what_i
     assert activity.share(["trainer/step"], 0.0, 10.0) == pytest.approx(0.6)
 
 
-def test_overlap_is_the_part_of_training_during_which_rollout_was_busy_on_some_actor():
+def test_overlap_is_the_fraction_of_training_with_a_busy_replica():
     activity = Activity()
     activity.add(batch("trainer/0", ("trainer/step", 0.0, 10.0)))
     activity.add(batch("replica/0", ("rollout/half_busy", 1.0, 4.0), still_open=(("rollout/half_busy", 9.0, 12.0),)))
@@ -96,7 +96,7 @@ def test_overlap_is_the_part_of_training_during_which_rollout_was_busy_on_some_a
     assert math.isnan(activity.overlap(["trainer/step"], ["rollout/half_busy"], 10.0, 12.0))
 
 
-def test_a_pool_is_as_busy_as_its_actors_on_average_and_a_silent_one_counts_as_idle():
+def test_a_pool_is_as_busy_as_its_actors_on_average():
     activity = Activity()
     activity.add(batch("replica/0", ("generate", 0.0, 10.0)))
     activity.add(batch("replica/1", ("generate", 0.0, 5.0)))
@@ -105,7 +105,7 @@ def test_a_pool_is_as_busy_as_its_actors_on_average_and_a_silent_one_counts_as_i
     assert activity.share(["generate"], 0.0, 10.0, actors=pool) == pytest.approx(0.5)
 
 
-def test_memory_is_bounded_and_what_was_let_go_does_not_read_as_idle():
+def test_memory_is_bounded_and_dropped_intervals_do_not_read_as_idle():
     activity = Activity(max_intervals=100)
     for i in range(1_000):
         activity.add(batch("trainer/0", ("step", 2.0 * i, 2.0 * i + 1)))
@@ -135,7 +135,7 @@ def test_a_recorder_drains_each_span_and_count_once_and_keeps_gauges():
     assert second.gauges == {"depth": 5}
 
 
-def test_a_recorder_that_nobody_drains_keeps_the_newest_spans_and_counts_the_lost():
+def test_an_undrained_recorder_keeps_the_newest_spans_and_counts_the_dropped():
     recorder = Recorder("trainer/0", max_spans=100)
     for i in range(150):
         recorder.add_span("x", i, i + 1)

@@ -1,4 +1,4 @@
-"""Batches: packing, cuts, advantages and overlong policies, against plain formulas."""
+"""Batches: packing, partitions, advantages and overlong policies against plain formulas."""
 
 import numpy as np
 import pytest
@@ -6,13 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config.schema import AlgorithmConfig, OptimizerConfig
-from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan, effective_reward
-from asyncrl.trainer.advantages import apply_overlong, group_advantages, grpo_advantages
-from asyncrl.trainer.algorithms import algorithm_named
+from asyncrl.trainer.algorithms.advantages import apply_overlong, group_advantages
+from asyncrl.trainer.algorithms.base import ALGORITHMS
+from asyncrl.trainer.algorithms.grpo import GRPO
+from asyncrl.trainer.algorithms.losses import token_weights
 from asyncrl.trainer.backends.schedule import learning_rate
 from asyncrl.trainer.batches import build_batch, cut_micro_batches, cut_mini_batches, partition
-from asyncrl.trainer.losses import token_weights
 from asyncrl.trainer.rank import batch_metrics, step_metrics
+from asyncrl.types.groups import Group
+from asyncrl.types.samples import FinishReason, Sample, effective_reward
+from asyncrl.types.versions import PolicyVersion, VersionSpan
 
 LENGTHS = st.lists(st.integers(1, 200), max_size=60).map(lambda x: np.array(x, dtype=np.int64))
 
@@ -54,7 +57,7 @@ def test_a_batch_holds_every_sample_in_group_order_and_by_index(groups):
     assert batch.sequence_columns["finish"].tolist() == [0, 0, 0, FinishReason.LENGTH]
 
 
-def test_tokens_of_versions_that_are_too_old_are_not_trained():
+def test_tokens_of_versions_past_the_bound_are_not_trained():
     samples = [sample(0, [5] * 4, versions=(2, 3, 4, 3)), sample(1, [6] * 3, mask=[1, 0, 1], versions=(4,))]
     trained = lambda before: build_batch([group("g", [1], *samples)], before).loss_mask.tolist()
     assert trained(None) == trained(2) == [True, True, True, True, True, False, True]
@@ -63,7 +66,7 @@ def test_tokens_of_versions_that_are_too_old_are_not_trained():
     assert not any(trained(5))
 
 
-def test_each_target_follows_the_place_whose_logits_draw_it(groups):
+def test_each_target_follows_the_position_whose_logits_predict_it(groups):
     batch = build_batch(groups)
     assert (batch.tokens[batch.rows + 1] == batch.targets).all()
     picked = batch.select([3, 0])
@@ -86,7 +89,7 @@ def test_mini_batches_hold_consecutive_groups_without_untrained_sequences():
 
 
 @given(LENGTHS, st.integers(1, 5))
-def test_a_partition_deals_every_sequence_once_and_evenly(lengths, parts):
+def test_a_partition_assigns_every_sequence_once_with_balanced_lengths(lengths, parts):
     dealt = partition(lengths, parts)
     assert sorted(np.concatenate(dealt).tolist()) == list(range(len(lengths)))
     loads = [int(lengths[sequences].sum()) for sequences in dealt]
@@ -105,15 +108,23 @@ def test_micro_batches_hold_every_sequence_once_within_the_budget(lengths, budge
     assert all(a + b > budget for i, a in enumerate(fullness) for b in fullness[i + 1 :])  # none could be merged
 
 
-def test_group_advantages_are_the_naive_formula():
+def test_group_advantages_equal_the_naive_formula():
     rng = np.random.default_rng(0)
     rewards, ids = rng.normal(size=12).astype(np.float32), np.repeat([0, 1, 2], [5, 3, 4])
-    for by_std in (True, False):
-        found = group_advantages(rewards, ids, normalize_by_std=by_std)
+    for by_std, ddof in ((True, 1), (True, 0), (False, 1)):
+        found = group_advantages(rewards, ids, normalize_by_std=by_std, std_ddof=ddof)
         for k in range(3):
             r = rewards[ids == k].astype(np.float64)
-            expected = (r - r.mean()) / (r.std() + 1e-6 if by_std else 1)
+            expected = (r - r.mean()) / (r.std(ddof=ddof) + 1e-6 if by_std else 1)
             np.testing.assert_allclose(found[ids == k], expected, rtol=1e-6)
+
+
+def test_the_deviation_divides_by_n_minus_one_unless_configured_otherwise(groups):
+    batch = build_batch(groups)
+    one_less = GRPO().advantages(batch, AlgorithmConfig())
+    population = GRPO().advantages(batch, AlgorithmConfig(std_ddof=0))
+    # the first group has two samples: √2 between the two
+    np.testing.assert_allclose(population[:3], one_less[:3] * np.sqrt(2), rtol=1e-5)
 
 
 def test_equal_rewards_give_exactly_zero_advantages():
@@ -126,19 +137,19 @@ def test_overlong_policies_keep_mask_or_penalize(groups):
     last = slice(6, 8)  # the response of the overlong sample
     keep = apply_overlong(batch, "keep", 0.5)
     assert keep.loss_mask[last].all()
-    assert grpo_advantages(keep, config)[last].tolist() == [1.5, 1.5]
+    assert GRPO().advantages(keep, config)[last].tolist() == [1.5, 1.5]
     masked = apply_overlong(batch, "mask", 0.5)
     assert masked.loss_mask.tolist() == [True, False, True, True, True, True, False, False]
-    assert grpo_advantages(masked, config)[5:].tolist() == [0, 0, 0]  # nor does its reward move its group's mean
+    assert GRPO().advantages(masked, config)[5:].tolist() == [0, 0, 0]  # nor does its reward move its group's mean
     penalized = apply_overlong(batch, "penalize", 0.5)
     assert penalized.loss_mask[last].all()
-    assert grpo_advantages(penalized, config)[last].tolist() == [1.25, 1.25]
+    assert GRPO().advantages(penalized, config)[last].tolist() == [1.25, 1.25]
     assert batch.sequence_columns["rewards"].tolist() == [0, 1, 2, 5]  # the batch as it came is left alone
     with pytest.raises(ValueError, match="keep, mask, penalize"):
         apply_overlong(batch, "drop", 0.5)
 
 
-def test_samples_that_do_not_count_move_neither_mean_nor_deviation():
+def test_uncounted_samples_affect_neither_mean_nor_deviation():
     rewards, ids = np.array([1, 3, 9, 4, 4], np.float32), np.array([0, 0, 0, 1, 1])
     counted = np.array([True, True, False, False, False])
     for by_std in (True, False):
@@ -154,12 +165,12 @@ def test_samples_that_do_not_count_move_neither_mean_nor_deviation():
 def test_a_group_has_a_gradient_exactly_if_its_effective_rewards_differ(rows, policy):
     samples = [sample(i, [7], reward, finish=FinishReason(finish)) for i, (reward, finish) in enumerate(rows)]
     batch = apply_overlong(build_batch([group("g", [1], *samples)]), policy, 0.5)
-    advantages = grpo_advantages(batch, AlgorithmConfig()) * batch.loss_mask
+    advantages = GRPO().advantages(batch, AlgorithmConfig()) * batch.loss_mask
     effective = {effective_reward(reward, finish, policy, 0.5) for reward, finish in rows} - {None}
     assert advantages.any() == (len(effective) > 1)
 
 
-def test_metrics_of_a_batch_tell_how_rewards_lengths_and_versions_are_spread():
+def test_batch_metrics_describe_the_distribution_of_rewards_lengths_and_versions():
     samples = [sample(i, [5] * (i + 1), reward=i / 10, versions=(3,)) for i in range(9)]
     cut = sample(9, [5] * 100, reward=0.9, versions=(3, 4, 4, 7))
     resumed = sample(10, [5] * 11, reward=1.0, versions=(2, 2))  # two spans of one version, such as a new request
@@ -172,7 +183,7 @@ def test_metrics_of_a_batch_tell_how_rewards_lengths_and_versions_are_spread():
     assert 11 < metrics["response_length/p99"] < 100
 
 
-def test_extremes_keep_their_outermost_value_over_optimizer_steps():
+def test_extremes_are_reduced_over_optimizer_steps():
     figures = {"ppo_ratio_max": [1.0, 3.0], "ppo_ratio_min_negated": [-1.0, -0.25], "kl_proximal": [0.0, 0.5]}
     assert step_metrics(figures | {"ratio_max": [2.0, 1.5], "ratio_min_negated": [-0.5, -0.75], "lr": [1, 2]}) == {
         "actor/ppo_ratio_max": 3.0,
@@ -196,9 +207,9 @@ def test_weights_and_denominators_follow_the_aggregation(groups):
         token_weights(batch, "sum")
 
 
-def test_an_unknown_algorithm_is_answered_with_the_known_ones():
-    with pytest.raises(ValueError, match="'ppo'; known: grpo"):
-        algorithm_named("ppo")
+def test_an_unknown_algorithm_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"algorithm.name: expected one of grpo, or an import path .* found 'ppo'"):
+        ALGORITHMS.find("ppo")
 
 
 def test_learning_rate_schedules():
@@ -208,5 +219,5 @@ def test_learning_rate_schedules():
     np.testing.assert_allclose(linear, [0.5, 1.0, 0.6, 0.2, 0.2])
     cosine = [rate(s, schedule="cosine", warmup_steps=2) for s in (2, 7, 12)]
     np.testing.assert_allclose(cosine, [1.0, 0.5, 0.0], atol=1e-12)
-    with pytest.raises(ValueError, match="constant, linear, cosine"):
+    with pytest.raises(ValueError, match="'constant', 'linear' or 'cosine'"):
         rate(0, schedule="step")

@@ -1,4 +1,4 @@
-"""The draft trained beside the policy: its loss and gradient, what it leaves alone, and its way into checkpoints."""
+"""Draft training beside the policy: loss, gradient, isolation from the policy, and checkpoints."""
 
 import numpy as np
 import pytest
@@ -9,11 +9,13 @@ import torch.nn.functional as F
 from asyncrl.models.checkpoint import is_draft, load_decoder, read_tensors
 from asyncrl.models.config import CheckpointError, DecoderConfig
 from asyncrl.models.layout import PackedLayout
-from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.trainer.batches import build_batch, partition
 from asyncrl.trainer.draft_loss import draft_targets
 from asyncrl.trainer.rank import TrainerRank
+from asyncrl.types.groups import Group
+from asyncrl.types.samples import FinishReason, Sample
+from asyncrl.types.versions import PolicyVersion, VersionSpan
 from tests.support.trainer import make_checkpoint, make_config, make_groups, started_ranks, weights
 
 
@@ -28,7 +30,7 @@ def start():
 
 
 def gradients(rank, groups):
-    """Metrics of one step, and by name its gradient: AdamW's first moment is then (1 − beta1) times that."""
+    """(metrics of one step, gradient by name). AdamW's first moment is then (1 − beta1) times the gradient."""
     metrics = rank.train(0, groups)
     moments = rank._backend.state()["optimizer"]["exp_avg"]
     return metrics, {name: m.full_tensor() * 10 for name, m in moments.items()}
@@ -38,7 +40,7 @@ def flat(gradient, of_draft):
     return torch.cat([g.flatten() for name, g in gradient.items() if is_draft(name) == of_draft])
 
 
-def test_each_depth_is_taught_the_trained_tokens_that_it_can_predict():
+def test_each_depth_learns_the_trained_tokens_that_it_can_predict():
     groups = [Group.from_buffer(data) for data in make_groups()]
     batch = build_batch(groups)
     for depth in (1, 2, 3):
@@ -58,8 +60,8 @@ def test_each_depth_is_taught_the_trained_tokens_that_it_can_predict():
 
 @pytest.mark.parametrize("loss", ["acceptance", "cross_entropy"])
 @pytest.mark.parametrize("detach", [True, False])
-def test_loss_and_gradient_are_those_of_the_formula(checkpoint, start, detach, loss):
-    """Equal rewards: no advantage, so all of the gradient is the draft's loss. One layer, repeated for depth 2."""
+def test_loss_and_gradient_equal_the_formula(checkpoint, start, detach, loss):
+    """Equal rewards give no advantage, so the whole gradient is the draft's. One layer, repeated for depth 2."""
     config = make_config(
         checkpoint,
         grad_clip=0.0,
@@ -123,7 +125,7 @@ def test_neither_micro_batches_nor_chunks_nor_checkpointing_change_the_drafts_gr
 
 
 def test_a_detached_draft_leaves_the_policys_update_bit_identical(checkpoint, start):
-    """Several optimizer steps a batch, a reference, and gradients that are clipped: all that it could disturb."""
+    """With several optimizer steps per batch, a reference and clipped gradients: everything that it could disturb."""
     runs = []
     options = {"grad_clip": 0.05, "kl_coef": 0.1, "mini_batch_groups": 2, "weight_decay": 0.1}
     for mtp in (False, True):
@@ -142,10 +144,10 @@ def test_a_detached_draft_leaves_the_policys_update_bit_identical(checkpoint, st
         assert theirs["mtp/grad_norm"] > 0.05
 
 
-def test_its_updates_are_as_many_as_asked_for_each_over_its_share_and_count_in_the_checkpoint(
+def test_it_takes_the_configured_number_of_updates_each_on_its_share_and_the_checkpoint_counts_them(
     checkpoint, start, tmp_path
 ):
-    """Against the same updates as batches of their own: with no advantage, nothing moves the policy between them."""
+    """Compared with the same updates as separate batches: without advantages the policy does not change in between."""
     groups = make_groups((4, 4, 4), rewards=1.0)
     options = {"enable_train": True, "grad_clip": 0.01, "weight_decay": 0.0, "max_tokens_per_micro_batch": 60}
     rank = start(make_config(checkpoint, **options, updates_per_pass=3))
@@ -172,7 +174,7 @@ def test_its_updates_are_as_many_as_asked_for_each_over_its_share_and_count_in_t
     assert metrics["mtp/grad_norm"] == pytest.approx(np.mean(norms), rel=1e-4)
 
 
-def test_a_second_pass_is_the_same_updates_again_and_is_not_in_the_figures(checkpoint, start):
+def test_a_second_pass_repeats_the_updates_and_does_not_enter_the_figures(checkpoint, start):
     groups, options = make_groups(rewards=1.0), {"enable_train": True, "weight_decay": 0.0, "updates_per_pass": 4}
     rank = start(make_config(checkpoint, **options))
     first, _ = rank.train(0, groups), rank.train(1, groups)
@@ -185,7 +187,7 @@ def test_a_second_pass_is_the_same_updates_again_and_is_not_in_the_figures(check
     }
 
 
-def test_more_updates_than_sequences_leave_out_those_without_a_token(checkpoint, start):
+def test_updates_without_a_token_are_skipped(checkpoint, start):
     rank = start(make_config(checkpoint, enable_train=True, updates_per_pass=7))
     metrics = rank.train(0, make_groups((2, 1)))
     taught = sum(
@@ -216,7 +218,7 @@ def test_the_draft_has_a_learning_rate_of_its_own_on_the_policys_schedule(checkp
 
 
 def step(before, after):
-    """The largest change of a weight, of the policy's and of the draft's."""
+    """(largest change of a policy weight, of a draft weight)"""
     return [max(float((after[n] - before[n]).abs().max()) for n in before if is_draft(n) == d) for d in (False, True)]
 
 
@@ -258,7 +260,7 @@ def train_on_two_ranks(rank, config, folder):
 
 @pytest.mark.parametrize("detach", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_two_ranks_train_the_draft_like_one_and_load_each_others_state(checkpoint, start, tmp_path, detach):
-    """Micro-batches of one sequence each, the ranks have unequal numbers of them; one layer does two depths."""
+    """Micro-batches of one sequence each, in unequal numbers on the ranks; one layer serves two depths."""
     config = make_config(
         checkpoint,
         grad_clip=0.0,
@@ -305,7 +307,7 @@ def test_two_ranks_train_the_draft_like_one_and_load_each_others_state(checkpoin
         torch.testing.assert_close(two[0][2][name], expected, rtol=0, atol=2e-5)
 
 
-def test_a_restored_run_goes_on_bit_for_bit_and_not_with_other_draft_options(checkpoint, start, tmp_path):
+def test_a_restored_run_continues_bit_for_bit_and_refuses_other_draft_options(checkpoint, start, tmp_path):
     config = make_config(checkpoint, enable_train=True, schedule="cosine", total_steps=3)
     rank = start(config)
     rank.train(0, make_groups())
@@ -330,7 +332,7 @@ def test_a_restored_run_goes_on_bit_for_bit_and_not_with_other_draft_options(che
 
 
 @pytest.mark.parametrize("precision", ["no", "bfloat16"])
-def test_the_trained_draft_is_what_is_sent_and_exported(checkpoint, start, tmp_path, precision):
+def test_the_trained_draft_is_sent_and_exported(checkpoint, start, tmp_path, precision):
     rank = start(make_config(checkpoint, enable_train=True, mixed_precision=precision))
     before = weights(rank)
     rank.train(0, make_groups())
@@ -344,7 +346,7 @@ def test_the_trained_draft_is_what_is_sent_and_exported(checkpoint, start, tmp_p
     assert all(torch.equal(tensor, sent[name]) for name, tensor in read_tensors(tmp_path / "hf").items())
 
 
-def test_without_reload_the_draft_goes_out_as_it_was_at_the_start(checkpoint, start):
+def test_without_reload_the_initial_draft_is_sent(checkpoint, start):
     config = make_config(checkpoint, enable_train=True)
     config.param_sync.reload_draft = False
     rank = start(config)

@@ -1,4 +1,4 @@
-"""The torch trainer on a GPU: a train step is what it is on a CPU."""
+"""The torch trainer on a GPU: a train step equals that on a CPU."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def start():
 
 
 def _trained(rank, steps=2):
-    """Metrics of these steps; the second one's depend on the first one's update."""
+    """Metrics of the steps; the second's depend on the first's update."""
     return [rank.train(step, make_groups(seed=step)) for step in range(steps)]
 
 
@@ -47,7 +47,7 @@ def _gradient(start, checkpoint, device, **options):
     return first_gradient(start(config), make_groups()).cpu()
 
 
-def test_a_train_step_is_that_of_the_cpu(checkpoint, start, device):
+def test_a_train_step_equals_that_on_the_cpu(checkpoint, start, device):
     there, here = (_gradient(start, checkpoint, where) for where in (device, "cpu"))
     assert relative(there, here) < 1e-5
     config = {"epochs": 2, "mini_batch_groups": 2, "grad_clip": 0.5, **OPTIONS}
@@ -57,7 +57,7 @@ def test_a_train_step_is_that_of_the_cpu(checkpoint, start, device):
         assert there["actor/loss"] == pytest.approx(here["actor/loss"], abs=1e-5)
 
 
-def test_cpu_offload_changes_where_the_state_lies_and_nothing_else(checkpoint, start, device, tmp_path):
+def test_cpu_offload_changes_only_the_location_of_the_state(checkpoint, start, device, tmp_path):
     runs = {}
     for offload in (False, True):
         rank = start(make_config(checkpoint, device=device, cpu_offload=offload, **OPTIONS))
@@ -92,7 +92,7 @@ def test_bfloat16_is_near_float32(checkpoint, start, device):
     assert relative(gradients[1], gradients[0]) < 0.05
 
 
-def test_a_restored_run_goes_on_as_if_it_had_not_stopped(checkpoint, start, device, tmp_path):
+def test_a_restored_run_continues_as_if_uninterrupted(checkpoint, start, device, tmp_path):
     config = make_config(checkpoint, device=device, schedule="cosine", total_steps=6, **OPTIONS)
     rank = start(config)
     rank.train(0, make_groups(seed=0))
@@ -107,7 +107,7 @@ def test_a_restored_run_goes_on_as_if_it_had_not_stopped(checkpoint, start, devi
     assert rank.train(1, make_groups(seed=1)) == pytest.approx(straight, rel=1e-5, abs=1e-6)
 
 
-def test_scores_come_back_to_the_host_and_the_export_is_a_checkpoint(checkpoint, start, device, tmp_path):
+def test_scores_return_to_the_host_and_the_export_is_a_checkpoint(checkpoint, start, device, tmp_path):
     rank = start(make_config(checkpoint, device=device))
     rank.export_hf(tmp_path)
     assert all(torch.equal(tensor, read_tensors(checkpoint)[name]) for name, tensor in read_tensors(tmp_path).items())

@@ -1,4 +1,4 @@
-"""LoRA in the torch backend: adapters learn over a frozen base, are kept, and leave in every form."""
+"""LoRA in the torch backend: adapters train on a frozen base, are saved, and are exported in every form."""
 
 import json
 
@@ -12,14 +12,14 @@ from asyncrl.config.schema import LoraConfig
 from asyncrl.models.checkpoint import is_draft, load_decoder, read_tensors, save_checkpoint
 from asyncrl.models.config import CheckpointError
 from asyncrl.models.lora import linear_shapes
-from asyncrl.param_sync.adapter_merge import merge
-from asyncrl.param_sync.adapters import check_adapter, target_pairs
+from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.digest import dtype_name
+from asyncrl.param_sync.lora.adapters import check_adapter, target_pairs
+from asyncrl.param_sync.lora.merge import merge
 from asyncrl.param_sync.manifest import is_adapter
-from asyncrl.sample import Group
-from asyncrl.telemetry.recorder import Recorder
 from asyncrl.trainer.batches import build_batch
 from asyncrl.trainer.rank import TrainerRank
+from asyncrl.types.groups import Group
 from tests.support.trainer import (
     first_gradient,
     make_checkpoint,
@@ -58,7 +58,7 @@ def train(rank, steps=3):
     return [rank.train(step, make_groups((4, 3, 1), seed=step)) for step in range(steps)]
 
 
-def test_the_policy_begins_as_its_base_which_stays_the_reference(checkpoint, start):
+def test_the_policy_starts_as_its_base_which_remains_the_reference(checkpoint, start):
     full = start(make_config(checkpoint, kl_coef=0.1))
     base, before = logprobs(full), weights(full)
     rank = start(lora_config(checkpoint, kl_coef=0.1))
@@ -93,8 +93,8 @@ def test_bfloat16_trains_near_float32(checkpoint, start):
 
 
 @pytest.mark.parametrize("targets", [TARGETS, ["all-linear"], ["layers.1.mlp.down_proj"]])
-def test_merged_weights_are_the_policy(checkpoint, start, tmp_path, targets):
-    """Held against a full model that is loaded from them."""
+def test_merged_weights_equal_the_policy(checkpoint, start, tmp_path, targets):
+    """Compared with a full model loaded from them."""
     config = lora_config(checkpoint, targets)
     config.param_sync.adapters = config.checkpoint.export_lora = "merged"
     rank = start(config)
@@ -110,7 +110,7 @@ def test_merged_weights_are_the_policy(checkpoint, start, tmp_path, targets):
     assert len(changed) == {"all-linear": 14, "layers.1.mlp.down_proj": 1}.get(targets[0], 6)
 
 
-def test_the_manifest_is_whole_and_goes_without_its_base(checkpoint, start):
+def test_the_manifest_lists_everything_and_can_omit_its_base(checkpoint, start):
     config = lora_config(checkpoint)
     config.rollout.engine.dtype = "bfloat16"
     rank = start(config)
@@ -128,7 +128,7 @@ def test_the_manifest_is_whole_and_goes_without_its_base(checkpoint, start):
     assert len(alone) == len(manifest) - len(read_tensors(checkpoint))
 
 
-def test_the_exported_adapter_is_what_peft_reads(checkpoint, start, tmp_path):
+def test_peft_reads_the_exported_adapter(checkpoint, start, tmp_path):
     rank = start(lora_config(checkpoint))
     train(rank)
     scores, sent = logprobs(rank), weights(rank)
@@ -149,7 +149,7 @@ def test_the_exported_adapter_is_what_peft_reads(checkpoint, start, tmp_path):
     np.testing.assert_allclose(logprobs(start(make_config(tmp_path / "merged"))), scores, rtol=0, atol=2e-5)
 
 
-def test_the_draft_learns_beside_the_adapters_and_does_not_move_them(checkpoint, start):
+def test_the_draft_learns_without_changing_the_adapters(checkpoint, start):
     rank = start(lora_config(checkpoint, enable_train=True))
     before = weights(rank)
     train(rank, 2)
@@ -162,7 +162,7 @@ def test_the_draft_learns_beside_the_adapters_and_does_not_move_them(checkpoint,
     assert all(torch.equal(tensor, after[name]) for name, tensor in alone.export() if is_adapter(name))
 
 
-def test_a_restored_run_continues_bit_for_bit_and_keeps_adapters_alone(checkpoint, start, tmp_path):
+def test_a_restored_run_continues_bit_for_bit_and_saves_only_adapters(checkpoint, start, tmp_path):
     config = lora_config(checkpoint, schedule="cosine", warmup_steps=1, total_steps=6, enable_train=True)
     rank = start(config)
     rank.train(0, make_groups(seed=0))
@@ -179,7 +179,7 @@ def test_a_restored_run_continues_bit_for_bit_and_keeps_adapters_alone(checkpoin
     assert all(torch.equal(straight[1][name], resumed[1][name]) for name in straight[1])
 
 
-def test_the_state_of_another_base_or_another_kind_is_refused(checkpoint, start, tmp_path):
+def test_the_state_of_another_base_or_kind_of_training_is_refused(checkpoint, start, tmp_path):
     start(lora_config(checkpoint)).save(tmp_path / "lora")
     start(make_config(checkpoint)).save(tmp_path / "full")
     tensors = read_tensors(checkpoint)

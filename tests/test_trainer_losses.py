@@ -1,5 +1,7 @@
-"""The policy loss against its formula, written out token by token."""
+"""The policy loss against its formula, token by token."""
 
+import dataclasses
+import itertools
 import math
 
 import numpy as np
@@ -7,8 +9,10 @@ import pytest
 import torch
 
 from asyncrl.config.schema import AlgorithmConfig
-from asyncrl.trainer.backend import TrainBatch
-from asyncrl.trainer.losses import clipped_policy_loss, kl_estimate
+from asyncrl.trainer.algorithms.advantages import apply_overlong
+from asyncrl.trainer.algorithms.grpo import GRPO
+from asyncrl.trainer.algorithms.losses import clipped_policy_loss, kl_estimate, token_weights
+from asyncrl.trainer.backends.base import TrainBatch
 
 R = 40
 
@@ -47,10 +51,14 @@ def naive(logprobs, entropy, columns, config):
     )
     for r in range(len(logprobs)):
         c = {name: float(np.float32(values[r])) for name, values in columns.items()}
-        advantage, drift = c["advantages"], c["proximal_logprobs"] - c["behaviour_logprobs"]
-        ratio = math.exp(logprobs[r] - c["proximal_logprobs"])
+        advantage = c["advantages"]
+        if config.anchor == "behaviour":
+            anchor, drift, importance = c["behaviour_logprobs"], logprobs[r] - c["behaviour_logprobs"], 1.0
+        else:
+            anchor, drift = c["proximal_logprobs"], c["proximal_logprobs"] - c["behaviour_logprobs"]
+            importance = min(math.exp(drift), config.importance_cap) if config.importance_cap else 1.0
+        ratio = math.exp(logprobs[r] - anchor)
         clipped = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
-        importance = min(math.exp(drift), config.importance_cap) if config.importance_cap else 1.0
         d = c["reference_logprobs"] - logprobs[r]
         kl = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[config.kl_estimator]
         loss = -importance * min(ratio * advantage, clipped * advantage)
@@ -64,19 +72,29 @@ def naive(logprobs, entropy, columns, config):
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("cap", [0.0, 1.5])
-def test_the_loss_is_the_formula(case, estimator, cap):
+@pytest.mark.parametrize(("anchor", "cap"), [("behaviour", 0.0), ("proximal", 0.0), ("proximal", 1.5)])
+def test_the_loss_equals_the_formula(case, estimator, anchor, cap):
     logprobs, entropy, columns = case
     config = AlgorithmConfig(
-        clip_low=0.1, clip_high=0.3, importance_cap=cap, kl_coef=0.2, kl_estimator=estimator, entropy_coef=0.05
+        anchor=anchor,
+        clip_low=0.1,
+        clip_high=0.3,
+        importance_cap=cap,
+        kl_coef=0.2,
+        kl_estimator=estimator,
+        entropy_coef=0.05,
     )
     out = clipped_policy_loss(config)(
         torch.tensor(logprobs).float(), torch.tensor(entropy).float(), batch_of(**columns)
     )
     loss, figures = naive(logprobs, entropy, columns, config)
     assert out.loss.item() == pytest.approx(loss, rel=1e-5)
+    absent = {"kl_proximal", "tis_truncated"} if anchor == "behaviour" else set()
     for name, value in figures.items():
-        assert out.sums[name].item() == pytest.approx(value, rel=1e-5), name
+        if name in absent:
+            assert name not in out.sums
+        else:
+            assert out.sums[name].item() == pytest.approx(value, rel=1e-5), name
 
 
 def test_importance_is_truncated_at_the_cap_and_reported_before_it():
@@ -87,7 +105,9 @@ def test_importance_is_truncated_at_the_cap_and_reported_before_it():
         "proximal_logprobs": np.array([-1.0, -1.0, -2.0, -1.0]),
     }
     logprobs = torch.tensor([-1.0, -1.0, -2.0, -1.0], requires_grad=True)
-    out = clipped_policy_loss(AlgorithmConfig(importance_cap=2.0))(logprobs, torch.zeros(4), batch_of(**columns))
+    out = clipped_policy_loss(AlgorithmConfig(anchor="proximal", importance_cap=2.0))(
+        logprobs, torch.zeros(4), batch_of(**columns)
+    )
     out.loss.backward()
     torch.testing.assert_close(logprobs.grad, torch.tensor([-2.0, -1.0, -math.exp(-1), 0.0]))
     assert out.sums["tis_truncated"] == 1
@@ -95,7 +115,7 @@ def test_importance_is_truncated_at_the_cap_and_reported_before_it():
     assert -out.extremes["ratio_min_negated"].item() == pytest.approx(math.exp(-1))
 
 
-def test_extremes_of_the_ppo_ratio_are_those_of_trained_tokens_before_the_clip():
+def test_extremes_of_the_ppo_ratio_cover_trained_tokens_before_the_clip():
     columns = {
         "weights": np.array([1, 1, 1, 0]),
         "advantages": np.ones(4),
@@ -103,33 +123,34 @@ def test_extremes_of_the_ppo_ratio_are_those_of_trained_tokens_before_the_clip()
         "proximal_logprobs": np.array([-1.0, -2.0, -3.0, -1.0]),
     }
     logprobs = torch.tensor([-1.0, -1.0, -4.0, -9.0])
-    out = clipped_policy_loss(AlgorithmConfig())(logprobs, torch.zeros(4), batch_of(**columns))
+    out = clipped_policy_loss(AlgorithmConfig(anchor="proximal"))(logprobs, torch.zeros(4), batch_of(**columns))
     assert out.extremes["ppo_ratio_max"].item() == pytest.approx(math.e)
     assert -out.extremes["ppo_ratio_min_negated"].item() == pytest.approx(1 / math.e)  # not the untrained e^-8
 
 
-def test_clip_higher_lets_good_tokens_grow_further():
+@pytest.mark.parametrize("anchor", ["behaviour", "proximal"])
+def test_clip_higher_lets_good_tokens_grow_further(anchor):
     columns = {
         "weights": np.ones(2),
         "advantages": np.ones(2),
         "behaviour_logprobs": np.zeros(2),
-        "proximal_logprobs": np.log([1 / 1.25, 1 / 1.35]),
+        f"{anchor}_logprobs": np.log([1 / 1.25, 1 / 1.35]),
     }
     logprobs = torch.zeros(2, requires_grad=True)
-    config = AlgorithmConfig(clip_low=0.2, clip_high=0.3, importance_cap=0)
+    config = AlgorithmConfig(anchor=anchor, clip_low=0.2, clip_high=0.3, importance_cap=0)
     out = clipped_policy_loss(config)(logprobs, torch.zeros(2), batch_of(**columns))
     out.loss.backward()
     torch.testing.assert_close(logprobs.grad, torch.tensor([-1.25, 0.0]))
     assert out.sums["clip_fraction_high"] == 1
 
 
-def test_without_proximal_logprobs_the_current_policy_is_the_proximal_one(case):
+def test_without_proximal_logprobs_the_current_policy_stands_for_the_proximal_one(case):
     logprobs, entropy, columns = case
     columns = columns | {"proximal_logprobs": logprobs}
     grads, losses = [], []
     for names in (columns.keys(), columns.keys() - {"proximal_logprobs"}):
         x = torch.tensor(logprobs, dtype=torch.float32, requires_grad=True)
-        out = clipped_policy_loss(AlgorithmConfig())(
+        out = clipped_policy_loss(AlgorithmConfig(anchor="proximal"))(
             x, torch.tensor(entropy).float(), batch_of(**{n: columns[n] for n in names})
         )
         out.loss.backward()
@@ -153,5 +174,91 @@ def test_k3_is_never_negative_and_unknown_estimators_are_refused():
     assert (kl_estimate(torch.zeros(33), d, "k3") >= 0).all()
     with pytest.raises(ValueError, match="k1, k2, k3"):
         kl_estimate(d, d, "k4")
-    with pytest.raises(ValueError, match="k1, k2, k3"):
-        clipped_policy_loss(AlgorithmConfig(kl_coef=0.1, kl_estimator="k4"))
+    with pytest.raises(ValueError, match="'k1', 'k2' or 'k3'"):
+        AlgorithmConfig(kl_coef=0.1, kl_estimator="k4")
+
+
+#: every option of the algorithm that the loss depends on: values that must not give the same gradient, and with what
+CHANGES_THE_GRADIENT = {
+    "normalize_by_std": [({}, True), ({}, False)],
+    "std_ddof": [({}, 1), ({}, 0)],
+    "anchor": [({}, "behaviour"), ({}, "proximal")],
+    "clip_low": [({}, 0.2), ({}, 0.9)],
+    "clip_high": [({}, 0.2), ({}, 9.0)],
+    "loss_aggregation": [({}, "token_mean"), ({}, "sequence_mean")],
+    "importance_cap": [({"anchor": "proximal"}, 0.0), ({"anchor": "proximal"}, 1.5)],
+    "kl_coef": [({}, 0.0), ({}, 0.1)],
+    "kl_estimator": [({"kl_coef": 0.1}, "k1"), ({"kl_coef": 0.1}, "k2"), ({"kl_coef": 0.1}, "k3")],
+    "entropy_coef": [({}, 0.0), ({}, 0.1)],
+    "overlong": [({}, "keep"), ({}, "mask"), ({}, "penalize")],
+    "overlong_penalty": [({"overlong": "penalize"}, 0.5), ({"overlong": "penalize"}, 2.0)],
+}
+#: those that say which passes are made over which groups, and the algorithm's name
+NOT_OF_THE_LOSS = {"name", "epochs", "reference_path", "filter_zero_variance"}
+
+
+def gradient(config: AlgorithmConfig) -> np.ndarray:
+    """Of the loss of a stale batch in the first optimizer step after its sync: what a default run computes.
+
+    Two groups of three samples, with respect to the logits of each token's three-way choice."""
+    rng = np.random.default_rng(0)
+    lengths = np.array([4, 2, 5, 3, 6, 2])
+    size, row_offsets = int(lengths.sum()), np.concatenate([[0], np.cumsum(lengths)])
+    batch = TrainBatch(
+        tokens=np.zeros(size + 6, np.int32),
+        cu_seqlens=np.concatenate([[0], np.cumsum(lengths + 1)]),
+        rows=np.arange(size),
+        targets=np.zeros(size, np.int32),
+        row_offsets=row_offsets,
+        loss_mask=rng.random(size) > 0.1,
+        columns={
+            "behaviour_logprobs": rng.uniform(-3, -0.1, size).astype(np.float32),
+            "reference_logprobs": rng.uniform(-3, -0.1, size).astype(np.float32),
+        },
+        sequence_columns={
+            "group": np.array([0, 0, 0, 1, 1, 1]),
+            "rewards": np.array([0, 1, 3, 1, 0, 0.5], np.float32),
+            "finish": np.array([0, 0, 1, 0, 0, 0], np.uint8),
+        },
+    )
+    batch = apply_overlong(batch, config.overlong, config.overlong_penalty)
+    batch.columns["weights"], shares = token_weights(batch, config.loss_aggregation)
+    batch.columns["advantages"] = GRPO().advantages(batch, config)
+    logits = torch.tensor(rng.normal(size=(size, 3)), dtype=torch.float32, requires_grad=True)
+    law = logits.log_softmax(-1)
+    out = clipped_policy_loss(config)(law[:, 0], -(law.exp() * law).sum(-1), batch)
+    (out.loss / shares.sum()).backward()
+    return logits.grad.numpy()
+
+
+def test_every_option_of_the_loss_is_listed():
+    assert CHANGES_THE_GRADIENT.keys() | NOT_OF_THE_LOSS == {f.name for f in dataclasses.fields(AlgorithmConfig)}
+
+
+@pytest.mark.parametrize("option", CHANGES_THE_GRADIENT)
+def test_every_enabled_option_changes_some_gradient(option):
+    found = [gradient(AlgorithmConfig(**{**others, option: value})) for others, value in CHANGES_THE_GRADIENT[option]]
+    for one, other in itertools.combinations(found, 2):
+        assert np.abs(one - other).max() > 1e-4
+
+
+@pytest.mark.parametrize("anchor", ["behaviour", "proximal"])
+def test_values_of_untrained_tokens_have_no_effect(case, anchor):
+    logprobs, entropy, columns = case
+    config = AlgorithmConfig(
+        anchor=anchor, importance_cap=2.0 * (anchor == "proximal"), kl_coef=0.2, entropy_coef=0.05, clip_high=0.3
+    )
+    found = []
+    for nonsense in (0.0, np.nan, np.inf, -np.inf, 1e30):
+        out_of_loss = columns["weights"] == 0
+        changed = {n: np.where(out_of_loss & (n != "weights"), nonsense, values) for n, values in columns.items()}
+        x, h = (
+            torch.tensor(np.where(out_of_loss, nonsense, v), dtype=torch.float32, requires_grad=True)
+            for v in (logprobs, entropy)
+        )
+        out = clipped_policy_loss(config)(x, h, batch_of(**changed))
+        out.loss.backward()
+        found.append([out.loss.detach(), x.grad, h.grad, *out.sums.values(), *out.extremes.values()])
+    for other in found[1:]:
+        for one, another in zip(found[0], other, strict=True):
+            torch.testing.assert_close(one, another, rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""The torch backend and a trainer rank over it: real gradients, real process groups, real checkpoints."""
+"""The torch backend in a trainer rank: real gradients, process groups and checkpoints."""
 
 import dataclasses
 import importlib.util
@@ -16,17 +16,18 @@ from asyncrl.config.schema import CheckpointConfig
 from asyncrl.models.checkpoint import is_draft, load_decoder, read_tensors
 from asyncrl.models.config import CheckpointError, DecoderConfig
 from asyncrl.models.layout import PackedLayout
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.param_sync.buckets import Bucket, TensorPart
 from asyncrl.param_sync.digest import combine_hashes, digest_tensors, flat_bytes, hash_tensor
-from asyncrl.param_sync.live_receiver import LiveViewReceiver
-from asyncrl.param_sync.receiver import Bucket, TensorPart
+from asyncrl.param_sync.live_weights import LiveWeights
 from asyncrl.rollouter.engines.native.model import NativeModel
-from asyncrl.sample import Group, PolicyVersion
-from asyncrl.telemetry.recorder import Recorder
-from asyncrl.trainer.backend import NonFiniteError
-from asyncrl.trainer.backends import torch_state
+from asyncrl.trainer.backends import state as staged_state
+from asyncrl.trainer.backends.base import NonFiniteError
 from asyncrl.trainer.batches import build_batch
-from asyncrl.trainer.checkpoints import PARTIAL, CheckpointStore, Cut
+from asyncrl.trainer.checkpoints import PARTIAL, CheckpointMetadata, CheckpointStore
 from asyncrl.trainer.rank import TrainerRank
+from asyncrl.types.groups import Group
+from asyncrl.types.versions import PolicyVersion
 from tests.support.trainer import (
     VOCAB,
     first_gradient,
@@ -49,8 +50,8 @@ def start():
     yield from started_ranks()
 
 
-def test_the_gradient_is_that_of_the_plain_formula(checkpoint, start):
-    config = make_config(checkpoint, grad_clip=0.0, importance_cap=0.0, temperature=0.7)
+def test_the_gradient_equals_the_plain_formula(checkpoint, start):
+    config = make_config(checkpoint, grad_clip=0.0, anchor="proximal", temperature=0.7)
     groups = make_groups()
     found = first_gradient(start(config), groups)
 
@@ -58,7 +59,7 @@ def test_the_gradient_is_that_of_the_plain_formula(checkpoint, start):
     total, trained = torch.zeros(()), 0
     for group in map(Group.from_buffer, groups):
         rewards = torch.tensor(group.rewards)
-        advantages = (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-6)
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
         for s in range(len(group)):
             response = torch.tensor(group.tokens[group.response(s)]).long()
             tokens = torch.cat([torch.tensor(group.prompt_tokens).long(), response])
@@ -181,7 +182,7 @@ def run_two_steps_more(_, config, folder):
 
 
 def test_a_new_process_continues_from_a_staged_state_bit_for_bit(checkpoint, start, tmp_path):
-    """It is written after two further steps, which change every weight and moment: nothing of them may be in it."""
+    """The state is written after two further steps, which change every weight and moment and must not show in it."""
     config = make_config(checkpoint, schedule="cosine", warmup_steps=1, total_steps=4)
     rank = start(config)
     for step in range(2):
@@ -197,26 +198,26 @@ def test_a_new_process_continues_from_a_staged_state_bit_for_bit(checkpoint, sta
     assert torch.equal(resumed["drawn"], straight[2])
 
 
-def test_staging_while_a_write_is_under_way_is_refused(checkpoint, start, tmp_path, monkeypatch):
-    """The write is held at its start, until the test lets it go on."""
+def test_staging_during_a_write_is_refused(checkpoint, start, tmp_path, monkeypatch):
+    """The write blocks at its start until the test releases it."""
     rank = start(make_config(checkpoint))
     with pytest.raises(RuntimeError, match="call stage first"):
         rank.write(tmp_path / "state")
     rank.stage()
     rank.stage()  # one that is not written after all
-    begun, go_on, save = threading.Event(), threading.Event(), torch_state.dcp.save
+    begun, go_on, save = threading.Event(), threading.Event(), staged_state.dcp.save
 
     def held(*args, **options):
         begun.set()
         assert go_on.wait(60)
         return save(*args, **options)
 
-    monkeypatch.setattr(torch_state.dcp, "save", held)
+    monkeypatch.setattr(staged_state.dcp, "save", held)
     with ThreadPoolExecutor(1) as thread:
         writing = thread.submit(rank.write, tmp_path / "state")
         assert begun.wait(60)
         for work in (rank.stage, lambda: rank.write(tmp_path / "second")):
-            with pytest.raises(RuntimeError, match="while a staged state is being written"):
+            with pytest.raises(RuntimeError, match="during a write of the staged state"):
                 work()
         assert rank.train(0, make_groups())["trainer/optimizer_steps"] == 1
         go_on.set()
@@ -225,7 +226,7 @@ def test_staging_while_a_write_is_under_way_is_refused(checkpoint, start, tmp_pa
     start(make_config(checkpoint)).load(tmp_path / "state")
 
 
-def test_a_write_that_fails_keeps_the_copy(checkpoint, start, tmp_path):
+def test_a_failed_write_keeps_the_copy(checkpoint, start, tmp_path):
     rank = start(make_config(checkpoint))
     rank.stage()
     (tmp_path / "file").write_text("")
@@ -236,7 +237,7 @@ def test_a_write_that_fails_keeps_the_copy(checkpoint, start, tmp_path):
 
 
 def save_then_hang(_, config, folder):
-    """Ends in the middle of its second checkpoint."""
+    """Never finishes its second checkpoint."""
     store = CheckpointStore(folder, CheckpointConfig(keep_last=1))
     rank = TrainerRank(config, 0, 1, None, Recorder("trainer/0"))
     for step in (1, 2):
@@ -247,10 +248,10 @@ def save_then_hang(_, config, folder):
             os.mkfifo(partial / "state" / "__0_0.distcp")
             (folder / "held").touch()
         rank.save(partial / "state")
-        store.complete(partial, Cut(step, PolicyVersion(0, step), step, step, {}))
+        store.complete(partial, CheckpointMetadata(step, PolicyVersion(0, step), step, step))
 
 
-def test_killed_while_it_writes_a_rank_leaves_the_checkpoint_before(checkpoint, start, tmp_path):
+def test_a_rank_killed_during_a_write_leaves_the_preceding_checkpoint(checkpoint, start, tmp_path):
     config = make_config(checkpoint)
     process = mp.spawn(save_then_hang, args=(config, tmp_path), join=False).processes[0]
     while not (tmp_path / "held").exists():
@@ -262,7 +263,7 @@ def test_killed_while_it_writes_a_rank_leaves_the_checkpoint_before(checkpoint, 
     os.close(reader)
 
     store = CheckpointStore(tmp_path, CheckpointConfig())
-    assert [c.cut.step for c in store.all()] == [1]
+    assert [c.metadata.step for c in store.all()] == [1]
     newest = store.open(store.newest().path)
     rank = start(config)
     rank.train(1, make_groups(seed=1))
@@ -329,10 +330,8 @@ def test_the_manifest_lists_what_is_exported_and_marks_draft_and_tied(tmp_path, 
         ("float16", "auto", "bfloat16"),
     ],
 )
-def test_weights_travel_in_the_engines_dtype_and_are_exported_in_the_checkpoints(
-    tmp_path, start, written, option, sent
-):
-    """Trained weights, so float32 inside: both sides' digests agree on what the cast made of them."""
+def test_weights_are_sent_in_the_engines_dtype_and_exported_in_the_checkpoints(tmp_path, start, written, option, sent):
+    """Trained weights are float32: the digests of both sides agree on the cast values."""
     config = make_config(make_checkpoint(tmp_path / "start", torch_dtype=written))
     config.rollout.engine.dtype = option
     rank = start(config)
@@ -341,7 +340,7 @@ def test_weights_travel_in_the_engines_dtype_and_are_exported_in_the_checkpoints
     assert {t.dtype for t in manifest} == {sent}
 
     model = NativeModel(DecoderConfig.load(tmp_path / "start"), 128, getattr(torch, sent))
-    receiver = LiveViewReceiver(model.named_views(), model.tied(), on_commit=lambda version: None)
+    receiver = LiveWeights(model.named_views(), model.tied(), on_commit=lambda version: None)
     receiver.open("s", manifest)
     specs, hashes = {t.name: t for t in manifest}, {}
     for sequence, (name, tensor) in enumerate(rank.export()):
@@ -357,7 +356,7 @@ def test_weights_travel_in_the_engines_dtype_and_are_exported_in_the_checkpoints
     assert {str(t.dtype) for t in read_tensors(tmp_path / "hf").values()} == {f"torch.{written}"}
 
 
-def test_training_moves_the_target_and_leaves_the_draft(checkpoint, start):
+def test_training_changes_the_target_and_not_the_draft(checkpoint, start):
     rank = start(make_config(checkpoint))
     before = weights(rank)
     rank.train(0, make_groups())
@@ -374,7 +373,7 @@ def test_bfloat16_trains_near_float32(checkpoint, start):
     assert all(t.dtype == torch.float32 for _, t in rank.export())  # master weights
 
 
-def test_scoring_leaves_no_gathered_weights_behind(checkpoint, start, tmp_path):
+def test_scoring_leaves_no_gathered_weights(checkpoint, start, tmp_path):
     """FSDP2 keeps a gathered copy after a forward pass without a backward one; it must not be exported or reused."""
     rank = start(make_config(checkpoint))
     rank.save(tmp_path / "old")
@@ -389,7 +388,7 @@ def test_scoring_leaves_no_gathered_weights_behind(checkpoint, start, tmp_path):
     assert not np.array_equal(of_old, of_trained)
 
 
-def test_a_loss_that_is_not_finite_is_refused_before_the_weights_change(checkpoint, start):
+def test_a_non_finite_loss_raises_before_the_weights_change(checkpoint, start):
     rank = start(make_config(checkpoint))
     before = weights(rank)
     with np.errstate(invalid="ignore"), pytest.raises(NonFiniteError, match=r"train step 7.*loss is nan"):
@@ -417,8 +416,9 @@ def test_a_batch_without_a_trained_token_takes_no_step(checkpoint, start):
     assert all(torch.equal(tensor, before[name]) for name, tensor in rank.export())
 
 
-def test_metrics_and_spans_tell_of_the_batch(checkpoint, start):
-    rank = start(make_config(checkpoint, mini_batch_groups=2, epochs=2))
+def test_metrics_and_spans_describe_the_batch(checkpoint, start):
+    recorder = Recorder("trainer/0")
+    rank = start(make_config(checkpoint, mini_batch_groups=2, epochs=2), recorder)
     groups = make_groups()
     metrics = rank.train(3, groups)
     rewards = np.concatenate([g.rewards for g in map(Group.from_buffer, groups)])
@@ -432,7 +432,7 @@ def test_metrics_and_spans_tell_of_the_batch(checkpoint, start):
     assert metrics["trainer/tokens"] == sum(g.num_tokens for g in map(Group.from_buffer, groups))
     assert metrics["trainer/optimizer_steps"] == 4
     assert 0 < metrics["actor/ratio_min"] < metrics["actor/ratio_mean"] < metrics["actor/ratio_max"]
-    names = [span.name for span in rank.drain_telemetry().spans]
+    names = [span.name for span in recorder.drain().spans]
     assert {name: names.count(name) for name in names} == {
         "trainer/batch": 1,
         "trainer/logprobs": 1,
@@ -444,15 +444,15 @@ def test_metrics_and_spans_tell_of_the_batch(checkpoint, start):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is not None, reason="has the packages")
-def test_a_backend_whose_packages_are_missing_says_which(checkpoint):
+def test_a_backend_names_its_missing_packages(checkpoint):
     with pytest.raises(RuntimeError, match=r"megatron-core >=0\.16\.1,<0\.20 is needed, none is installed"):
         TrainerRank(make_config(checkpoint, backend="megatron"), 0, 1, None, Recorder("trainer/0"))
 
 
-def test_what_cannot_be_built_is_named(checkpoint):
+def test_invalid_parts_and_devices_are_named(checkpoint):
     for config, match in (
-        (make_config(checkpoint, name="ppo"), "known: grpo"),
-        (make_config(checkpoint, backend="jax"), "known: megatron, torch"),
+        (make_config(checkpoint, name="ppo"), "algorithm.name: expected one of grpo, or"),
+        (make_config(checkpoint, backend="jax"), "trainer.backend: expected one of megatron, torch, or"),
         (make_config(checkpoint, device="tpu"), "auto, cpu or cuda"),
     ):
         with pytest.raises(ValueError, match=match):

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -23,10 +24,22 @@ pytest.importorskip("vllm", reason="needs the vLLM environment: make test-vllm")
 
 
 from asyncrl.config.schema import MTPConfig
-from asyncrl.rollouter.engine import EngineDied
-from asyncrl.rollouter.engines.vllm.cpu_defects import spread
+from asyncrl.cpu.vllm import spread
+from asyncrl.param_sync.errors import SyncError
+from asyncrl.rollouter.engines.base import EngineDied
+from asyncrl.rollouter.engines.vllm.receiver import WorkerReceiver
+from asyncrl.rollouter.engines.vllm.spec import ENGINE
+from asyncrl.types.samples import FinishReason
 from tests.support.engine_contract import *  # noqa: F403
-from tests.support.engine_contract import PROMPT, changed, error_of, perfect_draft, until
+from tests.support.engine_contract import (
+    LONG,
+    PROMPT,
+    changed,
+    error_of,
+    one_after_the_other,
+    perfect_draft,
+    until,
+)
 from tests.support.engine_replica import request
 from tests.support.vllm_replica import Replica, replica_config
 
@@ -49,6 +62,64 @@ async def test_an_update_that_is_given_up_between_two_steps_can_be_made_again(re
     await replica.sync(weights)
     answer = (await replica.generate([request("again", PROMPT, 12)]))["again"]
     assert error_of(reference, weights, PROMPT, answer) < 1e-4
+
+
+async def test_a_request_stops_at_the_tokens_it_names_and_not_at_the_checkpoints(replica, tokenizer, initial):
+    """Neither its own end, nor one of its generation config."""
+    ends = tokenizer.eos_token_id
+    await replica.sync(one_after_the_other(initial, [PROMPT[-1], 20, ends, 21, 22]))
+    named = {"none": (), "another": (22,), "both": (22, ends)}
+    answers = await replica.generate(
+        [request(id, PROMPT, 8, temperature=0.0, stop_token_ids=stops) for id, stops in named.items()]
+    )
+    assert answers["none"].tokens == [20, ends, 21, 22, PROMPT[-1], 20, ends, 21]
+    assert answers["another"].tokens == [20, ends, 21, 22]
+    assert answers["both"].tokens == [20, ends]
+
+
+async def test_a_pause_that_is_not_reached_leaves_a_paused_engine_paused(replica, initial):
+    await replica.sync(initial)
+    await replica.engine.submit([request("kept", PROMPT, LONG)])
+    answers = {}
+    await until(replica, answers, lambda: bool(answers))
+    await replica.engine.pause("keep", 60)
+    with pytest.raises(TimeoutError):
+        await replica.engine.pause("wait", 0.2)
+    assert replica.engine.paused
+    assert await replica.engine._llm.is_paused()
+    await replica.engine.resume(replica.version)
+    answer = (await replica.collect({"kept"}, answers))["kept"]
+    assert (answer.finish, len(answer.tokens)) == (FinishReason.LENGTH, LONG)
+
+
+async def test_a_model_that_stays_as_it_was_fails_the_sync_unless_another_worker_has_what_changed():
+    config = SimpleNamespace(parallel_config=SimpleNamespace(world_size_across_dp=2))
+    receiver = WorkerReceiver(SimpleNamespace(vllm_config=config), "replica/0", "gloo")
+    digests = {"target": "a", "draft": "b"}
+
+    async def say(*verdicts):
+        async def ask(command):
+            return [(digests, verdict) for verdict in verdicts]
+
+        receiver.ask = ask
+        await receiver.verify()
+
+    await say({"target": False, "draft": None}, {"target": True})
+    await say({"target": None}, {"target": None})
+    for stale in ("target", "draft"):
+        with pytest.raises(SyncError, match=f"the {stale} was sent other weights, and vLLM's are what they were"):
+            await say({"target": False, "draft": False} | {stale: True}, {stale: True})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["enable_eplb", "eplb_config", "generation_config", "override_generation_config", "logits_processors"]
+    + ["watermark_config", "spec_method", "stream_interval"],
+)
+async def test_arguments_that_no_run_can_have_are_refused(checkpoint, name):
+    (problem,) = ENGINE.problems(replica_config(checkpoint, args={name: {}}))
+    assert problem.startswith("rollout.engine.args: ")
+    assert name in problem
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -153,7 +224,7 @@ def is_alive(process):
 
 
 async def test_the_cpu_builds_temperatures_still_need_their_correction(replica, speculating):
-    """When this fails, vLLM has mended it: `asyncrl.rollouter.engines.vllm.cpu_defects` can go."""
+    """When this fails, vLLM has mended it: `asyncrl.cpu.vllm` can go."""
     assert await replica.corrections() == []
     assert await speculating.corrections() == ["temperatures under speculation"]
     values, ends = torch.tensor([0.0, 2.0]), torch.tensor([2, 3], dtype=torch.int32)

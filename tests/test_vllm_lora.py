@@ -16,7 +16,8 @@ pytest.importorskip("vllm", reason="needs the vLLM environment: make test-vllm")
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 
-from asyncrl.param_sync.adapters import adapter_shapes
+from asyncrl.param_sync.errors import SyncError
+from asyncrl.param_sync.lora.adapters import adapter_shapes
 from asyncrl.param_sync.manifest import is_adapter
 from tests.support.lora import Heard, requests, samples_of
 from tests.support.lora_contract import *  # noqa: F403
@@ -54,6 +55,21 @@ class TestAdapters(AdapterContract):
             assert (new.version, new.mixed_kv) == (trainer.version, kv == "keep")
             error = np.abs(trainer.scores([sample], 0.7) - sample.logprobs)[new.start :].max()
             assert (error < 1e-4) == (kv == "recompute")
+
+    async def test_an_adapter_that_finds_no_layer_fails_the_sync(self, pair, monkeypatch):
+        trainer, engine = pair
+        ask = engine._receiver.ask
+
+        async def lacking(command, *arguments):
+            answers = await ask(command, *arguments)
+            return [["model.elsewhere.q_proj"]] if command == "adopt" else answers
+
+        monkeypatch.setattr(engine._receiver, "ask", lacking)
+        with pytest.raises(SyncError, match=r"phase commit.*vLLM adapts no model\.elsewhere\.q_proj"):
+            await trainer.sync()
+        assert not trainer.fleet.routable
+        monkeypatch.setattr(engine._receiver, "ask", ask)
+        await follow(trainer, engine, 1)
 
 
 @pytest.mark.slow
@@ -95,7 +111,7 @@ class TestTwoWorkers:
     async def test_each_has_its_half_of_every_adapter(self, pair):
         trainer, engine = pair
         sent = await follow(trainer, engine, 3)
-        assert await engine._intake.ask("received_bytes") == [sent[-1]] * 2  # each reads it all
+        assert await engine._receiver.ask("received_bytes") == [sent[-1]] * 2  # each reads it all
 
 
 @pytest.mark.slow

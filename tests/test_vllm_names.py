@@ -29,10 +29,13 @@ from vllm.v1.attention.backends.mla.amx_mla import AMXMLABackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
+from asyncrl.cpu.vllm import experts_stay_unpacked, mla_kernel
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.param_sync.errors import SyncError
-from asyncrl.param_sync.manifest import Manifest, ManifestError, TensorSpec
-from asyncrl.rollouter.engines.vllm.cpu_defects import experts_stay_unpacked, mla_kernel
+from asyncrl.param_sync.fingerprints import fingerprint
+from asyncrl.param_sync.lora.adapters import adapter_shapes
+from asyncrl.param_sync.manifest import AdapterSpec, Manifest, ManifestError, TensorSpec
+from asyncrl.rollouter.engines.vllm.live_adapters import LiveAdapters
 from asyncrl.rollouter.engines.vllm.live_model import LiveModel, plan_loads
 from tests.support.vllm_models import (
     FAMILIES,
@@ -274,6 +277,35 @@ def test_a_parameter_wider_than_its_model_takes_the_width_of_the_checkpoint(tmp_
     plan_loads(manifest_of(family, tensors), models.target, models.draft)
 
 
+def test_live_parameters_are_compared_with_what_was_sent(built):
+    """On the CPU those that their kernels leave where they are: embeddings, heads, norms, biases."""
+    for seed in (11, 12):
+        tensors = random_weights(built.tensors, seed)
+        built.update(tensors)
+        sent = {name: fingerprint(tensor) for name, tensor in tensors.items()}
+        for model in built.models.all():
+            assert not model.verdict(sent).wrong
+            assert not model.verdict(sent).stale
+    never_loaded = {name: fingerprint(tensor) for name, tensor in random_weights(built.tensors, 13).items()}
+    for model in built.models.all():
+        wrong = model.verdict(never_loaded).wrong
+        assert any("norm" in name for name in wrong)
+        assert any("embed_tokens" in name for name in wrong) == (model.role == "target")
+
+
+def test_an_adapter_of_modules_that_the_model_does_not_adapt_is_told(tmp_path):
+    """vLLM passes over them: rollouts would be the base model's."""
+    net = Built("qwen3", tmp_path, lora=True).models.target.net
+    adapters = LiveAdapters(net.lora_manager)
+    spec = AdapterSpec("policy", 4, 8.0, ("q_proj", "gate_proj", "down_proj"), "float32")
+    weights = {"self_attn.q_proj": (128, 64), "mlp.gate_proj": (128, 64), "mlp.down_proj": (64, 128)}
+    pairs = [adapter_shapes(f"model.layers.1.{at}", weight, spec.r) for at, weight in weights.items()]
+    tensors = {name: torch.ones(shape) for pair in pairs for name, shape in pair.items()}
+    assert adapters.adopt(spec, tensors, 1, []) == []
+    elsewhere = {name.replace("layers.1.mlp.down", "block.1.mlp.down"): t for name, t in tensors.items()}
+    assert adapters.adopt(spec, elsewhere, 2, []) == ["model.block.1.mlp.down_proj"]
+
+
 def test_what_a_loader_passes_over_is_told(build):
     built = build("mimo")
     built.plan(built.manifest)
@@ -289,14 +321,14 @@ def test_what_a_loader_passes_over_is_told(build):
 
 
 def test_the_cpu_build_still_leaves_experts_unpacked(build):
-    """Else `cpu_defects.pack_experts_anew` is no longer needed."""
+    """Else `asyncrl.cpu.vllm.pack_experts_anew` is no longer needed."""
     experts = build("qwen3_moe").models.target.net.model.layers[0].mlp.experts.routed_experts
     assert current_platform.is_cpu() == experts_stay_unpacked(experts.quant_method)
 
 
 @pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="a processor without AMX")
 def test_the_cpu_build_still_gives_latent_attention_of_float32_a_kernel_for_bfloat16(build):
-    """Else `cpu_defects.mla_kernel` is no longer needed."""
+    """Else `asyncrl.cpu.vllm.mla_kernel` is no longer needed."""
     wanted = AttentionSelectorConfig(48, torch.float32, None, None, use_mla=True)
     assert AMXMLABackend.supported_dtypes == [torch.bfloat16]
     assert current_platform.get_attn_backend_cls(None, wanted) == AttentionBackendEnum.AMX_MLA.get_path()

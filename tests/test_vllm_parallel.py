@@ -39,7 +39,7 @@ async def test_each_worker_takes_the_sync_and_logprobs_are_those_of_hugging_face
             weights = changed(initial, seed)
             report = await replica.sync(weights)
             assert not report.evicted
-            assert await replica.endpoint._intake.ask("received_bytes") == [report.nbytes] * 2  # each reads it all
+            assert await replica.session._receiver.ask("received_bytes") == [report.nbytes] * 2  # each reads it all
             assert {role: await replica.engine.digest(role) for role in report.digests} == report.digests
             if "pipeline_parallel_size" in options:
                 continue  # vLLM's CPU runner takes weights in stages, but cannot generate in them

@@ -1,26 +1,34 @@
-"""From YAML and dotted overrides to a checked `Config`; every problem is one readable line with the key's path.
+"""`Config` from YAML files and dotted overrides: OmegaConf merges and resolves, pydantic validates.
 
-A file may begin with ``extends: other.yaml`` (relative to itself) and then says only what differs.
+A file may begin with ``extends: other.yaml``, relative to itself, and then contains only what differs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
+from asyncrl.config.options import choices, known_keys, limits, options
 from asyncrl.config.schema import Config
+from asyncrl.config.section import OptionProblems
+
+Tree = Mapping[str, Any]
 
 
 class ConfigError(ValueError):
-    """The configuration cannot be run. ``problems`` are complete sentences, one per key."""
+    """Invalid configuration. ``problems``: one line each, beginning with the option's key."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
@@ -28,67 +36,47 @@ class ConfigError(ValueError):
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Read ``path`` (None: defaults only), apply ``key.path=value`` overrides, resolve interpolations.
+    """Reads ``path`` (None: only defaults), applies ``key.path=value`` overrides and resolves interpolations.
 
-    Checks names, types and missing values; `asyncrl.config.checks.check` judges the values. Raises ConfigError."""
+    Validates each section on its own; `asyncrl.run.checks.check` validates sections, parts and files against each
+    other. Raises ConfigError."""
     layers = _read_layers(Path(path)) if path is not None else []
-    layers += [_parse_override(text) for text in overrides]
-    merged = OmegaConf.structured(Config)
-    problems: list[str] = []
-    for where, tree in layers:
-        unknown = [f"{where}: {p}" for p in _unknown_keys(tree, Config)]
-        problems += unknown
-        if unknown:
-            continue
-        # leaf by leaf, so that every wrong type is told, with its path
-        for key, value in _leaves(tree, Config):
-            try:
-                OmegaConf.update(merged, key, value, merge=True)
-            except OmegaConfBaseException as e:
-                problems.append(f"{where}: {key}: expected {_type_name(key)}, found {value!r} ({_first_line(e)})")
-    if problems:
-        raise ConfigError(problems)
+    layers += [("", _parse_override(text)) for text in overrides]
     try:
+        merged = OmegaConf.merge(dataclasses.asdict(Config()), *(tree for _, tree in layers))
         OmegaConf.resolve(merged)
     except OmegaConfBaseException as e:
         raise ConfigError([f"{e.full_key or 'config'}: {_first_line(e)}"]) from None
-    missing = [str(key) for key in OmegaConf.missing_keys(merged)]
-    if missing:
-        raise ConfigError(
-            [f"{key}: must be given, has no default (expected {_type_name(key)})" for key in sorted(missing)]
-        )
+    problems = [
+        f"{key}: must be given, has no default (expected {_type_name(key)})"
+        for key in sorted(map(str, OmegaConf.missing_keys(merged)))
+    ]
+    values = typing.cast(Tree, OmegaConf.to_container(merged))
     try:
-        return typing.cast(Config, OmegaConf.to_object(merged))
-    except MissingMandatoryValue as e:
-        raise ConfigError([f"{e.full_key}: must be given, has no default"]) from None
+        config = TypeAdapter(Config).validate_python(values)
+    except ValidationError as e:
+        for error in e.errors(include_url=False):
+            cause = error.get("ctx", {}).get("error")
+            problems += cause.lines if isinstance(cause, OptionProblems) else [_line(error, values, layers)]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return config
 
 
 def to_yaml(config: Config) -> str:
-    """The whole tree as YAML, every default written out; `load_config` reads it back to an equal Config."""
-    tree: DictConfig = OmegaConf.structured(config)
-    return OmegaConf.to_yaml(tree)
+    """The whole tree as YAML, defaults included; `load_config` reads it back to an equal Config."""
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
 
 
-def known_keys(schema: type = Config, prefix: str = "") -> dict[str, Any]:
-    """Dotted path of every option → its type."""
-    hints = typing.get_type_hints(schema)
-    keys: dict[str, Any] = {}
-    for f in dataclasses.fields(schema):
-        kind = hints[f.name]
-        keys[prefix + f.name] = kind
-        if dataclasses.is_dataclass(kind):
-            keys |= known_keys(typing.cast(type, kind), f"{prefix}{f.name}.")
-    return keys
-
-
-def _read_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[str, dict[str, Any]]]:
+def _read_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[str, Tree]]:
+    """File name and content of ``path`` and of those that it extends, the base first."""
     path = path.resolve()
     if path in seen:
-        raise ConfigError([f"{path}: extends itself, by way of {' → '.join(p.name for p in seen)}"])
+        raise ConfigError([f"{path}: extends itself through {' → '.join(p.name for p in seen)}"])
     if not path.is_file():
         raise ConfigError([f"{path}: no such config file"])
     try:
-        # OmegaConf's loader takes 1e-6 for a number, as people expect; plain YAML takes it for a string
+        # OmegaConf's loader reads 1e-6 as a number; plain YAML reads it as a string
         tree: Any = OmegaConf.to_container(OmegaConf.create(path.read_text()))
     except (yaml.YAMLError, OmegaConfBaseException) as e:
         raise ConfigError([f"{path}: not valid YAML: {' '.join(str(e).split())}"]) from None
@@ -99,7 +87,7 @@ def _read_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[str, dic
     return [*below, (path.name, tree)]
 
 
-def _parse_override(text: str) -> tuple[str, dict[str, Any]]:
+def _parse_override(text: str) -> Tree:
     key, sep, _ = text.partition("=")
     if not sep or not key.strip():
         raise ConfigError([f"override {text!r}: expected key.path=value"])
@@ -107,40 +95,57 @@ def _parse_override(text: str) -> tuple[str, dict[str, Any]]:
         tree = OmegaConf.to_container(OmegaConf.from_dotlist([text]))
     except (OmegaConfBaseException, yaml.YAMLError) as e:
         raise ConfigError([f"override {text!r}: {_first_line(e)}"]) from None
-    return "override", typing.cast(dict[str, Any], tree)
+    return typing.cast(Tree, tree)
 
 
-def _unknown_keys(tree: Mapping[str, Any], schema: type, prefix: str = "") -> list[str]:
-    hints, problems = typing.get_type_hints(schema), []
-    for key, value in tree.items():
-        path = f"{prefix}{key}"
-        if key not in hints:
-            problems.append(f"{path}: unknown key{_nearest(path)}")
-        elif dataclasses.is_dataclass(hints[key]):
-            if isinstance(value, Mapping):
-                problems += _unknown_keys(value, typing.cast(type, hints[key]), f"{path}.")
-            else:
-                problems.append(f"{path}: expected a group of options, found {value!r}")
-    return problems
+def _line(error: ErrorDetails, values: Tree, layers: Sequence[tuple[str, Tree]]) -> str:
+    """A pydantic error as one line, "key.path: expected …, found …"."""
+    path = [str(part) for part in error["loc"]]
+    if error["type"] in ("unexpected_keyword_argument", "invalid_key"):
+        key = ".".join(path)
+        return f"{key}: unknown key{_nearest(key)}{_origin(path, layers)}"
+    known = options()
+    while ".".join(path) not in known:  # an error inside a list or mapping belongs to its option
+        path.pop()
+    key = ".".join(path)
+    found: Any = functools.reduce(lambda tree, part: tree[part], path, values)
+    return f"{key}: {_expected(error, key, known[key], found)}{_origin(path, layers)}"
+
+
+def _expected(error: ErrorDetails, key: str, field: FieldInfo, found: Any) -> str:
+    if dataclasses.is_dataclass(field.annotation):
+        return f"expected a group of options, found {found!r}"
+    if allowed := choices(field):
+        unquoted = " (YAML reads an unquoted no, yes, off or on as a boolean)" if isinstance(found, bool) else ""
+        return f"expected one of {', '.join(allowed)}; found {found!r}{unquoted}"
+    if error["type"] == "finite_number":
+        return f"expected {'a finite number' if field.annotation is float else 'finite numbers'}, found {found}"
+    if error["type"] in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
+        return f"expected {limits(field)}, found {found}"
+    if error["type"] == "value_error":  # raised by the option's own validator
+        return str(error["ctx"]["error"])
+    return f"expected {_type_name(key)}, found {found!r}"
+
+
+def _origin(path: Sequence[str], layers: Sequence[tuple[str, Tree]]) -> str:
+    """The file that sets a key; empty for overrides."""
+    for name, tree in reversed(layers):
+        for part in path:
+            if not isinstance(tree, Mapping) or part not in tree:
+                break
+            tree = tree[part]
+        else:
+            return f" (in {name})" if name else ""
+    return ""
 
 
 def _nearest(path: str) -> str:
     known = list(known_keys())
     close = difflib.get_close_matches(path, known, n=1, cutoff=0.6)
-    if not close:  # perhaps the right name under the wrong parent
+    if not close:  # perhaps the right name in the wrong group
         by_leaf = {key.rsplit(".", 1)[-1]: key for key in known}
         close = [by_leaf[leaf] for leaf in difflib.get_close_matches(path.rsplit(".", 1)[-1], by_leaf, n=1)]
     return f"; did you mean {close[0]}?" if close else ""
-
-
-def _leaves(tree: Mapping[str, Any], schema: type, prefix: str = "") -> list[tuple[str, Any]]:
-    hints, out = typing.get_type_hints(schema), []
-    for key, value in tree.items():
-        if dataclasses.is_dataclass(hints[key]):
-            out += _leaves(value, typing.cast(type, hints[key]), f"{prefix}{key}.")
-        else:
-            out.append((f"{prefix}{key}", value))
-    return out
 
 
 def _type_name(key: str) -> str:

@@ -1,4 +1,4 @@
-"""The configuration reference, docs/configuration.md, out of the tree of options and its comments.
+"""The configuration reference, docs/configuration.md, generated from the options and their comments.
 
 python -m asyncrl.config.reference > docs/configuration.md
 """
@@ -14,18 +14,23 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from asyncrl.config.checks import CHOICES
+from pydantic.fields import FieldInfo
+
+from asyncrl.config.options import choices, fields_of, limits
 from asyncrl.config.schema import Config
 
 HEAD = """# Configuration
 
-Every option, with its type, default and meaning. Made by `python -m asyncrl.config.reference` from
-[asyncrl/config/schema.py](../asyncrl/config/schema.py); a test holds it against that.
+Every option, with its type and limits, default and meaning. `python -m asyncrl.config.reference` generates this page
+from [asyncrl/config/schema.py](../asyncrl/config/schema.py); a test fails when it is out of date.
 
-A config file is YAML of these keys; it may begin with `extends: other.yaml` and then says only what differs. Dotted
-overrides on the command line win over it, `${oc.env:NAME,default}` reads the environment, and `--print-config` prints
-what comes of all. `???` has no default and must be given; `${NAME:-x}` is the environment variable NAME, or x.
+A config file is YAML of these keys. It may begin with `extends: other.yaml`, a path relative to itself, and then
+contains only what differs. Dotted overrides on the command line take precedence, `${oc.env:NAME,default}` reads an
+environment variable, and `--print-config` prints the resulting configuration. A default of `???` means that the option
+must be given; `${NAME:-x}` is the environment variable NAME, or x if it is unset.
 """
+
+_TYPES = {"str": "text", "int": "integer", "float": "number", "bool": "true, false"}
 
 
 def reference() -> str:
@@ -34,22 +39,18 @@ def reference() -> str:
 
 
 def _section(kind: type, prefix: str, title: str) -> Iterator[str]:
-    hints, notes = typing.get_type_hints(kind), _notes(kind)
+    comments = _comments(kind)
     yield f"## {title}\n"
-    if (about := inspect.getdoc(kind)) and not about.startswith(f"{kind.__name__}("):
-        yield f"{_cell(about)}\n"
+    if kind.__doc__:
+        yield f"{_cell(kind.__doc__)}\n"
     groups = []
     rows = []
-    for field in dataclasses.fields(kind):
-        if dataclasses.is_dataclass(hints[field.name]):
-            groups.append((field.name, typing.cast(type, hints[field.name])))
-            continue
-        key = prefix + field.name
-        meaning = notes.get(field.name, "")
-        choices = CHOICES.get(key, ())
-        if any(choice not in meaning for choice in choices):
-            meaning = f"{' | '.join(choices)}{'; ' if meaning else ''}{meaning}"
-        rows.append(f"| `{key}` | {_type(hints[field.name])} | {_default(field)} | {_cell(meaning)} |")
+    for name, field in fields_of(kind).items():
+        if dataclasses.is_dataclass(field.annotation):
+            groups.append((name, typing.cast(type, field.annotation)))
+        else:
+            cells = (f"`{prefix}{name}`", _type(name, field), _default(field), _cell(comments.get(name, "")))
+            rows.append(f"| {' | '.join(cells)} |")
     if rows:
         yield "| key | type | default | meaning |\n|---|---|---|---|"
         yield "\n".join(rows) + "\n"
@@ -57,8 +58,8 @@ def _section(kind: type, prefix: str, title: str) -> Iterator[str]:
         yield from _section(group, f"{prefix}{name}.", f"{prefix}{name}")
 
 
-def _notes(kind: type) -> dict[str, str]:
-    """Option → its comment: on its own line or lines, and those of comments alone above it."""
+def _comments(kind: type) -> dict[str, str]:
+    """Option → its comments: those on its own lines, and whole-line comments directly above."""
     source = inspect.getsource(kind)
     lines = source.splitlines()
     comments = {
@@ -67,30 +68,33 @@ def _notes(kind: type) -> dict[str, str]:
         if token.type == tokenize.COMMENT
     }
     (body,) = (node.body for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
-    notes = {}
+    found = {}
     for node in body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             first = node.lineno
             while lines[first - 2].lstrip().startswith("#"):
                 first -= 1
-            told = [comments[line] for line in range(first, (node.end_lineno or first) + 1) if line in comments]
-            notes[node.target.id] = " ".join(told)
-    return notes
+            own = [comments[line] for line in range(first, (node.end_lineno or first) + 1) if line in comments]
+            found[node.target.id] = " ".join(own)
+    return found
 
 
-def _default(field: dataclasses.Field[Any]) -> str:
-    if told := field.metadata.get("default"):
-        return f"`{told}`"
-    factory = field.default_factory
-    value = field.default if factory is dataclasses.MISSING else factory()
+def _default(field: FieldInfo) -> str:
+    if isinstance(field.json_schema_extra, dict):  # see `asyncrl.config.section.from_env`
+        return f"`{field.json_schema_extra['default']}`"
+    value: Any = field.get_default(call_default_factory=True)
     return "–" if value == "" else f"`{_cell(str(value).lower() if isinstance(value, bool) else str(value))}`"
 
 
-def _type(hint: Any) -> str:
-    name = str(hint).replace("typing.", "") if typing.get_origin(hint) else hint.__name__
-    return {"str": "text", "int": "integer", "float": "number", "bool": "true, false"}.get(
-        name, name.replace("str", "text")
-    )
+def _type(name: str, field: FieldInfo) -> str:
+    if allowed := choices(field):
+        return ", ".join(f"`{choice}`" for choice in allowed)
+    hint = field.annotation
+    kind = str(hint).replace("typing.", "") if typing.get_origin(hint) else getattr(hint, "__name__", str(hint))
+    kind = _TYPES.get(kind, kind.replace("str", "text").replace("int", "integer"))
+    if kind == "number" and name.endswith("_s"):
+        kind = "seconds"
+    return ", ".join(filter(None, (kind, limits(field))))
 
 
 def _cell(text: str) -> str:

@@ -1,11 +1,14 @@
-"""Which options may change when a run is resumed, and which would make what it holds mean something else."""
+"""Options that may change when a run is resumed; changing any other would give its data another meaning."""
 
 from __future__ import annotations
 
-from asyncrl.config.load import known_keys
+import dataclasses
+from operator import attrgetter
+
+from asyncrl.config.options import known_keys
 from asyncrl.config.schema import Config
 
-#: options, or groups of them (ending with a dot), that a resumed run may have other values of
+#: options, and groups of options (with a final dot), that may differ in a resumed run
 MAY_CHANGE = (
     "name",
     "run_dir",
@@ -15,6 +18,7 @@ MAY_CHANGE = (
     "rollout.replicas",
     "rollout.max_concurrent_groups",
     "rollout.max_consecutive_drops",
+    "rollout.max_attempts",
     "rollout.pacing",
     "rollout.snapshot_every_s",
     "rollout.engine.",
@@ -39,7 +43,7 @@ MAY_CHANGE = (
     "reporting.",
     "ray.",
 )
-#: and these of the groups above may not
+#: exceptions within those groups
 MUST_STAY = ("trainer.backend", "rollout.engine.deterministic", "algorithm.reference_path")
 
 
@@ -49,23 +53,15 @@ def may_change(key: str) -> bool:
 
 
 def refused_changes(before: Config, now: Config) -> list[str]:
-    """One line for each option that differs and must not: prompts, rewards, sampling and model of what is queued."""
+    """One line per changed option that must stay: queued groups depend on prompts, rewards, sampling and model."""
     return [
-        f"{key}: the run to resume has {_get(before, key)!r}, found {_get(now, key)!r}; resume with the former, or "
-        "start a new run in another run_dir"
+        f"{key}: the run to resume has {attrgetter(key)(before)!r}, found {attrgetter(key)(now)!r}; resume with the "
+        "former, or start a new run in another run_dir"
         for key in leaves()
-        if not may_change(key) and _get(before, key) != _get(now, key)
+        if not may_change(key) and attrgetter(key)(before) != attrgetter(key)(now)
     ]
 
 
 def leaves() -> list[str]:
-    """The dotted path of every option that has a value of its own."""
-    keys = list(known_keys())
-    return [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
-
-
-def _get(config: Config, key: str) -> object:
-    value: object = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
+    """The dotted key of every option."""
+    return [key for key, kind in known_keys().items() if not dataclasses.is_dataclass(kind)]

@@ -1,297 +1,394 @@
-"""Every option of a run: its name, type, default and meaning. Nothing else in asyncrl declares options.
+"""Every option of a run: its name, type, limits, default and meaning.
 
-Read top to bottom it is the configuration reference. Where users of verl's fully asynchronous trainer know a key of the
-same meaning, it keeps that name.
+docs/configuration.md is generated from this module: the comment beside or above an option is its description there.
+Options that verl's fully asynchronous trainer has too keep verl's names.
 """
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import field
+from typing import Annotated, Any, Literal
 
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 
-def from_env(variable: str, otherwise: str, form: str = "{}") -> Any:
-    """An option whose default is that of an environment variable, in ``form``; unset or empty: ``otherwise``."""
-    default = lambda: form.format(os.environ.get(variable) or otherwise)
-    return field(default_factory=default, metadata={"default": form.format(f"${{{variable}:-{otherwise}}}")})
+from asyncrl.config.section import Section, from_env
 
-
-@dataclass
-class LoraConfig:
-    """Low-rank adapters over a frozen model. They know no dropout: it would train another policy than generates."""
-
-    rank: int = 0  # 0: off, all weights are trained
-    alpha: float = 16.0  # an adapter counts alpha / rank times
-    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])  # ends of names, such as q_proj
+Device = Literal["auto", "cpu", "cuda"]
 
 
 @dataclass
-class ModelConfig:
-    path: str = "???"  # Hugging Face checkpoint folder: the policy to start from, its tokenizer and chat template
-    overrides: dict[str, Any] = field(default_factory=dict)  # values that replace those of its config.json
-    bridge: str = "megatron_bridge"  # megatron_bridge | mbridge: who converts weights for the Megatron backend
+class LoraConfig(Section):
+    """Low-rank adapters on a frozen model. There is no dropout: the trained policy must be the one that samples."""
+
+    rank: NonNegativeInt = 0  # 0: off, all weights are trained
+    alpha: PositiveFloat = 16.0  # the adapter's output is scaled by alpha / rank
+    # ends of module names, such as q_proj; all-linear: every linear layer of the trunk
+    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+
+    def problems(self) -> Iterator[str]:
+        if self.rank and not self.target_modules:
+            yield "model.lora.target_modules: expected all-linear or ends of module names such as q_proj, found none"
+
+
+@dataclass
+class ModelConfig(Section):
+    path: str = "???"  # Hugging Face checkpoint folder: initial policy, tokenizer and chat template
+    overrides: dict[str, Any] = field(default_factory=dict)  # values that replace those in the model's config.json
+    # megatron: package that converts weights, megatron_bridge or mbridge; auto: megatron_bridge
+    bridge: str = "auto"
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass
-class DataConfig:
-    train_files: list[str] = field(default_factory=list)  # JSONL or Parquet
+class DataConfig(Section):
+    train_files: list[str] = field(default_factory=list)  # JSONL or Parquet, at least one
     validation_files: list[str] = field(default_factory=list)
-    prompt_key: str = "prompt"  # column with a string, or with a list of chat messages
-    answer_key: str = "answer"
-    shuffle: bool = True  # a new order in each epoch, from `seed`
-    epochs: int = 0  # 0: as many as the steps need
-    max_prompt_tokens: int = 0  # longer ones are dropped, counted; 0: the context less max_response_tokens
-    apply_chat_template: bool = True  # false: message contents are joined as they are
+    prompt_key: str = "prompt"  # column that holds a string or a list of chat messages
+    answer_key: str = "answer"  # column that the reward function gets as the answer
+    shuffle: bool = True  # a new order every epoch, seeded by seed
+    epochs: NonNegativeInt = 0  # passes over the data at most; 0: as many as trainer.total_steps needs
+    # longer prompts are dropped and counted; 0: what the context leaves beside rollout.max_response_tokens
+    max_prompt_tokens: NonNegativeInt = 0
+    apply_chat_template: bool = True  # false: message contents are concatenated
 
 
 @dataclass
-class EngineConfig:
-    name: str = "native"  # native | vllm | sglang
-    python: str = (
-        ""  # interpreter of replicas with an environment of their own: same version, same Ray; empty: this one
-    )
-    slots: int = 32  # samples generated at once per replica
-    max_context_tokens: int = 0  # 0: the model's max_position_embeddings
-    prefill_chunk_tokens: int = 512  # prompts are prefilled in chunks of at most this many tokens
-    deterministic: bool = False  # fixed-shape decoding: equal bits whatever else is in the batch
-    dtype: str = "auto"  # auto | float32 | bfloat16; auto: bfloat16 for a 16-bit checkpoint, else float32
-    device: str = "auto"  # auto | cpu | cuda
-    threads: int = 1  # CPU threads per replica
-    cpu_priority: str = "low"  # native, of decoding on a CPU: normal | low | idle: what no other program wants
-    tensor_parallel_size: int = 1  # vllm, sglang: workers of one replica that share each layer, on a GPU each
-    pipeline_parallel_size: int = 1  # vllm, sglang: stages of layers
-    data_parallel_size: int = 1  # vllm: copies of the model in one replica; its slots are shared out to them
-    delivery: str = "memory"  # sglang, of weights to its server: memory that both see | gloo or nccl: a process group
-    args: dict[str, Any] = field(default_factory=dict)  # vllm, sglang: further arguments, by the engine's names
+class EngineConfig(Section):
+    name: str = "native"  # native, vllm or sglang; or an installed engine's name; or an import path
+    # interpreter of the replicas, with the driver's Python and Ray versions; empty: the driver's own interpreter
+    python: str = ""
+    slots: PositiveInt = 32  # samples that one replica generates concurrently
+    max_context_tokens: NonNegativeInt = 0  # prompt and response together; 0: the model's max_position_embeddings
+    prefill_chunk_tokens: PositiveInt = 512  # tokens of one prefill step at most
+    deterministic: bool = False  # native: fixed-shape decoding, bitwise independent of the rest of the batch
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 for a 16-bit checkpoint, else float32
+    device: Device = "auto"  # auto: cuda if there is a GPU
+    threads: PositiveInt = 1  # CPU threads per replica
+    # native: scheduling priority of decoding on a CPU; idle: only on cores that nothing else uses
+    cpu_priority: Literal["normal", "low", "idle"] = "low"
+    tensor_parallel_size: PositiveInt = 1  # vllm, sglang: GPUs that share each layer of one replica
+    pipeline_parallel_size: PositiveInt = 1  # vllm: pipeline stages of one replica
+    data_parallel_size: PositiveInt = 1  # vllm: model copies in one replica, which divide its slots among them
+    # sglang: how weights reach its server; memory: shared memory; gloo, nccl: a process group
+    delivery: Literal["memory", "gloo", "nccl"] = "memory"
+    args: dict[str, Any] = field(default_factory=dict)  # vllm, sglang: further engine arguments, by the engine's names
 
 
 @dataclass
-class RolloutConfig:
-    n: int = 8  # samples per prompt
-    min_group_size: int = 2  # a group that failures leave smaller is dropped
-    replicas: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    max_response_tokens: int = 256
-    stop_strings: list[str] = field(default_factory=list)
-    agent_loop: str = "asyncrl.rollouter.agent_loops.single_turn:SingleTurn"  # import path
-    agent_loop_args: dict[str, Any] = field(default_factory=dict)
-    max_concurrent_groups: int = 0  # at once; 0: as many as keep every slot busy, and one more per replica
-    max_consecutive_drops: int = 1000  # so many groups dropped in a row end the run: nothing would ever be trained
-    pacing: bool = True  # where generation outruns training: fewer samples at once rather than stop and go
-    snapshot_every_s: float = 1.0  # samples in flight are on disk this often: what the rollouter's death costs at most
+class RolloutConfig(Section):
+    n: PositiveInt = 8  # samples per prompt
+    min_group_size: PositiveInt = 2  # a group with fewer samples left after failures is dropped
+    replicas: PositiveInt = 1  # engine processes, each with its own copy of the model
+    temperature: PositiveFloat = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # 1: off
+    top_k: NonNegativeInt = 0  # 0: off
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0  # 0: off
+    max_response_tokens: PositiveInt = 256
+    stop_strings: list[str] = field(default_factory=list)  # a response ends with the first of these
+    stop_token_ids: list[int] = field(default_factory=list)  # in addition to the checkpoint's EOS tokens
+    # attempts to sample a group that the queue refuses; after the last it is dropped as poison
+    max_attempts: PositiveInt = 3
+    agent_loop: str = "single_turn"  # or an installed agent loop's name; or an import path, package.module:Class
+    agent_loop_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the agent loop
+    max_concurrent_groups: NonNegativeInt = 0  # 0: enough to fill every slot, and one more per replica
+    max_consecutive_drops: PositiveInt = 1000  # consecutive dropped groups that fail the run: nothing reaches training
+    pacing: bool = True  # when generation outruns training, run fewer samples at once instead of stopping and starting
+    snapshot_every_s: PositiveFloat = 1.0  # interval of in-flight snapshots: the work lost when the rollouter dies
     engine: EngineConfig = field(default_factory=EngineConfig)
 
+    def problems(self) -> Iterator[str]:
+        if self.min_group_size > self.n:
+            yield f"rollout.min_group_size: expected at most rollout.n = {self.n}, found {self.min_group_size}"
+        if "" in self.stop_strings:
+            yield (
+                f"rollout.stop_strings: expected texts, found an empty one, which every response contains: "
+                f"{self.stop_strings}"
+            )
+
 
 @dataclass
-class RewardConfig:
-    function: str = "???"  # import path, `package.module:function`
+class RewardConfig(Section):
+    function: str = "???"  # arithmetic; or an installed function's name; or an import path, package.module:function
     args: dict[str, Any] = field(default_factory=dict)  # further keyword arguments
-    workers: int = 1  # processes
-    timeout_s: float = 10.0  # per group; the worker is killed then, and the group tried once more sample by sample
+    workers: PositiveInt = 1  # processes
+    # per group; on timeout the worker is killed and the group's samples are retried one by one
+    timeout_s: PositiveFloat = 10.0
+    # a sample whose reward fails twice: drop removes it from its group, value gives it failure_value
+    on_failure: Literal["drop", "value"] = "drop"
+    failure_value: float = 0.0
+
+
+def _betas(betas: list[float]) -> list[float]:
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"expected two numbers, 0 ≤ beta < 1, found {betas}")
+    return betas
 
 
 @dataclass
-class OptimizerConfig:
-    lr: float = 1e-6
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    schedule: str = "constant"  # constant | linear | cosine
-    warmup_steps: int = 0
-    min_lr_ratio: float = 0.0  # of lr, where linear and cosine end
-    grad_clip: float = 1.0  # global norm; 0: none
+class OptimizerConfig(Section):
+    """AdamW."""
+
+    lr: NonNegativeFloat = 1e-6
+    betas: Annotated[list[float], AfterValidator(_betas)] = field(default_factory=lambda: [0.9, 0.999])
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up
+    warmup_steps: NonNegativeInt = 0  # linear warm-up
+    min_lr_ratio: NonNegativeFloat = 0.0  # final learning rate of linear and cosine, as a multiple of lr
+    grad_clip: NonNegativeFloat = 1.0  # maximum global gradient norm; 0: no clipping
 
 
 @dataclass
-class MegatronConfig:
-    """How the Megatron backend cuts the model over ranks, what these leave of the ranks being data parallel copies, and
-    where its state lies."""
+class MegatronConfig(Section):
+    """Parallelism of the megatron backend; ranks that the model does not need are data parallel. Offload options say
+    where its state lies between uses."""
 
-    tensor_model_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
-    virtual_pipeline_model_parallel_size: int = 1  # model chunks per pipeline stage
-    context_parallel_size: int = 1  # ranks that each have a part of every sequence
-    expert_model_parallel_size: int = 1  # ranks that each have a part of the experts, of all those of a pipeline stage
-    sequence_parallel: bool = False  # tensor parallel ranks have parts of the tokens between their layers
-    param_offload: bool = False  # parameters lie in host memory while nothing is computed with them
-    grad_offload: bool = False  # gradients have memory only during a step
-    optimizer_offload: bool = False  # optimizer state lies in host memory but for the optimizer's own step
+    tensor_model_parallel_size: PositiveInt = 1
+    pipeline_model_parallel_size: PositiveInt = 1
+    virtual_pipeline_model_parallel_size: PositiveInt = 1  # model chunks per pipeline stage
+    context_parallel_size: PositiveInt = 1  # ranks that share each sequence
+    expert_model_parallel_size: PositiveInt = 1  # ranks that share the experts of a pipeline stage
+    sequence_parallel: bool = False  # tensor parallel ranks also share the tokens between their layers
+    param_offload: bool = False  # parameters stay in host memory except while the model computes
+    grad_offload: bool = False  # gradients are allocated only during a step
+    optimizer_offload: bool = False  # optimizer state stays in host memory except during the optimizer step
 
 
 @dataclass
-class TrainerConfig:
-    backend: str = "torch"  # torch | megatron
-    python: str = ""  # as rollout.engine.python, of the ranks
-    ranks: int = 1
-    total_steps: int = 100
-    mini_batch_groups: int = 16  # groups per optimizer step (verl: ppo_mini_batch_size)
-    max_tokens_per_micro_batch: int = 8192
-    logprob_chunk_tokens: int = 1024  # rows of logits held at once
-    mixed_precision: str = "no"  # no | bfloat16
-    activation_checkpointing: bool = False
-    cpu_offload: bool = False
-    device: str = "auto"
-    threads: int = 1  # CPU threads per rank
+class TrainerConfig(Section):
+    backend: str = "torch"  # torch or megatron; or an installed backend's name; or an import path
+    python: str = ""  # interpreter of the ranks, as rollout.engine.python
+    ranks: PositiveInt = 1  # trainer processes
+    total_steps: PositiveInt = 100  # train steps of the run
+    mini_batch_groups: PositiveInt = 16  # groups per optimizer step (verl: ppo_mini_batch_size)
+    max_tokens_per_micro_batch: PositiveInt = 8192  # bounds activation memory; a longer sample is a batch of its own
+    logprob_chunk_tokens: PositiveInt = 1024  # rows of logits in memory at once
+    mixed_precision: Literal["no", "bfloat16"] = "no"  # bfloat16: float32 weights, computation in bfloat16
+    activation_checkpointing: bool = False  # recompute activations in the backward pass to save memory
+    cpu_offload: bool = False  # torch: FSDP keeps parameters, gradients and optimizer state in host memory
+    device: Device = "auto"  # auto: cuda if there is a GPU
+    threads: PositiveInt = 1  # CPU threads per rank
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
 
 
 @dataclass
-class AlgorithmConfig:
-    name: str = "grpo"
+class AlgorithmConfig(Section):
+    name: str = "grpo"  # or an installed algorithm's name; or an import path
     normalize_by_std: bool = True  # false: advantages are only centred (Dr. GRPO)
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    loss_aggregation: str = "token_mean"  # token_mean | sequence_mean
-    epochs: int = 1  # optimizer epochs per batch
-    importance_cap: float = 2.0  # truncates exp(proximal − behaviour); 0: no correction
-    kl_coef: float = 0.0  # against the reference model; 0: no reference is held
-    kl_estimator: str = "k3"  # k1 | k2 | k3
-    reference_path: str = ""  # empty: model.path
-    entropy_coef: float = 0.0
-    filter_zero_variance: bool = True  # groups of equal rewards are dropped (counted) and refilled
-    overlong: str = "keep"  # keep | mask | penalize: samples that ran into max_response_tokens
-    overlong_penalty: float = 0.5  # taken from the reward when penalize
+    # 1: the standard deviation divides by n − 1, as in verl and TRL; 0: by n
+    std_ddof: Annotated[int, Field(ge=0, le=1)] = 1
+    # denominator of the ratio; behaviour: the policy that sampled; proximal: the policy at the batch's start
+    anchor: Literal["behaviour", "proximal"] = "behaviour"
+    clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2  # the ratio is clipped below 1 − clip_low
+    clip_high: NonNegativeFloat = 0.2  # and above 1 + clip_high
+    # token_mean: all tokens weigh the same; sequence_mean: all samples weigh the same
+    loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    epochs: PositiveInt = 1  # optimizer epochs per batch
+    # with anchor=proximal: upper bound of the importance weight exp(proximal − behaviour); 0: no weight
+    importance_cap: NonNegativeFloat = 0.0
+    kl_coef: NonNegativeFloat = 0.0  # KL penalty against the reference model; 0: no reference model is loaded
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    reference_path: str = ""  # checkpoint folder of the reference model; empty: model.path
+    entropy_coef: NonNegativeFloat = 0.0  # entropy bonus
+    filter_zero_variance: bool = True  # groups whose rewards are all equal are dropped, counted and replaced
+    # samples truncated at rollout.max_response_tokens; penalize subtracts overlong_penalty from the reward
+    overlong: Literal["keep", "mask", "penalize"] = "keep"
+    overlong_penalty: NonNegativeFloat = 0.5
 
 
 @dataclass
-class AsyncTrainingConfig:
-    staleness_threshold: float = 0.0
-    trigger_parameter_sync_step: int = 1  # train steps between parameter syncs
-    require_batches: int = 1  # mini batches per train step
-    partial_rollout: bool = True  # at a sync: true cuts samples and continues them, false lets them finish first
-    queue_policy: str = "fifo"  # fifo: in the order of issue | ready_first: finished ones, earliest deadline first
-    overdue: str = "wait"  # a group that would be trained too late: wait for it in time | mask its old tokens | drop it
+class AsyncTrainingConfig(Section):
+    # staleness bound, in versions: trained tokens are at most ceil(staleness_threshold) versions old; 0: synchronous
+    staleness_threshold: NonNegativeFloat = 0.0
+    trigger_parameter_sync_step: PositiveInt = 1  # train steps per parameter sync
+    require_batches: PositiveInt = 1  # mini-batches per train step
+    partial_rollout: bool = True  # at a sync, true: interrupt samples and continue them after; false: let them finish
+    # fifo: in order of issue; ready_first: finished groups first, of these the one with the earliest deadline
+    queue_policy: Literal["fifo", "ready_first"] = "fifo"
+    # a group past the staleness bound; wait: training blocks on it before it gets there; mask its stale tokens; drop it
+    overdue: Literal["wait", "mask", "drop"] = "wait"
 
 
 @dataclass
-class MTPConfig:
-    """Multi-token prediction: the checkpoint's MTP layers, here called the draft, trained and used to speculate."""
+class MTPConfig(Section):
+    """Multi-token prediction. The draft is the checkpoint's MTP layers: trained beside the policy, and used for
+    speculative decoding."""
 
-    enable_train: bool = False  # train the draft beside the policy; else it stays as the checkpoint has it
-    loss: str = "acceptance"  # of the drafted tokens by the policy | cross_entropy of the sampled ones
-    loss_scaling_factor: float = 0.1  # of the MTP loss, beside the policy's
+    enable_train: bool = False  # train the draft beside the policy; false: the checkpoint's draft stays as it is
+    # acceptance: of drafted tokens by the policy; cross_entropy: of the sampled tokens
+    loss: Literal["acceptance", "cross_entropy"] = "acceptance"
+    loss_scaling_factor: NonNegativeFloat = 0.1  # weight of the MTP loss beside the policy loss
     detach_encoder: bool = True  # no gradient from the MTP loss into trunk, embedding or head
-    learning_rate: float = 0.0  # of the draft, on the schedule of trainer.optimizer; 0: its lr
-    passes: int = 1  # of the draft over each batch, without the trunk; more than one needs detach_encoder
-    updates_per_pass: int = 0  # optimizer steps of the draft over a batch; 0: 16 with detach_encoder, else 1
-    init_from_trunk: bool = False  # a checkpoint without MTP weights gets a draft made from its last trunk layer
+    # learning rate of the draft, on the schedule of trainer.optimizer; 0: trainer.optimizer.lr
+    learning_rate: NonNegativeFloat = 0.0
+    passes: PositiveInt = 1  # passes of the draft over each batch, without the trunk; above 1 needs detach_encoder
+    updates_per_pass: NonNegativeInt = 0  # optimizer steps of the draft per pass; 0: 16 with detach_encoder, else 1
+    init_from_trunk: bool = False  # a checkpoint without MTP weights gets a draft copied from its last trunk layer
     enable_rollout: bool = False  # speculative decoding with the draft
-    num_speculative_tokens: int = 1  # drafted per verification, at most
-    guard: bool = True  # a replica stops speculating while that costs it throughput
+    num_speculative_tokens: PositiveInt = 1  # drafted tokens per verification, at most
+    guard: bool = True  # a replica stops speculating while speculation lowers its throughput
+
+    def problems(self) -> Iterator[str]:
+        if self.enable_train and self.loss_scaling_factor == 0:
+            yield "mtp.loss_scaling_factor: 0 trains no draft; expected more than 0, or mtp.enable_train=false"
+        for key, found in (("passes", self.passes), ("updates_per_pass", self.updates_per_pass)):
+            if found > 1 and not self.detach_encoder:
+                yield (
+                    f"mtp.{key}: {found} does not go with mtp.detach_encoder=false, where the draft learns in the "
+                    "trunk's single step; expected 1, or mtp.detach_encoder=true"
+                )
+        if self.init_from_trunk and not (self.enable_train or self.enable_rollout):
+            yield (
+                "mtp.init_from_trunk: makes a draft that nothing would use; expected mtp.enable_train=true or "
+                "mtp.enable_rollout=true beside it"
+            )
 
 
 @dataclass
-class DeadlinesConfig:
-    plan_s: float = 60.0
-    pause_s: float = 600.0  # with pause `wait` this includes the longest sample
-    unload_s: float = 60.0
-    transfer_s: float = 600.0
-    verify_s: float = 60.0
-    commit_s: float = 60.0
-    reload_s: float = 60.0
-    resume_s: float = 60.0
+class DeadlinesConfig(Section):
+    """Deadline of each phase of a parameter sync, in seconds. A replica or rank that misses one has failed."""
+
+    plan_s: PositiveFloat = 60.0
+    pause_s: PositiveFloat = 600.0  # with pause=wait this includes the longest sample
+    unload_s: PositiveFloat = 60.0
+    transfer_s: PositiveFloat = 600.0
+    verify_s: PositiveFloat = 60.0
+    commit_s: PositiveFloat = 60.0
+    reload_s: PositiveFloat = 60.0
+    resume_s: PositiveFloat = 60.0
 
 
 @dataclass
-class ParamSyncConfig:
-    transport: str = "auto"  # auto: the fastest that fits the places | cuda_ipc | nccl | shared_memory | gloo
-    staging: str = "bucket"  # bucket: buckets are written straight into the live weights | full: into a host copy first
-    rollout_update: str = "all_at_once"  # | rolling: one replica after the other, from the host copy of staging full
-    bucket_bytes: int = 0  # 0: what suits the transport, 4 MiB in shared memory, 32 MiB else; two are held a side
-    adapters: str = "adapter"  # LoRA: the base once, then adapters alone | merged: whole weights, for any engine
-    in_flight: str = "move"  # LoRA, pause keep: requests move to the new adapter | finish on their own (not native)
-    reload_draft: bool = True  # false: replicas keep the draft that the run started from; to measure what that costs
-    allow_stale_draft: bool = False  # must be true for reload_draft=false
-    pause: str = "auto"  # auto | abort | keep | wait; auto: abort with partial_rollout, else wait
-    kv: str = "unload"  # keep | recompute | unload
-    checksum: bool = True
+class ParamSyncConfig(Section):
+    transport: str = "auto"  # a name or import path, see docs/extending.md; auto: the fastest that the placement allows
+    # bucket: buckets are written straight into the live weights; full: into a host copy first
+    staging: Literal["bucket", "full"] = "bucket"
+    # rolling: replicas update one after the other from the host copy of staging=full, the others keep generating
+    rollout_update: Literal["all_at_once", "rolling"] = "all_at_once"
+    # 0: the transport's own size (4 or 32 MiB); otherwise at least 4096; each side holds two buckets
+    bucket_bytes: NonNegativeInt = 0
+    # LoRA; adapter: the base model once, then only adapters; merged: full weights at every sync, for any engine
+    adapters: Literal["adapter", "merged"] = "adapter"
+    # LoRA with pause=keep; move: running requests continue on the new adapter; finish: on their own (not native)
+    in_flight: Literal["move", "finish"] = "move"
+    reload_draft: bool = True  # false: replicas keep the initial draft, to measure what a stale draft costs
+    allow_stale_draft: bool = False  # confirms reload_draft=false
+    # running requests at a sync; abort: interrupt them; keep: suspend them; wait: let them finish;
+    # auto: abort with async_training.partial_rollout, else wait
+    pause: Literal["auto", "abort", "keep", "wait"] = "auto"
+    # KV cache at a sync; keep: reuse it; recompute: discard its contents; unload: free its memory, too
+    kv: Literal["keep", "recompute", "unload"] = "unload"
+    checksum: bool = True  # verify each bucket's checksum
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
 
-
-@dataclass
-class ValidationConfig:
-    every_versions: int = 0  # 0: only before the first and after the last step, and only with data.validation_files
-    samples: int = 1  # per prompt
-    temperature: float = 1.0
-    max_prompts: int = 0  # 0: all
-
-
-@dataclass
-class CheckpointConfig:
-    every_steps: int = 100  # a rank that dies costs the steps since; 0: only at the end
-    asynchronous: bool = True  # training waits only while the state is copied, and goes on while the copy is written
-    keep_last: int = 2  # 0: all
-    keep_best: int = 0  # beside those, the best by best_metric
-    best_metric: str = "validation/reward"  # the newest value that was logged when the checkpoint was taken
-    best_is: str = "highest"  # highest | lowest
-    export_hf: str = "final"  # none | final | all: a Hugging Face folder in the checkpoint; training waits for it
-    export_lora: str = "adapter"  # what of LoRA is in it: the adapter as PEFT has it | merged: the whole model
+    def problems(self) -> Iterator[str]:
+        if not (self.reload_draft or self.allow_stale_draft):
+            yield (
+                "param_sync.reload_draft: a draft that stays behind the policy loses acceptance step by step; expected "
+                "true, or false with param_sync.allow_stale_draft=true to measure the loss"
+            )
+        if 0 < self.bucket_bytes < 4096:
+            yield f"param_sync.bucket_bytes: expected 0 or at least 4096, found {self.bucket_bytes}"
+        if self.rollout_update == "rolling" and self.staging != "full":
+            yield (
+                f"param_sync.rollout_update: rolling replicas load from a copy on their host; expected "
+                f"param_sync.staging full, found {self.staging}"
+            )
 
 
 @dataclass
-class SupervisionConfig:
-    max_restarts: int = 3  # of one actor (the ranks count as one) within window_s; 0: its first death ends the run
-    window_s: float = 600.0
-    backoff_s: float = 0.5  # before the first restart; doubles with each further one within the window
-    max_backoff_s: float = 30.0
-    progress_s: float = 300.0  # a replica that has work and gives no token for so long is taken for dead
-    answer_s: float = 60.0  # and so is any actor that does not answer for so long
+class ValidationConfig(Section):
+    """Generation on data.validation_files, if there are any."""
+
+    every_versions: NonNegativeInt = 0  # versions between validations; 0: only before the first and after the last step
+    samples: PositiveInt = 1  # per prompt
+    temperature: NonNegativeFloat = 1.0  # 0: greedy
+    max_prompts: NonNegativeInt = 0  # 0: all
 
 
 @dataclass
-class WandbConfig:
-    mode: str = from_env("WANDB_MODE", "offline")  # offline | online | disabled
+class CheckpointConfig(Section):
+    every_steps: NonNegativeInt = 100  # a rank that dies costs the steps since the last checkpoint; 0: only at the end
+    asynchronous: bool = True  # training blocks only while the state is copied, not while the copy is written
+    keep_last: NonNegativeInt = 2  # 0: all
+    keep_best: NonNegativeInt = 0  # kept in addition, the best by best_metric
+    best_metric: str = "validation/reward"  # must be measured on the checkpoint's own weights, else it has no rating
+    best_is: Literal["highest", "lowest"] = "highest"
+    # which checkpoints contain a Hugging Face folder; training blocks while it is written
+    export_hf: Literal["none", "final", "all"] = "final"
+    # with LoRA, what is exported; adapter: PEFT's format, without the trained draft; merged: the full model
+    export_lora: Literal["adapter", "merged"] = "adapter"
+
+
+@dataclass
+class SupervisionConfig(Section):
+    """Detection of dead and unresponsive actors, and their restarts."""
+
+    max_restarts: NonNegativeInt = 3  # per actor (all ranks count as one) within window_s; 0: a death fails the run
+    window_s: PositiveFloat = 600.0
+    backoff_s: NonNegativeFloat = 0.5  # delay before the first restart; doubles with each further one in the window
+    max_backoff_s: NonNegativeFloat = 30.0
+    progress_s: PositiveFloat = 300.0  # a replica with work that yields no token for this long is restarted
+    answer_s: PositiveFloat = 60.0  # so is an actor that does not respond for this long
+    start_s: PositiveFloat = 1800.0  # and one that has not started, with its engine or model loaded, after this long
+
+
+@dataclass
+class WandbConfig(Section):
+    mode: Literal["offline", "online", "disabled"] = from_env("WANDB_MODE", "offline")
     project: str = from_env("WANDB_PROJECT", "asyncrl")
     entity: str = from_env("WANDB_ENTITY", "")
     tags: list[str] = field(default_factory=list)
-    table_every_steps: int = 10  # the sampled trajectories since the last time, as a table; 0: none
+    table_every_steps: NonNegativeInt = 10  # steps per table of sampled trajectories; 0: no tables
 
 
 @dataclass
-class PrometheusConfig:
-    """``/metrics`` and ``/health`` over HTTP, from the driver."""
+class PrometheusConfig(Section):
+    """``/metrics`` and ``/health`` over HTTP, served by the driver."""
 
-    port: int = 0  # 0: none
-    host: str = "127.0.0.1"  # 0.0.0.0: for everyone who can reach this machine
+    port: NonNegativeInt = 0  # 0: off
+    host: str = "127.0.0.1"  # 0.0.0.0: reachable from other machines
 
 
 @dataclass
-class ReportingConfig:
+class ReportingConfig(Section):
     wandb: WandbConfig = field(default_factory=WandbConfig)
     prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)
-    tensorboard: bool = False  # event files in run_dir/tensorboard; needs the package tensorboard
-    console_every_s: float = 10.0
-    trajectories_per_step: int = 2  # sampled trajectories written to trajectories.jsonl; 0: none
-    report: bool = True  # report.html at the end
-    log_level: str = "info"  # debug | info | warning | error: what asyncrl tells; libraries tell warnings
+    tensorboard: bool = False  # event files in run_dir/tensorboard; needs the tensorboard package
+    # further sinks: installed names, or import paths such as my_package.sinks:SINK
+    sinks: list[str] = field(default_factory=list)
+    console_every_s: NonNegativeFloat = 10.0  # interval of progress lines
+    trajectories_per_step: NonNegativeInt = 2  # sampled trajectories written to trajectories.jsonl; 0: none
+    report: bool = True  # write report.html at the end
+    # asyncrl's log level; libraries log warnings only
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+Strategy = Literal["pack", "spread", "strict_pack", "strict_spread"]
 
 
 @dataclass
-class RayConfig:
-    address: str = ""  # empty: RAY_ADDRESS, else a cluster of this machine's own
-    cpus_per_rank: float = 1.0
-    cpus_per_replica: float = 1.0
-    # pack: on few machines | spread: over many | strict_pack: on one | strict_spread: on as many as there are actors
-    trainer_strategy: str = "strict_pack"
-    rollout_strategy: str = "auto"  # auto: on the trainers' machine if it has room, else pack
-    temp_dir: str = ""  # of a cluster started here
-    placement_timeout_s: float = 30.0  # for both pools
+class RayConfig(Section):
+    address: str = ""  # cluster to join; empty: RAY_ADDRESS, else a cluster on this machine for this run
+    cpus_per_rank: PositiveFloat = 1.0  # CPUs that Ray reserves, fractions included
+    cpus_per_replica: PositiveFloat = 1.0
+    # pack: few machines; spread: many; strict_pack: one; strict_spread: one per actor
+    trainer_strategy: Strategy = "strict_pack"
+    rollout_strategy: Literal["auto", Strategy] = "auto"  # auto: on the trainer's machine if it has room, else pack
+    temp_dir: str = ""  # of a cluster that this run starts; empty: Ray's default
+    placement_timeout_s: PositiveFloat = 30.0  # for both pools together
 
 
 @dataclass
-class Config:
-    name: str = "run"
-    run_dir: str = from_env("ASYNCRL_RUNS", "runs", "{}/${{name}}")
-    journal_dir: str = from_env(
-        "ASYNCRL_JOURNAL", ""
-    )  # a local disk for ledger and spool where run_dir is none; checkpoints copy them to run_dir
-    seed: int = 0
+class Config(Section):
+    name: str = "run"  # names the run and, by default, its folder
+    run_dir: str = from_env("ASYNCRL_RUNS", "runs", "{}/${{name}}")  # ledger, checkpoints, metrics and logs
+    # ledger and spool on a local disk, if run_dir is on a network disk; checkpoints copy them to run_dir
+    journal_dir: str = from_env("ASYNCRL_JOURNAL", "")
+    seed: NonNegativeInt = 0  # of prompt order, sampling and initialization
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -306,3 +403,7 @@ class Config:
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
     reporting: ReportingConfig = field(default_factory=ReportingConfig)
     ray: RayConfig = field(default_factory=RayConfig)
+
+    def problems(self) -> Iterator[str]:
+        if not self.name.strip() or "/" in self.name or self.name in (".", ".."):
+            yield f"name: expected a word that can name a folder, found {self.name!r}"

@@ -1,6 +1,6 @@
-"""A verifiable task in several worked steps: chains of additions and subtractions, worked from the left.
+"""Generated arithmetic task with verifiable answers: chains of additions and subtractions, worked from the left.
 
-A problem, and its solution as the demonstrations write it::
+A problem, and its solution in the demonstrations::
 
     user:       Compute 7-5+2+4
     assistant:  7-5=2,+2+4
@@ -8,10 +8,10 @@ A problem, and its solution as the demonstrations write it::
                 4+4=8
                 answer: 8
 
-Each line does one operation and carries the rest along, so each further term makes the solution longer by more than the
-last one did: response lengths differ sixfold.
-Whether a problem is held out is a property of its expression alone: training and held-out problems are disjoint in
-every file, under every seed, and the warm start of `asyncrl.models.make_checkpoint` has not seen a held-out one either.
+Each line does one operation and repeats the rest, so each term adds more to the solution than the last one did:
+response lengths differ sixfold. A hash of the expression decides if a problem is held out: training and held-out
+problems are disjoint in every file, under every seed, and the warm start of `asyncrl.models.make_checkpoint` has not
+seen a held-out one either.
 
 Write prompt files with ``python -m asyncrl.data.arithmetic --out DIR --train 8192 --heldout 512 --seed 0``.
 """
@@ -28,14 +28,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from asyncrl.sample import Message
+from asyncrl.types.prompts import Message
 
 STEPS = range(1, 7)  # operations in a problem, uniformly
 FIRST_TERMS = range(1, 10)
 TERMS = [-5, -4, -3, -2, -1, 1, 2, 3, 4, 5]  # all further terms
 TOTALS = range(10)  # every running total: one digit, so one token
-HELDOUT_SHARE = 8  # one expression in so many is held out
-ERROR_RATE = 0.4  # steps in which the demonstrations' careless author slips
+HELDOUT_SHARE = 8  # one expression in this many is held out
+ERROR_RATE = 0.4  # share of wrong steps in careless demonstrations
 
 _ANSWER = re.compile(r"answer: (-?\d{1,9})")
 _SOLUTION = re.compile(r"(?:\d+[+-]\d+=\d+(?:,(?:[+-]\d+)+)?\n)+answer: -?\d+")
@@ -43,7 +43,7 @@ _SOLUTION = re.compile(r"(?:\d+[+-]\d+=\d+(?:,(?:[+-]\d+)+)?\n)+answer: -?\d+")
 
 @dataclass(frozen=True)
 class Problem:
-    """``first`` and then ``steps``, signed single-digit terms: ``Problem(7, (-5, 2))`` is 7-5+2."""
+    """``first``, then ``steps``, signed single-digit terms: ``Problem(7, (-5, 2))`` is 7-5+2."""
 
     first: int
     steps: tuple[int, ...]
@@ -70,7 +70,7 @@ def _signed(terms: Sequence[int]) -> str:
 
 
 def draw_problem(rng: random.Random, heldout: bool) -> Problem:
-    """A problem with a uniform number of steps, from the training or from the held-out part of the task."""
+    """Samples a training or held-out problem; the number of steps is uniform."""
     while True:
         steps = rng.choice(STEPS)
         total = first = rng.choice(FIRST_TERMS)
@@ -84,8 +84,8 @@ def draw_problem(rng: random.Random, heldout: bool) -> Problem:
 
 
 def solution(problem: Problem, rng: random.Random | None = None, error_rate: float = 0.0) -> str:
-    """The worked solution. With ``rng``, a step's result is wrong by one or two with probability ``error_rate`` (unless
-    that would lead out of `TOTALS`), and the steps after it go on from there."""
+    """Worked solution. With ``rng``, a step's result is off by one or two with probability ``error_rate`` (unless a
+    total would leave `TOTALS`), and later steps continue from it."""
     lines, total = [], problem.first
     for done, term in enumerate(problem.steps, start=1):
         before, total, rest = total, total + term, problem.steps[done:]
@@ -97,22 +97,21 @@ def solution(problem: Problem, rng: random.Random | None = None, error_rate: flo
 
 
 def final_answer(response: str) -> int | None:
-    """The number on the last line if that line is ``answer: N``, else None."""
+    """N if the last line is ``answer: N``, else None."""
     match = _ANSWER.fullmatch(response.rstrip().rpartition("\n")[2])
     return int(match[1]) if match else None
 
 
 def is_well_formed(response: str) -> bool:
-    """Whether the response is lines of worked steps and then ``answer: N``, whatever the numbers are."""
+    """True if the response is lines of worked steps followed by ``answer: N``; the numbers are not checked."""
     return _SOLUTION.fullmatch(response.rstrip()) is not None
 
 
 def demonstrations(seed: int, careful: bool) -> Iterator[tuple[list[Message], str]]:
-    """Endless (messages, response) of training problems, by an author who makes no mistakes or by a careless one, who
-    slips in `ERROR_RATE` of the steps.
+    """Endless (messages, response) pairs of training problems; unless ``careful``, `ERROR_RATE` of the steps are wrong.
 
-    Who has learned from the first and ends with the second knows each right result and has it as the most likely next
-    token, but sampled whole solutions are right only as often as the author's: something to sharpen."""
+    A model trained on careful and then on careless ones knows each right result as the most likely next token, but its
+    sampled solutions are right only as often as the demonstrations: room for RL to improve."""
     rng = random.Random(f"demonstrations/{seed}/{careful}")
     while True:
         problem = draw_problem(rng, heldout=False)
@@ -120,10 +119,10 @@ def demonstrations(seed: int, careful: bool) -> Iterator[tuple[list[Message], st
 
 
 def write_prompts(path: Path, count: int, seed: int, heldout: bool) -> None:
-    """Write ``count`` problems as JSONL, whole or not at all: ``prompt`` (chat messages), ``answer``, ``steps``.
+    """Writes ``count`` problems as JSONL, atomically: ``prompt`` (chat messages), ``answer``, ``steps``.
 
-    Held-out problems are all different. Training problems come up again, so that all numbers of steps stay equally
-    frequent: there are few short problems, and without them little is right that could be learned from."""
+    Held-out problems are all different. Training problems repeat, so that all numbers of steps stay equally frequent:
+    short problems are few, and without them too few samples are right to learn from."""
     rng = random.Random(f"{'heldout' if heldout else 'train'}/{seed}")
     problems: list[Problem] = []
     seen: set[Problem] = set()
@@ -141,15 +140,15 @@ def write_prompts(path: Path, count: int, seed: int, heldout: bool) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Write train.jsonl and heldout.jsonl of the arithmetic task.")
-    parser.add_argument("--out", type=Path, required=True, help="folder, made if it is not there")
-    parser.add_argument("--train", type=int, default=8192, help="training problems")
-    parser.add_argument("--heldout", type=int, default=512, help="held-out problems")
+    parser = argparse.ArgumentParser(description="Write train.jsonl and heldout.jsonl for the arithmetic task.")
+    parser.add_argument("--out", type=Path, required=True, help="output folder; created if missing")
+    parser.add_argument("--train", type=int, default=8192, help="number of training problems")
+    parser.add_argument("--heldout", type=int, default=512, help="number of held-out problems")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     write_prompts(args.out / "heldout.jsonl", args.heldout, args.seed, heldout=True)
-    write_prompts(args.out / "train.jsonl", args.train, args.seed, heldout=False)  # last: make takes it for both
+    write_prompts(args.out / "train.jsonl", args.train, args.seed, heldout=False)  # last: make's target for both files
     print(f"{args.out}: train.jsonl with {args.train} problems, heldout.jsonl with {args.heldout}")
 
 

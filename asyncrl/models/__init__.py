@@ -1,1 +1,1 @@
-"""The native decoder: Qwen2/Qwen3/Llama trunks with MiMo-style MTP layers, and the making of small checkpoints."""
+"""The native decoder: Qwen2/Qwen3/Llama trunks with MiMo-style MTP layers, and small checkpoints for it."""

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint folders: read and write the tensors and the files beside them."""
+"""Hugging Face checkpoint folders: reading and writing tensors and the files beside them."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from asyncrl.models.mtp_from_trunk import draft_from_trunk
 TOKENIZER_FILES = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json vocab.json merges.txt tokenizer.model "
     "chat_template.jinja added_tokens.json generation_config.json "
-    "preprocessor_config.json video_preprocessor_config.json"  # of models that see, which engines do not load without
+    "preprocessor_config.json video_preprocessor_config.json"  # needed by engines to load vision models
 ).split()
 
-#: what to do about a checkpoint without MTP weights where they are needed
+#: advice for a checkpoint that lacks the MTP weights it needs
 MAKE_DRAFT = (
     "take a checkpoint with MTP weights, or set mtp.init_from_trunk=true to make them from the last trunk layer"
 )
 
 
 class HasRawConfig(Protocol):
-    """What knows a whole config.json."""
+    """A config object that keeps the whole config.json."""
 
     @property
     def raw(self) -> dict[str, Any]: ...
 
 
 def tensor_files(path: str | Path) -> list[Path]:
-    """The folder's safetensors files. Raises CheckpointError if there are none, if the index cannot be read, or if a
-    file that it names is not there."""
+    """The folder's safetensors files. Raises CheckpointError if there are none, if the index cannot be read, or if it
+    names a missing file."""
     folder = Path(path)
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
             files = sorted({folder / name for name in json.loads(index.read_bytes())["weight_map"].values()})
-        except (ValueError, LookupError, TypeError, AttributeError) as e:  # whatever is wrong with its text or shape
+        except (ValueError, LookupError, TypeError, AttributeError) as e:  # malformed text or structure
             raise CheckpointError(
                 f"{index}: expected a JSON object whose weight_map gives each tensor's file; the file is truncated or "
                 f"damaged ({type(e).__name__}: {e})"
@@ -54,7 +54,7 @@ def tensor_files(path: str | Path) -> list[Path]:
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CheckpointError(f"{folder}: no *.safetensors files there")
+        raise CheckpointError(f"{folder}: expected *.safetensors files, found none")
     for file in files:
         if not file.is_file():
             raise CheckpointError(f"{file}: named by {index.name}, but missing")
@@ -72,8 +72,7 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def open_tensors(path: str | Path) -> Iterator[Callable[[str], Tensor]]:
-    """A function that reads one tensor by its name, for who wants a part of them at a time. It raises CheckpointError
-    for a name that no file has."""
+    """A function that reads a single tensor by name, and raises CheckpointError if no file has it."""
     with contextlib.ExitStack() as stack:
         where: dict[str, Any] = {}
         for file in tensor_files(path):
@@ -82,15 +81,15 @@ def open_tensors(path: str | Path) -> Iterator[Callable[[str], Tensor]]:
 
         def read(name: str) -> Tensor:
             if name not in where:
-                raise CheckpointError(f"{path}: no tensor {name} there")
+                raise CheckpointError(f"{path}: no tensor {name} in its files")
             return where[name].get_tensor(name)
 
         yield read
 
 
 def check_checkpoint(path: str | Path, mtp_from_trunk: bool = False) -> DecoderConfig:
-    """Compare config.json with the headers of the tensor files, without reading a tensor; returns the config of what
-    `load_decoder` builds.
+    """Compare config.json with the headers of the tensor files, without reading tensors. Returns the config of the
+    decoder that `load_decoder` builds.
 
     Raises CheckpointError for a damaged file and for missing, unknown or misshapen tensors."""
     config = DecoderConfig.load(path)
@@ -98,8 +97,8 @@ def check_checkpoint(path: str | Path, mtp_from_trunk: bool = False) -> DecoderC
 
 
 def check_model(path: str | Path, mtp_from_trunk: bool, native: bool) -> ModelConfig:
-    """`check_checkpoint` of a model that the native decoder builds, or is to (``native``). Of others config.json is
-    read, and files must be there: who trains them compares their tensors, and who generates with them."""
+    """Check a model's files. Models that the native decoder builds, or must build (``native``), get `check_checkpoint`.
+    Of others only config.json is read, and files must exist: their backend and engine compare the tensors."""
     config, shapes = ModelConfig.load(path), tensor_shapes(path)
     if native or DecoderConfig.builds(config.architecture) or (mtp_from_trunk and not any(map(is_draft, shapes))):
         return check_checkpoint(path, mtp_from_trunk)
@@ -107,12 +106,12 @@ def check_model(path: str | Path, mtp_from_trunk: bool, native: bool) -> ModelCo
 
 
 def mtp_layers_named(names: Iterable[str]) -> int:
-    """How many there are by Qwen's names, for its config.json that does not say: the published Qwen3-Next's."""
+    """Number of MTP layers by Qwen's tensor names; the published Qwen3-Next's config.json does not give it."""
     return len({name.split(".")[2] for name in names if name.startswith("mtp.layers.")})
 
 
 def tensor_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of the folder's safetensors files, from their headers alone."""
+    """Shapes of all tensors in the folder's safetensors files, read from their headers."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in tensor_files(path):
         with _opened(file) as f:
@@ -121,10 +120,10 @@ def tensor_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
 
 
 def load_decoder(path: str | Path, dtype: torch.dtype = torch.float32, mtp_from_trunk: bool = False) -> Decoder:
-    """Build the decoder that ``path`` holds. Raises CheckpointError listing missing, unknown or misshapen tensors.
+    """Build the decoder of a checkpoint. Raises CheckpointError listing missing, unknown or misshapen tensors.
 
-    ``mtp_from_trunk``: where ``path`` holds no MTP weights, the decoder gets one MTP layer all the same, see
-    `asyncrl.models.mtp_from_trunk`. Trainer and engines make equal ones."""
+    ``mtp_from_trunk``: without MTP weights in ``path``, the decoder gets one MTP layer made from the trunk, see
+    `asyncrl.models.mtp_from_trunk`. Trainer and engines make identical ones."""
     config, tensors = DecoderConfig.load(path), read_tensors(path)
     config = _checked(path, config, {name: tuple(t.shape) for name, t in tensors.items()}, mtp_from_trunk)
     if config.num_mtp_layers and not any(map(is_draft, tensors)):
@@ -152,7 +151,7 @@ def _opened(file: Path) -> Iterator[Any]:
 def _checked(
     path: str | Path, config: DecoderConfig, found: Mapping[str, tuple[int, ...]], mtp_from_trunk: bool
 ) -> DecoderConfig:
-    """The config of the decoder to build from tensors of these shapes; CheckpointError if they are not its."""
+    """Config of the decoder to build from tensors of these shapes. Raises CheckpointError if they do not fit."""
     made = mtp_from_trunk and not any(map(is_draft, found))
     _compare(path, config.with_mtp_layers(0) if made else config, found)
     return config.with_mtp_layers(1) if made else config
@@ -181,19 +180,19 @@ def _compare(path: str | Path, config: DecoderConfig, found: Mapping[str, tuple[
 
 
 def without_draft(path: str | Path) -> CheckpointError:
-    """What to raise where a draft is needed and the model of ``path`` has none."""
+    """The error for a model that needs a draft and has none."""
     return CheckpointError(f"{path} has no MTP layers (num_nextn_predict_layers in config.json); {MAKE_DRAFT}")
 
 
 def is_draft(name: str) -> bool:
-    """Whether a tensor belongs to the MTP draft rather than to the target."""
+    """True if a tensor belongs to the MTP draft rather than to the target."""
     return name.startswith(("model.mtp_layers.", "mtp."))
 
 
 def save_checkpoint(
     path: str | Path, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], config: HasRawConfig
 ) -> None:
-    """Write config.json, then model.safetensors: whole or not at all, and readable by all (safetensors writes 0600)."""
+    """Write config.json, then model.safetensors atomically and world-readable (safetensors writes 0600)."""
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     items = tensors.items() if isinstance(tensors, Mapping) else tensors
@@ -206,7 +205,7 @@ def save_checkpoint(
 
 
 def copy_tokenizer(source: str | Path, target: str | Path) -> None:
-    """Copy the tokenizer's and generation's files beside an exported model."""
+    """Copy tokenizer and generation files beside an exported model."""
     for name in TOKENIZER_FILES:
         if (Path(source) / name).is_file():
             shutil.copyfile(Path(source) / name, Path(target) / name)

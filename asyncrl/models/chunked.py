@@ -1,4 +1,4 @@
-"""What the head says of many rows, a chunk at a time: log-probabilities, entropies, a draft's losses, and gradients.
+"""Log-probabilities, entropies and draft losses from the head, a chunk of rows at a time, with their gradients.
 
 Shape suffixes: R rows, C a chunk of them, M hidden size, V vocabulary.
 """
@@ -15,8 +15,8 @@ from torch import Tensor
 class ChunkedScores(torch.autograd.Function):
     """Log-probabilities and entropies of ``softmax(hidden @ W.T / temperature)`` without ever holding [R, V].
 
-    Both passes go over chunks of rows; the backward computes the chunk's logits again. With p the softmax, z the scaled
-    logits, H the entropy and g, e the gradients of logprob and entropy::
+    Both passes go over chunks of rows; the backward pass recomputes the chunk's logits. With p the softmax, z the
+    scaled logits, H the entropy and g, e the gradients of logprob and entropy::
 
         dz = g · (onehot − p) − e · p · (log p + H)
     """
@@ -54,9 +54,9 @@ class ChunkedScores(torch.autograd.Function):
 
 
 class SumOverRows(torch.autograd.Function):
-    """A sum over rows whose forward pass has made the gradient too, for ``hidden`` [R, M] and ``weight`` [V, M].
+    """A sum over rows whose forward pass also computes the gradient for ``hidden`` [R, M] and ``weight`` [V, M].
 
-    The gradient of a sum is known up to one factor when the sum is, so each chunk's logits are computed once."""
+    A sum's gradient is known up to a factor together with the sum, so each chunk's logits are computed once."""
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -70,7 +70,7 @@ class SumOverRows(torch.autograd.Function):
 
 
 class _Gradients:
-    """What `SumOverRows` saves, filled chunk by chunk with the gradient of the scaled logits."""
+    """Gradients that `SumOverRows` saves, accumulated by chunk from the gradient of the scaled logits."""
 
     def __init__(self, ctx: Any, hidden: Tensor, weight: Tensor, temperature: float) -> None:
         self._hidden, self._weight, self._temperature = hidden, weight, temperature
@@ -91,8 +91,8 @@ class _Gradients:
 
 
 class ChunkedCrossEntropy(SumOverRows):
-    """Sum over rows of −log softmax(hidden @ W.T / temperature)[target], and how many targets are the likeliest token,
-    without ever holding [R, V]."""
+    """Sum over rows of −log softmax(hidden @ W.T / temperature)[target], and the number of targets that are the
+    likeliest token, without ever holding [R, V]."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int) -> Any:
@@ -114,15 +114,15 @@ class ChunkedCrossEntropy(SumOverRows):
 
 
 class ChunkedAcceptance(SumOverRows):
-    """Sum over rows of −log α, and how many ``targets`` are q's likeliest token, without ever holding [R, V].
+    """Sum over rows of −log α, and the number of ``targets`` that are q's likeliest token, without ever holding [R, V].
 
-    α is the chance that rejection sampling accepts a token drafted from q where the target's distribution is p: what
-    both have in common, one less their total variation (Leviathan et al. 2023, arXiv 2211.17192, corollary 3.6)::
+    α is the probability that rejection sampling accepts a token drafted from q for the target distribution p: their
+    overlap, one less their total variation (Leviathan et al. 2023, arXiv 2211.17192, corollary 3.6)::
 
         q = softmax(hidden @ W.T / temperature),  p = softmax(target_hidden @ W.T / temperature),  held constant
         α = Σ min(p, q),   d(−log α)/dz = q · (Σ q·[q < p] − [q < p]) / α      for the scaled logits z of q
 
-    Where p is sure of its token this is the cross-entropy; where it is not, it goes for the overlap itself.
+    For a deterministic p this is the cross-entropy; otherwise it maximizes the overlap itself.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What a checkpoint's ``config.json`` says of its model: what all are asked, and what the native decoder needs."""
+"""A checkpoint's ``config.json``: fields of every model, and those that the native decoder needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Self
 
 
 class CheckpointError(ValueError):
-    """A checkpoint folder is missing, incomplete, damaged, or of a model that cannot be built."""
+    """A checkpoint folder is missing, incomplete or damaged, or its model cannot be built."""
 
 
 # architecture → (biases on q, k and v; norms on q and k)
@@ -22,8 +22,8 @@ _FAMILIES = {
 
 
 def engine_dtype(dtype: str, option: str) -> str:
-    """What an engine holds of a checkpoint of ``dtype``, and so what is sent to it: `rollout.engine.dtype`, its
-    ``auto`` resolved. Never float16: sampling and training would disagree where its range ends."""
+    """dtype of an engine's weights, in which they are sent: ``option`` (`rollout.engine.dtype`) with ``auto`` resolved
+    for a checkpoint of ``dtype``. Never float16: sampling and training would disagree where its range ends."""
     if option == "auto":
         return "bfloat16" if dtype in ("bfloat16", "float16") else "float32"
     if option not in ("float32", "bfloat16"):
@@ -33,8 +33,8 @@ def engine_dtype(dtype: str, option: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Of a decoder of any family, whoever trains it and generates with it. ``raw`` is the whole config.json, kept so
-    that an export loses nothing."""
+    """Configuration of a decoder of any family, for any backend and engine. ``raw`` is the whole config.json, so that
+    an export loses nothing."""
 
     architecture: str
     vocab_size: int
@@ -50,15 +50,15 @@ class ModelConfig:
     raw: dict[str, Any]
 
     def engine_dtype(self, option: str) -> str:
-        """See the function of this name."""
+        """See `engine_dtype`."""
         return engine_dtype(self.dtype, option)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read ``path/config.json``. Raises CheckpointError naming what is missing or not supported."""
+        """Read ``path/config.json``. Raises CheckpointError naming missing fields and unsupported settings."""
         file = Path(path) / "config.json"
         if not file.is_file():
-            raise CheckpointError(f"{path}: no config.json there; expected a Hugging Face checkpoint folder")
+            raise CheckpointError(f"{path}: expected a Hugging Face checkpoint folder, found no config.json")
         try:
             raw = json.loads(file.read_text())
         except json.JSONDecodeError as e:
@@ -74,7 +74,7 @@ class ModelConfig:
 
     @classmethod
     def _read(cls, raw: dict[str, Any], text: dict[str, Any], where: str) -> dict[str, Any]:
-        """The fields; ``text``: the part of ``raw`` that the decoder's are in, flat."""
+        """The fields. ``text``: ``raw``, with its text part merged in."""
         heads = int(text["num_attention_heads"])
         return {
             "architecture": (raw.get("architectures") or ["?"])[0],
@@ -94,7 +94,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(ModelConfig):
-    """Of one that the native decoder builds."""
+    """Configuration of a decoder that `asyncrl.models.decoder` builds."""
 
     intermediate_size: int
     rms_norm_eps: float
@@ -111,9 +111,9 @@ class DecoderConfig(ModelConfig):
     def with_mtp_layers(self, count: int) -> DecoderConfig:
         """The same trunk with ``count`` MTP layers, in ``raw`` too.
 
-        A Qwen2 trunk with MTP layers is a MiMo, and named so. There is no architecture of MiMo's MTP layers on a Qwen3
-        or Llama trunk, so those keep their name: this project goes by the field, other software sees a plain trunk with
-        tensors that it does not know."""
+        A Qwen2 trunk with MTP layers is a MiMo, and gets its architecture. No architecture has MiMo's MTP layers on a
+        Qwen3 or Llama trunk, so those keep their name: asyncrl reads the field, and other software sees a plain trunk
+        with unknown tensors."""
         raw = {**self.raw, "num_nextn_predict_layers": count}
         raw.pop("mtp_num_hidden_layers", None)
         if raw.get("text_config"):
@@ -140,6 +140,8 @@ class DecoderConfig(ModelConfig):
             qkv_bias = bool(text.get("attention_bias", False))
         if text.get("use_sliding_window"):
             raise CheckpointError(f"{where}: use_sliding_window is set; the native decoder has full attention only")
+        if (activation := text.get("hidden_act") or "silu") != "silu":
+            raise CheckpointError(f"{where}: hidden_act {activation!r} is not supported; the native decoder has silu")
         # transformers 5 writes rope_parameters, 4 wrote rope_theta and rope_scaling
         rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
         rope_type = rope.get("rope_type", rope.get("type", "default"))
@@ -151,6 +153,6 @@ class DecoderConfig(ModelConfig):
             "rope_theta": float(rope.get("rope_theta", text.get("rope_theta", 10000.0))),
             "rope_scaling": None if rope_type == "default" else {**rope, "rope_type": rope_type},
             "qkv_bias": qkv_bias,
-            "o_bias": bool(text.get("attention_bias", False)) and architecture == "LlamaForCausalLM",
+            "o_bias": qkv_bias and architecture in ("Qwen3ForCausalLM", "LlamaForCausalLM"),
             "qk_norm": qk_norm,
         }

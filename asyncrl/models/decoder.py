@@ -1,8 +1,8 @@
 """The decoder that the torch backend trains: a Qwen2/Qwen3/Llama trunk and MiMo's MTP layers.
 
-Its parameters carry the names of the safetensors files, so a state dict is a checkpoint. It runs on packed sequences.
-Shape suffixes: T packed tokens, R some of them, B sequences, L padded length, H heads, K key/value heads, D head_dim,
-M hidden size, V vocabulary, X any.
+Parameters have the tensor names of safetensors files, so a state dict is a checkpoint. It runs on packed sequences.
+Shape suffixes: T packed tokens, R a subset of them, B sequences, L padded length, H heads, K key/value heads, D
+head_dim, M hidden size, V vocabulary, X any.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch.utils.checkpoint import checkpoint
 
 from asyncrl.models.chunked import ChunkedAcceptance, ChunkedCrossEntropy, ChunkedScores
 from asyncrl.models.config import DecoderConfig
+from asyncrl.models.device_copy import on_device
 from asyncrl.models.layout import PackedLayout
-from asyncrl.models.uploads import on_device
 
 
 def rope_inverse_frequencies(config: DecoderConfig) -> Tensor:
-    """float32 [D/2]: rotary frequencies, with the linear or llama3 stretching that the checkpoint asks for.
+    """float32 [D/2]: rotary frequencies, with the checkpoint's linear or llama3 scaling.
 
     llama3: wavelengths over original_context/low_freq_factor are divided by ``factor``, those under
-    original_context/high_freq_factor stay, between them a linear blend (Llama 3.1's config, rope_type "llama3").
+    original_context/high_freq_factor are unchanged, with a linear blend between (Llama 3.1, rope_type "llama3").
     """
     inv = 1.0 / (config.rope_theta ** (torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim))
     scaling = config.rope_scaling
@@ -51,7 +51,7 @@ def rope_table(config: DecoderConfig, positions: Tensor) -> tuple[Tensor, Tensor
 
 
 def apply_rope(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """Rotate pairs (i, i + D/2), as Hugging Face checkpoints are laid out."""
+    """Rotate pairs (i, i + D/2), the layout of Hugging Face checkpoints."""
     half = x_THD.shape[-1] // 2
     rotated = torch.cat([-x_THD[..., half:], x_THD[..., :half]], -1)
     return x_THD * cos_T1D.to(x_THD.dtype) + rotated * sin_T1D.to(x_THD.dtype)
@@ -68,7 +68,7 @@ class RMSNorm(nn.Module):
 
 
 class KeysValues(NamedTuple):
-    """[B, K, L, D] each, keys with their rotation."""
+    """[B, K, L, D] each, keys after rotation."""
 
     keys: Tensor
     values: Tensor
@@ -90,16 +90,16 @@ class Attention(nn.Module):
     def forward(
         self, x_TM: Tensor, rope: tuple[Tensor, Tensor], layout: PackedLayout, earlier: Sequence[KeysValues] = ()
     ) -> tuple[Tensor, KeysValues]:
-        """Causal attention, [T, M], and its keys and values. ``earlier``: those of n draft steps of this layer before
-        this one (see `MTPLayer.draft`). Place p attends to the first step's up to place p−n, to the second's of p−n+1
-        and so on, and to its own."""
+        """Causal attention, [T, M], and its keys and values. ``earlier``: keys and values of the n preceding draft
+        steps of this layer (see `MTPLayer.draft`). Position p attends to the first step's up to position p−n, to the
+        second's at p−n+1 and so on, and to its own."""
         q_THD = self.q_proj(x_TM).view(-1, self.heads, self.head_dim)
         k_TKD = self.k_proj(x_TM).view(-1, self.kv_heads, self.head_dim)
         v_TKD = self.v_proj(x_TM).view(-1, self.kv_heads, self.head_dim)
         if self.qk_norm:
             q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
         q_THD, k_TKD = apply_rope(q_THD, *rope), apply_rope(k_TKD, *rope)
-        # one gather for the three: they are padded alike
+        # a single gather, since all three are padded alike
         qkv_BLXD = layout.pad(torch.cat([q_THD, k_TKD, v_TKD], 1)).transpose(1, 2)
         q, k, v = qkv_BLXD.split([self.heads, self.kv_heads, self.kv_heads], 1)
         own, grouped = KeysValues(k, v), self.heads != self.kv_heads
@@ -145,8 +145,8 @@ class Layer(nn.Module):
 
 
 class MTPLayer(Layer):
-    """MiMo's multi-token-prediction layer: from the trunk's normed hidden state at i and the embedding of token i+1 it
-    predicts token i+2."""
+    """MiMo's multi-token-prediction layer: predicts token i+2 from the trunk's normed hidden state at i and the
+    embedding of token i+1."""
 
     def __init__(self, c: DecoderConfig) -> None:
         super().__init__(c)
@@ -163,14 +163,14 @@ class MTPLayer(Layer):
         layout: PackedLayout,
         earlier: Sequence[KeysValues] = (),
     ) -> tuple[Tensor, KeysValues]:
-        """Returns the post-``final_layernorm`` hidden state [T, M], which the shared head reads and a further draft
-        step takes as its ``hidden``, and this step's keys and values.
+        """Hidden state [T, M] after ``final_layernorm``, which the shared head and the next draft step read, and this
+        step's keys and values.
 
-        ``earlier``: what this layer's steps of smaller depth returned. While drafting, a repeated layer finds in its KV
-        cache the first step's keys up to where the draft began, and after them one place of each step since."""
+        ``earlier``: keys and values that this layer returned at smaller depths. While drafting, a repeated layer has in
+        its KV cache the first step's keys up to the start of the draft, then one position of each later step."""
         joined = torch.cat([self.hidden_layernorm(hidden_TM), self.token_layernorm(embed_TM)], -1)
         out_TM, own = self.block(self.input_proj(joined), rope, layout, earlier)
-        # copies, as what an FSDP module returns must be no view
+        # copies, as an FSDP module must not return views
         return self.final_layernorm(out_TM), KeysValues(own.keys.clone(), own.values.clone())
 
 
@@ -185,23 +185,23 @@ class Trunk(nn.Module):
 
 
 class DraftTargets(NamedTuple):
-    """What the draft of one depth is to predict: ``tokens`` from the packed places ``places``, int64 [R] each."""
+    """Targets of one draft depth: ``tokens`` to predict from the packed positions ``places``, int64 [R] each."""
 
     places: Tensor
     tokens: Tensor
 
 
 class DraftScores(NamedTuple):
-    """Of one depth, float32 scalars: the sum of the loss over its targets in nats, and how many of them the draft likes
-    best."""
+    """float32 scalars of one draft depth: the loss summed over its targets in nats, and the number of targets that are
+    the draft's likeliest token."""
 
     loss: Tensor
     hits: Tensor
 
 
 class TokenScores(NamedTuple):
-    """float32 [R]: log-probability of each target token, and the entropy of the distribution it was drawn from; the
-    trunk's ``hidden`` states [T, M], without gradient; and of each depth what the draft makes of its targets."""
+    """float32 [R]: log-probability of each target token and entropy of its distribution; the trunk's ``hidden`` states
+    [T, M], without gradient; and the draft's scores by depth."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -210,7 +210,7 @@ class TokenScores(NamedTuple):
 
 
 class Decoder(nn.Module):
-    """``forward`` does what a training step needs, whole, so that FSDP's hooks on the root cover the head too."""
+    """``forward`` does everything that a training step needs, so that FSDP's root hooks cover the head too."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int, std: float = 0.02) -> None:
-        """Normal(0, std) matrices, zero biases, unit norms; the same for a seed on every machine."""
+        """Normal(0, std) matrices, zero biases, unit norms; deterministic by seed on every machine."""
         generator = torch.Generator().manual_seed(seed)
         for name, p in self.named_parameters():
             if p.dim() >= 2:
@@ -242,19 +242,19 @@ class Decoder(nn.Module):
     def draft_states(
         self, hidden_TM: Tensor, tokens_T: Tensor, layout: PackedLayout, depths: int, detach: bool
     ) -> list[Tensor]:
-        """[T, M] for each depth 1 … ``depths``: at place p what the head reads to predict token p+2, in the d-th step
-        of a draft that began with the trunk's ``hidden_TM`` of place p+1−d and was fed the tokens that came. The last
-        place of a sequence and the first d−1 mean nothing.
+        """[T, M] for each depth 1 … ``depths``: at position p the state from which the head predicts token p+2, in the
+        d-th step of a draft that started from the trunk's ``hidden_TM`` at position p+1−d and was fed the actual
+        tokens. A sequence's last position and its first d−1 are meaningless.
 
-        As the engines draft: layer min(d, layers) reads at place p the output of depth d−1 at place p−1 (depth 1: the
-        trunk's at place p) and the embedding of token p+1; at place 0 both are zeros, but for the trunk's.
-        ``detach``: no gradient to the embedding or to ``hidden_TM``."""
+        This is how engines draft: layer min(d, layers) reads at position p the output of depth d−1 at position p−1
+        (depth 1: the trunk's at position p) and the embedding of token p+1; at position 0 both are zeros, except the
+        trunk's. ``detach``: no gradient to the embedding or to ``hidden_TM``."""
         layers: Sequence[Any] = self.model.mtp_layers  # type: ignore[assignment]
         weight_VM = self.model.embed_tokens.weight
         if detach:
             hidden_TM, weight_VM = hidden_TM.detach(), weight_VM.detach()
         started_T1 = (layout.positions != 0).unsqueeze(1)
-        # a sequence's last place reads the next one's first token; no other place reads what it makes of that
+        # a sequence's last position reads the next sequence's first token; no other position reads the result
         embed_TM = F.embedding(tokens_T.roll(-1), weight_VM) * started_T1
         rope = rope_table(self.config, layout.positions)
         steps: dict[int, list[KeysValues]] = defaultdict(list)  # by layer
@@ -274,7 +274,7 @@ class Decoder(nn.Module):
         return module(*inputs)
 
     def logits(self, tokens_T: Tensor, layout: PackedLayout) -> Tensor:
-        """float32 [T, V]: for tests and tiny inputs; training reads `forward`, which never holds it whole."""
+        """float32 [T, V], for tests and tiny inputs; training uses `forward`, which never holds it whole."""
         return self.lm_head(self.hidden_states(tokens_T, layout)).float()
 
     def forward(
@@ -289,9 +289,9 @@ class Decoder(nn.Module):
         draft_loss: str = "acceptance",
         detach_draft: bool = True,
     ) -> TokenScores:
-        """Score ``targets_R`` as drawn after the tokens at packed places ``rows_R``, in chunks of ``chunk`` rows.
+        """Score ``targets_R`` as the tokens after packed positions ``rows_R``, in chunks of ``chunk`` rows.
 
-        The rest is `score_drafts`; the MTP layers run only for ``drafts``."""
+        For the other arguments see `score_drafts`; the MTP layers run only for ``drafts``."""
         hidden_TM = self.hidden_states(tokens_T, layout)
         logprobs, entropy = ChunkedScores.apply(
             hidden_TM.index_select(0, rows_R), self.lm_head.weight, targets_R, temperature, chunk
@@ -310,10 +310,10 @@ class Decoder(nn.Module):
         loss: str = "acceptance",
         detach: bool = True,
     ) -> tuple[DraftScores, ...]:
-        """What the draft makes of its targets for depth 1, 2 …, given the trunk's ``hidden_TM`` of these tokens, in
-        chunks of ``chunk`` targets and at the temperature that they were sampled at.
+        """Draft losses for depth 1, 2 …, given the trunk's ``hidden_TM`` of these tokens, in chunks of ``chunk``
+        targets, at their sampling temperature.
 
-        ``loss``: ``acceptance`` of its tokens by the trunk's own distribution (`ChunkedAcceptance`), or
+        ``loss``: ``acceptance`` of the draft's tokens by the trunk's distribution (`ChunkedAcceptance`), or
         ``cross_entropy`` of the sampled tokens. ``detach``: no gradient to ``hidden_TM``, the embedding or the head."""
         head_VM = self.lm_head.weight.detach() if detach else self.lm_head.weight
         states = self.draft_states(hidden_TM, tokens_T, layout, len(drafts), detach) if drafts else []
@@ -321,7 +321,7 @@ class Decoder(nn.Module):
         for draft_TM, (places_R, tokens_R) in zip(states, drafts, strict=True):
             draft_RM = draft_TM.index_select(0, places_R)
             if loss == "acceptance":
-                target_RM = hidden_TM.detach().index_select(0, places_R + 1)  # from which the trunk drew the token
+                target_RM = hidden_TM.detach().index_select(0, places_R + 1)  # predicts the same token
                 found = ChunkedAcceptance.apply(draft_RM, head_VM, target_RM, tokens_R, temperature, chunk)
             else:
                 found = ChunkedCrossEntropy.apply(draft_RM, head_VM, tokens_R, temperature, chunk)

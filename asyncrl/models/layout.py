@@ -1,7 +1,7 @@
-"""Packed sequences: how tokens of many sequences lie in one row, and the way between that row and a padded batch.
+"""Layout of packed sequences: many sequences in one row, and the conversion between that row and a padded batch.
 
-Linear layers, norms and the head see the packed row [T]; only attention sees the padded [B, L], where plain causal
-attention is right because every sequence is padded at its end: a real query never looks past itself.
+Linear layers, norms and the head see the packed row [T]; only attention sees the padded batch [B, L]. Plain causal
+attention is correct there, since sequences are padded at their end: a real query never attends past itself.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.models.uploads import on_device
+from asyncrl.models.device_copy import on_device
 
 
 @dataclass(frozen=True)
 class PackedLayout:
     """``B`` sequences of at most ``L`` tokens, ``T`` tokens in all.
 
-    ``positions`` int64 [T], ``pad_index`` int64 [B*L] (the token that fills each padded place; token 0 where there is
-    none), ``pad_mask`` bool [B*L] (True for real tokens), ``unpad_index`` int64 [T] (where each token went).
+    ``positions`` int64 [T], ``pad_index`` int64 [B*L] (the token at each place of the batch; token 0 for padding),
+    ``pad_mask`` bool [B*L] (True for real tokens), ``unpad_index`` int64 [T] (each token's place in the batch).
     """
 
     batch: int
@@ -47,7 +47,7 @@ class PackedLayout:
         return cls(batch, length, put(positions), put(pad), put(mask), put(unpad))
 
     def pad(self, x_TX: Tensor) -> Tensor:
-        """[T, ...] → [B, L, ...]; padded places hold token 0's values, which causal attention keeps from being read."""
+        """[T, ...] → [B, L, ...]; padding holds token 0's values, which causal attention never reads."""
         out = _Pad.apply(x_TX, self.pad_index, self.unpad_index)
         return out.view(self.batch, self.length, *x_TX.shape[1:])
 
@@ -58,8 +58,8 @@ class PackedLayout:
 
 
 class _Pad(torch.autograd.Function):
-    """Gather one way, gather back: the map is one to one, and ``index_select``'s own backward (an ``index_add_``, row
-    by row on CPU) is many times slower. The gradient of a padded place is zero, as no real query reads it."""
+    """Gathers in both passes: the map is one to one, and ``index_select``'s own backward (an ``index_add_``, row by row
+    on CPU) is many times slower. The gradient of padding is zero, as no real query reads it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, pad_index: Tensor, unpad_index: Tensor) -> Tensor:

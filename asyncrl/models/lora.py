@@ -1,7 +1,7 @@
-"""LoRA in the native decoder: low-rank pairs beside frozen linear layers, and the folder that PEFT reads them from.
+"""LoRA in the native decoder: low-rank pairs beside frozen linear layers, saved as PEFT folders.
 
-A layer's weight keeps its name, its pair is named after it: ``…q_proj.weight``, ``…q_proj.lora_A.weight``,
-``…q_proj.lora_B.weight``. PEFT's names are these behind `PEFT_PREFIX`.
+A layer's weight keeps its name, and its pair is named after it: ``…q_proj.weight``, ``…q_proj.lora_A.weight``,
+``…q_proj.lora_B.weight``. PEFT's names are these, prefixed with `PEFT_PREFIX`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PEFT_PREFIX = "base_model.model."
 class LoRALinear(nn.Linear):
     """``base`` with a pair A [r, in], B [out, r]: ``base(x) + alpha / r · B(A(x))``, or ``base(x)`` if not ``adapted``.
 
-    It begins with A as given and B of zeros: so the policy begins as the base."""
+    A is given and B starts as zeros, so the policy starts as the base."""
 
     def __init__(self, base: nn.Linear, a: Tensor, alpha: float) -> None:
         super().__init__(base.in_features, base.out_features, base.bias is not None, device="meta")
@@ -49,16 +49,17 @@ class LoRALinear(nn.Linear):
 
 
 def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """The linear layers that an adapter may target, with their weight's [out, in]: all of the trunk's layers. Embedding
-    and head are none of them, nor is the draft."""
+    """Linear layers that an adapter may target, with their weight's [out, in]: those of the trunk's layers. Embedding,
+    head and draft are excluded."""
     with torch.device("meta"):
         modules = Decoder(config).model.layers.named_modules(prefix="model.layers")
         return {name: (m.out_features, m.in_features) for name, m in modules if isinstance(m, nn.Linear)}
 
 
 def linear_shapes_at(path: str | Path) -> dict[str, tuple[int, int]]:
-    """The same of a checkpoint. Where no native decoder tells, its tensors' names do: attention, linear attention and
-    dense feed-forward of each layer are meant, but neither routers nor experts, shared ones included."""
+    """`linear_shapes` of a checkpoint. For models that the native decoder does not build, tensor names decide:
+    attention, linear attention and dense feed-forward of each layer, but neither routers nor experts, shared ones
+    included."""
     if DecoderConfig.builds(ModelConfig.load(path).architecture):
         return linear_shapes(DecoderConfig.load(path))
     found = ((_LINEAR.fullmatch(name), shape) for name, shape in tensor_shapes(path).items())
@@ -66,14 +67,14 @@ def linear_shapes_at(path: str | Path) -> dict[str, tuple[int, int]]:
 
 
 def first_a(module: str, rank: int, columns: int, seed: int) -> Tensor:
-    """float32 [rank, columns]: A of a module's pair as PEFT begins it. The same for a seed and a name on every machine,
-    whichever other modules have a pair there."""
+    """float32 [rank, columns]: A of a module's pair, initialized as in PEFT. It depends on seed and name alone, not on
+    the machine or on other modules."""
     generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed}/{module}".encode()))
     return nn.init.kaiming_uniform_(torch.empty(rank, columns), a=math.sqrt(5), generator=generator)
 
 
 def add_adapters(model: Decoder, modules: Collection[str], rank: int, alpha: float, seed: int) -> None:
-    """Put a pair beside each of the linear ``modules``, see `first_a`. Nothing is frozen."""
+    """Put a pair beside each of the linear ``modules``, with A from `first_a`. Freezes nothing."""
     for name in modules:
         base = cast(nn.Linear, model.get_submodule(name))
         parent, _, leaf = name.rpartition(".")
@@ -81,13 +82,13 @@ def add_adapters(model: Decoder, modules: Collection[str], rank: int, alpha: flo
 
 
 def pair_names(module: str) -> tuple[str, str]:
-    """Of A and B."""
+    """Names of A and B."""
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
 @contextlib.contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """The base alone computes meanwhile."""
+    """Context in which the model computes as its base."""
     adapted = [module for module in model.modules() if isinstance(module, LoRALinear)]
     try:
         for module in adapted:
@@ -101,8 +102,8 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 def save_adapter(
     path: str | Path, tensors: Mapping[str, Tensor], base: str, rank: int, alpha: float, target_modules: Sequence[str]
 ) -> None:
-    """Write adapter_config.json and adapter_model.safetensors (``tensors`` by PEFT's names), as PEFT does; ``base`` is
-    the folder of the model that they belong to."""
+    """Write adapter_config.json and adapter_model.safetensors (``tensors`` under PEFT's names), as PEFT does; ``base``
+    is the base model's folder."""
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     config = {

@@ -1,15 +1,14 @@
-"""Make the small MiMo-style checkpoint that the quickstart and the tests train: a Qwen2 trunk and one MTP layer.
+"""Makes the small MiMo-style checkpoint of the quickstart and the tests: a Qwen2 trunk and one MTP layer.
 
 ``python -m asyncrl.models.make_checkpoint --out checkpoints/arith-mimo`` writes a Hugging Face folder: config.json,
-model.safetensors, a tokenizer trained on the task's text, and generation_config.json. The weights are random, then
-warm-started on demonstrations that an import path names (by default the arithmetic task's), so that the model answers
-in the task's format and is right about every third time.
+model.safetensors, a tokenizer trained on the task's text, and generation_config.json. Random weights
+are warm-started on demonstrations (an import path, by default the arithmetic task's), so that the model answers in the
+task's format and is right about every third time.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 from collections.abc import Iterator
 from itertools import chain, islice
@@ -23,21 +22,22 @@ from asyncrl.models.config import DecoderConfig
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.tokenizer import train_tokenizer
 from asyncrl.models.warm_start import Demonstration, warm_start
-from asyncrl.sample import Message
+from asyncrl.plugins.import_path import load
+from asyncrl.types.prompts import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-LAYERS = 4  # of the trunk
+LAYERS = 4  # trunk layers
 WARM_START_STEPS = 700  # batches of BATCH_SIZE demonstrations
-CAREFUL_SHARE = 0.75  # of them by the careful author, the rest by the careless one
+CAREFUL_SHARE = 0.75  # share of demonstrations by the careful author, the rest by the careless one
 BATCH_SIZE = 16
 TOKENIZER_TEXTS = 1000  # demonstrations that the tokenizer is trained on
-VOCAB_MULTIPLE = 64  # the embedding is padded to it, so that tensor parallelism divides it evenly
+VOCAB_MULTIPLE = 64  # the embedding is padded to a multiple, so that tensor parallelism divides it evenly
 
 
 def model_config(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """The config.json. head_dim is 32: vLLM's CPU attention kernels have none smaller."""
+    """The config.json. head_dim is 32, the smallest of engines' CPU attention kernels."""
     return {
         "architectures": ["MiMoForCausalLM"],
         "model_type": "qwen2",
@@ -75,12 +75,11 @@ def make_checkpoint(
 ) -> Path:
     """Write the checkpoint folder and return its path; the same arguments give the same weights.
 
-    ``demonstrations`` is the import path of a function (seed, careful: bool) that gives an endless iterator of (chat
-    messages, response), such as `asyncrl.data.arithmetic.demonstrations`.
+    ``demonstrations``: import path of a function (seed, careful: bool) that returns an endless iterator of (chat
+    messages, response), such as `asyncrl.data.arithmetic.demonstrations`. Raises ImportPathError.
     """
     folder = Path(out)
-    module, _, name = demonstrations.partition(":")
-    source = getattr(importlib.import_module(module), name)
+    source = load(demonstrations)
     tokenizer = train_tokenizer(
         f"{message['role']}\n{message['content']}\nassistant\n{response}"
         for messages, response in islice(source(0, True), TOKENIZER_TEXTS)  # one vocabulary, whatever the seed
@@ -98,16 +97,15 @@ def make_checkpoint(
     tokenizer.save_pretrained(folder)
     generation = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "do_sample": True}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    save_checkpoint(
-        folder, dict(model.named_parameters()), config
-    )  # last: make takes model.safetensors for a whole one
+    # last, as the Makefile takes model.safetensors for a complete folder
+    save_checkpoint(folder, dict(model.named_parameters()), config)
     return folder
 
 
 @torch.no_grad()
 def init_small_model(model: Decoder, seed: int) -> None:
-    """Initial weights with which a narrow model learns in seconds: embeddings of unit size, and layers that add little
-    to them at first. Under the usual Normal(0, 0.02) the embeddings drown in what the layers add."""
+    """Initialization with which a narrow model learns in seconds: unit-size embeddings, to which layers add little at
+    first. Under the usual Normal(0, 0.02) the layers' outputs drown the embeddings."""
     model.init_weights(seed, std=0.06)
     for name, p in model.named_parameters():
         if name.endswith("embed_tokens.weight"):
@@ -129,17 +127,17 @@ def _encoded(
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder, made if it is not there")
+    parser.add_argument("--out", type=Path, required=True, help="folder; created if missing")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--warm-start-steps", type=int, default=WARM_START_STEPS, help="0: random weights")
     parser.add_argument(
         "--demonstrations",
         default="asyncrl.data.arithmetic:demonstrations",
-        help="import path of a function (seed, careful) that gives an endless iterator of (chat messages, response)",
+        help="import path of a function (seed, careful) that returns an endless iterator of (chat messages, response)",
     )
-    parser.add_argument("--layers", type=int, default=LAYERS, help="of the trunk")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="number of trunk layers")
     args = parser.parse_args(argv)
-    torch.set_num_threads(1)  # sums in one order, whatever the machine's number of cores
+    torch.set_num_threads(1)  # one summation order on every machine
     folder = make_checkpoint(args.out, args.seed, args.warm_start_steps, args.demonstrations, args.layers)
     parameters = sum(p.numel() for p in Decoder(DecoderConfig.load(folder)).parameters())
     print(f"{folder}: {parameters:,} parameters, warm-started for {args.warm_start_steps} steps, seed {args.seed}")

@@ -1,4 +1,4 @@
-"""A checkpoint whose config.json says something else, without a change to any of its files."""
+"""Overrides of a checkpoint's config.json that leave its files unchanged."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 from asyncrl.models.config import CheckpointError
 
-#: may be set where config.json does not name them
+#: keys that may be set though config.json does not have them
 _MAY_BE_NEW = frozenset({"rope_scaling", "rope_parameters", "rope_theta", "head_dim", "num_nextn_predict_layers"})
 
 
 def overridden(path: str | Path, overrides: Mapping[str, Any], folder: Path) -> Path:
-    """Make ``folder``: links to all files of the checkpoint ``path``, and its config.json with ``overrides``. Keys that
-    a nested ``text_config`` has are set there. Made anew if it is there. Returns it.
+    """Write ``folder`` with links to all files of the checkpoint ``path``, and its config.json with ``overrides``. Keys
+    of a nested ``text_config`` are set there. Replaces an existing folder's files. Returns the folder.
 
-    Raises CheckpointError for a key that config.json does not have: most likely it is misspelt."""
+    Raises CheckpointError for a key that config.json lacks, which is most likely misspelt."""
     source = Path(path).absolute()
     try:
         config = json.loads((source / "config.json").read_text())

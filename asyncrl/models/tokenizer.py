@@ -1,4 +1,4 @@
-"""A small, real tokenizer: byte-level BPE trained on a task's own text, with a chat template."""
+"""A small real tokenizer: byte-level BPE trained on a task's text, with a chat template."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 384) -> PreTrainedTokenizerFast:
-    """Train on ``texts``; the vocabulary has at most ``vocab_size`` tokens, of which 256 are the bytes, so any text can
-    be encoded. Digits are never merged. ``<|im_end|>`` ends a message and is the end-of-sequence token."""
-    from transformers import PreTrainedTokenizerFast  # seconds to import, and nothing else here needs it
+    """Train on ``texts``. The vocabulary has at most ``vocab_size`` tokens, 256 of them bytes, so that any text can be
+    encoded. Digits are never merged. ``<|im_end|>`` ends a message and is the end-of-sequence token."""
+    from transformers import PreTrainedTokenizerFast  # takes seconds to import; only needed here
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(

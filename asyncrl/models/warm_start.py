@@ -1,7 +1,8 @@
-"""A short supervised start for a randomly initialised decoder, so that reinforcement learning has something to sharpen.
+"""Short supervised warm start of a randomly initialized decoder, so that reinforcement learning has something to
+improve.
 
-Target and draft learn side by side without touching each other: the draft (MTP) reads the trunk's hidden states and
-shares its embeddings and head, all detached, as a draft should follow its target and not bend it.
+Target and draft are trained side by side: the draft (MTP) reads the trunk's hidden states, embeddings and head, all
+detached, so that it follows its target without changing it.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from asyncrl.models.layout import PackedLayout
 
 
 class Demonstration(NamedTuple):
-    """Token ids of a prompt and of a response to it, the end token included."""
+    """Token ids of a prompt and of its response, including the end token."""
 
     prompt: list[int]
     response: list[int]
 
 
 class WarmStartLosses(NamedTuple):
-    """Mean cross-entropy over response tokens in nats; ``draft`` is 0 for a decoder without MTP layers."""
+    """Mean cross-entropy of response tokens in nats; ``draft`` is 0 for a decoder without MTP layers."""
 
     target: float
     draft: float
@@ -44,8 +45,8 @@ def warm_start(
 ) -> list[WarmStartLosses]:
     """Train in place with AdamW for ``steps`` batches of ``batch_size`` demonstrations.
 
-    The learning rate rises over ``warmup_steps``, stays, and falls to a tenth over the last ``decay_steps``. Returns
-    each step's losses. The same model, demonstrations and number of threads give the same weights."""
+    The learning rate rises over ``warmup_steps``, holds, and decays to a tenth over the last ``decay_steps``. Returns
+    each step's losses. Deterministic for a given model, demonstrations and number of threads."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
     losses = []
     for step in range(steps):
@@ -62,19 +63,19 @@ def warm_start(
 
 
 def demonstration_losses(model: Decoder, batch: Sequence[Demonstration]) -> tuple[Tensor, Tensor]:
-    """Mean cross-entropies (scalars) of the response tokens under the target and under its first MTP layer."""
+    """Mean cross-entropies (scalars) of the response tokens under the target and its first MTP layer."""
     lengths = np.array([len(d.prompt) + len(d.response) for d in batch])
     tokens_T = torch.tensor([token for d in batch for token in d.prompt + d.response])
     is_response_T = torch.tensor([r for d in batch for r in [False] * len(d.prompt) + [True] * len(d.response)])
     layout = PackedLayout.from_lengths(lengths)
     hidden_TM = model.hidden_states(tokens_T, layout)
 
-    places = is_response_T.nonzero().squeeze(1)  # a response never starts a sequence: place - 1 is in the same one
+    places = is_response_T.nonzero().squeeze(1)  # a response never starts a sequence, so place - 1 is in the same one
     target = F.cross_entropy(model.lm_head(hidden_TM[places - 1]), tokens_T[places])
     if not model.config.num_mtp_layers:
         return target, target.new_zeros(())
 
-    places = places[layout.positions[places] >= 2]  # the draft sees a hidden state and the token after it first
+    places = places[layout.positions[places] >= 2]  # the draft needs a hidden state and the token after it
     (draft_TM,) = model.draft_states(hidden_TM, tokens_T, layout, depths=1, detach=True)
     logits = F.linear(draft_TM[places - 2], model.lm_head.weight.detach())
     return target, F.cross_entropy(logits, tokens_T[places])

@@ -1,12 +1,12 @@
-"""Pack a stream of tensors into flat buckets of fixed size.
+"""Bucket format: a stream of tensors packed into flat buffers of fixed size.
 
-Every part starts at a multiple of 64 bytes. A tensor that fits into one bucket is never split; a larger one fills what
-is left of the current bucket and goes on in the next. The bytes are copied once, in slices that stay in the cache
-while they are hashed. A transport that can send large tensors from where they lie has them left there: their bytes
-count as the bucket's, and are only hashed.
+Every part starts at a multiple of 64 bytes. A tensor that fits into one bucket is never split; a larger one fills the
+rest of the current bucket and continues in the next. The bytes are copied once, in slices that stay in the cache while
+they are hashed. For a transport that can send large tensors without a copy, they stay where they are: their bytes count
+towards the bucket and are only hashed.
 
-A bucket's checksum is xxh3_64 of its parts' hashes, a part's hash xxh3_128 of its bytes: that of a whole tensor serves
-the tensor's digest too, so that its bytes are gone through once.
+A bucket's checksum is xxh3_64 of its parts' hashes, a part's hash is xxh3_128 of its bytes. A whole tensor's hash also
+serves its digest, so its bytes are read once.
 """
 
 from __future__ import annotations
@@ -21,41 +21,82 @@ import xxhash
 
 from asyncrl.param_sync.digest import flat_bytes
 from asyncrl.param_sync.errors import BucketKey, SyncError
-from asyncrl.param_sync.receiver import Bucket, TensorPart
 
 ALIGN_BYTES = 64
 _SLICE_BYTES = 512 * 1024  # fits a core's L2 cache beside the source
 
 
+class TensorPart(NamedTuple):
+    """A piece of a tensor inside a bucket: ``nbytes`` at the bucket's ``offset`` are the tensor's bytes from ``start``
+    on. A whole tensor has start 0 and the nbytes of its spec."""
+
+    name: str
+    start: int
+    nbytes: int
+    offset: int
+
+
+class Bucket(NamedTuple):
+    """One flat buffer of many tensors, as a reader gives it. ``data``, uint8 [n], is a memoryview on the host or a
+    tensor on a device. It is valid until the next bucket is asked for, since the buffer is reused, unless it is
+    ``kept`` until the next session.
+
+    The key (session, sender, sequence) is unique. ``checksum``: of the parts, None when off. ``in_place``: bytes, uint8
+    [nbytes], by tensor, of parts that are not in ``data`` because they arrived at the destination that the receiver
+    named.
+    """
+
+    session: str
+    sender: int
+    sequence: int
+    parts: tuple[TensorPart, ...]
+    data: memoryview | torch.Tensor
+    checksum: int | None
+    kept: bool = False
+    in_place: Mapping[str, Any] = {}
+
+
+#: (session, part, device) → live memory for the part, uint8 [nbytes] on that device; None: it comes in the bucket
+DestinationOf = Callable[[str, TensorPart, torch.device], torch.Tensor | None]
+
+
 class Filled(NamedTuple):
-    """What the buffer handed out last now holds; ``checksum`` is that of its parts, in order. ``loose``: the bytes,
-    uint8 [nbytes], of tensors whose part is not in the buffer; their offsets are beyond those that are."""
+    """Contents of the buffer that was handed out last; ``checksum`` covers its parts, in order. ``zero_copy``: bytes,
+    uint8 [nbytes], by tensor, of parts that are not in the buffer; their offsets lie beyond the packed ones."""
 
     parts: tuple[TensorPart, ...]
     checksum: int | None
-    loose: Mapping[str, torch.Tensor] = {}
+    zero_copy: Mapping[str, torch.Tensor] = {}
+
+
+def aligned_capacity(bucket_bytes: int) -> int:
+    """``bucket_bytes`` rounded down to a multiple of 64. Raises ValueError if nothing is left."""
+    capacity = bucket_bytes // ALIGN_BYTES * ALIGN_BYTES
+    if capacity <= 0:
+        raise ValueError(f"bucket_bytes: expected at least {ALIGN_BYTES}, found {bucket_bytes}")
+    return capacity
 
 
 def host_bytes(bucket: Bucket) -> Any:
-    """Array uint8 [n] of the bucket's data: a view of it on the host, a copy of what lies on a device."""
+    """The bucket's data as an array, uint8 [n]: a view of host data, a copy of device data."""
     return _on_host(bucket.data)
 
 
 def bucket_checksum(bucket: Bucket) -> int:
-    """The checksum of the bytes that have arrived (the gaps between parts are nobody's)."""
-    data, placed = memoryview(host_bytes(bucket)), bucket.placed
+    """Checksum of the bytes that arrived; gaps between parts do not count."""
+    data, in_place = memoryview(host_bytes(bucket)), bucket.in_place
     return _checksum(
-        xxhash.xxh3_128_digest(data[offset : offset + nbytes] if name not in placed else _on_host(placed[name]))
+        xxhash.xxh3_128_digest(data[offset : offset + nbytes] if name not in in_place else _on_host(in_place[name]))
         for name, _, nbytes, offset in bucket.parts
     )
 
 
 def check_checksum(bucket: Bucket) -> None:
-    """Raises SyncError unless the bucket's bytes are those that its checksum, if it has one, was taken of."""
+    """Raises SyncError if the bucket has a checksum and its bytes do not match it."""
     if bucket.checksum is None or (found := bucket_checksum(bucket)) == bucket.checksum:
         return
     key = BucketKey(bucket.session, bucket.sender, bucket.sequence)
-    message = f"damaged on its way: checksum {bucket.checksum:016x} sent, {found:016x} arrived"
+    message = f"damaged in transit: checksum {bucket.checksum:016x} sent, {found:016x} arrived"
     raise SyncError("transfer", None, None, key, message)
 
 
@@ -64,17 +105,17 @@ def pack(
     next_buffer: Callable[[], torch.Tensor],
     checksum: bool = True,
     on_hash: Callable[[str, bytes], None] | None = None,
-    loose_from: int | None = None,
+    zero_copy_from: int | None = None,
 ) -> Iterator[Filled]:
-    """Fill buffers with tensors, yielding each when it is full and the last one as it is.
+    """Fill buffers with tensors; yields each buffer when it is full, and the last one partly filled.
 
-    ``next_buffer`` gives a free buffer, uint8 [capacity], capacity a positive multiple of 64. ``on_hash`` is told
-    xxh3_128 of every tensor's bytes, 16 bytes; for it and for the checksum they are copied to the host when the buffer
-    is on a device. Parts of at least ``loose_from`` bytes (None: no part at all) of a contiguous tensor on the buffer's
-    device stay where they are; all others are read before the next tensor is asked for.
+    ``next_buffer`` gives a free buffer, uint8 [capacity], capacity a positive multiple of 64. ``on_hash`` gets the
+    xxh3_128 of every tensor's bytes, 16 bytes; hashing and checksums copy the bytes to the host when the buffer is on a
+    device. Parts of at least ``zero_copy_from`` bytes (None: no part) of a contiguous tensor on the buffer's device are
+    not copied; all others are read before the next tensor is asked for.
     """
     hashed = checksum or on_hash is not None
-    filling_of_next = lambda: _Filling(next_buffer(), hashed, loose_from)
+    filling_of_next = lambda: _Filling(next_buffer(), hashed, zero_copy_from)
     filling: _Filling | None = None
     for name, tensor in items:
         nbytes = tensor.nbytes
@@ -90,7 +131,7 @@ def pack(
                 yield filling.filled(checksum)
                 filling = None
             continue
-        # A strided tensor goes into the bucket as it is if it goes whole; split, it needs its bytes in one row first.
+        # A strided tensor is copied into the bucket directly if it goes whole; a split one must be contiguous first.
         source, start = tensor.detach().contiguous(), 0
         whole = None if on_hash is None else xxhash.xxh3_128()
         while start < nbytes:
@@ -108,9 +149,9 @@ def pack(
 
 
 class _Filling:
-    """A buffer on its way from free to full. ``hashes``: of its parts, if they are ``hashed``."""
+    """A buffer that is being filled. ``hashes``: of its parts, if they are ``hashed``."""
 
-    def __init__(self, buffer: torch.Tensor, hashed: bool, loose_from: int | None) -> None:
+    def __init__(self, buffer: torch.Tensor, hashed: bool, zero_copy_from: int | None) -> None:
         if not buffer.numel() or buffer.numel() % ALIGN_BYTES:
             raise ValueError(f"a bucket holds a positive multiple of {ALIGN_BYTES} bytes, found {buffer.numel()}")
         self.capacity = self.room = buffer.numel()
@@ -121,25 +162,25 @@ class _Filling:
         self._address = buffer.data_ptr()
         self._packed = 0  # bytes, with the gaps
         self._parts: list[TensorPart] = []
-        self._loose_from = buffer.numel() + 1 if loose_from is None else loose_from
-        self._loose: dict[str, torch.Tensor] = {}
+        self._zero_copy_from = buffer.numel() + 1 if zero_copy_from is None else zero_copy_from
+        self._zero_copy: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, source: torch.Tensor, start: int, nbytes: int, whole: Any = None) -> None:
-        """``nbytes`` of a tensor from byte ``start`` on: all of it, or it must be contiguous. ``whole`` is a hash that
-        sees them too."""
+        """Add ``nbytes`` of a tensor from byte ``start`` on: all of it, unless it is contiguous. ``whole``: a further
+        hash to update."""
         lines = nbytes + -nbytes % ALIGN_BYTES
         self.room -= lines
-        if nbytes >= self._loose_from and source.is_contiguous() and source.device == self._buffer.device:
+        if nbytes >= self._zero_copy_from and source.is_contiguous() and source.device == self._buffer.device:
             self._parts.append(TensorPart(name, start, nbytes, -1))
-            self._loose[name] = flat_bytes(source)[start : start + nbytes]
-            self._hash_of(self._loose[name], whole)
+            self._zero_copy[name] = flat_bytes(source)[start : start + nbytes]
+            self._hash_of(self._zero_copy[name], whole)
             return
         at = self._packed
         end = at + nbytes
         self._parts.append(TensorPart(name, start, nbytes, at))
         self._packed += lines
         if self._bytes is not None and source.is_cpu and source.is_contiguous():
-            # By address: views of a small tensor's bytes would take longer than its copy.
+            # By address: making views of a small tensor's bytes takes longer than copying it.
             copy_from = source.data_ptr() + start
             if nbytes <= _SLICE_BYTES and whole is None:
                 ctypes.memmove(self._address + at, copy_from, nbytes)
@@ -151,7 +192,7 @@ class _Filling:
                 hi = min(lo + _SLICE_BYTES, end)
                 ctypes.memmove(self._address + lo, copy_from + lo - at, hi - lo)
                 if self._hashed:
-                    _see(self._bytes[lo:hi], part, whole)
+                    _update(self._bytes[lo:hi], part, whole)
             if self._hashed:
                 self.hashes.append(part.digest())
             return
@@ -165,21 +206,21 @@ class _Filling:
     def filled(self, checksum: bool) -> Filled:
         at = self._packed
         for i, part in enumerate(self._parts):
-            if part.name in self._loose:
+            if part.name in self._zero_copy:
                 self._parts[i] = part._replace(offset=at)
                 at += part.nbytes + -part.nbytes % ALIGN_BYTES
-        return Filled(tuple(self._parts), _checksum(self.hashes) if checksum else None, self._loose)
+        return Filled(tuple(self._parts), _checksum(self.hashes) if checksum else None, self._zero_copy)
 
     def _hash_of(self, data: torch.Tensor, whole: Any) -> None:
         if self._hashed:
             part, seen = xxhash.xxh3_128(), memoryview(data.cpu().numpy().data)
             for lo in range(0, len(seen), _SLICE_BYTES):
-                _see(seen[lo : lo + _SLICE_BYTES], part, whole)
+                _update(seen[lo : lo + _SLICE_BYTES], part, whole)
             self.hashes.append(part.digest())
 
 
-def _see(data: Any, part: Any, whole: Any) -> None:
-    """Hash a slice while it is in the cache."""
+def _update(data: Any, part: Any, whole: Any) -> None:
+    """Hash a slice while it is cached."""
     part.update(data)
     if whole is not None:
         whole.update(data)

@@ -1,8 +1,7 @@
-"""Digests of weights: equal on two sides only if names, dtypes, shapes and every byte are.
+"""Digests of weights: equal on two sides only if names, dtypes, shapes and every byte are equal.
 
-A tensor's hash is its name, dtype and shape, and xxh3_128 of its contiguous bytes; a digest is xxh3_128 over the hashes
-in the order of their names. So it does not depend on the order of export, and the hashes of several senders can be
-joined::
+A tensor's hash is its name, dtype and shape, and xxh3_128 of its contiguous bytes. A digest is xxh3_128 over the hashes
+in name order, so it does not depend on the order of export, and the hashes of several senders can be combined::
 
     digest_tensors(model.named_parameters()) == combine_hashes({**hashes_of_sender_0, **hashes_of_sender_1})
 """
@@ -21,7 +20,7 @@ ROLES: tuple[Role, ...] = ("target", "draft")
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """The name of a tensor's dtype as manifests write it: ``bfloat16``."""
+    """Name of a tensor's dtype as in manifests: ``bfloat16``."""
     return _name_of(tensor.dtype)
 
 
@@ -33,7 +32,7 @@ def _name_of(dtype: torch.dtype) -> str:
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """uint8 [nbytes] of the tensor in row-major order: a view of a contiguous tensor, a copy of any other."""
     row = tensor.detach().contiguous()
-    # Not view(-1): a dimension of size 1 may keep a stride of its own, which then could not be viewed as bytes.
+    # Not view(-1): a dimension of size 1 may keep an odd stride, which cannot be viewed as bytes.
     return row.as_strided((row.numel(),), (1,)).view(torch.uint8)
 
 
@@ -45,12 +44,12 @@ def digest_tensors(items: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def hash_tensor(spec: TensorSpec, tensor: torch.Tensor) -> bytes:
-    """A tensor's hash. It may be strided and on any device."""
+    """Hash of a tensor, which may be strided and on any device."""
     return _header(spec) + xxhash.xxh3_128_digest(flat_bytes(tensor).cpu().numpy().data)
 
 
 def hashes_by_role(manifest: Manifest, contents: Mapping[str, bytes]) -> dict[Role, dict[str, bytes]]:
-    """The hashes of tensors of the manifest, by role and name. ``contents``: xxh3_128 of the bytes of each."""
+    """Hashes of the manifest's tensors, by role and name. ``contents``: xxh3_128 of each one's bytes."""
     hashes: dict[Role, dict[str, bytes]] = {role: {} for role in ROLES}
     for spec in manifest:
         if spec.name in contents:
@@ -59,7 +58,7 @@ def hashes_by_role(manifest: Manifest, contents: Mapping[str, bytes]) -> dict[Ro
 
 
 def combine_hashes(hashes: Mapping[str, bytes]) -> str:
-    """The digest of tensors whose hashes are known, by name."""
+    """Digest from the hashes of tensors, by name."""
     return xxhash.xxh3_128_hexdigest(b"".join(hashes[name] for name in sorted(hashes)))
 
 

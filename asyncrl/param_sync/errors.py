@@ -1,16 +1,16 @@
-"""The one error of a sync session: it says where in the session, at whom, and with which weights it happened."""
+"""Errors of a sync session: the phase, the failed party and the version of the weights."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from asyncrl.sample import PolicyVersion
+from asyncrl.types.versions import PolicyVersion
 
-ALL_REPLICAS = "all replicas"  # `SyncError.who` when none is left
+ALL_REPLICAS = "all replicas"  # `SyncError.who` when no replica is left
 
 
 class BucketKey(NamedTuple):
-    """Names one bucket, unique over the life of a run."""
+    """Identifies a bucket, unique within a run."""
 
     session: str
     sender: int
@@ -21,9 +21,9 @@ class BucketKey(NamedTuple):
 
 
 class SyncError(RuntimeError):
-    """A phase of a sync session failed. ``who`` is a replica or a sender; it crosses process borders by pickle.
+    """A phase of a sync session failed. ``who``: a replica or a sender. It crosses processes by pickle.
 
-    Whoever raises it fills in what it knows; the others on its way add the rest with `located`.
+    The raiser fills in what it knows; callers add the rest with `located`.
     """
 
     def __init__(
@@ -40,5 +40,5 @@ class SyncError(RuntimeError):
         return f"{', '.join(where)}: {self.message}"
 
     def located(self, who: str, version: PolicyVersion) -> SyncError:
-        """The same error, with what was left open filled in."""
+        """The same error with the missing fields filled in."""
         return SyncError(self.phase, self.who or who, self.version or version, self.bucket, self.message)

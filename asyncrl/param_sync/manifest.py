@@ -1,4 +1,4 @@
-"""What a sync session will send: names, shapes, dtypes and roles, known before any data moves."""
+"""Manifest of a sync session: names, shapes, dtypes and roles of all tensors, known before any data moves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 Role = Literal["target", "draft"]
 
-#: bytes of one element; these names cross process and environment borders instead of library dtypes
+#: bytes per element; these names cross processes and environments instead of library dtypes
 DTYPE_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -27,12 +27,12 @@ DTYPE_BYTES = {
 
 
 class ManifestError(ValueError):
-    """Sender and receiver do not agree on what is to be sent. Raised at plan time, before anything is paused."""
+    """Sender and replica disagree about the tensors. Raised in phase plan, before anything is paused."""
 
 
 class TensorSpec(NamedTuple):
-    """One tensor as its safetensors file names it. ``tied_to`` names the tensor whose storage it shares: such a tensor
-    is listed, so that nobody misses it, but not sent."""
+    """One tensor, named as in its safetensors file. ``tied_to``: the tensor whose storage it shares; a tied tensor is
+    listed, so that receivers know of it, but not sent."""
 
     name: str
     dtype: str
@@ -49,14 +49,14 @@ _ADAPTER_SEGMENTS = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_emb
 
 
 def is_adapter(name: str) -> bool:
-    """Whether it names a LoRA tensor, with or without an adapter's name in it (``q_proj.lora_A.default.weight``)."""
+    """True for a LoRA tensor, with or without the adapter's name in it (``q_proj.lora_A.default.weight``)."""
     return "lora_" in name and not _ADAPTER_SEGMENTS.isdisjoint(name.split("."))
 
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """A LoRA adapter: a target module's weight [out, in] is used as ``weight + alpha / r · B @ A``, with A [r, in] and
-    B [out, r]. ``target_modules`` are whole ends of module paths: ``q_proj`` means this module of every layer."""
+    """A LoRA adapter: the effective weight [out, in] of a target module is ``weight + alpha / r · B @ A``, with A [r,
+    in] and B [out, r]. ``target_modules`` match ends of module paths: ``q_proj`` is this module in every layer."""
 
     name: str
     r: int
@@ -67,7 +67,9 @@ class AdapterSpec:
     def __post_init__(self) -> None:
         if self.r < 1 or not self.target_modules:
             found = f"r {self.r} and target modules {list(self.target_modules)}"
-            raise ManifestError(f"adapter {self.name}: a rank of at least 1 and a target module, found {found}")
+            raise ManifestError(
+                f"adapter {self.name}: expected a rank of at least 1 and a target module, found {found}"
+            )
 
     def targets(self, module: str) -> bool:
         return any(f".{module}".endswith(f".{target}") for target in self.target_modules)
@@ -75,8 +77,8 @@ class AdapterSpec:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All tensors of a session, in the order in which they are exported. ``adapter``: what its adapter tensors make up
-    together, None without any. ``frozen_draft``: beside an adapter, whether the draft is as frozen as the base."""
+    """All tensors of a session, in export order. ``adapter``: the adapter that its LoRA tensors form, None without any.
+    ``frozen_draft``: with an adapter, whether the draft is frozen like the base."""
 
     tensors: tuple[TensorSpec, ...]
     adapter: AdapterSpec | None = None
@@ -86,10 +88,10 @@ class Manifest:
         names = [t.name for t in self.tensors]
         if len(set(names)) != len(names):
             twice = sorted({n for n in names if names.count(n) > 1})
-            raise ManifestError(f"a manifest names each tensor once; named twice: {', '.join(twice[:4])}")
+            raise ManifestError(f"expected each tensor once in a manifest, found twice: {', '.join(twice[:4])}")
         for t in self.tensors:
             if t.dtype not in DTYPE_BYTES:
-                raise ManifestError(f"{t.name}: dtype {t.dtype!r} is not one that travels ({', '.join(DTYPE_BYTES)})")
+                raise ManifestError(f"{t.name}: expected a dtype of {', '.join(DTYPE_BYTES)}; found {t.dtype!r}")
 
     def __iter__(self) -> Iterator[TensorSpec]:
         return iter(self.tensors)
@@ -106,11 +108,11 @@ class Manifest:
 
     @property
     def sends_base(self) -> bool:
-        """Whether any weight of the target itself is sent, beside adapter and draft."""
+        """True if any weight of the target itself is sent, apart from adapter and draft."""
         return any(t.role == "target" and not is_adapter(t.name) for t in self.sent())
 
     def without_base(self) -> Manifest:
-        """What training changes: the adapter, and a draft that is not frozen. For replicas that hold the rest."""
+        """The part that training changes, for replicas that hold the rest: adapter, and draft unless frozen."""
         changing = (t for t in self if is_adapter(t.name) or (t.role == "draft" and not self.frozen_draft))
         return Manifest(tuple(changing), self.adapter, self.frozen_draft)
 

@@ -1,8 +1,8 @@
-"""Where canonical tensor names belong in an engine's live model, and under which names its loader takes them.
+"""Resolution of canonical tensor names to an engine's live parameters and its loader's names.
 
 Senders name tensors as the checkpoint's safetensors files do. A live model has other parameters: several projections
 packed into one, all experts of a layer fused into one, modules wrapped by LoRA layers (``q_proj.base_layer.weight``),
-names that share storage. All of it is settled here from names, dtypes and shapes, before anything is paused.
+names that share storage. Everything is resolved from names, dtypes and shapes, before anything is paused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PACKED: Mapping[str, Sequence[str]] = {
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
 
-#: parameter below ``experts`` that holds all experts → the parts of each; without ``{leaf}`` it holds their ``weight``
+#: parameter below ``experts`` that holds all experts → parts of each expert; without ``{leaf}``, their ``weight``
 FUSED_EXPERTS: Mapping[str, Sequence[str]] = {
     "w13_{leaf}": ("gate_proj", "up_proj"),
     "w2_{leaf}": ("down_proj",),
@@ -39,24 +39,24 @@ _ONE_EXPERT = re.compile(r"((?:.+\.)?experts)\.(\d+)\.([^.]+)\.([^.]+)")
 
 #: ``whole``: all of its owner · ``packed``: a part of it · ``expert``: a part of one expert of it · ``fused``: all
 #: experts of it, in the checkpoint's layout · ``tied``: comes with the tensor it is tied to · ``adapter``: a LoRA
-#: tensor · ``ignored``: nothing here wants it
+#: tensor · ``ignored``: not used here
 Kind = Literal["whole", "packed", "expert", "fused", "tied", "adapter", "ignored"]
 
 
 class LiveTensor(NamedTuple):
-    """A live parameter, as whole as the checkpoint has it. ``None``: not to be compared with what is sent (quantised;
-    sharded, padded or transposed in a way that does not say what the whole is)."""
+    """A live parameter with the checkpoint's whole shape. ``None``: not comparable with the sent tensor (quantised, or
+    sharded, padded or transposed so that the whole is unknown)."""
 
     dtype: str | None
     shape: tuple[int, ...] | None
 
 
 class Resolved(NamedTuple):
-    """What becomes of one tensor of the manifest.
+    """Resolution of one tensor of the manifest.
 
     ``load_as``: the name for the engine's own loader; None if there is nothing to load. ``owner``: the live parameter
-    that holds the data; None for what the live model does not hold itself. ``source``: the sent tensor with the data,
-    another than ``name`` for a tied one. ``part`` (as ``q_proj``) and ``expert`` say which piece of the owner it is.
+    that holds the data; None if the live model does not hold it. ``source``: the sent tensor with the data, which
+    differs from ``name`` for a tied one. ``part`` (like ``q_proj``) and ``expert`` name the piece of the owner.
     """
 
     name: str
@@ -76,8 +76,8 @@ class NamePlan:
     tensors: tuple[Resolved, ...]
 
     def loads(self) -> dict[str, tuple[str, ...]]:
-        """Sent tensor → the names under which the engine's loader takes it: two if it also fills a tied tensor that
-        has storage of its own here. Adapter tensors are not among them."""
+        """Sent tensor → its names for the engine's loader: two if it also fills a tied tensor that has its own storage
+        here. Without adapter tensors."""
         loads: dict[str, tuple[str, ...]] = {}
         for t in self.tensors:
             if t.load_as is not None and t.kind != "adapter":
@@ -89,7 +89,7 @@ class NamePlan:
 
 
 def wrap(name: str) -> str:
-    """The leaf's name once a LoRA layer wraps its module: ``q_proj.weight`` → ``q_proj.base_layer.weight``."""
+    """The leaf's name inside a LoRA layer that wraps its module: ``q_proj.weight`` → ``q_proj.base_layer.weight``."""
     module, dot, leaf = name.rpartition(".")
     return f"{module}{dot}{_BASE_LAYER}.{leaf}"
 
@@ -102,24 +102,24 @@ def unwrap(name: str) -> str:
 
 
 class NameResolver:
-    """Resolves canonical names against one live model (a separate draft model has a resolver of its own). ::
+    """Resolves canonical names against one live model (a separate draft model has its own resolver). ::
 
         resolver = NameResolver({"model.layers.0.self_attn.qkv_proj.weight": LiveTensor("bfloat16", (96, 64)), ...})
         loads = resolver.resolve(manifest).loads()
         model.load_weights((name, tensor) for name in loads["model.layers.0.self_attn.q_proj.weight"])
 
     ``live``: every parameter by its live name, and every buffer that the checkpoint holds.
-    ``packed``, ``experts``: what the model packs, as data; they decide where a name belongs and never change it.
+    ``packed``, ``experts``: what the model packs; they decide where a name belongs and never change it.
     ``ties``: live name → the live parameter whose storage it shares.
-    ``ignore``: live names that need no data here, as buffers; and names that are not live and to which nothing is
-    done, as those of storage that another model's resolver sees to.
-    ``expects_base_layer``: whether the engine's loader wants ``base_layer`` in the names of wrapped modules' tensors;
-    where it is not the same for all of them, by live name.
-    ``num_experts``: experts of a layer in the checkpoint, if a fused parameter holds fewer (expert parallelism) or
-    more (redundant experts); None: as many as its dim 0 or, where that is unknown, as the highest one sent says.
-    ``rename``: canonical name → live name, where modules sit elsewhere in the live model; None for a name that belongs
-    nowhere in it. Used to find the owner only.
-    ``drops``: names that the engine's loader leaves out, as buffers that it computes itself.
+    ``ignore``: live names that need no data, such as buffers; and names that are not live and are skipped, such as
+    storage that another model's resolver covers.
+    ``expects_base_layer``: whether the engine's loader expects ``base_layer`` in the names of wrapped modules' tensors,
+    as a function of the live name where modules differ.
+    ``num_experts``: experts per layer in the checkpoint, if a fused parameter holds fewer (expert parallelism) or more
+    (redundant experts); None: the size of its dim 0 or, if that is unknown, the highest sent expert plus one.
+    ``rename``: canonical name → live name, where the live model nests modules differently; None for a name that it does
+    not have. Used only to find the owner.
+    ``drops``: names that the engine's loader skips, such as buffers that it computes itself.
 
     Raises ValueError if a tie leads to a name that is not live, or is tied itself.
     """
@@ -145,7 +145,7 @@ class NameResolver:
         self._rename, self._drops = rename or (lambda name: name), drops or (lambda name: False)
         astray = [f"{n} → {to}" for n, to in self._ties.items() if to not in self._live or to in self._ties]
         if astray:
-            raise ValueError(f"a tie leads to a live parameter that is not tied itself, found {_some(astray)}")
+            raise ValueError(f"expected ties to live parameters that are not tied themselves, found {_some(astray)}")
         names = [*self._live, *self._ties]
         self._wrapped = {name for name in names if unwrap(name) != name}
         self._by_bare = {unwrap(name): name for name in names} | {name: name for name in names}
@@ -157,11 +157,11 @@ class NameResolver:
         self._longest_part = max((part.count(".") + 1 for part in self._packed), default=0)
 
     def resolve(self, tensors: Iterable[TensorSpec], partial: bool = False) -> NamePlan:
-        """Say what becomes of each tensor. ``partial``: live parameters that nothing feeds are allowed (a frozen base
-        of which only adapters travel); half-fed ones never are.
+        """Resolve each tensor. ``partial``: allows live parameters that no tensor feeds (a frozen base of which only
+        adapters travel), but never half-fed ones.
 
-        Raises ManifestError, one for all: unknown names, parameters without data, missing parts or experts, clashes
-        of dtype or shape.
+        Raises one ManifestError for all problems: unknown names, parameters without data, missing parts or experts,
+        clashes of dtype or shape.
         """
         specs = list(tensors)
         sent = {spec.name for spec in specs if spec.tied_to is None}
@@ -169,17 +169,17 @@ class NameResolver:
         feeds: dict[str, list[_Feed]] = {}
         problems = _Problems()
         for spec in specs:
-            place = self._place(spec.name)
-            entry = self._entry(spec, place)
+            location = self._locate(spec.name)
+            entry = self._entry(spec, location)
             if entry is None:
                 problems.unknown.append(spec.name)
                 continue
             resolved.append(entry)
-            if place is None or entry.load_as is None:
+            if location is None or entry.load_as is None:
                 continue
             if entry.source not in sent:
                 problems.clashes.append(f"{spec.name}: tied to {entry.source}, which is not sent")
-            feeds.setdefault(self._holder(place.live), []).append(_Feed(place, spec))
+            feeds.setdefault(self._holder(location.live), []).append(_Feed(location, spec))
         for owner, fed in feeds.items():
             self._check(owner, fed, problems)
         if not partial:
@@ -188,9 +188,9 @@ class NameResolver:
         return NamePlan(tuple(resolved))
 
     def wants(self, name: str) -> bool:
-        """Whether the name belongs somewhere in the live model where data is needed."""
-        place = self._place(name)
-        return place is not None and place.kind != "adapter" and place.live not in self._ignore
+        """True if the name belongs to a live parameter that needs data."""
+        location = self._locate(name)
+        return location is not None and location.kind != "adapter" and location.live not in self._ignore
 
     def _holder(self, live: str) -> str:
         return self._ties.get(live, live)
@@ -198,70 +198,74 @@ class NameResolver:
     def _needs_data(self, live: str) -> bool:
         return not (live in self._ties or live in self._ignore or is_adapter(live))
 
-    def _entry(self, spec: TensorSpec, place: _Place | None) -> Resolved | None:
+    def _entry(self, spec: TensorSpec, location: _Location | None) -> Resolved | None:
         """None if the name is unknown."""
         name, role, source = spec.name, spec.role, spec.tied_to or spec.name
         if spec.tied_to is not None:
-            other = self._place(spec.tied_to)
-            if place is None or place.live in self._ignore or (other and self._piece(place) == self._piece(other)):
-                holds = place or other
+            other = self._locate(spec.tied_to)
+            if (
+                location is None
+                or location.live in self._ignore
+                or (other and self._piece(location) == self._piece(other))
+            ):
+                holds = location or other
                 return Resolved(name, None, self._holder(holds.live) if holds else None, role, "tied", source)
-        if place is not None:
-            owner, load_as = self._holder(place.live), self._load_as(name, place)
-            return Resolved(name, load_as, owner, role, place.kind, source, place.part, place.expert)
+        if location is not None:
+            owner, load_as = self._holder(location.live), self._load_as(name, location)
+            return Resolved(name, load_as, owner, role, location.kind, source, location.part, location.expert)
         if is_adapter(name):
             return Resolved(name, name, None, role, "adapter", source)
         ignored = name in self._ignore or self._rename(name) in self._ignore or self._drops(name)
         return Resolved(name, None, None, role, "ignored", source) if ignored else None
 
-    def _piece(self, place: _Place) -> tuple[str, int | None, str | None]:
-        return self._holder(place.live), place.expert, place.part
+    def _piece(self, location: _Location) -> tuple[str, int | None, str | None]:
+        return self._holder(location.live), location.expert, location.part
 
-    def _load_as(self, name: str, place: _Place) -> str:
-        if place.kind == "adapter":
+    def _load_as(self, name: str, location: _Location) -> str:
+        if location.kind == "adapter":
             return name
         bare = unwrap(name)
-        # A tensor of all experts is no leaf of the module that is wrapped: loaders find its parameter themselves.
-        if _all_experts(bare) or place.live not in self._wrapped or not self._expects_base_layer(place.live):
+        # A tensor of all experts is not a leaf of the wrapped module: loaders find its parameter themselves.
+        if _all_experts(bare) or location.live not in self._wrapped or not self._expects_base_layer(location.live):
             return bare
         return wrap(bare)
 
-    def _place(self, name: str) -> _Place | None:
-        """Where the name belongs, or None. A live name comes first: no rule rewrites it."""
+    def _locate(self, name: str) -> _Location | None:
+        """Location of the name in the live model, or None. A live name comes first: no rule rewrites it."""
         if is_adapter(name):
-            return _Place(name, "adapter") if name in self._live else None
+            return _Location(name, "adapter") if name in self._live else None
         renamed = self._rename(name)
         if renamed is None:
             return None
         bare = unwrap(renamed)
         live = self._by_bare.get(renamed) or self._by_bare.get(bare)
         if live is not None:
-            return _Place(live, "whole")
-        return self._packed_place(bare) or self._expert_place(bare)
+            return _Location(live, "whole")
+        return self._locate_packed(bare) or self._locate_expert(bare)
 
-    def _packed_place(self, name: str) -> _Place | None:
+    def _locate_packed(self, name: str) -> _Location | None:
         *module, leaf = name.split(".")
         for n in range(1, min(self._longest_part, len(module)) + 1):
             part = ".".join(module[-n:])
             for owner, parts in self._packed.get(part, ()):
                 live = self._by_bare.get(".".join([*module[:-n], owner, leaf]))
                 if live is not None:
-                    return _Place(live, "packed", parts, part)
+                    return _Location(live, "packed", parts, part)
         return None
 
-    def _expert_place(self, name: str) -> _Place | None:
+    def _locate_expert(self, name: str) -> _Location | None:
         if one := _ONE_EXPERT.fullmatch(name):
             module, index, part, leaf = one.groups()
             for owner, parts in self._experts.items():
                 live = self._fused(module, owner, leaf) if part in parts else None
                 if live is not None:
-                    return _Place(live, "expert", parts, part, int(index))
+                    return _Location(live, "expert", parts, part, int(index))
         elif _all_experts(name):
             module, _, layout = name.rpartition(".")
             for owner, parts in self._experts.items():
                 live = self._fused(module, owner, "weight") if parts == self._experts.get(layout) else None
                 if live is not None:
-                    return _Place(live, "fused")
+                    return _Location(live, "fused")
         return None
 
     def _fused(self, experts: str, owner: str, leaf: str) -> str | None:
@@ -270,20 +274,20 @@ class NameResolver:
         return self._by_bare.get(f"{experts}.{owner.replace(_LEAF, leaf)}")
 
     def _check(self, owner: str, fed: list[_Feed], problems: _Problems) -> None:
-        """Whether what feeds one live parameter is all of it, once, and of its dtype and shape."""
+        """Check that one live parameter is fed completely, once, with its dtype and shape."""
         held = self._live[owner]
         pieces: _Pieces = {}
-        for place, spec in fed:
-            first = pieces.setdefault((place.expert, place.part), spec)
+        for location, spec in fed:
+            first = pieces.setdefault((location.expert, location.part), spec)
             if first is not spec:
                 problems.clashes.append(f"{owner}: fed by {first.name} and by {spec.name}")
-            shape = held.shape if place.kind in ("whole", "adapter") else None
+            shape = held.shape if location.kind in ("whole", "adapter") else None
             if held.dtype not in (None, spec.dtype) or shape not in (None, spec.shape):
                 sent, here = _describe(spec.dtype, None if shape is None else spec.shape), _describe(held.dtype, shape)
                 problems.clashes.append(f"{spec.name}: sent as {sent}, {owner} holds {here}")
         whole = pieces.get((None, None))
         if whole is None:
-            self._check_pieces(owner, fed[0].place.parts, pieces, problems)
+            self._check_pieces(owner, fed[0].location.parts, pieces, problems)
         elif len(pieces) > 1:
             problems.clashes.append(f"{owner}: fed whole by {whole.name}, and in parts")
 
@@ -313,8 +317,8 @@ class NameResolver:
         return range(self._num_experts or (shape[0] if shape else max(sent) + 1))
 
 
-class _Place(NamedTuple):
-    """Where a name belongs: ``live`` is the parameter, ``parts`` all that it is packed of."""
+class _Location(NamedTuple):
+    """Location of a name: ``live``: the parameter; ``parts``: all parts packed in it."""
 
     live: str
     kind: Kind
@@ -324,11 +328,11 @@ class _Place(NamedTuple):
 
 
 class _Feed(NamedTuple):
-    place: _Place
+    location: _Location
     spec: TensorSpec
 
 
-#: (expert, part) → what is sent for it
+#: (expert, part) → the tensor sent for it
 _Pieces = dict[tuple[int | None, str | None], TensorSpec]
 
 
@@ -355,13 +359,13 @@ class _Problems:
 
 
 def _all_experts(name: str) -> bool:
-    """Whether it is a parameter of an ``experts`` module itself, and so holds all of them."""
+    """True for a parameter of an ``experts`` module itself, which holds all experts."""
     module = name.rpartition(".")[0]
     return module == "experts" or module.endswith(".experts")
 
 
 def _fill(shapes: Sequence[tuple[int, ...]], room: tuple[int, ...]) -> bool:
-    """Whether parts of these shapes, put together along dim 0, have the shape ``room``."""
+    """True if parts of these shapes, concatenated along dim 0, have the shape ``room``."""
     return (sum(shape[0] for shape in shapes),) == room[:1] and all(shape[1:] == room[1:] for shape in shapes)
 
 

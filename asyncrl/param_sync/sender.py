@@ -1,8 +1,8 @@
-"""The sending half of a sync session, in a trainer rank's process and thread.
+"""Sender of a sync session, in a trainer rank's process and thread.
 
 ::
 
-    sender = Sender("trainer/0", SharedMemoryWriter(0, bucket_bytes))  # once per run; a rank that yields nothing: None
+    sender = Sender("trainer/0", writer)  # once per run; writer None for a rank that exports nothing
     sender.open(plan)
     report = sender.send(backend.export())
 """
@@ -16,20 +16,20 @@ from typing import Any
 
 import torch
 
+from asyncrl.observability.telemetry.recorder import now_s
 from asyncrl.param_sync.buckets import pack
 from asyncrl.param_sync.digest import ROLES, combine_hashes, dtype_name, hashes_by_role
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.manifest import Manifest, Role
 from asyncrl.param_sync.transports.base import Address, BucketWriter, NoReaders
-from asyncrl.sample import PolicyVersion
-from asyncrl.telemetry.recorder import now_s
+from asyncrl.types.versions import PolicyVersion
 
 
 @dataclass(frozen=True)
 class SendPlan:
-    """What a sender is told of a session. ``readers`` are those that have connected, by name; one that is silent for
-    ``stall_s`` is dropped, so that the others still make the ``deadline_s`` of the whole transfer. ``keep``: readers
-    come back to the buckets later (staging ``full``)."""
+    """A session as a sender must know it. ``readers``: names of those that have connected; one that is silent for
+    ``stall_s`` is dropped, so that the others still meet the ``deadline_s`` of the whole transfer. ``keep``: readers
+    need the buckets again later (staging ``full``)."""
 
     session: str
     version: PolicyVersion
@@ -43,9 +43,9 @@ class SendPlan:
 
 @dataclass(frozen=True)
 class SendReport:
-    """What one sender sent. ``hashes``: of each of its tensors by role and name, joined over all senders they give the
-    digests. ``dropped``: readers that it lost, and why. Without any reader left nothing is hashed. ``ceiling``: bytes
-    per second of the bare link, if its transport has measured it."""
+    """Result of one sender. ``hashes``: of its tensors by role and name; those of all senders together give the
+    digests. ``dropped``: lost readers and the reasons. Once no reader is left, nothing is hashed. ``ceiling``: speed of
+    the bare link in bytes per second, if its transport measured it."""
 
     nbytes: int = 0
     seconds: float = 0.0
@@ -59,7 +59,7 @@ class SendReport:
 
 
 class Sender:
-    """Sends what an export yields. ``abort`` may be called from any thread, the rest from the rank's own."""
+    """Sends the tensors of an export. ``abort`` may be called from any thread, the rest from the rank's own."""
 
     def __init__(self, name: str, writer: BucketWriter | None) -> None:
         self._name, self._writer = name, writer
@@ -67,24 +67,24 @@ class Sender:
 
     @property
     def address(self) -> Address | None:
-        """Where readers connect; None for a rank that sends nothing."""
+        """Address for the readers; None for a rank that sends nothing."""
         return None if self._writer is None else self._writer.address
 
     def open(self, plan: SendPlan) -> None:
-        """Join a session: welcome its readers."""
+        """Join a session: admit its readers."""
         self._plan = plan
         if self._writer is not None:
-            with contextlib.suppress(NoReaders):  # `send` still has to drive the export
+            with contextlib.suppress(NoReaders):  # `send` must still drive the export
                 self._writer.open(plan.session, plan.readers, plan.deadline_s, plan.stall_s, plan.keep)
 
     def send(self, export: Iterator[tuple[str, torch.Tensor]]) -> SendReport:
-        """Send all of ``export``, which is driven to its end whatever happens: other ranks may wait in its collectives.
+        """Send all of ``export``, which always runs to its end: other ranks may wait in its collectives.
 
-        Readers that fail are dropped and reported. Raises SyncError if the export does not keep to the manifest, and
-        what the export itself raises."""
+        Failed readers are dropped and reported. Raises SyncError if the export does not match the manifest, and any
+        exception of the export itself."""
         plan, started_s, nbytes = self._plan, now_s(), 0
         if plan is None:
-            raise RuntimeError(f"{self._name}: send() without an open plan; call open(plan) first, once per send")
+            raise RuntimeError(f"{self._name}: expected open(plan) before each send(), found none")
         self._plan = None
         export = iter(export)
         try:
@@ -93,7 +93,7 @@ class Sender:
             contents: dict[str, bytes] = {}
             try:
                 tensors, writer = self._checked(export, plan), self._writer
-                for filled in pack(tensors, writer.buffer, plan.checksum, contents.__setitem__, writer.loose_from):
+                for filled in pack(tensors, writer.buffer, plan.checksum, contents.__setitem__, writer.zero_copy_from):
                     writer.publish(filled)
                     nbytes += sum(part.nbytes for part in filled.parts)
                 writer.finish()
@@ -109,7 +109,7 @@ class Sender:
         return SendReport(nbytes, now_s() - started_s, hashes, dropped, self._writer.ceiling)
 
     def abort(self, session: str) -> None:
-        """End a session that others gave up: its readers are dropped, `send` comes to its end without them."""
+        """End a session that was given up: its readers are dropped, `send` finishes without them."""
         if self._writer is not None:
             self._writer.abort(session)
 
@@ -122,7 +122,7 @@ class Sender:
         for name, tensor in export:
             spec = specs.pop(name, None)
             if spec is None:
-                problem = "which its manifest does not send, or not again"
+                problem = "which its manifest does not send, or not twice"
             elif tensor.shape != spec.shape or dtype_name(tensor) != spec.dtype:
                 problem = f"where its manifest says {spec.dtype}{list(spec.shape)}"
             else:

@@ -5,11 +5,11 @@
     staging bucket   plan → pause → unload → transfer → verify → commit → reload → resume
     staging full     plan → transfer → pause → unload → load → verify → commit → reload → resume
 
-The transfer is common to all replicas, the rest goes at the pace of each. With staging ``full`` it fills a copy on the
-replicas' hosts while they generate: the senders are free after it, the pauses are short, and the replicas may change
-over one by one (``rollout_update: rolling``). Who fails is evicted and no longer called; the others go on. What stops
-the session as a whole: a manifest that does not fit (before anything is paused), a sender's failure, and having no
-replica left.
+The transfer is common to all replicas; each goes through the other phases at its own pace. With staging ``full`` the
+transfer fills a copy on the replicas' hosts while they generate: the senders are free afterwards, pauses are short, and
+replicas may change over one by one (``rollout_update: rolling``). A replica that fails is evicted and no longer called;
+the others go on. The session as a whole fails if the manifest does not fit (before anything is paused), if a sender
+fails, or if no replica is left.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from asyncrl.config.schema import ParamSyncConfig
+from asyncrl.observability.telemetry.recorder import Recorder, now_s
 from asyncrl.param_sync.digest import ROLES, combine_hashes
 from asyncrl.param_sync.errors import ALL_REPLICAS, SyncError
 from asyncrl.param_sync.fleet import Fleet
-from asyncrl.param_sync.handles import (
+from asyncrl.param_sync.manifest import Manifest, ManifestError, Role
+from asyncrl.param_sync.sender import SendPlan, SendReport
+from asyncrl.param_sync.session_protocol import (
     KVMode,
     PauseMode,
     ReceivePlan,
-    ReplicaHandle,
-    SenderHandle,
+    ReplicaSession,
+    SenderSession,
     Staging,
 )
-from asyncrl.param_sync.manifest import Manifest, ManifestError, Role
-from asyncrl.param_sync.sender import SendPlan, SendReport
-from asyncrl.sample import PolicyVersion
-from asyncrl.telemetry.recorder import Recorder, now_s
+from asyncrl.types.versions import PolicyVersion
 
 T = TypeVar("T")
 
-_LAST_WORDS_S = 1.0  # for a replica that a sender dropped to say why, and for a sender to hear that all is over
+_LAST_WORDS_S = 1.0  # for a dropped replica to report its error, and for a sender to receive an abort
 PHASES = ("plan", "pause", "unload", "transfer", "load", "verify", "commit", "reload", "resume")
 
 
 @dataclass
 class SyncReport:
-    """What a session did. ``seconds``: by phase, from when the first replica entered it until the last one left it, so
-    the phases may overlap. ``held_requests``: those that the pause cut, kept or waited for. ``freed_bytes``: of KV
-    cache, by replica. ``paused_s``: by replica. ``evicted``: by replica, why. ``ceiling``: bytes per second of the
-    slowest link, if all senders have measured theirs."""
+    """Result of a session. ``seconds``: by phase, from the first replica's entry to the last one's exit, so phases may
+    overlap. ``held_requests``: requests that the pause aborted, kept or waited for. ``freed_bytes``: of KV cache, by
+    replica. ``paused_s``: by replica. ``evicted``: errors by replica. ``ceiling``: speed of the slowest link in bytes
+    per second, if all senders measured theirs."""
 
     session: str
     version: PolicyVersion
@@ -66,14 +66,14 @@ class SyncReport:
 
 class SyncSession:
     """Runs once. ``senders``: every trainer rank by name; ``config.pause`` must be a mode, not ``auto``; ``only``: the
-    replicas that take part (None: all of the fleet). ``on_sent`` is called when the senders are free again. ::
+    replicas that take part (None: the whole fleet). ``on_sent`` is called when the senders are free again. ::
 
     report = await SyncSession(senders, fleet, config.param_sync, recorder).run(PolicyVersion(0, 7))
     """
 
     def __init__(
         self,
-        senders: Mapping[str, SenderHandle],
+        senders: Mapping[str, SenderSession],
         fleet: Fleet,
         config: ParamSyncConfig,
         recorder: Recorder | None = None,
@@ -81,26 +81,28 @@ class SyncSession:
         on_sent: Callable[[], None] = lambda: None,
     ) -> None:
         if config.pause not in ("abort", "keep", "wait"):
-            raise ValueError(f"pause is {config.pause!r} where a sync session needs abort, keep or wait")
+            raise ValueError(
+                f"param_sync.pause: expected abort, keep or wait in a sync session, found {config.pause!r}"
+            )
         self._senders, self._fleet, self._config = dict(senders), fleet, config
         self._deadlines = config.deadlines
         self._recorder, self._on_sent = recorder or Recorder("sync"), on_sent
         self._full = config.staging == "full"
-        self._active: dict[str, ReplicaHandle] = {
-            name: handle for name, handle in fleet.handles.items() if only is None or name in only
+        self._active: dict[str, ReplicaSession] = {
+            name: session for name, session in fleet.sessions.items() if only is None or name in only
         }
-        self._served = dict(fleet.routable)  # what to go back to
+        self._served = dict(fleet.routable)  # versions to roll back to
         self._times: dict[str, tuple[float, float]] = {}
         self._pausing_since: dict[str, float] = {}
         self._receiving: dict[str, asyncio.Task[int]] = {}
-        self._readers: dict[str, tuple[str, ...]] = {}  # of each replica
+        self._readers: dict[str, tuple[str, ...]] = {}  # by replica
         self._dropped: dict[str, str] = {}
 
     async def run(self, version: PolicyVersion) -> SyncReport:
-        """Bring every replica of the fleet to ``version``.
+        """Move every replica of the fleet to ``version``.
 
-        Raises ManifestError if a replica's parameters are not those of the manifest (nothing was paused), and SyncError
-        if a sender fails or no replica is left. Then replicas whose weights are whole serve their old version again."""
+        Raises ManifestError if a replica's parameters do not match the manifest (nothing was paused), and SyncError if
+        a sender fails or no replica is left. Replicas whose weights are whole then serve their old version again."""
         started_s = now_s()
         self._version, self._session = version, f"{version}-{uuid.uuid4().hex[:12]}"
         self._report = SyncReport(self._session, version)
@@ -139,23 +141,23 @@ class SyncSession:
         staging: Staging = "full" if self._full else "bucket"
         plan = ReceivePlan(self._session, self._version, manifest, addresses, self._deadlines.plan_s, staging)
 
-        async def join(name: str, replica: ReplicaHandle) -> None:
+        async def join(name: str, replica: ReplicaSession) -> None:
             self._readers[name] = tuple(await self._call("plan", name, replica.plan(plan)))
 
         await self._each(join)
         return manifest
 
     async def _base_is_needed(self) -> bool:
-        """By a replica that is new, or lost it: then it travels to all, as one stream goes to all."""
+        """True if a replica is new or lost its base. It then travels to all, since they share one stream."""
         needed: list[bool] = []
 
-        async def ask(name: str, replica: ReplicaHandle) -> None:
+        async def ask(name: str, replica: ReplicaSession) -> None:
             needed.append(await self._call("plan", name, replica.needs_base()))
 
         await self._each(ask)
         return any(needed)
 
-    async def _quiesce(self, name: str, replica: ReplicaHandle) -> None:
+    async def _quiesce(self, name: str, replica: ReplicaSession) -> None:
         mode, kv, limit_s = cast(PauseMode, self._config.pause), cast(KVMode, self._config.kv), self._deadlines.pause_s
         self._pausing_since[name] = now_s()
         held = await self._call("pause", name, replica.pause(self._session, mode, limit_s))
@@ -164,9 +166,9 @@ class SyncSession:
         self._report.freed_bytes[name] = freed
 
     async def _change_over(self) -> None:
-        """From the copy on their hosts: all at once, or one after the other."""
+        """Staging ``full``: load the host copies, in all replicas at once or one after the other."""
 
-        async def change(name: str, replica: ReplicaHandle) -> None:
+        async def change(name: str, replica: ReplicaSession) -> None:
             await self._quiesce(name, replica)
             await self._call("load", name, replica.load(self._session))
             await self._adopt(name, replica)
@@ -178,12 +180,12 @@ class SyncSession:
             await self._each(change)
 
     async def _transfer(self, manifest: Manifest) -> None:
-        """Send to all active replicas; afterwards their receiving tasks are done or about to be."""
+        """Send to all active replicas; afterwards their receive calls are done or about to be."""
         limit_s = self._deadlines.transfer_s
         for name, replica in self._active.items():
             receive = self._call("transfer", name, replica.receive(self._session, limit_s))
             self._receiving[name] = asyncio.create_task(receive)
-        # A replica that stops costs half of the deadline, the other half is left to the others.
+        # A stalled replica costs half of the deadline; the other half is left to the others.
         plan = SendPlan(
             self._session,
             self._version,
@@ -211,7 +213,8 @@ class SyncSession:
         self._on_sent()
 
     async def _send(self, plan: SendPlan) -> list[SendReport]:
-        """Every sender's report; the first failure is raised at once: the others may wait in a collective for it."""
+        """Every sender's report. The first failure is raised at once: the other senders may wait for it in a
+        collective."""
         tasks = [
             asyncio.create_task(self._call("transfer", name, sender.send(plan)))
             for name, sender in self._senders.items()
@@ -222,9 +225,9 @@ class SyncSession:
             for task in tasks:
                 task.cancel()
 
-    async def _received(self, name: str, replica: ReplicaHandle) -> None:
+    async def _received(self, name: str, replica: ReplicaSession) -> None:
         if name in self._dropped:
-            # Its own account of the failure is the better one, if it lives to tell.
+            # The replica's own error is the better one, if it is still alive to report it.
             await asyncio.wait([self._receiving[name]], timeout=_LAST_WORDS_S)
             own = self._receiving[name].exception() if self._receiving[name].done() else None
             if not isinstance(own, SyncError) or own.bucket is None:
@@ -232,16 +235,18 @@ class SyncSession:
                 raise SyncError("transfer", name, self._version, None, f"{account}{self._dropped[name]}") from own
         await self._receiving[name]
 
-    async def _receive_and_adopt(self, name: str, replica: ReplicaHandle) -> None:
-        """In one step: who has all of it does not wait for the others, as generation is paused."""
+    async def _receive_and_adopt(self, name: str, replica: ReplicaSession) -> None:
+        """One step, so that a replica that has everything does not wait for the others: its generation is paused."""
         await self._received(name, replica)
         await self._adopt(name, replica)
 
-    async def _adopt(self, name: str, replica: ReplicaHandle) -> None:
+    async def _adopt(self, name: str, replica: ReplicaSession) -> None:
         digests = await self._call("verify", name, replica.verify(self._session))
         for role, sent in self._report.digests.items():
             if digests.get(role) != sent:
-                message = f"the {role}'s digest is {digests.get(role)}, the senders' is {sent}: other weights arrived"
+                message = (
+                    f"the {role}'s digest is {digests.get(role)}, the senders' is {sent}: different weights arrived"
+                )
                 raise SyncError("verify", name, self._version, None, message)
         await self._call("commit", name, replica.commit(self._session, self._version))
         await self._call("reload", name, replica.reload(self._session))
@@ -252,11 +257,11 @@ class SyncSession:
     # -- failure ------------------------------------------------------------------------------------------------------
 
     async def _each(
-        self, step: Callable[[str, ReplicaHandle], Awaitable[None]], names: Collection[str] | None = None
+        self, step: Callable[[str, ReplicaSession], Awaitable[None]], names: Collection[str] | None = None
     ) -> None:
-        """Run a step of all active replicas, or of these, side by side; those that fail are evicted."""
+        """Run a step for all active replicas, or for ``names``, concurrently; evict those that fail."""
 
-        async def guarded(name: str, replica: ReplicaHandle) -> None:
+        async def guarded(name: str, replica: ReplicaSession) -> None:
             try:
                 await step(name, replica)
             except SyncError as error:
@@ -280,10 +285,10 @@ class SyncSession:
             raise SyncError(phase, ALL_REPLICAS, self._version, None, f"no replica is left: {causes}")
 
     async def _roll_back(self) -> None:
-        """Give the session up everywhere. Who fails at that is out of service; the first error is the one to raise."""
+        """Abort the session everywhere. A replica that fails to abort is evicted; the original error is raised."""
         limit_s = self._deadlines.reload_s + self._deadlines.resume_s
 
-        async def release(name: str, replica: ReplicaHandle) -> None:
+        async def release(name: str, replica: ReplicaSession) -> None:
             try:
                 whole = await asyncio.wait_for(replica.abort(self._session), limit_s)
             except Exception as error:
@@ -292,13 +297,13 @@ class SyncSession:
             if name not in self._served:
                 return
             if whole is None:
-                message = "given up amid the transfer, its weights are of no version; the next sync sends them all"
+                message = "aborted during the transfer, its weights are of no version; the next sync sends them all"
                 self._fleet.evict(name, SyncError("transfer", name, self._version, None, message))
             else:
                 self._fleet.serve(name, whole)
 
-        async def dismiss(sender: SenderHandle) -> None:
-            with contextlib.suppress(Exception):  # one that hangs is told when it wakes
+        async def dismiss(sender: SenderSession) -> None:
+            with contextlib.suppress(Exception):  # one that hangs receives the call when it wakes
                 await asyncio.wait_for(sender.abort(self._session), _LAST_WORDS_S)
 
         releases = [release(name, replica) for name, replica in self._active.items()]
@@ -307,8 +312,8 @@ class SyncSession:
     # -- calls --------------------------------------------------------------------------------------------------------
 
     async def _call(self, phase: str, who: str, answer: Awaitable[T]) -> T:
-        """Await an answer of this phase until its deadline. Any failure becomes a SyncError that says where it was; a
-        ManifestError stays what it is."""
+        """Await a call of this phase within its deadline. Any failure becomes a SyncError with phase, party and
+        version, except ManifestError."""
         deadline_s: float = getattr(self._deadlines, f"{'transfer' if phase == 'load' else phase}_s")
         with self._timed(phase, who):
             try:

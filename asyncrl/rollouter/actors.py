@@ -1,38 +1,35 @@
-"""Engine replicas and the rollouter as Ray actors around their Ray-free cores."""
+"""Ray actors of the rollout pool: engine replicas and the rollouter, thin shells around Ray-free cores."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
-import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
 
 from asyncrl.config.checks import Derived
 from asyncrl.config.schema import Config
-from asyncrl.priority import never_interrupt
-from asyncrl.ray_client import ActorClient, ActorDied, Watched, first_leaf
-from asyncrl.rollouter.engine import Capabilities, EngineDied, EventBatch, Request
-from asyncrl.rollouter.fence import Owned
-from asyncrl.rollouter.pacing import Pace, keep_pace
-from asyncrl.sample_queue.messages import Recovery
-from asyncrl.telemetry.log import LogTo
-from asyncrl.telemetry.recorder import Batch, Recorder
+from asyncrl.cpu.priority import never_interrupt
+from asyncrl.observability.telemetry.log import LogConfig
+from asyncrl.observability.telemetry.recorder import Batch, Recorder
+from asyncrl.param_sync.session_protocol import answer
+from asyncrl.processes.actor_client import ActorClient, ActorDied, RestartableClient, SupervisedActor, first_leaf
+from asyncrl.rollouter.engine_lease import LeasedEngine
+from asyncrl.rollouter.engines.base import EngineDied, EventBatch, Request, Scheduling
+from asyncrl.rollouter.pacing import GenerationPacer, run_pacer
 
 log = logging.getLogger(__name__)
 
 
 @ray.remote
-class EngineReplicaActor(Watched):
-    """One engine in a process of its own: generation for the one rollouter that owns it, and a sync session's replica
-    side."""
+class EngineReplicaActor(SupervisedActor):
+    """One engine in its own process: generates for the rollouter that holds its lease, and receives weights."""
 
-    def __init__(self, config: Config, name: str, logs: LogTo | None = None) -> None:
+    def __init__(self, config: Config, name: str, logs: LogConfig | None = None) -> None:
         super().__init__(name, logs)
         never_interrupt()
         import torch
@@ -40,52 +37,52 @@ class EngineReplicaActor(Watched):
         torch.set_num_threads(config.rollout.engine.threads)
         self._config = config
         self._recorder = Recorder(name)
-        self._fence: Any = None
-        self._endpoint: Any = None
+        self._lease: Any = None
+        self._session: Any = None
 
-    async def start(self) -> Capabilities:
-        from asyncrl.param_sync.endpoint import ReplicaEndpoint
-        from asyncrl.rollouter.engines.make import make_engine
-        from asyncrl.rollouter.fence import Fence
+    async def start(self) -> None:
+        from asyncrl.param_sync.replica_session import EngineSession
+        from asyncrl.rollouter.engine_lease import EngineLease
+        from asyncrl.rollouter.engines.base import ENGINES
 
-        engine = await make_engine(self._config, self._recorder)
-        self._fence = Fence(engine)
-        self._endpoint = ReplicaEndpoint(self.name, engine, engine.intake(self.name, self._config.param_sync.transport))
+        engine = await ENGINES.find(self._config.rollout.engine.name).start(self._config, self._recorder)
+        self._lease = EngineLease(engine)
+        receiver = engine.weight_receiver(self.name, self._config.param_sync.transport)
+        self._session = EngineSession(self.name, engine, receiver)
         log.info("generates with the %s engine", self._config.rollout.engine.name)
-        return engine.capabilities()
 
-    async def sync(self, step: str, *args: Any) -> Any:
-        """One step of a sync session, see asyncrl.param_sync.handles.ReplicaHandle."""
-        with self._dying_with_its_engine():
-            return await getattr(self._endpoint, step)(*args)
+    async def sync(self, call: str, *args: Any) -> Any:
+        """A call of the replica's sync session, see `asyncrl.param_sync.session_protocol.ReplicaSession`."""
+        with self._exiting_if_engine_dies():
+            return await answer(self._session, call, *args)
 
-    async def attach(self, owner: str) -> None:
-        """From now on only ``owner`` may submit, abort and hear of events, see asyncrl.rollouter.fence."""
-        await self._fence.attach(owner)
+    # -- generation, for the holder of the lease: asyncrl.rollouter.engine_lease.FencedEngine ----------------------
 
-    async def submit(self, owner: str, requests: Sequence[Request]) -> None:
-        with self._dying_with_its_engine():
-            await self._fence.submit(owner, requests)
+    async def attach(self, token: int) -> None:
+        await self._lease.attach(token)
 
-    async def events(self, owner: str) -> EventBatch:
-        with self._dying_with_its_engine():
-            return await self._fence.events(owner)
+    async def submit(self, token: int, requests: Sequence[Request]) -> None:
+        with self._exiting_if_engine_dies():
+            await self._lease.submit(token, requests)
 
-    async def abort(self, owner: str, ids: Sequence[str]) -> None:
-        with self._dying_with_its_engine():
-            await self._fence.abort(owner, ids)
+    async def events(self, token: int) -> EventBatch:
+        with self._exiting_if_engine_dies():
+            return await self._lease.events(token)
 
-    async def set_width(self, owner: str, width: int | None) -> None:
-        with self._dying_with_its_engine():
-            await self._fence.set_width(owner, width)
+    async def abort(self, token: int, ids: Sequence[str]) -> None:
+        with self._exiting_if_engine_dies():
+            await self._lease.abort(token, ids)
+
+    async def set_scheduling(self, token: int, scheduling: Scheduling) -> None:
+        with self._exiting_if_engine_dies():
+            await self._lease.set_scheduling(token, scheduling)
 
     async def drain(self) -> Batch:
         return self._recorder.drain()
 
     @contextlib.contextmanager
-    def _dying_with_its_engine(self) -> Iterator[None]:
-        """An engine with processes of its own may lose one: then this actor ends, as if it had been killed, and is
-        started again like any other."""
+    def _exiting_if_engine_dies(self) -> Iterator[None]:
+        """Exit when the engine has lost one of its processes, so that the supervisor restarts the whole replica."""
         try:
             yield
         except EngineDied as death:
@@ -93,19 +90,12 @@ class EngineReplicaActor(Watched):
             os._exit(1)
 
 
-class SyncedReplica:
-    """A replica actor's side of a sync session: every step of it as a method."""
-
-    def __init__(self, replica: ActorClient) -> None:
-        self._replica = replica
-
-    def __getattr__(self, step: str) -> Callable[..., Awaitable[Any]]:
-        return functools.partial(self._replica.sync, step)
-
-
 @ray.remote
-class RollouterActor(Watched):
-    """The rollout loop, its router and its reward workers."""
+class RollouterActor(SupervisedActor):
+    """The rollout loop with its router and reward workers: ``start()``, then ``run()``.
+
+    ``queue`` (None: not started yet) and ``replicas`` are the current actors; `replace_queue` and `replace_replica`
+    name their successors. ``fencing_token`` grows with each rollouter of a run, see asyncrl.rollouter.engine_lease."""
 
     def __init__(
         self,
@@ -114,22 +104,25 @@ class RollouterActor(Watched):
         max_prompt_tokens: int,
         queue: Any,
         replicas: Mapping[str, Any],
-        logs: LogTo | None = None,
+        fencing_token: int,
+        logs: LogConfig | None = None,
     ):
         super().__init__("rollouter", logs)
         never_interrupt()
         self._config, self._derived, self._max_prompt_tokens = config, derived, max_prompt_tokens
         self._recorder = Recorder(self.name)
-        self._queue = ActorClient(queue, "queue")
-        self._owner = f"rollouter {uuid.uuid4().hex}"
-        self._replicas = {name: self._owned(name, handle) for name, handle in replicas.items()}
+        self._queue = RestartableClient(queue, "queue")
+        self._fencing_token = fencing_token
+        self._replicas = {name: self._leased(name, handle) for name, handle in replicas.items()}
         self._loop: Any = None
-        self._rolling: asyncio.Task[None] | None = None
+        self._rolling_out: asyncio.Task[None] | None = None
+        self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
+        """Load the tokenizer and prompts, start the reward workers, and serve requests from now on."""
         from asyncrl.data.order import PromptOrder
         from asyncrl.data.prompts import load_prompts
-        from asyncrl.rollouter.agent_loops.base import load_object
+        from asyncrl.rollouter.agents.base import find_agent_loop
         from asyncrl.rollouter.loop import RolloutLoop
         from asyncrl.rollouter.rewards.pool import RewardPool
         from asyncrl.rollouter.router import Router
@@ -138,8 +131,8 @@ class RollouterActor(Watched):
         from asyncrl.rollouter.validation import Validation
 
         config = self._config
-        tokenizer = PromptTokenizer(config.model.path, config.data.apply_chat_template)
-        agent_loop = load_object(config.rollout.agent_loop)(
+        tokenizer = PromptTokenizer(config.model.path, config.data.apply_chat_template, config.rollout.stop_token_ids)
+        agent_loop = find_agent_loop(config.rollout.agent_loop)(
             tokenizer, config.rollout.max_response_tokens, **config.rollout.agent_loop_args
         )
         prompts = load_prompts(config.data.train_files, config.data)
@@ -154,63 +147,55 @@ class RollouterActor(Watched):
         )
         self._validation = Validation(config, maker, self._recorder)
 
-        def new_loop(recovery: Recovery) -> RolloutLoop:
+        def new_loop() -> RolloutLoop:
             order = PromptOrder(prompts, config.seed, config.data.shuffle, config.data.epochs)
             return RolloutLoop(config, self._derived, order, maker, self._queue, self._recorder)  # type: ignore[arg-type]
 
         self._new_loop = new_loop
+        self._serving = asyncio.create_task(_unwrapped(self._router.run()))
         log.info("has %d prompts", len(prompts))
 
     async def run(self) -> None:
-        """Roll out until the queue is closed, and serve for as long as the actor lives."""
-        serving = asyncio.create_task(self._router.run())
-        try:
-            while True:
-                self._rolling = asyncio.create_task(self._roll())
-                # the router serves on when no more groups start: validation still asks it
-                await asyncio.wait({serving, self._rolling}, return_when=asyncio.FIRST_COMPLETED)
-                if serving.done():
-                    serving.result()
-                if not self._rolling.cancelled():
-                    self._rolling.result()
-        except ExceptionGroup as e:
-            raise first_leaf(e) from None
+        """Roll out until the queue is closed, through every `reset`. Raises the errors of the loop and of the router.
 
-    async def _roll(self) -> None:
-        """From where the queue is; does not return."""
-        recovery = await self._queue.recover()
-        self._loop = self._new_loop(recovery)
-        async with asyncio.TaskGroup() as tasks:
-            if self._config.rollout.pacing:
-                slots = self._config.rollout.engine.slots
+        The router keeps serving validation after this returns; `alive` raises its errors."""
+        assert self._serving is not None, "start() comes first"
+        while True:
+            self._rolling_out = asyncio.create_task(_unwrapped(self._roll_out()))
+            await asyncio.wait({self._serving, self._rolling_out}, return_when=asyncio.FIRST_COMPLETED)
+            if self._serving.done():
+                self._serving.result()
+            if not self._rolling_out.cancelled():  # else `reset` did it
+                return self._rolling_out.result()
 
-                def set_width(width: int | None) -> None:
-                    self._router.set_width(width)
-                    self._recorder.gauge("rollout/width", width or slots)
-
-                set_width(None)
-                pace = Pace(slots)
-                held_up_s = lambda loop=self._loop: loop.held_up_s
-                tasks.create_task(keep_pace(pace, self._queue, held_up_s, set_width))
-            tasks.create_task(self._loop.run(recovery))
-            await asyncio.Event().wait()
+    async def alive(self) -> None:
+        """Never returns. Raises the errors of the router."""
+        await (super().alive() if self._serving is None else asyncio.shield(self._serving))
 
     async def reset(self) -> None:
-        """The trainer went back to a checkpoint: what is in flight is put by, and starts again in its place."""
-        if self._loop is not None and self._rolling is not None:
+        """Restart the loop after a rollback of the trainer: snapshots in-flight groups and re-admits them."""
+        if self._loop is not None and self._rolling_out is not None:
             await self._loop.park()
-            self._rolling.cancel()
-            await asyncio.wait({self._rolling})
+            self._rolling_out.cancel()
+            await asyncio.wait({self._rolling_out})
 
     async def validate(self) -> dict[str, float]:
         return await self._validation.run(self._validation_prompts)
 
+    async def set_validation_first(self, first: bool) -> None:
+        """See `asyncrl.rollouter.router.Router.set_validation_first`."""
+        self._router.set_validation_first(first)
+
     async def set_routable(self, names: Sequence[str]) -> None:
         await self._router.set_routable(names)
 
+    async def replace_queue(self, handle: Any) -> None:
+        """Use a restarted queue; unanswered calls are repeated on it."""
+        self._queue.replace(handle)
+
     async def replace_replica(self, name: str, handle: Any) -> None:
-        """A restarted actor takes the place of a lost one; it is given work once `set_routable` names it."""
-        self._router.replace(name, self._owned(name, handle))
+        """Use a new or restarted replica; it gets work once `set_routable` names it."""
+        self._router.replace(name, self._leased(name, handle))
 
     async def silence_s(self) -> dict[str, float]:
         """See `asyncrl.rollouter.router.Router.silence_s`."""
@@ -222,5 +207,33 @@ class RollouterActor(Watched):
     async def close(self) -> None:
         await self._rewards.close()
 
-    def _owned(self, name: str, handle: Any) -> Owned:
-        return Owned(ActorClient(handle, name), self._owner)  # type: ignore[arg-type]
+    async def _roll_out(self) -> None:
+        """One rollout loop, from the queue's present state until the queue is closed."""
+        recovery = await self._queue.recover()
+        self._loop = self._new_loop()
+        async with asyncio.TaskGroup() as tasks:
+            pacing = tasks.create_task(self._pace()) if self._config.rollout.pacing else None
+            await self._loop.run(recovery)
+            if pacing is not None:
+                pacing.cancel()
+
+    async def _pace(self) -> None:
+        slots, loop = self._config.rollout.engine.slots, self._loop
+
+        def set_limit(limit: int | None) -> None:
+            self._router.set_max_running_requests(limit)
+            self._recorder.gauge("rollout/width", limit or slots)
+
+        set_limit(None)
+        await run_pacer(GenerationPacer(slots), self._queue, lambda: loop.blocked_s, set_limit)
+
+    def _leased(self, name: str, handle: Any) -> LeasedEngine:
+        return LeasedEngine(ActorClient(handle, name), self._fencing_token)  # type: ignore[arg-type]
+
+
+async def _unwrapped(work: Awaitable[None]) -> None:
+    """Await ``work``; raises the first error of an exception group, which could not leave the actor as itself."""
+    try:
+        await work
+    except ExceptionGroup as e:
+        raise first_leaf(e) from None

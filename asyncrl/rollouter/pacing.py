@@ -1,10 +1,10 @@
-"""How many training samples to generate at once, so that generation keeps the trainer's pace without stop and go.
+"""Pacing: limits concurrent generation so that the rollouter keeps the trainer's pace without stop and go.
 
-A rollouter that is faster than the trainer uses up the staleness budget, stops, and starts again at the next version
-with all of its slots. Fewer samples at once give the same throughput without the stops: each starts later, under
-younger weights, and decodes faster. So the width narrows, in small steps, while generation is held up by the budget for
-much of the time, and widens in large ones as soon as the trainer waits. What remains is a rollouter a little too
-fast, so that the finished groups which the budget allows are there, and a straggler holds up nobody.
+A rollouter faster than the trainer exhausts the staleness budget, stops, and restarts all of its slots at the next
+version. Fewer concurrent samples give the same throughput without the stops: each starts later, under newer weights,
+and decodes faster. The limit narrows in small steps while generation waits for budget much of the time, and widens in
+large ones as soon as the trainer waits. The rollouter stays slightly too fast, so that the budget's worth of finished
+groups is there and no straggler blocks a step.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from asyncrl.telemetry.recorder import now_s
+from asyncrl.observability.telemetry.recorder import now_s
 
-LOOK_EVERY_S = 1.0
-LEAST = 0.75  # of the slots: narrower, the engine loses more throughput than it gains in evenness
-HELD_UP = 0.1  # of the time, at most, is how much too fast the rollouter may stay
+POLL_EVERY_S = 1.0
+MIN_SHARE = 0.75  # of the slots: below it the engine loses more throughput than it gains in evenness
+MAX_BLOCKED = 0.1  # share of the time that generation may wait for budget before the limit narrows
 NARROW = 0.95
-WAITED_FOR = 0.02  # of the time: for less counts as not at all
+MAX_STARVED = 0.02  # share of the time that the trainer may wait before the limit widens
 WIDEN = 1.3
 
 
@@ -27,41 +27,41 @@ class Queue(Protocol):
     def stats(self) -> Awaitable[dict[str, float]]: ...
 
 
-class Pace:
-    """``width`` samples of ``slots`` may generate at once. ``observe`` each version."""
+class GenerationPacer:
+    """Controller of the number of training samples that generate at once, out of ``slots``; `observe` each version."""
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
-        self._width = float(slots)
+        self._limit = float(slots)
 
     @property
-    def width(self) -> int | None:
-        """None: no limit. The engine then has more requests than slots, and a slot that becomes free is taken at once
-        by one that is there already."""
-        return round(self._width) if self._width < self._slots else None
+    def limit(self) -> int | None:
+        """None: no limit. The engine then holds more requests than slots, so a freed slot is refilled at once."""
+        return round(self._limit) if self._limit < self._slots else None
 
-    def observe(self, held_up: float, waited_for: float) -> int | None:
-        """Shares of the time since the last call: that no group could start for want of budget, and that the trainer
-        waited for a batch. Returns the new width."""
-        if waited_for > WAITED_FOR:
-            self._width *= WIDEN
-        elif held_up > HELD_UP:
-            self._width *= NARROW
-        self._width = min(max(self._width, LEAST * self._slots), self._slots)
-        return self.width
+    def observe(self, blocked: float, starved: float) -> int | None:
+        """Adjust the limit to the shares of the time since the last call in which groups waited for staleness budget
+        (``blocked``) and the trainer waited for a batch (``starved``). Returns the new limit."""
+        if starved > MAX_STARVED:
+            self._limit *= WIDEN
+        elif blocked > MAX_BLOCKED:
+            self._limit *= NARROW
+        self._limit = min(max(self._limit, MIN_SHARE * self._slots), self._slots)
+        return self.limit
 
 
-async def keep_pace(
-    pace: Pace, queue: Queue, held_up_s: Callable[[], float], set_width: Callable[[int | None], None]
+async def run_pacer(
+    pacer: GenerationPacer, queue: Queue, blocked_s: Callable[[], float], set_limit: Callable[[int | None], None]
 ) -> None:
-    """Adjust the width from version to version, until cancelled. ``held_up_s``: seconds so far that groups could not
-    start for want of budget."""
-    version, since_s, held_s, starved_s = -1.0, now_s(), 0.0, 0.0
+    """Adjust the limit at each version until cancelled. ``blocked_s``: total seconds that groups waited for budget."""
+    version, since_s, blocked_before_s, starved_before_s = -1.0, now_s(), 0.0, 0.0
     while True:
         stats = await queue.stats()
-        if (now := stats.get("fully_async/version", -1.0)) != version:
-            window_s, held, starved = now_s() - since_s, held_up_s(), stats["fully_async/queue/starved_s"]
+        if (current := stats.get("fully_async/version", -1.0)) != version:
+            window_s = now_s() - since_s
+            blocked, starved = blocked_s(), stats["fully_async/queue/starved_s"]
             if version >= 0:
-                set_width(pace.observe((held - held_s) / window_s, (starved - starved_s) / window_s))
-            version, since_s, held_s, starved_s = now, now_s(), held, starved
-        await asyncio.sleep(LOOK_EVERY_S)
+                limit = pacer.observe((blocked - blocked_before_s) / window_s, (starved - starved_before_s) / window_s)
+                set_limit(limit)
+            version, since_s, blocked_before_s, starved_before_s = current, now_s(), blocked, starved
+        await asyncio.sleep(POLL_EVERY_S)

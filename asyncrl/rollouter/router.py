@@ -1,9 +1,10 @@
-"""Which replica serves which request, and one life for a request whatever happens to its replica.
+"""Routes requests to replicas, and migrates them when a sync, a death or an eviction interrupts them.
 
-A group stays on one replica (its shared prompt is prefilled once there), chosen by the fewest outstanding tokens.
-Requests go out and events come in by batches. A request that a sync cut off, or whose replica died or left routing,
-continues as a new request with the tokens it has; whoever awaits it notices nothing. Without a replica to serve it, it
-waits for one.
+A group stays on one replica, where its shared prompt is prefilled once: the one with the fewest outstanding tokens.
+Requests and events travel in batches. An interrupted request continues as a new one that starts from the tokens
+generated so far; its caller notices nothing. With no replica routable, requests wait. A request whose last token is a
+stop token has finished even if the engine reports it as aborted: an abort may come between sampling that token and
+checking it.
 """
 
 from __future__ import annotations
@@ -15,52 +16,52 @@ from typing import Protocol
 
 import numpy as np
 
-from asyncrl.rollouter.agent_loops.base import GenerationFailed, SampleRestarts
-from asyncrl.rollouter.engine import EventBatch, Request
-from asyncrl.rollouter.partial import Drawn
-from asyncrl.sample import FinishReason
-from asyncrl.telemetry.recorder import now_s
+from asyncrl.observability.telemetry.recorder import now_s
+from asyncrl.rollouter.agents.base import GenerationFailed, SampleRestarts
+from asyncrl.rollouter.engines.base import EventBatch, Request, Scheduling
+from asyncrl.rollouter.partial import GeneratedTokens
+from asyncrl.types.samples import FinishReason
 
 
 class ReplicaClient(Protocol):
-    """What the router needs of a replica, see `asyncrl.rollouter.fence.Owned`."""
+    """The router's view of a replica, see `asyncrl.rollouter.engine_lease.LeasedEngine`."""
 
     async def attach(self) -> None:
-        """Called once, first: the replica forgets whom it served before."""
+        """The first call, made once: the replica drops the requests of its previous client."""
 
     async def submit(self, requests: Sequence[Request]) -> None: ...
     async def events(self) -> EventBatch: ...
     async def abort(self, ids: Sequence[str]) -> None: ...
-    async def set_width(self, width: int | None) -> None:
-        """At most so many requests of training generate at once (None: any number); attached, there is no limit."""
+    async def set_scheduling(self, scheduling: Scheduling) -> None:
+        """How to serve waiting requests; the default `Scheduling` applies after `attach`."""
 
 
 @dataclasses.dataclass(eq=False)
 class _Replica:
-    """A replica, and what it is to be told next. Lost, it stays here until it is replaced."""
+    """A replica and its unsent calls. A lost one stays listed until it is replaced."""
 
     name: str
     client: ReplicaClient
     requests: list[Request] = dataclasses.field(default_factory=list)
     aborts: list[str] = dataclasses.field(default_factory=list)
-    work: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-    serving: int = 0  # requests
-    load: int = 0  # outstanding tokens
-    heard_s: float = 0.0
-    width: int | None = None  # that it was told
+    unsent: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    assigned: int = 0  # requests
+    outstanding_tokens: int = 0
+    last_event_s: float = 0.0
+    scheduling: Scheduling = Scheduling()  # as last sent
     lost: bool = False
     task: asyncio.Task[None] | None = None
 
 
 @dataclasses.dataclass(eq=False)
-class _Active:
-    """A request under way: what it has, and the part that is with a replica now."""
+class _ActiveRequest:
+    """A request in flight, its output so far, and the replica that serves the rest of it."""
 
     request: Request
-    drawn: Drawn
+    output: GeneratedTokens
     one_version: bool
-    future: asyncio.Future[FinishReason]
-    replica: _Replica | None = None  # None: it waits for one
+    finished: asyncio.Future[FinishReason]
+    replica: _Replica | None = None  # None: waits for a routable one
     attempt: int = 0
 
     @property
@@ -69,82 +70,84 @@ class _Active:
 
     @property
     def outstanding(self) -> int:
-        return self.request.max_new_tokens - self.drawn.count
+        return self.request.max_new_tokens - self.output.count
 
-    def part(self) -> Request:
-        """What is left of the request, to be served after the tokens that it has."""
+    def remainder(self) -> Request:
+        """The rest of the request, as a request that starts from its tokens so far."""
         return dataclasses.replace(
             self.request,
             id=self.id,
-            tokens=np.concatenate([self.request.tokens, *self.drawn.tokens]),
-            position=self.request.position + self.drawn.count,
+            tokens=np.concatenate([self.request.tokens, *self.output.tokens]),
+            position=self.request.position + self.output.count,
             max_new_tokens=self.outstanding,
+            resumed=self.output.count,
         )
 
 
 class Router:
-    """Use: ``run()`` as a task for as long as requests are served; ``await generate(request, drawn)`` from anywhere.
+    """``run()`` is a task that lives as long as requests are served; call ``await generate(request, output)`` anywhere.
 
-    ``is_death`` tells the death of a replica's process, which the router survives, from what an engine raises."""
+    ``is_death`` distinguishes the death of a replica's process, which the router survives, from an engine's errors."""
 
     def __init__(self, replicas: Mapping[str, ReplicaClient], is_death: Callable[[BaseException], bool]) -> None:
-        if not replicas:
-            raise ValueError("a router needs at least one replica")
         self._replicas = {name: _Replica(name, client) for name, client in replicas.items()}
         self._is_death = is_death
         self._routable = set(replicas)
-        self._active: dict[str, _Active] = {}  # with a replica, by the id of the part
-        self._waiting: dict[_Active, None] = {}  # for a replica, in order
-        self._width: int | None = None
-        self._home: dict[str, str] = {}  # group → replica
-        self._members: dict[str, int] = {}  # group → requests under way
-        self.lost: dict[str, str] = {}  # replicas that died and were not replaced yet: why
+        self._assigned: dict[str, _ActiveRequest] = {}  # to a replica, by the id sent there
+        self._waiting: dict[_ActiveRequest, None] = {}  # for a routable replica, in order
+        self._scheduling = Scheduling()
+        self._group_replica: dict[str, str] = {}
+        self._group_requests: dict[str, int] = {}  # number in flight
+        self.lost: dict[str, str] = {}  # replica → why it died, until it is replaced
         self._tasks: asyncio.TaskGroup | None = None
 
     async def run(self) -> None:
-        """Carry requests and events until cancelled; raises what an engine raised."""
+        """Send requests and receive events until cancelled. Raises an engine's errors."""
         async with asyncio.TaskGroup() as self._tasks:
             for replica in self._replicas.values():
                 self._start(replica)
-            await asyncio.Event().wait()  # replicas come and go
+            await asyncio.Event().wait()  # replicas may join at any time
 
-    async def generate(self, request: Request, drawn: Drawn, one_version: bool = False) -> FinishReason:
-        """Serve one request to its end; its tokens come into ``drawn``, after those that are there already.
+    async def generate(self, request: Request, output: GeneratedTokens, one_version: bool = False) -> FinishReason:
+        """Serve one request to its end, appending its tokens to ``output``, where it may already have some.
 
-        Raises GenerationFailed if the engine answers it with an error, and SampleRestarts if, with ``one_version``,
-        it could only go on under another version than that of ``drawn``."""
-        if drawn.count and drawn.count >= request.max_new_tokens:
+        Raises GenerationFailed if the engine reports an error, and SampleRestarts if, with ``one_version``, it could
+        only continue under another version than that of ``output``."""
+        if output.last_token in request.sampling.stop_token_ids:  # a snapshot was taken before the end was noticed
+            return FinishReason.STOP
+        if output.count and output.count >= request.max_new_tokens:
             return FinishReason.LENGTH
-        active = _Active(request, drawn, one_version, asyncio.get_running_loop().create_future())
-        self._members[request.group] = self._members.get(request.group, 0) + 1
+        active = _ActiveRequest(request, output, one_version, asyncio.get_running_loop().create_future())
+        self._group_requests[request.group] = self._group_requests.get(request.group, 0) + 1
         try:
-            self._place(active)
-            return await active.future
+            self._assign(active)
+            return await active.finished
         finally:
-            self._remove(active, abort=True)
-            self._members[request.group] -= 1
-            if not self._members[request.group]:
-                del self._members[request.group]
-                self._home.pop(request.group, None)
+            self._detach(active, abort=True)
+            self._group_requests[request.group] -= 1
+            if not self._group_requests[request.group]:
+                del self._group_requests[request.group]
+                self._group_replica.pop(request.group, None)
 
-    def set_width(self, width: int | None) -> None:
-        """Let each replica generate for at most so many requests of training at once (None: any number); more wait
-        there."""
-        self._width = width
-        for replica in self._replicas.values():
-            replica.work.set()
+    def set_max_running_requests(self, limit: int | None) -> None:
+        """Cap the training requests that each replica generates for at once (None: no cap); the others wait there."""
+        self._schedule(dataclasses.replace(self._scheduling, max_running_requests=limit))
+
+    def set_validation_first(self, first: bool) -> None:
+        """Serve waiting validation requests before training requests, or after them as usual."""
+        self._schedule(dataclasses.replace(self._scheduling, validation_first=first))
 
     async def set_routable(self, names: Sequence[str]) -> None:
-        """Serve from these replicas only, less those that are lost; requests of others continue here."""
-        self._known(names)
+        """Route to these replicas only, except lost ones; requests on other replicas migrate to them."""
+        self._check_known(names)
         self._routable = {name for name in names if not self._replicas[name].lost}
         for name in self._routable:
-            self._replicas[name].heard_s = now_s()  # a sync may have kept it silent
-        self._resettle()
+            self._replicas[name].last_event_s = now_s()  # a sync may have kept it silent
+        self._reroute()
 
-    def lose(self, name: str, why: str) -> None:
-        """This replica is dead, or as good as that: its requests continue elsewhere."""
-        self._known([name])
+    def mark_lost(self, name: str, why: str) -> None:
+        """Treat this replica as dead: its requests migrate."""
+        self._check_known([name])
         replica = self._replicas[name]
         if replica.lost:
             return
@@ -153,84 +156,90 @@ class Router:
         if replica.task is not None and replica.task is not asyncio.current_task():
             replica.task.cancel()
         self.lost[name] = why
-        self._resettle()
+        self._reroute()
 
     def replace(self, name: str, client: ReplicaClient) -> None:
-        """``client`` takes the place of this replica. It serves nothing before `set_routable` names it."""
-        self.lose(name, "replaced")
-        del self.lost[name]
+        """Add a replica, or replace the one of this name. It serves nothing until `set_routable` names it."""
+        if name in self._replicas:
+            self.mark_lost(name, "replaced")
+            del self.lost[name]
         self._replicas[name] = _Replica(name, client)
         self._start(self._replicas[name])
 
     def silence_s(self) -> dict[str, float]:
-        """Of each routable replica with requests under way: seconds since it was heard of, or got work when idle."""
+        """Seconds since each routable replica with work sent its last event, or received work while idle."""
         at = now_s()
-        busy = (self._replicas[name] for name in sorted(self._routable))
-        return {r.name: at - r.heard_s for r in busy if r.serving}
+        routable = (self._replicas[name] for name in sorted(self._routable))
+        return {r.name: at - r.last_event_s for r in routable if r.assigned}
 
     @property
     def outstanding_tokens(self) -> dict[str, int]:
-        return {replica.name: replica.load for replica in self._replicas.values()}
+        return {replica.name: replica.outstanding_tokens for replica in self._replicas.values()}
 
-    # -- where requests are ----------------------------------------------------------------------------------------
+    def _schedule(self, scheduling: Scheduling) -> None:
+        self._scheduling = scheduling
+        for replica in self._replicas.values():
+            replica.unsent.set()
 
-    def _place(self, active: _Active) -> None:
-        """Give the request to the replica that has its group, else to the one with the least to do."""
-        home = self._home.get(active.request.group)
-        if home not in self._routable:
+    # -- assignment of requests ------------------------------------------------------------------------------------
+
+    def _assign(self, active: _ActiveRequest) -> None:
+        """Assign the request to its group's replica, else to the least loaded one."""
+        name = self._group_replica.get(active.request.group)
+        if name not in self._routable:
             if not self._routable:
                 self._waiting[active] = None
                 return
-            home = min(sorted(self._routable), key=lambda name: self._replicas[name].load)
-        replica = self._replicas[home]
-        self._home[active.request.group] = replica.name
+            name = min(sorted(self._routable), key=lambda name: self._replicas[name].outstanding_tokens)
+        replica = self._replicas[name]
+        self._group_replica[active.request.group] = replica.name
         active.replica = replica
-        if not replica.serving:
-            replica.heard_s = now_s()
-        replica.serving += 1
-        replica.load += active.outstanding
-        self._active[active.id] = active
-        replica.requests.append(active.part())
-        replica.work.set()
+        if not replica.assigned:
+            replica.last_event_s = now_s()
+        replica.assigned += 1
+        replica.outstanding_tokens += active.outstanding
+        self._assigned[active.id] = active
+        replica.requests.append(active.remainder())
+        replica.unsent.set()
 
-    def _remove(self, active: _Active, abort: bool) -> None:
-        """It is with no replica any more; ``abort``: unless its part ended there, it is to end."""
+    def _detach(self, active: _ActiveRequest, abort: bool) -> None:
+        """Take the request from its replica; ``abort``: unless it has finished there, abort it."""
         replica, active.replica = active.replica, None
         if replica is None:
             self._waiting.pop(active, None)
             return
-        del self._active[active.id]
-        replica.serving -= 1
-        replica.load -= active.outstanding
+        del self._assigned[active.id]
+        replica.assigned -= 1
+        replica.outstanding_tokens -= active.outstanding
         if abort:
             replica.aborts.append(active.id)
-            replica.work.set()
+            replica.unsent.set()
 
-    def _continue(self, active: _Active, abort: bool) -> None:
-        self._remove(active, abort)
-        active.attempt += 1  # late events of the old part find nobody
-        self._place(active)
+    def _migrate(self, active: _ActiveRequest, abort: bool) -> None:
+        self._detach(active, abort)
+        active.attempt += 1  # changes its id, so late events of the old attempt are ignored
+        self._assign(active)
 
-    def _resettle(self) -> None:
-        """After a change of who is routable: what is elsewhere, or waits, goes on there."""
+    def _reroute(self) -> None:
+        """After a change of the routable replicas: migrate requests from the others, and assign waiting ones."""
         waiting, self._waiting = self._waiting, {}
-        for active in [a for a in self._active.values() if a.replica and a.replica.name not in self._routable]:
-            self._continue(active, abort=True)
+        for active in [a for a in self._assigned.values() if a.replica and a.replica.name not in self._routable]:
+            self._migrate(active, abort=True)
         for active in waiting:
-            self._place(active)
+            self._assign(active)
 
-    def _known(self, names: Sequence[str]) -> None:
+    def _check_known(self, names: Sequence[str]) -> None:
         if unknown := set(names) - set(self._replicas):
-            raise ValueError(f"no replica named {', '.join(sorted(unknown))}; there are {', '.join(self._replicas)}")
+            raise ValueError(f"no replica named {', '.join(sorted(unknown))}; known: {', '.join(self._replicas)}")
 
     # -- one replica -----------------------------------------------------------------------------------------------
 
     def _start(self, replica: _Replica) -> None:
-        if self._tasks is not None:  # else `run` starts it
+        if self._tasks is not None:  # before `run`, which starts them all
             replica.task = self._tasks.create_task(self._serve(replica))
 
     async def _serve(self, replica: _Replica) -> None:
-        """Until the replica is lost; raises what its engine raised."""
+        """Exchange requests and events until the replica is lost. Raises its engine's errors."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 await replica.client.attach()
@@ -240,50 +249,57 @@ class Router:
             deaths, others = errors.split(self._is_death)
             if deaths is None or others is not None:
                 raise
-            self.lose(replica.name, str(deaths.exceptions[0]))
+            self.mark_lost(replica.name, str(deaths.exceptions[0]))
 
     async def _send(self, replica: _Replica) -> None:
         while True:
-            await replica.work.wait()
-            replica.work.clear()
+            await replica.unsent.wait()
+            replica.unsent.clear()
             requests, replica.requests = replica.requests, []
             aborts, replica.aborts = replica.aborts, []
-            if self._width != replica.width:
-                replica.width = self._width
-                await replica.client.set_width(replica.width)
+            if self._scheduling != replica.scheduling:
+                replica.scheduling = self._scheduling
+                await replica.client.set_scheduling(replica.scheduling)
             if requests:
                 await replica.client.submit(requests)
-            if aborts:  # after the requests: some of them may have been given up before they left
+            if aborts:  # after the requests: some may have been cancelled before they were sent
                 await replica.client.abort(aborts)
 
     async def _receive(self, replica: _Replica) -> None:
         while True:
             batch = await replica.client.events()
-            replica.heard_s = now_s()
+            replica.last_event_s = now_s()
             for e, id in enumerate(batch.ids):
-                if (active := self._active.get(id)) is not None:
-                    self._take(active, batch, e)
+                if (active := self._assigned.get(id)) is not None:
+                    self._apply(active, batch, e)
 
-    def _take(self, active: _Active, batch: EventBatch, e: int) -> None:
-        if active.future.done():  # given up, and about to be removed
+    def _apply(self, active: _ActiveRequest, batch: EventBatch, e: int) -> None:
+        if active.finished.done():  # cancelled, and about to be detached
             return
         assert active.replica is not None
         lo, hi = int(batch.offsets[e]), int(batch.offsets[e + 1])
-        drawn, version = active.drawn, batch.versions[e]
+        output, version = active.output, batch.versions[e]
         if hi > lo:
-            if active.one_version and drawn.version not in (None, version):
-                active.future.set_exception(SampleRestarts(f"begun under version {drawn.version}, now it is {version}"))
+            if active.one_version and output.first_version not in (None, version):
+                active.finished.set_exception(
+                    SampleRestarts(f"started under version {output.first_version}, now it is {version}")
+                )
                 return
-            drawn.add(batch.tokens[lo:hi], batch.logprobs[lo:hi], version, batch.mixed_kv[e])
-            active.replica.load -= hi - lo
+            output.add(batch.tokens[lo:hi], batch.logprobs[lo:hi], version, batch.mixed_kv[e])
+            active.replica.outstanding_tokens -= hi - lo
         finish = batch.finish[e]
+        # a failed request stays failed: the fault may have sampled that token, too
+        if finish is not FinishReason.ERROR and output.last_token in active.request.sampling.stop_token_ids:
+            self._detach(active, abort=finish is None)
+            active.finished.set_result(FinishReason.STOP)
+            return
         if finish is None:
             return
         if finish is FinishReason.ABORT and active.outstanding > 0:
-            self._continue(active, abort=False)
+            self._migrate(active, abort=False)
             return
-        self._remove(active, abort=False)
+        self._detach(active, abort=False)
         if finish is FinishReason.ERROR:
-            active.future.set_exception(GenerationFailed(batch.errors.get(batch.ids[e], "the engine gave no reason")))
+            active.finished.set_exception(GenerationFailed(batch.errors.get(batch.ids[e], "the engine gave no reason")))
         else:
-            active.future.set_result(FinishReason.LENGTH if finish is FinishReason.ABORT else finish)
+            active.finished.set_result(FinishReason.LENGTH if finish is FinishReason.ABORT else finish)

@@ -1,4 +1,4 @@
-"""One group's samples: an agent loop for each, then their rewards. A sample that fails takes no other with it."""
+"""Makes a group's samples: runs an agent loop for each, then scores them. A sample fails alone."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import xxhash
 
 from asyncrl.config.schema import Config
-from asyncrl.rollouter.agent_loops.base import AgentLoop, GenerationFailed, SampleRestarts
-from asyncrl.rollouter.engine import Request, SamplingParams
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.rollouter.agents.base import AgentLoop, GenerationFailed, SampleRestarts
+from asyncrl.rollouter.engines.base import Request, SamplingParams
 from asyncrl.rollouter.partial import PartialSample
-from asyncrl.rollouter.recorded import RecordedGenerate
+from asyncrl.rollouter.replay import ReplayedGenerate
 from asyncrl.rollouter.rewards.pool import RewardResult
 from asyncrl.rollouter.router import Router
+from asyncrl.rollouter.sampling import random_key
 from asyncrl.rollouter.tokenizer import PromptTokenizer
-from asyncrl.sample import Prompt, Sample
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.types.prompts import Prompt
+from asyncrl.types.samples import Sample
 
 
 class Rewards(Protocol):
@@ -27,17 +28,19 @@ class Rewards(Protocol):
 
 
 @dataclass(frozen=True)
-class Failed:
-    """A sample that did not come about, and why: the reasons are what drops are counted by."""
+class FailedSample:
+    """A sample without a usable response or reward; drops are counted by ``reason``."""
 
     reason: str
     message: str
 
 
 @dataclass(frozen=True)
-class Task:
-    """What a group's samples are made for. ``name`` is that of its requests, unique among those under way; ``key`` that
-    of its random numbers. ``one_version``: a sample restarts rather than hold tokens of two policy versions."""
+class GroupTask:
+    """Shared inputs of a group's samples.
+
+    ``name`` prefixes the ids of its requests and is unique among groups in flight; ``key`` seeds its random numbers.
+    With ``one_version`` a sample restarts rather than mix tokens of two policy versions."""
 
     prompt: Prompt
     tokens: np.ndarray  # int32 [P]: the prompt's
@@ -46,11 +49,6 @@ class Task:
     key: str
     one_version: bool
     priority: int = 0
-
-
-def random_key(seed: int, uid: str, sample: int) -> int:
-    """63 bits that name one sample's stream of random numbers, the same in every process and run."""
-    return xxhash.xxh3_64_intdigest(f"{seed}/{uid}/{sample}".encode()) >> 1
 
 
 class SampleMaker:
@@ -66,7 +64,7 @@ class SampleMaker:
         rewards: Rewards,
         recorder: Recorder,
     ) -> None:
-        self._seed = config.seed
+        self._seed, self._reward = config.seed, config.reward
         self.tokenizer = tokenizer
         self._agent_loop = agent_loop
         self._max_prompt_tokens = max_prompt_tokens
@@ -75,59 +73,78 @@ class SampleMaker:
         self._recorder = recorder
 
     async def make(
-        self, task: Task, partials: Sequence[PartialSample], ended: Callable[[], None] = lambda: None
-    ) -> list[Sample | Failed]:
-        """One sample for each of ``partials``, from what it has so far; ``ended`` is called whenever one is made."""
+        self, task: GroupTask, partials: Sequence[PartialSample], ended: Callable[[], None] = lambda: None
+    ) -> list[Sample | FailedSample]:
+        """Complete each partial sample; ``ended`` is called at the end of each."""
         if len(task.tokens) > self._max_prompt_tokens:
             message = (
                 f"prompt of {len(task.tokens)} tokens, at most {self._max_prompt_tokens} leave room for the response"
             )
-            return [Failed("prompt_too_long", message)] * len(partials)
+            return [FailedSample("prompt_too_long", message)] * len(partials)
 
-        async def one(index: int, partial: PartialSample) -> Sample | Failed:
+        async def one(index: int, partial: PartialSample) -> Sample | FailedSample:
             try:
                 return await self._sample(task, index, partial)
             finally:
                 ended()
 
-        return await asyncio.gather(*(one(index, partial) for index, partial in enumerate(partials)))
+        samples = [asyncio.create_task(one(index, partial)) for index, partial in enumerate(partials)]
+        try:
+            return await asyncio.gather(*samples)
+        except Exception:
+            for sample in samples:
+                sample.cancel()
+            raise
+        finally:  # gather returns at the first cancelled sample, but no sample may outlive its group
+            await asyncio.wait(samples)
 
-    async def score(self, prompt: Prompt, made: Sequence[Sample | Failed]) -> list[Sample | Failed]:
-        """The samples with their rewards and metrics; one whose reward cannot be had becomes a failed one."""
-        judged = list(made)
-        places = [i for i, s in enumerate(judged) if isinstance(s, Sample)]
-        if not places:
-            return judged
-        texts = self.tokenizer.decode_batch([judged[i].tokens for i in places])  # type: ignore[union-attr]
-        with self._recorder.span("rollout/reward", samples=len(places)):
+    def decodable(self, made: Sequence[Sample | FailedSample]) -> bool:
+        """True if no sample has a token outside the model's vocabulary."""
+        return all(self.tokenizer.in_vocabulary(s.tokens) for s in made if isinstance(s, Sample))
+
+    async def score(self, prompt: Prompt, made: Sequence[Sample | FailedSample]) -> list[Sample | FailedSample]:
+        """Add rewards and metrics to the samples.
+
+        A sample whose reward fails becomes a failed one, or with reward.on_failure=value gets reward.failure_value, so
+        that a policy whose output hangs the reward learns not to."""
+        undecodable = FailedSample("token_out_of_vocabulary", "it has tokens outside the model's vocabulary")
+        scored = [undecodable if isinstance(s, Sample) and not self.decodable([s]) else s for s in made]
+        at = [i for i, s in enumerate(scored) if isinstance(s, Sample)]
+        if not at:
+            return scored
+        texts = self.tokenizer.decode_batch([scored[i].tokens for i in at])  # type: ignore[union-attr]
+        with self._recorder.span("rollout/reward", samples=len(at)):
             results = await self._rewards.score([(prompt, text) for text in texts])
-        for i, result in zip(places, results, strict=True):
-            sample = judged[i]
+        for i, result in zip(at, results, strict=True):
+            sample = scored[i]
             assert isinstance(sample, Sample)
-            if result.error is not None:
-                judged[i] = Failed(result.error, result.message)
-            else:
+            if result.error is None:
                 sample.reward, sample.metrics = result.reward, dict(result.metrics)
-        return judged
+            elif self._reward.on_failure == "value":
+                sample.reward = self._reward.failure_value
+                self._recorder.count(f"rollout/failed_rewards/{result.error}")
+            else:
+                scored[i] = FailedSample(result.error, result.message)
+        return scored
 
-    async def _sample(self, task: Task, index: int, partial: PartialSample) -> Sample | Failed:
+    async def _sample(self, task: GroupTask, index: int, partial: PartialSample) -> Sample | FailedSample:
         request = Request(
             id=f"{task.name}/{index}",
             group=task.name,
             tokens=task.tokens,
             shared_prefix=len(task.tokens),
-            key=random_key(self._seed, task.key, index),
+            key=random_key(self._seed, task.key, index, partial.attempt),
             position=0,
             max_new_tokens=0,
             sampling=task.sampling,
             priority=task.priority,
         )
         while True:
-            generate = RecordedGenerate(self._router, partial, request, task.one_version)
+            generate = ReplayedGenerate(self._router, partial, request, task.one_version)
             try:
                 return await self._agent_loop.run(task.prompt, index, generate)
             except GenerationFailed as e:
-                return Failed("generation_failed", str(e))
+                return FailedSample("generation_failed", str(e))
             except SampleRestarts:
                 self._recorder.count("rollout/restarted_samples")
                 partial.restart()

@@ -1,7 +1,8 @@
-"""Between prompts and token ids: the checkpoint's own tokenizer and chat template, checked against its model."""
+"""Converts prompts to token ids and responses to text, with the checkpoint's own tokenizer and chat template."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,39 +10,51 @@ from typing import Any
 import numpy as np
 
 from asyncrl.models.config import CheckpointError, ModelConfig
-from asyncrl.sample import Prompt
+from asyncrl.types.prompts import Prompt
 
 
 class PromptTokenizer:
-    """Renders prompts to tokens and responses to text. Raises CheckpointError if the folder's tokenizer is missing,
-    broken, or knows more tokens than the model has embeddings."""
+    """Tokenizer of a checkpoint, checked against its model.
 
-    def __init__(self, checkpoint: str | Path, apply_chat_template: bool = True) -> None:
+    ``stop_token_ids`` are the tokens that end a response, ascending: the tokenizer's EOS, those of
+    generation_config.json (of config.json if it names none, as in transformers), and ``more_stop_token_ids``. Many
+    checkpoints end a turn with a token other than the tokenizer's EOS. Every engine stops at these and no others.
+
+    Raises CheckpointError if the tokenizer is missing, broken or larger than the model's embeddings, or if a stop token
+    is outside the model's vocabulary."""
+
+    def __init__(
+        self, checkpoint: str | Path, apply_chat_template: bool = True, more_stop_token_ids: Sequence[int] = ()
+    ) -> None:
         from transformers import AutoTokenizer
 
         try:
             self.hf: Any = AutoTokenizer.from_pretrained(str(checkpoint))
-        except Exception as e:  # transformers raises many kinds; all mean the same here
+        except Exception as e:  # transformers raises many types
             raise CheckpointError(f"{checkpoint}: the tokenizer does not load ({type(e).__name__}: {e})") from None
         vocabulary = ModelConfig.load(checkpoint).vocab_size
         if len(self.hf) > vocabulary:
             raise CheckpointError(
-                f"{checkpoint}: the tokenizer knows {len(self.hf)} tokens, the model has {vocabulary} embeddings; "
-                "they are not of one model"
+                f"{checkpoint}: the tokenizer has {len(self.hf)} tokens, the model {vocabulary} embeddings; they do "
+                "not belong together"
             )
         if apply_chat_template and not self.hf.chat_template:
             raise CheckpointError(
                 f"{checkpoint}: the tokenizer has no chat template; set data.apply_chat_template=false to join messages"
             )
-        self._apply_chat_template = apply_chat_template
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        eos = self.hf.eos_token_id
-        return () if eos is None else (int(eos),)
+        self._apply_chat_template, self._vocabulary = apply_chat_template, vocabulary
+        ends = {*more_stop_token_ids, *_eos_token_ids(Path(checkpoint))}
+        if self.hf.eos_token_id is not None:
+            ends.add(int(self.hf.eos_token_id))
+        if outside := [token for token in sorted(ends) if not 0 <= token < vocabulary]:
+            raise CheckpointError(
+                f"{checkpoint}: stop token {outside[0]} is not one of the model's {vocabulary} tokens; check "
+                "generation_config.json and rollout.stop_token_ids"
+            )
+        self.stop_token_ids: tuple[int, ...] = tuple(sorted(ends))
 
     def encode(self, prompt: Prompt) -> np.ndarray:
-        """int32 [P]: a raw text as it is, messages through the chat template with the assistant's turn opened."""
+        """Token ids, int32 [P]: of raw text unchanged, of messages in the chat template with a generation prompt."""
         if prompt.text is not None:
             ids = self.hf.encode(prompt.text, add_special_tokens=True)
         elif self._apply_chat_template:
@@ -51,9 +64,23 @@ class PromptTokenizer:
             ids = self.hf.encode("".join(str(m["content"]) for m in prompt.messages), add_special_tokens=True)
         return np.asarray(ids, dtype=np.int32)
 
+    def in_vocabulary(self, tokens: np.ndarray) -> bool:
+        """True if all tokens are in the model's vocabulary, a precondition of decoding."""
+        return not len(tokens) or bool(tokens.min() >= 0 and tokens.max() < self._vocabulary)
+
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """Text without special tokens, as a reward sees it."""
+        """Text without special tokens, as reward functions get it."""
         return self.hf.decode(np.asarray(tokens).tolist(), skip_special_tokens=True)
 
     def decode_batch(self, tokens: Sequence[np.ndarray]) -> list[str]:
         return self.hf.batch_decode([t.tolist() for t in tokens], skip_special_tokens=True)
+
+
+def _eos_token_ids(checkpoint: Path) -> list[int]:
+    """``eos_token_id`` (a number or a list) of generation_config.json, else of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        if (file := checkpoint / name).is_file():
+            found = json.loads(file.read_text()).get("eos_token_id")
+            if found is not None:
+                return [int(token) for token in (found if isinstance(found, list) else [found])]
+    return []

@@ -1,4 +1,4 @@
-"""Validation beside training: held-out prompts, behind the training samples in priority, answered under one version."""
+"""Validation during training: answers held-out prompts under one policy version, at lower priority than training."""
 
 from __future__ import annotations
 
@@ -9,49 +9,49 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from asyncrl.config.schema import Config
-from asyncrl.rollouter.engine import SamplingParams
+from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.rollouter.partial import PartialSample
-from asyncrl.rollouter.samples import Failed, SampleMaker, Task
-from asyncrl.sample import PolicyVersion, Prompt, Sample
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.rollouter.samples import FailedSample, GroupTask, SampleMaker
+from asyncrl.rollouter.sampling import validation_sampling
+from asyncrl.types.prompts import Prompt
+from asyncrl.types.samples import Sample
+from asyncrl.types.versions import PolicyVersion
 
-ROUNDS = 4  # syncs wait for a validation, so that a second one is needed only after a restart
+ROUNDS = 4  # syncs wait for a running validation, so only a restart makes a second round necessary
 
 
 class Validation:
-    """Samples end as in training, but are drawn at ``validation.temperature`` from the whole vocabulary."""
+    """Runs validations one after another; rounds are numbered over all of them, so that requests have unique ids."""
 
     def __init__(self, config: Config, maker: SampleMaker, recorder: Recorder) -> None:
         self._config, self._maker, self._recorder = config.validation, maker, recorder
-        self._sampling = SamplingParams(
-            config.validation.temperature,
-            stop_token_ids=maker.tokenizer.stop_token_ids,
-            stop_strings=tuple(config.rollout.stop_strings),
-        )
+        self._sampling = validation_sampling(config, maker.tokenizer.stop_token_ids)
         self._rounds = itertools.count()
 
     async def run(self, prompts: Sequence[Prompt]) -> dict[str, float]:
         """Answer each prompt ``validation.samples`` times, all under one policy version.
 
-        Returns the means of the reward and of what it reports, and the version (``lineage`` and ``version``, its
-        number), under ``validation/``. Raises RuntimeError if the answers of the last round are still of several."""
-        answers: dict[str, list[Sample | Failed]] = {}
+        Answers under older versions are repeated in the next round. Returns means of the reward and its metrics, and
+        the version (``lineage``, and its number as ``version``), all under ``validation/``. Raises RuntimeError if
+        versions are still mixed after `ROUNDS` rounds."""
+        answers: dict[str, list[Sample | FailedSample]] = {}
         with self._recorder.span("rollout/validate", prompts=len(prompts)):
-            old: Sequence[Prompt] = prompts
+            outdated: Sequence[Prompt] = prompts
             for _ in range(ROUNDS):
                 number = next(self._rounds)
-                answers |= zip([p.uid for p in old], await asyncio.gather(*(self._answer(p, number) for p in old)))
+                answered = await asyncio.gather(*(self._answer(p, number) for p in outdated))
+                answers |= zip([p.uid for p in outdated], answered)
                 newest = max(_versions(s for samples in answers.values() for s in samples), default=None)
-                old = [p for p in prompts if _versions(answers[p.uid]) - {newest}]
-                if not old:
+                outdated = [p for p in prompts if _versions(answers[p.uid]) - {newest}]
+                if not outdated:
                     return self._values(answers.values(), newest)
         raise RuntimeError(
-            f"validation: after {ROUNDS} rounds {len(old)} of {len(prompts)} prompts are not answered under the newest "
-            f"version {newest}: it changes faster than they are answered"
+            f"validation: after {ROUNDS} rounds {len(outdated)} of {len(prompts)} prompts are not answered under the "
+            f"newest version {newest}: it changes faster than they are answered"
         )
 
-    async def _answer(self, prompt: Prompt, number: int) -> list[Sample | Failed]:
-        task = Task(
+    async def _answer(self, prompt: Prompt, number: int) -> list[Sample | FailedSample]:
+        task = GroupTask(
             prompt,
             self._maker.tokenizer.encode(prompt),
             self._sampling,
@@ -61,14 +61,16 @@ class Validation:
             priority=1,
         )
         made = await self._maker.make(task, [PartialSample() for _ in range(self._config.samples)])
-        return await self._maker.score(prompt, made)  # a call per prompt, as reward.timeout_s is for one group
+        return await self._maker.score(prompt, made)  # one call per prompt, since reward.timeout_s is per group
 
-    def _values(self, answers: Iterable[Sequence[Sample | Failed]], version: PolicyVersion | None) -> dict[str, float]:
-        judged = [s for group in answers for s in group]
-        scored = [s for s in judged if isinstance(s, Sample)]
+    def _values(
+        self, answers: Iterable[Sequence[Sample | FailedSample]], version: PolicyVersion | None
+    ) -> dict[str, float]:
+        all_samples = [s for group in answers for s in group]
+        scored = [s for s in all_samples if isinstance(s, Sample)]
         values: dict[str, float] = {
             "validation/samples": len(scored),
-            "validation/failed": len(judged) - len(scored),
+            "validation/failed": len(all_samples) - len(scored),
         }
         if version is not None:
             values |= {"validation/version": version.number, "validation/lineage": version.lineage}
@@ -79,6 +81,6 @@ class Validation:
         return values
 
 
-def _versions(samples: Iterable[Sample | Failed]) -> set[PolicyVersion]:
-    """Those that the tokens of these samples are of."""
+def _versions(samples: Iterable[Sample | FailedSample]) -> set[PolicyVersion]:
+    """Versions that sampled these tokens."""
     return {span.version for s in samples if isinstance(s, Sample) for span in s.spans}

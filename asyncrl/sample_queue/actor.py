@@ -1,9 +1,9 @@
-"""The sample queue as a Ray actor: the core's methods, and payloads handed on by reference."""
+"""Ray actor around the sample queue; payloads of a lease are passed on by reference."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-import warnings
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -11,25 +11,26 @@ from typing import Any
 
 import ray
 
-from asyncrl.priority import never_interrupt
-from asyncrl.ray_client import Watched
+from asyncrl.cpu.priority import never_interrupt
+from asyncrl.observability.telemetry.log import LogConfig
+from asyncrl.processes.actor_client import SupervisedActor
 from asyncrl.sample_queue.admission import Admission
-from asyncrl.sample_queue.core import Order, Overdue, SampleQueue
+from asyncrl.sample_queue.core import SampleQueue
 from asyncrl.sample_queue.journal import Journal
-from asyncrl.sample_queue.life import JournalError
-from asyncrl.sample_queue.messages import Recovery, Ticket
-from asyncrl.telemetry.log import LogTo
+from asyncrl.sample_queue.messages import Lease, Recovery, Refusal, Ticket
+from asyncrl.sample_queue.records import JournalError
+from asyncrl.sample_queue.schedule import Order, Overdue
 
-GONE_WITHIN_S = 20.0  # the process of a queue that was killed, and with it its lock
+GONE_WITHIN_S = 20.0  # a killed queue process releases its lock within this time
 
 
 @ray.remote
-class SampleQueueActor(Watched):
+class SampleQueueActor(SupervisedActor):
     """``lease`` returns two objects, so that the driver can pass the payload on to the ranks without reading it.
-    ``about``: more of the run, for readers of the ledger. ``backoff_s``: to wait before a new start.
+    ``about``: facts about the run, for readers of the ledger.
 
-    Ray starts it anew when its process dies, with the same arguments, and makes the calls again that had no answer:
-    the journal in ``folder`` holds all that it knew, and every call may be repeated."""
+    All state is in the journal in ``folder``: after a crash, another actor with the same arguments continues, and calls
+    that got no answer are made again."""
 
     def __init__(
         self,
@@ -39,48 +40,38 @@ class SampleQueueActor(Watched):
         total_groups: int,
         order: Order = "fifo",
         overdue: Overdue = "wait",
+        vocab_size: int = 2**31,
+        max_attempts: int = 3,
         about: Mapping[str, str] | None = None,
-        backoff_s: float = 0.0,
-        logs: LogTo | None = None,
+        logs: LogConfig | None = None,
     ) -> None:
         super().__init__("queue", logs)
         never_interrupt()
-        self._problem: Exception | None = None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of what Ray calls there
-            again = ray.get_runtime_context().was_current_actor_reconstructed
-        if again:
-            time.sleep(backoff_s)  # Ray itself starts it at once
-        admission = Admission(groups_per_version, Fraction(*threshold), total_groups)
-        meta: dict[str, str | int | float] = {
+        self._folder, self._order, self._overdue = folder, order, overdue
+        self._vocab_size, self._max_attempts = vocab_size, max_attempts
+        self._admission = Admission(groups_per_version, Fraction(*threshold), total_groups)
+        self._meta: dict[str, str | int | float] = {
             "groups_per_version": groups_per_version,
-            "staleness_threshold": float(admission.staleness_threshold),
+            "staleness_threshold": float(self._admission.staleness_threshold),
             **(about or {}),
         }
-        try:
-            self._journal = _opened(folder, meta)
-            self._core = SampleQueue(admission, self._journal, order, overdue)
-        except Exception as problem:  # raised by every call: what a constructor raises, Ray takes for a death
-            self._problem = problem
-
-    @property
-    def _queue(self) -> SampleQueue:
-        if self._problem is not None:
-            raise self._problem
-        return self._core
 
     async def start(self) -> None:
-        """Raises what there is to say against the journal: damage, another process that has it, a disk that is full."""
-        _ = self._queue
+        """Opens the journal; called once, before all other methods. Raises SpoolError or LedgerError for damage,
+        JournalError if another process keeps it locked, OSError if it cannot be written."""
+        self._journal = await _opened(self._folder, self._meta)
+        self._queue = SampleQueue(
+            self._admission, self._journal, self._order, self._overdue, self._vocab_size, self._max_attempts
+        )
 
     async def recover(self) -> Recovery:
         return await self._queue.recover()
 
-    async def issue(self, tickets: list[Ticket], version: Any = None) -> int:
-        return await self._queue.issue(tickets, version)
+    async def issue(self, tickets: list[Ticket]) -> int:
+        return await self._queue.issue(tickets)
 
-    async def put(self, groups: list[bytes], now_s: float) -> None:
-        await self._queue.put(groups, now_s)
+    async def put(self, groups: list[bytes]) -> list[Refusal]:
+        return await self._queue.put(groups)
 
     async def drop(self, drops: list[tuple[str, str]]) -> None:
         await self._queue.drop(drops)
@@ -92,8 +83,8 @@ class SampleQueueActor(Watched):
         return await self._queue.overdue()
 
     @ray.method(num_returns=2)
-    async def lease(self, step: int, count: int, now_s: float) -> Any:
-        return await self._queue.lease(step, count, now_s)
+    async def lease(self, step: int, count: int) -> tuple[Lease, list[bytes]]:
+        return await self._queue.lease(step, count)
 
     async def trained(self, step: int) -> None:
         await self._queue.trained(step)
@@ -102,7 +93,7 @@ class SampleQueueActor(Watched):
         await self._queue.covered(step)
 
     async def copy_to(self, folder: Path) -> None:
-        """Copy ledger and spool to another disk, see `Journal.copy_to`."""
+        """See `Journal.copy_to`."""
         await self._journal.copy_to(folder)
 
     async def release(self, step: int) -> None:
@@ -110,6 +101,9 @@ class SampleQueueActor(Watched):
 
     async def rollback(self, step: int) -> Any:
         return await self._queue.rollback(step)
+
+    async def announce(self, version: Any, trained: int) -> None:
+        await self._queue.announce(version, trained)
 
     async def publish(self, version: Any, trained: int | None = None, rolling: bool = False) -> dict[str, int]:
         return await self._queue.publish(version, trained, rolling)
@@ -124,14 +118,14 @@ class SampleQueueActor(Watched):
         await self._queue.close(reason, failed)
 
     async def finish(self) -> dict[str, float]:
-        """The final balance; the ledger is closed with it, and a further call gets the balance again."""
+        """Closes the ledger and returns the final balance; a repeated call returns it again."""
         stats = await self._queue.finish() | {"perf/ledger_cpu_s": self._journal.stats().cpu_s}
         await self._journal.close()
         return stats
 
 
-def _opened(folder: Path, meta: Mapping[str, str | int | float]) -> Journal:
-    """The journal, as soon as the process that had it before lets go of it."""
+async def _opened(folder: Path, meta: Mapping[str, str | int | float]) -> Journal:
+    """Opens the journal as soon as the previous process has released it."""
     deadline = time.monotonic() + GONE_WITHIN_S
     while True:
         try:
@@ -139,4 +133,4 @@ def _opened(folder: Path, meta: Mapping[str, str | int | float]) -> Journal:
         except JournalError:
             if time.monotonic() > deadline:
                 raise
-            time.sleep(0.2)  # flock can wait, but not for a limited time
+            await asyncio.sleep(0.2)  # flock can wait, but not for a limited time

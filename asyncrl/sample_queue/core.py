@@ -1,222 +1,178 @@
-"""The bounded queue between the pools and the life of every group in it.
+"""Bounded queue between the rollouter and the trainer: waiting, durability, and the calls of both sides.
 
-    issue ──► in flight ──put──► queued ──lease──► leased ──trained──► trained
-                 └──────drop(reason)                 └──release──► queued
-                                    queued ◄──────── rollback(step) ───── trained after that step
+    rollouter                                                trainer
+    recover, issue, put, drop, snapshot, overdue             lease, trained, release, covered, rollback,
+                                                             announce, publish, retire_before
 
-The rollouter calls `issue`, `put`, `drop`; the trainer `lease`, `trained`, `release`, `publish`, and `rollback` when it
-goes back to a checkpoint. Whoever must wait waits on one condition. The queue is bounded where groups start, not where
-they end: `issue` admits no group beyond the staleness budget, so a finished group always has its place and a full queue
-cannot shut out the very group that the trainer waits for.
+Group states are `asyncrl.sample_queue.group_state`, policy is `asyncrl.sample_queue.schedule`, files are
+`asyncrl.sample_queue.journal`. A call applies its transitions in one go, wakes all waiters, and returns once the
+changed rows are on disk. The journal writes in the order of the calls, so a call that builds on another one is never
+durable before it.
 
-All of its state is in its records: built anew over them, after its process was killed, it is where it was. Whoever had
-no answer then asks again: every call may be repeated.
+The queue is bounded where groups start, not where they end: `issue` admits no group beyond the staleness budget, so a
+finished group always has a place, and a full queue cannot shut out the group that the trainer waits for.
+
+All state is durable: after a crash the queue is rebuilt from the journal, and calls that got no answer are made again.
+Every call may be repeated.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import time
-from bisect import insort
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Protocol
 
-from asyncrl.sample import Group, PolicyVersion
+from asyncrl.sample_queue.acceptance import defect
 from asyncrl.sample_queue.admission import Admission
-from asyncrl.sample_queue.ledger import Recovered
-from asyncrl.sample_queue.life import (
-    DROPPED,
-    IN_FLIGHT,
-    TRAINED,
-    Closed,
-    Covered,
-    Dropped,
-    Event,
-    Finished,
-    GroupRecord,
-    Issued,
-    Leased,
-    Partial,
-    Published,
-    Released,
-    Retired,
-    Trained,
-)
-from asyncrl.sample_queue.messages import InFlight, Lease, LeasedGroup, Recovery, Ticket
-from asyncrl.sample_queue.spool import Place
+from asyncrl.sample_queue.group_state import GroupTable, QueueError
+from asyncrl.sample_queue.messages import InFlight, Lease, LeasedGroup, Recovery, Refusal, Ticket
+from asyncrl.sample_queue.records import DROPPED, IN_FLIGHT, TRAINED, Changes, GroupRecord, JournalError, Recovered
+from asyncrl.sample_queue.schedule import Order, Overdue, Schedule
+from asyncrl.sample_queue.versions import VersionTable
+from asyncrl.types.groups import Group
+from asyncrl.types.versions import PolicyVersion
 
-OVERDUE = "overdue"  # the reason of groups that would be trained after their deadline
-
-Order = Literal["fifo", "ready_first"]
-Overdue = Literal["wait", "mask", "drop"]
-
-
-class QueueError(RuntimeError):
-    """A caller broke the life cycle above, or the run failed elsewhere; the message says which."""
-
-
-class ConservationError(QueueError):
-    """Groups are not all accounted for: a bug, and a reason to stop at once."""
-
-
-class State(enum.Enum):
-    IN_FLIGHT = "in_flight"
-    QUEUED = "queued"
-    LEASED = "leased"
-
-
-@dataclass
-class _Entry:
-    ticket: Ticket
-    seq: int
-    state: State
-    version: PolicyVersion  # under which it was issued
-    payload: bytes | None = None  # None: in flight, or only in the records
-    place: Place | None = None
-    oldest: PolicyVersion | None = None  # of its trained tokens
-    newest: PolicyVersion | None = None
-    processing_s: float = 0.0
-    queued_s: float = 0.0
-    step: int = 0
+OVERDUE = "overdue"  # drop reason: past the staleness bound
+POISON = "poison"  # drop reason: refused too often
 
 
 class Records(Protocol):
-    """Where every change is made durable before it is acknowledged: `asyncrl.sample_queue.journal.Journal`."""
+    """Durable storage of the queue's state: `asyncrl.sample_queue.journal.Journal`."""
 
-    async def write(self, events: Sequence[Event]) -> None: ...
-    async def rollback(self, step: int) -> None: ...
+    @property
+    def failed(self) -> bool:
+        """A write failed, so the caller's state is ahead of the disk: no more writes before the next `recover`."""
+        ...
+
+    def write(self, changes: Changes) -> Awaitable[None]:
+        """Queues ``changes`` at once; the result is done when they, and all before them, are on disk."""
+        ...
+
     def recover(self) -> Recovered: ...
-    def read(self, place: Place) -> bytes: ...
+    def read(self, uid: str) -> bytes | None: ...
     def states(self, uids: Sequence[str]) -> dict[str, str]: ...
 
 
 class SampleQueue:
-    """The queue's core, for one asyncio loop; `asyncrl.sample_queue.actor` puts it into a Ray actor.
+    """The queue's core, for one asyncio loop; `asyncrl.sample_queue.actor` wraps it in a Ray actor.
 
-    ``admission`` needs only its constants: the rest is in ``records``. ``order``: ``fifo`` trains in the order of
-    issue, ``ready_first`` finished groups first, of those the earliest deadline. ``overdue`` is what happens to a group
-    that cannot be trained by its deadline any more: ``wait`` makes the trainer wait for groups in time, so that there
-    is none (but for a G that became smaller on resume: such groups are dropped), ``mask`` takes its too old tokens out
-    of the loss, ``drop`` drops it.
-
-    A change that takes something (`issue`, `lease`) is made at once, so that nobody takes it twice; one that gives
-    something (`put`, `trained`) is seen by others only when it is on disk. Either way the caller is told after that."""
+    ``order`` and ``overdue``: see `Schedule`. ``vocab_size``: token ids are below it. A group that fails
+    `asyncrl.sample_queue.acceptance` is sampled up to ``max_attempts`` times."""
 
     def __init__(
-        self, admission: Admission, records: Records, order: Order = "fifo", overdue: Overdue = "wait"
+        self,
+        admission: Admission,
+        records: Records,
+        order: Order = "fifo",
+        overdue: Overdue = "wait",
+        vocab_size: int = 2**31,
+        max_attempts: int = 3,
     ) -> None:
         self._admission, self._records, self._order, self._overdue = admission, records, order, overdue
+        self._vocab_size, self._max_attempts = vocab_size, max_attempts
         self._changed = asyncio.Condition()
-        self._dropping: set[str] = set()  # whose drop is on its way to the records
-        self._to_cancel: list[str] = []  # dropped while in flight: the rollouter is to give them up
-        self._given_up: set[str] = set()  # all of these: it may issue one again before it has heard of it
-        self._era = 0  # rollbacks so far
-        self._starved_s = 0.0  # that leases waited for groups
-        self._waits: list[float] = []  # since when each that waits now does
-        self._failed = False
-        self._over = False
+        self._payloads: dict[str, bytes] = {}  # of queued and leased groups; after a restart they are read from disk
+        self._to_cancel: list[str] = []  # dropped as overdue while in flight; the rollouter does not know yet
+        self._given_up: set[str] = set()  # all of these ever: the rollouter may still issue them again
+        self._rollbacks = 0
+        self._starved_s = 0.0  # time that leases waited for groups
+        self._waits: list[float] = []  # start times of the waits under way
         self._closed: str | None = None
-        self._last_version: PolicyVersion | None = None  # published, in any lineage
+        self._failure: str | None = None
+        self._over = False
         self._load()
-        self._reopened = self._admission.issued > 0
+        self._reopened = self._table.issued > 0
 
     # -- the rollouter's side --------------------------------------------------------------------------------------
 
     async def recover(self) -> Recovery:
-        """What a new rollouter goes on from: the groups in flight, which it is to `issue` again, first and in this
-        order, and the group that was issued last."""
-        found = self._records.recover()
-        in_flight = [
-            InFlight(*e.ticket, self._records.read(place) if (place := found.partials.get(e.ticket.uid)) else None)
-            for e in self._entries.values()
-            if e.state is State.IN_FLIGHT
-        ]
-        return Recovery(found.last_uid, in_flight)
+        """State for a new rollouter: the last group issued, and the groups in flight, which it must `issue` again,
+        first and in this order."""
+        in_flight = None
+        while (found := self._table.in_state(IN_FLIGHT)) != in_flight:  # calls of the one before it may still arrive
+            in_flight = found
+            await self._commit()
+        return Recovery(
+            self._table.last_uid,
+            [InFlight(g.uid, g.prompt_id, g.epoch, self._records.read(g.uid), g.attempt) for g in in_flight],
+        )
 
-    async def issue(self, tickets: Sequence[Ticket], version: PolicyVersion | None = None) -> int:
-        """Start as many of these groups, from the front, as may start now; wait until it is one at least.
+    async def issue(self, tickets: Sequence[Ticket]) -> int:
+        """Starts as many of these groups, from the front, as may start now; waits until at least one may.
 
-        Groups in flight may be issued again, before new ones: they keep their place, and their deadline if it is the
-        earlier one, as they may go on with the tokens that they had. One that was dropped as overdue meanwhile counts
-        as started, and stays dropped. ``version`` is what their replica serves; None: the oldest that any serves.
-        Returns how many; 0 once the queue is closed, and no further call is needed. Raises QueueError for a group that
-        is finished, or if the run failed."""
+        Groups in flight may be issued again, before new ones: they keep their place, and the earlier deadline, as they
+        may continue their tokens. One dropped as overdue in the meantime counts as started and stays dropped.
+
+        Returns the number of groups started; 0 once the queue is closed. Raises QueueError for a group that is
+        finished, or if the run failed."""
         if not tickets:
-            raise QueueError("issue needs at least one group")
-        if self._reopened:  # this queue does not remember what the one before it dropped
-            new = [ticket.uid for ticket in tickets if ticket.uid not in self._entries]
+            raise QueueError("issue: expected at least one group, found none")
+        if self._reopened:  # drops by the process before this one are only on disk
+            new = [ticket.uid for ticket in tickets if self._table.state(ticket.uid) is None]
             self._given_up.update(uid for uid, state in self._records.states(new).items() if state == DROPPED)
         async with self._changed:
-            await self._wait_until(lambda: self._closed is not None or self._startable(tickets, version) > 0)
+            await self._wait_until(
+                lambda: self._closed is not None or self._schedule.startable(tickets, self._given_up) > 0
+            )
             if self._closed is not None:
                 return 0
-            count = self._startable(tickets, version)
-            version = self._admission.counted(version)
-            events: list[Event] = []
+            count = self._schedule.startable(tickets, self._given_up)
+            oldest = self._versions.oldest
+            assert oldest is not None
             for ticket in tickets[:count]:
-                if ticket.uid in self._given_up:
-                    continue  # overdue while it waited here: `overdue` tells of it
-                if (entry := self._entries.get(ticket.uid)) is None:
-                    self._admission.issued += 1
-                    entry = _Entry(ticket, self._admission.issued, State.IN_FLIGHT, version)
-                    self._entries[ticket.uid] = entry
-                # again: it may go on with tokens of the version that it had
-                entry.version = min(entry.version, version, key=lambda v: (v.number, v.lineage))
-                events.append(Issued(*ticket, seq=entry.seq, version=entry.version))
-        await self._records.write(events)
+                if ticket.uid not in self._given_up:  # else `overdue` reports it
+                    self._table.issue(*ticket, oldest)
+        await self._commit()
         return count
 
-    async def put(self, groups: Sequence[bytes], now_s: float) -> None:
-        """Hand over finished groups, one buffer each. Returns when they are on disk, which is all that it waits for."""
+    async def put(self, groups: Sequence[bytes]) -> list[Refusal]:
+        """Hands over finished groups, one buffer each.
+
+        A group that must not be trained is refused: it stays in flight, in its place, to be sampled again; after the
+        last attempt it is dropped as poison."""
         if self._over:
-            return  # they stay in flight, and are finished if the run is resumed
-        decoded = [(buffer, Group.from_buffer(buffer)) for buffer in groups]
-        awaited = self._awaited([group.uid for _, group in decoded], "put")
-        decoded = [(buffer, group) for buffer, group in decoded if group.uid in awaited]
-        finished = [Finished(buffer, group) for buffer, group in decoded]
-        if untrainable := [e.measures.uid for e in finished if e.measures.oldest is None]:
-            raise QueueError(f"put: group {untrainable[0]} has no trained token; drop it instead")
-        await self._records.write(finished)
-        async with self._changed:
-            for (buffer, group), event in zip(decoded, finished, strict=True):
-                if (entry := self._entries.get(group.uid)) is None:
-                    continue  # dropped meanwhile
-                entry.oldest, entry.newest = event.measures.oldest, event.measures.newest
-                entry.payload, entry.queued_s, entry.state = buffer, now_s, State.QUEUED
-                entry.processing_s = group.times.get("finished_s", now_s) - group.times.get("issued_s", now_s)
-            late = self._drop_late() if self._overdue == "mask" else []  # they were not measured when they became it
-            self._changed.notify_all()
-        if late:
-            await self._records.write(late)
+            return []  # they stay in flight, for a run that resumes this one
+        decoded = [(Group.from_buffer(buffer), buffer) for buffer in groups]
+        expected = self._in_flight("put", [group.uid for group, _ in decoded])
+        refusals: list[Refusal] = []
+        for group, buffer in decoded:
+            if group.uid not in expected:
+                continue
+            refused = self._table.open[group.uid]
+            if group.attempt < refused.attempt:  # a repeated call
+                refusals.append(Refusal(group.uid, refused.refusal or "", refused.attempt))
+            elif reason := defect(group, self._vocab_size, self._versions.announced):
+                refusals.append(self._refuse(group, reason))
+            else:
+                self._table.finish(group, buffer)
+                self._payloads[group.uid] = buffer
+        if self._schedule.masks:  # tokens may have become too old while the group was in flight
+            self._drop_overdue()
+        await self._commit()
+        return refusals
 
     async def drop(self, drops: Sequence[tuple[str, str]]) -> None:
-        """Give up groups in flight: (uid, reason) each. Their places in the budget are free again."""
+        """Gives up groups in flight: (uid, reason) each. Their places in the staleness budget are free again."""
         if self._over:
             return
-        awaited = self._awaited([uid for uid, _ in drops], "drop")
-        drops = [(uid, reason) for uid, reason in drops if uid in awaited]
-        self._dropping |= {uid for uid, _ in drops}
-        try:
-            await self._records.write([Dropped(uid, reason) for uid, reason in drops])
-        finally:
-            self._dropping -= {uid for uid, _ in drops}
-        async with self._changed:
-            for uid, reason in drops:
-                if uid in self._entries:  # not so if a rollback has found it dropped
-                    self._drop(uid, reason)
-            self._changed.notify_all()
+        expected = self._in_flight("drop", [uid for uid, _ in drops])
+        for uid, reason in drops:
+            if uid in expected:
+                self._table.drop(uid, reason)
+        await self._commit()
 
     async def snapshot(self, snapshots: Sequence[tuple[str, bytes]]) -> None:
-        """Keep (uid, state) of groups in flight, the newest of each; those that are not in flight are ignored."""
-        if not self._over:
-            await self._records.write([Partial(uid, state) for uid, state in snapshots])
+        """Stores (uid, snapshot) of groups in flight, the newest of each; other groups are ignored."""
+        if self._over:
+            return
+        for uid, payload in snapshots:
+            self._table.snapshot(uid, payload)
+        await self._commit()
 
     async def overdue(self) -> list[str]:
-        """Wait for groups in flight that were dropped because they are overdue; empty once the queue is closed."""
+        """Waits for groups in flight that were dropped as overdue; empty once the queue is closed."""
         async with self._changed:
             await self._wait_until(lambda: bool(self._to_cancel) or self._closed is not None)
             uids, self._to_cancel = self._to_cancel, []
@@ -224,265 +180,201 @@ class SampleQueue:
 
     # -- the trainer's side ----------------------------------------------------------------------------------------
 
-    async def lease(self, step: int, count: int, now_s: float) -> tuple[Lease, list[bytes]]:
-        """The next ``count`` groups, once all of them are finished; they belong to ``step``.
+    async def lease(self, step: int, count: int) -> tuple[Lease, list[bytes]]:
+        """Leases the next ``count`` groups to ``step``, once all of them are finished. Returns them and their payloads.
 
-        If the queue was closed and they will never be, or a rollback came, the lease is empty and says so."""
+        The lease is empty, with the reason, if the queue was closed and they will never be, or after a rollback."""
         async with self._changed:
-            held, era = self._leased_to(step), self._era
-            if not held:
+            rollbacks = self._rollbacks
+            if not self._leased_to(step):
                 with self._starving():
                     await self._wait_until(
-                        lambda: self._next(count) is not None or self._closed is not None or self._era != era
+                        lambda: (
+                            self._schedule.next_batch(count) is not None
+                            or bool(self._table.leased_to(step))  # by the same call, made twice
+                            or self._closed is not None
+                            or self._rollbacks != rollbacks
+                        )
                     )
-            found = (held or self._next(count)) if self._era == era else None
-            if found is None:
+            if self._rollbacks != rollbacks:
                 return Lease((), self._closed or "the trainer went back to a checkpoint"), []
-            mask_before = self._mask_before()
-            leased: list[LeasedGroup] = []
-            for uid in found:
-                entry = self._entries[uid]
-                entry.state, entry.step = State.LEASED, step
-                assert entry.oldest is not None
-                leased.append(LeasedGroup(uid, entry.oldest, entry.processing_s, max(0.0, now_s - entry.queued_s)))
-            payloads = [self._payload(self._entries[uid]) for uid in found]
-        if not held:
-            await self._records.write([Leased(found, step)])
-        return Lease(tuple(leased), mask_before=mask_before), payloads
+            if not self._leased_to(step):
+                if (batch := self._schedule.next_batch(count)) is None:
+                    return Lease((), self._closed), []
+                self._table.lease([group.uid for group in batch], step)
+            groups, mask_before = self._leased_to(step), self._schedule.mask_before()
+        await self._commit()
+        return Lease(tuple(map(_leased, groups)), mask_before=mask_before), [self._payload(g.uid) for g in groups]
 
     async def trained(self, step: int) -> None:
         """The groups leased to ``step`` are in the weights."""
-        uids = self._leased_to(step)
-        if not uids:
-            found = self._records.recover()
-            if step <= found.covered_step or any(g.state == TRAINED and g.step == step for g in found.groups):
-                return  # said again
-            raise QueueError(f"step {step} has no lease")
-        await self._records.write([Trained(uids, step)])
-        async with self._changed:
-            for uid in uids:
-                del self._entries[uid]
-            self._admission.trained += len(uids)
-            self._changed.notify_all()
+        groups = self._leased_to(step)
+        if not groups and not self._table.has_trained(step):
+            raise QueueError(f"trained: step {step} has no lease")
+        if groups:
+            self._table.train(step, self._versions.latest)
+        await self._commit()
+        for group in groups:
+            self._payloads.pop(group.uid, None)
 
     async def covered(self, step: int) -> None:
-        """No restore will go back before ``step``: the groups trained up to it are trained for good."""
-        await self._records.write([Covered(step)])
+        """No restore goes back before ``step``: groups trained up to it are final."""
+        self._table.cover(step)
+        await self._commit()
 
     async def release(self, step: int) -> None:
-        """The step was abandoned: its groups go back to their places."""
-        if not (uids := self._leased_to(step)):
-            return
-        await self._records.write([Released(uids)])
-        async with self._changed:
-            for uid in uids:
-                self._entries[uid].state = State.QUEUED
-            self._changed.notify_all()
+        """The step was abandoned: its groups return to their places."""
+        self._table.release(step)
+        await self._commit()
 
     async def rollback(self, step: int) -> PolicyVersion | None:
-        """The weights are those after ``step`` again: all that was trained later or is leased is queued, in order, and
-        nothing starts before the next `publish`. Returns the last version there was, in any lineage."""
-        async with self._changed:  # a group that were issued meanwhile would be missing in what is loaded
-            await self._records.rollback(step)
-            self._load()
-            self._era += 1
-            self._changed.notify_all()  # a lease that waits is of a step that will be another one
-            return self._last_version
+        """The weights are those after ``step`` again: groups leased, or trained later, are queued in order, and nothing
+        starts before the next `publish`. Returns the last version announced, in any lineage."""
+        self._table.roll_back(step)
+        self._versions.withdraw()
+        self._close_because(None)
+        self._rollbacks += 1  # ends leases that wait: the step they are for will be another one
+        await self._commit()
+        return max(self._versions.announced, default=None)
+
+    async def announce(self, version: PolicyVersion, trained: int) -> None:
+        """Replicas may serve ``version`` from now on, so groups that hold its tokens are accepted. ``trained``: as in
+        `publish`. A version is announced once and never reused for other weights."""
+        self._versions.announce(version, trained)
+        await self._commit()
 
     async def publish(
         self, version: PolicyVersion, trained: int | None = None, rolling: bool = False
     ) -> dict[str, int]:
-        """Replicas serve ``version`` from now on, all of them unless ``rolling``. ``trained``: how many groups were
-        trained when this version's number was published first, after a `rollback`.
+        """Replicas serve ``version`` from now on; all of them, unless ``rolling``. ``trained``: number of groups
+        trained when this version's number was first published; needed after a `rollback`.
 
-        Groups that are overdue now are dropped. Returns the balance; raises ConservationError if it is off."""
-        if self._admission.version == version:
-            return self.balance()  # said again
-        if self._last_version is not None and version <= self._last_version:
-            raise QueueError(f"version {version} was published after {self._last_version}")
-        async with self._changed:
-            self._last_version = version
-            self._admission.publish(version, trained, rolling)
-            published = Published(version, self._admission.served[version], rolling)
-            late = self._drop_late()
-        await self._records.write([published, *late])
-        async with self._changed:
-            self._changed.notify_all()
-            return self.balance()
+        Drops groups that are overdue now. Returns the balance; raises ConservationError if it is off."""
+        current = self._versions.current
+        if version != current:
+            if trained is None:
+                if current is not None and current.number == version.number:
+                    trained = self._versions.served[current]
+                else:
+                    trained = self._table.trained
+            self._versions.publish(version, trained, rolling)
+            self._drop_overdue()
+        await self._commit()
+        return self.balance()
 
     async def retire_before(self, version: PolicyVersion) -> None:
-        """No replica serves a version before ``version`` any more, after it was published as rolling."""
-        async with self._changed:
-            older = [served for served in self._admission.served if served < version]
-            for served in older:
-                self._admission.retire(served)
-        if not older:
-            return
-        await self._records.write([Retired(next(iter(self._admission.served)))])
-        async with self._changed:
-            self._changed.notify_all()
+        """No replica serves a version before ``version`` any more, after a rolling `publish`."""
+        self._versions.retire_before(version)
+        await self._commit()
 
-    # -- both ------------------------------------------------------------------------------------------------------
+    # -- both sides ------------------------------------------------------------------------------------------------
 
     async def close(self, reason: str, failed: bool = False) -> None:
-        """No group starts any more. With ``failed`` everyone who waits gets a QueueError."""
-        if self._closed is None and not failed:
-            await self._records.write([Closed(reason)])
-        async with self._changed:
-            if self._closed is None or failed:
-                self._closed = reason
-            self._failed |= failed
-            self._changed.notify_all()
+        """Starts no more groups; the first reason stays. With ``failed``, all waiting calls raise QueueError."""
+        if failed:
+            self._failure = reason
+            return await self._wake()
+        if self._closed is None:
+            self._close_because(reason)
+        await self._commit()
 
     async def finish(self) -> dict[str, float]:
-        """The run is over. What was not trained stays as it is, for a run that resumes this one. Returns the final
-        `stats`."""
+        """Ends the run and returns the final `stats`. Untrained groups stay as they are, for a run that resumes."""
         self._over = True
-        async with self._changed:
-            self._closed = self._closed or "the run is over"
-            self._changed.notify_all()
-            return await self.stats()
+        self._closed = self._closed or "the run is over"
+        await self._wake()
+        return await self.stats()
 
     def balance(self) -> dict[str, int]:
-        """issued = trained + queued + leased + in flight + dropped, or ConservationError."""
-        states = Counter(e.state.value for e in self._entries.values())
-        counts = {
-            "issued": self._admission.issued,
-            "trained": self._admission.trained,
-            "dropped": self._admission.dropped,
-        } | {s.value: states[s.value] for s in State}
-        accounted = sum(v for k, v in counts.items() if k != "issued")
-        if counts["issued"] != accounted or counts["dropped"] != sum(self._dropped.values()):
-            raise ConservationError(f"groups do not add up: {counts}, dropped by reason {dict(self._dropped)}")
-        return counts
+        """See `GroupTable.balance`."""
+        return self._table.balance()
 
     async def stats(self) -> dict[str, float]:
-        """Metrics of the moment, under their public names."""
-        counts, version = self.balance(), self._admission.version
+        """Current metrics, under their public names."""
+        counts, version = self.balance(), self._versions.current
         return {
             **({"fully_async/version": version.number} if version is not None else {}),
             "fully_async/queue/depth": counts["queued"],
             "fully_async/queue/starved_s": self._starved_s + sum(time.monotonic() - since for since in self._waits),
             "fully_async/in_flight": counts["in_flight"],
-            **{f"fully_async/count/{k}": v for k, v in counts.items()},
-            **{f"fully_async/dropped/{reason}": n for reason, n in self._dropped.items()},
+            **{f"fully_async/count/{name}": count for name, count in counts.items()},
+            **{f"fully_async/dropped/{reason}": count for reason, count in self._table.dropped.items()},
         }
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _load(self) -> None:
-        """Take over what the records hold."""
+        """Takes over the durable state."""
         found = self._records.recover()
-        self._entries: OrderedDict[str, _Entry] = OrderedDict(  # in the order of issue
-            (group.uid, _entry(group)) for group in found.groups if group.state != TRAINED
-        )
-        self._dropped = Counter(found.dropped)
+        self._changes = Changes()
+        self._table = GroupTable(found, self._changes)
+        self._versions = VersionTable(found, self._changes)
+        self._schedule = Schedule(self._table, self._versions, self._admission, self._order, self._overdue)
         self._closed = found.closed
-        self._admission.issued, self._admission.trained = found.issued, found.trained
-        self._admission.dropped = sum(found.dropped.values())
-        self._admission.served = dict(found.served)
-        self._last_version = found.version
 
-    def _leased_to(self, step: int) -> list[str]:
-        leased = [e for e in self._entries.values() if e.state is State.LEASED and e.step == step]
-        return [e.ticket.uid for e in self._in_training_order(leased)]
+    async def _commit(self) -> None:
+        """Wakes all waiters; returns once all changes so far, of this call and of earlier ones, are on disk."""
+        try:
+            durable = self._records.write(self._changes.take())
+            await self._wake()
+            await durable
+        except JournalError:
+            if self._records.failed:  # the first of the calls that failed takes the state back to that on disk
+                self._load()
+                await self._wake()
+            raise
 
-    def _drop(self, uid: str, reason: str) -> None:
-        del self._entries[uid]
-        self._dropped[reason] += 1
-        self._admission.dropped += 1
+    async def _wake(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
-    def _drop_late(self) -> list[Dropped]:
-        late = self._late()
-        given_up = [uid for uid in late if self._entries[uid].state is State.IN_FLIGHT]
+    async def _wait_until(self, predicate: Callable[[], bool]) -> None:
+        await self._changed.wait_for(lambda: self._failure is not None or predicate())
+        if self._failure is not None:
+            raise QueueError(f"the run failed: {self._failure}")
+
+    def _close_because(self, reason: str | None) -> None:
+        self._closed = reason
+        self._changes.meta["closed"] = reason or ""
+
+    def _refuse(self, group: Group, reason: str) -> Refusal:
+        self._table.refuse(group.uid, reason)
+        attempt = self._table.open[group.uid].attempt
+        if attempt < self._max_attempts:
+            return Refusal(group.uid, reason, attempt)
+        self._table.drop(group.uid, POISON)
+        return Refusal(group.uid, reason, None)
+
+    def _drop_overdue(self) -> None:
+        late = self._schedule.overdue()
+        given_up = [group.uid for group in late if group.state == IN_FLIGHT]
         self._to_cancel += given_up
         self._given_up.update(given_up)
-        for uid in late:
-            self._drop(uid, OVERDUE)
-        return [Dropped(uid, OVERDUE) for uid in late]
+        for group in late:
+            self._table.drop(group.uid, OVERDUE)
+            self._payloads.pop(group.uid, None)
 
-    def _startable(self, tickets: Sequence[Ticket], version: PolicyVersion | None) -> int:
-        """How many of the tickets, from the front, may start now."""
-        if not self._admission.served:
-            return 0
-        known = [entry for ticket in tickets if (entry := self._entries.get(ticket.uid)) is not None]
-        if finished := [e for e in known if e.state is not State.IN_FLIGHT]:
-            raise QueueError(f"group {finished[0].ticket.uid} was issued before and is {finished[0].state.value}")
-        again = self._startable_again(known, self._admission.counted(version)) if known else 0
-        if again < len(known):
-            return tickets.index(known[again].ticket)
-        given_up = sum(ticket.uid in self._given_up for ticket in tickets)
-        return min(len(tickets), again + given_up + self._admission.available(version))
+    def _leased_to(self, step: int) -> list[GroupRecord]:
+        return self._schedule.in_training_order(self._table.leased_to(step))
 
-    def _startable_again(self, entries: Sequence[_Entry], version: PolicyVersion) -> int:
-        """How many of these groups in flight, from the front, may start anew."""
-        if not self._keeps_deadlines:
-            places = {uid: place for place, uid in enumerate(self._entries, start=self._admission.trained + 1)}
-            admitted = [self._admission.admits(places[e.ticket.uid], version) for e in entries]
-            return admitted.index(False) if False in admitted else len(entries)
-        deadlines = sorted(self._admission.deadline(e.version) for e in self._waiting())
-        earliest = self._admission.deadline(version)
-        for count, entry in enumerate(entries):
-            if (deadline := self._admission.deadline(entry.version)) > earliest:
-                deadlines.remove(deadline)
-                insort(deadlines, earliest)
-                if not self._admission.fits(deadlines, self._leased):
-                    return count
-        return len(entries)
+    def _payload(self, uid: str) -> bytes:
+        if uid not in self._payloads:
+            payload = self._records.read(uid)
+            assert payload is not None, f"group {uid} is leased and has no payload"
+            self._payloads[uid] = payload
+        return self._payloads[uid]
 
-    @property
-    def _keeps_deadlines(self) -> bool:
-        """Whether the order of training depends on the deadlines, and no group may miss its own."""
-        return self._order == "ready_first" and self._overdue == "wait"
-
-    def _waiting(self) -> list[_Entry]:
-        return [e for uid, e in self._entries.items() if e.state is not State.LEASED and uid not in self._dropping]
-
-    def _in_training_order(self, entries: Sequence[_Entry]) -> list[_Entry]:
-        if self._order == "fifo":
-            return sorted(entries, key=lambda e: e.seq)
-        return sorted(entries, key=lambda e: (self._admission.deadline(e.version), e.seq))
-
-    def _next(self, count: int) -> list[str] | None:
-        """The groups that the next step of ``count`` is to train, if all of them are finished."""
-        waiting = self._waiting()  # in the order of issue
-        if self._order == "fifo":
-            taken = waiting[:count]
-        else:
-            waiting = self._in_training_order(waiting)
-            taken = [e for e in waiting if e.state is State.QUEUED][:count]
-        if len(taken) < count or any(e.state is not State.QUEUED for e in taken):
-            return None
-        if self._keeps_deadlines:
-            chosen = {e.seq for e in taken}
-            left = [self._admission.deadline(e.version) for e in waiting if e.seq not in chosen]
-            if not self._admission.fits(left, count + self._leased):
-                return None  # one of those in flight must come first
-        return [e.ticket.uid for e in taken]
-
-    @property
-    def _leased(self) -> int:
-        return sum(e.state is State.LEASED for e in self._entries.values())
-
-    def _mask_before(self) -> int | None:
-        version = self._admission.version
-        return version.number - self._admission.bound if self._overdue == "mask" and version is not None else None
-
-    def _late(self) -> list[str]:
-        """Groups that no step holds and that cannot be trained in time any more."""
-        version, bound = self._admission.version, self._admission.bound
-        if version is None:
-            return []
-        waiting = self._in_training_order(self._waiting())
-        if self._overdue == "mask":  # groups without a token that is young enough
-            late = [e for e in waiting if e.newest is not None and e.newest.number < version.number - bound]
-        elif self._overdue == "drop" and self._order == "ready_first":
-            late = [e for e in waiting if self._admission.deadline(e.version) < version.number]
-        else:
-            late = []
-            while found := self._admission.late([self._admission.deadline(e.version) for e in waiting]):
-                late.append(waiting.pop(found[0]))  # those behind it move up
-        return [e.ticket.uid for e in late]
+    def _in_flight(self, verb: str, uids: Sequence[str]) -> set[str]:
+        """Those of the groups that are in flight. The others are ignored if they ended before: a repeated call, or a
+        group that was overdue. Raises QueueError for one that was never issued, or can no longer be dropped."""
+        found = {uid: self._table.state(uid) for uid in uids}
+        ended = self._records.states(gone) if (gone := [uid for uid, state in found.items() if state is None]) else {}
+        for uid, state in found.items():
+            if state is None and uid in ended:  # a drop that is not on disk yet has its earlier state there
+                state = TRAINED if ended[uid] == TRAINED else DROPPED
+            if state is None or (verb == "drop" and state not in (IN_FLIGHT, DROPPED)):
+                raise QueueError(f"{verb}: group {uid} is {state or 'unknown'}, expected {IN_FLIGHT}")
+        return {uid for uid, state in found.items() if state == IN_FLIGHT}
 
     @contextlib.contextmanager
     def _starving(self) -> Iterator[None]:
@@ -493,42 +385,14 @@ class SampleQueue:
             self._waits.remove(since)
             self._starved_s += time.monotonic() - since
 
-    def _payload(self, entry: _Entry) -> bytes:
-        if entry.payload is None:
-            assert entry.place is not None
-            entry.payload = self._records.read(entry.place)
-        return entry.payload
 
-    def _awaited(self, uids: Sequence[str], verb: str) -> set[str]:
-        """Those that are in flight. The others were finished or dropped before: a repeated call, or a group that was
-        overdue. Raises QueueError for one that was never issued, or that cannot be dropped any more."""
-        awaited = {uid for uid in uids if (e := self._entries.get(uid)) is not None and e.state is State.IN_FLIGHT}
-        if others := [uid for uid in uids if uid not in awaited]:
-            known = self._records.states(others)
-            for uid in others:
-                # one in flight that is not in the queue is being dropped as overdue at this moment
-                if uid not in known or (verb == "drop" and known[uid] not in (DROPPED, IN_FLIGHT)):
-                    found = known.get(uid, "unknown")
-                    raise QueueError(f"{verb}: group {uid} is {found}, expected {State.IN_FLIGHT.value}")
-        return awaited
-
-    async def _wait_until(self, predicate: Callable[[], bool]) -> None:
-        await self._changed.wait_for(lambda: self._failed or predicate())
-        if self._failed:
-            raise QueueError(f"the run failed: {self._closed}")
-
-
-def _entry(group: GroupRecord) -> _Entry:
-    finished_s = group.finished_s or 0.0  # Unix seconds; in the queue they are those of the node's clock
-    return _Entry(
-        Ticket(group.uid, group.prompt_id, group.epoch),
-        group.seq,
-        State(group.state),
-        group.version,
-        place=group.place,
-        oldest=group.oldest,
-        newest=group.newest,
-        processing_s=finished_s - group.issued_s if group.finished_s else 0.0,
-        queued_s=finished_s - time.time() + time.monotonic(),
-        step=group.step or 0,
+def _leased(group: GroupRecord) -> LeasedGroup:
+    assert group.oldest is not None
+    assert group.finished_s is not None
+    assert group.leased_s is not None
+    return LeasedGroup(
+        group.uid,
+        group.oldest,
+        processing_s=group.finished_s - group.issued_s,
+        in_queue_s=max(0.0, group.leased_s - group.finished_s),
     )

@@ -1,27 +1,27 @@
-"""The ledger: every group's life in SQLite, one row per group, readable by any client while the run goes on.
+"""Ledger: one SQLite row per group of a run, readable by any client while the run goes on.
 
 One process writes, through `asyncrl.sample_queue.journal`; a commit survives `kill -9` and power loss (WAL,
-``synchronous=FULL``). A file that is damaged, or that is something else, is refused before anything is written to it.
-The WAL needs a local disk: SQLite's shared memory does not work over network file systems.
+``synchronous=FULL``). A damaged or foreign file is refused before anything is written to it. The WAL needs a local
+disk: SQLite's shared memory does not work over network file systems.
 """
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from asyncrl.sample import PolicyVersion
-from asyncrl.sample_queue.life import DROPPED, TRAINED, GroupRecord, VersionRecord
-from asyncrl.sample_queue.spool import Place
+from asyncrl.sample_queue.records import DROPPED, GroupRecord, Recovered, VersionRecord
+from asyncrl.sample_queue.spool import RecordLocation
+from asyncrl.types.versions import PolicyVersion
 
 FILE = "ledger.sqlite"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 4
 _APPLICATION_ID = 0x41524C4C  # "ARLL": tells an asyncrl ledger from other SQLite files
 _ROWS_PER_STATEMENT = 32
+_KEYS_PER_STATEMENT = 512
 _BUSY_TIMEOUT_MS = 30_000  # a client that holds the write lock longer than this fails the run
 
 _SCHEMA = """
@@ -52,18 +52,17 @@ CREATE TABLE groups (
   leased_s REAL,
   trained_s REAL,
   dropped_s REAL,
-  segment INTEGER,
-  offset INTEGER,
-  length INTEGER
+  attempt INTEGER NOT NULL,
+  refusal TEXT
 );
 CREATE TABLE versions (
   lineage INTEGER NOT NULL,
   number INTEGER NOT NULL,
   trained INTEGER NOT NULL,
-  published_s REAL NOT NULL,
+  published_s REAL,
   PRIMARY KEY (lineage, number)
 ) WITHOUT ROWID;
-CREATE TABLE partials (
+CREATE TABLE payloads (
   uid TEXT PRIMARY KEY,
   segment INTEGER NOT NULL,
   offset INTEGER NOT NULL,
@@ -77,32 +76,8 @@ class LedgerError(RuntimeError):
     """The ledger is missing, damaged, foreign or not writable; the message says which, and what to do."""
 
 
-@dataclass(frozen=True)
-class Recovered:
-    """What the ledger knows on opening.
-
-    ``groups``: all that are neither dropped nor trained for good, in the order of issue. ``trained`` counts
-    provisional and final training, ``final`` the latter alone. ``version`` is the last one
-    published; ``served``: the versions that replicas serve, oldest first, and how many groups were trained when each
-    was published; none after a rollback, until the next one is. ``partials``: the newest snapshot of
-    groups in flight. ``last_uid``: of the group issued last. ``closed``: why no more are issued, if so.
-    """
-
-    groups: list[GroupRecord]
-    issued: int
-    trained: int
-    final: int
-    dropped: dict[str, int]
-    version: PolicyVersion | None
-    served: dict[PolicyVersion, int]
-    covered_step: int
-    partials: dict[str, Place]
-    last_uid: str | None = None
-    closed: str | None = None
-
-
 class Ledger:
-    """The writing end. ``meta`` describes the run (its id, G, the threshold, …) and is written at every opening.
+    """Writing end. ``meta`` describes the run (its id, G, the threshold, …) and is written at every opening.
 
     Raises LedgerError if the file is not a whole ledger of this schema, or cannot be written."""
 
@@ -126,21 +101,22 @@ class Ledger:
 
     def commit(
         self,
-        groups: Iterable[GroupRecord] = (),
+        groups: Sequence[GroupRecord] = (),
         versions: Sequence[VersionRecord] = (),
-        partials: Mapping[str, Place | None] | None = None,
+        payloads: Mapping[str, RecordLocation | None] | None = None,
         meta: Mapping[str, str | int | float] | None = None,
     ) -> None:
-        """One transaction, on disk when this returns. A partial of None is deleted. Raises sqlite3.Error; nothing of
-        it has happened then."""
+        """One transaction, on disk when this returns. ``payloads``: the location of each by uid, None to delete it.
+        Raises sqlite3.Error; nothing was written then."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
-            _upsert(self._db, "groups", "seq", GroupRecord._fields, list(groups))
+            _upsert(self._db, "groups", "seq", GroupRecord._fields, groups)
             _upsert(self._db, "versions", "lineage, number", VersionRecord._fields, versions)
-            kept = [(uid, *place) for uid, place in (partials or {}).items() if place is not None]
-            ended = [(uid,) for uid, place in (partials or {}).items() if place is None]
-            _upsert(self._db, "partials", "uid", ("uid", *Place._fields), kept)
-            self._db.executemany("DELETE FROM partials WHERE uid = ?", ended)
+            written = [(uid, *location) for uid, location in (payloads or {}).items() if location is not None]
+            _upsert(self._db, "payloads", "uid", ("uid", *RecordLocation._fields), written)
+            _delete(
+                self._db, "payloads", "uid", [uid for uid, location in (payloads or {}).items() if location is None]
+            )
             _upsert(self._db, "meta", "key", ("key", "value"), list((meta or {}).items()))
             self._db.execute("COMMIT")
         except BaseException:
@@ -169,10 +145,10 @@ class Ledger:
 
 @contextmanager
 def reading(path: Path, thorough: bool = True) -> Iterator[sqlite3.Connection]:
-    """A read-only view of one moment of the ledger, also while another process writes it.
+    """Read-only view of one moment of the ledger, also while another process writes it.
 
-    Raises LedgerError if it is missing, of another schema, or damaged: ``thorough`` looks for damage in the whole
-    file, otherwise only what is read counts."""
+    Raises LedgerError if it is missing, of another schema, or damaged; ``thorough`` checks the whole file for damage,
+    not just the pages that are read."""
     if not path.is_file():
         raise LedgerError(f"no ledger at {path}: expected the folder of a run")
     with closing(_connect_readonly(path)) as db:
@@ -185,14 +161,15 @@ def reading(path: Path, thorough: bool = True) -> Iterator[sqlite3.Connection]:
 
 
 def recover(db: sqlite3.Connection) -> Recovered:
-    """What a queue needs to go on, from a connection of `reading`."""
+    """State of the queue, from a connection of `reading`."""
     columns = ", ".join(GroupRecord._fields)
     groups = db.execute(f"SELECT {columns} FROM groups WHERE state != ? AND final = 0 ORDER BY seq", (DROPPED,))
-    counts = "SELECT COALESCE(MAX(seq), 0), TOTAL(state = ?), TOTAL(final) FROM groups"
-    issued, trained, final = map(int, db.execute(counts, (TRAINED,)).fetchone())
+    issued, final = map(int, db.execute("SELECT COALESCE(MAX(seq), 0), TOTAL(final) FROM groups").fetchone())
     dropped = "SELECT reason, COUNT(*) FROM groups WHERE state = ? GROUP BY reason ORDER BY reason"
-    published = db.execute("SELECT lineage, number, trained FROM versions ORDER BY lineage, number").fetchall()
-    versions = {PolicyVersion(*row[:2]): row[2] for row in published}
+    versions = db.execute(
+        "SELECT lineage, number, trained, published_s FROM versions ORDER BY lineage, number"
+    ).fetchall()
+    published = {PolicyVersion(*row[:2]): row[2] for row in versions if row[3] is not None}
     last_issued = db.execute("SELECT uid FROM groups ORDER BY seq DESC LIMIT 1").fetchone()
     meta = read_meta(db)
     served_from = str(meta.get("served_from", ""))
@@ -200,20 +177,25 @@ def recover(db: sqlite3.Connection) -> Recovered:
     return Recovered(
         groups=[GroupRecord._make(row) for row in groups],
         issued=issued,
-        trained=trained,
         final=final,
         dropped=dict(db.execute(dropped, (DROPPED,))),
-        version=next(reversed(versions), None),
-        served={version: trained for version, trained in versions.items() if oldest and version >= oldest},
+        version=next(reversed(published), None),
+        versions=[PolicyVersion(*row[:2]) for row in versions],
+        served={version: trained for version, trained in published.items() if oldest and version >= oldest},
         covered_step=meta.get("covered_step", 0),  # type: ignore[arg-type]
-        partials={row[0]: Place(*row[1:]) for row in db.execute("SELECT uid, segment, offset, length FROM partials")},
         last_uid=last_issued[0] if last_issued else None,
         closed=str(meta.get("closed", "")) or None,
     )
 
 
+def payload_locations(db: sqlite3.Connection) -> dict[str, RecordLocation]:
+    """Where the spool holds the payload of each finished group, and the newest snapshot of each group in flight."""
+    rows = db.execute("SELECT uid, segment, offset, length FROM payloads")
+    return {uid: RecordLocation(*location) for uid, *location in rows}
+
+
 def states(db: sqlite3.Connection, uids: Sequence[str]) -> dict[str, str]:
-    """The state of each of these groups that was ever issued."""
+    """State of each of these groups that was ever issued."""
     found = db.execute(f"SELECT uid, state FROM groups WHERE uid IN ({', '.join('?' * len(uids))})", list(uids))
     return dict(found)
 
@@ -223,17 +205,24 @@ def read_meta(db: sqlite3.Connection) -> dict[str, str | int | float]:
 
 
 def _upsert(db: sqlite3.Connection, table: str, key: str, columns: tuple[str, ...], rows: Sequence[tuple]) -> None:
-    """Many rows per statement: `sqlite3` gives the interpreter lock away at each, and under a busy event loop has to
-    wait up to the switch interval (5 ms) to get it back."""
+    """Many rows per statement: `sqlite3` releases the interpreter lock at each, and under a busy event loop it takes
+    up to the switch interval (5 ms) to get it back."""
     for first in range(0, len(rows), _ROWS_PER_STATEMENT):
         some = rows[first : first + _ROWS_PER_STATEMENT]
         db.execute(_upsert_sql(table, key, columns, len(some)), [value for row in some for value in row])
 
 
+def _delete(db: sqlite3.Connection, table: str, key: str, values: Sequence[str]) -> None:
+    """Many rows per statement, as in `_upsert`."""
+    for first in range(0, len(values), _KEYS_PER_STATEMENT):
+        some = values[first : first + _KEYS_PER_STATEMENT]
+        db.execute(f"DELETE FROM {table} WHERE {key} IN ({', '.join('?' * len(some))})", some)
+
+
 @cache
 def _upsert_sql(table: str, key: str, columns: tuple[str, ...], rows: int) -> str:
     values = f"({', '.join('?' * len(columns))})"
-    # columns that never change keep out of the update, so that the index on `uid` is not written again
+    # columns that never change stay out of the update, so that the index on `uid` is not written again
     fixed = {*key.split(", "), "uid", "prompt_id", "epoch", "issued_s"}
     updates = ", ".join(f"{c} = excluded.{c}" for c in columns if c not in fixed)
     return (

@@ -1,15 +1,15 @@
-"""What passes between the sample queue and the two pools: small values, no payloads but the snapshots."""
+"""Messages between the sample queue and the two pools: small values, no payloads except snapshots."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from asyncrl.sample import PolicyVersion
+from asyncrl.types.versions import PolicyVersion
 
 
 class Ticket(NamedTuple):
-    """A group that wants to start."""
+    """Admission request for a group."""
 
     uid: str
     prompt_id: str
@@ -17,18 +17,27 @@ class Ticket(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """A group that was issued and not finished. ``snapshot``: its samples so far, as the rollouter packed them last."""
+    """A group that was issued and is not finished. ``snapshot``: its samples so far, as the rollouter last packed them;
+    ``attempt``: refusals so far."""
 
     uid: str
     prompt_id: str
     epoch: int
     snapshot: bytes | None
+    attempt: int = 0
+
+
+class Refusal(NamedTuple):
+    """A group that failed the checks of `asyncrl.sample_queue.acceptance`. It stays in flight, to be sampled again as
+    ``attempt``; None: it was dropped as poison."""
+
+    uid: str
+    reason: str
+    attempt: int | None
 
 
 class Recovery(NamedTuple):
-    """What a new rollouter is told of the groups that the one before it had in flight.
-
-    ``last_uid``: of the group issued last in the run, whatever became of it; None if there was none yet."""
+    """State for a new rollouter. ``last_uid``: group issued last in the run, in any state; None if there is none."""
 
     last_uid: str | None
     in_flight: list[InFlight]
@@ -36,8 +45,8 @@ class Recovery(NamedTuple):
 
 @dataclass(frozen=True)
 class LeasedGroup:
-    """One group of a lease, without its payload. ``oldest``: the version its staleness counts from; ``processing_s``:
-    from its issue to its end; ``in_queue_s``: from there to the lease."""
+    """One group of a lease, without its payload. ``oldest``: version that its staleness counts from. ``processing_s``:
+    from issue until it was queued; ``in_queue_s``: from there to the lease."""
 
     uid: str
     oldest: PolicyVersion
@@ -49,7 +58,7 @@ class LeasedGroup:
 class Lease:
     """``groups`` in the order of their payloads; empty, with the reason in ``closed``, when there will be none.
 
-    Tokens of versions numbered below ``mask_before`` are too old to be trained; None: none can be."""
+    Tokens of versions numbered below ``mask_before`` are too old to be trained; None: none is too old."""
 
     groups: tuple[LeasedGroup, ...]
     closed: str | None = None

@@ -1,15 +1,15 @@
-"""The spool: payloads in append-only segment files, each record with a checksum, whole segments deleted at the end.
+"""Spool: payloads in append-only segment files with checksums; deleted a segment at a time.
 
     spool/000001.seg    record | record | record | …
     record              magic, kind, payload length, xxh3_64 of these and the payload (24 bytes) | payload
 
-A crash in mid-write leaves a torn tail: opening cuts it off and says so. Damage anywhere else is an error: a spool that
-lost something it had acknowledged must not look like one that did not. One process writes, any may read::
+A crash during a write leaves a torn tail, which opening cuts off and reports. Damage anywhere else is an error: a spool
+that lost an acknowledged record must not look intact. One process writes, any may read::
 
     spool = Spool(Path("run/spool"))
-    place = spool.append(KIND_GROUP, payload)
+    location = spool.append(KIND_GROUP, payload)
     spool.flush()                   # on disk from here on
-    assert spool.read(place) == payload
+    assert spool.read(location) == payload
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import xxhash
 
 Buffer = bytes | bytearray | memoryview
 
-KIND_GROUP = 1  # a finished group (`asyncrl.sample.Group.to_bytes`)
-KIND_PARTIAL = 2  # a snapshot of a group in flight
+KIND_GROUP = 1  # finished group (`asyncrl.types.groups.Group.to_bytes`)
+KIND_PARTIAL = 2  # snapshot of a group in flight
 
 SEGMENT_BYTES = 64 * 1024 * 1024
 
@@ -35,15 +35,15 @@ _MAGIC = b"ASP1"
 _FIELDS = struct.Struct("<4sIQ")  # magic, kind, payload bytes
 _CHECKSUM = struct.Struct("<Q")
 HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
-_MOST_BUFFERS = 1024  # of one writev (IOV_MAX on Linux)
+_MOST_BUFFERS = 1024  # per writev (IOV_MAX on Linux)
 
 
 class SpoolError(RuntimeError):
     """The spool is damaged or cannot be written; the message names file, offset, what was expected and found."""
 
 
-class Place(NamedTuple):
-    """Where a record is: its header starts at ``offset`` of the segment, its payload has ``length`` bytes."""
+class RecordLocation(NamedTuple):
+    """A record in the spool: its header is at ``offset`` of the segment, its payload has ``length`` bytes."""
 
     segment: int
     offset: int
@@ -51,7 +51,7 @@ class Place(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A payload with the header that goes before it, ready to be written; make it with `record`."""
+    """A payload and its header, ready to be written; made by `record`."""
 
     header: bytes
     payload: memoryview
@@ -64,7 +64,7 @@ def record(kind: int, payload: Buffer) -> Record:
 
 
 class Torn(NamedTuple):
-    """What opening cut off: ``cut_bytes`` from ``offset`` on, the last whole record ends there."""
+    """Torn tail that opening cut off: ``cut_bytes`` from ``offset`` on, where the last whole record ends."""
 
     path: Path
     offset: int
@@ -80,7 +80,7 @@ def segment_name(segment: int) -> str:
 
 
 class Disk:
-    """The two calls that write: what a test of faults puts its own in the place of."""
+    """The two system calls that write; fault tests replace them."""
 
     def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         return os.pwritev(fd, buffers, offset)
@@ -90,11 +90,10 @@ class Disk:
 
 
 class Spool:
-    """``acknowledged``: (segment, offset) up to which records were promised to somebody. What is broken before it is
-    damage, what is broken after it a torn tail. If None, it is a torn tail if no whole record follows.
+    """``acknowledged``: (segment, offset) up to which records were acknowledged. A broken record before it is damage,
+    one after it a torn tail. If None, a broken record is a torn tail unless a whole record follows.
 
-    Raises SpoolError for damage, OSError if the folder cannot be written. ``torn`` tells what opening cut off.
-    """
+    Raises SpoolError for damage, OSError if the folder cannot be written. ``torn``: tail that opening cut off."""
 
     def __init__(
         self,
@@ -112,7 +111,7 @@ class Spool:
         self._segments = sorted(int(path.stem) for path in folder.glob("*.seg"))
         if acknowledged is not None and acknowledged[1] and acknowledged[0] not in self._segments:
             raise SpoolError(
-                f"{self._path(acknowledged[0])} is missing: {acknowledged[1]} bytes of it were acknowledged"
+                f"{self._path(acknowledged[0])} is missing: expected {acknowledged[1]} acknowledged bytes in it"
             )
         for segment in self._segments:
             self._check(segment, acknowledged)
@@ -121,25 +120,25 @@ class Spool:
 
     @property
     def segments(self) -> tuple[int, ...]:
-        """All segments that exist, the active one last."""
+        """Existing segments, the active one last."""
         return tuple(self._segments)
 
     @property
     def end(self) -> tuple[int, int]:
-        """(segment, offset) where the next record goes."""
+        """(segment, offset) of the next record."""
         return self._segments[-1], self._size
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def append(self, kind: int, payload: Buffer) -> Place:
+    def append(self, kind: int, payload: Buffer) -> RecordLocation:
         return self.append_all([record(kind, payload)])[0]
 
-    def append_all(self, records: Sequence[Record]) -> list[Place]:
-        """Append records without copying their payloads, with few system calls; nothing is durable before
-        `flush`. Raises OSError (disk full, …): what was written before is whole then, and appending may go on."""
+    def append_all(self, records: Sequence[Record]) -> list[RecordLocation]:
+        """Appends records without copying their payloads, in few system calls; nothing is durable before `flush`.
+        After an OSError (disk full, …) all earlier records are whole, and appending may go on."""
         if self._failed is not None:
-            raise SpoolError(f"{self.folder}: an earlier flush failed ({self._failed}); open the spool anew")
-        places: list[Place] = []
+            raise SpoolError(f"{self.folder}: an earlier flush failed ({self._failed}); reopen the spool")
+        locations: list[RecordLocation] = []
         buffers: list[Buffer] = []
         end = self._size
         for header, payload in records:
@@ -150,16 +149,16 @@ class Spool:
                 self._open(self._segments[-1] + 1)
                 buffers, end = [], 0
             buffers += [header, payload]
-            places.append(Place(self._segments[-1], end, len(payload)))
+            locations.append(RecordLocation(self._segments[-1], end, len(payload)))
             end += size
         self._write(buffers)
-        return places
+        return locations
 
     def flush(self) -> None:
-        """All that was appended survives a power loss when this returns.
+        """Makes all appended records durable: they survive a power loss when this returns.
 
-        After an error the kernel may have thrown the unwritten pages away and would report success next time: the
-        spool takes no more records then."""
+        After an error the kernel may have discarded the unwritten pages, and the next flush would succeed without them:
+        the spool takes no more records then."""
         try:
             self._disk.sync(self._fd)
         except OSError as e:
@@ -167,10 +166,10 @@ class Spool:
             raise
 
     def release(self, segment: int) -> None:
-        """Delete a whole segment that nobody needs. Raises SpoolError for the active one or an unknown one."""
+        """Deletes a whole segment. Raises SpoolError for the active one or an unknown one."""
         if segment not in self._segments[:-1]:
             raise SpoolError(
-                f"{self._path(segment)} cannot be released: expected one of the finished segments {self._segments[:-1]}"
+                f"{self._path(segment)} cannot be deleted: expected one of the finished segments {self._segments[:-1]}"
             )
         self._path(segment).unlink()
         self._segments.remove(segment)
@@ -182,26 +181,28 @@ class Spool:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def read(self, place: Place) -> bytes:
-        """The payload at ``place``, its checksum verified. From any thread. Raises SpoolError."""
-        path = self._path(place.segment)
+    def read(self, location: RecordLocation) -> bytes:
+        """Payload at ``location``, checksum verified. From any thread. Raises SpoolError."""
+        path = self._path(location.segment)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            raise SpoolError(f"{path} is missing: it was to hold {place.length} bytes at {place.offset}") from None
+            raise SpoolError(f"{path} is missing: expected {location.length} bytes at {location.offset}") from None
         try:
-            header = os.pread(fd, HEADER_BYTES, place.offset)
-            payload = os.pread(fd, place.length, place.offset + HEADER_BYTES)
+            header = os.pread(fd, HEADER_BYTES, location.offset)
+            payload = os.pread(fd, location.length, location.offset + HEADER_BYTES)
         finally:
             os.close(fd)
-        why = _fault(header, place.length) or (_mismatch(header, payload) if len(payload) == place.length else None)
-        if why or len(payload) != place.length:
-            why = why or f"expected {place.length} bytes of payload, found {len(payload)}"
-            raise SpoolError(f"{path} is damaged at offset {place.offset}: {why}")
+        why = _fault(header, location.length) or (
+            _mismatch(header, payload) if len(payload) == location.length else None
+        )
+        if why or len(payload) != location.length:
+            why = why or f"expected {location.length} bytes of payload, found {len(payload)}"
+            raise SpoolError(f"{path} is damaged at offset {location.offset}: {why}")
         return payload
 
-    def records(self) -> Iterator[tuple[Place, int, bytes]]:
-        """All records in the order in which they were appended: (place, kind, payload). Raises SpoolError."""
+    def records(self) -> Iterator[tuple[RecordLocation, int, bytes]]:
+        """All records in the order of their appends: (location, kind, payload). Raises SpoolError."""
         for segment in self._segments:
             with _mapped(self._path(segment)) as data:
                 offset = 0
@@ -210,7 +211,7 @@ class Spool:
                         raise SpoolError(f"{self._path(segment)} is damaged at offset {offset}: {why}")
                     _, kind, length = _FIELDS.unpack_from(data, offset)
                     start = offset + HEADER_BYTES
-                    yield Place(segment, offset, length), kind, bytes(data[start : start + length])
+                    yield RecordLocation(segment, offset, length), kind, bytes(data[start : start + length])
                     offset = start + length
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -226,7 +227,7 @@ class Spool:
             self._segments.append(segment)
         folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            os.fsync(folder)  # a file whose name is not on disk is not on disk
+            os.fsync(folder)  # a file is lost with its directory entry
         finally:
             os.close(folder)
 
@@ -248,7 +249,7 @@ class Spool:
         self._size = at
 
     def _check(self, segment: int, acknowledged: tuple[int, int] | None) -> None:
-        """Verify a segment; cut a torn tail off the last one."""
+        """Verifies a segment; cuts a torn tail off the last one."""
         path, offset, why = self._path(segment), 0, None
         with _mapped(path) as data:
             size = len(data)
@@ -257,7 +258,7 @@ class Spool:
             followed = bool(why) and acknowledged is None and _whole_record_after(data, offset)
         if acknowledged is not None and segment == acknowledged[0] and offset < acknowledged[1]:
             why = why or "the file ends here"
-            raise SpoolError(f"{path} is damaged at offset {offset}, {acknowledged[1]} were acknowledged: {why}")
+            raise SpoolError(f"{path} is damaged at offset {offset}, expected {acknowledged[1]} whole bytes: {why}")
         if not why:
             return
         if segment != self._segments[-1] or followed or (acknowledged is not None and segment < acknowledged[0]):
@@ -273,7 +274,7 @@ def _checksum(fields: bytes, payload: Buffer) -> int:
 
 
 def _fault(header: Buffer, length: int | None = None) -> str | None:
-    """What is wrong with a header by itself, and with the payload length it tells; None if nothing is."""
+    """Error in a header, including its payload length if ``length`` is given; None if there is none."""
     if len(header) < HEADER_BYTES:
         return f"expected a header of {HEADER_BYTES} bytes, found {len(header)}"
     magic, _, found = _FIELDS.unpack_from(header)
@@ -285,13 +286,13 @@ def _fault(header: Buffer, length: int | None = None) -> str | None:
 
 
 def _mismatch(header: Buffer, payload: Buffer) -> str | None:
-    told = _CHECKSUM.unpack_from(header, _FIELDS.size)[0]
+    expected = _CHECKSUM.unpack_from(header, _FIELDS.size)[0]
     found = _checksum(bytes(header[: _FIELDS.size]), payload)
-    return None if found == told else f"expected checksum {told:016x}, found {found:016x}"
+    return None if found == expected else f"expected checksum {expected:016x}, found {found:016x}"
 
 
 def _broken(data: memoryview, offset: int) -> str | None:
-    """What is wrong with the record at ``offset``; None for a whole one."""
+    """Error in the record at ``offset``; None for a whole one."""
     header = data[offset : offset + HEADER_BYTES]
     if why := _fault(header):
         return why
@@ -313,7 +314,7 @@ def _whole_record_after(data: memoryview, offset: int) -> bool:
 
 @contextmanager
 def _mapped(path: Path) -> Iterator[memoryview]:
-    """The file as memory; an empty one, which cannot be mapped, as an empty view."""
+    """Maps the file; an empty one, which cannot be mapped, is an empty view."""
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             yield memoryview(b"")

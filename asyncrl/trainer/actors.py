@@ -1,4 +1,4 @@
-"""Trainer ranks as Ray actors, and all of them together as the training loop sees them."""
+"""Trainer ranks as Ray actors, and the group of them that the training loop calls."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
 
 from asyncrl.config.schema import Config
+from asyncrl.observability.telemetry.log import LogConfig
+from asyncrl.observability.telemetry.recorder import Batch, Recorder
 from asyncrl.param_sync.manifest import Manifest
 from asyncrl.param_sync.sender import SendPlan, SendReport
 from asyncrl.param_sync.transports.base import Address
-from asyncrl.ray_client import ActorClient, ActorDied, Watched, raised_there
+from asyncrl.processes.actor_client import ActorClient, SupervisedActor
 from asyncrl.sample_queue.messages import Lease
-from asyncrl.telemetry.log import LogTo
-from asyncrl.telemetry.recorder import Batch, Recorder
 
 log = logging.getLogger(__name__)
 
@@ -27,11 +26,11 @@ T = TypeVar("T")
 
 
 @ray.remote
-class TrainerRankActor(Watched):
-    """One rank. All its computing is done by one thread of its own, so that telemetry answers meanwhile; another writes
-    checkpoints, so that training goes on."""
+class TrainerRankActor(SupervisedActor):
+    """One rank. A dedicated thread does all computing, so that telemetry calls are answered; another writes checkpoints
+    while training goes on."""
 
-    def __init__(self, config: Config, rank: int, world_size: int, logs: LogTo | None = None) -> None:
+    def __init__(self, config: Config, rank: int, world_size: int, logs: LogConfig | None = None) -> None:
         super().__init__(f"trainer/{rank}", logs)
         import torch
 
@@ -46,8 +45,8 @@ class TrainerRankActor(Watched):
         self._payload: Sequence[bytes] = []
 
     async def rendezvous(self) -> str:
-        """An address on this rank's node at which the ranks can meet. It listens there from now on: a port that is only
-        known to be free may be another program's by the time that the ranks are ready."""
+        """Address on this rank's node at which the ranks meet. It listens from now on: a port that is merely free may
+        be taken by another program before the ranks are ready."""
         from asyncrl.param_sync.transports.process_group import host_store
 
         host = ray.util.get_node_ip_address()
@@ -76,7 +75,7 @@ class TrainerRankActor(Watched):
         return await self._compute(lambda: self._core.train(step, payload, mask_before))
 
     async def first_groups(self, count: int) -> list[bytes]:
-        """The first groups of the last batch, for people to look at."""
+        """The first groups of the last batch, for display."""
         return list(self._payload[:count])
 
     async def stage(self) -> None:
@@ -91,7 +90,7 @@ class TrainerRankActor(Watched):
     async def export_hf(self, path: Path) -> None:
         await self._compute(lambda: self._core.export_hf(path))
 
-    # the sender's side of a sync session, see asyncrl.param_sync.handles.SenderHandle
+    # the sending side of a sync session, see asyncrl.param_sync.session_protocol.SenderSession
 
     async def manifest(self) -> Manifest:
         return self._core.manifest()
@@ -117,28 +116,22 @@ class TrainerRankActor(Watched):
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-class QueueOfRay(ActorClient):
-    """The trainer's side of the queue actor: the payload of a lease stays a reference, which the ranks resolve."""
+class SampleQueueClient(ActorClient):
+    """The trainer's client of the queue actor: a lease's payload stays a reference, which the ranks resolve."""
 
     async def alive(self) -> None:
-        """Raises ActorDied at each death, though Ray starts the actor again and repeats all other calls."""
-        try:
+        """Never retried, unlike other calls to the queue: Ray would log the retry at the end of each run."""
+        with self._translated():
             await self.handle.alive.options(max_task_retries=0).remote()
-        except RayActorError:
-            raise ActorDied(self.name) from None
 
-    async def lease(self, step: int, count: int, now_s: float) -> tuple[Lease, Any]:
-        lease, payload = self.handle.lease.remote(step, count, now_s)
-        try:
+    async def lease(self, step: int, count: int) -> tuple[Lease, Any]:
+        lease, payload = self.handle.lease.remote(step, count)
+        with self._translated():
             return await lease, payload
-        except RayTaskError as e:
-            raise raised_there(e) from None
-        except RayActorError:
-            raise ActorDied(self.name) from None
 
 
 class RankGroup:
-    """Every rank makes the same call at the same time; the first exception of any is raised at once."""
+    """All ranks: each call goes to every rank at once, and the first exception is raised immediately."""
 
     def __init__(self, ranks: Sequence[ActorClient]) -> None:
         self._ranks = list(ranks)
@@ -154,11 +147,11 @@ class RankGroup:
         return await self._ranks[0].first_groups(count)
 
     async def stage(self) -> None:
-        """Copy the state of all ranks; training may go on when this returns."""
+        """Copy the state of all ranks; training may go on after the return."""
         await self._all(lambda rank: rank.stage())
 
     async def write(self, path: Path) -> None:
-        """Write what was staged last, while the ranks train; the next `stage` must wait for this to return."""
+        """Write the last staged state while the ranks train; the next `stage` must wait for the return."""
         await self._all(lambda rank: rank.write(path))
 
     async def save(self, path: Path) -> None:

@@ -1,7 +1,7 @@
-"""Groups become batches: packing in a canonical order, and the cuts by mini batch, rank and micro-batch.
+"""Batches from groups: packing in a canonical order, and partitions by mini batch, rank and micro-batch.
 
-Every cut is a function of lengths alone and breaks ties by position, so all ranks find the same one without talking and
-equal input gives equal bits.
+Every partition is a function of lengths alone and breaks ties by position, so all ranks compute the same one without
+communication and equal input gives equal bits.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from asyncrl.sample import Group, PolicyVersion
-from asyncrl.trainer.backend import TrainBatch
+from asyncrl.trainer.backends.base import TrainBatch
+from asyncrl.types.groups import Group
+from asyncrl.types.versions import PolicyVersion
 
 
 def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> TrainBatch:
-    """All samples of ``groups``, in the order given, each group's by sample index; tokens that a version numbered below
-    ``mask_before`` sampled are not trained.
+    """All samples of ``groups`` in the given order, within a group by sample index. Tokens sampled by a version below
+    ``mask_before`` are not trained.
 
-    Columns: ``behaviour_logprobs``. Sequence columns, [B] each: ``group`` int64 (its place in ``groups``), ``rewards``
-    float32, ``finish`` uint8 (FinishReason), ``versions`` and ``version_span`` int64 (how many policy versions sampled
-    it, and the newest one's number less the oldest's). Raises ValueError for no groups, and for a group without prompt
-    tokens: its first response token would have no place whose logits draw it.
+    Columns: ``behaviour_logprobs``. Sequence columns, [B] each: ``group`` int64 (index in ``groups``), ``rewards``
+    float32, ``finish`` uint8 (FinishReason), ``versions`` and ``version_span`` int64 (number of policy versions that
+    sampled it, and the newest number less the oldest). Raises ValueError for no groups, and for a group without prompt
+    tokens: no position's logits would predict its first response token.
     """
     if not groups:
         raise ValueError("a batch needs at least one group, found none")
@@ -42,7 +43,7 @@ def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> Trai
     prompt_lengths = np.array([len(group.prompt_tokens) for group, _ in response], dtype=np.int64)
     response_lengths = np.array([rows.stop - rows.start for _, rows in response], dtype=np.int64)
     cu_seqlens, row_offsets = offsets(prompt_lengths + response_lengths), offsets(response_lengths)
-    # response token r of sequence b lies at cu[b] + P + r, and is drawn by the logits one place before
+    # response token r of sequence b is at cu[b] + P + r, and is predicted one position before
     first_row = cu_seqlens[:-1] + prompt_lengths - 1
     rows_R = np.arange(row_offsets[-1]) + np.repeat(first_row - row_offsets[:-1], response_lengths)
     return TrainBatch(
@@ -64,13 +65,13 @@ def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> Trai
 
 
 def version_span(versions: set[PolicyVersion]) -> int:
-    """The highest number less the lowest, whatever their lineages; 0 for none."""
+    """Highest version number less the lowest, across lineages; 0 for none."""
     numbers = [version.number for version in versions]
     return max(numbers, default=0) - min(numbers, default=0)
 
 
 def _young(group: Group, mask_before: int | None) -> np.ndarray:
-    """bool [R]: response tokens of versions numbered ``mask_before`` or higher."""
+    """bool [R]: response tokens sampled by version ``mask_before`` or later."""
     if mask_before is None or not (group.span_number < mask_before).any():
         return np.ones(len(group.tokens), np.bool_)
     young = np.zeros(len(group.tokens), np.bool_)
@@ -83,28 +84,29 @@ def _young(group: Group, mask_before: int | None) -> np.ndarray:
 
 
 def per_token(batch: TrainBatch, values_B: np.ndarray) -> np.ndarray:
-    """[B] → [R]: each sequence's value at each of its response tokens."""
+    """[B] → [R]: repeat each sequence's value for its response tokens."""
     return np.repeat(values_B, np.diff(batch.row_offsets))
 
 
 def trained_tokens(batch: TrainBatch) -> np.ndarray:
-    """int64 [B]: how many response tokens of each sequence the loss counts."""
+    """int64 [B]: trained response tokens of each sequence."""
     return np.diff(offsets(batch.loss_mask)[batch.row_offsets])
 
 
 def cut_mini_batches(batch: TrainBatch, mini_batch_groups: int) -> list[np.ndarray]:
-    """Sequences (int64, ascending) of each optimizer step: mini batch k holds the k-th ``mini_batch_groups`` groups.
+    """Sequence indices (int64, ascending) of each optimizer step: mini batch k has the k-th ``mini_batch_groups``
+    groups.
 
-    Sequences without a trained token are left out: they would cost a forward pass and move nothing."""
+    Sequences without a trained token are left out: they would cost a forward pass and have no gradient."""
     mini_batch = batch.sequence_columns["group"] // mini_batch_groups
     trained = trained_tokens(batch) > 0
     return [np.flatnonzero((mini_batch == k) & trained) for k in range(int(mini_batch.max(initial=-1)) + 1)]
 
 
 def partition(lengths: np.ndarray, parts: int) -> list[np.ndarray]:
-    """Deal sequences of ``lengths`` [B] to ``parts`` ranks so that token counts are close; a rank may get none.
+    """Assign sequences of ``lengths`` [B] to ``parts`` ranks with balanced token counts; a rank may get none.
 
-    Longest first to the rank with the fewest tokens (Graham 1969, at most 4/3 of the best maximum)."""
+    Longest first, each to the rank with the fewest tokens (Graham 1969; at most 4/3 of the optimal maximum)."""
     load = [(0, part) for part in range(parts)]
     dealt: list[list[int]] = [[] for _ in range(parts)]
     for b in np.argsort(-lengths, kind="stable"):
@@ -115,10 +117,10 @@ def partition(lengths: np.ndarray, parts: int) -> list[np.ndarray]:
 
 
 def cut_micro_batches(lengths: np.ndarray, max_tokens: int) -> list[list[int]]:
-    """Sequences of each micro-batch of at most ``max_tokens`` tokens: longest first, each into the first with room.
+    """Sequence indices of each micro-batch of at most ``max_tokens`` tokens: first fit, longest first.
 
-    Neighbours in length share a micro-batch, so attention pads little. A sequence longer than the budget gets a
-    micro-batch of its own."""
+    Sequences of similar length share a micro-batch, so attention pads little. A sequence longer than the budget gets
+    its own micro-batch."""
     cuts: list[list[int]] = []
     room: list[int] = []
     for b in np.argsort(-lengths, kind="stable"):
@@ -133,7 +135,7 @@ def cut_micro_batches(lengths: np.ndarray, max_tokens: int) -> list[list[int]]:
 
 
 def offsets(lengths: np.ndarray) -> np.ndarray:
-    """int64 [B+1]: where each of ``lengths`` [B] starts, and the end."""
+    """int64 [B+1]: start of each of ``lengths`` [B], and the end."""
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
 

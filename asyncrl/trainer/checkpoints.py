@@ -1,18 +1,20 @@
-"""The checkpoints of a run: folders that are whole or not there, with a checksum of every file, kept by count and best.
+"""Checkpoints of a run: folders that appear whole, with a checksum of every file, retained by age and rating.
 
-    checkpoints/step_000012/            cut.json, checksums.json, state/ (the ranks'), hf/ (if exported)
-    checkpoints/step_000015.partial/    being written; a crash leaves it, nothing ever reads it
+    checkpoints/step_000012/            metadata.json, checksums.json, state/ (the ranks'), hf/ (if exported),
+                                        rating.json (may be measured later, so without a checksum)
+    checkpoints/step_000015.partial/    being written; left by a crash, never read
     checkpoints/step_000009.trash/      being deleted
-    checkpoints/step_000012.replaced/   the old one, while another of the same step takes its name
+    checkpoints/step_000012.replaced/   the old one, while a new one of the same step takes its name
     checkpoints/final                   → step_000020, a relative link
 
 One process writes, any may read::
 
     store = CheckpointStore(run_dir / "checkpoints", config.checkpoint)
-    store.sweep()                                # once, before a run goes on here: a crash may have left something
-    newest = store.newest()                      # store.open(newest.path) verifies every file
-    partial = store.begin(step)                  # write into it
-    checkpoint = store.complete(partial, cut)    # on disk and whole from here on
+    store.sweep()                                   # once, before a run continues here: removes what a crash left
+    newest = store.newest()                         # store.open(newest.path) verifies every file
+    partial = store.begin(step)                     # write into it
+    checkpoint = store.complete(partial, metadata)  # whole and on disk from here on
+    store.rate(checkpoint.taken, metrics)           # measured of its weights, before or after the save
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,56 +34,59 @@ import xxhash
 
 from asyncrl.config.schema import CheckpointConfig
 from asyncrl.models.config import CheckpointError
-from asyncrl.sample import PolicyVersion
+from asyncrl.types.versions import PolicyVersion
 
 T = TypeVar("T")
 
-PARTIAL = ".partial"  # ends the name of a checkpoint that is not whole
+PARTIAL = ".partial"  # suffix of an incomplete checkpoint
 FINAL = "final"
 
 _TRASH, _REPLACED = ".trash", ".replaced"
 _NAME = re.compile(r"step_\d{6,}")
-_CUT, _CHECKSUMS = "cut.json", "checksums.json"
+_METADATA, _CHECKSUMS, _RATING = "metadata.json", "checksums.json", "rating.json"
 _BLOCK_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True)
-class Cut:
-    """What a checkpoint says about the run beside the state of the ranks."""
+class CheckpointMetadata:
+    """Position of the run at a checkpoint, beside the state of the ranks."""
 
     step: int
-    version: PolicyVersion  # the one published last when it was taken
-    trained: int  # groups in its weights
-    trained_at_publish: int  # groups in the weights when ``version`` was published
-    metrics: dict[str, float]  # such as the newest value of the metric that decides which are best
+    version: PolicyVersion  # the last one published when the checkpoint was taken
+    trained: int  # groups trained into its weights
+    trained_at_publish: int  # groups trained into the weights when ``version`` was published
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole one."""
+    """A whole checkpoint. ``rating``: the metric that decides which are best, once measured of its weights."""
 
     path: Path
-    cut: Cut
+    metadata: CheckpointMetadata
+    rating: dict[str, float] = field(default_factory=dict)
 
     @property
     def taken(self) -> tuple[int, int]:
-        """Orders checkpoints by when they were taken: a run that went back to step 9 is at step 10 later than the
-        lineage it came from was at step 12, and has left that one's later checkpoints behind."""
-        return self.cut.version.lineage, self.cut.step
+        """Sort key by time: after a rollback to step 9, the new lineage's step 10 is later than the old lineage's step
+        12, whose later checkpoints are obsolete."""
+        return self.metadata.version.lineage, self.metadata.step
 
 
 class CheckpointStore:
-    """The checkpoints in ``folder``; which of them are kept, ``config`` says. Raises OSError where the folder cannot be
-    written; what was whole before is whole then."""
+    """Checkpoints in ``folder``; ``config`` decides which are kept. Raises OSError if the folder cannot be written;
+    existing checkpoints then stay whole."""
 
     def __init__(self, folder: Path, config: CheckpointConfig) -> None:
         self.folder = folder
         self._config = config
+        self._ratings: dict[tuple[int, int], dict[str, float]] = {}
+        self._awaited: set[tuple[int, int]] = set()
+        self._naming = threading.Lock()  # one thread writes checkpoints while another rates them
 
     def sweep(self) -> None:
-        """Remove what an interrupted save or deletion left; only for the run that writes here, before it does.
+        """Remove what an interrupted save or deletion left. Only for the run that writes here, before it writes.
 
-        A checkpoint that was about to be replaced by another of its step gets its name back."""
+        A checkpoint that was about to be replaced by a new one of its step gets its name back."""
         for path in sorted(self.folder.glob("*")):
             if path.suffix == _REPLACED and not path.with_suffix("").exists():
                 path.rename(path.with_suffix(""))
@@ -88,21 +94,21 @@ class CheckpointStore:
                 _remove(path)
 
     def begin(self, step: int) -> Path:
-        """An empty folder for the checkpoint of this step; what an earlier attempt left in it is removed."""
+        """An empty folder for this step's checkpoint; remains of an earlier attempt are removed."""
         partial = self.folder / f"step_{step:06d}{PARTIAL}"
         _remove(partial)
         partial.mkdir(parents=True)
         return partial
 
-    def complete(self, partial: Path, cut: Cut) -> Checkpoint:
-        """Make what `begin` gave and all ranks have written a checkpoint, then delete those that are not kept.
+    def complete(self, partial: Path, metadata: CheckpointMetadata) -> Checkpoint:
+        """Turn a folder from `begin` that all ranks have written into a checkpoint, then delete those not kept.
 
-        Everything is on disk before the folder gets its name, in one rename. If the step has a checkpoint already, that
-        one is renamed away first; a crash in between leaves the checkpoint before it as the newest, and `sweep` brings
-        the old one of this step back. It is deleted when the new one is in its place."""
-        if partial.name != f"step_{cut.step:06d}{PARTIAL}":
-            raise ValueError(f"{partial} is not the folder that begin({cut.step}) gave, which the cut is of")
-        _write_json(partial / _CUT, asdict(cut))
+        Everything is on disk before the folder gets its name in one rename. An existing checkpoint of the step is
+        renamed away first, and deleted afterwards; a crash in between leaves the preceding checkpoint as the newest,
+        and `sweep` restores the old one of this step."""
+        if partial.name != f"step_{metadata.step:06d}{PARTIAL}":
+            raise ValueError(f"expected the folder that begin({metadata.step}) gave, found {partial}")
+        _write_json(partial / _METADATA, asdict(metadata))
         sums = {str(p.relative_to(partial)): _measured(p, sync=True)._asdict() for p in _files(partial)}
         _write_json(partial / _CHECKSUMS, {"files": sums})
         for path in (partial / _CHECKSUMS, *(p for p in partial.rglob("*") if p.is_dir()), partial):
@@ -110,36 +116,59 @@ class CheckpointStore:
 
         whole = partial.with_suffix("")
         replaced = whole.with_suffix(_REPLACED)
-        if whole.exists():
+        with self._naming:
+            if whole.exists():
+                _remove(replaced)
+                whole.rename(replaced)
+            partial.rename(whole)
+            _sync(self.folder)
             _remove(replaced)
-            whole.rename(replaced)
-        partial.rename(whole)
-        _sync(self.folder)
-        _remove(replaced)
-        self._rotate()
-        return Checkpoint(whole, cut)
+            checkpoint = Checkpoint(whole, metadata)
+            checkpoint = self._rated(checkpoint, self._ratings.get(checkpoint.taken, {}))
+            self._rotate()
+        return checkpoint
+
+    def await_rating(self, taken: tuple[int, int]) -> None:
+        """The weights of `Checkpoint.taken` are being measured: their checkpoint is kept until `rate` is called."""
+        self._awaited.add(taken)
+
+    def rate(self, taken: tuple[int, int], metrics: Mapping[str, float]) -> None:
+        """Record ``metrics`` measured of the weights of `Checkpoint.taken`, whether or not these are saved yet; then
+        delete the checkpoints not kept."""
+        name = self._config.best_metric
+        with self._naming:
+            self._awaited.discard(taken)
+            if name in metrics:
+                self._ratings[taken] = {name: metrics[name]}
+                for checkpoint in self.all():
+                    if checkpoint.taken == taken:
+                        self._rated(checkpoint, self._ratings[taken])
+            self._rotate()
 
     def all(self) -> list[Checkpoint]:
-        """The whole ones, in the order in which they were taken. Their files are not verified: `open` does that.
+        """Whole checkpoints in the order in which they were taken. Files are not verified; `open` does that.
 
-        A folder without cut.json is none: somebody is deleting it. Raises CheckpointError if a cut.json is damaged."""
-        cuts = [(path, _read_json(path / _CUT, _cut)) for path in self._paths()]
-        return sorted((Checkpoint(path, cut) for path, cut in cuts if cut is not None), key=lambda c: c.taken)
+        A folder without metadata.json is being deleted and left out. Raises CheckpointError for a damaged one."""
+        all_metadata = [(path, _read_json(path / _METADATA, _metadata)) for path in self._paths()]
+        found = (Checkpoint(path, metadata, _rating(path)) for path, metadata in all_metadata if metadata is not None)
+        return sorted(found, key=lambda c: c.taken)
 
     def newest(self) -> Checkpoint | None:
         return found[-1] if (found := self.all()) else None
 
     def open(self, path: Path) -> Checkpoint:
-        """The checkpoint at ``path`` (it may be a link to one), with every file of it verified.
+        """The checkpoint at ``path`` (or at the target of a link), with every file verified.
 
-        Raises CheckpointError that names the file, what was expected of it and what was found."""
+        Raises CheckpointError, which names the file, the expectation and the finding."""
         path = path.resolve()
         if path.suffix in (PARTIAL, _TRASH):
-            raise CheckpointError(f"{path}: no checkpoint, its save or deletion was interrupted; {self._others(path)}")
-        cut = _read_json(path / _CUT, _cut)
+            raise CheckpointError(
+                f"{path}: expected a checkpoint, found an interrupted save or deletion; {self._others(path)}"
+            )
+        metadata = _read_json(path / _METADATA, _metadata)
         sums = _read_json(path / _CHECKSUMS, _checksums)
-        if cut is None or sums is None:
-            missing = _CUT if cut is None else _CHECKSUMS
+        if metadata is None or sums is None:
+            missing = _METADATA if metadata is None else _CHECKSUMS
             raise CheckpointError(f"{path}: no whole checkpoint there ({missing} is missing); {self._others(path)}")
         for name, expected in sums.items():
             file = path / name
@@ -147,32 +176,40 @@ class CheckpointStore:
                 raise CheckpointError(f"{file} is missing, expected {expected}; {self._others(path)}")
             if (found := _measured(file)) != expected:
                 raise CheckpointError(f"{file} is damaged: expected {expected}, found {found}; {self._others(path)}")
-        return Checkpoint(path, cut)
+        return Checkpoint(path, metadata, _rating(path))
 
     def mark_final(self, checkpoint: Checkpoint) -> None:
-        """Let the link ``final`` name this checkpoint of the store, at once and for good."""
+        """Point the link ``final`` at this checkpoint, atomically and synced to disk."""
         link = self.folder / f"{FINAL}{PARTIAL}"
         _remove(link)
         link.symlink_to(checkpoint.path.name)
         link.replace(self.folder / FINAL)
         _sync(self.folder)
 
+    def _rated(self, checkpoint: Checkpoint, rating: dict[str, float]) -> Checkpoint:
+        """The checkpoint with this rating, which is also written to disk."""
+        if rating:
+            staged = checkpoint.path / f"{_RATING}{PARTIAL}"
+            _write_json(staged, rating)
+            staged.replace(checkpoint.path / _RATING)
+        return replace(checkpoint, rating=rating)
+
     def _rotate(self) -> None:
-        """Delete all but the newest ``keep_last`` (0: all are kept) and the best ``keep_best``; of equals the newer one
-        is better, and one without the metric or with a value that is not finite is not among the best."""
+        """Delete all but the newest ``keep_last`` (0: keep all), the best ``keep_best``, and those still being rated.
+        Of equals the newer one is better; a checkpoint without a finite rating is never among the best."""
         found, config = self.all(), self._config
         if not config.keep_last:
             return
         sign = 1.0 if config.best_is == "highest" else -1.0
-        values = {c.path: sign * c.cut.metrics.get(config.best_metric, math.nan) for c in found}
+        values = {c.path: sign * c.rating.get(config.best_metric, math.nan) for c in found}
         rated = sorted((c for c in found if math.isfinite(values[c.path])), key=lambda c: (values[c.path], c.taken))
         best = rated[-config.keep_best :] if config.keep_best else []
         for checkpoint in found[: -config.keep_last]:
-            if checkpoint not in best:
+            if checkpoint not in best and not (config.keep_best and checkpoint.taken in self._awaited):
                 self._delete(checkpoint.path)
 
     def _delete(self, path: Path) -> None:
-        """Renamed first: half deleted, it must not look whole."""
+        """Renamed first, so that a half-deleted one does not look whole."""
         final = self.folder / FINAL
         if final.is_symlink() and os.readlink(final) == path.name:
             final.unlink()
@@ -185,9 +222,9 @@ class CheckpointStore:
         return [path for path in self.folder.glob("step_*") if _NAME.fullmatch(path.name)]
 
     def _others(self, path: Path) -> str:
-        """What to do about a checkpoint that cannot be used."""
+        """Advice for a checkpoint that cannot be used."""
         names = ", ".join(sorted(other.name for other in self._paths() if other.name != path.name))
-        return f"restore it from a copy, or go on from another one ({names or 'there is none'})"
+        return f"restore it from a copy, or resume from another one ({names or 'there is none'})"
 
 
 class _Measure(NamedTuple):
@@ -201,7 +238,7 @@ class _Measure(NamedTuple):
 
 
 def _measured(path: Path, sync: bool = False) -> _Measure:
-    """``sync``: and have the file on disk when this returns."""
+    """``sync``: the file is on disk on return."""
     digest, block, size = xxhash.xxh3_64(), memoryview(bytearray(_BLOCK_BYTES)), 0
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(block):
@@ -217,7 +254,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _sync(path: Path) -> None:
-    """Have a file's bytes, or a folder's names, on disk."""
+    """Sync a file's bytes, or a folder's names, to disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -226,7 +263,7 @@ def _sync(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """A folder with all that is in it, or a link; nothing if it is not there."""
+    """Remove a link, or a folder with its contents, if it exists."""
     if path.is_symlink():
         path.unlink()
     elif path.exists():
@@ -238,7 +275,7 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def _read_json(path: Path, read: Callable[[Any], T]) -> T | None:
-    """What ``read`` makes of a JSON file, None if there is none; CheckpointError if it is not what was written."""
+    """Parse a JSON file with ``read``; None if it does not exist. Raises CheckpointError if it is damaged."""
     try:
         return read(json.loads(path.read_bytes()))
     except (FileNotFoundError, NotADirectoryError):
@@ -248,9 +285,13 @@ def _read_json(path: Path, read: Callable[[Any], T]) -> T | None:
         raise CheckpointError(f"{path} is damaged ({why}); restore it from a copy or delete its folder") from None
 
 
-def _cut(value: Any) -> Cut:
-    cut = Cut(**value)
-    return replace(cut, version=PolicyVersion(*cut.version))
+def _rating(path: Path) -> dict[str, float]:
+    return _read_json(path / _RATING, dict) or {}
+
+
+def _metadata(value: Any) -> CheckpointMetadata:
+    metadata = CheckpointMetadata(**value)
+    return replace(metadata, version=PolicyVersion(*metadata.version))
 
 
 def _checksums(value: Any) -> dict[str, _Measure]:

@@ -1,34 +1,28 @@
-"""What one trainer process does: finished groups in, optimizer steps and metrics out. An actor wraps it elsewhere."""
+"""One trainer rank: finished groups in, optimizer steps and metrics out. `asyncrl.trainer.actors` wraps it."""
 
 from __future__ import annotations
 
-import importlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
 from asyncrl.config.schema import Config
+from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.manifest import Manifest
-from asyncrl.sample import FinishReason, Group
-from asyncrl.telemetry.recorder import Batch, Recorder
-from asyncrl.trainer.advantages import apply_overlong
-from asyncrl.trainer.algorithms import algorithm_named
-from asyncrl.trainer.backend import Backend, NonFiniteError, TrainBatch
+from asyncrl.trainer.algorithms.advantages import apply_overlong
+from asyncrl.trainer.algorithms.base import ALGORITHMS
+from asyncrl.trainer.algorithms.losses import token_weights
+from asyncrl.trainer.backends.base import BACKENDS, NonFiniteError, TrainBatch
 from asyncrl.trainer.batches import build_batch, cut_mini_batches, partition
-from asyncrl.trainer.losses import token_weights
-
-#: trainer.backend → import path; imported only when chosen, as each framework lives in its own environment
-BACKENDS = {
-    "torch": "asyncrl.trainer.backends.torch_fsdp:TorchFSDPBackend",
-    "megatron": "asyncrl.trainer.backends.megatron.backend:MegatronBackend",
-}
+from asyncrl.types.groups import Group
+from asyncrl.types.samples import FinishReason
 
 
 class TrainerRank:
-    """One rank of the trainer. All ranks are built alike and get the same calls, in the same order::
+    """One rank of the trainer. All ranks are built alike and get the same calls in the same order::
 
     rank = TrainerRank(config, rank=0, world_size=1, init_method=None, recorder=Recorder("trainer/0"))
     metrics = rank.train(step=0, buffers=[group.to_bytes(), ...])   # every rank gets all groups
@@ -38,9 +32,10 @@ class TrainerRank:
 
     def __init__(self, config: Config, rank: int, world_size: int, init_method: str | None, recorder: Recorder) -> None:
         self._config, self._recorder = config, recorder
-        self._algorithm = algorithm_named(config.algorithm.name)
+        self._algorithm = ALGORITHMS.find(config.algorithm.name)
         self._loss = self._algorithm.loss(config.algorithm)
-        self._backend: Backend = _backend_class(config.trainer.backend)(config, rank, world_size, init_method, recorder)
+        spec = BACKENDS.find(config.trainer.backend)
+        self._backend = spec.make(config, rank, world_size, init_method, recorder)
 
     def train(
         self,
@@ -48,11 +43,11 @@ class TrainerRank:
         buffers: Sequence[bytes | bytearray | memoryview | np.ndarray],
         mask_before: int | None = None,
     ) -> dict[str, float]:
-        """One train step over the groups in ``buffers``: ``algorithm.epochs`` passes, an optimizer step per mini batch.
-        Tokens of versions numbered below ``mask_before`` are not trained.
+        """One train step on the groups in ``buffers``: ``algorithm.epochs`` passes, an optimizer step per mini batch.
+        Tokens of versions below ``mask_before`` are not trained.
 
-        Returns metrics of the whole batch, the same on every rank. Raises NonFiniteError naming the step; the optimizer
-        steps before the failed one have been taken then, so go on from a checkpoint."""
+        Returns metrics of the whole batch, equal on all ranks. Raises NonFiniteError, which names the step; earlier
+        optimizer steps of the batch have been taken, so restart from a checkpoint."""
         with self._recorder.span("trainer/step", step=step):
             with self._recorder.span("trainer/batch"):
                 whole = build_batch([Group.from_buffer(data) for data in buffers], mask_before)
@@ -65,10 +60,10 @@ class TrainerRank:
         return metrics
 
     def _mini_batches(self, whole: TrainBatch) -> list[tuple[TrainBatch, float]]:
-        """This rank's part of every mini batch, with the mini batch's denominator over all ranks.
+        """This rank's part of every mini batch, and the mini batch's denominator over all ranks.
 
-        All ranks hold all groups, so they agree on both without a collective. A mini batch without a trained token is
-        left out: on a zero gradient AdamW would still move by momentum."""
+        All ranks hold all groups, so they agree on both without a collective. Mini batches without a trained token are
+        skipped: on a zero gradient AdamW would still move by momentum."""
         algorithm = self._config.algorithm
         whole = apply_overlong(whole, algorithm.overlong, algorithm.overlong_penalty)
         weights, share_of_denominator = token_weights(whole, algorithm.loss_aggregation)
@@ -83,12 +78,13 @@ class TrainerRank:
         return mini_batches
 
     def _score(self, mini_batch: TrainBatch, several_steps: bool) -> None:
-        """Add the logprobs that the loss needs beside the current policy's.
+        """Add the logprobs that the loss needs beside those of the current policy.
 
-        A batch that is consumed in one optimizer step needs no proximal ones: until that step the current policy is the
-        proximal one, and the loss takes its logprobs, detached, for them: exactly equal, and a forward pass cheaper."""
+        Only the proximal anchor reads proximal ones. A batch consumed in a single optimizer step needs none: the
+        current policy is the proximal one, so the loss uses its detached logprobs. They are exactly equal, and save a
+        forward pass."""
         temperature = self._config.rollout.temperature
-        if several_steps:
+        if several_steps and self._config.algorithm.anchor == "proximal":
             mini_batch.columns["proximal_logprobs"] = self._backend.logprobs(mini_batch, temperature).logprobs
         if self._config.algorithm.kl_coef > 0:
             mini_batch.columns["reference_logprobs"] = self._backend.reference_logprobs(mini_batch, temperature)
@@ -113,19 +109,19 @@ class TrainerRank:
         return self._backend.manifest()
 
     def export(self, base: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors in the manifest's order, on rank 0; the other ranks must run it to its end as well. ``base``:
-        with those that adapters leave as they are."""
+        """Whole tensors in the manifest's order, on rank 0; the other ranks must exhaust the iterator too. ``base``:
+        include those that adapters leave unchanged."""
         return self._backend.export(base)
 
     def stage(self) -> None:
-        """Copy the state for `write`, which may then run in another thread while training goes on."""
+        """Copy the state for `write`, which may run in another thread while training goes on."""
         self._backend.stage()
 
     def write(self, path: str | Path) -> None:
         self._backend.write(Path(path))
 
     def save(self, path: str | Path) -> None:
-        """Both at once, for who has nothing to do meanwhile."""
+        """Stage and write."""
         self.stage()
         self.write(path)
 
@@ -135,16 +131,13 @@ class TrainerRank:
     def export_hf(self, path: str | Path) -> None:
         self._backend.export_hf(Path(path))
 
-    def drain_telemetry(self) -> Batch:
-        return self._recorder.drain()
-
     def close(self) -> None:
         self._backend.close()
 
 
 def batch_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Figures of the samples as they came, before any overlong policy. A sample is partial if tokens of it were sampled
-    under more than one version; its span is the newest of those versions' numbers less the oldest."""
+    """Figures of the samples before any overlong policy. A sample is partial if its tokens were sampled under several
+    versions; its span is the newest version number less the oldest."""
     rewards, group = batch.sequence_columns["rewards"].astype(np.float64), batch.sequence_columns["group"]
     lengths = np.diff(batch.row_offsets)
     partial, version_span = batch.sequence_columns["versions"] > 1, batch.sequence_columns["version_span"]
@@ -174,13 +167,13 @@ def batch_metrics(batch: TrainBatch) -> dict[str, float]:
 
 
 def quantiles(name: str, values: np.ndarray, percents: Sequence[int]) -> dict[str, float]:
-    """``name/p50`` and so on, interpolated linearly between neighbours."""
+    """``name/p50`` and so on, linearly interpolated."""
     return {f"{name}/p{p}": float(q) for p, q in zip(percents, np.percentile(values, percents), strict=True)}
 
 
 def step_metrics(figures: dict[str, list[float]]) -> dict[str, float]:
-    """Figures of several optimizer steps as ``actor/...`` (or ``mtp/...``, where they say so): means, but the outermost
-    extremes and the last ``lr``."""
+    """Figures of several optimizer steps as ``actor/...``, or as ``mtp/...`` where named so: means, except for extremes
+    and the last ``lr``."""
     metrics: dict[str, float] = {}
     for name, values in figures.items():
         if name.endswith("ratio_min_negated"):
@@ -192,10 +185,3 @@ def step_metrics(figures: dict[str, list[float]]) -> dict[str, float]:
         elif values:
             metrics[name if name.startswith("mtp/") else f"actor/{name}"] = float(np.mean(values))
     return metrics
-
-
-def _backend_class(name: str) -> Callable[..., Backend]:
-    if name not in BACKENDS:
-        raise ValueError(f"trainer.backend is {name!r}; known: {', '.join(sorted(BACKENDS))}")
-    module, _, attribute = BACKENDS[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)

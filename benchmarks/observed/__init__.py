@@ -1,3 +1,3 @@
-"""For `benchmarks.observability`: what a process spends on telling what it does, by this folder's `sitecustomize`."""
+"""Clocks of `benchmarks.observability`, which `sitecustomize` in this folder puts into every process."""
 
 FOLDER = "ASYNCRL_OBSERVED"  # where each process writes its CPU seconds

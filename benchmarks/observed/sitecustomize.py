@@ -1,5 +1,7 @@
-"""With this folder on PYTHONPATH Python imports this file whenever a process starts: it clocks the calls by which the
-process tells what it does, without a hook in them, and writes the seconds to a file of its own in ASYNCRL_OBSERVED."""
+"""Clocks of the observability calls of a process, which the calls know nothing about.
+
+Python imports this file at the start of every process that has this folder on its PYTHONPATH. Each process writes its
+seconds to its own file in ASYNCRL_OBSERVED."""
 
 import functools
 import importlib.abc
@@ -14,21 +16,21 @@ from collections import Counter
 
 FOLDER = os.environ.get("ASYNCRL_OBSERVED")
 seconds: Counter[str] = Counter()
-inside = threading.local()  # nested calls count once, for the outermost
+inside = threading.local()  # nested calls count once, in the outermost
 
-#: module → (class, or "" for a function; name; what it counts as)
+#: module → (class, or "" for a function; name; key in `seconds`)
 CLOCKED = {
-    "asyncrl.telemetry.recorder": [
+    "asyncrl.observability.telemetry.recorder": [
         ("Recorder", name, "recorder") for name in ("begin", "end", "add_span", "count", "gauge", "drain")
     ],
-    "asyncrl.reporting.hub": [("Hub", "_call", "driver")],
-    "asyncrl.monitor": [("Monitor", "_drain", "driver")],
-    "asyncrl.reporting.report": [("", "write_report", "report")],
+    "asyncrl.observability.sinks.hub": [("Hub", "_call", "driver")],
+    "asyncrl.run.monitor": [("Monitor", "_drain", "driver")],
+    "asyncrl.observability.report.report": [("", "write_report", "report")],
 }
 
 
 def clocked(function, kind: str):
-    if inspect.iscoroutinefunction(function):  # the loop's other work in this time is in it
+    if inspect.iscoroutinefunction(function):  # includes other work of the event loop during the call
 
         @functools.wraps(function)
         async def wrapped(self, *args, **kwargs):
@@ -37,7 +39,7 @@ def clocked(function, kind: str):
                 return await function(self, *args, **kwargs)
             finally:
                 seconds[kind] += time.thread_time() - began_s
-                seconds["answers"] += len(self._watched.drains())
+                seconds["answers"] += len(self._system.drains())
                 write()
     else:
 
@@ -58,7 +60,7 @@ def clocked(function, kind: str):
 
 
 def write() -> None:
-    """Again and again: actors are killed at the end."""
+    """Called repeatedly, since actors are killed at the end."""
     threads_s = 0.0
     for thread in threading.enumerate():
         if "wandb" in thread.name.lower() or "asyncio" in thread.name.lower():
@@ -72,7 +74,7 @@ def write() -> None:
 
 
 class Patcher(importlib.abc.MetaPathFinder):
-    """Puts the clocks in as soon as a module is imported."""
+    """Adds the clocks when a module is imported."""
 
     def find_spec(self, name, path, target=None):
         if name not in CLOCKED:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from asyncrl.param_sync.buckets import pack
-from asyncrl.param_sync.receiver import TensorPart
+from asyncrl.param_sync.buckets import TensorPart, pack
+from asyncrl.param_sync.transports import gloo
 from asyncrl.param_sync.transports.base import NoReaders
 from asyncrl.param_sync.transports.collective import CollectiveAddress, CollectiveWriter
 from asyncrl.param_sync.transports.collective_reader import CollectiveReader
@@ -24,7 +24,8 @@ BUCKET_BYTES = 1 << 20
 
 
 def payload(seed: int, buckets: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors, one to a bucket, each of other bytes; all are loose but the last one, which does not fill its bucket."""
+    """Tensors of distinct bytes, one per bucket; all travel without a copy except the last, which does not fill its
+    bucket."""
     generator = torch.Generator().manual_seed(seed)
     for i in range(buckets):
         nbytes = BUCKET_BYTES if i < buckets - 1 else 1000
@@ -32,7 +33,7 @@ def payload(seed: int, buckets: int) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def payload_digest(seed: int, buckets: int) -> str:
-    """What `ReaderProcess.read` returns of a sender whose bytes have arrived once each, in order."""
+    """Digest that `ReaderProcess.read` returns for a sender whose bytes arrived once each, in order."""
     h = hashlib.sha256()
     for _, tensor in payload(seed, buckets):
         h.update(tensor.numpy())
@@ -40,7 +41,7 @@ def payload_digest(seed: int, buckets: int) -> str:
 
 
 class Gated:
-    """Stands still at one bucket, once, until `release`."""
+    """Blocks at one bucket, once, until `release`."""
 
     def __init__(self) -> None:
         self.hold_at = -1
@@ -52,7 +53,7 @@ class Gated:
         self.hold_at = at
 
     async def held(self) -> None:
-        """Returns when it stands there."""
+        """Returns when it blocks there."""
         await asyncio.to_thread(self._reached.wait)
 
     async def release(self) -> None:
@@ -76,13 +77,13 @@ class SenderProcess(Gated):
 
     def __init__(self, sender: int) -> None:
         super().__init__()
-        self._writer = CollectiveWriter(sender, BUCKET_BYTES, HOST)
+        self._writer = CollectiveWriter(sender, BUCKET_BYTES, HOST, gloo.TRANSPORT)
 
     async def address(self) -> CollectiveAddress:
         return self._writer.address
 
     async def send(self, session: str, readers: list[str], seed: int, buckets: int, stall_s: float) -> dict[str, str]:
-        """Returns the readers that were dropped, and why."""
+        """Returns the dropped readers and the reasons."""
         return await asyncio.to_thread(self._send, session, readers, seed, buckets, stall_s)
 
     async def abort(self, session: str) -> None:
@@ -97,8 +98,8 @@ class SenderProcess(Gated):
     def _send(self, session: str, readers: list[str], seed: int, buckets: int, stall_s: float) -> dict[str, str]:
         try:
             self._writer.open(session, readers, 60.0, stall_s)
-            tensors, loose_from = payload(seed, buckets), self._writer.loose_from
-            for at, filled in enumerate(pack(tensors, self._writer.buffer, loose_from=loose_from)):
+            tensors, zero_copy_from = payload(seed, buckets), self._writer.zero_copy_from
+            for at, filled in enumerate(pack(tensors, self._writer.buffer, zero_copy_from=zero_copy_from)):
                 self.pass_gate(at)
                 self._writer.publish(filled)
             self._writer.finish()
@@ -108,33 +109,33 @@ class SenderProcess(Gated):
 
 
 class ReaderProcess(Gated):
-    """Reads sessions; ``linger_s`` is the time that it takes over each bucket. Every other tensor that may be placed
-    comes to ``live`` memory, which is kept."""
+    """Reads sessions; ``linger_s``: time spent on each bucket. Every other zero-copy tensor is received into ``live``
+    memory, which is kept."""
 
     def __init__(self, who: str) -> None:
         super().__init__()
-        self._reader = CollectiveReader(who)
+        self._reader = CollectiveReader(who, gloo.TRANSPORT)
         self._linger_s: dict[int, float] = {}
         self._live: dict[str, torch.Tensor] = {}
         self._placed = 0
         self._stop_at = -1
 
     async def linger(self, seconds: dict[int, float]) -> None:
-        """How long to take over which bucket."""
+        """Time to spend on each bucket."""
         self._linger_s = seconds
 
     async def connect(self, session: str, addresses: list[CollectiveAddress]) -> None:
         await asyncio.to_thread(self._reader.connect, session, addresses, 20.0)
 
     async def read(self, deadline_s: float = 60.0) -> dict[int, tuple[list[int], str]]:
-        """By sender: the sequences of its buckets, and the digest of their bytes."""
+        """By sender: the sequences of its buckets and the digest of their bytes."""
         return await asyncio.to_thread(self._read, deadline_s)
 
     async def resources(self) -> dict[str, int]:
         return resources()
 
     async def stop_at(self, placed: int) -> None:
-        """Stop this process when it is about to receive into live memory for that many times."""
+        """Stop this process at the given receive into live memory."""
         self._placed, self._stop_at = 0, placed
 
     async def live(self) -> dict[str, str]:
@@ -161,6 +162,6 @@ class ReaderProcess(Gated):
             sequences.setdefault(bucket.sender, []).append(bucket.sequence)
             h = hashes.setdefault(bucket.sender, hashlib.sha256())
             for part in bucket.parts:
-                placed = bucket.placed.get(part.name)
-                h.update(bucket.data[part.offset : part.offset + part.nbytes] if placed is None else placed.numpy())
+                in_place = bucket.in_place.get(part.name)
+                h.update(bucket.data[part.offset : part.offset + part.nbytes] if in_place is None else in_place.numpy())
         return {sender: (sequences[sender], hashes[sender].hexdigest()) for sender in sequences}

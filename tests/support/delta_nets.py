@@ -1,4 +1,4 @@
-"""Small models with Gated DeltaNet layers, as transformers has them."""
+"""Small models with Gated DeltaNet layers in transformers' format."""
 
 import torch
 import transformers

@@ -1,28 +1,41 @@
-"""What every engine must do, held against a real one on the CPU: what it generates, pauses, aborts and is synced with.
+"""Engine contract: tests that every engine passes, on a real replica on the CPU.
 
-A module with a fixture ``replica`` (see `tests.support.engine_replica`) takes all of these in by ``import *``. They run
-in order on that one replica, and each syncs the weights that it needs.
+A test module provides a fixture ``replica`` (see `tests.support.engine_replica`) and takes the tests by ``import *``.
+They run in order on that one replica; each syncs the weights that it needs.
+
+Optional: the (pause, KV) pairs, as the engine's `EngineSpec.pause_kv` lists them; but ``abort`` and ``wait`` with
+``unload``, which the other tests sync with, and all of the rest, are required. Adapters, speculation, staging ``full``
+and deterministic decoding are not part of the contract: an engine that declares them has tests of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 
 import pytest
 import torch
-from transformers import Qwen2ForCausalLM
+from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.models.make_checkpoint import make_checkpoint
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.manifest import ManifestError
-from asyncrl.rollouter.engine import EngineError
-from asyncrl.sample import FinishReason, PolicyVersion
+from asyncrl.rollouter.engines.base import ENGINES, EngineError, Scheduling
+from asyncrl.types.samples import FinishReason
+from asyncrl.types.versions import PolicyVersion
 from tests.support.engine_replica import add, request
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 LONG = 800  # tokens: several times what the fastest engine generates between two batches of events
+
+
+@pytest.fixture(scope="module")
+def long():
+    """Length of a request that is still running when the next batch of events comes. A module with a slow engine
+    overrides it, with 90 or more."""
+    return LONG
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +87,21 @@ def perfect_draft(tensors, sharpness=1.0):
     return made
 
 
+def one_after_the_other(tensors, tokens):
+    """Residual branches that add nothing, and a head that knows of each of the tokens which one is next, and the first
+    one after the last."""
+    made = perfect_draft(tensors)
+    embeddings, head = made["model.embed_tokens.weight"], torch.zeros_like(made["lm_head.weight"])
+    for token, following in zip(tokens, [*tokens[1:], tokens[0]], strict=True):
+        head[following] = embeddings[token]
+    return made | {"lm_head.weight": head}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint):
+    return AutoTokenizer.from_pretrained(checkpoint)
+
+
 async def test_logprobs_are_those_of_hugging_face_before_and_after_ten_syncs(replica, reference, initial):
     for seed in range(12):
         weights = initial if seed == 0 else changed(initial, seed)
@@ -102,13 +130,54 @@ async def test_greedy_follows_the_synced_weights_and_not_a_stale_prefix(replica,
     assert answers[0] != answers[1]
 
 
-async def test_a_request_stops_at_its_token_and_its_string(replica, checkpoint, initial):
-    await replica.sync(initial)
-    free = (await replica.generate([request("free", PROMPT, 20, temperature=0.0)]))["free"]
-    stop = free.tokens[4]
-    answer = (await replica.generate([request("token", PROMPT, 20, temperature=0.0, stop_token_ids=(stop,))]))["token"]
-    assert answer.finish is FinishReason.STOP
-    assert answer.tokens == free.tokens[: free.tokens.index(stop) + 1]
+async def test_a_request_ends_at_its_tokens_and_strings_wherever_it_was_cut_before(replica, tokenizer, initial):
+    """Also at a string that is a special token, and at one whose text begins before the cut."""
+    special = tokenizer.eos_token_id
+    letters = [i for i in range(len(tokenizer)) if i not in {*PROMPT, special} and tokenizer.decode([i]).isalpha()]
+    answer = [*letters[:12], special, *letters[12:20]]
+    await replica.sync(one_after_the_other(initial, [PROMPT[-1], *answer]))
+    split = tokenizer.decode(answer[9:12])
+    stops = [
+        ({"stop_token_ids": (answer[15], answer[12])}, 13),
+        ({"stop_token_ids": (answer[15],)}, 16),
+        ({"stop_strings": ("never there", tokenizer.decode([special]))}, 13),
+        ({"stop_strings": (tokenizer.decode([special]) + tokenizer.decode([answer[13]]), split + "no")}, 14),
+        ({"stop_strings": (split,)}, 12),
+        ({"stop_strings": (split,), "stop_token_ids": (answer[10],)}, 11),
+        ({}, 21),
+    ]
+    requests, expected = [], {}
+    for i, (sampling, end) in enumerate(stops):
+        for cut in range(end):
+            rest = request(f"{i}/{cut}", PROMPT + answer[:cut], 21 - cut, temperature=0.0, **sampling)
+            requests.append(dataclasses.replace(rest, position=cut, resumed=cut))
+            expected[rest.id] = (answer[cut:end], FinishReason.STOP if sampling else FinishReason.LENGTH)
+    answers = await replica.generate(requests)
+    assert {id: (a.tokens, a.finish) for id, a in answers.items()} == expected
+    assert all(len(a.logprobs) == len(a.tokens) for a in answers.values())
+
+
+async def test_a_request_that_is_aborted_at_any_moment_goes_on_to_its_stop_token_and_no_further(
+    replica, tokenizer, initial, long
+):
+    answer = [i for i in range(len(tokenizer)) if i not in PROMPT][:90]
+    await replica.sync(one_after_the_other(initial, [PROMPT[-1], *answer]))
+    stop = answer[59]
+    for moment in range(30):
+        tokens: list[int] = []
+        for part in itertools.count():
+            rest = request(f"{moment}/{part}", PROMPT + tokens, long, temperature=0.0, stop_token_ids=(stop,))
+            await replica.engine.submit([dataclasses.replace(rest, position=len(tokens), resumed=len(tokens))])
+            if part == 0:
+                await asyncio.sleep(0.002 * moment)  # before its first step, and after up to all of them
+                await replica.engine.abort([rest.id])
+            ended = (await replica.collect({rest.id}))[rest.id]
+            tokens += ended.tokens
+            assert tokens == answer[: len(tokens)]
+            assert ended.finish is (FinishReason.STOP if tokens[-1:] == [stop] else FinishReason.ABORT)
+            if ended.finish is FinishReason.STOP:
+                break
+        assert tokens == answer[:60]
 
 
 async def test_what_can_never_run_is_answered_with_the_reason(replica, initial):
@@ -125,21 +194,21 @@ async def until(replica, answers, condition):
             add(answers, await replica.engine.events())
 
 
-async def test_an_aborted_request_keeps_its_tokens(replica, reference, initial):
+async def test_an_aborted_request_keeps_its_tokens(replica, reference, initial, long):
     await replica.sync(initial)
-    await replica.engine.submit([request("cut", PROMPT, LONG)])
+    await replica.engine.submit([request("cut", PROMPT, long)])
     answers = {}
     await until(replica, answers, lambda: "cut" in answers and len(answers["cut"].tokens) > 5)
     await replica.engine.abort(["cut", "unknown"])
     answer = (await replica.collect({"cut"}, answers))["cut"]
     assert answer.finish is FinishReason.ABORT
-    assert 5 < len(answer.tokens) < LONG
+    assert 5 < len(answer.tokens) < long
     assert error_of(reference, initial, PROMPT, answer) < 1e-4
 
 
-async def test_a_sync_cuts_samples_with_the_tokens_they_have(replica, initial):
+async def test_a_sync_cuts_samples_with_the_tokens_they_have(replica, initial, long):
     await replica.sync(initial)
-    await replica.engine.submit([request("cut", PROMPT, LONG)])
+    await replica.engine.submit([request("cut", PROMPT, long)])
     answers = {}
     await until(replica, answers, lambda: "cut" in answers and len(answers["cut"].tokens) > 5)
     before = replica.version
@@ -151,9 +220,11 @@ async def test_a_sync_cuts_samples_with_the_tokens_they_have(replica, initial):
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
-async def test_kept_samples_go_on_under_the_new_weights(replica, reference, initial, kv):
+async def test_kept_samples_go_on_under_the_new_weights(replica, reference, initial, kv, long):
+    if ("keep", kv) not in ENGINES.find(replica.config.rollout.engine.name).pause_kv:
+        pytest.skip("the engine does not offer it")
     await replica.sync(initial)
-    await replica.engine.submit([request("kept", PROMPT, LONG)])
+    await replica.engine.submit([request("kept", PROMPT, long)])
     answers = {}
     await until(replica, answers, lambda: "kept" in answers and len(answers["kept"].tokens) > 5)
     before, weights = replica.version, changed(initial, 41)
@@ -161,12 +232,12 @@ async def test_kept_samples_go_on_under_the_new_weights(replica, reference, init
     assert report.held_requests == 1
     answer = (await replica.collect({"kept"}, answers))["kept"]
     assert answer.finish is FinishReason.LENGTH
-    assert len(answer.tokens) == LONG
+    assert len(answer.tokens) == long
     switch = answer.versions.index(replica.version)
-    assert answer.versions == [before] * switch + [replica.version] * (LONG - switch)
+    assert answer.versions == [before] * switch + [replica.version] * (long - switch)
     assert switch > 5
     # over kept KV no single version's logprobs fit, which the marks say; recomputed, they are the new version's
-    assert answer.mixed_kv == [kv == "keep" and i >= switch for i in range(LONG)]
+    assert answer.mixed_kv == [kv == "keep" and i >= switch for i in range(long)]
     rest = type(answer)(answer.tokens[switch:], answer.logprobs[switch:])
     error = error_of(reference, weights, PROMPT + answer.tokens[:switch], rest)
     assert error > 1e-3 if kv == "keep" else error < 1e-4
@@ -176,7 +247,7 @@ async def test_waiting_lets_samples_finish_and_holds_later_ones_back(replica, in
     await replica.sync(initial)
     await replica.engine.submit([request("first", PROMPT, 120)])
     syncing = asyncio.create_task(replica.sync(changed(initial, 51), pause="wait"))
-    while replica.endpoint._done != "pause (not finished)":
+    while replica.session._done != "pause (not finished)":
         await asyncio.sleep(0.001)
     await replica.engine.submit([request("later", PROMPT, 4)])
     answers = await replica.collect({"first", "later"})
@@ -184,6 +255,16 @@ async def test_waiting_lets_samples_finish_and_holds_later_ones_back(replica, in
     assert answers["first"].finish is FinishReason.LENGTH
     assert set(answers["first"].versions) == {PolicyVersion(0, replica.version.number - 1)}
     assert set(answers["later"].versions) == {replica.version}
+
+
+async def test_waiting_ends_with_more_requests_than_slots(replica, initial):
+    await replica.sync(initial)
+    ids = [f"{i}" for i in range(2 * replica.config.rollout.engine.slots)]
+    await replica.engine.submit([request(id, PROMPT, 40) for id in ids])
+    assert await replica.engine.pause("wait", 60) == len(ids)
+    answers = await replica.collect(set(ids))
+    assert {len(answer.tokens) for answer in answers.values()} == {40}
+    await replica.engine.resume(replica.version)
 
 
 async def test_a_pause_that_is_not_reached_in_time_changes_nothing(replica, initial):
@@ -211,12 +292,12 @@ async def test_priority_decides_who_waits(replica, initial):
     assert order.index("urgent") < order.index("validation") or order.index("validation") < 8
 
 
-async def test_no_more_of_training_generate_at_once_than_the_width_and_none_is_lost(replica, initial):
+async def test_no_more_of_training_generate_at_once_than_the_width_and_none_is_lost(replica, initial, long):
     await replica.sync(initial)
-    lengths = {f"train/{i}": 60 if i < 6 else LONG for i in range(10)} | {"validation": 30}
+    lengths = {f"train/{i}": 60 if i < 6 else long for i in range(10)} | {"validation": 30}
     requests = [request(id, PROMPT, length) for id, length in lengths.items()]
     requests[-1] = dataclasses.replace(requests[-1], priority=1)
-    await replica.engine.set_width(2)
+    await replica.engine.set_scheduling(Scheduling(max_running_requests=2))
     await replica.engine.submit(requests)
     answers, under_way, most, ended = {}, set(), 0, []
     while len(ended) < len(lengths):
@@ -231,10 +312,24 @@ async def test_no_more_of_training_generate_at_once_than_the_width_and_none_is_l
         if len(ended) < 4:
             assert most <= 2
         else:
-            await replica.engine.set_width(None)
+            await replica.engine.set_scheduling(Scheduling())
     assert ended.index("validation") < 4  # it does not wait for room
     assert most > 2
     assert {id: len(a.tokens) for id, a in answers.items()} == lengths
+
+
+async def test_waiting_validation_comes_before_waiting_training_where_it_is_put_first(replica, initial):
+    await replica.sync(initial)
+    await replica.engine.set_scheduling(Scheduling(validation_first=True))
+    await replica.engine.submit([request(f"running/{i}", PROMPT, 40) for i in range(8)])  # as many as slots
+    validation = [dataclasses.replace(request(f"validation/{i}", PROMPT, 4), priority=1) for i in range(4)]
+    await replica.engine.submit([*(request(f"waiting/{i}", PROMPT, 40) for i in range(8)), *validation])
+    ended = []
+    while len(ended) < 20:
+        batch = await replica.engine.events()
+        ended += [id for id, finish in zip(batch.ids, batch.finish) if finish is FinishReason.LENGTH]
+    await replica.engine.set_scheduling(Scheduling())
+    assert not any(id.startswith("waiting") for id in ended[: max(ended.index(r.id) for r in validation)])
 
 
 async def test_a_manifest_that_does_not_fit_is_refused_before_anything_is_paused(replica, initial):
@@ -272,7 +367,7 @@ async def test_a_damaged_bucket_is_told_at_once_and_the_next_sync_succeeds(repli
     await replica.sync(initial)
     replica.rank.writer.damage = True
     async with asyncio.timeout(30):
-        with pytest.raises(SyncError, match=r"phase transfer, replica/0.*bucket 0/\d+.*damaged on its way"):
+        with pytest.raises(SyncError, match=r"phase transfer, replica/0.*bucket 0/\d+.*damaged in transit"):
             await replica.sync(changed(initial, 63))
     weights = changed(initial, 64)
     await replica.sync(weights)

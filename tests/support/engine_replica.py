@@ -14,17 +14,17 @@ import torch
 
 from asyncrl.config.schema import Config, EngineConfig, ModelConfig, MTPConfig, ParamSyncConfig, RolloutConfig
 from asyncrl.models.checkpoint import is_draft
+from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.digest import dtype_name
-from asyncrl.param_sync.endpoint import ReplicaEndpoint
 from asyncrl.param_sync.fleet import Fleet
 from asyncrl.param_sync.manifest import Manifest, TensorSpec
+from asyncrl.param_sync.replica_session import EngineSession
 from asyncrl.param_sync.sender import Sender, SendPlan, SendReport
 from asyncrl.param_sync.session import SyncReport, SyncSession
 from asyncrl.param_sync.transports.choose import make_writer
-from asyncrl.rollouter.engine import EventBatch, Request, SamplingParams
-from asyncrl.rollouter.engines.make import make_engine
-from asyncrl.sample import FinishReason, PolicyVersion
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.rollouter.engines.base import ENGINES, EventBatch, Request, SamplingParams
+from asyncrl.types.samples import FinishReason
+from asyncrl.types.versions import PolicyVersion
 from tests.support.sync_processes import DamagingWriter
 
 Tensors = Mapping[str, torch.Tensor]
@@ -50,7 +50,7 @@ def replica_config(
 
 
 class TensorRank:
-    """Implements `asyncrl.param_sync.handles.SenderHandle` for `tensors`, in a thread of this process."""
+    """Implements `asyncrl.param_sync.session_protocol.SenderSession` for `tensors`, in a thread of this process."""
 
     def __init__(self, transport: str) -> None:
         self.writer = DamagingWriter(make_writer(transport, 0, 1 << 20, "127.0.0.1"))
@@ -91,21 +91,21 @@ class TensorRank:
 
 
 class Replica:
-    """A started engine, its endpoint and its sender. ``recorder`` holds what the engine recorded."""
+    """A started engine, its session and its sender. ``recorder`` holds what the engine recorded."""
 
     def __init__(self, engine: Any, config: Config, transport: str, recorder: Recorder) -> None:
         self.engine, self.config, self.recorder = engine, config, recorder
-        self.intake = engine.intake("replica/0", transport)
-        self.endpoint = ReplicaEndpoint("replica/0", engine, self.intake)
+        self.receiver = engine.weight_receiver("replica/0", transport)
+        self.session = EngineSession("replica/0", engine, self.receiver)
         self.rank = TensorRank(transport)
         self.fleet = Fleet()
-        self.fleet.add("replica/0", self.endpoint)
+        self.fleet.add("replica/0", self.session)
         self.version = PolicyVersion(0, 0)
 
     @classmethod
     async def start(cls, config: Config, transport: str = "shared_memory") -> Self:
         recorder = Recorder("replica/0")
-        return cls(await make_engine(config, recorder), config, transport, recorder)
+        return cls(await ENGINES.find(config.rollout.engine.name).start(config, recorder), config, transport, recorder)
 
     async def sync(self, tensors: Tensors, pause: str = "abort", kv: str = "unload", **settings: Any) -> SyncReport:
         self.rank.tensors = tensors

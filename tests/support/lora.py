@@ -10,16 +10,18 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config.schema import Config, LoraConfig
-from asyncrl.param_sync.endpoint import ReplicaEndpoint
 from asyncrl.param_sync.fleet import Fleet
 from asyncrl.param_sync.manifest import Manifest
+from asyncrl.param_sync.replica_session import EngineSession
 from asyncrl.param_sync.sender import Sender, SendPlan, SendReport
 from asyncrl.param_sync.session import SyncReport, SyncSession
 from asyncrl.param_sync.transports.choose import make_writer
-from asyncrl.rollouter.engine import Engine, Request, SamplingParams
-from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
+from asyncrl.rollouter.engines.base import Engine, Request, SamplingParams
 from asyncrl.trainer.batches import build_batch
 from asyncrl.trainer.rank import TrainerRank
+from asyncrl.types.groups import Group
+from asyncrl.types.samples import FinishReason, Sample
+from asyncrl.types.versions import PolicyVersion, VersionSpan
 from tests.support.trainer import make_config
 
 PROMPT = [*range(5, 25)] * 8  # more than a block of vLLM's prefix cache
@@ -34,7 +36,7 @@ def lora_config(checkpoint: str, **options: Any) -> Config:
 
 
 class LoraTrainer:
-    """Implements `asyncrl.param_sync.handles.SenderHandle` over ``rank``, and syncs engines with it. ::
+    """Implements `asyncrl.param_sync.session_protocol.SenderSession` over ``rank``, and syncs engines with it. ::
 
     await trainer.join("replica/0", engine)
     report = await trainer.sync()  # all of them, to the next version
@@ -45,12 +47,12 @@ class LoraTrainer:
         self._sender = Sender("trainer/0", make_writer(transport, 0, 1 << 16, "127.0.0.1"))
         self._thread = ThreadPoolExecutor(1)
         self.fleet, self.version = Fleet(), PolicyVersion(0, 0)
-        self._endpoints: list[ReplicaEndpoint] = []
+        self._sessions: list[EngineSession] = []
 
     def join(self, name: str, engine: Engine) -> None:
-        endpoint = ReplicaEndpoint(name, engine, engine.intake(name, self._transport))
-        self._endpoints.append(endpoint)
-        self.fleet.add(name, endpoint)
+        session = EngineSession(name, engine, engine.weight_receiver(name, self._transport))
+        self._sessions.append(session)
+        self.fleet.add(name, session)
 
     async def sync(self, **settings: Any) -> SyncReport:
         self.version = PolicyVersion(0, self.version.number + 1)
@@ -74,8 +76,8 @@ class LoraTrainer:
         self._sender.abort(session)
 
     async def close(self) -> None:
-        for endpoint in self._endpoints:
-            await endpoint.close()
+        for session in self._sessions:
+            await session.close()
         self._sender.close()
 
     def learn(self, samples: list[Sample]) -> None:

@@ -14,10 +14,10 @@ import pytest
 from asyncrl.config.schema import EngineConfig
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.models.make_checkpoint import make_checkpoint
+from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.manifest import ManifestError, is_adapter
-from asyncrl.rollouter.engines.make import make_engine
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.rollouter.engines.base import ENGINES
 from asyncrl.trainer.rank import TrainerRank
 from tests.support.lora import Heard, LoraTrainer, breaking_off, lora_config, requests, samples_of
 
@@ -43,7 +43,7 @@ async def started(
         tensor_parallel_size=workers,
         args=args or {},
     )
-    engine = await make_engine(config, Recorder("replica/0"))
+    engine = await ENGINES.find(config.rollout.engine.name).start(config, Recorder("replica/0"))
     rank = TrainerRank(config, 0, 1, None, Recorder("trainer/0"))
     trainer = LoraTrainer(rank, config)
     trainer.join("replica/0", engine)
@@ -128,7 +128,7 @@ class AdapterContract:
     async def test_it_goes_with_the_base_again_where_another_replica_needs_that(self, pair):
         """The sync is planned for all."""
         trainer, engine = pair
-        trainer._endpoints[0]._intake._has_base = False
+        trainer._sessions[0]._receiver._has_base = False
         assert (await follow(trainer, engine, 2))[0] == trainer.rank.manifest().nbytes
 
 
@@ -138,7 +138,7 @@ class FinishingContract:
         trainer, engine = pair
         heard, versions = Heard(engine), []
         for n in range(4):
-            trainer._endpoints[0]._intake._has_base = n in (1, 3)
+            trainer._sessions[0]._receiver._has_base = n in (1, 3)
             await trainer.sync(pause="keep", kv="keep")
             versions.append(trainer.version)
             trainer.rank.save(tmp_path / str(n))

@@ -1,4 +1,4 @@
-"""Small models in megatron-core, without a trainer around them, and processes that hold one together."""
+"""Small models in megatron-core without a trainer, and processes that share one."""
 
 import contextlib
 import multiprocessing
@@ -11,9 +11,9 @@ import torch.multiprocessing as mp
 import transformers
 
 from asyncrl.config.schema import Config, MegatronConfig
+from asyncrl.cpu import megatron as megatron_cpu
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.models.layout import PackedLayout
-from asyncrl.trainer.backends.megatron import cpu
 
 #: of what a step depends on: draft, several epochs, reference, entropy, small micro-batches
 OPTIONS = {
@@ -53,8 +53,8 @@ CUTS = {
 
 @contextlib.contextmanager
 def process_group(rank=0, world_size=1, init_method=None, cut="one"):
-    """In the process groups of megatron-core, which a process is in once at a time."""
-    cpu.activate()
+    """Context within megatron-core's process groups; one at a time per process."""
+    megatron_cpu.activate()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -73,7 +73,7 @@ def process_group(rank=0, world_size=1, init_method=None, cut="one"):
 
 def only_where_wanted(patch):
     """Skip the test of a patch that the installed releases do not need."""
-    if not cpu.patch_named(patch).wanted():
+    if not megatron_cpu.patch_named(patch).wanted():
         pytest.skip(f"{patch}: the installed releases do without it")
 
 
@@ -94,7 +94,7 @@ def built(path, cut="one", mtp_from_trunk=False, package="megatron_bridge"):
 
 @torch.no_grad()
 def states(model, tokens_BS, depths=0, lengths=None):
-    """(hidden [B, S, M], those of each depth of the draft); ``lengths``: of the sequences, if not one a row."""
+    """(hidden [B, S, M], the draft's states of each depth); ``lengths`` of the sequences, if not one per row."""
     from asyncrl.trainer.backends.megatron.packed import PackedSequences
 
     model.draft_depths = depths
@@ -106,7 +106,7 @@ def states(model, tokens_BS, depths=0, lengths=None):
 
 
 def make_experts(folder, experts=6):
-    """A small Qwen3-MoE in Hugging Face's own form, of which two are asked for each token."""
+    """A small Qwen3-MoE in Hugging Face's format, with two active experts per token."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "head_dim": 32}
     counts = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": experts}
@@ -125,6 +125,6 @@ def random_tokens(vocab_size, shape=(2, 20)):
 
 
 def in_processes(count, work, *arguments):
-    """``work(rank, *arguments)`` in each. They are forked from one process that has imported Megatron already."""
+    """Run ``work(rank, *arguments)`` in each process, forked from one that has imported Megatron."""
     multiprocessing.set_forkserver_preload(["asyncrl.trainer.backends.megatron.backend"])
     mp.start_processes(work, arguments, nprocs=count, start_method="forkserver")

@@ -1,4 +1,4 @@
-"""The rollouter's pool in one process: a real queue, real engines, rewards that a test decides."""
+"""The rollout pool in one process: a real queue, real engines, scripted rewards."""
 
 import asyncio
 from collections import Counter
@@ -8,26 +8,28 @@ from asyncrl.config.checks import derive
 from asyncrl.config.load import load_config
 from asyncrl.data.order import PromptOrder
 from asyncrl.data.prompts import load_prompts
-from asyncrl.rollouter.agent_loops.single_turn import SingleTurn
+from asyncrl.models.config import ModelConfig
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.rollouter.agents.single_turn import SingleTurn
+from asyncrl.rollouter.engine_lease import EngineLease, LeasedEngine
 from asyncrl.rollouter.engines.native.engine import NativeEngine
-from asyncrl.rollouter.fence import Fence, Owned
 from asyncrl.rollouter.loop import RolloutLoop
 from asyncrl.rollouter.rewards.pool import RewardResult
 from asyncrl.rollouter.router import Router
 from asyncrl.rollouter.samples import SampleMaker
 from asyncrl.rollouter.tokenizer import PromptTokenizer
 from asyncrl.rollouter.validation import Validation
-from asyncrl.sample import Group, PolicyVersion
 from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.core import SampleQueue
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.types.groups import Group
+from asyncrl.types.versions import PolicyVersion
 from tests.support.in_memory import InMemoryRecords
 from tests.support.scripted import is_death
 from tests.support.tiny import MAX_RESPONSE, overrides
 
 
 class ScriptedRewards:
-    """Rewards by a function of (prompt, number of the sample in its group), in place of worker processes."""
+    """Rewards from a function of (prompt, index of the sample in its group), without worker processes."""
 
     def __init__(self, judge) -> None:
         self._judge = judge
@@ -47,7 +49,7 @@ def broken(kind: str) -> RewardResult:
 
 
 class CountingTokenizer(PromptTokenizer):
-    """The real one, with a tally of the prompts it has encoded."""
+    """Counts how often each prompt is encoded."""
 
     def __init__(self, checkpoint) -> None:
         super().__init__(checkpoint)
@@ -59,23 +61,37 @@ class CountingTokenizer(PromptTokenizer):
 
 
 class System:
-    """Everything of the rollouter's pool in one process."""
+    """The whole rollout pool in one process."""
 
     def __init__(
-        self, inputs, judge, *more, max_prompt_tokens=40, total=100, agent_loop=SingleTurn, replicas=None, records=None
+        self,
+        inputs,
+        judge,
+        *more,
+        max_prompt_tokens=40,
+        total=100,
+        agent_loop=SingleTurn,
+        rewards=None,
+        replicas=None,
+        records=None,
     ) -> None:
-        """``replicas``: clients of engines that live on without it; None: an engine of its own. ``records``: of a queue
-        before this one."""
+        """``judge`` decides the rewards unless ``rewards`` is given. ``replicas`` are clients of engines that
+        outlive the system; None creates one engine. ``records`` are those of an earlier queue."""
         self.config = load_config(None, [*overrides(inputs, inputs / "run"), *more])
         self.engine = None if replicas else NativeEngine(self.config.model.path, self.config.rollout.engine)
         derived = derive(self.config)
         threshold = Fraction(str(self.config.async_training.staleness_threshold))
-        self.queue = SampleQueue(Admission(derived.groups_per_version, threshold, total), records or InMemoryRecords())
+        self.queue = SampleQueue(
+            Admission(derived.groups_per_version, threshold, total),
+            records or InMemoryRecords(),
+            vocab_size=ModelConfig.load(self.config.model.path).vocab_size,
+            max_attempts=self.config.rollout.max_attempts,
+        )
         self.tokenizer = tokenizer = CountingTokenizer(self.config.model.path)
-        self.rewards = ScriptedRewards(judge)
+        self.rewards = rewards or ScriptedRewards(judge)
         self.recorder = Recorder("rollouter")
         self.prompts = load_prompts(self.config.data.train_files, self.config.data)
-        self.router = Router(replicas or {"replica": Owned(Fence(self.engine), "test")}, is_death)
+        self.router = Router(replicas or {"replica": LeasedEngine(EngineLease(self.engine), 1)}, is_death)
         order = PromptOrder(self.prompts, seed=0, epochs=self.config.data.epochs)
         maker = SampleMaker(
             self.config, tokenizer, agent_loop(tokenizer, MAX_RESPONSE), max_prompt_tokens, self.router, self.rewards,
@@ -100,5 +116,5 @@ class System:
             await self.engine.close()
 
     async def groups(self, count: int) -> list[Group]:
-        _, buffers = await asyncio.wait_for(self.queue.lease(1, count, 0.0), 60)
+        _, buffers = await asyncio.wait_for(self.queue.lease(1, count), 60)
         return [Group.from_buffer(b) for b in buffers]

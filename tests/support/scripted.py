@@ -1,26 +1,27 @@
-"""A replica that tests drive by hand, at the router's interface."""
+"""A scripted replica, driven by a test at the router's interface."""
 
 import asyncio
 
 import numpy as np
 
-from asyncrl.rollouter.engine import EventBatch, Request
-from asyncrl.sample import FinishReason, PolicyVersion
+from asyncrl.rollouter.engines.base import EventBatch, Request, Scheduling
+from asyncrl.types.samples import FinishReason
+from asyncrl.types.versions import PolicyVersion
 
 
 class Death(Exception):
-    """Of a replica's process."""
+    """Death of a replica's process."""
 
 
-class Scripted:
-    """A replica that does what the test says: it keeps what was submitted, and reports what the test puts."""
+class ScriptedReplica:
+    """Records submitted requests, and reports the events that the test emits."""
 
     def __init__(self) -> None:
         self.attached = 0
         self.requests: dict[str, Request] = {}
         self.submits: list[int] = []
         self.aborted: list[str] = []
-        self.widths: list[int | None] = []
+        self.schedulings: list[Scheduling] = []
         self._events: asyncio.Queue[EventBatch | Exception] = asyncio.Queue()
         self.version = PolicyVersion(0, 0)
 
@@ -35,9 +36,9 @@ class Scripted:
     async def abort(self, ids):
         self.aborted += ids
 
-    async def set_width(self, width):
+    async def set_scheduling(self, scheduling):
         assert self.attached == 1
-        self.widths.append(width)
+        self.schedulings.append(scheduling)
 
     async def events(self):
         event = await self._events.get()
@@ -45,7 +46,7 @@ class Scripted:
             raise event
         return event
 
-    def say(self, id: str, tokens: list[int], finish: FinishReason | None = None, error: str = "") -> None:
+    def emit(self, id: str, tokens: list[int], finish: FinishReason | None = None, error: str = "") -> None:
         n = len(tokens)
         self._events.put_nowait(
             EventBatch(

@@ -5,9 +5,9 @@ import torch
 
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.layout import PackedLayout
-from asyncrl.rollouter.engine import Request, SamplingParams
+from asyncrl.rollouter.engines.base import Request, SamplingParams
 from asyncrl.rollouter.engines.native.core import Core
-from asyncrl.sample import FinishReason
+from asyncrl.types.samples import FinishReason
 
 
 def make_request(id, tokens, new=12, *, key=0, group=None, shared=0, position=0, priority=0, **sampling) -> Request:

@@ -1,4 +1,4 @@
-"""Replicas and trainer ranks for the parameter sync tests: real processes and transports, calls over a pipe."""
+"""Replicas and trainer ranks for the parameter sync tests: real processes and transports, called over a pipe."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from typing import Any
 import torch
 
 from asyncrl.config.schema import DeadlinesConfig, ParamSyncConfig
+from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.buckets import Filled
 from asyncrl.param_sync.digest import digest_tensors, dtype_name
-from asyncrl.param_sync.endpoint import ReplicaEndpoint
 from asyncrl.param_sync.fleet import Fleet
-from asyncrl.param_sync.intake import LocalIntake
-from asyncrl.param_sync.live_receiver import LiveViewReceiver
+from asyncrl.param_sync.live_weights import LiveWeights
 from asyncrl.param_sync.manifest import Manifest, Role, TensorSpec
+from asyncrl.param_sync.replica_session import EngineSession
 from asyncrl.param_sync.sender import Sender, SendPlan, SendReport
 from asyncrl.param_sync.session import SyncReport, SyncSession
 from asyncrl.param_sync.transports.base import BucketWriter
 from asyncrl.param_sync.transports.choose import make_reader, make_writer
-from asyncrl.sample import PolicyVersion
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.param_sync.weight_receiver import LocalReceiver
+from asyncrl.types.versions import PolicyVersion
 from benchmarks.remote import Remote, context
 from tests.support.collective_processes import HOST, resources
 
 Tensors = dict[str, torch.Tensor]
 BUCKET_BYTES = 4096
-LOOSE_BYTES = 700  # fewer than in production, so that a few of the small weights travel loose where any do
+ZERO_COPY_BYTES = 700  # fewer than in production, so that a few of the small weights travel without a copy where any do
 TIED = {"lm_head.weight": "embed.weight"}
 
 
 def weights(seed: int) -> Tensors:
-    """A small model with everything that is awkward: bf16, an odd size, an empty tensor, one larger than a bucket,
-    slices of a fused parameter, strided tensors (one of them larger than a bucket), a draft."""
+    """A small model with every awkward case: bf16, an odd size, an empty tensor, one larger than a bucket, slices of a
+    fused parameter, strided tensors (one of them larger than a bucket), a draft."""
     g = torch.Generator().manual_seed(seed)
     rand = lambda *shape: torch.randn(*shape, generator=g)
     qkv, gate_up = rand(24, 16), rand(40, 96)
@@ -74,12 +74,12 @@ def digest(tensors: Tensors, role: Role) -> str:
 
 
 class WeightsEngine:
-    """An engine that holds weights and writes down what was asked of it."""
+    """An engine that holds weights and records its calls."""
 
     def __init__(self, views: Tensors) -> None:
         self.views = views
         self.calls: list[str] = []
-        self.receiver = LiveViewReceiver(views, TIED, on_commit=lambda v: self.calls.append(f"commit {v}"))
+        self.receiver = LiveWeights(views, TIED, on_commit=lambda v: self.calls.append(f"commit {v}"))
 
     async def pause(self, mode: str, deadline_s: float) -> int:
         self.calls.append(f"pause {mode}")
@@ -98,19 +98,16 @@ class WeightsEngine:
     async def flush_kv(self) -> None:
         self.calls.append("flush_kv")
 
-    def receivers(self) -> list[LiveViewReceiver]:
-        return [self.receiver]
-
     async def digest(self, role: Role) -> str:
         return digest(self.views, role)
 
 
-class ReplicaProcess(ReplicaEndpoint):
-    """Runs in a replica's process: the endpoint, and a look at what it did."""
+class ReplicaProcess(EngineSession):
+    """Runs in a replica's process: a replica session that reports what it did."""
 
     def __init__(self, name: str, transport: str, extra: Tensors) -> None:
         self.engine = WeightsEngine(weights(0) | extra)
-        super().__init__(name, self.engine, LocalIntake(name, self.engine.receivers, make_reader(transport, name)))
+        super().__init__(name, self.engine, LocalReceiver(name, self.engine.receiver, make_reader(transport, name)))
 
     async def look(self) -> dict[str, Any]:
         digests = {role: digest(self.engine.views, role) for role in ("target", "draft")}
@@ -120,14 +117,14 @@ class ReplicaProcess(ReplicaEndpoint):
         return resources()
 
     async def strike(self, phase: str, number: signal.Signals) -> None:
-        """Send this process a signal amid a phase, once."""
+        """Send this process a signal during a phase, once."""
         engine, receiver = self.engine, self.engine.receiver
         amid: dict[str, list[tuple[Any, str]]] = {
             "plan": [(receiver, "open")],
             "pause": [(engine, "pause")],
             "unload": [(engine, "release_kv")],
-            "transfer": [(self._intake, "_take"), (self._intake, "_stage")],  # whichever comes first
-            "load": [(self._intake, "_take")],
+            "transfer": [(self._receiver, "_take"), (self._receiver, "_stage")],  # whichever comes first
+            "load": [(self._receiver, "_take")],
             "verify": [(engine, "digest")],
             "commit": [(receiver, "commit")],
             "reload": [(engine, "restore_kv")],
@@ -145,7 +142,7 @@ def strike(methods: Sequence[tuple[Any, str]], number: signal.Signals, at: int =
             nonlocal calls
             calls += 1
             if calls == at + 1:
-                # To this thread: of a process's signal another may learn first, while this one goes on for a moment.
+                # To this thread: a signal to the process may reach another thread first, while this one goes on.
                 signal.pthread_kill(threading.get_ident(), number)
             return method(*args)
 
@@ -156,7 +153,7 @@ def strike(methods: Sequence[tuple[Any, str]], number: signal.Signals, at: int =
 
 
 class DamagingWriter:
-    """A writer that flips one bit of a bucket's buffer, or else of its first loose part, when told to, after its
+    """A writer that flips one bit of a bucket's buffer, or else of its first zero-copy part, when told to, after its
     checksum was taken."""
 
     def __init__(self, writer: BucketWriter) -> None:
@@ -172,11 +169,11 @@ class DamagingWriter:
     def publish(self, filled: Filled) -> None:
         if self.damage:
             self.damage = False
-            if filled.loose.keys() == {part.name for part in filled.parts}:
-                name, tensor = next(iter(filled.loose.items()))
+            if filled.zero_copy.keys() == {part.name for part in filled.parts}:
+                name, tensor = next(iter(filled.zero_copy.items()))
                 damaged = tensor.clone()
                 damaged[0] ^= 1
-                filled = filled._replace(loose={**filled.loose, name: damaged})
+                filled = filled._replace(zero_copy={**filled.zero_copy, name: damaged})
             else:
                 self._last[0] ^= 1
         del self._last
@@ -190,8 +187,8 @@ class RankProcess:
 
     def __init__(self, sender: int, transport: str, share: slice) -> None:
         writer = make_writer(transport, sender, BUCKET_BYTES, HOST)
-        if writer.loose_from is not None:
-            writer.loose_from = LOOSE_BYTES
+        if writer.zero_copy_from is not None:
+            writer.zero_copy_from = ZERO_COPY_BYTES
         self._writer = DamagingWriter(writer)
         self._sender = Sender(f"trainer/{sender}", self._writer)
         self._share = share

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from asyncrl.models.make_checkpoint import make_checkpoint
-from asyncrl.sample import Prompt
+from asyncrl.types.prompts import Prompt
 
 MAX_RESPONSE = 24
 

@@ -1,4 +1,4 @@
-"""Trainer ranks over small random checkpoints, and groups to train them on."""
+"""Trainer ranks on small random checkpoints, and groups to train on."""
 
 import numpy as np
 import torch
@@ -7,9 +7,11 @@ from asyncrl.config.schema import Config
 from asyncrl.models.checkpoint import save_checkpoint
 from asyncrl.models.config import DecoderConfig
 from asyncrl.models.decoder import Decoder
-from asyncrl.sample import FinishReason, Group, PolicyVersion, Sample, VersionSpan
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.trainer.rank import TrainerRank
+from asyncrl.types.groups import Group
+from asyncrl.types.samples import FinishReason, Sample
+from asyncrl.types.versions import PolicyVersion, VersionSpan
 
 VOCAB = 64
 
@@ -37,7 +39,7 @@ def make_checkpoint(folder, **overrides):
 
 
 def make_config(checkpoint, **options):
-    """Config with ``options`` by their last name, wherever in the trainer's part of the tree it is."""
+    """Config with ``options`` by the last part of their key, from the sections that concern the trainer."""
     config = Config()
     config.model.path = checkpoint
     config.trainer.device = "cpu"
@@ -75,14 +77,14 @@ def make_groups(sizes=(4, 3, 4), seed=0, rewards=None):
 
 
 def started_ranks():
-    """For a fixture: builds trainer ranks of world size 1, one after another: a process holds one process group at a
+    """Fixture body: builds trainer ranks of world size 1, one after another, as a process holds one process group at a
     time."""
     alive: list[TrainerRank] = []
 
-    def build(config):
+    def build(config, recorder=None):
         while alive:
             alive.pop().close()
-        alive.append(TrainerRank(config, 0, 1, None, Recorder("trainer/0")))
+        alive.append(TrainerRank(config, 0, 1, None, recorder or Recorder("trainer/0")))
         return alive[-1]
 
     yield build

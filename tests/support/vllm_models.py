@@ -30,10 +30,10 @@ from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.registry import _VLLM_MODELS
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
+from asyncrl.cpu.vllm import mla_kernel
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.param_sync.digest import dtype_name
 from asyncrl.param_sync.manifest import Manifest, TensorSpec
-from asyncrl.rollouter.engines.vllm.cpu_defects import mla_kernel
 from asyncrl.rollouter.engines.vllm.live_model import LiveModel
 
 Tensors = dict[str, torch.Tensor]

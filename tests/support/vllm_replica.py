@@ -27,7 +27,7 @@ class Replica(engine_replica.Replica):
 
     async def corrections(self) -> list[str]:
         """What of vLLM's CPU build its worker found broken."""
-        (found,) = await self.intake.ask("corrected")
+        (found,) = await self.receiver.ask("corrected")
         return found
 
 

@@ -1,1 +1,1 @@
-"""How buckets travel: shared memory on one machine."""
+"""Transports: the ways for buckets to travel from senders to replicas, one module each."""

@@ -1,8 +1,9 @@
-"""What a transport is: buffers that a sender fills and publishes, and receivers that read and acknowledge them.
+"""Transport seam: how a sender's buckets reach the replicas.
 
-One `BucketWriter` per sending rank and one `BucketReader` per replica live as long as their processes; a session opens
-them, uses them once and leaves them ready for the next one. Both are blocking objects of one thread each; only
-``abort`` may be called from another.
+A transport is a module in this folder, an entry point or an import path with an object `TRANSPORT`. It makes one
+`BucketWriter` per sending rank and one `BucketReader` per replica. Both live as long as their processes: a session
+opens them, uses them once and leaves them ready for the next one. They are blocking objects of one thread each; only
+``abort`` may be called from another. `tests/test_param_sync_contract.py` is the contract that every transport passes.
 """
 
 from __future__ import annotations
@@ -12,60 +13,64 @@ from typing import Any, Protocol
 
 import torch
 
-from asyncrl.param_sync.buckets import Filled
-from asyncrl.param_sync.receiver import Bucket, Placing
+from asyncrl.config.schema import Config
+from asyncrl.param_sync.buckets import Bucket, DestinationOf, Filled
+from asyncrl.param_sync.transports.placement import Placements
+from asyncrl.plugins.registry import Registry
+
+MIB = 1024 * 1024
 
 #: where a writer is reached: a small picklable value that only its own transport reads
 Address = Any
 
 
 class NoReaders(Exception):
-    """Every reader of the session is gone; `BucketWriter.dropped` says why. No error for the writer's owner, which goes
-    on without sending."""
+    """Every reader of the session is gone; `BucketWriter.dropped` has the reasons. Not an error for the writer's owner,
+    which goes on without sending."""
 
 
 class BucketWriter(Protocol):
-    """The sending end. A reader that dies is dropped at once, one that is silent after ``stall_s``; the others go on.
+    """The sending end. A reader that dies is dropped at once, a silent one after ``stall_s``; the others go on.
 
     Calls of a session: ``open``, then ``buffer`` and ``publish`` in turn, then ``finish``. The first three raise
-    NoReaders when nobody is left.
+    NoReaders when no reader is left.
     """
 
     @property
     def address(self) -> Address: ...
 
     @property
-    def loose_from(self) -> int | None:
-        """Parts of so many bytes and more are sent from where they lie (None: none), which must not be written to
+    def zero_copy_from(self) -> int | None:
+        """Parts of at least so many bytes are sent from the tensor's own memory (None: none), which must not be written
         before `finish` returns: see `asyncrl.param_sync.buckets.pack`."""
         ...
 
     def open(self, session: str, readers: Sequence[str], deadline_s: float, stall_s: float, keep: bool = False) -> None:
-        """Welcome these readers, which have called `BucketReader.connect`, and no others. ``keep``: readers would like
-        all buckets to stay readable until the next session; a transport that can do it marks them as ``kept``, and
-        waits for no reader then."""
+        """Admit these readers, which have called `BucketReader.connect`, and no others. ``keep``: readers want all
+        buckets to stay readable until the next session; a transport that can do so marks them ``kept`` and waits for
+        no reader."""
 
     def buffer(self) -> torch.Tensor:
-        """A free buffer, uint8 [bucket_bytes]: waits until everyone has read what it held."""
+        """A free buffer, uint8 [bucket_bytes]; waits until every reader has read its last contents."""
         ...
 
     def publish(self, filled: Filled) -> None:
-        """Let the readers have the buffer that `buffer` gave last."""
+        """Send the buffer that `buffer` gave last."""
 
     def finish(self) -> None:
-        """Wait until everyone has read everything, then tell them that it was all."""
+        """Wait until every reader has read everything, then send the end of the session."""
 
     def abort(self, session: str) -> None:
         """End the session if it is the open one: its readers are dropped, a wait in progress ends. From any thread."""
 
     @property
     def dropped(self) -> Mapping[str, str]:
-        """Readers that the session lost, and why."""
+        """Readers that the session lost, with the reason."""
         ...
 
     @property
     def ceiling(self) -> float | None:
-        """Bytes per second that the bare link was measured to carry; None if it was not."""
+        """Measured speed of the bare link in bytes per second; None if it was not measured."""
         ...
 
     def close(self) -> None: ...
@@ -75,15 +80,60 @@ class BucketReader(Protocol):
     """The receiving end: reads one session's buckets from any number of senders."""
 
     def connect(self, session: str, addresses: Sequence[Address], deadline_s: float) -> None:
-        """Join a session at all its senders; one that was joined before is left. Needs no sender to be at work."""
+        """Join a session at all its senders and leave the one joined before. The senders need not be at work yet.
+        Raises SyncError of phase plan if a sender is gone."""
 
-    def buckets(self, deadline_s: float, place: Placing | None = None) -> Iterator[Bucket]:
-        """Every bucket of the session, each sender's in order. A bucket is acknowledged when the next one is asked for,
-        and its memory is gone then. Large parts may come to where ``place`` says; when this is over, however it ends,
-        nobody writes there any more. Raises SyncError if a sender goes, or at the deadline; may be read once."""
+    def buckets(self, deadline_s: float, destination: DestinationOf | None = None) -> Iterator[Bucket]:
+        """Every bucket of the session, each sender's in order. Asking for the next bucket acknowledges this one and
+        frees its memory. Large parts may arrive at their ``destination`` directly; when the iterator ends, however it
+        ends, nothing writes there any more. Raises SyncError if a sender goes, at the deadline, or if the receiver kept
+        a view of a bucket; may be read once."""
         ...
 
     def abort(self) -> None:
-        """Leave the session: `buckets` ends with an error. From any thread."""
+        """Leave the session: `buckets` ends with SyncError. From any thread."""
 
     def close(self) -> None: ...
+
+
+class Transport(Protocol):
+    """A way for buckets to travel. Subclasses inherit the defaults below."""
+
+    bucket_bytes: int = 4 * MIB
+    """Size of a bucket where ``param_sync.bucket_bytes`` sets none."""
+
+    across_machines: bool = False
+    """True if it joins pools on different machines, so that the rollout pool may be placed away from the trainers."""
+
+    auto_order: int | None = None
+    """``param_sync.transport: auto`` takes the lowest that fits; None: used only when named."""
+
+    def unfit(self, senders: Placements, replicas: Placements) -> str | None:
+        """None if it can join these placements, else its requirement: "needs all senders and replicas on …"."""
+        return None
+
+    def route(self, senders: Placements, replicas: Placements) -> str:
+        """How the data travels between placements that fit, for the log."""
+        return f"{len(senders)} senders, {len(replicas)} replicas"
+
+    def problems(self, config: Config) -> Iterator[str]:
+        """One line per option that rules this transport out, beginning with the option."""
+        yield from ()
+
+    def writer(self, sender: int, bucket_bytes: int, host: str) -> BucketWriter:
+        """The sending end of rank ``sender``. ``host``: its machine's address on the replicas' network."""
+        ...
+
+    def reader(self, replica: str) -> BucketReader:
+        """The receiving end of ``replica``."""
+        ...
+
+
+TRANSPORTS: Registry[Transport] = Registry(
+    "transport",
+    "param_sync.transport",
+    "asyncrl.param_sync.transports",
+    "TRANSPORT",
+    "asyncrl.transports",
+    ("bucket_bytes", "across_machines", "auto_order", "unfit", "route", "problems", "writer", "reader"),
+)

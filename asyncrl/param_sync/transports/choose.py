@@ -1,25 +1,16 @@
-"""Which transport joins senders and replicas, given where they are, and how to make its two ends."""
+"""Choice of the transport that joins senders and replicas, and construction of its two ends by name."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from asyncrl.param_sync.transports.base import BucketReader, BucketWriter
+from asyncrl.config.schema import Config
+from asyncrl.param_sync.transports.base import TRANSPORTS, BucketReader, BucketWriter, Transport
+from asyncrl.param_sync.transports.placement import Placements
+from asyncrl.plugins.registry import UnknownPart
 
-TRANSPORTS = ("cuda_ipc", "nccl", "shared_memory", "gloo")
-
-MIB = 1024 * 1024
-#: the size of a bucket where none is configured: in shared memory two should stay in the cache between the two ends; a
-#: collective costs half a millisecond however little it carries
-BUCKET_BYTES = {"shared_memory": 4 * MIB, "cuda_ipc": 32 * MIB, "nccl": 32 * MIB, "gloo": 32 * MIB}
-
-
-class Place(NamedTuple):
-    """Where an end of the sync is. ``device``: its GPU, unique in the cluster; None: on the CPU."""
-
-    machine: str
-    device: str | None = None
+AUTO = "auto"
 
 
 class Choice(NamedTuple):
@@ -28,81 +19,70 @@ class Choice(NamedTuple):
 
 
 class TransportError(ValueError):
-    """The transport that was asked for cannot join these places; the message says which can."""
+    """The configured transport cannot join these placements; the message says which can."""
 
 
-def choose(wanted: str, senders: Sequence[Place], replicas: Sequence[Place]) -> Choice:
-    """``wanted``: a transport, or ``auto`` for the fastest that fits. Raises TransportError for one that does not."""
-    fitting = list(_fitting(senders, replicas))
-    if wanted == "auto":
+def choose(wanted: str, senders: Placements, replicas: Placements) -> Choice:
+    """``wanted``: a transport by name or import path, or ``auto`` for the fastest that fits. Raises TransportError if
+    it does not fit and UnknownPart if there is none."""
+    fitting = [
+        Choice(name, transport.route(senders, replicas))
+        for name, transport in _automatic()
+        if transport.unfit(senders, replicas) is None
+    ]
+    if wanted == AUTO and fitting:
         return fitting[0]
-    for choice in fitting:
-        if choice.transport == wanted:
-            return Choice(wanted, "as configured")
-    others = ", ".join(f"{transport} ({why})" for transport, why in fitting)
+    unfit = "finds no transport" if wanted == AUTO else TRANSPORTS.find(wanted).unfit(senders, replicas)
+    if unfit is None:
+        return Choice(wanted, "as configured")
+    others = ", ".join(f"{name} ({route})" for name, route in fitting)
     raise TransportError(
-        f"param_sync.transport: {wanted} needs {_NEEDS[wanted]}; found senders {_told(senders)} and replicas "
-        f"{_told(replicas)}. What fits: {others}"
+        f"param_sync.transport: {wanted} {unfit}; found senders {_listed(senders)} and replicas {_listed(replicas)}. "
+        f"What fits: {others or 'none'}"
     )
 
 
-def make_writer(transport: str, sender: int, bucket_bytes: int, host: str) -> BucketWriter:
-    """The sending end of rank ``sender``. ``bucket_bytes`` 0: what suits the transport. ``host``: its machine's address
-    on the network where the replicas are."""
-    bucket_bytes = bucket_bytes or BUCKET_BYTES[transport]
-    if transport == "shared_memory":
-        from asyncrl.param_sync.transports.shared_memory import SharedMemoryWriter
-
-        return SharedMemoryWriter(sender, bucket_bytes)
-    if transport == "cuda_ipc":
-        from asyncrl.param_sync.transports.cuda_ipc import CudaIpcWriter
-
-        return CudaIpcWriter(sender, bucket_bytes)
-    from asyncrl.param_sync.transports.collective import CollectiveWriter
-
-    return CollectiveWriter(sender, bucket_bytes, host, "nccl" if transport == "nccl" else "gloo")
+def problems(config: Config) -> Iterator[str]:
+    """Problems of ``param_sync.transport`` that are known before anything is placed, one line each."""
+    wanted = config.param_sync.transport
+    if wanted != AUTO:
+        try:
+            transport = TRANSPORTS.find(wanted)
+        except UnknownPart as e:
+            yield str(e).replace(": expected one of ", f": expected {AUTO}, one of ", 1)
+        else:
+            yield from transport.problems(config)
 
 
-def make_reader(transport: str, who: str) -> BucketReader:
-    """The receiving end of replica ``who``."""
-    if transport == "shared_memory":
-        from asyncrl.param_sync.transports.shared_memory import SharedMemoryReader
-
-        return SharedMemoryReader(who)
-    if transport == "cuda_ipc":
-        from asyncrl.param_sync.transports.cuda_ipc import CudaIpcReader
-
-        return CudaIpcReader(who)
-    from asyncrl.param_sync.transports.collective_reader import CollectiveReader
-
-    return CollectiveReader(who, "nccl" if transport == "nccl" else "gloo")
+def across_machines(wanted: str) -> bool:
+    """True if the named transport joins pools on different machines; False for ``auto``, which takes what fits."""
+    return wanted != AUTO and TRANSPORTS.find(wanted).across_machines
 
 
-_NEEDS = {
-    "cuda_ipc": "all senders and replicas on one and the same GPU",
-    "shared_memory": "all senders and replicas on one machine",
-    "nccl": "each sender and replica on a GPU of its own",
-    "gloo": "nothing but a network",
-}
+def bucket_sizes(wanted: str) -> list[int]:
+    """Default bucket sizes, in bytes, of the transports that may come of ``wanted``."""
+    found = [transport for _, transport in _automatic()] if wanted == AUTO else [TRANSPORTS.find(wanted)]
+    return sorted({transport.bucket_bytes for transport in found})
 
 
-def _fitting(senders: Sequence[Place], replicas: Sequence[Place]) -> list[Choice]:
-    """All that fit, the fastest first."""
-    everyone = [*senders, *replicas]
-    machines = len({place.machine for place in everyone})
-    devices = [place.device for place in everyone]
-    found = []
-    if None not in devices and len(set(devices)) == 1:
-        found.append(Choice("cuda_ipc", f"all on GPU {devices[0]}"))
-    if None not in devices and len(set(devices)) == len(devices):  # NCCL refuses two members on one GPU
-        found.append(Choice("nccl", f"{len(senders)} + {len(replicas)} GPUs of their own"))
-    # Through the host, also from GPU to GPU where they are neither all the same nor all different.
-    mixed = "; their GPUs are neither one for all nor one for each" if not found and any(devices) else ""
-    if machines == 1:
-        found.append(Choice("shared_memory", f"all on one machine{mixed}"))
-    found.append(Choice("gloo", f"{machines} machine{'s' if machines > 1 else ''}, over the network{mixed}"))
-    return found
+def make_writer(name: str, sender: int, bucket_bytes: int, host: str) -> BucketWriter:
+    """The sending end of rank ``sender``. ``bucket_bytes`` 0: the transport's own size. ``host``: its machine's address
+    on the replicas' network."""
+    transport = TRANSPORTS.find(name)
+    return transport.writer(sender, bucket_bytes or transport.bucket_bytes, host)
 
 
-def _told(places: Sequence[Place]) -> str:
-    return ", ".join(f"{place.machine}{'/' + place.device if place.device else ' (CPU)'}" for place in places)
+def make_reader(name: str, replica: str) -> BucketReader:
+    """The receiving end of ``replica``."""
+    return TRANSPORTS.find(name).reader(replica)
+
+
+def _automatic() -> list[tuple[str, Transport]]:
+    """The transports that ``auto`` may take, the preferred one first."""
+    found = [(name, TRANSPORTS.find(name)) for name in TRANSPORTS.names()]
+    ordered = [(transport.auto_order, name, transport) for name, transport in found if transport.auto_order is not None]
+    return [(name, transport) for _, name, transport in sorted(ordered, key=lambda item: item[:2])]
+
+
+def _listed(placements: Placements) -> str:
+    return ", ".join(map(str, placements))

@@ -1,9 +1,9 @@
-"""Device memory that several processes map: the few calls of the CUDA runtime for it, over ctypes.
+"""Device memory that several processes map, through a few calls of the CUDA runtime over ctypes.
 
-Not torch's own sharing of CUDA tensors. That counts the readers of each tensor in a file under /dev/shm, which stays
-there when its owner is killed, and keeps memory whose reader was killed for ever; and it shares whole blocks of the
-caching allocator, which not each of its settings allows. Memory that is allocated for this alone needs no counting: it
-is unmapped by its readers, and by the driver for a process that dies.
+torch's own sharing of CUDA tensors does not serve. It counts the readers of each tensor in a file under /dev/shm, which
+stays there when its owner is killed; it never frees memory whose reader was killed; and it shares whole blocks of the
+caching allocator, which some of its settings forbid. Dedicated memory needs no counting: readers unmap it, and the
+driver does so for a process that dies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 _HANDLE_BYTES = 64  # of cudaIpcMemHandle_t
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess, the only flag there is
-_GRANULE = 2 << 20  # smaller allocations may share a block, all of which would be exported with them
+_GRANULE = 2 << 20  # smaller allocations may share a block, which would be exported whole
 
 
 class CudaError(RuntimeError):
@@ -24,15 +24,15 @@ class CudaError(RuntimeError):
 
 
 class DeviceMemory:
-    """Bytes on a device, as the tensor ``data``, uint8 [nbytes], over memory of their own. `handle` opens them in
-    another process of the same user (CUDA refuses it in this one)."""
+    """Dedicated device memory as a tensor ``data``, uint8 [nbytes]. `handle` opens it in another process of the same
+    user (CUDA refuses it in this one)."""
 
     def __init__(self, data: torch.Tensor, close: str) -> None:
         self.data, self._close = data, close
 
     @classmethod
     def allocate(cls, nbytes: int, device: torch.device) -> DeviceMemory:
-        """Raises CudaError if there is not so much left."""
+        """Raises CudaError if the device has too little memory left."""
         address = ctypes.c_void_p()
         whole = -(-nbytes // _GRANULE) * _GRANULE
         _call(device, "cudaMalloc", ctypes.byref(address), ctypes.c_size_t(whole))
@@ -40,7 +40,7 @@ class DeviceMemory:
 
     @classmethod
     def open(cls, handle: bytes, nbytes: int, device: torch.device) -> DeviceMemory:
-        """What `handle` gave in another process, on the same device. Raises CudaError if that process has ended."""
+        """Open another process's `handle`, on the same device. Raises CudaError if that process has ended."""
         address = ctypes.c_void_p()
         flags = ctypes.c_uint(_LAZY_PEER_ACCESS)
         _call(device, "cudaIpcOpenMemHandle", ctypes.byref(address), _Handle.from_buffer_copy(handle), flags)
@@ -53,20 +53,20 @@ class DeviceMemory:
         return bytes(handle)
 
     def close(self) -> None:
-        """The memory is gone: no tensor over it may be used any more."""
+        """Free or unmap the memory; no tensor over it may be used afterwards."""
         device, address = self.data.device, ctypes.c_void_p(self.data.data_ptr())
         del self.data
         _call(device, self._close, address)
 
 
 class _Handle(ctypes.Structure):
-    """It is passed by value, hence no array."""
+    """A struct, because the handle is passed by value."""
 
     _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
 
 
 class _Span:
-    """What torch makes a tensor of without a copy."""
+    """Memory in the form that torch wraps without a copy."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -78,20 +78,20 @@ class _Span:
 
 
 def cuda_device(device: torch.device | str | None) -> torch.device:
-    """A CUDA device with its number; None: this thread's current one. Raises ValueError if there is none."""
+    """A CUDA device with its index; None: this thread's current one. Raises ValueError if there is none."""
     if not torch.cuda.is_available() or torch.version.cuda is None:
         raise ValueError(
-            "cuda_ipc needs a CUDA device and a torch built with CUDA, which this process does not have; "
-            "use shared_memory"
+            "expected a CUDA device and a torch built with CUDA, found neither in this process; set "
+            "param_sync.transport=auto"
         )
     found = torch.device("cuda" if device is None else device)
     if found.type != "cuda":
-        raise ValueError(f"cuda_ipc needs a CUDA device, found {found}; use shared_memory")
+        raise ValueError(f"expected a CUDA device, found {found}; set param_sync.transport=auto")
     return found if found.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 def device_name(device: torch.device) -> str:
-    """Unique to a GPU, however the processes number theirs (``CUDA_VISIBLE_DEVICES``)."""
+    """Name of a GPU that does not depend on the process's numbering (``CUDA_VISIBLE_DEVICES``)."""
     return f"GPU {torch.cuda.get_device_properties(device).uuid}"
 
 
@@ -99,29 +99,31 @@ def _tensor_at(address: ctypes.c_void_p, nbytes: int, device: torch.device) -> t
     assert address.value is not None
     tensor = torch.as_tensor(_Span(address.value, nbytes), device=device)
     if tensor.data_ptr() != address.value or tensor.device != device:
-        raise CudaError(f"memory of {device} came out as a copy on {tensor.device}: this torch cannot use it in place")
+        raise CudaError(f"torch copied memory of {device} to {tensor.device} instead of using it in place")
     return tensor
 
 
 def _call(device: torch.device, function: str, *args: Any) -> None:
     runtime = _runtime()
     with torch.cuda.device(device):
-        # torch may not have made the device the current one of this thread yet
+        # torch may not have made the device this thread's current one yet
         status = runtime.cudaSetDevice(device.index) or getattr(runtime, function)(*args)
     if status:
-        runtime.cudaGetLastError()  # else torch takes it for one of its own
+        runtime.cudaGetLastError()  # else torch reports it as its own
         raise CudaError(f"{function} on {device} failed: {runtime.cudaGetErrorString(status).decode()} ({status})")
 
 
 @functools.cache
 def _runtime() -> ctypes.CDLL:
-    """The CUDA runtime that torch has loaded: it is found by its name, as one loaded already."""
+    """The CUDA runtime that torch has loaded, found by name."""
     assert torch.version.cuda is not None
     torch.cuda.init()
     name = f"libcudart.so.{torch.version.cuda.split('.')[0]}"
     try:
         runtime = ctypes.CDLL(name)
     except OSError as e:
-        raise ValueError(f"cuda_ipc needs {name}, which this torch was built with ({e}); use shared_memory") from e
+        raise ValueError(
+            f"expected {name}, which this torch was built with, found none ({e}); set param_sync.transport=auto"
+        ) from e
     runtime.cudaGetErrorString.restype = ctypes.c_char_p
     return runtime

@@ -1,14 +1,13 @@
-"""A process group of one's own beside the trainer's default one: formed and used in threads that can be left.
+"""A process group of its own beside the trainer's default one, used in threads that can be abandoned.
 
-Every call of a process group may block until a timeout. So each generation of a group has threads for its calls, which
-are left behind when it is given up: they end by themselves, at the latest when the calls they were given time out. But
-once `Group.abort` has said so, none of them writes to a tensor.
+Any call of a process group may block until its timeout. So each generation of a group has its own threads for the
+calls. They are left behind when the generation is given up and end by themselves, at the latest when their calls time
+out; once `Group.abort` has returned True, none of them writes to a tensor.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import socket
 import threading
@@ -18,95 +17,66 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from asyncrl.param_sync.transports.backends import Backend, Seat, Way, make_way
+from asyncrl.param_sync.transports.broadcast import BroadcastChannel, CollectiveBackend, GroupRendezvous
 
 BUFFERS = 2  # filling one overlaps sending the other
 
-_ENDING_S = 5.0  # for calls in progress to end when they are told to
-
-
-class Calls:
-    """Calls that other threads hand over to one that waits on a selector: ``fd`` is readable when there are any."""
-
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._closed = False
-
-    def hand_over(self, call: Callable[[], None]) -> None:
-        """From any thread; after `close` nobody is there to do it, and it is dropped."""
-        with self._lock:
-            if not self._closed:
-                self._calls.put(call)
-                os.eventfd_write(self.fd, 1)
-
-    def run(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # an earlier run has done what this wake-up was for
-            os.eventfd_read(self.fd)
-        while not self._calls.empty():
-            self._calls.get()()
-
-    def close(self) -> None:
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                os.close(self.fd)
+_ENDING_S = 5.0  # for calls in progress to end after `end_calls`
 
 
 class Group:
-    """One generation of a group, in which rank 0 sends to all others. ``host`` is this member's address on the network
-    that the data takes.
+    """One generation of a group, in which rank 0 sends to all others. ``host``: this member's address on the data's
+    network.
 
-    ``on_done(group, error)`` is called in a thread of the group after each `broadcast`, in their order, and with the
-    error that ended the group. After `abort` it may still be called: compare the group with the one in use."""
+    ``on_done(group, error)`` is called in a thread of the group after each `broadcast`, in order, and with the error
+    that ended the group. It may still be called after `abort`: compare the group with the current one."""
 
     def __init__(
         self,
-        seat: Seat,
+        rendezvous: GroupRendezvous,
         host: str,
-        backend: Backend,
+        backend: CollectiveBackend,
         device: torch.device,
         on_done: Callable[[Group, Exception | None], None],
     ) -> None:
-        self.generation = seat.generation
-        self._seat, self._device, self._on_done = seat, device, on_done
-        self._way: Way | None = None
-        self._asked: queue.SimpleQueue[Sequence[torch.Tensor] | None] = queue.SimpleQueue()
+        self.generation = rendezvous.generation
+        self._device, self._on_done = device, on_done
+        self._channel: BroadcastChannel | None = None
+        self._requested: queue.SimpleQueue[Sequence[torch.Tensor] | None] = queue.SimpleQueue()
         self._receiving: queue.SimpleQueue[_Receiving | None] = queue.SimpleQueue()
         self._sending: queue.SimpleQueue[_Sending | None] = queue.SimpleQueue()
-        self._changed = threading.Condition()  # of what follows
+        self._changed = threading.Condition()  # guards the fields below
         self._aborted = self._failed = False
-        self._receipts = 0  # begun, and not ended yet
-        # Calls are under way before those ahead of them have ended; and whoever waits for a receipt must not wait for a
-        # send: gloo does not tell a send that its connection was closed.
-        threading.Thread(target=self._begin_calls, args=(host, backend), daemon=True).start()
+        self._receipts = 0  # posted and not ended
+        # A call is posted before earlier ones have ended; and waiting for a receive must not wait for a send, because
+        # gloo does not fail a send whose connection was closed.
+        threading.Thread(target=self._post_calls, args=(rendezvous, host, backend), daemon=True).start()
         threading.Thread(target=self._await_receipts, daemon=True).start()
         threading.Thread(target=self._await_sends, daemon=True).start()
 
     def broadcast(self, pieces: Sequence[torch.Tensor]) -> None:
-        """Send these tensors, flat bytes, from rank 0 or receive into them elsewhere; on a device they must be free for
-        use by now."""
-        self._asked.put(pieces)
+        """Send these flat byte tensors from rank 0, or receive into them elsewhere. On a device they must already be
+        free for use."""
+        self._requested.put(pieces)
 
     def abort(self) -> bool:
-        """Give the group up, also after an error. Whether nobody writes to the tensors that it was given any more; if
-        not, another call of this may find it so."""
+        """Give the group up, also after an error. True if nothing writes to its tensors any more; if False, a later
+        call may return True."""
         with self._changed:
             self._aborted = True
-        self._asked.put(None)
-        if (way := self._way) is None or way.end_calls():
+        self._requested.put(None)
+        if (channel := self._channel) is None or channel.end_calls():
             return True
         with self._changed:
             return self._changed.wait_for(lambda: not self._receipts, _ENDING_S)
 
-    def _begin_calls(self, host: str, backend: Backend) -> None:
+    def _post_calls(self, rendezvous: GroupRendezvous, host: str, backend: CollectiveBackend) -> None:
         try:
-            self._way = make_way(self._seat, host, backend, self._device)
-            with _stream_of_its_own(self._device):
-                while (pieces := self._asked.get()) is not None:
-                    self._begin(self._way, pieces)
-                    del pieces  # others' tensors: none is held longer than it is used
+            self._channel = backend.open_channel(rendezvous, host, self._device)
+            with _own_stream(self._device):
+                while (pieces := self._requested.get()) is not None:
+                    self._post(self._channel, pieces)
+                    del pieces  # tensors of others: hold none longer than needed
         except _Aborted:
             pass
         except Exception as error:
@@ -114,30 +84,30 @@ class Group:
         finally:
             self._receiving.put(None)
 
-    def _begin(self, way: Way, pieces: Sequence[torch.Tensor]) -> None:
-        parts = [part for piece in pieces for part in way.cut(piece)]
+    def _post(self, channel: BroadcastChannel, pieces: Sequence[torch.Tensor]) -> None:
+        parts = [part for piece in pieces for part in channel.split(piece)]
         for i, part in enumerate(parts):
             last = i == len(parts) - 1
-            if way.begins_with_sends:
-                self._sending.put(_Sending(way.send(part), last))
+            if channel.begins_with_sends:
+                self._sending.put(_Sending(channel.send(part), last))
                 continue
             with self._receipt():
-                self._receiving.put(_Receiving(way, way.receive(part), part, last))
+                self._receiving.put(_Receiving(channel, channel.receive(part), part, last))
 
     def _await_receipts(self) -> None:
-        with _stream_of_its_own(self._device) as stream:
+        with _own_stream(self._device) as stream:
             while (receiving := self._receiving.get()) is not None:
-                way, work, part, last = receiving
+                channel, work, part, last = receiving
                 try:
                     work.wait()
                     if stream is not None:
                         stream.synchronize()
-                    sends = way.send(part)
+                    sends = channel.send(part)
                 except Exception as error:
                     self._fail(error)
                 else:
                     self._sending.put(_Sending(sends, last))
-                del way, work, part, receiving
+                del channel, work, part, receiving
                 self._end_receipt()
         self._sending.put(None)
 
@@ -153,12 +123,13 @@ class Group:
                 if sending.last and not self._failed:
                     self._on_done(self, None)
             del sending
-        # Destroyed here, where no call is in progress: its destructor waits for them and lets no other thread run.
-        self._way = None
+        # Destroyed here, where no call is in progress: its destructor waits for calls while it holds the interpreter's
+        # lock.
+        self._channel = None
 
     @contextlib.contextmanager
     def _receipt(self) -> Iterator[None]:
-        """Around the beginning of a receipt, which is under way until `_end_receipt` unless this fails."""
+        """Guards the post of a receive, which counts as posted until `_end_receipt` unless this raises."""
         with self._changed:
             if self._aborted:
                 raise _Aborted
@@ -182,7 +153,7 @@ class Group:
 
 
 class _Receiving(NamedTuple):
-    way: Way
+    channel: BroadcastChannel
     work: Any
     part: torch.Tensor
     last: bool  # of a broadcast
@@ -194,51 +165,40 @@ class _Sending(NamedTuple):
 
 
 class _Aborted(Exception):
-    """The group was given up before this began."""
+    """The group was given up before the call was posted."""
 
 
 def host_store(host: str, shared: bool = False) -> dist.TCPStore:
-    """A store for members to find each other, listening on ``host`` only (by itself it would on every interface).
+    """A rendezvous store that listens on ``host`` only; by default torch listens on every interface.
 
-    ``shared``: who asks in this process for a store at its address, as an ``init_method`` does, gets this one."""
+    ``shared``: a later request in this process for a store at this address, as an ``init_method`` makes, gets this one.
+    """
     listener = listen(host)
     port, fd = listener.getsockname()[1], listener.detach()
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd, multi_tenant=shared)
 
 
 def listen(host: str) -> socket.socket:
-    """A socket that listens on a free port of ``host``. Raises OSError if that is no address of this machine."""
+    """A socket listening on a free port of ``host``. Raises OSError if that is not an address of this machine."""
     try:
         return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024)
     except OSError as e:
         raise OSError(f"cannot listen on {host} ({e}); it must be an address of this machine that others reach") from e
 
 
-def settle(device: torch.device) -> None:
-    """Return when this thread's work on the device is done, so that its buffers may be given to other streams."""
+def synchronize(device: torch.device) -> None:
+    """Wait for this thread's work on the device, so that other streams may use its buffers."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
-def device_for(backend: Backend, device: torch.device | str | None) -> torch.device:
-    """Where the buckets of a process lie; ``device`` None: where the backend wants them. Raises ValueError."""
-    if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
-        raise ValueError(
-            "nccl needs a CUDA device and a torch built with it, which this process does not have; use gloo"
-        )
-    found = torch.device(device or ("cuda" if backend == "nccl" else "cpu"))
-    if found.type == "cuda" and found.index is None:  # the current one of this thread, in all threads
-        return torch.device("cuda", torch.cuda.current_device())
-    return found
-
-
 def make_buffers(capacity: int, device: torch.device) -> list[torch.Tensor]:
-    """uint8 [capacity] each, written to once, so that no page fault is left for the transfer."""
+    """uint8 [capacity] each, written once so that the transfer causes no page fault."""
     return [torch.empty(capacity, dtype=torch.uint8, device=device).zero_() for _ in range(BUFFERS)]
 
 
 @contextlib.contextmanager
-def _stream_of_its_own(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
+def _own_stream(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
     if device.type != "cuda":
         yield None
         return

@@ -1,7 +1,7 @@
-"""Buckets in host memory, between processes of one machine.
+"""Transport through host memory, between processes of one machine.
 
 The memory is a file of the writer's (memfd), mapped and touched once per run. It has no name in any folder: its readers
-are handed its descriptor.
+receive its descriptor.
 """
 
 from __future__ import annotations
@@ -16,16 +16,39 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncrl.observability.telemetry.recorder import now_s
+from asyncrl.param_sync.buckets import aligned_capacity
 from asyncrl.param_sync.errors import BucketKey
-from asyncrl.param_sync.transports.lend import lent
-from asyncrl.param_sync.transports.local import BUFFERS, LocalReader, LocalWriter, Welcome, whole_lines
-from asyncrl.telemetry.recorder import now_s
+from asyncrl.param_sync.transports.base import MIB, Transport
+from asyncrl.param_sync.transports.borrowed_buffer import borrowed
+from asyncrl.param_sync.transports.local import BUFFERS, LocalReader, LocalWriter, Welcome
+from asyncrl.param_sync.transports.placement import Placements, mixed_gpus, share_a_machine
+
+
+class SharedMemoryTransport(Transport):
+    bucket_bytes = 4 * MIB  # two of them stay in the cache between the two ends
+    auto_order = 30
+
+    def unfit(self, senders: Placements, replicas: Placements) -> str | None:
+        return None if share_a_machine([*senders, *replicas]) else "needs all senders and replicas on one machine"
+
+    def route(self, senders: Placements, replicas: Placements) -> str:
+        return f"all on one machine{mixed_gpus([*senders, *replicas])}"
+
+    def writer(self, sender: int, bucket_bytes: int, host: str) -> SharedMemoryWriter:
+        return SharedMemoryWriter(sender, bucket_bytes)
+
+    def reader(self, replica: str) -> SharedMemoryReader:
+        return SharedMemoryReader(replica)
+
+
+TRANSPORT = SharedMemoryTransport()
 
 
 class SharedMemoryWriter(LocalWriter):
-    """Implements `BucketWriter`. ``sender`` numbers the sending ranks; ``bucket_bytes`` is rounded down to whole lines
-    of 64 bytes. So much is mapped here and in every reader for each of ``buffers``, and for all buckets at once after a
-    session that kept them."""
+    """Implements `BucketWriter`. ``sender`` numbers the sending ranks. ``bucket_bytes`` is rounded down to a multiple
+    of 64; that much is mapped here and in every reader for each of ``buffers``, and for every bucket of a session that
+    kept them."""
 
     def __init__(self, sender: int, bucket_bytes: int, buffers: int = BUFFERS) -> None:
         super().__init__(sender, MemoryFile(bucket_bytes, buffers), buffers)
@@ -39,14 +62,14 @@ class SharedMemoryReader(LocalReader):
 
 
 class MemoryFile:
-    """Implements `asyncrl.param_sync.transports.local.BucketMemory`: buffers one behind the other in a memory file,
-    ``buffers`` of them from the start on."""
+    """Implements `asyncrl.param_sync.transports.local.BucketMemory`: consecutive buffers in a memory file, ``buffers``
+    of them allocated at once."""
 
     device: str | None = None
     keeps = True
 
     def __init__(self, bucket_bytes: int, buffers: int = BUFFERS) -> None:
-        self._capacity = whole_lines(bucket_bytes)
+        self._capacity = aligned_capacity(bucket_bytes)
         self._stride = -(-self._capacity // mmap.PAGESIZE) * mmap.PAGESIZE  # buffers are mapped one by one
         self._file = os.memfd_create("asyncrl-buckets")
         self._buffers: list[torch.Tensor] = []
@@ -61,11 +84,11 @@ class MemoryFile:
             self._buffers.append(torch.frombuffer(mapped, dtype=torch.uint8))
         return self._buffers[index]
 
-    def place(self, index: int) -> tuple[int, int]:
+    def location(self, index: int) -> tuple[int, int]:
         return index * self._stride, self._capacity
 
-    def settle(self) -> None:
-        """What is written is there."""
+    def synchronize(self) -> None:
+        """Written bytes are visible at once."""
 
     @functools.cached_property
     def ceiling(self) -> float:
@@ -85,26 +108,26 @@ class MappedFile:
 
     def __init__(self, message: Mapping[str, Any], files: Sequence[int]) -> None:
         (self._file,) = files
-        self._mapped: dict[int, mmap.mmap] = {}  # by their start in the file
+        self._mapped: dict[int, mmap.mmap] = {}  # by start in the file
 
-    def lent(self, place: Sequence[int], key: BucketKey, who: str) -> AbstractContextManager[memoryview]:
-        return lent(self._array(place), key, who)
+    def borrowed(self, location: Sequence[int], key: BucketKey, who: str) -> AbstractContextManager[memoryview]:
+        return borrowed(self._array(location), key, who)
 
-    def kept(self, place: Sequence[int]) -> memoryview:
-        return memoryview(self._array(place).data)
+    def kept(self, location: Sequence[int]) -> memoryview:
+        return memoryview(self._array(location).data)
 
     def close(self) -> None:
         os.close(self._file)
         self._mapped = {}
 
-    def _array(self, place: Sequence[int]) -> np.ndarray:
-        """uint8 [capacity]: a new array over a bucket's memory."""
-        start, length = place
+    def _array(self, location: Sequence[int]) -> np.ndarray:
+        """A new array over a bucket's memory, uint8 [capacity]."""
+        start, length = location
         if start not in self._mapped:
             self._mapped[start] = _map(self._file, start, length, mmap.PROT_READ)
         return np.frombuffer(self._mapped[start], dtype=np.uint8)
 
 
 def _map(file: int, start: int, length: int, protection: int = mmap.PROT_READ | mmap.PROT_WRITE) -> mmap.mmap:
-    """Map a part of a file, all its pages present: no page fault is left for the transfer."""
+    """Map a part of a file with all its pages present, so that the transfer causes no page fault."""
     return mmap.mmap(file, length, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=protection, offset=start)

@@ -1,1 +1,1 @@
-"""What generates: engines behind the one interface of `asyncrl.rollouter.engine`."""
+"""What generates: engines behind the one interface of `asyncrl.rollouter.engines.base`."""

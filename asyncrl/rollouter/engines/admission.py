@@ -1,12 +1,12 @@
-"""Which requests can run at all, and what to say of the others."""
+"""Checks of requests that can never run."""
 
 from __future__ import annotations
 
-from asyncrl.rollouter.engine import Request
+from asyncrl.rollouter.engines.base import Request
 
 
 def why_impossible(request: Request, context_tokens: int, vocabulary: int, has_tokenizer: bool) -> str | None:
-    """Why the request can never run, in words for whoever submitted it; None if it can."""
+    """Reason that the request can never run, for its submitter; None if it can."""
     size, p = len(request.tokens), request.sampling
     if size == 0:
         return "the request has no tokens: expected at least one to generate after"

@@ -1,4 +1,4 @@
-"""What an engine has to tell since it was last asked, gathered into the columns of an EventBatch."""
+"""Events of requests, collected between two calls of `Engine.events` into the columns of an EventBatch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asyncrl.rollouter.engine import EventBatch
-from asyncrl.sample import FinishReason, PolicyVersion
+from asyncrl.rollouter.engines.base import EventBatch
+from asyncrl.types.samples import FinishReason
+from asyncrl.types.versions import PolicyVersion
 
 
 class Event(NamedTuple):
-    """``logprobs`` belong to ``tokens``, all sampled under ``version``; ``error`` says why it finished with ERROR."""
+    """New tokens of one request with their ``logprobs``, all sampled under ``version``, its end, or both. ``error``:
+    why it finished with ERROR."""
 
     id: str
     tokens: list[int]
@@ -23,16 +25,16 @@ class Event(NamedTuple):
 
 
 class EventLog:
-    """Grows by `tell`, is emptied by `take`."""
+    """Events since the last `take`."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
-        self.has_finished = False  # whether a request's end is among what is to be told
+        self.has_finished = False  # some event ends its request
 
     def __len__(self) -> int:
         return len(self._events)
 
-    def tell(self, event: Event) -> None:
+    def add(self, event: Event) -> None:
         self._events.append(event)
         self.has_finished |= event.finish is not None
 

@@ -1,9 +1,9 @@
-"""How busy the slots are, as spans: ``rollout/generate`` while any request is worked on, ``rollout/half_busy`` while at
-least half of the slots generate."""
+"""Occupancy of the slots, recorded as spans: ``rollout/generate`` while any request is worked on, ``rollout/half_busy``
+while at least half of the slots generate."""
 
 from __future__ import annotations
 
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.observability.telemetry.recorder import Recorder
 
 
 class Occupancy:

@@ -1,1 +1,1 @@
-"""Rewards: functions named by import path, run in worker processes that can be killed at their time limit."""
+"""Reward functions, and the killable worker processes that run them under a time limit."""

@@ -1,14 +1,14 @@
-"""Score responses in worker processes that can be killed: a reward may hang, crash or lie, and the run goes on.
+"""Scores responses in killable worker processes: a reward function may hang, crash or return garbage.
 
 ::
 
     pool = RewardPool(config.reward)
-    await pool.start()                              # raises RewardError if the function cannot be imported
+    await pool.start()                                  # raises RewardError if the function does not load
     results = await pool.score([(prompt, text), ...])   # one call per group; results in the same order
     await pool.close()
 
-A group goes to one worker as one message. A worker that is late or dies is killed and replaced; whatever failed, for
-whichever reason, is tried once more, sample by sample, so that one bad sample does not take its group with it.
+A group goes to one worker in one message. A worker that times out or dies is killed and replaced. Failed samples are
+retried once, one by one, so that a bad sample does not fail its group.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from typing import Any, Literal
 
 from asyncrl.config.schema import RewardConfig
 from asyncrl.rollouter.rewards.worker import FRAME
-from asyncrl.sample import Prompt
+from asyncrl.types.prompts import Prompt
 
-START_TIMEOUT_S = 120.0  # for the import of the reward function's module, however heavy
+START_TIMEOUT_S = 120.0  # to import the reward function's module, however heavy
 
 ErrorKind = Literal["reward_error", "reward_timeout"]
 
 
 class RewardError(RuntimeError):
-    """The reward function cannot be had at all: no retry would help."""
+    """The reward function does not load, or the pool is closed; a retry would not help."""
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """``error`` is None, or why there is no reward; ``message`` then says more."""
+    """``error`` is None, or the kind of failure, detailed in ``message``."""
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class RewardPool:
         self._open = False
 
     async def start(self) -> None:
-        """Start the workers. Raises RewardError if the function cannot be imported, with none left running."""
+        """Start the workers. Raises RewardError if the function does not load; no worker is left running then."""
         problems = await asyncio.gather(*(worker.start() for worker in self._workers), return_exceptions=True)
         for problem in filter(None, problems):
             await self.close()
@@ -66,9 +66,9 @@ class RewardPool:
             self._idle.put_nowait(worker)
 
     async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[RewardResult]:
-        """Score (prompt, response text) pairs. Failures come as results, after one retry.
+        """Score (prompt, response text) pairs. Failures are returned as results, after one retry.
 
-        Raises RewardError if the pool is not open, or if a worker that had to be replaced no longer starts."""
+        Raises RewardError if the pool is not open, or if a replacement worker does not start."""
         if not items:
             return []
         results = await self._attempt(items)
@@ -79,7 +79,7 @@ class RewardPool:
         return results
 
     async def close(self) -> None:
-        """Kill the workers; calls to `score` that are still waiting raise RewardError."""
+        """Kill the workers; pending calls to `score` raise RewardError."""
         self._open = False
         await asyncio.gather(*(worker.kill() for worker in self._workers))
 
@@ -90,9 +90,9 @@ class RewardPool:
             self._check_open()
             return await worker.score(items)
         finally:
-            if not self._open:  # closed meanwhile, perhaps before a replacement had started
+            if not self._open:  # closed meanwhile, possibly while a replacement was starting
                 await worker.kill()
-            self._idle.put_nowait(worker)  # a dead one starts again at its next group
+            self._idle.put_nowait(worker)  # a dead one restarts with its next group
 
     def _check_open(self) -> None:
         if not self._open:
@@ -100,7 +100,7 @@ class RewardPool:
 
 
 class _Worker:
-    """One process at a time, and the frames to and from it."""
+    """One worker process at a time, and the frames exchanged with it."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
@@ -111,24 +111,23 @@ class _Worker:
             *(sys.executable, "-m", "asyncrl.rollouter.rewards.worker", str(os.getpid())),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=os.environ
-            | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # what is importable here is there
-            start_new_session=True,  # a group of its own, so that a kill takes what the function has started with it
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # so that it can import the same
+            start_new_session=True,  # its own process group: a kill includes what the function started
         )
         function = self._config.function
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 problem = await self._exchange((function, dict(self._config.args)))
         except TimeoutError:
-            problem = f"its import took more than {START_TIMEOUT_S:g} s"
+            problem = f"reward.function: {function} did not import within {START_TIMEOUT_S:g} s"
         except _WorkerDied:
-            problem = f"its import ended the process with exit code {await self.kill()}"
+            problem = f"reward.function: {function} ended its process with exit code {await self.kill()} on import"
         except BaseException:
             await self.kill()
             raise
         if problem is not None:
             await self.kill()
-            raise RewardError(f"reward.function = {function} cannot be used: {problem}")
+            raise RewardError(problem)
 
     async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[RewardResult]:
         if self._process is None:
@@ -143,7 +142,7 @@ class _Worker:
             kind, problem = "reward_timeout", f"did not return within reward.timeout_s = {timeout_s:g} s"
         except _WorkerDied:
             kind, problem = "reward_error", f"ended its process with exit code {await self.kill()}"
-        except BaseException:  # cancelled: the reply to come belongs to nobody, so the process goes
+        except BaseException:  # cancelled: nobody would read the reply, and the next call must not
             await self.kill()
             raise
         else:
@@ -151,11 +150,11 @@ class _Worker:
                 RewardResult(reward, metrics, None if error is None else "reward_error", error or "")
                 for reward, metrics, error in outcomes
             ]
-        what = f"{function} {problem} on {len(items)} response(s) to prompt {items[0][0].prompt_id}"
-        return [RewardResult(0.0, {}, kind, what) for _ in items]
+        message = f"{function} {problem} on {len(items)} response(s) to prompt {items[0][0].prompt_id}"
+        return [RewardResult(0.0, {}, kind, message) for _ in items]
 
     async def kill(self) -> int | None:
-        """End the process and its descendants at once; returns the exit code it ended with."""
+        """Kill the process and its descendants; returns its exit code."""
         process, self._process = self._process, None
         if process is None:
             return None
@@ -166,7 +165,7 @@ class _Worker:
         return await process.wait()
 
     async def _exchange(self, value: Any) -> Any:
-        """Send a frame, await the answer's. Raises _WorkerDied if the process ends instead."""
+        """Send a frame and await the reply. Raises _WorkerDied if the process ends instead."""
         assert self._process is not None
         requests, replies = self._process.stdin, self._process.stdout
         assert requests is not None

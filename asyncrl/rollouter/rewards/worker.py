@@ -1,61 +1,47 @@
-"""The process that runs a reward function, so that a hang or a crash in it costs one worker and nothing else.
+"""Worker process of a reward function: contains its hangs and crashes.
 
-It is started by `asyncrl.rollouter.rewards.pool` as ``python -m asyncrl.rollouter.rewards.worker`` and speaks frames
-(an 8-byte length, then a pickle) on what were its standard input and output; whatever the reward function prints goes
-to standard error. It imports the reward function's module and nothing heavy besides::
+`asyncrl.rollouter.rewards.pool` starts it as ``python -m asyncrl.rollouter.rewards.worker``. It exchanges frames (an
+8-byte length, then a pickle) over its original standard input and output; what the reward function prints goes to
+standard error. It imports nothing heavy besides the reward function's module::
 
     pool → worker   (function, args)                      once
-    worker → pool   None, or why the function cannot be had
+    worker → pool   None, or why the function does not load
     pool → worker   [(prompt, response), ...]             per group
-    worker → pool   [(reward, metrics, error), ...]       error is None, or says what went wrong
+    worker → pool   [(reward, metrics, error), ...]       error is None or a message
 
-It ends when its input does, and on Linux the kernel ends it with its parent even amid a call.
+It exits at the end of its input; on Linux the kernel kills it when its parent dies, even in the middle of a call.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import importlib
 import inspect
 import math
 import numbers
 import os
 import pickle
-import signal
 import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
-from asyncrl.sample import Prompt
+from asyncrl.plugins.registry import UnknownPart
+from asyncrl.processes.parent import end_with_parent
+from asyncrl.rollouter.rewards.base import RewardFunction, find_reward
+from asyncrl.types.prompts import Prompt
 
 FRAME = struct.Struct("<Q")
 
-#: (reward, metrics, error message or None): plain values, as this module is ``__main__`` where they are pickled
+#: (reward, metrics, error message or None); plain values: this module is ``__main__``, which the pool cannot unpickle
 Outcome = tuple[float, dict[str, float], str | None]
-RewardFunction = Callable[..., Any]
-
-_PR_SET_PDEATHSIG = 1
-
-
-def load_function(path: str) -> RewardFunction:
-    """What ``package.module:function`` names. Raises ValueError or TypeError, or what the import raises."""
-    module, _, name = path.partition(":")
-    if not module or not name:
-        raise ValueError(f"expected an import path like package.module:function, found {path!r}")
-    function = getattr(importlib.import_module(module), name)
-    if not callable(function):
-        raise TypeError(f"{path} is a {type(function).__name__}, expected a function")
-    return function
 
 
 async def score_group(
     function: RewardFunction, path: str, args: Mapping[str, Any], items: Sequence[tuple[Prompt, str]]
 ) -> list[Outcome]:
-    """Score (prompt, response) pairs in order; an ``async`` function's calls run concurrently.
+    """Score (prompt, response) pairs in order; calls of an ``async`` function run concurrently.
 
-    A call that raises, or returns no finite number, gives an outcome with an error that names the function."""
+    A call that raises or returns no finite number yields an outcome whose error names the function."""
 
     async def one(prompt: Prompt, response: str) -> Outcome:
         try:
@@ -70,9 +56,9 @@ async def score_group(
 
 
 def checked(returned: Any) -> tuple[float, dict[str, float]]:
-    """(reward, metrics) of what a reward function returned: a number, or a dict with ``reward`` and more numbers.
+    """(reward, metrics) from a reward function's result: a number, or a dict with ``reward`` and more numbers.
 
-    Raises TypeError or ValueError for anything else, non-finite numbers included."""
+    Raises TypeError or ValueError for anything else, including non-finite numbers."""
     values = returned if isinstance(returned, Mapping) else {"reward": returned}
     if "reward" not in values:
         raise ValueError(f"returned a dict without 'reward', its keys are {sorted(map(str, values))}")
@@ -92,7 +78,7 @@ def write_frame(stream: BinaryIO, value: Any) -> None:
 
 
 def read_frame(stream: BinaryIO) -> Any:
-    """Raises EOFError when the other end is gone."""
+    """Raises EOFError when the other end has closed."""
     header = stream.read(FRAME.size)
     if len(header) < FRAME.size:
         raise EOFError
@@ -100,18 +86,8 @@ def read_frame(stream: BinaryIO) -> Any:
     return pickle.loads(payload)
 
 
-def _end_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent ends: a reward that hangs never sees its input close."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before we asked
-        os._exit(1)
-
-
 def _take_standard_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Keep the two pipes for frames and put harmless ones in their place, for what the reward function reads and
-    prints."""
+    """Reserve the two pipes for frames: the reward function reads from the null device and prints to standard error."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -120,16 +96,16 @@ def _take_standard_streams() -> tuple[BinaryIO, BinaryIO]:
 
 
 def main() -> None:
-    _end_with_parent(parent=int(sys.argv[1]))
+    end_with_parent(int(sys.argv[1]))  # a reward that hangs never sees its input close
     requests, replies = _take_standard_streams()
     path, args = read_frame(requests)
     try:
-        function = load_function(path)
-    except Exception as e:
-        write_frame(replies, f"{type(e).__name__}: {e}")
+        function = find_reward(path)
+    except UnknownPart as e:
+        write_frame(replies, str(e))
         return
     write_frame(replies, None)
-    with asyncio.Runner() as runner:  # one loop for good, so that an async function may keep its connections
+    with asyncio.Runner() as runner:  # a single event loop, so that an async function can keep connections open
         while True:
             try:
                 items = read_frame(requests)

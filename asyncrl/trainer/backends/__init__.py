@@ -1,1 +1,1 @@
-"""Training frameworks behind the one interface of `asyncrl.trainer.backend`."""
+"""Training frameworks behind the interface of `asyncrl.trainer.backends.base`."""

@@ -1,4 +1,4 @@
-"""The weights of a backend's model as they leave it: to the engines, and as Hugging Face folders."""
+"""Export of a backend's weights: to the engines, and as Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from asyncrl.config.schema import Config
 from asyncrl.models.checkpoint import copy_tokenizer, is_draft, save_checkpoint
 from asyncrl.models.config import engine_dtype
 from asyncrl.models.lora import PEFT_PREFIX, save_adapter
-from asyncrl.param_sync.adapter_merge import MergingExport
+from asyncrl.param_sync.lora.merge import MergingExport
 from asyncrl.param_sync.manifest import AdapterSpec, Manifest, TensorSpec, is_adapter
-from asyncrl.trainer.backends.torch_state import checkpoint_dtype
+from asyncrl.trainer.backends.state import checkpoint_dtype
 
 Tensors = Iterator[tuple[str, Tensor]]
 
 
 class ModelConfig(Protocol):
-    """A config.json: ``raw`` whole, and the ``dtype`` that it names."""
+    """A config.json: ``raw`` is all of it, ``dtype`` the one that it names."""
 
     @property
     def raw(self) -> dict[str, Any]: ...
@@ -32,8 +32,8 @@ class ModelConfig(Protocol):
 
 
 class Weights(Protocol):
-    """A backend's model, by the names of the safetensors files; a LoRA pair, ``…lora_A.weight`` and ``…lora_B.weight``,
-    comes after the weight that it is beside."""
+    """A backend's model under the tensor names of safetensors files. A LoRA pair, ``…lora_A.weight`` and
+    ``…lora_B.weight``, follows the weight that it adapts."""
 
     @property
     def model(self) -> ModelConfig: ...
@@ -43,23 +43,25 @@ class Weights(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of every tensor, in the order of `whole`; a tied head is none."""
+        """Shape of every tensor, in the order of `whole`; without a tied head."""
         ...
 
     @property
     def trained(self) -> frozenset[str]:
-        """The names of those that an optimizer steps."""
+        """Names of the tensors that an optimizer steps."""
         ...
 
     def whole(self, dtype: torch.dtype, wanted: Callable[[str], bool], exact: bool) -> Tensors:
-        """(name, whole tensor as ``dtype``) of those ``wanted``, one at a time: what the model computes with, or if
-        ``exact`` what the optimizer steps. Collective over all ranks, yielding on rank 0 only."""
+        """(name, whole tensor as ``dtype``) of those ``wanted``, one at a time: the weights that the model computes
+        with, or with ``exact`` those that the optimizer steps. Collective over all ranks, yields on rank 0 only."""
         ...
 
 
 class Export:
-    """Of a model whose ``adapter`` is merged where the engines take none. Collective: all ranks make the same calls and
-    run what they are given to its end; rank 0 is given the tensors, and writes."""
+    """Sends and writes a model; ``adapter`` is merged into it for engines that take no adapters.
+
+    Collective: all ranks make the same calls and exhaust the iterators that they get; rank 0 gets the tensors, and
+    writes."""
 
     def __init__(self, weights: Weights, adapter: AdapterSpec | None, config: Config, rank: int) -> None:
         self._weights, self._adapter, self._config, self._rank = weights, adapter, config, rank
@@ -71,21 +73,21 @@ class Export:
             self._first_draft = {name: tensor.clone() for name, tensor in draft}
 
     def manifest(self) -> Manifest:
-        """Every tensor of the model in the order of its parameters, in the engine's dtype, which need not be the
-        checkpoint's; a tied head is listed last and not sent."""
+        """All tensors of the model in the order of its parameters, in the engine's dtype, which may differ from the
+        checkpoint's. A tied head is listed last, and not sent."""
         manifest = self._listed(self._dtype)
         return MergingExport(manifest).merged if self._merges else manifest
 
     def tensors(self, base: bool) -> Tensors:
-        """What the manifest lists; without ``base`` what is trained. Without ``param_sync.reload_draft`` the draft goes
-        out as it was at the start."""
+        """The manifest's tensors; without ``base`` the trained ones. Without ``param_sync.reload_draft`` the draft
+        keeps its initial values."""
         dtype = getattr(torch, self._dtype)
         wanted = lambda name: base or name in self._weights.trained
         for name, tensor in self._merged(dtype, exact=False) if self._merges else self._sent(dtype, wanted):
             yield name, self._first_draft.get(name, tensor)
 
     def write_hf(self, path: Path) -> None:
-        """A checkpoint in the dtype that its config.json names, or an adapter in float32."""
+        """Write a checkpoint in the dtype that its config.json names, or an adapter in float32."""
         adapter, dtype = self._adapter, checkpoint_dtype(self._weights.model.dtype)
         alone = adapter is not None and self._config.checkpoint.export_lora == "adapter"
         if alone:
@@ -93,7 +95,7 @@ class Export:
         else:
             tensors = self._sent(dtype, exact=True) if adapter is None else self._merged(dtype, exact=True)
         if self._rank != 0:
-            list(tensors)  # none
+            list(tensors)  # takes part in the collectives; yields nothing
         elif alone and adapter is not None:
             base = self._config.model.path
             save_adapter(path, dict(tensors), base, adapter.r, adapter.alpha, adapter.target_modules)
@@ -121,7 +123,7 @@ class Export:
             yield _sent_name(name), tensor
 
     def _merged(self, dtype: torch.dtype, exact: bool) -> Tensors:
-        """(name, whole tensor as ``dtype``), the adapters merged into their weights in float32 and cast once."""
+        """(name, whole tensor as ``dtype``), with adapters merged into their weights in float32 and cast once."""
         tensors = self._sent(torch.float32, exact=exact)
         if self._rank == 0:
             tensors = MergingExport(self._listed("float32"))(tensors)
@@ -130,5 +132,5 @@ class Export:
 
 
 def _sent_name(parameter: str) -> str:
-    """The name under which a parameter is exported: its own, or PEFT's of an adapter's."""
+    """A parameter's name in exports: its own, or PEFT's for an adapter."""
     return PEFT_PREFIX + parameter if is_adapter(parameter) else parameter

@@ -1,4 +1,4 @@
-"""Micro-batches as tensors: what the decoder's forward pass takes, made from a rank's NumPy batch."""
+"""Micro-batches as tensors: the forward pass's input, made from a rank's NumPy batch."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from asyncrl.models.decoder import DraftTargets
+from asyncrl.models.device_copy import on_device
 from asyncrl.models.layout import PackedLayout
-from asyncrl.models.uploads import on_device
-from asyncrl.trainer.backend import TrainBatch
+from asyncrl.trainer.backends.base import TrainBatch
 from asyncrl.trainer.draft_loss import draft_targets
 
-NOBODY = -1  # whose sequence a placeholder holds
+PADDING = -1  # index of a placeholder's sequence
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Some sequences of a batch on the device: ``tokens``, int64 [T], ``rows`` and ``targets``, int64 [R].
 
-    ``sequences`` are theirs in the whole batch (``[NOBODY]`` for a placeholder), ``places`` int64 [R] its response rows
-    that these are (empty for a placeholder)."""
+    ``sequences``: their indices in the whole batch (``[PADDING]`` for a placeholder); ``places`` int64 [R]: the whole
+    batch's response rows that these are (empty for a placeholder)."""
 
     batch: TrainBatch
     sequences: list[int]
@@ -40,7 +40,7 @@ class MicroBatch:
 
     @classmethod
     def placeholder(cls, whole: TrainBatch, device: torch.device) -> MicroBatch:
-        """One token of weight zero: a rank that has run out of sequences takes part in the collectives with it."""
+        """One token of weight zero, for a rank that has run out of sequences but must take part in collectives."""
         batch = TrainBatch(
             tokens=np.zeros(1, np.int32),
             cu_seqlens=np.array([0, 1]),
@@ -51,10 +51,10 @@ class MicroBatch:
             columns={name: np.zeros(1, values.dtype) for name, values in whole.columns.items()},
             sequence_columns={name: np.zeros(1, values.dtype) for name, values in whole.sequence_columns.items()},
         )
-        return cls._on(device, batch, [NOBODY], np.empty(0, np.int64))
+        return cls._on(device, batch, [PADDING], np.empty(0, np.int64))
 
     def drafts(self, depths: int) -> list[DraftTargets]:
-        """What the draft is taught at each depth; a placeholder has nothing for it either."""
+        """The draft's targets at each depth; empty for a placeholder."""
         device = self.tokens.device
         return [
             DraftTargets(*(_on_device(array, device) for array in draft_targets(self.batch, depth)))

@@ -6,16 +6,12 @@ import math
 
 from asyncrl.config.schema import OptimizerConfig
 
-SCHEDULES = ("constant", "linear", "cosine")
-
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """The rate of optimizer step ``step`` (from 0) of ``total_steps``.
+    """Learning rate of optimizer step ``step`` (from 0) of ``total_steps``.
 
-    Warmup is linear and never zero: step 0 takes lr / warmup_steps. After it ``constant`` stays, ``linear`` and
-    ``cosine`` fall to ``min_lr_ratio`` · lr at ``total_steps`` and stay there. Raises ValueError for another one."""
-    if config.schedule not in SCHEDULES:
-        raise ValueError(f"trainer.optimizer.schedule is {config.schedule!r}; expected one of {', '.join(SCHEDULES)}")
+    Warmup is linear and never zero: step 0 takes lr / warmup_steps. Then ``constant`` holds the rate; ``linear`` and
+    ``cosine`` decay to ``min_lr_ratio`` · lr at ``total_steps`` and hold that."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     done = min((step - config.warmup_steps) / max(total_steps - config.warmup_steps, 1), 1.0)

@@ -1,6 +1,6 @@
-"""Attention of rows that each have their own slot: one place a row in decode, several when drafts are verified.
+"""Attention of rows with a slot each: one position per row in decode, several when drafts are verified.
 
-Shape suffixes: N rows (slots), J places of each row, X = N·J of them row by row, L KV length attended, H heads, K
+Shape suffixes: N rows (slots), J positions of each row, X = N·J of them row by row, L KV length attended, H heads, K
 key/value heads, G heads per key/value head, D head_dim.
 """
 
@@ -15,9 +15,9 @@ from asyncrl.models.config import DecoderConfig
 from asyncrl.rollouter.engines.native.kv import KVCache
 
 
-class Places:
-    """Where the rows of one pass write their keys and values, and what each of their places sees: the cache of its own
-    slot up to itself. Row n has slot ``first + n``; ``length`` ≥ every position + 1 is what is attended."""
+class DecodePositions:
+    """Cache positions of one pass's rows: writes their keys and values, and attends each to its own slot up to itself.
+    Row n has slot ``first + n``; the first ``length`` ≥ every position + 1 entries are attended."""
 
     def __init__(self, c: DecoderConfig, kv: KVCache, positions_NJ: Tensor, length: int, first: int = 0) -> None:
         self._c, self._kv, self._length = c, kv, length
@@ -37,7 +37,7 @@ class Places:
         self._kv.values[layer].view(-1, d).index_copy_(0, self._into, v_XKD.reshape(-1, d))
 
     def attend(self, layer: int, q_XHD: Tensor) -> Tensor:
-        """[X, H·D], over what is in the cache now."""
+        """[X, H·D], over the cache as it is now."""
         c, n, j = self._c, self._n, self._j
         groups = c.num_heads // c.num_kv_heads
         keys = self._kv.keys[layer].view(-1, self._kv.context_tokens, c.head_dim)[self._heads, : self._length]
@@ -59,7 +59,7 @@ class Places:
         return self.attend(layer, q_XHD)
 
     def _biased(self, dtype: torch.dtype) -> Tensor:
-        """0 for what is seen, −∞ for what is not: [N·K, 1 or J·G, L]."""
+        """0 where attended, −∞ elsewhere: [N·K, 1 or J·G, L]."""
         if self._bias is None:
             c, n, j, length = self._c, self._n, self._j, self._length
             seen_NJL = torch.arange(length, device=self._into.device) <= self._positions_NJ.unsqueeze(2)

@@ -1,7 +1,7 @@
 """The stepper: continuous batching over slots, without threads, asyncio or Ray.
 
 One `Core.step` places waiting requests, prefills up to a chunk of prompt tokens and decodes one token for every running
-sequence, or several where it speculates. What happened is told by `Core.drain`::
+sequence, or several where it speculates. `Core.drain` returns the events::
 
     core = Core(model, slots=32, context_tokens=1024, prefill_chunk_tokens=512)
     core.start(PolicyVersion(0, 0))
@@ -21,9 +21,10 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 import torch
 
-from asyncrl.models.uploads import on_device
-from asyncrl.rollouter.engine import EngineError, EventBatch, Request
+from asyncrl.models.device_copy import on_device
+from asyncrl.observability.telemetry.recorder import Recorder, now_s
 from asyncrl.rollouter.engines.admission import why_impossible
+from asyncrl.rollouter.engines.base import EngineError, EventBatch, Request, Scheduling
 from asyncrl.rollouter.engines.events import Event, EventLog
 from asyncrl.rollouter.engines.native.kernels import LENGTH_STEP, ROWS_STEP, round_up
 from asyncrl.rollouter.engines.native.kv import KVCache
@@ -31,10 +32,10 @@ from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.rollouter.engines.native.sampler import SamplingColumns, sample, uniforms
 from asyncrl.rollouter.engines.native.scheduler import CopyPrefix, Scheduler, Sequence
 from asyncrl.rollouter.engines.native.speculation import Speculation, Speculator
-from asyncrl.rollouter.engines.native.stops import StopStrings, Tokenizer
 from asyncrl.rollouter.engines.occupancy import Occupancy
-from asyncrl.sample import FinishReason, PolicyVersion
-from asyncrl.telemetry.recorder import Recorder, now_s
+from asyncrl.rollouter.engines.stops import StopStrings, Tokenizer
+from asyncrl.types.samples import FinishReason
+from asyncrl.types.versions import PolicyVersion
 
 _FIXED_CHUNK_TOKENS = 64  # prompts of deterministic mode are padded to it, so that it must be small
 _Ended = tuple[Sequence, FinishReason, str]  # and why, for an ERROR
@@ -83,6 +84,7 @@ class Core:
         self._positions = np.zeros(slots, dtype=np.int64)
         self._uniforms = np.zeros((slots, context_tokens), dtype=np.float32)  # by the position that is fed
         self._columns: SamplingColumns | None = None
+        self._poisoned: set[int] = set()  # slots whose KV may hold NaN, see `KVCache`
         self._speculator: Speculator | None = None
         if speculation is not None:
             self._speculator = Speculator(model, self.kv, *speculation, self._recorder)
@@ -118,7 +120,7 @@ class Core:
             if self._held is not None:
                 self._held.append(request)
             elif problem := why_impossible(request, self.context_tokens, self._vocabulary, self._stops is not None):
-                self._tell_unstarted(request, FinishReason.ERROR, problem)
+                self._emit_unstarted(request, FinishReason.ERROR, problem)
             else:
                 self._scheduler.add(self._sequence(request))
 
@@ -130,30 +132,29 @@ class Core:
             self._finish(sequence, FinishReason.ABORT)
         held = [r for r in self._held or () if wanted is None or r.id in wanted]
         for request in held:
-            self._tell_unstarted(request, FinishReason.ABORT)
+            self._emit_unstarted(request, FinishReason.ABORT)
         if self._held is not None:
             self._held = [r for r in self._held if wanted is not None and r.id not in wanted]
         return len(ended) + len(held)
 
-    def set_width(self, width: int | None) -> None:
-        """Let at most so many requests of training have slots from now on; None: as many as there are."""
-        self._scheduler.width = self.slots if width is None else width
+    def set_scheduling(self, scheduling: Scheduling) -> None:
+        """From the next step on."""
+        self._scheduler.max_training = (
+            self.slots if scheduling.max_running_requests is None else scheduling.max_running_requests
+        )
+        self._scheduler.validation_first = scheduling.validation_first
 
     def close_gate(self) -> None:
-        """Hold back what is submitted from now on."""
+        """Hold back later requests."""
         self._held = self._held or []
 
     def open_gate(self) -> None:
         held, self._held = self._held or [], None
         self.submit(held)
 
-    def outstanding_tokens(self) -> int:
-        """Tokens still to compute, at most: prompts not yet prefilled and samples not yet drawn."""
-        return sum(s.limit - s.computed for s in self._scheduler.by_id.values())
-
     def _sequence(self, request: Request) -> Sequence:
         size = len(request.tokens)
-        prompt = size - request.position if self.deterministic else self.context_tokens
+        prompt = size - request.resumed if self.deterministic else self.context_tokens
         return Sequence(
             request=request,
             tokens=request.tokens.tolist(),
@@ -165,23 +166,24 @@ class Core:
     # -- weights and KV --------------------------------------------------------------------------------------------
 
     def start(self, version: PolicyVersion) -> None:
-        """Generate from here on under ``version``, with what the model's views hold now. KV that is kept across a
-        change of version is marked as mixed."""
+        """Generate under ``version``, with the current contents of the model's views. KV kept across a change of
+        version is marked as mixed."""
         self.model.refresh()
         if self.version is None and self.deterministic:
             self._require_equal_rows()
         if version == self.version:
             return
-        self._tell_all()
+        self._emit_all()
         for sequence in self._scheduler.placed:
             if sequence is not None and sequence.computed:
                 sequence.mixed_kv = True
         self.version = version
 
     def flush_kv(self) -> None:
-        """Forget all KV: what has a slot is prefilled again."""
-        self._tell_all()
+        """Discard all KV: sequences with a slot are prefilled again."""
+        self._emit_all()
         for sequence in self._scheduler.forget_kv():
+            self._heal(sequence.slot)
             self._feed(sequence)
             if self._speculator is not None:
                 self._speculator.forget(sequence.slot)
@@ -195,8 +197,8 @@ class Core:
         return self.kv.release()
 
     def _require_equal_rows(self) -> None:
-        """Deterministic mode stands on kernels that compute a row alike wherever it lies; ask them once, with the real
-        weights and shapes."""
+        """Deterministic mode requires kernels that compute a row alike at any index: try once, with the real weights
+        and shapes."""
         for position in range(min(3, self.context_tokens)):
             tokens = torch.full((self.slots,), (position + 1) % self._vocabulary, device=self.model.device)
             positions = torch.full((self.slots,), position, device=self.model.device)
@@ -215,7 +217,7 @@ class Core:
         if not self.kv.allocated:
             raise EngineError("the KV cache is released: restore_kv before generating")
         if self.version is None:
-            raise EngineError("no version was started: the engine does not know what its weights are")
+            raise EngineError("no version was started: the version of the weights is unknown")
         for sequence in self._scheduler.place():
             self._place(sequence)
         self._prefill()
@@ -226,6 +228,7 @@ class Core:
 
     def _place(self, sequence: Sequence) -> None:
         request, slot, size = sequence.request, sequence.slot, len(sequence.request.tokens)
+        self._heal(slot)
         self._uniforms[slot, size - 1 : sequence.limit - 1] = uniforms(
             request.key, request.position, sequence.limit - size
         )
@@ -235,8 +238,14 @@ class Core:
         self._feed(sequence)
         self._columns = None
 
+    def _heal(self, slot: int) -> None:
+        """Before the slot's KV is written from its start."""
+        if slot in self._poisoned:
+            self.kv.clear(slot)
+            self._poisoned.remove(slot)
+
     def _feed(self, sequence: Sequence) -> None:
-        """What the sequence's row takes in the next decode step."""
+        """Set the input of the sequence's row for the next decode step."""
         self._tokens[sequence.slot] = sequence.tokens[sequence.computed]
         self._positions[sequence.slot] = sequence.computed
 
@@ -276,13 +285,13 @@ class Core:
         if self._columns is None:
             params = [None if s is None else s.request.sampling for s in self._scheduler.placed[:rows]]
             self._columns = SamplingColumns.of(params, self.model.device)
-        accepted: list[int] = []
+        gained: list[int] = []
         if k:
-            ended, accepted = self._verify(decoding, rows, length, k)
+            ended, gained = self._verify(decoding, rows, length, k)
         else:
             ended = self._draw_next(decoding, rows, length)
         if self._speculator is not None:
-            self._speculator.took(k, len(decoding), accepted, now_s() - began_s)
+            self._speculator.took(k, len(decoding), gained, now_s() - began_s)
         for sequence, finish, error in ended:
             self._finish(sequence, finish, error)
         if ended and not self.deterministic and not self._scheduler.would_place:
@@ -314,32 +323,35 @@ class Core:
         return ended
 
     def _verify(self, decoding: SequenceOf[Sequence], rows: int, length: int, k: int) -> tuple[list[_Ended], list[int]]:
-        """Between one and ``k`` + 1 tokens for each sequence; returns those that end with them, and how many drafted
-        tokens held for each."""
+        """Between one and ``k`` + 1 tokens for each sequence; returns those that end with them, and for each how many
+        more than one it took."""
         assert self._speculator is not None
         assert self._columns is not None
         slots = np.array([sequence.slot for sequence in decoding])
         verified = self._speculator.step(slots, self._positions[:rows], self._uniforms, self._columns, k, length)
-        rooms = [min(k, s.limit - len(s.tokens)) for s in decoding]
-        accepted = [min(verified.accepted[s.slot], room) for s, room in zip(decoding, rooms)]
-        before = self.generated_tokens
+        sizes = [len(s.tokens) for s in decoding]
+        rooms = [min(k, s.limit - size) for s, size in zip(decoding, sizes)]
         ended: list[_Ended] = []
-        for sequence in decoding:
+        for i, sequence in enumerate(decoding):
             slot = sequence.slot
             for j in range(verified.accepted[slot] + 1):
                 end = self._append(sequence, verified.tokens[slot][j], verified.logprobs[slot][j])
-                if end is not None:  # what was accepted after it is nobody's
+                if end is not None:  # drafted tokens accepted after it are dropped
                     ended.append(end)
+                    rooms[i] = min(k, len(sequence.tokens) - sizes[i])
                     break
                 sequence.computed += 1
             else:
                 self._feed(sequence)
-        self._speculator.count(k, rooms, accepted, self.generated_tokens - before)
-        return ended, accepted
+        took = [len(s.tokens) - size for s, size in zip(decoding, sizes)]
+        accepted = [min(verified.accepted[s.slot], count) for s, count in zip(decoding, took)]
+        self._speculator.count(k, rooms, accepted, sum(took))
+        return ended, [max(count - 1, 0) for count in took]
 
     def _append(self, sequence: Sequence, token: int, logprob: float) -> _Ended | None:
-        """Take a drawn token; returns the sequence's end where it is the last one."""
+        """Append a drawn token; returns the sequence's end if it is the last one."""
         if math.isnan(logprob):
+            self._poisoned.update(range(self.slots))  # idle rows were computed too
             return sequence, FinishReason.ERROR, self._diverged()
         if self._speculator is not None:
             self._speculator.append(sequence.slot, len(sequence.tokens), token)
@@ -350,11 +362,11 @@ class Core:
         return None if reason is None else (sequence, reason, "")
 
     def _reached(self, sequence: Sequence) -> FinishReason | None:
-        """Why the token just drawn is the last one, or None."""
+        """Reason that the token just drawn is the last one, or None."""
         if sequence.tokens[-1] in sequence.stop_tokens:
             return FinishReason.STOP
         if (strings := sequence.request.sampling.stop_strings) and self._stops is not None:
-            drawn_from = max(len(sequence.request.tokens) - sequence.request.position, 0)
+            drawn_from = len(sequence.request.tokens) - sequence.request.resumed
             if self._stops.found(sequence.tokens, drawn_from, strings):
                 return FinishReason.STOP
         return FinishReason.LENGTH if len(sequence.tokens) >= sequence.limit else None
@@ -363,7 +375,7 @@ class Core:
         return f"the logits under version {self.version} are not numbers: the weights have diverged"
 
     def _finish(self, sequence: Sequence, finish: FinishReason, error: str = "") -> None:
-        self._tell(sequence, finish, error)
+        self._emit(sequence, finish, error)
         self._scheduler.remove(sequence)
         if sequence.slot >= 0:
             self._positions[sequence.slot] = 0
@@ -375,6 +387,7 @@ class Core:
         """Fill the holes with the last slots: with nothing left to place, fewer rows are to be decoded."""
         while moved := self._scheduler.move_down():
             sequence, source = moved
+            self._heal(sequence.slot)
             self.kv.copy(source, sequence.slot, sequence.computed)
             for column in (self._tokens, self._positions, self._uniforms):
                 column[sequence.slot] = column[source]
@@ -383,21 +396,21 @@ class Core:
             if self._speculator is not None:
                 self._speculator.move(source, sequence.slot)
 
-    # -- telling ---------------------------------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------------------------
 
     @property
     def has_finished(self) -> bool:
-        """Whether `drain` would tell of a request that ended."""
+        """True if `drain` would return the end of a request."""
         return self._log.has_finished
 
     @property
-    def has_news(self) -> bool:
-        """Whether `drain` would tell anything."""
+    def has_events(self) -> bool:
+        """True if `drain` would return any event."""
         return len(self._log) > 0 or any(s is not None and s.logprobs for s in self._scheduler.placed)
 
     def drain(self) -> EventBatch:
-        """What happened since the last call."""
-        self._tell_all()
+        """Events since the last call."""
+        self._emit_all()
         self._recorder.count("rollout/tokens", self.generated_tokens - self._counted_tokens)
         self._counted_tokens = self.generated_tokens
         if self._speculator is not None:
@@ -405,19 +418,19 @@ class Core:
         return self._log.take()
 
     def rest(self) -> None:
-        """No step follows for now: the time until the next one does not count as generation."""
+        """Idle until the next step: the time does not count as generation."""
         self.occupancy.observe(0, 0)
 
-    def _tell_all(self) -> None:
+    def _emit_all(self) -> None:
         for sequence in self._scheduler.placed:
             if sequence is not None and sequence.logprobs:
-                self._tell(sequence, None)
+                self._emit(sequence, None)
 
-    def _tell(self, sequence: Sequence, finish: FinishReason | None, error: str = "") -> None:
+    def _emit(self, sequence: Sequence, finish: FinishReason | None, error: str = "") -> None:
         logprobs, sequence.logprobs = sequence.logprobs, []
         tokens = sequence.tokens[len(sequence.tokens) - len(logprobs) :]
         version = self.version or NO_VERSION
-        self._log.tell(Event(sequence.request.id, tokens, logprobs, version, finish, sequence.mixed_kv, error))
+        self._log.add(Event(sequence.request.id, tokens, logprobs, version, finish, sequence.mixed_kv, error))
 
-    def _tell_unstarted(self, request: Request, finish: FinishReason, error: str = "") -> None:
-        self._log.tell(Event(request.id, [], [], self.version or NO_VERSION, finish, error=error))
+    def _emit_unstarted(self, request: Request, finish: FinishReason, error: str = "") -> None:
+        self._log.add(Event(request.id, [], [], self.version or NO_VERSION, finish, error=error))

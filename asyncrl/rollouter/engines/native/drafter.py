@@ -17,8 +17,8 @@ from collections.abc import Callable
 import numpy as np
 from torch import Tensor
 
-from asyncrl.models.uploads import on_device
-from asyncrl.rollouter.engines.native.attention import Places
+from asyncrl.models.device_copy import on_device
+from asyncrl.rollouter.engines.native.attention import DecodePositions
 from asyncrl.rollouter.engines.native.kernels import LENGTH_STEP, round_up
 from asyncrl.rollouter.engines.native.kv import KVCache
 from asyncrl.rollouter.engines.native.model import NativeModel
@@ -64,14 +64,14 @@ class Drafter:
             layer = min(step, len(model.draft) - 1)
             at_N = np.minimum(at_N + 1, top)
             positions_N = self._tensor(at_N)
-            places = Places(model.config, self._kv, positions_N.view(n, 1), length)
+            places = DecodePositions(model.config, self._kv, positions_N.view(n, 1), length)
             x_NM = model.draft[layer].enter(hidden_NM, model.embed.index_select(0, tokens_N))
             attended = places(trunk + layer, *model.draft[layer].project(x_NM, *model.rope(positions_N)))
             hidden_NM = model.draft[layer].leave(x_NM, attended)
             tokens_N = draw(step, model.head(hidden_NM))
 
     def _enter(
-        self, layer: int, places_NW: np.ndarray, next_NW: np.ndarray, places: Places, first: int, whole: bool
+        self, layer: int, places_NW: np.ndarray, next_NW: np.ndarray, places: DecodePositions, first: int, whole: bool
     ) -> tuple[Tensor, Tensor]:
         """Write the layer's keys and values; with ``whole``, its outputs too, which the next layer reads. Returns the
         block's input [X, M] and its queries [X, H, D]."""
@@ -94,8 +94,8 @@ class Drafter:
             kv.hidden[layer + 1].view(-1, out_XM.shape[1]).index_copy_(0, self._tensor(at_X), out_XM)
         return x_XM, q_XHD
 
-    def _places(self, places_NW: np.ndarray, length: int, first: int = 0) -> Places:
-        return Places(self._model.config, self._kv, self._tensor(places_NW), length, first)
+    def _places(self, places_NW: np.ndarray, length: int, first: int = 0) -> DecodePositions:
+        return DecodePositions(self._model.config, self._kv, self._tensor(places_NW), length, first)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return on_device(array, self._model.device)

@@ -1,7 +1,7 @@
 """The native engine behind the engine seam: one worker thread steps the core, asyncio talks to it.
 
 Everything that touches the core runs in that thread, between two steps: a method puts a command in its inbox and awaits
-the answer. The thread sleeps on a condition when there is nothing to do::
+the answer. The thread sleeps on a condition while idle::
 
     engine = NativeEngine("checkpoint", EngineConfig(slots=32))
     await engine.submit(requests)
@@ -23,38 +23,36 @@ from typing import Any, Literal, TypeVar, cast, get_args
 import torch
 
 from asyncrl.config.schema import EngineConfig, LoraConfig, MTPConfig
+from asyncrl.cpu.priority import give_way
 from asyncrl.models.checkpoint import check_checkpoint
+from asyncrl.observability.telemetry.recorder import Recorder, now_s
 from asyncrl.param_sync.digest import digest_tensors
-from asyncrl.param_sync.intake import Intake, LocalIntake
 from asyncrl.param_sync.manifest import Role
-from asyncrl.param_sync.receiver import Receiver
 from asyncrl.param_sync.transports.choose import make_reader
-from asyncrl.priority import give_way
-from asyncrl.rollouter.engine import (
-    Capabilities,
+from asyncrl.param_sync.weight_receiver import LocalReceiver, WeightReceiver
+from asyncrl.rollouter.engines.base import (
     EngineError,
-    EngineStats,
     EventBatch,
     PauseMode,
     Request,
-    pause_kv,
+    Scheduling,
 )
+from asyncrl.rollouter.engines.device import resolve_device
 from asyncrl.rollouter.engines.native.core import Core
 from asyncrl.rollouter.engines.native.model import NativeModel
-from asyncrl.rollouter.engines.native.receiver import NativeAdapterReceiver, NativeReceiver
 from asyncrl.rollouter.engines.native.speculation import Speculation
-from asyncrl.rollouter.engines.native.stops import Tokenizer
-from asyncrl.sample import PolicyVersion
-from asyncrl.telemetry.recorder import Recorder, now_s
+from asyncrl.rollouter.engines.native.weights import NativeAdaptedWeights, NativeWeights
+from asyncrl.rollouter.engines.stops import Tokenizer
+from asyncrl.types.versions import PolicyVersion
 
 _EVENTS_EVERY_S = 0.2  # while tokens flow: each call costs both its ends a millisecond or two
-_ENDS_EVERY_S = 0.03  # while requests end and none waits here to follow them
+_ENDS_EVERY_S = 0.03  # while requests finish and none waits to take their slots
 
 T = TypeVar("T")
 
 
 class NativeEngine:
-    """Implements `asyncrl.rollouter.engine.Engine`. ``tokenizer`` is needed for stop strings only; with
+    """Implements `asyncrl.rollouter.engines.base.Engine`. ``tokenizer`` is needed for stop strings only; with
     ``load_weights=False`` the weights are zeros and must be synced before the first `resume`. ``mtp``
     says whether it speculates; with ``lora`` it is sent these adapters, and its base once.
 
@@ -81,7 +79,7 @@ class NativeEngine:
                 f"{decoder.max_position_embeddings}"
             )
         dtype = getattr(torch, decoder.engine_dtype(config.dtype))
-        self._model = NativeModel(decoder, context, dtype, _device(config.device))
+        self._model = NativeModel(decoder, context, dtype, torch.device(resolve_device(config.device)))
         if load_weights:
             self._model.load(checkpoint, from_trunk)
         self._core = Core(
@@ -97,9 +95,9 @@ class NativeEngine:
         self._threads, self._priority = config.threads, config.cpu_priority
         self._weights_loaded = load_weights
         self._committed: PolicyVersion | None = None
-        self._receiver: NativeReceiver | NativeAdapterReceiver = NativeReceiver(self._model, self._on_commit)
+        self._weights: NativeWeights | NativeAdaptedWeights = NativeWeights(self._model, self._on_commit)
         if lora is not None:
-            self._receiver = NativeAdapterReceiver(self._model, lora, self._on_commit)
+            self._weights = NativeAdaptedWeights(self._model, lora, self._on_commit)
 
         self._state: Literal["running", "draining", "paused"] = "paused"
         self._drained: concurrent.futures.Future[int] | None = None
@@ -108,24 +106,12 @@ class NativeEngine:
         self._inbox: deque[tuple[concurrent.futures.Future[Any], Callable[[], Any]]] = deque()
         self._listener: concurrent.futures.Future[None] | None = None  # `events` waits on it
         self._outbox: deque[EventBatch] = deque()
-        self._end: BaseException | None = None  # why the thread is over, or is to be
-        self._told_s = 0.0
+        self._end: BaseException | None = None  # reason that the thread has ended, or is to end
+        self._published_s = 0.0
         self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
         self._thread.start()
 
     # -- the seam --------------------------------------------------------------------------------------------------
-
-    def capabilities(self) -> Capabilities:
-        return Capabilities(
-            name="native",
-            pause_kv=pause_kv("native"),
-            receiver="local",
-            staging=frozenset({"bucket", "full"}),
-            deterministic=True,
-            speculation=self._core.speculates,
-            max_context_tokens=self._core.context_tokens,
-            slots=self._core.slots,
-        )
 
     async def submit(self, requests: Sequence[Request]) -> None:
         await self._call(lambda: self._core.submit(requests))
@@ -147,12 +133,12 @@ class NativeEngine:
     async def abort(self, ids: Sequence[str]) -> None:
         await self._call(lambda: self._core.abort(ids))
 
-    async def set_width(self, width: int | None) -> None:
-        await self._call(lambda: self._core.set_width(width))
+    async def set_scheduling(self, scheduling: Scheduling) -> None:
+        await self._call(lambda: self._core.set_scheduling(scheduling))
 
     async def pause(self, mode: PauseMode, deadline_s: float) -> int:
-        """``wait`` lets everything finish that was submitted before; what is submitted later stays queued, in any mode.
-        At the deadline the engine goes on as it did before."""
+        """``wait`` finishes the requests submitted before; later ones stay queued, in any mode. At the deadline the
+        engine continues as before."""
         if mode not in get_args(PauseMode):
             raise EngineError(f"pause mode {mode!r} is not one of {', '.join(get_args(PauseMode))}")
         before = self._state
@@ -160,10 +146,9 @@ class NativeEngine:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(asked), deadline_s)
         except TimeoutError:
-            stats = await self._call(lambda: self._unpause(before))
+            left = await self._call(lambda: self._unpause(before))
             raise TimeoutError(
-                f"native engine: pause({mode!r}) was not reached within {deadline_s:g} s, {stats.running} requests run "
-                f"and {stats.waiting} wait; it goes on under version {stats.version}"
+                f"native engine: pause({mode!r}) was not reached within {deadline_s:g} s, {left}"
             ) from None
 
     async def resume(self, version: PolicyVersion) -> None:
@@ -179,28 +164,22 @@ class NativeEngine:
     async def flush_kv(self) -> None:
         await self._call(lambda: self._paused("flush_kv", self._core.flush_kv))
 
-    def receivers(self) -> list[Receiver]:
-        return [self._receiver]
-
-    def intake(self, name: str, transport: str) -> Intake:
-        return LocalIntake(name, self.receivers, make_reader(transport, name))
+    def weight_receiver(self, name: str, transport: str) -> WeightReceiver:
+        return LocalReceiver(name, self._weights, make_reader(transport, name))
 
     async def digest(self, role: Role) -> str:
-        return await self._call(lambda: digest_tensors(self._receiver.held(role).items()))
-
-    async def stats(self) -> EngineStats:
-        return await self._call(self._stats)
+        return await self._call(lambda: digest_tensors(self._weights.held(role).items()))
 
     async def close(self) -> None:
-        """End the worker thread; every call that waits, and every later one, raises EngineError."""
+        """End the worker thread; pending and later calls raise EngineError."""
         with self._wake:
             self._end = self._end or EngineError("the engine is closed")
             self._wake.notify()
         await asyncio.to_thread(self._thread.join)
 
-    def occupancy(self) -> float:
-        """Share of the slots that generate right now, 0 … 1."""
-        return self._core.occupancy.generating / self._core.slots
+    @property
+    def speculates(self) -> bool:
+        return self._core.speculates
 
     # -- commands, run by the worker thread ------------------------------------------------------------------------
 
@@ -217,10 +196,12 @@ class NativeEngine:
         self._open_gate()
         return cut
 
-    def _unpause(self, before: Literal["running", "draining", "paused"]) -> EngineStats:
+    def _unpause(self, before: Literal["running", "draining", "paused"]) -> str:
+        """Returns the remaining work, for an error."""
         self._state = before
         self._open_gate()
-        return self._stats()
+        core = self._core
+        return f"{core.running} requests run and {core.waiting} wait; it goes on under version {core.version}"
 
     def _open_gate(self) -> None:
         drained, self._drained = self._drained, None
@@ -229,7 +210,7 @@ class NativeEngine:
             drained.set_result(self._waited_for)
 
     def _resume(self, version: PolicyVersion) -> None:
-        if not self._receiver.intact():
+        if not self._weights.intact():
             raise EngineError(
                 f"resume({version}): a sync was broken off amid its transfer, so the weights belong to no version: "
                 f"send all of them again first"
@@ -248,18 +229,6 @@ class NativeEngine:
         if self._state != "paused":
             raise EngineError(f"{what} while the engine is {self._state}: pause it first")
         return command()
-
-    def _stats(self) -> EngineStats:
-        core = self._core
-        return EngineStats(
-            running=core.running,
-            waiting=core.waiting,
-            slots=core.slots,
-            outstanding_tokens=core.outstanding_tokens(),
-            kv_bytes=core.kv.nbytes,
-            generated_tokens=core.generated_tokens,
-            version=core.version,
-        )
 
     def _on_commit(self, version: PolicyVersion) -> None:
         self._committed = version
@@ -281,8 +250,8 @@ class NativeEngine:
     def _run(self) -> None:
         torch.set_num_threads(self._threads)  # OpenMP keeps this per thread
         if self._model.device.type == "cpu":
-            # The rollouter is ahead of the trainer: what the trainer, the queue and the short tasks between them want
-            # comes first, generation has the rest. Where it is what all wait for, no other process wants much.
+            # Generation runs ahead of training, so the trainer, the queue and short tasks come first. Where everything
+            # waits for generation, other processes need little.
             give_way(self._priority)
         try:
             with torch.inference_mode():
@@ -295,7 +264,7 @@ class NativeEngine:
                         self._core.rest()
                         self._open_gate()
                     self._publish()
-        except BaseException as problem:  # whoever waits must hear of it, whatever it is
+        except BaseException as problem:  # any failure must reach the waiting callers
             self._end = problem
         self._fail_all()
 
@@ -303,9 +272,9 @@ class NativeEngine:
         return self._state != "paused" and self._core.active > 0
 
     def _wait_for_work(self) -> bool:
-        """Sleep until there is something to do; False when the engine was closed."""
+        """Sleep until there is work; False when the engine was closed."""
         with self._wake:
-            while self._end is None and not (self._inbox or self._stepping() or self._to_tell()):
+            while self._end is None and not (self._inbox or self._stepping() or self._should_publish()):
                 self._core.rest()
                 self._wake.wait()
             return self._end is None
@@ -326,19 +295,19 @@ class NativeEngine:
                 else:
                     answer.set_result(result)
 
-    def _to_tell(self) -> bool:
-        """Whether `events` is waited on and there is news that should not wait longer."""
-        if self._listener is None or not self._core.has_news:
+    def _should_publish(self) -> bool:
+        """True if `events` is being awaited and the events are due."""
+        if self._listener is None or not self._core.has_events:
             return False
         wanting = self._core.has_finished and not self._core.waiting
         every_s = _ENDS_EVERY_S if wanting else _EVENTS_EVERY_S
-        return not self._stepping() or now_s() - self._told_s >= every_s
+        return not self._stepping() or now_s() - self._published_s >= every_s
 
     def _publish(self) -> None:
         with self._wake:
-            if not self._to_tell():
+            if not self._should_publish():
                 return
-            self._told_s = now_s()
+            self._published_s = now_s()
             self._outbox.append(self._core.drain())
             listener, self._listener = self._listener, None
         if listener is not None and listener.set_running_or_notify_cancel():
@@ -362,9 +331,3 @@ def _pass_on(answer: concurrent.futures.Future[Any], done: concurrent.futures.Fu
         answer.set_exception(problem)
     else:
         answer.set_result(done.result())
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)

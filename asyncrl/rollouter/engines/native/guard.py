@@ -5,7 +5,8 @@ per second of generation steps::
 
     rate(k) = rows · (1 + A₁ + … + A_k) / seconds(k)
 
-with A_j the share of verifications in which the first j drafted tokens hold and seconds(k) the median step. Costs
+with A_j the share of verifications that give more than j tokens (what is accepted behind a sample's end is not given)
+and seconds(k) the median step. Costs
 depend on the number of rows, so each power of two of rows has its own k. Every now and then a few steps are made with
 another k (0 and the neighbours take turns); it is taken when its rate beats that of the steps just before by the
 hysteresis. Between probes that change nothing the time doubles.
@@ -22,13 +23,13 @@ PROBE_STEPS = 8  # at least, and as many as verify PROBE_ROWS rows
 PROBE_ROWS = 48
 FIRST_WAIT, LONGEST_WAIT = 4, 64  # times a probe's length, between two probes
 HYSTERESIS = 0.03
-_MEMORY = 1000.0  # verified rows after which what was measured counts for 1/e
+_MEMORY = 1000.0  # verified rows after which a measurement counts for 1/e
 _STALE = 8.0  # rows that all before counts for when speculation begins again
 
 
 @dataclass
 class _Rows:
-    """What is in force for one power of two of rows."""
+    """State for one power of two of rows."""
 
     k: int
     wait: float = FIRST_WAIT
@@ -41,12 +42,12 @@ class _Rows:
 
 class Guard:
     """``most`` tokens are drafted at most; without ``active`` always that many. ``switches`` collects one line for each
-    time that speculation stops or begins again, for whoever logs."""
+    time that speculation stops or begins again, for the log."""
 
     def __init__(self, most: int, active: bool = True) -> None:
         self._most, self._active = most, active
         self._by_rows: dict[int, _Rows] = {}
-        self._held, self._seen = [0.0] * most, [0.0] * most  # verified rows by place, with decay
+        self._gave, self._seen = [0.0] * most, [0.0] * most  # verified rows by place, with decay
         self._before: int | None = None
         self.latest = most  # the k of the last choice that was no probe
         self.switches: list[str] = []
@@ -62,12 +63,13 @@ class Guard:
                 self._begin_probe(state)
         return state.k if state.probing is None else state.probing
 
-    def observe(self, k: int, rows: int, accepted: Sequence[int], seconds: float) -> None:
-        """A step that drafted ``k`` tokens for each of ``rows`` sequences took ``seconds``; by row, how many held."""
+    def observe(self, k: int, rows: int, gained: Sequence[int], seconds: float) -> None:
+        """A step that drafted ``k`` tokens for each of ``rows`` sequences took ``seconds``; by row, how many tokens it
+        gave beside the first."""
         if not self._active:
             return
         state = self._state(rows)
-        self._learn(k, accepted)
+        self._learn(k, gained)
         same, self._before = self._before == k, k
         if k != (state.k if state.probing is None else state.probing):
             return
@@ -85,7 +87,7 @@ class Guard:
         share, total = 1.0, 1.0
         for j in range(k):
             if self._seen[j]:
-                share = min(share, self._held[j] / self._seen[j])
+                share = min(share, self._gave[j] / self._seen[j])
             total += share
         return total
 
@@ -105,7 +107,7 @@ class Guard:
         if state.k == 0:  # the draft may have been trained meanwhile
             for j, seen in enumerate(self._seen):
                 if seen > _STALE:
-                    self._held[j], self._seen[j] = self._held[j] * _STALE / seen, _STALE
+                    self._gave[j], self._seen[j] = self._gave[j] * _STALE / seen, _STALE
 
     def _judge(self, state: _Rows, rows: int) -> None:
         other, state.probing = state.probing, None
@@ -124,8 +126,8 @@ class Guard:
             )
         state.k, state.wait, state.own_s = other, FIRST_WAIT, deque(state.probe_s, maxlen=64)
 
-    def _learn(self, k: int, accepted: Sequence[int]) -> None:
-        keep = 1.0 - min(len(accepted) / _MEMORY, 0.5)
+    def _learn(self, k: int, gained: Sequence[int]) -> None:
+        keep = 1.0 - min(len(gained) / _MEMORY, 0.5)
         for j in range(k):
-            self._held[j] = self._held[j] * keep + sum(a > j for a in accepted)
-            self._seen[j] = self._seen[j] * keep + len(accepted)
+            self._gave[j] = self._gave[j] * keep + sum(count > j for count in gained)
+            self._seen[j] = self._seen[j] * keep + len(gained)

@@ -36,7 +36,7 @@ class Linear:
         self.refresh()
 
     def refresh(self) -> None:
-        """Take over what the weight holds now."""
+        """Copy the weight's current values."""
         if self._pack:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
 

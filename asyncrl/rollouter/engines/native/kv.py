@@ -70,6 +70,13 @@ class KVCache:
         self.keys, self.values = list(data[:, 0].unbind(0)), list(data[:, 1].unbind(0))
         self.hidden = list(hidden.unbind(0))
 
+    def clear(self, slot: int) -> None:
+        """Zero a slot, in all layers."""
+        assert self._data is not None
+        assert self._hidden is not None
+        self._data[:, :, slot].zero_()
+        self._hidden[:, slot].zero_()
+
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copy the first ``tokens`` positions of slot ``source`` to slot ``target``, in all layers."""
         assert self._data is not None

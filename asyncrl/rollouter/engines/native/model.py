@@ -16,11 +16,11 @@ from torch import Tensor
 from asyncrl.models.checkpoint import load_decoder
 from asyncrl.models.config import DecoderConfig
 from asyncrl.models.decoder import rope_table
-from asyncrl.rollouter.engines.native.attention import Places
+from asyncrl.rollouter.engines.native.attention import DecodePositions
 from asyncrl.rollouter.engines.native.kernels import Linear, unit_rms
 from asyncrl.rollouter.engines.native.kv import KVCache
 
-#: (layer, queries [N, H, D], keys [N, K, D], values [N, K, D]) → attended [N, H·D], or None if nobody reads it
+#: (layer, queries [N, H, D], keys [N, K, D], values [N, K, D]) → attended [N, H·D], or None if it is not read
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor | None]
 
 
@@ -76,7 +76,7 @@ class NativeModel:
         return views
 
     def tied(self) -> dict[str, str]:
-        """Name of a tensor without storage of its own → the name whose storage it shares."""
+        """Name of a tied tensor → the name whose storage it shares."""
         return {"lm_head.weight": "model.embed_tokens.weight"} if self.config.tie_word_embeddings else {}
 
     def decode(self, tokens_N: Tensor, positions_N: Tensor, kv: KVCache, length: int) -> Tensor:
@@ -86,7 +86,9 @@ class NativeModel:
 
     def hidden_states(self, tokens_NJ: Tensor, positions_NJ: Tensor, kv: KVCache, length: int) -> Tensor:
         """Hidden states [N·J, M] after the final norm, of J tokens a row at consecutive positions; as `decode`."""
-        return self._trunk(tokens_NJ.view(-1), positions_NJ.view(-1), Places(self.config, kv, positions_NJ, length))
+        return self._trunk(
+            tokens_NJ.view(-1), positions_NJ.view(-1), DecodePositions(self.config, kv, positions_NJ, length)
+        )
 
     def prefill(
         self, tokens_T: Tensor, slot: int, start: int, kv: KVCache, valid: int, length: int, keep_hidden: bool = False
@@ -213,7 +215,7 @@ class DraftLayer(_Layer):
         return self.input_proj(joined_N2M.view(len(hidden_NM), -1))
 
     def leave(self, x_NM: Tensor, attended: Tensor) -> Tensor:
-        """What the head and a further draft step read [N, M], from the block's input (which is overwritten)."""
+        """Input [N, M] of the head and of a further draft step, from the block's input (which is overwritten)."""
         self.finish_(x_NM, attended)
         return unit_rms(x_NM, self._c.rms_norm_eps).mul_(self.final_norm)
 

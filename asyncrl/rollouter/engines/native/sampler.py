@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncrl.rollouter.engine import SamplingParams
+from asyncrl.rollouter.engines.base import SamplingParams
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _BLOCK = 64  # tokens per block of the two-level search
@@ -45,8 +45,8 @@ class SamplingColumns(NamedTuple):
     """Sampling parameters of N rows; a column that would change nothing is None, which is the fast path.
 
     ``temperature`` float32 [N, 1] (1 where greedy), ``greedy`` bool [N], ``filters`` (top_k int64 [N, 1],
-    top_p float64 [N, 1], min_p float32 [N, 1]). ``all_greedy`` says of ``greedy`` what is not to be asked of a device.
-    """
+    top_p float64 [N, 1], min_p float32 [N, 1]). ``all_greedy``: ``greedy`` for all rows, known without asking the
+    device."""
 
     temperature: Tensor | None
     greedy: Tensor | None
@@ -55,7 +55,7 @@ class SamplingColumns(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[SamplingParams | None], device: torch.device | str = "cpu") -> SamplingColumns:
-        """Columns for these rows; None stands for a row whose token nobody reads."""
+        """Columns for these rows; None stands for a row whose token is not read."""
         params = [row or SamplingParams() for row in rows]
 
         def column(values: list[float], dtype: torch.dtype) -> Tensor:
@@ -154,7 +154,7 @@ def inverse_cdf(weights_NV: Tensor, uniforms_N1: Tensor) -> Tensor:
     # the block's weight may be rounded differently here: stay below it
     rest_N1 = torch.minimum(rest_N1, cdf_NB[:, -1:] * _BELOW_ONE)
     inner_N1 = torch.searchsorted(cdf_NB, rest_N1, right=True)
-    return block_N1 * _BLOCK + inner_N1.clamp_(max=_BLOCK - 1)
+    return (block_N1 * _BLOCK + inner_N1).clamp_(max=size - 1)  # the last block is padded
 
 
 def _running_sum(weights_NX: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which sequence has which slot, and what is prefilled next: pure decisions, no tensors.
+"""Scheduler of slots and prefill: pure decisions, no tensors.
 
 A sequence's life: waiting → placed in a slot, prefilling → decoding → removed. Prefill computes all its tokens but the
 last, which the first decode step takes; so sampling happens in decode steps only::
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asyncrl.rollouter.engine import Request
+from asyncrl.rollouter.engines.base import Request
 
 
 @dataclass(eq=False)
@@ -28,7 +28,7 @@ class Sequence:
     """A request as it runs. ``tokens`` are all of it so far, ``computed`` of them have their KV in ``slot``.
 
     ``prefillable`` leading tokens may be computed in chunks, those after it one by one in decode steps; at ``limit``
-    tokens it ends. ``logprobs`` belong to the last ``len(logprobs)`` tokens: those that no event told yet.
+    tokens it ends. ``logprobs`` belong to the last ``len(logprobs)`` tokens: those not reported yet.
     """
 
     request: Request
@@ -64,12 +64,12 @@ class Chunk(NamedTuple):
 
 
 class Scheduler:
-    """``slots`` places, at most ``width`` of them for requests of training. With ``aligned``, chunks start at multiples
-    of ``chunk_tokens`` only, so that a token is computed at the same row of the same chunk whatever was shared
-    before."""
+    """Assigns ``slots`` to sequences, at most ``max_training`` of them to training requests; with ``validation_first``
+    others are placed before these, whatever their priority. With ``aligned``, chunks start at multiples of
+    ``chunk_tokens`` only, so that a token is computed at the same row of the same chunk whatever was shared before."""
 
     def __init__(self, slots: int, chunk_tokens: int, aligned: bool) -> None:
-        self.width = slots
+        self.max_training, self.validation_first = slots, False
         self.placed: list[Sequence | None] = [None] * slots
         self.by_id: dict[str, Sequence] = {}
         self._chunk_tokens, self._aligned = chunk_tokens, aligned
@@ -115,19 +115,19 @@ class Scheduler:
 
     @property
     def would_place(self) -> bool:
-        """Whether a waiting sequence takes the next free slot."""
+        """True if a waiting sequence takes the next free slot."""
         return bool(self._next_line())
 
     def _next_line(self) -> list[tuple[int, int, Sequence]]:
-        """Where the one waits that comes next, first; empty if there is none."""
+        """Queue whose first sequence comes next; empty if none may."""
         others, training = self._waiting[False], self._waiting[True]
-        if not training or (others and others[0] < training[0]):
+        if not training or (others and (self.validation_first or others[0] < training[0])):
             return others
-        return training if sum(s is not None and s.request.trains for s in self.placed) < self.width else others
+        return training if sum(s is not None and s.request.trains for s in self.placed) < self.max_training else others
 
     def next_prefill(self, budget_tokens: int) -> CopyPrefix | Chunk | None:
-        """What to do for the first sequence that is not yet ready to decode; None when there is none, or the budget is
-        used up. The sequence's ``computed`` must be advanced before the next call."""
+        """Next piece of prefill for the first sequence that is not ready to decode; None when there is none, or the
+        budget is used up. The sequence's ``computed`` must be advanced before the next call."""
         while self._prefilling:
             sequence = self._prefilling[0]
             target = sequence.prefill_target
@@ -161,7 +161,7 @@ class Scheduler:
         return best
 
     def remove(self, sequence: Sequence) -> None:
-        """It ended, wherever it was."""
+        """Remove a sequence, waiting or placed."""
         del self.by_id[sequence.request.id]
         if sequence.slot < 0:
             line = self._waiting[sequence.request.trains]

@@ -19,16 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.models.uploads import on_device
-from asyncrl.rollouter.engine import EngineError
+from asyncrl.models.device_copy import on_device
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.rollouter.engines.base import EngineError
 from asyncrl.rollouter.engines.native.drafter import Drafter
 from asyncrl.rollouter.engines.native.guard import Guard
 from asyncrl.rollouter.engines.native.kernels import ROWS_STEP, round_up
 from asyncrl.rollouter.engines.native.kv import KVCache
 from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.rollouter.engines.native.sampler import SamplingColumns, distributions, inverse_cdf, uniforms
-from asyncrl.rollouter.spec_metrics import BARREN_TOKENS
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.rollouter.spec_metrics import ZERO_ACCEPTANCE_TOKENS
 
 log = logging.getLogger(__name__)
 
@@ -75,9 +75,9 @@ def judge(
 
 
 class Speculator:
-    """The draft's side of a `Core`: what its rows have drafted, which random numbers they use, and how well it goes.
+    """Drafting for a `Core`: each row's drafted tokens and random numbers, and acceptance figures.
 
-    The core tells of what happens to its slots (`begin`, `copied`, `prefilled`, `append`, `move`, `forget`) and asks
+    The core reports changes of its slots (`begin`, `copied`, `prefilled`, `append`, `move`, `forget`) and asks
     for `step`s of as many tokens as `guard` advises. Raises EngineError for a model without MTP layers and for a
     context in which so many tokens have no place.
     """
@@ -103,11 +103,11 @@ class Speculator:
         self._accept_uniforms = np.zeros((slots, context), dtype=np.float32)  # the core's
         self._base_S1 = np.arange(slots)[:, None] * context  # of each slot, in columns laid end to end
         self._repeated: tuple[SamplingColumns, int, SamplingColumns] | None = None
-        self._verifications = self._told = 0
+        self._verifications = self._produced = 0
         self._drafts, self._accepts = np.zeros(tokens, dtype=np.int64), np.zeros(tokens, dtype=np.int64)  # by place
         self._barren, self._warned = 0, False
 
-    # -- what happens to the slots ---------------------------------------------------------------------------------
+    # -- changes of the slots --------------------------------------------------------------------------------------
 
     def begin(self, slot: int, tokens: SequenceOf[int], key: int, position: int, count: int) -> None:
         """A sequence of these tokens was placed; ``count`` more will be drawn, from ``position`` on."""
@@ -142,7 +142,7 @@ class Speculator:
         self._drafted[source] = 0
 
     def forget(self, slot: int) -> None:
-        """The slot's KV is not valid any more."""
+        """Invalidate the slot's KV."""
         self._drafted[slot] = 0
 
     def keep_hidden(self, positions_NJ: np.ndarray, hidden_XM: Tensor) -> None:
@@ -167,8 +167,8 @@ class Speculator:
         and not read. ``positions`` int64 [N] are those of the last tokens, ``draws`` float32 [slots, context] the
         uniforms by position. ``length`` ≥ every position + k + 1, within the context, is attended.
 
-        The last place of the context is where rows that are near its end write what nobody reads: no sequence has KV
-        there, as its last token is drawn and not computed."""
+        Rows near the end of the context write unread values to its last position: no sequence has KV there, because its
+        last token is drawn and not computed."""
         n, base_N1 = len(positions), self._base_S1[: len(positions)]
         drafts: list[Tensor] = []
         drafted: list[Tensor] = []
@@ -225,17 +225,17 @@ class Speculator:
 
     # -- figures ---------------------------------------------------------------------------------------------------
 
-    def count(self, k: int, drafted: SequenceOf[int], accepted: SequenceOf[int], told: int) -> None:
+    def count(self, k: int, drafted: SequenceOf[int], accepted: SequenceOf[int], produced: int) -> None:
         """Of one step of ``k``: by row, the drafted tokens that had a place before the sequence's end and those of them
-        accepted; ``told`` tokens came of it."""
+        accepted; ``produced`` tokens came of it."""
         places = np.arange(k)[:, None]
         accepts = (np.asarray(accepted) > places).sum(1)
         self._drafts[:k] += (np.asarray(drafted) > places).sum(1)
         self._accepts[:k] += accepts
         self._verifications += len(drafted)
-        self._told += told
+        self._produced += produced
         self._barren = 0 if accepts[0] else self._barren + sum(drafted)
-        if self._barren >= BARREN_TOKENS and not self._warned:
+        if self._barren >= ZERO_ACCEPTANCE_TOKENS and not self._warned:
             log.warning(
                 "%s: none of the last %d drafted tokens was accepted: the draft does not belong to these weights (was "
                 "it ever trained?). Expected mtp.enable_train, or a checkpoint with a trained draft, or "
@@ -243,11 +243,11 @@ class Speculator:
                 self._recorder.actor,
                 self._barren,
             )
-        self._warned = self._barren >= BARREN_TOKENS
+        self._warned = self._barren >= ZERO_ACCEPTANCE_TOKENS
 
-    def took(self, k: int, rows: int, accepted: SequenceOf[int], seconds: float) -> None:
+    def took(self, k: int, rows: int, gained: SequenceOf[int], seconds: float) -> None:
         """A step of ``k`` drafted tokens, 0 included, for ``rows`` sequences; a switch of the guard is logged."""
-        self.guard.observe(k, rows, accepted, seconds)
+        self.guard.observe(k, rows, gained, seconds)
         while self.guard.switches:
             log.info("%s", self.guard.switches.pop(0))
 
@@ -256,11 +256,11 @@ class Speculator:
         count = self._recorder.count
         if self._verifications:
             count("rollout/spec/verifications", self._verifications)
-            count("rollout/spec/tokens", self._told)
+            count("rollout/spec/tokens", self._produced)
             for place in range(self._most):
                 count(f"rollout/spec/drafted/{place + 1}", int(self._drafts[place]))
                 count(f"rollout/spec/accepted/{place + 1}", int(self._accepts[place]))
-        self._verifications = self._told = 0
+        self._verifications = self._produced = 0
         self._drafts[:] = 0
         self._accepts[:] = 0
         self._recorder.gauge("rollout/spec_tokens_per_step", self.guard.latest)

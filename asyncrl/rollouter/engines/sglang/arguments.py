@@ -1,85 +1,27 @@
-"""From our options to SGLang's server arguments and sampling parameters."""
+"""SGLang's server arguments, environment and sampling parameters from the config."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from asyncrl.config.checks import sends_adapters
 from asyncrl.config.schema import Config
 from asyncrl.models.config import ModelConfig
-from asyncrl.param_sync.manifest import DTYPE_BYTES
-from asyncrl.rollouter.engine import EngineError, Request
 from asyncrl.rollouter.engines.adapters import adapted_leaves, adapter_slots
+from asyncrl.rollouter.engines.base import Request
 from asyncrl.rollouter.engines.sglang.serve import UNPINNED
 
-_OLDEST = (0, 5, 20)  # with the pause modes, and spans of weight versions in the outputs
-SESSIONS_SINCE = (0, 5, 22)  # updates of weights stand between begin and end
+#: arguments with which the server keeps weights of fewer bits than it is sent
+QUANTIZING = frozenset({"quantization", "torchao_config", "modelopt_quant"})
 _SLACK_TOKENS = 8  # SGLang ends a request a little before its context is full
-
-#: what the adapter stands on; `rollout.engine.args` may not change it
-_OURS = frozenset(
-    {
-        "model_path",
-        "device",
-        "dtype",
-        "host",
-        "port",
-        "api_key",
-        "admin_api_key",
-        "random_seed",
-        "max_running_requests",
-        "context_length",
-        "tp_size",
-        "tensor_parallel_size",
-        "pp_size",
-        "pipeline_parallel_size",
-        "tokenizer_worker_num",
-        "skip_tokenizer_init",
-        "incremental_streaming_output",
-        "enable_priority_scheduling",
-        "schedule_low_priority_values_first",
-        "enable_memory_saver",
-        "weight_version",
-        "speculative_algorithm",
-        "speculative_num_steps",
-        "speculative_eagle_topk",
-        "speculative_num_draft_tokens",
-        "enable_lora",
-        "lora_paths",
-        "max_lora_rank",
-        "lora_target_modules",
-        "max_loras_per_batch",
-    }
-)
-
-
-def check_version() -> tuple[int, ...]:
-    """SGLang's version. Raises EngineError for one that the adapter does not know."""
-    try:
-        said = importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        raise EngineError(
-            "SGLang is not installed in this environment, see runtime_env/ for replicas with one of their own"
-        ) from None
-    version = tuple(int(part) for part in said.split(".")[:3] if part.isdigit())
-    if version < _OLDEST:
-        raise EngineError(f"SGLang {said}: expected at least {'.'.join(map(str, _OLDEST))}, which tells versions")
-    return version
 
 
 def server_arguments(config: Config, device: str) -> dict[str, Any]:
-    """By SGLang's names. Raises EngineError for arguments that are ours to set."""
+    """By SGLang's names."""
     engine, mtp = config.rollout.engine, config.mtp
-    if taken := sorted(_OURS & engine.args.keys()):
-        raise EngineError(f"rollout.engine.args: {', '.join(taken)} follow from other options; leave them out")
-    if {"dp_size", "data_parallel_size"} & engine.args.keys() and not engine.args.get("enable_dp_attention"):
-        raise EngineError("rollout.engine.args: dp_size goes with enable_dp_attention; else raise rollout.replicas")
     model = ModelConfig.load(config.model.path)
     arguments: dict[str, Any] = {
         "model_path": config.model.path,
@@ -93,7 +35,7 @@ def server_arguments(config: Config, device: str) -> dict[str, Any]:
         "incremental_streaming_output": True,
         "enable_priority_scheduling": True,
         "schedule_low_priority_values_first": True,
-        "enable_memory_saver": device == "cuda" and config.param_sync.kv == "unload",  # what can free the KV cache
+        "enable_memory_saver": device == "cuda" and config.param_sync.kv == "unload",  # needed to free the KV cache
         "log_level": "error",
         "skip_server_warmup": True,  # its request might still run when the first sync comes
     }
@@ -115,6 +57,12 @@ def server_arguments(config: Config, device: str) -> dict[str, Any]:
             arguments["lora_backend"] = "torch_native"
     if engine.delivery == "nccl":
         arguments["base_gpu_id"] = 1  # the first one is this process's
+    sync = config.param_sync
+    if (sync.pause, sync.kv) == ("keep", "keep") and sync.in_flight != "finish":
+        # With it a pause leaves a step in flight: it would run on while weights arrive, and its tokens, drawn from the
+        # old ones, would be counted to the new version. Only this pair pays for that: all others drain the step, and
+        # requests that finish on their adapter do not change version.
+        arguments["disable_overlap_schedule"] = True
     if device == "cpu":
         arguments |= {
             "attention_backend": "torch_native",
@@ -144,10 +92,11 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def server_environment(config: Config, device: str) -> dict[str, str]:
-    """What the server's processes find in their environment, beside ours."""
+    """Environment of the server's processes, in addition to this one's."""
     engine = config.rollout.engine
     wanted = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     wanted["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # by the slack
+    wanted["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"  # the behaviour logprob is that after temperature
     if engine.delivery == "gloo":
         wanted["GLOO_SOCKET_IFNAME"] = "lo"  # where this process is in the group
     if device == "cpu" and sends_adapters(config):
@@ -170,29 +119,17 @@ def sampling_parameters(request: Request, stream_interval: int) -> dict[str, Any
         "min_p": s.min_p,
         "stop_token_ids": list(s.stop_token_ids) or None,
         "stop": list(s.stop_strings) or None,
-        # Where to stop is the request's to say. But told to ignore the checkpoint's own end, SGLang ignores these too.
+        # it ignores the request's own stop tokens too; `stops` hides the model's
         "ignore_eos": not s.stop_token_ids,
         "stream_interval": stream_interval,
     }
 
 
 def lora_slots(config: Config) -> int:
-    """SGLang never puts one adapter in the place of another, so there is always room for two."""
+    """SGLang never replaces an adapter in place, so there is always room for two."""
     return max(2, adapter_slots(config))
 
 
 def context_tokens(config: Config) -> int:
     model = ModelConfig.load(config.model.path)
     return config.rollout.engine.max_context_tokens or model.max_position_embeddings
-
-
-def kv_token_bytes(config: Config) -> int:
-    """Of one token in the KV cache, over all layers."""
-    model = ModelConfig.load(config.model.path)
-    layers = model.num_layers + (model.num_mtp_layers if config.mtp.enable_rollout else 0)
-    element = DTYPE_BYTES[model.engine_dtype(config.rollout.engine.dtype)]
-    return 2 * layers * model.num_kv_heads * model.head_dim * element
-
-
-def resolve_device(name: str) -> str:
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name

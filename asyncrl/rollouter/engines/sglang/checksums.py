@@ -1,22 +1,24 @@
-"""Whether the server's live parameters are those that were sent, by the checksums that it takes of them itself.
+"""Verifies the server's live parameters by its own checksums.
 
-On the CPU SGLang hashes each live parameter's bytes with SHA-256, of which it tells 8 bytes. Its names are its own, so
-hashes are compared and not names: every live parameter must be one that was sent, and every tensor that was sent must
-be alive. Of projections that SGLang keeps as one, the bytes lie one behind the other. Which it does keep as one is
-found out in the first session: hashing everything twice would cost more than the transfer.
+On the CPU SGLang reports the first 8 bytes of the SHA-256 of each live parameter. It renames parameters, so hashes are
+compared rather than names: every live parameter must be a tensor that was sent, and every sent tensor must be live.
+Projections that SGLang fuses lie one after the other in memory. The first session finds out which ones it fuses;
+hashing everything twice would cost more than the transfer.
+
+On a GPU checksums are of another kind, and workers hold shards: there each parameter that is known by name must have
+changed if the tensor sent for it did.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 
 from asyncrl.param_sync.digest import flat_bytes
 from asyncrl.param_sync.manifest import Role, TensorSpec
-
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+from asyncrl.rollouter.engines.sglang.fused import fused, live_names
 
 #: the names of tensors that are one in memory, in their order; of one tensor, mostly
 _Piece = tuple[str, ...]
@@ -37,18 +39,18 @@ class SentChecksums:
                 self._known["target"] = last._known["target"]
 
     def add(self, spec: TensorSpec, tensor: torch.Tensor) -> None:
-        known, (alone, *fused) = self._known[spec.role], list(self._pieces(spec.name))
-        wanted = [piece for piece in (alone, *fused) if piece in self._alive] or [alone, *fused]
+        known, (alone, *joined) = self._known[spec.role], list(self._pieces(spec.name))
+        wanted = [piece for piece in (alone, *joined) if piece in self._alive] or [alone, *joined]
         if alone in wanted:
             known.setdefault(_sha256([tensor]), set()).add(alone)
-        for piece in fused:
+        for piece in joined:
             if piece in wanted:
                 self._waiting[spec.name] = tensor
                 if self._waiting.keys() >= set(piece):
                     known.setdefault(_sha256([self._waiting.pop(name) for name in piece]), set()).add(piece)
 
     def differences(self, role: Role, live: Collection[str], shared: bool = False) -> list[str]:
-        """What is wrong with the checksums of a role's live parameters, a line each. ``shared``: it also holds tensors
+        """Mismatches of the checksums of a role's live parameters, a line each. ``shared``: it also holds tensors
         of the target, such as its embedding."""
         known = self._known[role]
         alive = {piece for checksum in live for piece in known.get(checksum, ())}
@@ -65,12 +67,23 @@ class SentChecksums:
     def _pieces(self, name: str) -> Iterator[_Piece]:
         """The tensor alone, and with what SGLang may keep as one with it."""
         yield (name,)
-        for group in _FUSED:
-            for part in group:
-                if f".{part}." in name:
-                    piece = tuple(name.replace(f".{part}.", f".{other}.") for other in group)
-                    if self._names.issuperset(piece):
-                        yield piece
+        if len(piece := fused(name, self._names)) > 1:
+            yield piece
+
+
+def unmoved(changed: Collection[str], before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Live parameters, by ``worker: name`` before and now, that are what they were although a tensor that is theirs by
+    its name changed; a line each. A worker may have a part that did not change, but not all of them."""
+    moved: dict[str, bool] = {}
+    for key, checksum in now.items():
+        name = key.rpartition(": ")[2]
+        moved[name] = moved.get(name, False) or before.get(key) != checksum
+    return [
+        f"{name}: it changed, and SGLang's {live} did not"
+        for name in sorted(changed)
+        for live in sorted(live_names(name))
+        if moved.get(live) is False
+    ]
 
 
 def _sha256(tensors: Iterable[torch.Tensor]) -> str:

@@ -1,4 +1,4 @@
-"""SGLang's HTTP interface, as far as the adapter uses it."""
+"""HTTP client of SGLang's server."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 import aiohttp
 
-from asyncrl.rollouter.engine import EngineDied, EngineError
+from asyncrl.rollouter.engines.base import EngineDied, EngineError
 
 _LONGEST_LINE = 1 << 24  # bytes: an event of a stream is one line
 _IDLE_S = 2.0  # the server drops connections that idle for 5 s, maybe just as one is used again
 
 
 class ServerRefusal(EngineError):
-    """The server lives and does not do what it was asked; the message is its own."""
+    """The server refused a call; the message is its own."""
 
 
 class Client:
@@ -34,7 +34,7 @@ class Client:
 
     async def generate(self, **body: Any) -> AsyncIterator[dict[str, Any]]:
         """The events of a stream, until its end."""
-        with self._told_as_ours("/generate"):
+        with self._errors_translated("/generate"):
             async with self._session.post("/generate", json={**body, "stream": True}) as answer:
                 if answer.status != 200:
                     raise _refusal("/generate", answer.status, await answer.text())
@@ -59,14 +59,14 @@ class Client:
                 self._url,
                 headers={"Authorization": f"Bearer {self._key}"},
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
-                timeout=aiohttp.ClientTimeout(total=None),  # who calls has deadlines
+                timeout=aiohttp.ClientTimeout(total=None),  # callers have deadlines
                 read_bufsize=_LONGEST_LINE,
                 trust_env=False,
             )
         return self._opened
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        with self._told_as_ours(path):
+        with self._errors_translated(path):
             async with self._session.request(method, path, json=body) as answer:
                 text = await answer.text()
         if answer.status != 200:
@@ -77,7 +77,7 @@ class Client:
         return {}
 
     @contextlib.contextmanager
-    def _told_as_ours(self, path: str):  # type: ignore[no-untyped-def]
+    def _errors_translated(self, path: str):  # type: ignore[no-untyped-def]
         try:
             yield
         except (aiohttp.ClientError, ConnectionError) as e:

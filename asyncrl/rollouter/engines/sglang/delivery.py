@@ -1,4 +1,4 @@
-"""How tensors get from the replica's process into SGLang's: in memory that both see, told about over HTTP.
+"""Delivery of tensors from the replica's process to SGLang's: in shared memory, announced over HTTP.
 
 SGLang calls it a flattened bucket: one uint8 tensor, and for each tensor in it where it lies. Every worker is sent a
 handle of its own to the same memory, as a handle may be opened once. `group_delivery` is the other way.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Protocol
@@ -18,6 +18,10 @@ import torch.multiprocessing
 
 from asyncrl.param_sync.manifest import DTYPE_BYTES, Role, TensorSpec
 from asyncrl.rollouter.engines.sglang.client import Client
+from asyncrl.rollouter.engines.sglang.fused import loaded_together
+
+#: a tensor that has come whole
+Arrived = tuple[TensorSpec, torch.Tensor]
 
 ALIGN_BYTES = 64
 CAPACITY_BYTES = 64 * 1024 * 1024
@@ -37,27 +41,29 @@ class Parcel:
     def __len__(self) -> int:
         return len(self.places)
 
-    def takes(self, spec: TensorSpec) -> bool:
+    def takes(self, *specs: TensorSpec) -> bool:
+        """Whether there is room for all of these, of one role and dtype, one behind the other."""
         if not self.places:
             return True
-        fits = self._end + spec.nbytes <= self._memory_bytes and self._end % DTYPE_BYTES[spec.dtype] == 0
-        return fits and spec.role == self.role
+        fits = self._end + self._bytes_of(specs) <= self._memory_bytes and self._end % DTYPE_BYTES[specs[0].dtype] == 0
+        return fits and specs[0].role == self.role
 
-    def add(self, spec: TensorSpec, tensor: torch.Tensor) -> None:
-        """Copy it in; `takes` said that it fits."""
+    def add(self, *tensors: Arrived) -> None:
+        """Copy them in; `takes` said that they fit."""
         if not self.places:
-            self.role = spec.role
-            if spec.nbytes > self._memory_bytes:
-                self._memory = self._allocate(max(spec.nbytes, self._capacity))
+            self.role = tensors[0][0].role
+            if (nbytes := self._bytes_of([spec for spec, _ in tensors])) > self._memory_bytes:
+                self._memory = self._allocate(max(nbytes, self._capacity))
         assert self._memory is not None
-        start, end = self._end, self._end + spec.nbytes
-        self._memory[start:end].copy_(tensor.reshape(-1).view(torch.uint8))
-        place = {"name": spec.name, "shape": tensor.shape, "dtype": tensor.dtype}
-        self.places.append(SimpleNamespace(**place, start_idx=start, end_idx=end, numel=spec.nbytes))
-        self._end = end + -spec.nbytes % self._align_bytes
+        for spec, tensor in tensors:
+            start, end = self._end, self._end + spec.nbytes
+            self._memory[start:end].copy_(tensor.reshape(-1).view(torch.uint8))
+            place = {"name": spec.name, "shape": tensor.shape, "dtype": tensor.dtype}
+            self.places.append(SimpleNamespace(**place, start_idx=start, end_idx=end, numel=spec.nbytes))
+            self._end = end + -spec.nbytes % self._align_bytes
 
     def clear(self) -> None:
-        """The memory may be filled again: SGLang has answered that it has read it."""
+        """The memory may be filled again: the delivery has ended, so SGLang has read it."""
         self.places, self._end = [], 0
 
     def flat(self) -> torch.Tensor:
@@ -66,6 +72,10 @@ class Parcel:
         if self._device != "cpu":
             torch.cuda.synchronize()
         return self._memory[: self._end]
+
+    def _bytes_of(self, specs: Sequence[TensorSpec]) -> int:
+        """Up to the end of the last one."""
+        return sum(spec.nbytes + -spec.nbytes % self._align_bytes for spec in specs[:-1]) + specs[-1].nbytes
 
     @property
     def _memory_bytes(self) -> int:
@@ -106,7 +116,7 @@ class Delivery(Protocol):
         """Be ready for a session. Generation goes on meanwhile."""
 
     async def deliver(self, parcel: Parcel, selector: str) -> None:
-        """Returns when the models that the selector names have loaded it. Raises EngineError."""
+        """Returns when the models that the selector names have loaded it and read all of it. Raises EngineError."""
 
     def abort(self) -> None:
         """End a delivery in progress, so that neither end waits for the other."""
@@ -116,7 +126,7 @@ class ByMemory:
     """Implements `Delivery`: the workers read the parcel where it is."""
 
     def __init__(self, client: Client, device: str, workers: int) -> None:
-        self._client, self._workers = client, workers
+        self._client, self._device, self._workers = client, device, workers
         self.parcels: tuple[Parcel, Parcel] = SharedParcel(device), SharedParcel(device)
 
     async def open(self, deadline_s: float) -> None:
@@ -131,6 +141,10 @@ class ByMemory:
             flush_cache=False,  # the session has done so, where it is wanted
             selector=selector,
         )
+        if self._device != "cpu":
+            # It answers when its copies are queued. Checksums, here of none, are taken when all workers' GPUs have done
+            # what they were asked: only then may the memory be filled again.
+            await self._client.post("/weights_checker", action="checksum", skip_tensor_list=[""], selector=selector)
 
     def abort(self) -> None:
         pass
@@ -153,16 +167,26 @@ class _shared_by_name:
         torch.multiprocessing.set_sharing_strategy(self._before)
 
 
-def parcels(tensors: Iterator[tuple[TensorSpec, torch.Tensor]], pair: tuple[Parcel, Parcel]) -> Iterator[Parcel]:
+def parcels(tensors: Iterator[Arrived], pair: tuple[Parcel, Parcel], sent: Collection[str]) -> Iterator[Parcel]:
     """The two in turn, filled again and again until all tensors have gone: who asks for the next may still be sending
-    one, and has sent the one before."""
+    one, and has sent the one before. ``sent``: the names of all that will come."""
     parcel, other = pair
     parcel.clear()
-    for spec, tensor in tensors:
-        if not parcel.takes(spec):
+    for together in _complete(tensors, sent):
+        if not parcel.takes(*(spec for spec, _ in together)):
             yield parcel
             parcel, other = other, parcel
             parcel.clear()
-        parcel.add(spec, tensor)
+        parcel.add(*together)
     if len(parcel):
         yield parcel
+
+
+def _complete(tensors: Iterator[Arrived], sent: Collection[str]) -> Iterator[list[Arrived]]:
+    """Each tensor with those that it must be loaded with: it is held back until the last of them is here."""
+    waiting: dict[str, Arrived] = {}
+    for spec, tensor in tensors:
+        waiting[spec.name] = spec, tensor
+        names = loaded_together(spec.name, sent)
+        if all(name in waiting for name in names):
+            yield [waiting.pop(name) for name in names]

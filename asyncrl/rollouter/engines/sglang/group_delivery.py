@@ -1,9 +1,9 @@
-"""How tensors get from the replica's process into SGLang's over a process group: one broadcast a parcel.
+"""Delivery of weights to SGLang's server over a process group: one broadcast per parcel.
 
-For replicas whose two ends cannot see the same memory: GPUs that do not reach each other's, containers without shared
-memory. SGLang calls it a distributed update. This process is rank 0, the server's workers are the others; the group is
-formed with the first session and lasts until something breaks in it. Then its connections are closed, so that nobody
-waits in it, and the next session forms another. A server that is told to wait is told so only when the parcel is there.
+For replicas whose two ends share no memory: GPUs without peer access, containers without shared memory. SGLang calls it
+a distributed update. This process is rank 0, the server's workers are the others. The group forms in the first session
+and lasts until something in it fails; then its connections are closed, so that no member waits, and the next session
+forms another. The server starts to receive only once a parcel is here.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ import asyncio
 import contextlib
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from asyncrl.param_sync.transports.backends import Backend, Seat, Way, make_way
+from asyncrl.param_sync.transports import gloo, nccl
+from asyncrl.param_sync.transports.broadcast import BroadcastChannel, GroupRendezvous
 from asyncrl.param_sync.transports.process_group import host_store
-from asyncrl.rollouter.engine import EngineDied, EngineError
+from asyncrl.rollouter.engines.base import EngineDied, EngineError
 from asyncrl.rollouter.engines.sglang.client import Client, ServerRefusal
 from asyncrl.rollouter.engines.sglang.delivery import CAPACITY_BYTES, Parcel
+
+Backend = Literal["gloo", "nccl"]
 
 _HOST = "127.0.0.1"  # the server is a child of this process
 _CALL_S = 120.0  # of one broadcast
@@ -32,12 +35,14 @@ class ByGroup:
     """Implements `asyncrl.rollouter.engines.sglang.delivery.Delivery`. ``backend`` nccl needs this process on a GPU of
     its own: NCCL refuses two members on one."""
 
-    def __init__(self, client: Client, backend: Backend, workers: int, capacity_bytes: int = CAPACITY_BYTES) -> None:
+    def __init__(
+        self, client: Client, backend: Literal["gloo", "nccl"], workers: int, capacity_bytes: int = CAPACITY_BYTES
+    ) -> None:
         self._client, self._backend, self._workers = client, backend, workers
         self._device = "cuda" if backend == "nccl" else "cpu"  # SGLang's ends of gloo copy to theirs
         self.parcels = Parcel(self._device, capacity_bytes), Parcel(self._device, capacity_bytes)
         self._name = ""  # of the group, or of the last one
-        self._way: Way | None = None
+        self._way: BroadcastChannel | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._store: dist.TCPStore | None = None
         self._delivering = False
@@ -61,7 +66,7 @@ class ByGroup:
         if way is None or thread is None:
             raise EngineError("there is no group with SGLang's workers; a session begins with `open`")
         flat = parcel.flat()
-        told = asyncio.ensure_future(
+        posted = asyncio.ensure_future(
             self._client.post(
                 "/update_weights_from_distributed",
                 names=[place.name for place in parcel.places],
@@ -74,21 +79,21 @@ class ByGroup:
             )
         )
         sent = asyncio.get_running_loop().run_in_executor(thread, lambda: way.receive(flat).wait())
-        sent.add_done_callback(_heard)
+        sent.add_done_callback(_retrieved)
         self._delivering = True
         try:
-            await asyncio.wait([told, sent], return_when=asyncio.FIRST_EXCEPTION)
-            if not told.done():  # what SGLang says of it tells more
+            await asyncio.wait([posted, sent], return_when=asyncio.FIRST_EXCEPTION)
+            if not posted.done():  # SGLang's own error says more
                 self.abort()
-                await asyncio.wait([told], timeout=_LAST_WORDS_S)
-            if told.done():
-                told.result()
+                await asyncio.wait([posted], timeout=_LAST_WORDS_S)
+            if posted.done():
+                posted.result()
             sent.result()
             self._delivering = False
         finally:
             self.abort()
-            if not told.done():
-                told.cancel()
+            if not posted.done():
+                posted.cancel()
 
     def abort(self) -> None:
         """Of a delivery in progress: close the group's connections."""
@@ -108,11 +113,13 @@ class ByGroup:
         self._name = f"asyncrl-{uuid.uuid4().hex}"
         self._store = host_store(_HOST)
         size = 1 + self._workers
-        seat = Seat(_keys(self._name, self._device), 0, size, _HOST, self._store.port, _CALL_S, chained=False)
+        keys, port = _keys(self._name, self._device), self._store.port
+        rendezvous = GroupRendezvous(keys, 0, size, _HOST, port, _CALL_S, chained=False)
         thread = ThreadPoolExecutor(1, thread_name_prefix="sglang-group")
         loop, device = asyncio.get_running_loop(), torch.device(self._device)
-        joined = loop.run_in_executor(thread, make_way, seat, _HOST, self._backend, device)
-        joined.add_done_callback(_heard)
+        transport = nccl.TRANSPORT if self._backend == "nccl" else gloo.TRANSPORT
+        joined = loop.run_in_executor(thread, transport.open_channel, rendezvous, _HOST, device)
+        joined.add_done_callback(_retrieved)
         try:
             await self._client.post(
                 "/init_weights_update_group",
@@ -126,7 +133,7 @@ class ByGroup:
             self._way, self._thread = await joined, thread
         finally:
             if self._thread is not thread:
-                self._store = None  # nobody will come: whoever waits there is told so
+                self._store = None  # fails those that wait in it
                 thread.shutdown(wait=False)
 
 
@@ -135,7 +142,7 @@ def _keys(group_name: str, device: str) -> str:
     return f"{group_name}/{group_name}//{device}/"
 
 
-def _heard(future: asyncio.Future[Any]) -> None:
-    """asyncio need not tell of an error that came when nobody waited any more."""
+def _retrieved(future: asyncio.Future[Any]) -> None:
+    """Retrieve the exception, so that asyncio does not log it as never retrieved."""
     if not future.cancelled():
         future.exception()

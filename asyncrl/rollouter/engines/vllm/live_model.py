@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from asyncrl.cpu.vllm import pack_experts_anew
 from asyncrl.param_sync.errors import SyncError
+from asyncrl.param_sync.fingerprints import FingerprintCheck, Verdict
 from asyncrl.param_sync.manifest import Manifest, Role, TensorSpec
 from asyncrl.param_sync.names import unwrap
-from asyncrl.rollouter.engines.vllm.cpu_defects import pack_experts_anew
 from asyncrl.rollouter.engines.vllm.live_names import resolver, ties
 
 
@@ -23,6 +24,7 @@ class LiveModel:
         model.start()
         model.load((load_as, tensor) for load_as in model.loads[name] ...)
         model.finish()
+        model.verdict(fingerprints)  # of what was sent
 
     vLLM's own config is to be the current one from ``start`` to ``finish``. ``shared_with``: a draft's target.
     """
@@ -44,10 +46,13 @@ class LiveModel:
         #: sent tensor → the names under which vLLM's loader takes it
         self.loads: dict[str, tuple[str, ...]] = {}
         self._filled: frozenset[str] = frozenset()
+        self._feeds: dict[str, list[str]] = {}  # live parameter → the sent tensors that are loaded into it
+        self._check = FingerprintCheck()
         self.reloading = False
 
     def plan(self, specs: Iterable[TensorSpec]) -> None:
-        """Settle where each tensor belongs. Raises ManifestError unless they are what the model takes, all of it."""
+        """Assign each tensor to its model. Raises ManifestError unless they are exactly the tensors that the model
+        takes."""
         plan = self._resolver.resolve(specs)
         self.loads = plan.loads()
         owners = {t.owner: t for t in plan.tensors if t.load_as is not None and t.owner is not None}
@@ -56,6 +61,14 @@ class LiveModel:
                 t = owners[owner]
                 self.loads[t.source] += tuple(alias for alias in aliases if alias != t.load_as)
         self._filled = frozenset(map(unwrap, owners))
+        self._feeds = {owner: [] for owner in owners}
+        for t in plan.tensors:
+            if t.load_as is not None and t.owner is not None:
+                self._feeds[t.owner].append(t.source)
+
+    def leave_as_it_is(self) -> None:
+        """Settle that the session brings nothing for it."""
+        self.loads, self._feeds = {}, {}
 
     def start(self) -> None:
         initialize_layerwise_reload(self.net)
@@ -76,6 +89,10 @@ class LiveModel:
         self.reloading = False
         finalize_layerwise_reload(self.net, self._config)
 
+    def verdict(self, sent: Mapping[str, torch.Tensor]) -> Verdict:
+        """Compare the live parameters with the fingerprints of the tensors sent."""
+        return self._check.verdict(self._feeds, sent, dict(self.net.named_parameters(remove_duplicate=False)))
+
 
 def plan_loads(manifest: Manifest, target: LiveModel, draft: LiveModel | None, staged: bool = False) -> list[str]:
     """Settle where each tensor belongs in the target, and in the draft if there is one; where adapters travel, the base
@@ -87,11 +104,11 @@ def plan_loads(manifest: Manifest, target: LiveModel, draft: LiveModel | None, s
     skipped = set(elsewhere)
     adapter_alone = manifest.adapter is not None and not manifest.sends_base
     if adapter_alone:
-        target.loads = {}
+        target.leave_as_it_is()
     else:
         target.plan(spec for spec in of_target if spec.name not in skipped)
     if draft is not None and adapter_alone and manifest.frozen_draft:
-        draft.loads = {}
+        draft.leave_as_it_is()
     elif draft is not None:
         # a draft that does not share the target's embedding or head takes them, too
         draft.plan(spec for spec in manifest if spec.role == "draft" or draft.wants(spec.name))

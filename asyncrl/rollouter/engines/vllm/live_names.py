@@ -1,4 +1,4 @@
-"""What a live vLLM model takes: its parameters as its loader knows them, and where canonical names belong in it."""
+"""Parameters of a live vLLM model as its loader knows them, and the mapping of canonical names to them."""
 
 from __future__ import annotations
 

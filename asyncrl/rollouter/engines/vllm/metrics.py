@@ -9,11 +9,11 @@ from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.observability.telemetry.recorder import Recorder
 
 
 def stat_logger(recorder: Recorder) -> Callable[[VllmConfig, int], StatLoggerBase]:
-    """What vLLM is given to make its logger of; it hears of every step of the engine core."""
+    """Factory of the stat logger, which vLLM calls after every step of the engine core."""
 
     def make(config: VllmConfig, engine_index: int = 0) -> StatLoggerBase:
         return _SpeculationCounters(recorder)

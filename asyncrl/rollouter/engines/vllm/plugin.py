@@ -1,17 +1,17 @@
-"""What vLLM runs at the start of each of its processes (its ``vllm.general_plugins``, see pyproject.toml)."""
+"""Plugin that vLLM runs at the start of each of its processes (its ``vllm.general_plugins``, see pyproject.toml)."""
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
-import signal
 
-OURS = "ASYNCRL_VLLM_REPLICA"  # set in the environment of a replica, so that other uses of vLLM are left alone
-_PR_SET_PDEATHSIG = 1
+from asyncrl.processes.parent import end_with_parent
+
+#: set in a replica's environment, so that other uses of vLLM in the same installation are left alone
+REPLICA_MARK = "ASYNCRL_VLLM_REPLICA"
 
 
 def register() -> None:
-    """The kernel kills a process of a replica when the one that started it is gone, however either of them stopped."""
-    if OURS in os.environ and multiprocessing.parent_process() is not None:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Ends a replica's child processes with the process that started them, however that one stops."""
+    if REPLICA_MARK in os.environ and multiprocessing.parent_process() is not None:
+        end_with_parent()

@@ -1,5 +1,5 @@
-"""A sync session's receiving end inside vLLM's workers: what the replica's process asks of them, and the engine that
-vLLM's weight-transfer interface runs.
+"""Weight receiver inside vLLM's workers: commands of the replica's process, and the engine that vLLM's weight-transfer
+interface runs.
 
 Every worker reads all buckets with a reader of its own and gives whole tensors to vLLM's loader, under its layerwise
 reload: packed, sharded and quantised parameters come out as they do from a checkpoint. The target's tensors are loaded
@@ -23,18 +23,18 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.lora.lora_model import LoRAModel
-from vllm.lora.peft_helper import PEFTHelper
 
+from asyncrl.cpu.vllm import correct_cpu_build
 from asyncrl.param_sync.digest import ROLES
 from asyncrl.param_sync.errors import SyncError
-from asyncrl.param_sync.handles import ReceivePlan
+from asyncrl.param_sync.fingerprints import fingerprint
 from asyncrl.param_sync.manifest import AdapterSpec, Role, is_adapter
+from asyncrl.param_sync.session_protocol import ReceivePlan
+from asyncrl.param_sync.tensor_assembler import TensorAssembler
 from asyncrl.param_sync.transports.base import BucketReader
 from asyncrl.param_sync.transports.choose import make_reader
-from asyncrl.param_sync.whole_tensors import WholeTensors
 from asyncrl.rollouter.engines.vllm.arguments import BACKEND
-from asyncrl.rollouter.engines.vllm.cpu_defects import correct_cpu_build
+from asyncrl.rollouter.engines.vllm.live_adapters import LiveAdapters
 from asyncrl.rollouter.engines.vllm.live_model import LiveModel, plan_loads
 
 
@@ -79,10 +79,11 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._reader: BucketReader | None = None
         self._target: LiveModel | None = None
         self._draft: LiveModel | None = None
-        self._tensors: WholeTensors | None = None
+        self._tensors: TensorAssembler | None = None
         self._kept: list[tuple[str, torch.Tensor]] = []  # for the draft
         self._adapter: dict[str, torch.Tensor] = {}  # what has arrived of it
-        self._adapters: dict[int, LoRAModel] = {}  # by slot
+        self._sent: dict[str, torch.Tensor] = {}  # fingerprints of the rest
+        self._adapters: LiveAdapters | None = None
         self._corrected: list[str] = []
         self.problem: BaseException | None = None  # what broke the update
 
@@ -116,7 +117,7 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     # -- the replica's commands ----------------------------------------------------------------------------------------
 
     def attach(self, worker: Any) -> dict[str, Any]:
-        """Look at the loaded models. Returns what the replica must know of them."""
+        """Inspect the loaded models. Returns facts about them that the replica needs."""
         self._worker = worker
         self._corrected = correct_cpu_build(self.vllm_config)
         target, draft = worker.get_model(), worker.get_draft_model()
@@ -136,7 +137,7 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         whole = replace(plan.manifest, tensors=tuple(t for t in plan.manifest if not is_adapter(t.name)))
         elsewhere = plan_loads(whole, self._target, self._draft, staged)
         takes_base = self._draft is not None and any(self._draft.wants(t.name) for t in whole if t.role == "target")
-        self._tensors = WholeTensors(plan.session, plan.manifest)
+        self._tensors = TensorAssembler(plan.session, plan.manifest)
         self._reader.connect(plan.session, plan.addresses, plan.deadline_s)
         return self._name, elsewhere, takes_base
 
@@ -145,40 +146,32 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         with self._giving_up():
             list(self._arriving(deadline_s))  # nothing of the target is among it
 
-    def verify(self) -> dict[Role, str]:
-        """Returns the digests of all that arrived and was loaded."""
+    def verify(self) -> tuple[dict[Role, str], dict[Role, bool | None]]:
+        """Returns the digests of all that arrived and was loaded, and whether the models may still be what they were,
+        see `Verdict`. Raises SyncError for those that are not what was sent."""
         if self._tensors is None or self._kept or any(model.reloading for model in self._models()):
             raise SyncError("verify", None, None, None, "no weight update has gone to its end in this session")
         self._tensors.verify()
-        return {role: self._tensors.digest(role) for role in ROLES}
+        verdicts = {model.role: model.verdict(self._sent) for model in self._models()}
+        if wrong := [name for verdict in verdicts.values() for name in verdict.wrong]:
+            some = ", ".join(wrong[:4]) + (" …" if len(wrong) > 4 else "")
+            raise SyncError("verify", self._name, None, None, f"live parameters that are not what was sent: {some}")
+        digests = {role: self._tensors.digest(role) for role in ROLES}
+        return digests, {role: verdict.stale for role, verdict in verdicts.items()}
 
-    def adopt(self, spec: AdapterSpec, slot: int, keep: Sequence[int]) -> None:
+    def adopt(self, spec: AdapterSpec, slot: int, keep: Sequence[int]) -> list[str]:
         """Put the adapter that has arrived in this slot, and empty all others but those to ``keep``; vLLM has emptied
-        them, if the base was updated too."""
-        adapters = self._worker.model_runner.lora_manager._adapter_manager
+        them, if the base was updated too. Returns the modules that this worker does not have."""
+        if self._adapters is None:
+            self._adapters = LiveAdapters(self._worker.model_runner.lora_manager._adapter_manager)
         arrived, self._adapter = self._adapter, {}
-        mapper = getattr(adapters.model, "hf_to_vllm_mapper", None)
-        lora = LoRAModel.from_lora_tensors(
-            slot,
-            arrived,
-            PEFTHelper(r=spec.r, lora_alpha=spec.alpha, target_modules=list(spec.target_modules)),  # type: ignore[arg-type]
-            device="cpu",
-            dtype=adapters.lora_config.lora_dtype,
-            weights_mapper=mapper and mapper.get_rename_mapper(),
-        )
-        self._adapters = {s: kept for s, kept in self._adapters.items() if s in keep} | {slot: lora}
-        for held, model in adapters.list_adapters().items():
-            if model is not self._adapters.get(held):
-                adapters.remove_adapter(held)
-        for kept in self._adapters.values():
-            adapters.add_adapter(kept)
-            adapters.activate_adapter(kept.id)
+        return self._adapters.adopt(spec, arrived, slot, keep)
 
     def received_bytes(self) -> int:
         return 0 if self._tensors is None else self._tensors.nbytes
 
     def corrected(self) -> list[str]:
-        """Defects of vLLM's that were found here."""
+        """vLLM's defects that were found and corrected here."""
         return self._corrected
 
     def free_bytes(self) -> int:
@@ -195,7 +188,7 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         updated again."""
         assert self._reader is not None
         self._reader.abort()
-        self._tensors, self._kept, self._adapter, self.problem = None, [], {}, None
+        self._tensors, self._kept, self._adapter, self._sent, self.problem = None, [], {}, {}, None
         with set_current_vllm_config(self.vllm_config):
             for model in self._models():
                 if model.reloading:
@@ -234,6 +227,7 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 if is_adapter(spec.name):
                     self._adapter[spec.name] = tensor
                     continue
+                self._sent[spec.name] = fingerprint(tensor)
                 self._kept += [(name, tensor) for name in kept.get(spec.name, ())]
                 yield from ((name, tensor) for name in self._target.loads.get(spec.name, ()))
 

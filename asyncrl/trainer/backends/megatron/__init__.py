@@ -1,1 +1,1 @@
-"""The Megatron backend: models of megatron-core, with weights from and to Hugging Face through Megatron-Bridge."""
+"""The Megatron backend: models of megatron-core, converted from and to Hugging Face by a bridge."""

@@ -1,33 +1,33 @@
-"""The Megatron backend: a model of megatron-core cut over tensor, pipeline, context and data parallel ranks."""
+"""The Megatron backend: a model of megatron-core, sharded over tensor, pipeline, context and data parallel ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.config.schema import Config, OptimizerConfig
+from asyncrl.config.schema import Config
 from asyncrl.models.checkpoint import is_draft, open_tensors
 from asyncrl.models.config import CheckpointError, DecoderConfig, engine_dtype
 from asyncrl.models.mtp_from_trunk import draft_from_trunk
-from asyncrl.param_sync.manifest import Manifest, is_adapter
-from asyncrl.telemetry.recorder import Recorder
-from asyncrl.trainer.backend import LossFunction, NonFiniteError, Scores, TrainBatch
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.param_sync.manifest import is_adapter
 from asyncrl.trainer.backends import process_group
+from asyncrl.trainer.backends.backend import BaseBackend, GradientPass, reference_path
+from asyncrl.trainer.backends.base import Scores, TrainBatch
 from asyncrl.trainer.backends.export import Export
 from asyncrl.trainer.backends.megatron.bridges import Bridge, bridge_of, read_source
-from asyncrl.trainer.backends.megatron.draft import DraftTraining, by_sequence, share_of
+from asyncrl.trainer.backends.megatron.draft import MegatronDraftTraining, by_sequence, share_of
 from asyncrl.trainer.backends.megatron.layout import fit_problems
 from asyncrl.trainer.backends.megatron.lora import Adapters
-from asyncrl.trainer.backends.megatron.offload import Offload, resident
+from asyncrl.trainer.backends.megatron.offload import Offload
 from asyncrl.trainer.backends.megatron.optimizer import ShardedAdamW
 from asyncrl.trainer.backends.megatron.packed import PackedSequences
 from asyncrl.trainer.backends.megatron.policy import PolicyModel, build_chunks, in_precision
@@ -35,13 +35,6 @@ from asyncrl.trainer.backends.megatron.state import ModelState, base_digest
 from asyncrl.trainer.backends.megatron.vocab_parallel import VocabParallelScores
 from asyncrl.trainer.backends.megatron.weights import Conversion, ModelWeights
 from asyncrl.trainer.backends.packing import MicroBatch
-from asyncrl.trainer.backends.schedule import learning_rate
-from asyncrl.trainer.backends.torch_state import (
-    StagedState,
-    load_state,
-    saved_names,
-)
-from asyncrl.trainer.batches import cut_micro_batches
 
 from megatron.core import parallel_state  # isort: skip (after what makes it run without CUDA)
 from megatron.core.distributed import (  # isort: skip
@@ -52,25 +45,27 @@ from megatron.core.distributed import (  # isort: skip
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # isort: skip
 
-LOAD_BLOCK = 32  # parameters of the model whose whole tensors are in memory at once while a checkpoint is read
-
-#: a micro-batch, this rank's share of it, and its hidden states [T, 1, M] of policy and draft → the loss, divided by
-#: the global count already
+#: (model, micro-batch, this rank's share of it, hidden states [T, 1, M] of policy and draft) → the loss, already
+#: divided by the global count
 MicroBatchLoss = Callable[[PolicyModel, MicroBatch, PackedSequences, tuple[Tensor, ...]], Tensor]
 
 
-class MegatronBackend:
-    """One rank of it; see `asyncrl.trainer.backend.Backend` for what each method promises, and
-    `asyncrl.trainer.backends.torch_fsdp.TorchFSDPBackend` for ``init_method`` and ``timeout_s``.
+class MegatronBackend(BaseBackend):
+    """One rank; see `asyncrl.trainer.backends.base.Backend`.
 
-    ``trainer.megatron`` says how many ranks hold one copy of the model; the others are data parallel copies of it, and
-    the optimizer's state is sharded over those. Gradients' sums, optimizer state and the weights that it steps are
-    float32, the model computes in that or in bfloat16 (``trainer.mixed_precision``), and engines get what it computes
-    with. A copy of the model gets the same batch on each of its ranks. Its context parallel ranks each have a part of
-    every sequence (see `packed`), and its last pipeline stage computes the losses, with the head's vocabulary in parts.
+    ``init_method`` and ``timeout_s``: as in torch.distributed, the latter bounds every collective. ``trainer.megatron``
+    says how many ranks hold one copy of the model; further ranks are data parallel copies, over which the optimizer
+    state is sharded. Gradient sums, optimizer state and master weights are float32. The model computes in float32 or
+    bfloat16 (``trainer.mixed_precision``), and engines receive the weights that it computes with. Every rank of a copy
+    gets the same batch. Context parallel ranks each have a part of every sequence (see `packed`), and the last pipeline
+    stage computes the losses, with the head's vocabulary sharded.
 
-    A checkpoint holds whole tensors under their Hugging Face names, each written by one of the ranks, in the same form
-    as the torch backend's: it can be read at any parallel layout, and by that backend."""
+    A checkpoint holds whole tensors under their Hugging Face names, each written by one rank, in the same form as the
+    torch backend's: it loads at any parallel layout, and in that backend."""
+
+    _draft: MegatronDraftTraining | None
+    _policy: list[Any]
+    _reference: list[Any] | None
 
     def __init__(
         self,
@@ -81,11 +76,11 @@ class MegatronBackend:
         recorder: Recorder,
         timeout_s: float = 600.0,
     ) -> None:
-        self.rank, self.world_size = rank, world_size
-        self._config, self._options, self._recorder = config, config.trainer, recorder
-        self._device = _choose_device(self._options.device, rank)
-        if self._device.type == "cpu":
-            torch.set_num_threads(self._options.threads)
+        if config.trainer.device == "cpu" and torch.cuda.is_available():
+            raise ValueError(
+                "trainer.device is cpu, but megatron-core uses the CUDA device of this machine; expected auto"
+            )
+        super().__init__(config, rank, world_size, recorder)
         source = read_source(config.model.path, config.mtp.init_from_trunk, config.mtp.enable_train)
         if problems := list(fit_problems(config, source.text)):
             raise CheckpointError(f"{source.path}: {'; '.join(problems)}")
@@ -95,159 +90,95 @@ class MegatronBackend:
         torch.manual_seed(config.seed)
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.data_ranks = parallel_state.get_data_parallel_world_size()
+        self._data_group = parallel_state.get_data_parallel_group()
 
         self._bridge = bridge_of(source, config.model.bridge)
-        self._chunks, self._conversion = self._load(self._bridge)
+        self._chunks, self._conversion = self._load_chunks(self._bridge)
         self._adapters: Adapters | None = None
         base: Tensor | None = None
-        if config.model.lora.rank:
+        if self._lora:
             base = base_digest(self._conversion)
             self._adapters = self._add_adapters()
         for chunk in self._chunks:
             chunk.detach_draft = config.mtp.detach_encoder
             for name, parameter in chunk.named_parameters():
-                trained = self._adapters is None or ".adapter." in name
-                parameter.requires_grad_(config.mtp.enable_train if name.startswith("mtp.") else trained)
-        self._reference: list[Any] = []
-        reference_path = config.algorithm.reference_path
-        if config.algorithm.kl_coef > 0 and (reference_path or self._adapters is None):
-            reference = bridge_of(read_source(reference_path or config.model.path), config.model.bridge)
-            self._reference = [in_precision(reference.provider, chunk) for chunk in self._load(reference)[0]]
+                learns = not self._lora or ".adapter." in name
+                parameter.requires_grad_(config.mtp.enable_train if name.startswith("mtp.") else learns)
+        self._reference = None
+        if (path := reference_path(config)) is not None:
+            reference = bridge_of(read_source(path), config.model.bridge)
+            self._reference = [in_precision(reference.provider, chunk) for chunk in self._load_chunks(reference)[0]]
 
-        exact = {p: p.detach().clone() for chunk in self._chunks for p in chunk.parameters() if p.requires_grad}
-        self._parallel, self._parallel_draft = self._wrap(self._chunks)
-        self._optimizer = ShardedAdamW(self._parallel, self._parallel_draft, self._options.optimizer)
-        for parameter, weight in exact.items():
+        master = {p: p.detach().clone() for chunk in self._chunks for p in chunk.parameters() if p.requires_grad}
+        self._policy, self._parallel_draft = self._wrap(self._chunks)
+        self._optimizer = ShardedAdamW(self._policy, self._parallel_draft, self._options.optimizer)
+        for parameter, weight in master.items():
             self._optimizer.set_weight(parameter, weight)
-        del exact
-        self._draft: DraftTraining | None = None
+        del master
+        self._draft = None
         if self._parallel_draft is not None:
-            ours = self._chunks[-1], self._parallel_draft, self._optimizer
-            self._draft = DraftTraining(config, *ours, self._micro_batches, self._over_copies)
-        self._optimizer_steps = 0
-        self._total_optimizer_steps = (
-            self._options.total_steps * config.async_training.require_batches * config.algorithm.epochs
-        )
+            self._draft = MegatronDraftTraining(
+                config, self._device, self._micro_batches, self._chunks[-1], self._parallel_draft, self._optimizer
+            )
 
-        self._trained = frozenset(filter(self._is_trained, self._conversion.shapes))
-        weights = ModelWeights(source, self._conversion, self._optimizer, self._trained, rank)
+        trained = frozenset(filter(self._is_trained, self._conversion.shapes))
+        weights = ModelWeights(source, self._conversion, self._optimizer, trained, rank)
         self._export = Export(weights, self._adapters.spec if self._adapters else None, config, rank)
-        of_model = self._conversion, self._optimizer, self._trained
-        self._state = ModelState(*of_model, self._adapters, base, config.model.path)
-
+        self._state = ModelState(self._conversion, self._optimizer, trained, self._adapters, base, config.model.path)
         self._offload = self._make_offload()
-        self._checkpoint_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        periodic = config.checkpoint.every_steps > 0
-        self._staged = StagedState(self.state(), self._checkpoint_group) if periodic else None
+        self._prepare_checkpoints(timeout_s)
         self._offload.send_all()
 
     # -- scoring and training --------------------------------------------------------------------------------------
 
-    @resident("parameters")
-    def logprobs(self, batch: TrainBatch, temperature: float) -> Scores:
-        return self._score(self._parallel, batch, temperature)
-
-    @resident("reference")
-    def reference_logprobs(self, batch: TrainBatch, temperature: float) -> np.ndarray:
-        if not self._reference and self._adapters is not None:
-            with self._offload.here("parameters"), self._adapters.off():
-                return self._score(self._parallel, batch, temperature).logprobs
-        if not self._reference:
-            raise RuntimeError("no reference model is held: it is loaded only if algorithm.kl_coef > 0")
-        return self._score(self._reference, batch, temperature).logprobs
-
     @torch.no_grad()
-    def _score(self, chunks: list[Any], batch: TrainBatch, temperature: float) -> Scores:
+    def _score(self, model: list[Any], batch: TrainBatch, temperature: float) -> Scores:
         found = torch.zeros(2, len(batch.targets), device=self._device)
 
-        def keep(model: PolicyModel, micro: MicroBatch, share: PackedSequences, states: tuple[Tensor, ...]) -> Tensor:
+        def keep(chunk: PolicyModel, micro: MicroBatch, share: PackedSequences, states: tuple[Tensor, ...]) -> Tensor:
             if len(micro.places):
-                scores = self._policy_scores(model, micro, share, states[0], temperature)
+                scores = self._policy_scores(chunk, micro, share, states[0], temperature)
                 found[:, torch.from_numpy(micro.places).to(self._device)] = scores
             return found.new_zeros(())
 
-        self._run(chunks, self._micro_batches(batch), keep, draft_depths=0, forward_only=True)
-        self._from_last_stage(found)
+        self._run(model, self._micro_batches(batch), keep, draft_depths=0, forward_only=True)
+        self._broadcast_from_last_stage(found)
         logprobs, entropy = found.cpu().numpy()
         return Scores(logprobs, entropy)
 
-    @resident("parameters", "gradients", written=True)
-    def train_step(
-        self, batch: TrainBatch, loss: LossFunction, global_denominator: float, temperature: float
-    ) -> Mapping[str, float]:
-        """See `Backend.train_step`. Whether loss and gradient are finite is checked before the policy's weights change,
-        and of the draft's each time before those do."""
+    def _without_adapters(self) -> AbstractContextManager[None]:
+        assert self._adapters is not None
+        return self._adapters.off()
+
+    def _accumulate_gradients(self, micros: list[MicroBatch], step: GradientPass) -> None:
         draft = self._draft
-        with self._recorder.span("trainer/forward_backward", tokens=len(batch.tokens)):
-            sums: dict[str, Tensor] = {}
-            extremes: dict[str, Tensor] = {}
-            of_draft: dict[str, Tensor] = {}
-            hidden: dict[int, Tensor] = {}
-            micros = self._micro_batches(batch)
-            together = draft if draft and not draft.detached else None
-            counts = together.counts([micros]) if together else []
+        joint = draft if draft is not None and not draft.detached else None
 
-            def losses(
-                model: PolicyModel, micro: MicroBatch, share: PackedSequences, states: tuple[Tensor, ...]
-            ) -> Tensor:
-                logprobs, entropy = self._policy_scores(model, micro, share, states[0], temperature)
-                output = loss(logprobs, entropy, micro.batch)
-                total = output.loss / global_denominator
-                if together:
-                    total = total + together.loss(micro, share, states[0], states[1:], counts[0], temperature, of_draft)
-                elif draft:
-                    hidden.update(zip(micro.sequences, by_sequence(states[0].detach(), share), strict=True))
-                _add(sums, {"loss": output.loss.detach(), **output.sums})
-                for name, value in output.extremes.items():
-                    extremes[name] = torch.maximum(extremes[name], value) if name in extremes else value
-                return total
-
-            self._optimizer.zero_grad(draft=False)
-            self._optimizer.zero_grad(draft=True)
-            self._run(self._parallel, micros, losses, together.depths if together else 0, forward_only=False)
-            figures = self._over_copies(sums, dist.ReduceOp.SUM, 1 / global_denominator)
-            figures |= self._over_copies(extremes, dist.ReduceOp.MAX)
-            if together:
-                together.add_up()
-                figures |= together.figures(of_draft, counts)
-            figures = self._told_by_last_stage(figures)
-
-        with self._offload.here("optimizer", written=True):
-            self._optimizer.prepare(draft=False)
-            figures["grad_norm"] = self._optimizer.clip(draft=False)
-            self._expect_finite(figures)
-            if together:
-                figures["mtp/grad_norm"] = self._update_draft(together)
+        def losses(model: PolicyModel, micro: MicroBatch, share: PackedSequences, states: tuple[Tensor, ...]) -> Tensor:
+            logprobs, entropy = self._policy_scores(model, micro, share, states[0], step.temperature)
+            total = step.policy_loss(logprobs, entropy, micro.batch) / step.denominator
+            if joint:
+                counts, sums = step.draft_counts, step.draft_sums
+                total = total + joint.loss(micro, share, states[0], states[1:], counts, step.temperature, sums)
             elif draft:
-                with self._recorder.span("trainer/draft"):
-                    learned = draft.learn(batch, hidden, temperature, partial(self._update_draft, draft))
-                    figures |= self._told_by_last_stage(learned)
-            with self._recorder.span("trainer/optimizer"):
-                figures["lr"] = self._rate(self._options.optimizer)
-                self._optimizer.step(figures["lr"], draft=False)
-                self._optimizer_steps += 1
-        return figures
+                step.hidden.update(zip(micro.sequences, by_sequence(states[0].detach(), share), strict=True))
+            return total
 
-    def _update_draft(self, draft: DraftTraining) -> float:
-        """Take the draft's gradient, clipped apart, so that it cannot shorten the policy's step; its norm before."""
-        self._optimizer.prepare(draft=True)
-        norm = self._optimizer.clip(draft=True)
-        self._expect_finite({"mtp/grad_norm": norm})
-        self._optimizer.step(self._rate(draft.options), draft=True)
-        draft.steps += 1
-        return norm
+        self._optimizer.zero_grad(draft=False)
+        self._optimizer.zero_grad(draft=True)
+        self._run(self._policy, micros, losses, joint.depths if joint else 0, forward_only=False)
+        if joint:
+            joint.reduce_gradients()
 
-    def _rate(self, options: OptimizerConfig) -> float:
-        """It follows the policy's steps."""
-        return learning_rate(options, self._optimizer_steps, self._total_optimizer_steps)
+    def _clip_gradients(self, draft: bool) -> float:
+        self._optimizer.prepare(draft)
+        return self._optimizer.clip(draft)
 
-    def _expect_finite(self, figures: Mapping[str, float]) -> None:
-        for name in ("loss", "grad_norm", "mtp/grad_norm"):
-            if not math.isfinite(figures.get(name, 0.0)):
-                raise NonFiniteError(
-                    f"optimizer step {self._optimizer_steps}: {name} is {figures[name]}, expected a finite number; "
-                    f"the policy's weights were left as they are (look at this step's logprobs, advantages and lr)"
-                )
+    def _step(self, lr: float, draft: bool) -> None:
+        self._optimizer.step(lr, draft)
+
+    def _set_steps(self, steps: int, draft: bool) -> None:
+        self._optimizer.set_steps(steps, draft)
 
     def _run(
         self,
@@ -257,7 +188,7 @@ class MegatronBackend:
         draft_depths: int,
         forward_only: bool,
     ) -> None:
-        """All micro-batches through the stages, in megatron-core's schedule; ``losses`` is called on the last one."""
+        """Run all micro-batches through the stages by megatron-core's schedule; the last stage calls ``losses``."""
 
         def forward_step(micros: Iterator[MicroBatch], module: Any) -> Any:
             micro, model = next(micros), _unwrapped(module)
@@ -277,7 +208,7 @@ class MegatronBackend:
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=chunks if len(chunks) > 1 else chunks[0],
             num_microbatches=len(micro_batches),
-            seq_length=1,  # both are told by each micro-batch's own tensors
+            seq_length=1,  # unused, as is the next: each micro-batch's tensors have shapes of their own
             micro_batch_size=1,
             forward_only=forward_only,
         )
@@ -285,7 +216,7 @@ class MegatronBackend:
     def _policy_scores(
         self, model: PolicyModel, micro: MicroBatch, share: PackedSequences, hidden_T1M: Tensor, temperature: float
     ) -> Tensor:
-        """float32 [2, R], of the whole micro-batch: log-probabilities and entropies."""
+        """float32 [2, R]: log-probabilities and entropies of the whole micro-batch."""
         hidden_rM, mine = share.rows(hidden_T1M, micro.rows)
         head_WM, chunk = model.head_weight, self._options.logprob_chunk_tokens
         scores = VocabParallelScores.apply(
@@ -293,124 +224,56 @@ class MegatronBackend:
         )
         return share.of_all(torch.stack(scores), mine, len(micro.targets))
 
-    def _micro_batches(self, batch: TrainBatch, share: np.ndarray | None = None) -> list[MicroBatch]:
-        """Of all sequences, or of those in ``share``: at least one, with virtual stages a multiple of the stages, and
-        as many on all ranks that share experts; for this there are placeholders."""
-        sequences = np.arange(len(batch)) if share is None else share
-        cuts = cut_micro_batches(batch.lengths[sequences], self._options.max_tokens_per_micro_batch)
-        micros = [MicroBatch.of(batch, sequences[cut].tolist(), self._device) for cut in cuts]
+    def _micro_batch_count(self, own: int) -> int:
+        """At least one; with virtual stages a multiple of the stages; equal on all ranks that share experts."""
         stages = parallel_state.get_pipeline_model_parallel_world_size() if len(self._chunks) > 1 else 1
-        count = max(-(-len(micros) // stages) * stages, stages)
+        count = max(-(-own // stages) * stages, stages)
         if self._options.megatron.expert_model_parallel_size > 1:
-            most = self._over_copies({"count": torch.tensor(count)}, dist.ReduceOp.MAX)
-            count = int(most["count"])
-        return micros + [MicroBatch.placeholder(batch, self._device) for _ in range(count - len(micros))]
+            count = int(self._over_data_ranks({"count": torch.tensor(count)}, dist.ReduceOp.MAX)["count"])
+        return count
 
-    def _over_copies(
-        self,
-        values: Mapping[str, Tensor],
-        op: dist.ReduceOp.RedOpType,
-        scale: float = 1.0,
-        with_context_parallel: bool = False,
-    ) -> dict[str, float]:
-        """Reduce scalars over the copies of the model with one collective; each rank with its like in the others."""
-        if not values:
-            return {}
-        packed = torch.stack([value.double() for value in values.values()]).to(self._device)
-        group = parallel_state.get_data_parallel_group(with_context_parallel)
-        if dist.get_world_size(group) > 1:
-            dist.all_reduce(packed, op, group=group)
-        return dict(zip(values, (packed * scale).tolist(), strict=True))
-
-    def _from_last_stage(self, tensor: Tensor) -> None:
+    def _broadcast_from_last_stage(self, tensor: Tensor) -> None:
         group = parallel_state.get_pipeline_model_parallel_group()
         if dist.get_world_size(group) > 1:
             dist.broadcast(tensor, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
 
-    def _told_by_last_stage(self, figures: dict[str, float]) -> dict[str, float]:
-        group, told = parallel_state.get_pipeline_model_parallel_group(), [figures]
+    def _shared(self, figures: dict[str, float]) -> dict[str, float]:
+        """Those of the last stage, which computes the losses."""
+        group, found = parallel_state.get_pipeline_model_parallel_group(), [figures]
         if dist.get_world_size(group) > 1:
-            dist.broadcast_object_list(told, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
-        return told[0]
+            dist.broadcast_object_list(found, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+        return found[0]
 
-    # -- weights out -----------------------------------------------------------------------------------------------
-
-    def manifest(self) -> Manifest:
-        return self._export.manifest()
+    # -- weights out, and state ------------------------------------------------------------------------------------
 
     def export(self, base: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """See `Backend.export`: rank 0 is the sender; the ranks that hold what it has not take part and yield
-        nothing, others have nothing to do."""
-        cut = self._options.megatron
-        in_stage = self.rank % (self.world_size // cut.pipeline_model_parallel_size)
-        if in_stage < math.lcm(cut.tensor_model_parallel_size, cut.expert_model_parallel_size):
-            moves = self._options.megatron.param_offload  # and a tensor may be sent when the parameters are gone
-            with self._offload.here("parameters"):
-                for name, tensor in self._export.tensors(base):
-                    yield name, tensor.clone() if moves else tensor
+        """Rank 0 sends. Ranks that hold what it lacks take part and yield nothing; others have nothing to do."""
+        layout = self._options.megatron
+        in_stage = self.rank % (self.world_size // layout.pipeline_model_parallel_size)
+        if in_stage < math.lcm(layout.tensor_model_parallel_size, layout.expert_model_parallel_size):
+            # an offloaded parameter may be gone before it is sent
+            with self._resident("parameters"):
+                for name, tensor in super().export(base):
+                    yield name, tensor.clone() if layout.param_offload else tensor
 
-    @resident("parameters", "optimizer")
-    def export_hf(self, path: Path) -> None:
-        self._export.write_hf(path)
-        dist.barrier()
+    def _model_state(self) -> dict[str, Any]:
+        """Every n-th whole tensor for n ranks, by Hugging Face name."""
+        return self._state.share(self.rank, self.world_size)
 
-    # -- state -----------------------------------------------------------------------------------------------------
+    def _load_model(self, path: Path, saved: frozenset[str]) -> None:
+        self._state.load(path)
 
-    @resident("parameters", "optimizer")
-    def state(self) -> Mapping[str, Any]:
-        """This rank's share of the training state: every so many whole tensors, by their Hugging Face names. Of a LoRA
-        run those that are trained, and the digest of the base that they belong to."""
-        return {
-            **self._state.share(self.rank, self.world_size),
-            "optimizer_steps": torch.tensor(self._optimizer_steps),
-            "draft_steps": torch.tensor(self._draft.steps if self._draft else 0),
-            "random_state": {f"rank_{self.rank}": {"cpu": torch.get_rng_state()}},
-        }
+    def _resident(self, *kinds: str, written: bool = False) -> AbstractContextManager[None]:
+        return self._offload.here(*kinds, written=written)
+
+    def _destroy_groups(self) -> None:
+        parallel_state.destroy_model_parallel()
+        super()._destroy_groups()
 
     def _is_trained(self, name: str) -> bool:
         if is_draft(name):
             return self._config.mtp.enable_train
-        return self._adapters is None or is_adapter(name)
-
-    def stage(self) -> None:
-        with self._recorder.span("trainer/stage"):
-            state = self.state()
-            if self._staged is None:
-                self._staged = StagedState(state, self._checkpoint_group)
-            self._staged.fill(state)
-
-    def write(self, path: Path) -> None:
-        if self._staged is None or not self._staged.filled:
-            raise RuntimeError(f"nothing to write to {path}: call stage first")
-        with self._recorder.span("trainer/write"):
-            self._staged.write(Path(path))
-
-    @resident("parameters", "optimizer", written=True)
-    def load(self, path: Path) -> None:
-        """See `Backend.load`. A rank that there was none of takes the random state of rank 0."""
-        path = Path(path)
-        self._state.load(path)
-        saved = saved_names(path)
-        owner = self.rank if f"random_state.rank_{self.rank}.cpu" in saved else 0
-        rest: dict[str, Any] = {
-            "optimizer_steps": torch.tensor(0),
-            "draft_steps": torch.tensor(0),
-            "random_state": {f"rank_{owner}": {"cpu": torch.get_rng_state()}},
-        }
-        load_state(path, rest)
-        torch.set_rng_state(rest["random_state"][f"rank_{owner}"]["cpu"])
-        self._optimizer_steps = int(rest["optimizer_steps"])
-        self._optimizer.set_steps(self._optimizer_steps, draft=False)
-        if self._draft:
-            self._draft.steps = int(rest["draft_steps"])
-            self._optimizer.set_steps(self._draft.steps, draft=True)
-
-    def close(self) -> None:
-        """Leave the process groups; collective. No `write` may be under way."""
-        dist.barrier(self._checkpoint_group)
-        dist.barrier()
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+        return not self._lora or is_adapter(name)
 
     # -- construction ----------------------------------------------------------------------------------------------
 
@@ -429,7 +292,7 @@ class MegatronBackend:
             create_gloo_process_groups=False,
         )
 
-    def _load(self, bridge: Bridge) -> tuple[list[PolicyModel], Conversion]:
+    def _load_chunks(self, bridge: Bridge) -> tuple[list[PolicyModel], Conversion]:
         chunks = [chunk.to(self._device) for chunk in build_chunks(bridge, self._options)]
         conversion = Conversion(bridge, chunks)
         with open_tensors(bridge.source.path) as read:
@@ -448,12 +311,12 @@ class MegatronBackend:
         self._conversion.attach(adapters)
         for chunk in self._chunks:
             if chunk.pre_process:
-                # else no gradient would reach a recomputed layer, or a stage that has no adapter: nothing says so
+                # else no gradient reaches a recomputed layer, or a stage without adapters, and no error is raised
                 chunk.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
         return adapters
 
     def _wrap(self, chunks: list[PolicyModel]) -> tuple[list[Any], Any]:
-        """(a data parallel module around each chunk, one around the MTP layers if they are trained)"""
+        """(data parallel modules around the chunks, and one around the MTP layers if they are trained)"""
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
         )
@@ -461,7 +324,7 @@ class MegatronBackend:
         provider.finalize_model_grads_func = _finalize_gradients
         learning = [p for p in _parameters_of_draft(chunks[-1]) if p.requires_grad]
         for parameter in learning:
-            parameter.requires_grad_(False)  # whose gradients are to lie apart
+            parameter.requires_grad_(False)  # keeps their gradients out of the policy's buffers
         wrapped = [
             DistributedDataParallel(provider, settings, in_precision(provider, chunk), disable_bucketing=i > 0)
             for i, chunk in enumerate(chunks)
@@ -470,17 +333,17 @@ class MegatronBackend:
             parameter.requires_grad_(True)
         if not self._config.mtp.enable_train:
             return wrapped, None
-        # stages without the MTP layers have an optimizer for them all the same: making one is collective
+        # stages without MTP layers get a module too, since building its optimizer is collective
         draft = chunks[-1].mtp if learning else torch.nn.ModuleList()
         return wrapped, DistributedDataParallel(provider, settings, draft)
 
     def _make_offload(self) -> Offload:
         options, kinds = self._options.megatron, {}
         if options.param_offload:
-            for kind, chunks in (("parameters", self._chunks), ("reference", self._reference)):
+            for kind, chunks in (("parameters", self._chunks), ("reference", self._reference or [])):
                 kinds[kind] = [parameter.data for chunk in chunks for parameter in chunk.parameters()]
         if options.grad_offload:
-            modules = self._parallel + ([self._parallel_draft] if self._parallel_draft else [])
+            modules = self._policy + ([self._parallel_draft] if self._parallel_draft else [])
             buffers = [buffer for module in modules for buffer in module.buffers + module.expert_parallel_buffers]
             kinds["gradients"] = [buffer.grad_data for buffer in buffers]
         if options.optimizer_offload:
@@ -489,20 +352,8 @@ class MegatronBackend:
 
 
 def _finalize_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **groups: Any) -> None:
-    """megatron-core's, but gradients are not divided by a count of tokens: the losses were."""
+    """megatron-core's function without its division by a token count, which the losses include."""
     finalize_model_grads(chunks, None, **groups)
-
-
-def _choose_device(name: str, rank: int) -> torch.device:
-    """``auto`` takes CUDA where there is a device. The CPU is taken only where there is none: megatron-core's own code
-    asks for the device that is there."""
-    if name not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"trainer.device is {name!r}; expected auto, cpu or cuda")
-    if torch.cuda.is_available():
-        if name == "cpu":
-            raise ValueError("trainer.device is cpu, but megatron-core uses the CUDA device of this machine; use auto")
-        return torch.device("cuda", rank % torch.cuda.device_count())
-    return torch.device("cpu")
 
 
 def _parameters_of_draft(chunk: PolicyModel) -> Iterator[torch.nn.Parameter]:
@@ -513,8 +364,3 @@ def _unwrapped(module: Any) -> PolicyModel:
     while not isinstance(module, PolicyModel):
         module = module.module
     return module
-
-
-def _add(sums: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    for name, value in values.items():
-        sums[name] = sums[name] + value.double() if name in sums else value.double()

@@ -1,15 +1,14 @@
-"""From a Hugging Face folder to the bridge that converts it: configuration, tensor names, and what is refused.
+"""Bridges for Hugging Face folders: configuration, tensor names, and refusal of unsupported models.
 
-A bridge knows a model family: how its config.json becomes a configuration of megatron-core, and which of its tensors
-make up which parameter. Megatron-Bridge has one for many families, none of them with MiMo's MTP layers; those are added
-here, to whichever trunk they stand on. Qwen3-Next and Qwen3.5 have a bridge of this project (`qwen3_next`).
+A bridge converts a model family: its config.json into a configuration of megatron-core, and its tensors into
+parameters. Megatron-Bridge has bridges for many families, but none with MiMo's MTP layers, which are added here to any
+trunk. Qwen3-Next and Qwen3.5 have a bridge of our own (`qwen3_next`).
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +21,11 @@ from torch import Tensor
 from asyncrl.models.checkpoint import is_draft, mtp_layers_named, tensor_shapes, without_draft
 from asyncrl.models.config import CheckpointError
 from asyncrl.models.decoder import rope_inverse_frequencies
-from asyncrl.trainer.backends.megatron import cpu
+from asyncrl.trainer.backends.megatron import packages
 from asyncrl.trainer.backends.megatron.packages import layer_in_mtp
 from asyncrl.trainer.backends.megatron.qwen3_next import ARCHITECTURES, Qwen3NextBridge
 
-cpu.activate()
+packages.prepare()
 
 import transformers  # noqa: E402
 from megatron.bridge.models.conversion import model_bridge  # noqa: E402
@@ -36,6 +35,7 @@ from megatron.bridge.models.conversion.param_mapping import AutoMapping, Megatro
 from megatron.bridge.models.gpt_provider import GPTModelProvider  # noqa: E402
 from megatron.bridge.models.qwen.qwen2_bridge import Qwen2Bridge  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
+from transformers.activations import ACT2FN  # noqa: E402
 
 if TYPE_CHECKING:
     from asyncrl.trainer.backends.megatron.mbridge import MBridgeConverter
@@ -46,13 +46,13 @@ HF_MTP, HF_TRUNK = "model.mtp_layers.*.", "model.layers.*."
 
 @MegatronModelBridge.register_bridge(source="MiMoForCausalLM", target=GPTModel, model_type="mimo")
 class MiMoBridge(Qwen2Bridge):
-    """MiMo is Qwen2 with MTP layers, which `bridge_of` adds. It takes the place of the one that Megatron-Bridge has
-    since 0.4, so that MiMo is the same with every release."""
+    """MiMo as Qwen2, to which `bridge_of` adds MTP layers. Replaces Megatron-Bridge's own (since 0.4), so that MiMo is
+    the same with every release."""
 
 
 class SwappedHalves(AutoMapping):
-    """``input_proj`` [M, 2M] of MiMo reads cat(hidden, embedding), ``eh_proj`` of megatron-core cat(embedding, hidden):
-    the two halves of its columns change places."""
+    """Swaps the halves of a matrix's columns: MiMo's ``input_proj`` [M, 2M] reads cat(hidden, embedding),
+    megatron-core's ``eh_proj`` cat(embedding, hidden)."""
 
     def hf_to_megatron(self, hf_weights: Tensor, megatron_module: torch.nn.Module) -> Tensor:
         return super().hf_to_megatron(_swapped(hf_weights), megatron_module)
@@ -71,9 +71,9 @@ def _swapped(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Source:
-    """A Hugging Face folder as this backend reads it. ``raw``: config.json whole; ``text``: its text part, flat.
-    ``shapes``: every tensor that the model has, drafts that are to be made from the trunk included; ``carried``: those
-    of the part that sees, which is not trained but goes wherever the model goes."""
+    """A Hugging Face folder as this backend reads it. ``raw``: all of config.json; ``text``: with its text part merged
+    in. ``shapes``: every tensor that the model has, including drafts to be made from the trunk; ``carried``: those of
+    the vision tower, which is not trained but exported with the model."""
 
     path: Path
     raw: dict[str, Any]
@@ -102,11 +102,11 @@ class Source:
 def read_source(path: str | Path, mtp_from_trunk: bool = False, needs_draft: bool = False) -> Source:
     """Read ``path/config.json`` and the headers of its tensors.
 
-    Raises CheckpointError where they are missing or damaged, where MTP layers are asked for that are not there, and
-    where config.json and files disagree on whether there are any."""
+    Raises CheckpointError if they are missing or damaged, if MTP layers are needed and absent, and if config.json and
+    files disagree on their presence."""
     file = Path(path) / "config.json"
     if not file.is_file():
-        raise CheckpointError(f"{path}: no config.json there; expected a Hugging Face checkpoint folder")
+        raise CheckpointError(f"{path}: expected a Hugging Face checkpoint folder, found no config.json")
     try:
         raw = json.loads(file.read_text())
     except json.JSONDecodeError as e:
@@ -123,14 +123,14 @@ def read_source(path: str | Path, mtp_from_trunk: bool = False, needs_draft: boo
     if needs_draft and not source.num_mtp_layers:
         raise without_draft(path)
     if source.tied:
-        shapes.pop("lm_head.weight", None)  # some write the embedding twice
+        shapes.pop("lm_head.weight", None)  # some folders contain the embedding twice
     return source
 
 
 @dataclass(frozen=True)
 class Bridge:
-    """``provider``: the configuration of megatron-core, still to be completed (`finalize`) with what is no property of
-    the model. ``converter``: Megatron-Bridge's own object, which knows the names, or mbridge's in its place."""
+    """``provider``: the configuration of megatron-core, yet to be completed (`finalize`) with settings that are no
+    properties of the model. ``converter``: Megatron-Bridge's converter of weights, or mbridge's."""
 
     source: Source
     provider: GPTModelProvider
@@ -138,14 +138,14 @@ class Bridge:
 
     @property
     def draft_starts_blank(self) -> bool:
-        """Whether the draft reads zeros for the embedding at a sequence's first place, as MiMo's does. Qwen's reads the
+        """True if the draft reads zeros for the embedding at a sequence's first position, like MiMo's. Qwen's reads the
         token's."""
         return self.source.architecture not in ARCHITECTURES
 
 
 def bridge_of(source: Source, package: str = "megatron_bridge") -> Bridge:
-    """The bridge for a folder, of a package (``model.bridge``). Raises CheckpointError for a family that has none, or
-    that needs more of megatron-core than its GPT model, and for a rope that megatron-core computes otherwise."""
+    """A package's bridge for a folder (``model.bridge``). Raises CheckpointError for a family without one, for a family
+    that needs more than megatron-core's GPT model, and for a rope that megatron-core computes differently."""
     if package == "mbridge":
         from asyncrl.trainer.backends.megatron.mbridge import mbridge_of
 
@@ -153,11 +153,29 @@ def bridge_of(source: Source, package: str = "megatron_bridge") -> Bridge:
     else:
         provider, converter = _of_megatron_bridge(source)
     provider.mtp_num_layers = source.num_mtp_layers or None
+    _expect_same_layers(provider, source)
     _set_rope(provider, source)
     if "norm_topk_prob" in source.text:
-        # which the bridge does not read: whether the chosen experts' shares are made to sum to one
+        # not read by the bridge: normalizes the chosen experts' weights to sum to one
         provider.moe_router_pre_softmax = not source.text["norm_topk_prob"]
     return Bridge(source, provider, converter)
+
+
+def _expect_same_layers(provider: GPTModelProvider, source: Source) -> None:
+    """Raise CheckpointError for settings of config.json that a bridge ignores: Qwen's sliding windows, and in mbridge
+    any activation."""
+    if source.text.get("use_sliding_window") and provider.window_size is None:
+        raise CheckpointError(
+            f"{source.path}: use_sliding_window is set, which the bridge of {source.architecture} ignores: full "
+            "attention would be trained; use another model"
+        )
+    name, points = source.text.get("hidden_act"), torch.linspace(-4, 4, 17)
+    if name in ACT2FN and not torch.allclose(ACT2FN[name](points), provider.activation_func(points), atol=1e-6):
+        found = getattr(provider.activation_func, "__name__", provider.activation_func)
+        raise CheckpointError(
+            f"{source.path}: hidden_act is {name!r}, but the bridge of {source.architecture} makes it {found}; use "
+            "another model"
+        )
 
 
 def _of_megatron_bridge(source: Source) -> tuple[GPTModelProvider, MegatronModelBridge]:
@@ -204,24 +222,24 @@ def _of_qwen3_next(source: Source) -> tuple[GPTModelProvider, MegatronModelBridg
 
 
 def _hf_config(source: Source) -> Any:
-    """The config object of transformers that bridges read. MiMo's own comes with code in its folder, which is not run:
-    it is Qwen2's with one more field."""
+    """The transformers config that bridges read. MiMo's own would run code from its folder; Qwen2's with one more field
+    is equivalent."""
     if source.architecture == "MiMoForCausalLM":
         config = transformers.Qwen2Config(**{k: v for k, v in source.text.items() if k != "model_type"})
     else:
         config = transformers.AutoConfig.from_pretrained(source.path)
-    config.dtype = torch.float32  # of Megatron's weights, whatever the folder's
+    config.dtype = torch.float32  # of Megatron's weights, not of the folder's
     return config
 
 
 def _with_mtp(trunk: MegatronMappingRegistry) -> MegatronMappingRegistry:
-    # some bridges, more of them in newer releases, name MTP layers themselves; those of MiMo's kind go by our names
+    # some bridges, more in newer releases, map MTP layers themselves; MiMo's kind is mapped here
     of_trunk = [mapping for mapping in trunk.mappings if not mapping.megatron_param.startswith("mtp.")]
     return MegatronMappingRegistry(*of_trunk, *_mtp_mappings(trunk))
 
 
 def _mtp_mappings(trunk: MegatronMappingRegistry) -> Iterator[MegatronParamMapping]:
-    """MiMo's MTP layer: one more layer of the trunk, with norms and a projection before it and a norm after it."""
+    """Mappings of MiMo's MTP layer: a trunk layer with norms and a projection before it and a norm after it."""
     for mapping in trunk.mappings:
         if mapping.megatron_param.startswith(TRUNK):
             of_mtp = copy.copy(mapping)
@@ -249,19 +267,12 @@ def _with_draft(
     return config.with_mtp_layers(1).raw, shapes | made
 
 
-def of_rank(rank: int, each: int, names: Any) -> Any:
-    """The name of an expert's tensor, or a dict of such, with the number of its like on that rank of ``each``."""
-    if isinstance(names, dict):
-        return {part: of_rank(rank, each, name) for part, name in names.items()}
-    return re.sub(r"(?<=\.experts\.)\d+", lambda number: str(int(number[0]) % each + rank * each), names)
-
-
 # -- rope ----------------------------------------------------------------------------------------------------------
 
 
 def _rope(source: Source) -> tuple[float, dict[str, Any] | None]:
-    """(base, scaling) from config.json itself: transformers 4 wrote rope_theta and rope_scaling, 5 rope_parameters. The
-    bridge asks its config object for rope_theta, which in transformers 5 is not there, and then takes 10000."""
+    """(base, scaling) from config.json itself: transformers 4 writes rope_theta and rope_scaling, 5 rope_parameters.
+    The bridge reads rope_theta of its config object, which transformers 5 lacks, and then defaults to 10000."""
     rope = dict(source.text.get("rope_parameters") or source.text.get("rope_scaling") or {})
     base = float(rope.get("rope_theta", source.text.get("rope_theta", 10000.0)))
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -269,7 +280,7 @@ def _rope(source: Source) -> tuple[float, dict[str, Any] | None]:
 
 
 def _rotated(source: Source) -> float:
-    """The part of a head that is rotated; Qwen3-Next and Qwen3.5 rotate a quarter if config.json does not say."""
+    """Fraction of a head that is rotated; a quarter by default for Qwen3-Next and Qwen3.5."""
     unsaid = 0.25 if source.architecture in ARCHITECTURES else 1.0
     rope = source.text.get("rope_parameters") or {}
     return float(rope.get("partial_rotary_factor", source.text.get("partial_rotary_factor", unsaid)))
@@ -293,9 +304,9 @@ def _set_rope(provider: GPTModelProvider, source: Source) -> None:
 
 
 def expect_same_rope(source: Source, inverse_frequencies: Tensor, interpolation: float | None) -> None:
-    """Compare the frequencies [D/2] that a model of megatron-core rotates by with those of config.json.
+    """Compare the rotary frequencies [D/2] of a megatron-core model with those of config.json.
 
-    Raises CheckpointError where they differ: attention would be wrong at every place but the first."""
+    Raises CheckpointError if they differ: attention would be wrong at every position but the first."""
     base, scaling = _rope(source)
     heads = int(source.text["num_attention_heads"])
     head_dim = int(source.text.get("head_dim") or source.text["hidden_size"] // heads)
@@ -306,5 +317,5 @@ def expect_same_rope(source: Source, inverse_frequencies: Tensor, interpolation:
         raise CheckpointError(
             f"{source.path}: config.json's rope (base {base:g}, scaling {scaling}) is not the one that megatron-core "
             f"computes (frequencies from {found[0]:.3g} to {found[-1]:.3g}, expected {wanted[0]:.3g} to "
-            f"{wanted[-1]:.3g}); megatron-core knows no other parameters of it"
+            f"{wanted[-1]:.3g}); megatron-core has no other rope parameters"
         )

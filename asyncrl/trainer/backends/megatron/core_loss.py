@@ -1,10 +1,10 @@
-"""The draft's cross-entropy through megatron-core's `process_mtp_loss`, which releases from 0.17 on have.
+"""The draft's cross-entropy through megatron-core's `process_mtp_loss`, available from 0.17 on.
 
-It rolls the labels to the places that each depth tells them from, within packed sequences and over context parallel
-ranks, and joins the losses to the trunk's states. Head and loss are the caller's, as its signature allows: so no
-depth's logits are ever whole, and the temperature is that of the samples.
+It rolls the labels to the positions from which each depth predicts them, within packed sequences and across context
+parallel ranks, and attaches the losses to the trunk's states. The caller supplies head and loss, as its signature
+permits, so no depth's logits are ever whole, and the temperature is that of the samples.
 
-Shape suffixes: T this rank's tokens, M hidden size, r those of them that are taught.
+Shape suffixes: T this rank's tokens, M hidden size, r the tokens that are taught.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.models.uploads import on_device
+from asyncrl.models.device_copy import on_device
 from asyncrl.trainer.backends.megatron.packed import PackedSequences
 from asyncrl.trainer.backends.packing import MicroBatch
 
@@ -31,7 +31,7 @@ ProcessMTPLoss = Callable[..., Tensor]
 DepthLoss = Callable[[int, Tensor, Tensor], Tensor]
 
 
-#: what `through_core` gives it, as far as it takes that
+#: arguments that `through_core` can supply
 _GIVEN = frozenset(
     "hidden_states labels loss_mask output_layer output_weight runtime_gather_output is_training "
     "compute_language_model_loss config cp_group packed_seq_params".split()
@@ -39,8 +39,8 @@ _GIVEN = frozenset(
 
 
 def process_mtp_loss() -> ProcessMTPLoss | None:
-    """megatron-core's function, if the installed release has one that knows packed sequences and wants nothing that is
-    not known here."""
+    """megatron-core's function, if the installed release has one that supports packed sequences and requires no unknown
+    argument."""
     process: ProcessMTPLoss | None = getattr(multi_token_prediction, "process_mtp_loss", None)
     parameters = inspect.signature(process).parameters if process else {}
     needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
@@ -57,9 +57,9 @@ def through_core(
     states: Sequence[Tensor],
     loss: DepthLoss,
 ) -> Tensor:
-    """A zero whose gradient is that of ``scaling_factor`` times the mean over the depths of ``loss``, for the places of
-    this rank's share that are taught. ``hidden_T1M``: the trunk's states, ``states``: the draft's, by depth."""
-    # The labels are numbers of rows, from 1 on: megatron-core fills up with 0 where a sequence has ended.
+    """A zero whose gradient is that of ``scaling_factor`` times the mean over depths of ``loss``, for the taught
+    positions of this rank's share. ``hidden_T1M``: the trunk's states, ``states``: the draft's, by depth."""
+    # Labels are row numbers from 1: megatron-core fills with 0 after the end of a sequence.
     trained = np.flatnonzero(micro.batch.loss_mask)
     places_r, mine = share.here(micro.rows[on_device(trained, micro.rows.device)])
     numbers_1T = micro.rows.new_zeros(1, len(hidden_T1M))
@@ -69,21 +69,21 @@ def through_core(
     def of_next_depth(labels_1T: Tensor, draft_T1M: Tensor) -> Tensor:
         taught_r = labels_1T[0].nonzero().squeeze(1)
         tokens_r = micro.targets[labels_1T[0, taught_r] - 1]
-        # It is of all places already. megatron-core takes it for each one's, and for their mean: the same again.
+        # This scalar covers all positions. megatron-core broadcasts it and takes the mean: the same scalar.
         return loss(next(depths), draft_T1M.squeeze(1).index_select(0, taught_r), tokens_r)
 
     aligned: list[Tensor] = []
     for depth, state in enumerate(states):
-        # Here each depth's state at place p tells token p + 2; in megatron-core depth d's, p + 1 + d.
+        # Our state at position p predicts token p + 2 at each depth; megatron-core's of depth d, p + 1 + d.
         for _ in range(depth):
             state = share.after(state)
         aligned.append(state)
     settings = copy.copy(config)
     settings.mtp_num_layers, settings.mtp_loss_scaling_factor = len(states), scaling_factor
-    settings.mtp_detach_heads = False  # the head that ``loss`` has is detached, if it is to be
-    settings.calculate_per_token_loss = False  # else a rank weighs by the labels that it had before they were rolled
+    settings.mtp_detach_heads = False  # ``loss`` has detached its head if needed
+    settings.calculate_per_token_loss = False  # else a rank weights by its labels before the roll
     on_host = copy.copy(share)
-    on_host.cu_seqlens_q = share.cu_seqlens_q.cpu()  # whose elements it reads one by one
+    on_host.cu_seqlens_q = share.cu_seqlens_q.cpu()  # it reads single elements
     given: dict[str, Any] = {
         "hidden_states": torch.cat([hidden_T1M, *aligned]),
         "labels": numbers_1T,
@@ -91,7 +91,7 @@ def through_core(
         "output_layer": lambda draft_T1M, **_: (draft_T1M, None),
         "output_weight": None,
         "runtime_gather_output": None,
-        "is_training": False,  # in which it would keep figures, of what is not logits here
+        "is_training": False,  # would record figures from our non-logits
         "compute_language_model_loss": of_next_depth,
         "config": settings,
         "cp_group": share.group,

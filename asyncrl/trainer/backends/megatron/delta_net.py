@@ -1,7 +1,7 @@
-"""Gated DeltaNet over packed sequences: the linear attention of Qwen3-Next and Qwen3.5, cut over tensor parallel ranks.
+"""Gated DeltaNet over packed sequences: linear attention of Qwen3-Next and Qwen3.5, with tensor parallelism.
 
-megatron-core 0.16 has the layer, but for one sequence a row, and not without flash-linear-attention. This one has its
-parameters, under its names. Each sequence begins with an empty state and an empty convolution.
+megatron-core 0.16 has the layer for one sequence per row, and only with flash-linear-attention. This one has the same
+parameters under the same names. Each sequence starts with an empty state and an empty convolution.
 
 Shape suffixes: T packed tokens, M hidden size, C channels of q, k and v, B sequences, L padded length, N chunks of
 S tokens, H value heads, K and V the sizes of a key and of a value; heads and channels are those of this rank.
@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from asyncrl.trainer.backends.megatron import cpu
+from asyncrl.trainer.backends.megatron import packages
 from asyncrl.trainer.backends.megatron.packed import PackedSequences
 
-cpu.activate()
+packages.prepare()
 
 from megatron.core.tensor_parallel import (  # noqa: E402
     copy_to_tensor_model_parallel_region,
@@ -35,7 +35,7 @@ except ImportError:  # a package for GPUs
 
 
 class DeltaNet(MegatronModule):
-    """Stands where megatron-core's layer has its self attention, and is made of the same linear layers."""
+    """Replaces self attention in a megatron-core layer, built of the same linear modules."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class DeltaNet(MegatronModule):
         self.key_heads, self.value_heads = config.linear_num_key_heads // ranks, config.linear_num_value_heads // ranks
         keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
         self._qkv = (keys, keys, values)
-        #: this rank's rows of in_proj: q, k and v, the output's gate, how much is written, how much is kept
+        #: this rank's rows of in_proj: q, k and v, output gate, write strength, decay
         self._rows = (2 * keys + values, values, self.value_heads, self.value_heads)
         common: dict[str, Any] = {"config": config, "bias": False, "is_expert": False, "tp_group": pg_collection.tp}
         self.in_proj = submodules.linear_qkv(
@@ -84,7 +84,7 @@ class DeltaNet(MegatronModule):
     def forward(
         self, hidden_T1M: Tensor, attention_mask: None = None, *, packed_seq_params: PackedSequences, **others: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """([T, 1, M], bias); the sequences are told by ``packed_seq_params`` alone."""
+        """([T, 1, M], bias); ``packed_seq_params`` alone describes the sequences."""
         projected, _ = self.in_proj(hidden_T1M)
         qkv_TC, gate, write_TH, keep_TH = projected.squeeze(1).split(self._rows, -1)
         qkv_TC = self._convolved(qkv_TC, packed_seq_params.positions[0])
@@ -94,7 +94,7 @@ class DeltaNet(MegatronModule):
         return self.out_proj(self._gated(out_THV, gate).flatten(1).unsqueeze(1))
 
     def _convolved(self, x_TC: Tensor, position_T: Tensor) -> Tensor:
-        """Of each channel a weighted sum of this and the last tokens of the same sequence, activated."""
+        """Causal depthwise convolution within each sequence, then SiLU."""
         taps_CW = self.conv1d.weight.float().squeeze(1)
         total_TC = x_TC.float() * taps_CW[:, -1]
         for back in range(1, taps_CW.shape[1]):
@@ -110,21 +110,21 @@ class DeltaNet(MegatronModule):
             out, _ = kernel(q, k, v, g=decay_TH[None], beta=write_TH[None], cu_seqlens=bounds)
             return out[0]
         layout = sequences.layout
-        # one gather for all: they are padded alike
+        # a single gather, since all are padded alike
         packed = torch.cat([qkv_TC.float(), write_TH, decay_TH], -1)
         qkv_BLC, write_BLH, decay_BLH = layout.pad(packed).split([qkv_TC.shape[1], *self._rows[2:]], -1)
         out_BLHV = gated_delta_rule(*self._heads(qkv_BLC), decay_BLH, write_BLH)
         return layout.unpad(out_BLHV).to(qkv_TC.dtype)
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[…, C] → queries and keys […, H, K] of length one, values […, H, V]"""
+        """[…, C] → unit-length queries and keys […, H, K], values […, H, V]"""
         q, k, v = qkv.split(self._qkv, -1)
         each = self.value_heads // self.key_heads
         q, k = (_normed(x.unflatten(-1, (-1, self.key_dim))).repeat_interleave(each, -2) for x in (q, k))
         return q, k, v.unflatten(-1, (-1, self.value_dim))
 
     def _gated(self, out_THV: Tensor, gate: Tensor) -> Tensor:
-        # the norm is whole on all ranks, and each applies it to heads of its own: its gradients are to be summed
+        # every rank has the whole norm and applies it to its own heads, so its gradients are summed
         weight = copy_to_tensor_model_parallel_region(self.out_norm.weight)
         normed = F.rms_norm(out_THV.float(), (self.value_dim,), eps=self.out_norm.eps).to(out_THV.dtype)
         gate_THV = gate.unflatten(-1, (-1, self.value_dim))
@@ -134,17 +134,17 @@ class DeltaNet(MegatronModule):
 def gated_delta_rule(
     q_BLHK: Tensor, k_BLHK: Tensor, v_BLHV: Tensor, decay_BLH: Tensor, write_BLH: Tensor, chunk: int = 64
 ) -> Tensor:
-    """[B, L, H, V], from float32. The state of a head, [K, V], begins with zeros. A token lets it fade by exp(decay),
-    and then moves what it says of the token's key towards the token's value, ``write`` of the way; the query reads it
-    after that:
+    """[B, L, H, V], computed in float32. A head's state [K, V] starts as zeros. Each token decays it by exp(decay),
+    moves its value for the token's key towards the token's value by the fraction ``write``, and reads it with the
+    query:
 
         S_t = e^{g_t} S_{t−1} + k_t β_t (v_t − e^{g_t} S_{t−1}ᵀ k_t)ᵀ        o_t = S_tᵀ q_t / √K
 
-    Within a chunk of tokens, with c the sum of decays since its start, what each writes is a triangular system:
+    Within a chunk of tokens, with c the cumulative decay, the writes U solve a triangular system:
 
         U = (I + tril(diag(β) (K Kᵀ ∘ e^{c_i − c_j}), −1))⁻¹ diag(β) (V − diag(e^c) K S)        (arXiv 2412.06464)
 
-    of which all but S, the state before the chunk, is solved for all chunks at once."""
+    solved for all chunks at once, up to S, the state before the chunk."""
     length, padding = q_BLHK.shape[1], -q_BLHK.shape[1] % chunk
     chunked = lambda x: F.pad(x, (0, 0) * (x.dim() - 2) + (0, padding)).unflatten(1, (-1, chunk)).transpose(2, 3)
     q, k, v = chunked(q_BLHK * q_BLHK.shape[-1] ** -0.5), chunked(k_BLHK), chunked(v_BLHV)  # [B, N, H, S, …]
@@ -152,7 +152,7 @@ def gated_delta_rule(
 
     between = (decay_BNHS.unsqueeze(-1) - decay_BNHS.unsqueeze(-2)).tril().exp().tril()  # [B, N, H, S, S]
     faded = decay_BNHS.exp().unsqueeze(-1)
-    system = write * (k @ k.mT) * between  # ones are taken for its diagonal
+    system = write * (k @ k.mT) * between  # with an implied unit diagonal
     wanted = torch.cat([write * v, write * faded * k], -1)
     written, unwritten = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True).split(
         [v.shape[-1], k.shape[-1]], -1
@@ -172,6 +172,6 @@ def gated_delta_rule(
 
 
 def _normed(x: Tensor) -> Tensor:
-    """Of length one along the last dimension, as flash-linear-attention computes it."""
+    """Normalize to unit length along the last dimension, as flash-linear-attention does."""
     x32 = x.float()
     return (x32 * torch.rsqrt(x32.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)

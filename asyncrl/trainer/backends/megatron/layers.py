@@ -1,5 +1,5 @@
-"""What stands in megatron-core's layers in place of its own modules: a DeltaNet over packed sequences everywhere, and
-others where Transformer Engine is absent."""
+"""Replacement modules in megatron-core's layers: DeltaNet over packed sequences, and others without Transformer
+Engine."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncrl.trainer.backends.megatron import cpu
+from asyncrl.trainer.backends.megatron import packages
 from asyncrl.trainer.backends.megatron.delta_net import DeltaNet
 from asyncrl.trainer.backends.megatron.packed import PackedAttention
 
-cpu.activate()
+packages.prepare()
 
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 
 class ZeroCenteredNorm(torch.nn.RMSNorm):
-    """An RMSNorm that multiplies by one more than its weight."""
+    """RMSNorm that multiplies by 1 + weight."""
 
     def reset_parameters(self) -> None:
         torch.nn.init.zeros_(self.weight)
@@ -36,9 +36,8 @@ class ZeroCenteredNorm(torch.nn.RMSNorm):
 
 
 class SharedNorm:
-    """torch's norm, also zero-centered, and also where each tensor parallel rank has a part of the tokens
-    (``sequence_parallel``), neither of which megatron-core's allows: the gradients of its weight are then marked to be
-    summed over these ranks."""
+    """torch's norm with two features that megatron-core's wrapper lacks: zero-centered weights, and sequence
+    parallelism, for which the weight's gradients are marked to be summed over tensor parallel ranks."""
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> torch.nn.Module:  # type: ignore[misc]
         plain = copy.copy(config)
@@ -57,7 +56,7 @@ IN_PLACE_OF = {DotProductAttention: PackedAttention, WrappedTorchNorm: SharedNor
 
 
 def without_transformer_engine(spec: Any) -> Any:
-    """A specification of megatron-core's, with this project's modules in place of those that cannot do it all."""
+    """A megatron-core layer spec with asyncrl's replacements for modules that need Transformer Engine."""
     if isinstance(spec, type):
         return IN_PLACE_OF.get(spec, spec)
     if isinstance(spec, list):
@@ -69,8 +68,7 @@ def without_transformer_engine(spec: Any) -> Any:
 
 
 def with_delta_net(spec: TransformerBlockSubmodules, linear: Sequence[int]) -> TransformerBlockSubmodules:
-    """The specification of a stage whose ``linear`` layers have a DeltaNet for their self attention, made of its linear
-    layers."""
+    """A stage's spec with DeltaNet as self attention of its ``linear`` layers, built of the same linear modules."""
     layers = []
     for layer, is_linear in zip(spec.layer_specs or [], linear, strict=False):
         if is_linear:

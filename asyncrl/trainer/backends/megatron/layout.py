@@ -1,6 +1,6 @@
-"""Whether a model can be cut and trained as configured, decided before anything is built.
+"""Checks that a model can be sharded and trained as configured, before anything is built.
 
-Imports nothing of Megatron's, which the process that decides need not have."""
+Imports none of Megatron's packages, which the checking process need not have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.config.schema import Config
 
-#: what a model may have of the things that tensor parallel ranks share evenly
+#: dimensions that tensor parallel ranks must divide evenly, where a model has them
 CUT_BY_TENSOR = (
     "num_attention_heads",
     "num_key_value_heads",
@@ -22,11 +22,11 @@ CUT_BY_TENSOR = (
 
 
 def linear_layers(text: Mapping[str, Any]) -> list[bool]:
-    """Of each layer whether it has linear attention, Gated DeltaNet, in place of full attention."""
+    """For each layer, True if it has linear attention (Gated DeltaNet) instead of full attention."""
     layers = range(int(text["num_hidden_layers"]))
     if types := text.get("layer_types"):
         return [types[i] == "linear_attention" for i in layers]
-    every = int(text.get("full_attention_interval", 4))  # Qwen3-Next's and Qwen3.5's own, if they do not say
+    every = int(text.get("full_attention_interval", 4))  # default of Qwen3-Next and Qwen3.5
     return [bool(text.get("linear_num_value_heads")) and (i + 1) % every != 0 for i in layers]
 
 
@@ -43,7 +43,7 @@ def fit_problems(config: Config, text: Mapping[str, Any]) -> Iterator[str]:
     if (context := cut.context_parallel_size) > 1 and any(linear_layers(text)):
         yield (
             f"trainer.megatron.context_parallel_size: expected 1, found {context}: the model has linear attention "
-            "(Gated DeltaNet), whose state goes through each sequence from its start; use tensor, pipeline or data "
+            "(Gated DeltaNet), whose state runs through each sequence from its start; use tensor, pipeline or data "
             "parallel ranks"
         )
     experts = int(text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts") or 0)
@@ -53,14 +53,15 @@ def fit_problems(config: Config, text: Mapping[str, Any]) -> Iterator[str]:
     if experts and tensor > 1 and not (cut.sequence_parallel and parts > 1):
         yield (
             f"trainer.megatron.tensor_model_parallel_size: {tensor} with a mixture of experts needs trainer.megatron."
-            "sequence_parallel=true and trainer.megatron.expert_model_parallel_size of at least 2: no expert is cut"
+            "sequence_parallel=true and trainer.megatron.expert_model_parallel_size of at least 2, as no expert is "
+            "sharded"
         )
     layers, chunks = int(text["num_hidden_layers"]), pipeline * cut.virtual_pipeline_model_parallel_size
     if layers % chunks:
         key = "pipeline_model_parallel_size" if chunks == pipeline else "virtual_pipeline_model_parallel_size"
         yield (
             f"trainer.megatron.{key}: {pipeline} stages of {chunks // pipeline} model chunks cannot share the model's "
-            f"{layers} layers evenly; expected a divisor of them in all"
+            f"{layers} layers evenly; expected a number of chunks that divides them"
         )
     drafts = int(text.get("num_nextn_predict_layers") or text.get("mtp_num_hidden_layers") or 0)
     depths = config.mtp.num_speculative_tokens

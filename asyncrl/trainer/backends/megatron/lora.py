@@ -1,13 +1,13 @@
-"""LoRA in a model of megatron-core: a low-rank pair for each linear layer of the checkpoint, at any parallel layout.
+"""LoRA in a megatron-core model: a low-rank pair for each linear layer of the checkpoint, at any parallel layout.
 
-megatron-core has one layer where a checkpoint has several: ``linear_qkv`` for q_proj, k_proj and v_proj, ``linear_fc1``
-for gate_proj and up_proj, ``in_proj`` for all that leads into linear attention. Each of those has a pair of its own
-here, as PEFT and the torch backend have it, and any may have none. Which of their rows a rank has, and where in its
-layer, the bridge tells, by what it makes of weights whose entries are the numbers of their rows.
+megatron-core fuses several of a checkpoint's layers: q_proj, k_proj and v_proj into ``linear_qkv``, gate_proj and
+up_proj into ``linear_fc1``, and the inputs of linear attention into ``in_proj``. Each of them has its own pair here, as
+in PEFT and the torch backend, or none. A rank's rows of them and their places in its layer are found by letting the
+bridge convert weights whose entries are their row numbers.
 
-Megatron-Bridge's PEFT cannot train that: its LoRA gives a fused layer one A for all. Its CanonicalLoRA has one for
-each, but calls those that are not there where q_proj alone is targeted, and over two tensor parallel ranks it wants an
-even rank, and an even number of tokens in every micro-batch.
+Megatron-Bridge's PEFT cannot train that: its LoRA gives a fused layer a single A. Its CanonicalLoRA has one for each,
+but calls missing ones if only q_proj is targeted, and with two tensor parallel ranks it needs an even rank, and an even
+number of tokens in every micro-batch.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from torch import Tensor, nn
 
 from asyncrl.config.schema import LoraConfig
 from asyncrl.models.lora import first_a, pair_names
-from asyncrl.param_sync.adapters import adapter_spec
+from asyncrl.param_sync.lora.adapters import adapter_spec
 from asyncrl.param_sync.manifest import AdapterSpec
-from asyncrl.trainer.backends.megatron import cpu
+from asyncrl.trainer.backends.megatron import packages
 
-cpu.activate()
+packages.prepare()
 
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes  # noqa: E402
 
-#: the layers of the trunk that may be targeted, by their weight's name; experts and drafts are none of them
+#: weights of the trunk's layers that may be targeted; not experts or drafts
 _LAYER = re.compile(
     r"decoder\.layers\.\d+\.(?:self_attention|mlp)\.(linear_(?:qkv|proj|fc1|fc2)|in_proj|out_proj)\.weight"
 )
-_ALL = "all"  # the one module of a layer that is not made of several
-_CUT_BY_ROWS = ("linear_qkv", "linear_fc1", "in_proj")
+_ALL = "all"  # the only module of a layer that is not fused
+_ROW_SHARDED = ("linear_qkv", "linear_fc1", "in_proj")
 
 
 class Pair(nn.Module):
-    """A [r, in] and B [out, r] of one module of the checkpoint, or this rank's rows of B, or its columns of A."""
+    """A [r, in] and B [out, r] of one module of the checkpoint; this rank's rows of B, or columns of A."""
 
     def __init__(self, a: Tensor, rows: int) -> None:
         super().__init__()
@@ -52,10 +52,12 @@ class Pair(nn.Module):
 
 
 class LayerAdapter(nn.Module):
-    """The ``pairs`` beside one layer of megatron-core, of which it is the submodule ``adapter``: a name under which
-    Megatron-Bridge looks for no tensors. ``rows``, of a layer whose rows are cut over the tensor parallel ranks: which
-    row of the pairs' B, one B after another, is beside each of this rank's, and the one after the last where there is
-    none. ``shared``: these ranks have parts of the tokens before and after the layer (``sequence_parallel``)."""
+    """Adapter pairs (``pairs``) of one megatron-core layer. It is the layer's submodule ``adapter``, a name under which
+    Megatron-Bridge looks for no tensors.
+
+    ``rows``, for a layer whose rows are sharded over the tensor parallel ranks: for each of this rank's rows, the row
+    of the pairs' concatenated B to add; one past the end for none. ``shared``: sequence parallelism, so that these
+    ranks have parts of the tokens before and after the layer."""
 
     rows: Tensor
 
@@ -67,10 +69,10 @@ class LayerAdapter(nn.Module):
         self.enabled = True
 
     def beside_rows(self, x: Tensor) -> Tensor:
-        """To be added to the output of a layer whose rows are cut; ``x`` is whole, or this rank's tokens."""
+        """Addend to the output of a row-sharded layer; ``x`` is the whole input, or this rank's tokens."""
         pairs: list[Any] = list(self.pairs.values())
         inner = F.linear(x, torch.cat([pair.lora_A for pair in pairs]))
-        # each rank's rows of B give a part of the gradient of A x: summed on its way back
+        # each rank's rows of B give a part of the gradient of A x, summed in the backward pass
         if self._shared:
             inner = tensor_parallel.gather_from_sequence_parallel_region(inner)
         else:
@@ -79,7 +81,7 @@ class LayerAdapter(nn.Module):
         return F.linear(inner, beside.index_select(0, self.rows)) * self._scale
 
     def beside_columns(self, x: Tensor) -> Tensor:
-        """The same where the columns are cut; ``x`` is this rank's part of its input."""
+        """Addend to the output of a column-sharded layer; ``x`` is this rank's part of the input."""
         (pair,) = cast(list[Any], self.pairs.values())
         inner = F.linear(x, pair.lora_A)
         if self._shared:
@@ -90,9 +92,9 @@ class LayerAdapter(nn.Module):
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How the tensor parallel ranks share a tensor of a pair: along dimension ``dim``, or each has all of it; of rows
-    that one rank after another has ``rows``, or as they come."""
+class ShardSpec:
+    """Sharding of a pair's tensor over the tensor parallel ranks: along ``dim``, or replicated (None). ``rows``: the
+    row numbers of all ranks concatenated, where their order is not the tensor's."""
 
     dim: int | None = None
     rows: Tensor | None = None
@@ -106,7 +108,7 @@ class Cut:
         return whole.chunk(_tensor_parts(), self.dim)[parallel_state.get_tensor_model_parallel_rank()].contiguous()
 
     def joined(self, part: Tensor) -> Tensor:
-        """From the parts of all; collective over them."""
+        """The whole tensor from the parts of all ranks; collective over them."""
         if self.dim is None:
             return part
         whole = torch.cat(_gathered(part), self.dim)
@@ -114,10 +116,10 @@ class Cut:
 
 
 class Adapters:
-    """All pairs of a model: beside this rank's layers those themselves, of the others shapes and owners.
+    """All pairs of a model: modules for this rank's layers, shapes and owners for the others.
 
-    Made of the tasks that load the model (`Conversion.tasks`); collective over the ranks that hold one copy of it, as
-    `pair` is. Raises ManifestError for a target that no linear layer of the trunk ends with."""
+    Built from the tasks that load the model (`Conversion.tasks`), collective over the ranks that hold one copy of it,
+    like `pair`. Raises ManifestError for a target that matches no linear layer of the trunk."""
 
     def __init__(
         self,
@@ -136,24 +138,24 @@ class Adapters:
             for module in parts.values()
         }
         self.spec: AdapterSpec = adapter_spec(lora, modules, dtype)
-        #: name → shape of the pair beside each weight that has one
+        #: weight → name → shape of its pair
         self.pairs: dict[str, dict[str, tuple[int, int]]] = {}
         for module, (rows, columns) in modules.items():
             if self.spec.targets(module):
                 pair = zip(pair_names(module), ((lora.rank, columns), (rows, lora.rank)), strict=True)
                 self.pairs[f"{module}.weight"] = dict(pair)
-        self._parts: dict[str, tuple[nn.Parameter, Cut]] = {}
+        self._parts: dict[str, tuple[nn.Parameter, ShardSpec]] = {}
         self._layers: list[LayerAdapter] = []
         for task, kind, parts in layers:
             if task.megatron_module is not None and any(map(self.spec.targets, parts.values())):
                 self._add(
-                    task, kind in _CUT_BY_ROWS, {part: (name, modules[name]) for part, name in parts.items()}, seed
+                    task, kind in _ROW_SHARDED, {part: (name, modules[name]) for part, name in parts.items()}, seed
                 )
         self._owners = self._find_owners()
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """The base alone computes meanwhile."""
+        """Context in which the model computes as its base."""
         for layer in self._layers:
             layer.enabled = False
         try:
@@ -166,45 +168,46 @@ class Adapters:
     def pair(
         self, weight: str, of: Callable[[nn.Parameter], Tensor], dtype: torch.dtype, wanted: Callable[[str], bool]
     ) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor) of those ``wanted`` of the pair beside ``weight``, if it has one; see
+        """(name, whole tensor) of those ``wanted`` in the pair of ``weight``, if it has one; see
         `asyncrl.trainer.backends.megatron.weights.Conversion.whole`."""
         for name, shape in self.pairs.get(weight, {}).items():
             if wanted(name):
                 if name in self._parts:
-                    parameter, cut = self._parts[name]
-                    tensor = cut.joined(of(parameter).detach().to(dtype))
+                    parameter, shard = self._parts[name]
+                    tensor = shard.joined(of(parameter).detach().to(dtype))
                 else:
                     tensor = torch.empty(shape, dtype=dtype, device=self._device)
-                yield name, self._told(name, tensor)
+                yield name, self._broadcast(name, tensor)
 
     def parts(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """(parameter, this rank's part) of whole tensors."""
         for name, tensor in tensors.items():
             if name in self._parts:
-                parameter, cut = self._parts[name]
-                yield parameter, cut.own(tensor.to(self._device))
+                parameter, shard = self._parts[name]
+                yield parameter, shard.own(tensor.to(self._device))
 
     def _add(self, task: Any, by_rows: bool, parts: Mapping[str, tuple[str, tuple[int, int]]], seed: int) -> None:
-        """``parts``: name and shape of each module that the layer is made of."""
+        """Add a layer's adapter. ``parts``: name and shape of each module in the layer."""
         layer, pairs = task.megatron_module, {}
         shared = layer.config.sequence_parallel
         numbers = self._numbers(task, parts) if by_rows else torch.empty(0, dtype=torch.long, device=self._device)
         beside, first, put = torch.full_like(numbers, -1), 0, 0
         for part, (module, (rows, columns)) in parts.items():
             if self.spec.targets(module):
-                cuts = (Cut(1), Cut())
+                shards = (ShardSpec(1), ShardSpec())
                 if by_rows:
                     here = (numbers >= first) & (numbers < first + rows)
                     own, order = (numbers[here] - first).sort()
                     beside[here] = put + order.argsort()
-                    cuts, put = (Cut(), Cut(0, torch.cat(_gathered(own)))), put + len(own)
+                    shards = (ShardSpec(), ShardSpec(0, torch.cat(_gathered(own))))
+                    put += len(own)
                 a = first_a(module, self.spec.r, columns, seed).to(self._device)
-                pair = pairs[part] = Pair(cuts[0].own(a), len(cuts[1].own(a.new_empty(rows))))
-                for name, parameter, cut in zip(pair_names(module), (pair.lora_A, pair.lora_B), cuts, strict=True):
-                    self._parts[name] = parameter, cut
-                    set_tensor_model_parallel_attributes(parameter, cut.dim is not None, cut.dim or 0, 1)
-                    # then a whole one sees this rank's tokens: its gradients are to be summed over the ranks
-                    parameter.sequence_parallel = shared and cut.dim is None  # type: ignore[attr-defined]
+                pair = pairs[part] = Pair(shards[0].own(a), len(shards[1].own(a.new_empty(rows))))
+                for name, parameter, shard in zip(pair_names(module), (pair.lora_A, pair.lora_B), shards, strict=True):
+                    self._parts[name] = parameter, shard
+                    set_tensor_model_parallel_attributes(parameter, shard.dim is not None, shard.dim or 0, 1)
+                    # a replicated tensor then sees this rank's tokens only, so its gradients are summed over the ranks
+                    parameter.sequence_parallel = shared and shard.dim is None  # type: ignore[attr-defined]
             first += rows
         beside[beside < 0] = put
         layer.adapter = LayerAdapter(pairs, beside, self.spec.alpha / self.spec.r, shared)
@@ -214,8 +217,8 @@ class Adapters:
         layer.register_forward_hook(_with_rows if by_rows else _with_columns)
 
     def _numbers(self, task: Any, parts: Mapping[str, tuple[str, tuple[int, int]]]) -> Tensor:
-        """Which of the modules' rows, counted through, each row of this rank's layer is; collective over the tensor
-        parallel ranks. (float32 has every whole number to 2²⁴.)"""
+        """For each row of this rank's layer its row number in the concatenated modules; collective over the tensor
+        parallel ranks. (float32 is exact for integers up to 2²⁴.)"""
         numbered, first = {}, 0
         for part, (_, (rows, columns)) in parts.items():
             counted = torch.arange(first, first + rows, dtype=torch.float32, device=self._device)
@@ -224,14 +227,14 @@ class Adapters:
         return cast(Tensor, task.mapping.hf_to_megatron(whole, task.megatron_module))[:, 0].long()
 
     def _find_owners(self) -> dict[str, int]:
-        """The rank of this rank's pipeline that has each tensor."""
+        """Name → rank of this pipeline that has the tensor."""
         group = parallel_state.get_pipeline_model_parallel_group()
         names: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
         dist.all_gather_object(names, list(self._parts), group=group)
         ranks = dist.get_process_group_ranks(group)
         return {name: rank for rank, held in zip(ranks, names, strict=True) for name in held}
 
-    def _told(self, name: str, tensor: Tensor) -> Tensor:
+    def _broadcast(self, name: str, tensor: Tensor) -> Tensor:
         group = parallel_state.get_pipeline_model_parallel_group()
         if dist.get_world_size(group) > 1:
             dist.broadcast(tensor, self._owners[name], group=group)
@@ -239,8 +242,8 @@ class Adapters:
 
 
 def _modules(task: Any) -> tuple[str, dict[str, str]] | None:
-    """Of the task that loads the weight of a layer that may be targeted: the layer's kind, and the checkpoint's modules
-    that it is made of, in the order of its rows."""
+    """(kind of layer, the checkpoint's modules in it in the order of its rows) for a task that loads the weight of a
+    layer that may be targeted, else None."""
     if (found := _LAYER.fullmatch(task.global_param_name)) is None:
         return None
     names = task.mapping.hf_param
@@ -259,8 +262,8 @@ def _with_columns(layer: Any, inputs: tuple[Tensor, ...], output: Any) -> tuple[
 
 
 def _read(layer: Any, inputs: tuple[Tensor, ...], output: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Output, bias, and what the layer's matrix was applied to. Transformer Engine's layer that has the norm before it
-    within it was told to return that norm's output too."""
+    """(output, bias, input of the layer's matrix). Transformer Engine's layers that include the preceding norm are set
+    to return its output too."""
     if not hasattr(layer, "layer_norm_weight"):
         out, bias = output
         return out, bias, inputs[0]

@@ -1,8 +1,8 @@
-"""mbridge in Megatron-Bridge's place (``model.bridge: mbridge``): what it knows of model families, and no more.
+"""mbridge in place of Megatron-Bridge (``model.bridge: mbridge``), for its knowledge of model families alone.
 
-That is how config.json becomes a configuration of megatron-core, which tensors make up which parameter, and how these
-are joined, split and cut. mbridge would also build and fill models, of Transformer Engine's layers alone; here they are
-built as with the other bridge, and layers without Transformer Engine are told to mbridge by the names that these have.
+It turns config.json into a configuration of megatron-core, and maps, joins, splits and shards tensors. mbridge could
+also build and load models, but only with Transformer Engine; here they are built as with the other bridge, and layers
+without Transformer Engine are presented to mbridge under the names of those with it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.models.config import CheckpointError
-from asyncrl.trainer.backends.megatron import cpu
-from asyncrl.trainer.backends.megatron.bridges import of_rank
+from asyncrl.trainer.backends.megatron import packages
+from asyncrl.trainer.backends.megatron.expert_names import of_rank
 from asyncrl.trainer.backends.megatron.packages import check_packages, layer_in_mtp
 
-cpu.activate()
+packages.prepare()
 check_packages("mbridge")
 
-import mbridge  # noqa: E402, F401  (its families are registered as it is imported)
+import mbridge  # noqa: E402, F401  (the import registers its families)
 from mbridge.core import LLMBridge  # noqa: E402
 from mbridge.core.bridge import _MODEL_REGISTRY  # noqa: E402
 from mbridge.core.util import broadcast_from_megatron_pp  # noqa: E402
@@ -32,26 +32,26 @@ from megatron.bridge.models.gpt_provider import GPTModelProvider  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
-#: of a layer without Transformer Engine → its name where norms are part of the linear layers after them
+#: name in a layer without Transformer Engine → name where norms are part of the following linear layers
 FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
-#: of MiMo's MTP layer, beside those of the layer of the trunk that is in it
+#: weights of MiMo's MTP layer beside those of its trunk layer
 MTP_ONLY = {
     "enorm.weight": "token_layernorm.weight",
     "hnorm.weight": "hidden_layernorm.weight",
     "final_layernorm.weight": "final_layernorm.weight",
     "eh_proj.weight": "input_proj.weight",
 }
-#: what mbridge sets of how a model is cut; it is set where models are built
+#: sharding settings that mbridge makes; they are made where models are built
 PLACEMENT = {"sequence_parallel", "overlap_p2p_comm", "batch_p2p_comm", "expert_tensor_parallel_size"}
 
 
 def mbridge_of(hf_config: Any, path: Any) -> tuple[GPTModelProvider, MBridgeConverter]:
-    """megatron-core's configuration as mbridge makes it of ``hf_config``, and who converts the weights.
+    """(mbridge's configuration of megatron-core for ``hf_config``, its converter of weights)
 
-    Raises CheckpointError for a family that it has not, or builds otherwise than as megatron-core's plain GPT model."""
+    Raises CheckpointError for a family that mbridge lacks, or does not build as megatron-core's plain GPT model."""
     if hf_config.model_type not in _MODEL_REGISTRY:
         raise CheckpointError(
             f"{path}: mbridge has no bridge for {hf_config.model_type} (it has: {', '.join(sorted(_MODEL_REGISTRY))}); "
@@ -65,7 +65,7 @@ def mbridge_of(hf_config: Any, path: Any) -> tuple[GPTModelProvider, MBridgeConv
             "(it runs megatron-core's plain GPT model); use another model"
         )
     bridge = family(hf_config, dtype=torch.float32)
-    # a model with a tied head leaves this changed for all of its family
+    # a model with a tied head changes this for its whole family
     bridge._DIRECT_MAPPING = {**bridge._DIRECT_MAPPING, "output_layer.weight": "lm_head.weight"}
     facts = {f.name: value for f in fields(TransformerConfig) if (value := getattr(bridge.config, f.name)) != _unset(f)}
     provider = GPTModelProvider(
@@ -83,24 +83,24 @@ def _unset(field: Any) -> Any:
 
 
 class MBridgeConverter:
-    """The part of Megatron-Bridge's converters that `asyncrl.trainer.backends.megatron.weights` uses."""
+    """The interface of Megatron-Bridge's converters that `asyncrl.trainer.backends.megatron.weights` uses."""
 
     def __init__(self, bridge: LLMBridge, provider: GPTModelProvider) -> None:
         self._bridge, self._tied = bridge, provider.share_embeddings_and_output_weights
 
     def build_conversion_tasks(self, folder: Any, chunks: Sequence[Any]) -> list[Task]:
-        """One for each parameter of the model, those of other stages included, in the order of layers; collective."""
+        """A task for each parameter of the model, other stages' included, in the order of layers; collective."""
         here = {
             _global(name, chunk): (chunk, name, p)
             for chunk in chunks
             for name, p in chunk.named_parameters()
-            if ".adapter." not in name  # of LoRA, for which there are no tensors here
+            if ".adapter." not in name  # LoRA pairs have no tensors in the checkpoint
         }
         cuts = {name: _cut(p) for name, (_, _, p) in here.items()}
         group = parallel_state.get_pipeline_model_parallel_group()
-        told: list[Any] = [None] * group.size()
-        dist.all_gather_object(told, cuts, group=group)
-        cuts = {name: cut for of_stage in told for name, cut in of_stage.items()}
+        by_stage: list[Any] = [None] * group.size()
+        dist.all_gather_object(by_stage, cuts, group=group)
+        cuts = {name: cut for stage in by_stage for name, cut in stage.items()}
         if self._tied:
             cuts.pop("output_layer.weight", None)
         tasks = []
@@ -124,7 +124,7 @@ class Task:
 
 
 class Mapping:
-    """See Megatron-Bridge's MegatronParamMapping. ``cut``: the dimension that tensor parallel ranks share, or None."""
+    """See Megatron-Bridge's MegatronParamMapping. ``cut``: the dimension sharded by tensor parallelism, or None."""
 
     def __init__(self, bridge: LLMBridge, name: str, cut: int | None, dense: bool, parameter: Any) -> None:
         self._bridge, self._cut, self._parameter = bridge, cut, parameter
@@ -132,19 +132,19 @@ class Mapping:
         self._swapped = name.endswith(".eh_proj.weight")
         self._name, names = self._names(name, dense)
         self.hf_param: Any = names[0] if len(names) == 1 else {str(i): hf_name for i, hf_name in enumerate(names)}
-        if self.is_expert:  # its number in the parameter's name is one among this rank's
+        if self.is_expert:  # its name has its number among this rank's experts
             rank = parallel_state.get_expert_model_parallel_rank()
             self.hf_param = of_rank(rank, self._experts_of_rank, self.hf_param)
 
     def hf_to_megatron(self, tensors: Tensor | dict[str, Tensor], module: Any) -> Tensor:
-        """This rank's part of the parameter that the tensors make up."""
+        """This rank's part of the parameter made of the tensors."""
         parts = [tensors] if isinstance(tensors, Tensor) else list(tensors.values())
         whole, group = self._halves(self._bridge._weight_to_mcore_format(self._name, parts)), self._group()
         cut = self._bridge._weight_split_across_tp(self._name, whole, self._parameter, group.size())
         return list(cut)[group.rank()]
 
     def megatron_to_hf(self, part: Tensor | None, module: Any) -> dict[str, Tensor]:
-        """The whole tensors, those of an expert with its like on the other ranks; collective."""
+        """The whole tensors, an expert's with those of its peers on other ranks; collective."""
         if parallel_state.get_pipeline_model_parallel_world_size() > 1:
             part = broadcast_from_megatron_pp(part)
         assert part is not None
@@ -180,8 +180,8 @@ class Mapping:
         return weight.roll(weight.shape[1] // 2, 1) if self._swapped else weight
 
     def _names(self, name: str, dense: bool) -> tuple[str, list[str]]:
-        """(what mbridge knows the parameter by, its tensors). MTP layers are named as MiMo names them, on any trunk: in
-        each is a layer of the trunk, which goes by that one's name."""
+        """(mbridge's name of the parameter, names of its tensors). MTP layers have MiMo's names on any trunk; each
+        contains a trunk layer, which is mapped under that layer's name."""
         hf_layers = "model.layers."
         if mtp := re.match(r"mtp\.layers\.(\d+)\.", name):
             number, rest = mtp[1], name[mtp.end() :]
@@ -201,7 +201,7 @@ class Mapping:
 
 
 def _global(name: str, chunk: Any) -> str:
-    """A parameter's name with the number that its layer has in the whole model."""
+    """A parameter's name with its layer's number in the whole model."""
     if found := re.match(r"decoder\.layers\.(\d+)\.", name):
         number = chunk.decoder.layers[int(found[1])].layer_number - 1
         return f"decoder.layers.{number}.{name[found.end() :]}"
@@ -209,7 +209,7 @@ def _global(name: str, chunk: Any) -> str:
 
 
 def _dense(name: str, names: Any) -> bool:
-    """Whether the layer of this parameter has no experts."""
+    """True if this parameter's layer has no experts."""
     return f"{name.rpartition('pre_mlp_layernorm')[0]}mlp.router.weight" not in names
 
 
@@ -219,7 +219,7 @@ def _cut(parameter: torch.nn.Parameter) -> int | None:
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
-    """Numbers as numbers, the embedding first and what follows the last layer behind it."""
+    """Sort key: numbers numerically, the embedding first, then layers, then the rest."""
     first = ("embedding.", "decoder.layers.", "decoder.", "output_layer.", "mtp.")
     parts = re.split(r"(\d+)", name)
     numbered = [(int(part), "") if part.isdigit() else (0, part) for part in parts]

@@ -1,36 +1,31 @@
-"""State that lies in host memory while nobody computes with it.
+"""Offload of state to host memory while it is not in use.
 
     away = Offload({"parameters": tensors, "gradients": others}, discarded={"gradients"})
-    with away.here("parameters"):                       # on the device, to be read
+    with away.here("parameters"):                       # on the device, read only
         ...
     with away.here("parameters", "gradients", written=True):
-        ...                                             # and, inside, again: nothing moves twice
+        ...                                             # may be nested: nothing moves twice
 
-A kind that is not offloaded is not known to it and stays on the device. What moves are whole storages, so all views of
-them stay what they are: megatron-core's parameters and gradients are parts of a few large buffers.
+Unknown kinds are not offloaded, and stay on the device. Whole storages move, so all views stay valid: megatron-core's
+parameters and gradients are slices of a few large buffers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from itertools import chain
-from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 
 class Offload:
-    """Each kind of state is on the device while somebody is within `here` with it, and in host memory else; from the
-    first `here` on, or `send_all`. A tensor that is kept beyond it has no memory: keep a copy.
+    """Keeps each kind of state on the device inside `here`, else in host memory, starting with the first `here` or
+    `send_all`. A tensor has no memory after its `here`: copy it to keep it.
 
-    ``kinds``: no storage is of two of them. ``discarded``: those whose values mean nothing outside of it: their memory
-    is given back and asked for again."""
+    ``kinds``: tensors by kind; no storage belongs to two kinds. ``discarded``: kinds whose values are not kept outside
+    `here`; their memory is released and reallocated."""
 
     def __init__(self, kinds: Mapping[str, Iterable[Tensor]], discarded: Set[str] = frozenset()) -> None:
         self._storages: dict[str, list[_Storage]] = {}
@@ -40,12 +35,12 @@ class Offload:
         self._here, self._changed = set(self._storages), set(self._storages)
 
     def held_bytes(self, kind: str) -> int:
-        """How much of it is on the device."""
+        """Bytes of this kind on the device."""
         return sum(storage.device_bytes for storage in self._storages[kind])
 
     @contextlib.contextmanager
     def here(self, *kinds: str, written: bool = False) -> Iterator[None]:
-        """``written``: they may change meanwhile; else what lies on the host is still right afterwards."""
+        """``written``: the values may change; else the host copy stays valid."""
         known = [kind for kind in kinds if kind in self._storages]
         missing = [kind for kind in known if kind not in self._here]
         for storage in chain.from_iterable(self._storages[kind] for kind in missing):
@@ -70,7 +65,7 @@ class Offload:
 
 
 class _Storage:
-    """A tensor's storage, all of it, and its place on the host, which is made once."""
+    """A tensor's whole storage, and its host buffer, allocated once."""
 
     def __init__(self, tensor: Tensor, kept: bool) -> None:
         self._storage = tensor.untyped_storage()
@@ -95,17 +90,3 @@ class _Storage:
 
     def _whole(self) -> Tensor:
         return torch.empty(0, dtype=torch.uint8, device=self._storage.device).set_(self._storage)
-
-
-def resident(*kinds: str, written: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """For a method of an object that has an ``_offload``: it runs within its `Offload.here`."""
-
-    def wrap(method: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(method)
-        def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            with args[0]._offload.here(*kinds, written=written):  # type: ignore[attr-defined]
-                return method(*args, **kwargs)
-
-        return run
-
-    return wrap

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.config.schema import OptimizerConfig
-from asyncrl.trainer.backends.megatron import cpu
+from asyncrl.trainer.backends.megatron import packages
 
-cpu.activate()
+packages.prepare()
 
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel  # noqa: E402
@@ -26,8 +26,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a parameter, flat from ``start`` to ``end``, that this rank's optimizer steps. ``counts``: it is no
-    copy of what another rank steps too (of a tensor parallel peer's norm, or of the first stage's embedding)."""
+    """The slice ``start``:``end`` of a flattened parameter that this rank's optimizer steps. ``counts``: it enters the
+    gradient norm; false for a duplicate of another rank's (a tensor parallel peer's norm, the first stage's
+    embedding)."""
 
     parameter: torch.nn.Parameter
     start: int
@@ -39,9 +40,10 @@ class Shard:
 
 
 class ShardedAdamW:
-    """``policy``, ``draft``: megatron-core's data parallel modules, whose gradients are ready when `prepare` is called;
-    the draft, if any is trained, is stepped apart. What is stepped is float32: the parameters themselves, or copies of
-    them where they are bfloat16. Made by all ranks together."""
+    """Separate optimizers for ``policy`` and ``draft``, megatron-core's data parallel modules, whose gradients must be
+    reduced before `prepare`.
+
+    Master weights are float32: the parameters themselves, or copies of bfloat16 ones. Construction is collective."""
 
     def __init__(
         self,
@@ -81,12 +83,12 @@ class ShardedAdamW:
             self._optimizers[draft].zero_grad()
 
     def prepare(self, draft: bool) -> None:
-        """Give each shard its gradient, which lies in the reduced buffers."""
+        """Give each shard its gradient from the reduced buffers."""
         if draft in self._optimizers:
             self._optimizers[draft].prepare_grads()
 
     def clip(self, draft: bool) -> float:
-        """Scale the gradient of policy or draft down to ``grad_clip``; returns its norm before, over all ranks."""
+        """Clip the gradient of policy or draft to ``grad_clip``; returns its norm before, over all ranks."""
         shards = [shard for shard in self.shards if shard.draft == draft]
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         for shard in shards:
@@ -107,16 +109,16 @@ class ShardedAdamW:
             self._optimizers[draft].step_with_ready_grads()
 
     def set_steps(self, steps: int, draft: bool) -> None:
-        """How many steps the moments are of."""
+        """Set the number of steps that the moments stand for."""
         for shard in self.shards:
             if shard.draft == draft:
                 shard.state["step"].fill_(steps)
         for part in self._parts(draft):
             for group in part.param_groups:
-                group["step"] = steps  # where Transformer Engine's Adam counts; torch's looks only at the state
+                group["step"] = steps  # read by Transformer Engine's Adam; torch's reads the state
 
     def moment(self, name: str, parameter: torch.nn.Parameter) -> Tensor:
-        """A moment in the shape of this rank's parameter; collective over the ranks that share its shards."""
+        """A moment in the shape of this rank's parameter; collective over the ranks that hold its shards."""
         return self._gathered(parameter, lambda shard: shard.state[name])
 
     def set_moment(self, name: str, parameter: torch.nn.Parameter, whole: Tensor) -> None:
@@ -124,8 +126,8 @@ class ShardedAdamW:
             shard.state[name].copy_(whole.reshape(-1)[shard.start : shard.end])
 
     def weight(self, parameter: torch.nn.Parameter) -> Tensor:
-        """The weight in float32, of which a 16-bit parameter is the rounded copy; collective like `moment` then. One
-        that is not trained has no other copy."""
+        """The float32 master weight; for a trained 16-bit parameter collective, like `moment`. A frozen parameter has
+        no master copy."""
         if parameter.dtype == torch.float32 or not parameter.requires_grad:
             return parameter.float()
         return self._gathered(parameter, lambda shard: shard.main)
@@ -136,7 +138,7 @@ class ShardedAdamW:
             shard.main.data.copy_(whole.reshape(-1)[shard.start : shard.end])
 
     def own_tensors(self) -> Iterator[Tensor]:
-        """What lies beside parameters and gradients: moments, and the float32 weights of 16-bit parameters."""
+        """The optimizer's memory: moments, and float32 master weights of 16-bit parameters."""
         for shard in self.shards:
             yield from (shard.state[name] for name in MOMENTS)
             if shard.parameter.dtype != torch.float32:
@@ -148,7 +150,7 @@ class ShardedAdamW:
             whole[shard.start : shard.end] = of(shard)
         if getattr(parameter, "allreduce", True):
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        else:  # of an expert that the ranks of another group do not have
+        else:  # an expert, which only this group has
             group = parallel_state.get_expert_data_parallel_group()
         if dist.get_world_size(group) > 1:
             dist.all_reduce(whole, group=group)
@@ -167,7 +169,7 @@ class ShardedAdamW:
             copies = [*part.shard_fp32_groups, *part.shard_fp32_from_float16_groups]
             for parameters, mains in zip(stepped, copies, strict=True):
                 for parameter, main in zip(parameters, mains, strict=True):
-                    # AdamW makes its state at the first step; made now, a checkpoint has the same tensors at every step
+                    # created now instead of at the first step, so that checkpoints have the same tensors at every step
                     state: dict[str, Any] = part.optimizer.state[main]
                     state["step"] = torch.zeros((), dtype=torch.float32)
                     state |= {name: torch.zeros_like(main) for name in MOMENTS}
@@ -179,7 +181,7 @@ class ShardedAdamW:
                         main,
                         part.optimizer.state[main],
                         draft=draft,
-                        # experts are shared out over tensor parallel ranks too
+                        # experts are distributed over tensor parallel ranks too
                         counts=not getattr(parameter, "allreduce", True)
                         or (
                             param_is_not_tensor_parallel_duplicate(parameter, group)

@@ -1,10 +1,10 @@
-"""Packed sequences in megatron-core: which tokens of a micro-batch a rank has, and attention over them without CUDA.
+"""Packed sequences in megatron-core: a rank's share of a micro-batch's tokens, and attention over them without CUDA.
 
-Context parallel ranks share every sequence in zigzag, as Transformer Engine takes it: padded at its end to a multiple
-of 2 · ranks, it is cut into as many chunks, of which rank i has the i-th from either end. So all see equally far back.
+Context parallel ranks share every sequence in zigzag, as Transformer Engine expects: padded at its end to a multiple of
+2 · ranks, it is split into that many chunks, and rank i has the i-th from either end. This balances causal attention.
 
-Shape suffixes: T this rank's tokens, P packed places of the whole micro-batch, R some of these, G the padded tokens of
-all ranks one after another, B sequences, L padded length, H heads, K key/value heads, D head_dim, M hidden size.
+Shape suffixes: T this rank's tokens, P packed positions of the whole micro-batch, R some of these, G the padded tokens
+of all ranks concatenated, B sequences, L padded length, H heads, K key/value heads, D head_dim, M hidden size.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncrl.models.config import CheckpointError
+from asyncrl.models.device_copy import on_device
 from asyncrl.models.layout import PackedLayout
-from asyncrl.models.uploads import on_device
-from asyncrl.trainer.backends.megatron import cpu
+from asyncrl.trainer.backends.megatron import packages
 from asyncrl.trainer.batches import offsets
 
-cpu.activate()
+packages.prepare()
 
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # noqa: E402
@@ -33,9 +33,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 
 class Zigzag(NamedTuple):
-    """Of each place of the padded sequences in turn: its place among the packed ones (padding: the last token's),
-    whether it is no padding, its position in its sequence, the rank that has it and where among that rank's tokens. And
-    ``lengths`` [B], with padding."""
+    """Zigzag layout. For each place of the padded sequences in order: the packed position of its token (padding: of the
+    last token), whether it is real, its position in its sequence, the rank that owns it, and its index among that
+    rank's tokens. ``lengths`` [B]: with padding."""
 
     source: np.ndarray
     real: np.ndarray
@@ -46,7 +46,7 @@ class Zigzag(NamedTuple):
 
     @classmethod
     def of(cls, lengths: np.ndarray, ranks: int, multiple: int = 1) -> Zigzag:
-        """Each rank gets a multiple of ``multiple`` tokens, of each sequence, which lies alike in whatever batch."""
+        """Each rank gets a multiple of ``multiple`` tokens of each sequence, independently of the rest of the batch."""
         chunks = 2 * ranks if ranks > 1 else 1
         padded = -(-lengths // (chunks * multiple)) * (chunks * multiple)
         each = lambda values_B: np.repeat(values_B, padded)
@@ -64,9 +64,9 @@ class Zigzag(NamedTuple):
 
 
 class Across(NamedTuple):
-    """What a rank knows of the others' tokens. ``keys``: where those of all ranks, gathered [G], lie in a padded batch;
-    ``mask`` bool [B, 1, l, L]: which of them each of its queries sees. ``previous`` and ``next`` int64 [T]: where in
-    [G] the token before and after each is; ``owner`` int64 [P]: who has a packed place."""
+    """Indices across context parallel ranks. ``keys``: layout of all ranks' gathered tokens [G] in a padded batch;
+    ``mask`` bool [B, 1, l, L]: the keys that each own query sees. ``previous`` and ``next`` int64 [T]: index in [G] of
+    the token before and after each own one; ``owner`` int64 [P]: rank that owns a packed position."""
 
     keys: PackedLayout
     mask: Tensor
@@ -76,7 +76,7 @@ class Across(NamedTuple):
 
     @classmethod
     def of(cls, cut: Zigzag, mine: np.ndarray, layout: PackedLayout, positions: Tensor) -> Across:
-        """``mine``: the places of the cut that this rank has; ``layout`` and ``positions``: of its tokens."""
+        """``mine``: this rank's places in the zigzag; ``layout`` and ``positions``: those of its tokens."""
         put = lambda array: on_device(array, positions.device)
         whole, gathered = PackedLayout.from_lengths(cut.lengths), cut.owner * len(mine) + cut.local
         keys = replace(
@@ -96,10 +96,11 @@ class Across(NamedTuple):
 
 @dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
-    """What megatron-core and Transformer Engine read of the sequences that lie in one row, and what this backend reads
-    of this rank's share: ``tokens``, ``following`` (the token after each) and ``positions``, int64 [1, T]; ``layout``
-    of their queries. ``local`` int64 [P]: where a packed place is among the tokens of the rank that has it, if there is
-    padding between. ``group``: the context parallel ranks; only if these are several, there is ``across``."""
+    """Packed sequence parameters of megatron-core and Transformer Engine, extended by this rank's share.
+
+    ``tokens``, ``following`` (the token after each) and ``positions``: int64 [1, T]; ``layout``: that of their queries.
+    ``local`` int64 [P]: a packed position's index among its owner's tokens; None if these are contiguous. ``group``:
+    the context parallel ranks; ``across``: None for a single one."""
 
     tokens: Tensor
     following: Tensor
@@ -118,8 +119,8 @@ class PackedSequences(PackedSeqParams):
         group: dist.ProcessGroup,
         multiple: int = 1,
     ) -> PackedSequences:
-        """This rank's share of the sequences of ``lengths_B``, a multiple of ``multiple`` tokens of each; ``layout``:
-        theirs when they are whole."""
+        """This rank's share of sequences of ``lengths_B``, a multiple of ``multiple`` tokens of each; ``layout``: that
+        of the whole sequences."""
         device, following_P, positions = tokens_P.device, tokens_P.roll(-1), layout.positions
         local, across = None, None
         if group.size() > 1 or multiple > 1:
@@ -148,40 +149,40 @@ class PackedSequences(PackedSeqParams):
         )
 
     def before(self, states_T1M: Tensor) -> Tensor:
-        """[T, 1, M]: at each place the state of the place before it; nothing that means anything at a first place."""
+        """[T, 1, M]: the state of the position before each; meaningless at first positions."""
         if self.across is None:
             return states_T1M.roll(1, 0)
         gathered = gather_from_sequence_parallel_region(states_T1M, group=self.group)
         return gathered.index_select(0, self.across.previous)
 
     def after(self, states_T1M: Tensor) -> Tensor:
-        """[T, 1, M]: likewise the state of the place after it; nothing that means anything at a last place."""
+        """[T, 1, M]: the state of the position after each; meaningless at last positions."""
         if self.across is None:
             return states_T1M.roll(-1, 0)
         gathered = gather_from_sequence_parallel_region(states_T1M, group=self.group)
         return gathered.index_select(0, self.across.next)
 
     def rows(self, states_T1M: Tensor, places_R: Tensor) -> tuple[Tensor, Tensor | slice]:
-        """(states [r, M], which of ``places_R`` they are of): of those packed places that this rank has."""
+        """(states [r, M] of those packed positions that this rank has, their indices in ``places_R``)"""
         places_r, mine_r = self.here(places_R)
         return states_T1M.squeeze(1).index_select(0, places_r), mine_r
 
     def here(self, places_R: Tensor) -> tuple[Tensor, Tensor | slice]:
-        """(places among this rank's tokens [r], which of ``places_R`` these are)"""
+        """(indices among this rank's tokens [r], their indices in ``places_R``)"""
         mine_r: Tensor | slice = slice(None)
         if self.across is not None:
             mine_r = torch.nonzero(self.across.owner[places_R] == self.group.rank()).squeeze(1)
         return places_R[mine_r] if self.local is None else self.local[places_R[mine_r]], mine_r
 
     def of_all(self, values_Xr: Tensor, mine_r: Tensor | slice, rows: int) -> Tensor:
-        """[X, R]: figures of all places from those that each rank has."""
+        """[X, R]: values of all positions, assembled from those of each rank."""
         if self.across is None:
             return values_Xr
         return _OfAll.apply(values_Xr, mine_r, rows, self.group)
 
 
 class _OfAll(torch.autograd.Function):
-    """All ranks compute the same of it, so each has the gradient of its own already: nothing is to be summed."""
+    """All-gather by position. All ranks compute the same from the result, so the backward pass needs no sum."""
 
     @staticmethod
     def forward(ctx: Any, values_Xr: Tensor, mine_r: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
@@ -198,12 +199,11 @@ class _OfAll(torch.autograd.Function):
 
 
 class PackedAttention(MegatronModule):
-    """The core attention of megatron-core's layers where Transformer Engine is absent: its own knows neither packed
-    sequences nor context parallel ranks. These gather each other's keys and values, and in the backward pass each sums
-    what the others found for its own.
+    """Core attention for megatron-core's layers without Transformer Engine: its own supports neither packed sequences
+    nor context parallelism. Context parallel ranks all-gather keys and values, and reduce-scatter their gradients.
 
-    Causal within each sequence, on as many query heads for each key/value head as there are. Raises CheckpointError for
-    a configuration that asks for more."""
+    Causal within each sequence, with any number of query heads per key/value head. Raises CheckpointError for
+    configurations that need more."""
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **placement: Any) -> None:
         super().__init__(config)
@@ -224,11 +224,11 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedSequences,
         **others: Any,
     ) -> Tensor:
-        """[T, H·D]; the sequences are told by ``packed_seq_params`` alone."""
+        """[T, H·D]; ``packed_seq_params`` alone describes the sequences."""
         layout, across = packed_seq_params.layout, packed_seq_params.across
         heads, groups = query_THD.shape[1], key_TKD.shape[1]
         if across is None:
-            # one gather for the three: they are padded alike
+            # a single gather, since all three are padded alike
             qkv_BXLD = layout.pad(torch.cat([query_THD, key_TKD, value_TKD], 1)).transpose(1, 2)
             q, k, v = qkv_BXLD.split([heads, groups, groups], 1)
         else:

@@ -1,6 +1,6 @@
-"""The policy as megatron-core builds it: a GPT model that gives hidden states, not logits, of itself and of its draft.
+"""The policy model: megatron-core's GPT model, returning hidden states of trunk and draft instead of logits.
 
-Shape suffixes: T packed tokens, M hidden size. To megatron-core they are one sequence, [T, 1, M].
+Shape suffixes: T packed tokens, M hidden size. megatron-core sees one sequence, [T, 1, M].
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.config.schema import TrainerConfig
-from asyncrl.trainer.backends.megatron import cpu
+from asyncrl.cpu import megatron as megatron_cpu
+from asyncrl.trainer.backends.megatron import packages
 from asyncrl.trainer.backends.megatron.bridges import Bridge, expect_same_rope
 from asyncrl.trainer.backends.megatron.layers import with_delta_net, without_transformer_engine
 from asyncrl.trainer.backends.megatron.packed import PackedSequences
 from asyncrl.trainer.backends.megatron.vocab_parallel import VocabularyPart
 
-cpu.activate()
+packages.prepare()
 
 from megatron.bridge.models.gpt_provider import GPTModelProvider  # noqa: E402
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
@@ -36,13 +37,13 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 
 class PolicyModel(GPTModel):
-    """The last stage's forward pass gives (hidden [T, 1, M], depth 1's hidden, depth 2's …), each after its final norm,
-    for a head that sees only the places that matter. So a forward pass needs no labels, and the loss of the draft is
-    taken outside, with the temperature and the global count of this project.
+    """Forward passes of the last stage return (hidden [T, 1, M], depth 1's hidden, depth 2's …), each after its final
+    norm, so that the head runs on selected positions only. A forward pass needs no labels; the draft's loss is computed
+    outside, with asyncrl's temperature and global count.
 
-    ``draft_depths``: how many depths of the draft the next forward pass runs; ``detach_draft``: whether they give a
-    gradient to trunk and embedding; ``draft_starts_blank``: see `Bridge`. The states are those of
-    `asyncrl.models.decoder.Decoder.draft_states`, up to as many depths as there are MTP layers."""
+    ``draft_depths``: draft depths of the next forward pass; ``detach_draft``: no gradient from them to trunk and
+    embedding; ``draft_starts_blank``: see `Bridge`. The draft's states are those of
+    `asyncrl.models.decoder.Decoder.draft_states`, for at most as many depths as there are MTP layers."""
 
     draft_depths = 0
     detach_draft = True
@@ -59,7 +60,7 @@ class PolicyModel(GPTModel):
     def _draft_states(self, hidden_T1M: Tensor, layers: dict[str, Any]) -> tuple[Tensor, ...]:
         sequences: PackedSequences = layers["packed_seq_params"]
         started_T11 = (sequences.positions != 0).t().unsqueeze(2)
-        # a sequence's last place reads the next one's first token; no other place reads what it makes of that
+        # a sequence's last position reads the next sequence's first token; no other position reads the result
         embed_T1M = self.embedding(sequences.following, sequences.positions)
         if self.draft_starts_blank:
             embed_T1M = embed_T1M * self._of_this_rank(started_T11)
@@ -71,8 +72,8 @@ class PolicyModel(GPTModel):
         for layer in self.mtp.layers[: self.draft_depths]:
             if states:
                 hidden_T1M = self._of_this_rank(sequences.before(states[-1]) * started_T11)
-            # not the layer's own forward, which cannot recompute packed sequences, and would embed the shifted tokens
-            # itself: place 0 would not be zeros
+            # not the layer's own forward, which cannot recompute packed sequences, and embeds the shifted tokens
+            # itself, without zeros at position 0
             run = partial(layer._proj_and_transformer_layer, **options)
             if self.config.recompute_granularity and torch.is_grad_enabled():
                 run = partial(checkpoint, run, use_reentrant=False)
@@ -81,20 +82,20 @@ class PolicyModel(GPTModel):
         return tuple(states)
 
     def _of_all_tokens(self, states: Tensor) -> Tensor:
-        """[T, …] of [t, …], where tensor parallel ranks have parts of the tokens. They go on alike, each with the whole
-        gradient."""
+        """[t, …] → [T, …] under sequence parallelism. All tensor parallel ranks then compute the same, each with the
+        whole gradient."""
         if not self.config.sequence_parallel:
             return states
         return tensor_parallel.gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=False)
 
     def _of_this_rank(self, states: Tensor) -> Tensor:
-        """[t, …] of [T, …], likewise."""
+        """[T, …] → [t, …] under sequence parallelism."""
         if not self.config.sequence_parallel:
             return states
         return tensor_parallel.scatter_to_sequence_parallel_region(states)
 
     def draft(self, hidden_T1M: Tensor, sequences: PackedSequences, depths: int) -> tuple[Tensor, ...]:
-        """On the last stage the draft alone: the states of it that a forward pass gives, from the trunk's of that."""
+        """The draft's states of a forward pass, given the trunk's. Last stage only."""
         self.draft_depths = depths
         hidden_T1M = hidden_T1M.to(self.head_weight.dtype)
         _, rope, cos, sin, *_ = self._preprocess(None, None, decoder_input=hidden_T1M, packed_seq_params=sequences)
@@ -104,7 +105,7 @@ class PolicyModel(GPTModel):
 
     @property
     def vocabulary_part(self) -> VocabularyPart:
-        """Of this rank's rows of the head."""
+        """The part of the vocabulary in this rank's rows of the head."""
         group = parallel_state.get_tensor_model_parallel_group()
         return VocabularyPart.of(self.config.vocab_size, len(self.head_weight), group)
 
@@ -121,8 +122,8 @@ def has_transformer_engine() -> bool:
 
 
 def build_chunks(bridge: Bridge, options: TrainerConfig) -> list[PolicyModel]:
-    """This rank's part of the model with unset weights: one chunk, or one for each virtual stage. Model parallel groups
-    must be there. Raises CheckpointError for a rope that would be another."""
+    """This rank's part of the model, uninitialized: one chunk, or one per virtual stage. Needs the model parallel
+    groups. Raises CheckpointError for a rope that differs from the checkpoint's."""
     provider = bridge.provider
     _complete(provider, options)
     virtual = options.megatron.virtual_pipeline_model_parallel_size
@@ -137,7 +138,7 @@ def build_chunks(bridge: Bridge, options: TrainerConfig) -> list[PolicyModel]:
 
 
 def in_precision(provider: GPTModelProvider, chunk: PolicyModel) -> Any:
-    """The chunk with its parameters in the precision that it computes in; float32 hidden states come out of it."""
+    """The chunk with its parameters in compute precision; its outputs are float32."""
     return Float16Module(provider, chunk) if provider.bf16 else chunk
 
 
@@ -147,7 +148,7 @@ def padded_vocabulary(vocab_size: int, parts: int) -> int:
 
 def _build(provider: GPTModelProvider, stage: int | None) -> PolicyModel:
     fast, mpu = has_transformer_engine(), parallel_state
-    # megatron-core 0.19 refuses to specify layers for a variant of attention; `with_delta_net` puts it in below
+    # megatron-core 0.19 builds no layer spec for attention variants; `with_delta_net` inserts them below
     plain = copy.copy(provider)
     plain.experimental_attention_variant = None
     spec = get_gpt_decoder_block_spec(
@@ -155,7 +156,7 @@ def _build(provider: GPTModelProvider, stage: int | None) -> PolicyModel:
     )
     mtp = None
     if provider.mtp_num_layers:
-        # a copy of the spec of the stage's last layer, of which `fit_problems` leaves no stage without
+        # copies the spec of the stage's last layer; `fit_problems` ensures that every stage has one
         mtp = get_gpt_mtp_block_spec(provider, spec, use_transformer_engine=fast, vp_stage=stage)
     if provider.experimental_attention_variant == "gated_delta_net":
         first = get_transformer_layer_offset(provider, vp_stage=stage)
@@ -184,7 +185,7 @@ def _build(provider: GPTModelProvider, stage: int | None) -> PolicyModel:
 
 
 def _complete(provider: GPTModelProvider, options: TrainerConfig) -> None:
-    """Add to what the bridge read from config.json how the model is cut, its precision and its kernels."""
+    """Add sharding, precision and kernels to the configuration that the bridge read from config.json."""
     cut, fast, half = options.megatron, has_transformer_engine(), options.mixed_precision == "bfloat16"
     settings: dict[str, Any] = {
         "tensor_model_parallel_size": cut.tensor_model_parallel_size,
@@ -194,24 +195,27 @@ def _complete(provider: GPTModelProvider, options: TrainerConfig) -> None:
         ),
         "context_parallel_size": cut.context_parallel_size,
         "expert_model_parallel_size": cut.expert_model_parallel_size,
-        "expert_tensor_parallel_size": 1,  # an expert is whole on the ranks that have it
+        "expert_tensor_parallel_size": 1,  # experts are not sharded
         "sequence_parallel": cut.sequence_parallel,
-        "params_dtype": torch.float32,  # as it is built and loaded; `in_precision` changes it
+        "params_dtype": torch.float32,  # while it is built and loaded; `in_precision` changes it
         "pipeline_dtype": torch.bfloat16 if half else torch.float32,
         "bf16": half,
         "fp16": False,
-        "use_cpu_initialization": cpu.needed(),
-        # each micro-batch has as many tokens as it has, which only stages have to tell each other
+        "use_cpu_initialization": megatron_cpu.needed(),
+        # micro-batch lengths vary, so pipeline stages exchange shapes
         "variable_seq_lengths": cut.pipeline_model_parallel_size > 1,
-        "calculate_per_token_loss": True,  # gradients are summed: losses come divided by the global count
+        "calculate_per_token_loss": True,  # sums gradients, as losses are already divided by the global count
         "attention_softmax_in_fp32": True,
-        # a token must have the same logprob whenever it is scored
+        # a token's logprob must be reproducible
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        # the loss is the algorithm's, with no term for the routers' balance
+        # the algorithm alone defines the loss, without load-balancing terms, and only the optimizer changes weights
         "moe_aux_loss_coeff": 0.0,
+        "moe_z_loss_coeff": None,
         "moe_router_load_balancing_type": "none",
-        "moe_token_dispatcher_type": "alltoall",  # which bears ranks with other numbers of tokens
+        "moe_router_bias_update_rate": 0.0,
+        "moe_input_jitter_eps": None,
+        "moe_token_dispatcher_type": "alltoall",  # supports different numbers of tokens per rank
         "gradient_accumulation_fusion": False,
         "cross_entropy_loss_fusion": False,
     }

@@ -1,13 +1,12 @@
-"""Qwen3-Next and Qwen3.5, models with Gated DeltaNet layers: what config.json says of them, and their tensors.
+"""Bridge for Qwen3-Next and Qwen3.5, models with Gated DeltaNet layers: configuration and tensors.
 
-Megatron-Bridge 0.3 knows Qwen3-Next alone, by names that layers have with Transformer Engine, and asks its config
-object for what transformers 5 has elsewhere. So both are bridged here, with the MTP layer of their checkpoints, and
-alike for every release.
+Megatron-Bridge 0.3 supports only Qwen3-Next, only under Transformer Engine's names, and reads config fields that
+transformers 5 has moved. This bridge covers both, with the MTP layer of their checkpoints, alike for every release.
 
-megatron-core's DeltaNet has one matrix, ``in_proj``, whose rows are q, k, v, z (the output's gate), b and a (how much
-is written, and kept); of each tensor parallel rank those of its heads. Qwen3-Next has two, ``in_proj_qkvz`` and
-``in_proj_ba``, grouped by key head, which Megatron-Bridge converts. Qwen3.5 has four, ``in_proj_qkv``, ``in_proj_z``,
-``in_proj_b`` and ``in_proj_a``, each with its parts one after another, which 0.3 does not know.
+megatron-core's DeltaNet has one matrix, ``in_proj``, with rows q, k, v, z (output gate), b (write strength) and a
+(decay); each tensor parallel rank has those of its heads. Qwen3-Next has two, ``in_proj_qkvz`` and ``in_proj_ba``,
+grouped by key head, which Megatron-Bridge converts. Qwen3.5 has four, ``in_proj_qkv``, ``in_proj_z``, ``in_proj_b`` and
+``in_proj_a``, with their parts concatenated, which 0.3 does not support.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncrl.trainer.backends.megatron import cpu
+from asyncrl.trainer.backends.megatron import packages
 from asyncrl.trainer.backends.megatron.layout import linear_layers
 from asyncrl.trainer.backends.megatron.packages import layer_in_mtp
 
-cpu.activate()
+packages.prepare()
 
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry  # noqa: E402
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge  # noqa: E402
@@ -60,7 +59,7 @@ AutoMapping.register_module_type("DeltaNet", "column")
 
 
 class Qwen3NextBridge(MegatronModelBridge):
-    """Of a folder whose config.json has the text part ``text``, and whose tensors are ``names``."""
+    """Bridge of a folder: ``text`` is the text part of its config.json, ``names`` are its tensors."""
 
     def __init__(self, text: Mapping[str, Any], names: Collection[str]) -> None:
         super().__init__()
@@ -108,7 +107,7 @@ class Qwen3NextBridge(MegatronModelBridge):
 
     def mapping_registry(self) -> MegatronMappingRegistry:
         there = "model."
-        if any(name.startswith("model.language_model.") for name in self._names):  # beside one that sees
+        if any(name.startswith("model.language_model.") for name in self._names):  # beside a vision tower
             there = "model.language_model."
         mappings = [
             AutoMapping("embedding.word_embeddings.weight", f"{there}embed_tokens.weight"),
@@ -126,8 +125,8 @@ class Qwen3NextBridge(MegatronModelBridge):
 
 
 def _layer(here: str, there: str) -> Iterator[MegatronParamMapping]:
-    """Of a layer with full attention, dense or with experts. With Transformer Engine norms are within the linear layer
-    behind them."""
+    """Mappings of a layer with full attention, dense or with experts. With Transformer Engine norms are part of the
+    following linear layer."""
     plain = {
         "input_layernorm.weight": "input_layernorm.weight",
         "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -155,8 +154,9 @@ def _layer(here: str, there: str) -> Iterator[MegatronParamMapping]:
 
 
 def delta_net_mappings(here: str, there: str, names: Collection[str]) -> Iterator[MegatronParamMapping]:
-    """For the DeltaNet of a layer (``…self_attention.``) and of the checkpoint's (``…linear_attn.``), both with ``*``
-    for its number; ``names``: the checkpoint's tensors, which tell the family."""
+    """Mappings of a layer's DeltaNet (``here``: ``…self_attention.``) to the checkpoint's (``there``:
+    ``…linear_attn.``), both with ``*`` for the layer's number. ``names``: the checkpoint's tensors, which determine the
+    family."""
     split = any(name.endswith("linear_attn.in_proj_qkv.weight") for name in names)
     kind, parts = (SplitInProjection, SPLIT) if split else (GDNLinearMapping, FUSED)
     yield kind(f"{here}in_proj.weight", **{part: f"{there}in_proj_{part}.weight" for part in parts})
@@ -204,7 +204,7 @@ class SplitInProjection(MegatronParamMapping[dict[str, Tensor]]):
 
 
 def _rows(config: Any) -> list[int]:
-    """Of q, k, v, z, b and a, over all ranks."""
+    """Rows of q, k, v, z, b and a, over all ranks."""
     keys = config.linear_key_head_dim * config.linear_num_key_heads
     values = config.linear_value_head_dim * config.linear_num_value_heads
     return [keys, keys, values, values, config.linear_num_value_heads, config.linear_num_value_heads]

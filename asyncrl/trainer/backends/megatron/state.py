@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model and its optimizer: whole tensors under their Hugging Face names, at any layout."""
+"""State of model and optimizer in a checkpoint: whole tensors under Hugging Face names, for any parallel layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncrl.param_sync.digest import digest_tensors
 from asyncrl.trainer.backends.megatron.lora import Adapters
 from asyncrl.trainer.backends.megatron.optimizer import MOMENTS, ShardedAdamW
 from asyncrl.trainer.backends.megatron.weights import Conversion
-from asyncrl.trainer.backends.torch_state import (
+from asyncrl.trainer.backends.state import (
     digest_bytes,
     expect_same_adapters,
     expect_same_base,
@@ -23,17 +23,17 @@ from asyncrl.trainer.backends.torch_state import (
     saved_names,
 )
 
-LOAD_BLOCK = 32  # parameters of the model whose whole tensors are in memory at once while a checkpoint is read
+LOAD_BLOCK = 32  # parameters whose whole tensors are in memory at once while a checkpoint loads
 
 
 def base_digest(conversion: Conversion) -> Tensor:
-    """Of the weights that adapters are to go beside, as they are loaded; collective."""
+    """Digest of the loaded base weights, before adapters are added; collective."""
     return digest_bytes(digest_tensors(conversion.whole(lambda parameter: parameter)))
 
 
 class ModelState:
-    """The weights that the optimizer steps, and its moments of those that are ``trained``; all methods are collective.
-    With ``adapters`` these alone, with the digest of their ``base``, which ``model_path`` has."""
+    """Master weights, and moments of the ``trained`` ones; with ``adapters`` only these, and the digest of their
+    ``base``, the model of ``model_path``. All methods are collective."""
 
     def __init__(
         self,
@@ -48,23 +48,22 @@ class ModelState:
         self._adapters, self._base, self._model_path = adapters, base, model_path
 
     def share(self, rank: int, ranks: int) -> dict[str, Any]:
-        """One rank's: every so many tensors."""
+        """One rank's part: every ``ranks``-th tensor."""
 
-        def every_so_many(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        def every_nth(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
             return {name: tensor.clone() for i, (name, tensor) in enumerate(tensors) if i % ranks == rank}
 
         whole, trained = self._conversion.whole, self._trained.__contains__
         return {
-            "model": every_so_many(whole(self._optimizer.weight, wanted=self._is_kept)),
+            "model": every_nth(whole(self._optimizer.weight, wanted=self._is_kept)),
             **({} if self._base is None else {"base": self._base.clone()}),
             "optimizer": {
-                moment: every_so_many(whole(partial(self._optimizer.moment, moment), wanted=trained))
-                for moment in MOMENTS
+                moment: every_nth(whole(partial(self._optimizer.moment, moment), wanted=trained)) for moment in MOMENTS
             },
         }
 
     def load(self, path: Path) -> None:
-        """What any number of ranks saved. Raises CheckpointError if it is of another model, or kind of training."""
+        """Load the state of any number of ranks. Raises CheckpointError for another model or kind of training."""
         shapes, saved = self._conversion.shapes, saved_names(path)
         kept = list(filter(self._is_kept, shapes))
         expect_same_adapters(path, saved, {"model": kept})
@@ -106,6 +105,6 @@ class ModelState:
 
 
 def _empty(model: Mapping[str, tuple[int, ...]], learned: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """A state to be filled, with tensors of these shapes."""
+    """A state to fill, with tensors of these shapes."""
     empty = lambda shapes: {name: torch.empty(shape) for name, shape in shapes.items()}
     return {"model": empty(model), "optimizer": {moment: empty(learned) for moment in MOMENTS}}

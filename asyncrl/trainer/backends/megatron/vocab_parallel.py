@@ -1,8 +1,8 @@
-"""What a head says of many rows where its vocabulary lies in parts on several ranks, a chunk of rows at a time.
+"""Log-probabilities, entropies and draft losses from a vocabulary-parallel head, a chunk of rows at a time.
 
-The same figures as those of `asyncrl.models.chunked`. Every rank of the group has the same rows, and gets the same
-figures and the same gradient of them. Rows of the head beyond the vocabulary, there so that it divides evenly, are no
-tokens: they are in no sum. Shape suffixes: R rows, C a chunk of them, M hidden size, W this rank's tokens.
+The same figures as in `asyncrl.models.chunked`. Every rank of the group has the same rows, and gets the same figures
+and the same gradients of them. Rows of the head that pad the vocabulary to an even division enter no sum. Shape
+suffixes: R rows, C a chunk of them, M hidden size, W this rank's tokens.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from asyncrl.models.chunked import SumOverRows
 
 @dataclass(frozen=True)
 class VocabularyPart:
-    """This rank's tokens ``first`` to ``end`` of the vocabulary; its head has rows for them and perhaps more.
-    ``group``: the ranks that have the others."""
+    """This rank's slice ``first``:``end`` of the vocabulary; its head may have padding rows beyond. ``group``: all
+    ranks that share the vocabulary."""
 
     first: int
     end: int
@@ -29,31 +29,31 @@ class VocabularyPart:
 
     @classmethod
     def of(cls, vocab_size: int, rows: int, group: dist.ProcessGroup) -> VocabularyPart:
-        """The part of a rank whose head has ``rows`` rows, as all of its group have."""
+        """The part of a rank whose head has ``rows`` rows, like every head of the group."""
         first = min(dist.get_rank(group) * rows, vocab_size)
         return cls(first, min(first + rows, vocab_size), group)
 
     def sum(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Over the group, in place."""
+        """Reduce over the group, in place."""
         if dist.get_world_size(self.group) > 1:
             dist.all_reduce(tensor, op, group=self.group)
         return tensor
 
     def place(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(row of the head, whether it is here) for each token; row 0 where it is not."""
+        """(row of the head, whether this rank has it) for each token; row 0 if not."""
         here = (tokens >= self.first) & (tokens < self.end)
         return (tokens - self.first).where(here, 0), here
 
     def logits(self, hidden_CM: Tensor, weight_WM: Tensor, temperature: float) -> Tensor:
-        """float32 [C, W], scaled."""
+        """float32 [C, W], divided by the temperature."""
         logits_CW = F.linear(hidden_CM.to(weight_WM.dtype), weight_WM[: self.end - self.first]).float()
         return logits_CW.div_(temperature) if temperature != 1.0 else logits_CW
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """``p_CW``: probabilities; ``log_sum_C``: of the exponentials of all logits; ``target_C``: the target's logit;
-    ``mean_C``: the mean logit under p."""
+    """``p_CW``: probabilities; ``log_sum_C``: log-sum-exp of all logits; ``target_C``: the target's logit; ``mean_C``:
+    the mean logit under p."""
 
     p_CW: Tensor
     logits_CW: Tensor
@@ -64,7 +64,7 @@ class _Chunk:
 
 def _chunk(part: VocabularyPart, hidden_CM: Tensor, weight: Tensor, targets_C: Tensor, temperature: float) -> _Chunk:
     logits_CW = part.logits(hidden_CM, weight, temperature)
-    some = logits_CW.shape[1] > 0  # else this rank has padding alone
+    some = logits_CW.shape[1] > 0  # else this rank has only padding
     highest_C = logits_CW.amax(1) if some else logits_CW.new_full((len(targets_C),), -torch.inf)
     part.sum(highest_C, dist.ReduceOp.MAX)
     e_CW = (logits_CW - highest_C[:, None]).exp_()
@@ -115,7 +115,7 @@ class VocabParallelScores(torch.autograd.Function):
 
 
 class _Gradients:
-    """What `SumOverRows` saves, filled chunk by chunk with the gradient of the logits, [C, W]."""
+    """Gradients that `SumOverRows` saves, accumulated by chunk from the gradient of the logits, [C, W]."""
 
     def __init__(self, ctx: Any, hidden: Tensor, weight: Tensor, part: VocabularyPart) -> None:
         self._hidden, self._weight, self._part = hidden, weight, part
@@ -135,7 +135,8 @@ class _Gradients:
 
 
 class VocabParallelCrossEntropy(SumOverRows):
-    """Sum over rows of −log softmax(z)[target], and how many targets are the likeliest token; float32 scalars."""
+    """Sum over rows of −log softmax(z)[target], and the number of targets that are the likeliest token; float32
+    scalars."""
 
     @staticmethod
     def forward(
@@ -156,8 +157,8 @@ class VocabParallelCrossEntropy(SumOverRows):
 
 
 class VocabParallelAcceptance(SumOverRows):
-    """Sum over rows of −log α, and how many ``targets`` are the draft's likeliest token; float32 scalars. α, its
-    gradient and ``target_hidden``: see `asyncrl.models.chunked.ChunkedAcceptance`."""
+    """Sum over rows of −log α, and the number of ``targets`` that are the draft's likeliest token; float32 scalars. For
+    α, its gradient and ``target_hidden`` see `asyncrl.models.chunked.ChunkedAcceptance`."""
 
     @staticmethod
     def forward(
@@ -189,7 +190,7 @@ class VocabParallelAcceptance(SumOverRows):
 
 
 def _likeliest(part: VocabularyPart, found: _Chunk) -> Tensor:
-    """How many targets are: no token has a higher logit."""
+    """Number of targets to which no token has a higher logit."""
     likelier_C = part.sum((found.logits_CW > found.target_C[:, None]).sum(1))
     return (likelier_C == 0).sum()
 
@@ -202,8 +203,8 @@ def _of_logits(
     temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The gradient of the logits from that of the scaled ones but for the targets' columns, where ``at_target_C`` is
-    still to be added; changes ``dz_CW``."""
+    """Gradient of the logits from that of the scaled ones, with ``at_target_C`` added in the targets' columns. Modifies
+    ``dz_CW``."""
     row_C, here_C = part.place(targets_C)
     if dz_CW.shape[1]:
         dz_CW.scatter_add_(1, row_C[:, None], (at_target_C * here_C)[:, None])

@@ -1,4 +1,4 @@
-"""Weights from and to Hugging Face names, one parameter of megatron-core at a time, at any parallel layout."""
+"""Conversion of weights from and to Hugging Face names, one parameter of megatron-core at a time, at any layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from asyncrl.models.checkpoint import open_tensors
 from asyncrl.models.config import CheckpointError
-from asyncrl.trainer.backends.megatron.bridges import Bridge, Source, of_rank
+from asyncrl.trainer.backends.megatron.bridges import Bridge, Source
+from asyncrl.trainer.backends.megatron.expert_names import of_rank
 from asyncrl.trainer.backends.megatron.lora import Adapters
 from asyncrl.trainer.backends.megatron.optimizer import ShardedAdamW
 from asyncrl.trainer.backends.megatron.policy import PolicyModel, padded_vocabulary
@@ -26,13 +27,13 @@ VOCABULARY_ROWS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 class Conversion:
-    """The plan of a model's conversion: which parameters hold which tensors, and who has them. Made once, as it takes a
-    collective, and used for loading, export and checkpoints; all methods are collective over the ranks that hold one
+    """Plan of a model's conversion: the tensors that make up each parameter, and the ranks that have it. Built once, by
+    a collective, and used for loading, export and checkpoints. All methods are collective over the ranks that hold one
     copy of the model (tensor, pipeline and expert parallel).
 
-    ``shapes``: every tensor that travels, by its name in the safetensors files, in the order in which `whole` yields
-    them. Raises CheckpointError if these are not exactly the tensors of the folder. ``tasks``: Megatron-Bridge's, each
-    with a module on the ranks that have it."""
+    ``shapes``: every converted tensor by its safetensors name, in the order in which `whole` yields them. Raises
+    CheckpointError if they are not exactly the folder's tensors. ``tasks``: Megatron-Bridge's, each with a module on
+    the ranks that have it."""
 
     def __init__(self, bridge: Bridge, chunks: Sequence[PolicyModel]) -> None:
         self._bridge, self._chunks = bridge, list(chunks)
@@ -43,7 +44,7 @@ class Conversion:
         self._adapters: Adapters | None = None
 
     def attach(self, adapters: Adapters) -> None:
-        """From now on each pair comes after the weight that it is beside, in `shapes` and in `whole`."""
+        """From now on each LoRA pair follows the weight that it adapts, in `shapes` and in `whole`."""
         self._adapters, base = adapters, self.shapes
         self.shapes = {}
         for name, shape in base.items():
@@ -51,7 +52,7 @@ class Conversion:
 
     @torch.no_grad()
     def load(self, read: Callable[[str], Tensor]) -> None:
-        """Fill this rank's parameters from whole tensors, which ``read`` gives by name."""
+        """Fill this rank's parameters from whole tensors, which ``read`` returns by name."""
         for block in self.blocks():
             for parameter, part in block.convert(read):
                 parameter.data.copy_(part)
@@ -61,18 +62,18 @@ class Conversion:
     def fill_tied_head(
         self, of: Callable[[torch.nn.Parameter], Tensor], put: Callable[[torch.nn.Parameter, Tensor], Any]
     ) -> None:
-        """A tied head on a stage of its own has the embedding's rows once more, under a name that the bridge has no
-        tensor for: ``put`` there what ``of`` gives for the embedding, each in the parameter's shape. As when the model
-        is built, the last stage's zeros and what the first has are summed. With MTP layers the last stage's copy has
-        the embedding's own name, and nothing is left to do."""
+        """Fill a tied head on another stage than the embedding. It duplicates the embedding's rows under a name for
+        which the bridge has no tensor: ``put`` stores there what ``of`` returns for the embedding, in the parameter's
+        shape. As when the model is built, the first stage's values and the last stage's zeros are summed. With MTP
+        layers the last stage's copy has the embedding's own name, and there is nothing to do."""
         provider = self._bridge.provider
         first, last = self._chunks[0].pre_process, self._chunks[-1].post_process
         if provider.share_embeddings_and_output_weights and not provider.mtp_num_layers and first != last:
             weight = self._chunks[0 if first else -1].shared_embedding_or_output_weight()
-            told = of(weight).detach().float().clone() if first else torch.zeros_like(weight, dtype=torch.float32)
-            torch.distributed.all_reduce(told, group=parallel_state.get_embedding_group())
+            shared = of(weight).detach().float().clone() if first else torch.zeros_like(weight, dtype=torch.float32)
+            torch.distributed.all_reduce(shared, group=parallel_state.get_embedding_group())
             if last:
-                put(weight, told)
+                put(weight, shared)
 
     @torch.no_grad()
     def whole(
@@ -81,10 +82,10 @@ class Conversion:
         dtype: torch.dtype = torch.float32,
         wanted: Callable[[str], bool] = _all,
     ) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor) of what ``of`` gives for each parameter, such as itself or a moment of it, in its shape;
-        of those ``wanted`` alone. (Tensors that one parameter holds are wanted all or none.)
+        """(name, whole tensor) of those ``wanted``, made from what ``of`` returns for each parameter: itself, or a
+        moment of it, in its shape. (The tensors of one parameter are wanted all or none.)
 
-        ``of`` is asked on the ranks that have the parameter; every rank yields."""
+        ``of`` is called on the ranks that have the parameter; every rank yields."""
         for task in self._plan(dtype):
             names = list(self._sent(task))
             found = self._converted(task, of, dtype) if any(map(wanted, names)) else {}
@@ -98,25 +99,25 @@ class Conversion:
         self, task: Any, of: Callable[[torch.nn.Parameter], Tensor], dtype: torch.dtype
     ) -> dict[str, Tensor]:
         mine = task.param_weight
-        # the embedding's copy on the last stage, for head or draft, is not a second tensor
+        # the last stage's copy of the embedding, for head or draft, is no separate tensor
         here = mine is not None and not getattr(mine, "shared", False)
         part = of(mine).detach().to(dtype) if here else None
         found = task.mapping.megatron_to_hf(part, task.megatron_module)
         return {name: tensor[: self.shapes[name][0]] for name, tensor in found.items()}
 
     def blocks(self, size: int = 1, wanted: Callable[[str], bool] = _all) -> Iterator[Block]:
-        """This rank's parameters of those whose tensors are ``wanted``, ``size`` of the model's at a time; every rank
-        yields as many blocks."""
+        """This rank's parameters whose tensors are ``wanted``, ``size`` of the model's parameters at a time; every rank
+        yields the same number of blocks."""
         tasks = [task for task in self.tasks if any(map(wanted, _names(task)))]
         for lo in range(0, len(tasks), size):
             here = [task for task in tasks[lo : lo + size] if task.megatron_module is not None]
             yield Block(here, self._padded)
 
     def _plan(self, dtype: torch.dtype | None) -> list[Any]:
-        """Tasks of Megatron-Bridge in the order of layers, the same on all ranks; made once for loading (None) and once
-        for each dtype that is exported. They remember what they have learned of a parameter: its kind while they load,
-        which only its owner does, and what dtype the owner sends. Tasks that served two ends would wait for messages
-        that never come."""
+        """Tasks of Megatron-Bridge in the order of layers, the same on all ranks; one set for loading (None) and one
+        for each exported dtype. Tasks cache facts about a parameter: its kind, learned by its owner alone while
+        loading, and the dtype that the owner sends. A task used for two purposes would wait for messages that never
+        come."""
         if dtype not in self._plans:
             names = SimpleNamespace(get_all_keys=lambda: list(self._bridge.source.shapes))
             folder = SimpleNamespace(state=SimpleNamespace(source=names))
@@ -124,7 +125,7 @@ class Conversion:
             rank, each = parallel_state.get_expert_model_parallel_rank(), self._experts_of_rank
             for task in filter(None, self._plans[dtype]):
                 if ".local_experts." in task.global_param_name:
-                    # whose number the bridge takes for one among all, though it is one among this rank's
+                    # the bridge takes the expert's number among this rank's for its number among all
                     task.mapping.hf_param = of_rank(rank, each, task.mapping.hf_param)
         return self._plans[dtype]
 
@@ -133,7 +134,7 @@ class Conversion:
         return (self._bridge.provider.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
 
     def _sent(self, task: Any) -> Iterator[str]:
-        """The tensors that `whole` yields for it: those of an expert come with its like on the other ranks."""
+        """Tensors that `whole` yields for a task; an expert's come with those of its peers on other ranks."""
         for name in _names(task):
             if not task.mapping.is_expert:
                 yield name
@@ -162,23 +163,23 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Block:
-    """Some parameters of this rank, with the tasks that convert them."""
+    """Some of this rank's parameters, with the tasks that convert them."""
 
     tasks: list[Any]
     padded_vocabulary: int
 
     @property
     def names(self) -> list[str]:
-        """The tensors that they are made of."""
+        """The tensors that make up the parameters."""
         return [name for task in self.tasks for name in _names(task)]
 
     def only(self, names: Sequence[str]) -> Block:
-        """The tasks that make parameters of these tensors alone."""
+        """A block of the tasks whose tensors are all in ``names``."""
         return Block([task for task in self.tasks if set(_names(task)) <= set(names)], self.padded_vocabulary)
 
     def convert(self, read: Callable[[str], Tensor]) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-        """(parameter, this rank's part of what ``read`` gives for it), float32 in the parameter's shape; collective
-        over the tensor parallel ranks."""
+        """(parameter, this rank's part of the tensors that ``read`` returns for it), float32 in the parameter's shape;
+        collective over the tensor parallel ranks."""
         for task in self.tasks:
 
             def whole(name: str, task: Any = task) -> Tensor:
@@ -210,7 +211,7 @@ class ModelWeights:
         self._conversion, self._optimizer, self._rank = conversion, optimizer, rank
 
     def whole(self, dtype: torch.dtype, wanted: Callable[[str], bool], exact: bool) -> Iterator[tuple[str, Tensor]]:
-        """Not ``exact``, only the ranks of one copy of the model need to take part."""
+        """Without ``exact`` only the ranks of one copy of the model need to take part."""
         of = self._optimizer.weight if exact else lambda parameter: parameter
         for named in self._conversion.whole(of, dtype, wanted):
             if self._rank == 0:
@@ -222,9 +223,8 @@ class ModelWeights:
 
 @contextlib.contextmanager
 def _as_float32(task: Any) -> Iterator[None]:
-    """The bridge gives each rank its part in the dtype of the module's parameter: too coarse for what the optimizer
-    steps, where that has 16 bits. A stand-in is there meanwhile. (Were the parameter's own data replaced, it would lose
-    the hooks that add up its gradient, and nothing would say so.)"""
+    """Let the bridge convert in float32 what it would convert in the dtype of a 16-bit parameter, too coarse for master
+    weights, by a stand-in parameter. (Replacing the parameter's own data would silently drop its gradient hooks.)"""
     if task.param_weight.dtype == torch.float32:
         yield
         return

@@ -1,0 +1,36 @@
+"""Command line: ``asyncrl train|report|ledger``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from asyncrl import __version__
+
+_COMMANDS = {
+    "train": ("asyncrl.fully_async_main", "start a run, or resume one"),
+    "report": ("asyncrl.cli.report", "rebuild a run's report, at any time"),
+    "ledger": ("asyncrl.cli.ledger", "account for every group of a run"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the command's exit status."""
+    parser = argparse.ArgumentParser(
+        prog="asyncrl",
+        description="Asynchronous RL post-training of language models.",
+        epilog="\n".join(f"  {name:<8}{help}" for name, (_, help) in _COMMANDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"asyncrl {__version__}")
+    parser.add_argument("command", choices=_COMMANDS, metavar="{" + ",".join(_COMMANDS) + "}")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the command's own; see `asyncrl COMMAND --help`")
+    args = parser.parse_args(argv)
+    module, _ = _COMMANDS[args.command]
+    return importlib.import_module(module).main(args.arguments)  # no command waits for another's imports
+
+
+if __name__ == "__main__":
+    sys.exit(main())

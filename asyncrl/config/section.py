@@ -1,0 +1,50 @@
+"""Base class of a group of options: pydantic validates each option by its annotation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any, Self
+
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+
+class OptionProblems(ValueError):
+    """Options of one section contradict each other; one line per problem, each beginning with the option's key."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = lines
+
+
+class Section:
+    """A subclass is a pydantic dataclass, so an invalid value is refused wherever the section is constructed."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
+
+    def problems(self) -> Iterator[str]:
+        """One line per constraint between options of this section that does not hold."""
+        yield from ()
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _only_flags_are_booleans(cls, value: Any, info: ValidationInfo) -> Any:
+        # pydantic would read true as the number 1
+        kind = cls.__pydantic_fields__[str(info.field_name)].annotation  # type: ignore[attr-defined]
+        if isinstance(value, bool) and kind is not bool:
+            raise PydanticCustomError("not_a_flag", "expected no boolean")
+        return value
+
+    @model_validator(mode="after")
+    def _options_fit_each_other(self) -> Self:
+        if lines := list(self.problems()):
+            raise OptionProblems(lines)
+        return self
+
+
+def from_env(variable: str, otherwise: str, form: str = "{}") -> Any:
+    """Option whose default is an environment variable, put into ``form``; ``otherwise`` if it is unset or empty."""
+    default = lambda: form.format(os.environ.get(variable) or otherwise)
+    shown = form.format(f"${{{variable}:-{otherwise}}}")
+    return Field(default_factory=default, json_schema_extra={"default": shown})

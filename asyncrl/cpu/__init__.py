@@ -1,0 +1,1 @@
+"""What lets a run share CPU cores, and GPU packages run on a CPU."""

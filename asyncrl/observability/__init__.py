@@ -1,0 +1,1 @@
+"""Observability of a run: telemetry, sinks, sampled trajectories and the HTML report."""

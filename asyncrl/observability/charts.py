@@ -1,0 +1,389 @@
+"""Charts of the report and of the wandb dashboard: their metrics, captions and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import plotly.graph_objects as go
+
+from asyncrl.observability.sinks.console import SYNC_PHASES
+
+#: metric name → (steps, values); values may be None where a step has no number
+Series = Mapping[str, tuple[Sequence[int], Sequence[float | None]]]
+
+BLUE, ORANGE, GREEN, RED, VIOLET, GREY = "#3b76e1", "#e5832b", "#22a06b", "#d64550", "#8a63d2", "#8c96a5"
+PALETTE = (BLUE, ORANGE, GREEN, VIOLET, "#1aa3b8", "#c2529b", "#a08a2c", "#6b7ae8", "#9c6b4e", RED)
+MAX_POINTS = 2_000  # per line; longer lines are thinned evenly, and so are bars
+MAX_BARS = 200
+
+
+@dataclass(frozen=True)
+class Line:
+    metric: str
+    label: str
+    colour: str
+    style: str = "line"  # line | marker (line and points) | dash (a limit) | faint (extremes)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """``percent``: the values are fractions, drawn as percentages from 0. ``log``: logarithmic axis."""
+
+    title: str
+    caption: str
+    lines: tuple[Line, ...]
+    percent: bool = False
+    log: bool = False
+
+
+SECTIONS: dict[str, tuple[Chart, ...]] = {
+    "Learning": (
+        Chart(
+            "Reward",
+            "Reward of the trained samples: mean, standard deviation, and the best and worst of each step.",
+            (
+                Line("critic/rewards/max", "max", GREEN, "faint"),
+                Line("critic/rewards/min", "min", RED, "faint"),
+                Line("critic/rewards/std", "std", GREY, "dash"),
+                Line("critic/rewards/mean", "mean", BLUE),
+            ),
+        ),
+        Chart(
+            "Reward quantiles",
+            "Rewards of the trained samples: a tenth is below p10, a tenth above p90.",
+            (
+                Line("critic/rewards/p90", "p90", GREEN),
+                Line("critic/rewards/p50", "median", BLUE),
+                Line("critic/rewards/p10", "p10", RED),
+            ),
+        ),
+        Chart(
+            "Accuracy",
+            "Held out: validation prompts, never trained on. Rollout: training prompts.",
+            (
+                Line("rollout/valid_format", "rollout, valid format", GREY, "faint"),
+                Line("rollout/accuracy", "rollout", ORANGE),
+                Line("validation/valid_format", "held out, valid format", GREY, "dash"),
+                Line("validation/accuracy", "held out", BLUE, "marker"),
+            ),
+            percent=True,
+        ),
+        Chart(
+            "Response length",
+            "Tokens per response: mean, minimum and maximum.",
+            (
+                Line("response_length/max", "max", GREY, "faint"),
+                Line("response_length/min", "min", GREY, "faint"),
+                Line("response_length/mean", "mean", BLUE),
+            ),
+        ),
+        Chart(
+            "Response length quantiles",
+            "Tokens per response; the tail decides how long a step waits and how many responses are truncated.",
+            (
+                Line("response_length/p99", "p99", RED),
+                Line("response_length/p90", "p90", ORANGE),
+                Line("response_length/p50", "median", BLUE),
+                Line("response_length/p10", "p10", GREEN),
+            ),
+        ),
+        Chart(
+            "Groups and samples without learning signal",
+            "Groups whose samples all have the same reward, and samples truncated at the length limit.",
+            (
+                Line("rollout/zero_variance", "zero variance", BLUE),
+                Line("response_length/clip_ratio", "truncated", ORANGE),
+            ),
+            percent=True,
+        ),
+    ),
+    "Asynchrony": (
+        Chart(
+            "Staleness",
+            "Policy versions between sampling and training, by the oldest trained token; never above the bound.",
+            (
+                Line("fully_async/staleness/bound", "bound", RED, "dash"),
+                Line("fully_async/staleness/max", "max", ORANGE),
+                Line("fully_async/staleness/mean", "mean", BLUE),
+            ),
+        ),
+        Chart(
+            "Groups in progress",
+            "Groups being generated, finished groups in the queue, and groups being trained on.",
+            (
+                Line("fully_async/in_flight", "in flight", ORANGE),
+                Line("fully_async/queue/depth", "queued", BLUE),
+                Line("fully_async/count/leased", "leased to a train step", GREEN),
+            ),
+        ),
+        Chart(
+            "Idle time",
+            "Fraction of the time in which each pool was idle, and in which both were busy.",
+            (
+                Line("fully_async/trainer/idle_ratio", "trainer idle", BLUE),
+                Line("fully_async/rollouter/idle_ratio", "rollouter idle", ORANGE),
+                Line("fully_async/overlap", "both busy", GREEN),
+            ),
+            percent=True,
+        ),
+        Chart(
+            "Partial samples",
+            "Trained samples that a parameter sync interrupted and that continued under newer weights.",
+            (Line("fully_async/partial/ratio", "fraction of samples", BLUE),),
+            percent=True,
+        ),
+        Chart(
+            "Versions within a sample",
+            "Newest less oldest policy version among the tokens of a sample; the maximum of each step.",
+            (Line("fully_async/partial/max_span", "largest span", BLUE),),
+        ),
+    ),
+    "Throughput": (
+        Chart(
+            "Tokens per second",
+            "Throughput of each pool, waits included.",
+            (
+                Line("perf/trainer_tokens_per_s", "trainer", BLUE),
+                Line("perf/rollout_tokens_per_s", "rollouter", ORANGE),
+            ),
+        ),
+        Chart(
+            "Tokens per second while busy",
+            "Throughput of each pool without its idle time; the slower pool is the bottleneck.",
+            (
+                Line("perf/trainer_alone_tokens_per_s", "trainer", BLUE),
+                Line("perf/rollout_alone_tokens_per_s", "rollouter", ORANGE),
+            ),
+        ),
+        Chart(
+            "Efficiency",
+            "Busy time of the slower pool per step, divided by the step time: 100 % if it never waits.",
+            (Line("perf/fraction_of_ideal", "of the ideal", GREEN),),
+            percent=True,
+        ),
+        Chart("Step time", "Seconds from one train step to the next.", (Line("perf/step_s", "step", BLUE),)),
+        Chart(
+            "Parameter sync speed",
+            "Gigabytes per second during the transfer phase.",
+            (Line("param_sync/gb_per_s", "GB/s", BLUE),),
+        ),
+    ),
+    "Speculation": (
+        Chart(
+            "Acceptance",
+            "Accepted fraction of the drafted tokens, overall and by position in the draft. It falls when the draft "
+            "lags behind the policy.",
+            (
+                Line("rollout/spec_accept_rate", "all", BLUE),
+                Line("rollout/spec_accept_rate_1", "1st", GREEN, "faint"),
+                Line("rollout/spec_accept_rate_2", "2nd", ORANGE, "faint"),
+                Line("rollout/spec_accept_rate_3", "3rd", RED, "faint"),
+            ),
+            percent=True,
+        ),
+        Chart(
+            "Tokens per verification",
+            "Accepted draft tokens per pass of the target model, plus the token that it samples itself.",
+            (Line("rollout/spec_accept_length", "tokens", BLUE),),
+        ),
+        Chart(
+            "Draft loss",
+            "Mean draft loss (mtp.loss) over the trained tokens, in nats, by depth.",
+            (
+                Line("mtp/loss_1", "depth 1", BLUE),
+                Line("mtp/loss_2", "depth 2", ORANGE),
+                Line("mtp/loss_3", "depth 3", VIOLET),
+            ),
+        ),
+        Chart(
+            "Draft accuracy",
+            "Trained tokens that are the draft's top prediction, by depth.",
+            (
+                Line("mtp/accuracy_1", "depth 1", BLUE),
+                Line("mtp/accuracy_2", "depth 2", ORANGE),
+                Line("mtp/accuracy_3", "depth 3", VIOLET),
+            ),
+            percent=True,
+        ),
+    ),
+    "Policy": (
+        Chart(
+            "Entropy",
+            "Entropy of the policy's next-token distribution, in nats; at zero, exploration has ended.",
+            (Line("actor/entropy", "entropy", BLUE),),
+        ),
+        Chart(
+            "KL divergence",
+            "KL of the policy to the behaviour policy (grows with staleness), to the policy at the start of the batch "
+            "with the proximal anchor (grows with the optimizer steps per batch), and to the reference model.",
+            (
+                Line("actor/kl_behaviour", "behaviour", BLUE),
+                Line("actor/kl_proximal", "proximal", GREEN),
+                Line("actor/kl_reference", "reference", ORANGE),
+            ),
+        ),
+        Chart(
+            "Clipped tokens",
+            "Tokens whose ratio left the clip range and, with the proximal anchor, tokens with a truncated importance "
+            "weight.",
+            (
+                Line("actor/clip_fraction_low", "clipped low", BLUE),
+                Line("actor/clip_fraction_high", "clipped high", ORANGE),
+                Line("actor/tis_truncated", "importance truncated", VIOLET),
+            ),
+            percent=True,
+        ),
+        Chart(
+            "Importance ratio extremes",
+            "Ratio of the trainer's policy to the behaviour policy: largest and smallest token ratio of the step, "
+            "before truncation.",
+            (Line("actor/ratio_max", "max", ORANGE), Line("actor/ratio_min", "min", BLUE)),
+            log=True,
+        ),
+        Chart(
+            "PPO ratio extremes",
+            "Ratio of the policy to the anchor: largest and smallest token ratio of the step, before clipping.",
+            (Line("actor/ppo_ratio_max", "max", ORANGE), Line("actor/ppo_ratio_min", "min", BLUE)),
+            log=True,
+        ),
+        Chart("Loss", "Value of the objective; it need not fall.", (Line("actor/loss", "loss", BLUE),)),
+        Chart(
+            "Gradient norm",
+            "Before clipping.",
+            (Line("actor/grad_norm", "gradient norm", BLUE),),
+        ),
+        Chart("Learning rate", "", (Line("actor/lr", "learning rate", BLUE),)),
+    ),
+}
+
+
+def line_chart(chart: Chart, series: Series) -> go.Figure | None:
+    """Figure of the lines that have data; None without any."""
+    drawn = [(line, *_thin(*series[line.metric])) for line in chart.lines if _has_data(series, line.metric)]
+    if not drawn:
+        return None
+    figure = go.Figure()
+    for line, steps, values in drawn:
+        figure.add_scatter(
+            x=steps,
+            y=values,
+            name=line.label,
+            mode="lines+markers" if line.style == "marker" else _mode(steps),
+            opacity=0.6 if line.style == "faint" else 1.0,
+            line={
+                "color": line.colour,
+                "width": 2.4 if line.style == "marker" else 1.2 if line.style in ("faint", "dash") else 1.8,
+                "dash": "dash" if line.style == "dash" else "solid",
+            },
+            marker={"size": 7, "color": line.colour},
+            connectgaps=line.style == "marker",
+        )
+    numbers = [value for _, _, values in drawn for value in values if value is not None]
+    lowest, highest = min(numbers), max(numbers)
+    if chart.percent:
+        top = 1.04 if highest > 0.5 else max(0.01, highest * 1.15)
+        figure.update_yaxes(tickformat=".0%" if top > 0.05 else ".1%", range=[min(0.0, lowest), top])
+    elif chart.log and lowest > 0:
+        marks = [m * 10.0**e for e in range(-9, 10) for m in (1, 2, 5) if lowest / 2 < m * 10.0**e < highest * 2]
+        figure.update_yaxes(type="log", tickvals=marks, ticktext=[f"{mark:g}" for mark in marks])
+    elif lowest >= 0 < highest:
+        figure.update_yaxes(range=[0, highest * 1.08])
+    return styled(figure, legend=len(drawn) > 1)
+
+
+def sync_chart(series: Series) -> go.Figure | None:
+    """Seconds of each parameter sync phase, stacked, and the pause in generation; None without data."""
+    present = [name for name in SYNC_PHASES if _has_data(series, name)]
+    if not present and not _has_data(series, "param_sync/paused_s"):
+        return None
+    figure = go.Figure()
+    for name in present:
+        steps, values = _thin(*series[name], MAX_BARS)
+        figure.add_bar(
+            x=steps, y=values, name=_phase(name), marker={"color": _phase_colour(name), "line": {"width": 0}}
+        )
+    if _has_data(series, "param_sync/paused_s"):
+        steps, values = _thin(*series["param_sync/paused_s"], MAX_BARS)
+        figure.add_scatter(
+            x=steps, y=values, name="paused", mode=_mode(steps), line={"color": RED, "width": 1.4, "dash": "dot"}
+        )
+    longest = max(len(trace.x) for trace in figure.data)
+    figure.update_layout(barmode="stack", bargap=0.15 if longest <= MAX_BARS // 4 else 0, legend_traceorder="normal")
+    figure.update_yaxes(ticksuffix=" s", rangemode="tozero")
+    return styled(figure)
+
+
+def dropped_chart(series: Series) -> go.Figure | None:
+    """Cumulative dropped groups by reason; None without any."""
+    prefix = "fully_async/dropped/"
+    reasons = [name for name in sorted(series) if name.startswith(prefix) and any(value for value in series[name][1])]
+    if not reasons:
+        return None
+    figure = go.Figure()
+    for name, colour in zip(reasons, colours()):
+        steps, values = _thin(*series[name])
+        label = name.removeprefix(prefix).replace("_", " ")
+        figure.add_scatter(x=steps, y=values, name=label, mode="lines", line={"color": colour, "shape": "hv"})
+    figure.update_yaxes(rangemode="tozero")
+    return styled(figure)
+
+
+def _thin(
+    steps: Sequence[int], values: Sequence[float | None], limit: int = MAX_POINTS
+) -> tuple[list[int], list[float | None]]:
+    stride = -(-len(steps) // limit)
+    return list(steps[::stride]), list(values[::stride])
+
+
+def _mode(steps: Sequence[int]) -> str:
+    """A line of one point needs a marker to be visible."""
+    return "lines+markers" if len(steps) == 1 else "lines"
+
+
+def _has_data(series: Series, metric: str) -> bool:
+    return metric in series and any(value is not None for value in series[metric][1])
+
+
+def colours() -> Iterator[str]:
+    while True:
+        yield from PALETTE
+
+
+def _phase(metric: str) -> str:
+    return metric.removeprefix("param_sync/").removesuffix("_s")
+
+
+def _phase_colour(metric: str) -> str:
+    return PALETTE[SYNC_PHASES.index(metric) % len(PALETTE)]
+
+
+def styled(figure: go.Figure, legend: bool = True, height: int = 270, x_title: str = "step") -> go.Figure:
+    """Applies the page's style: transparent, with greys that are legible on white and on black."""
+    axis = {"gridcolor": "rgba(128,138,150,.18)", "linecolor": "rgba(128,138,150,.45)", "zeroline": False}
+    figure.update_layout(
+        template="none",
+        height=height,
+        margin={"l": 8, "r": 10, "t": 6, "b": 4},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        font={"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 12, "color": "#7b8594"},
+        showlegend=legend,
+        legend={
+            "orientation": "h",
+            "x": 0,
+            "y": 1.0,
+            "yanchor": "bottom",
+            "bgcolor": "rgba(0,0,0,0)",
+            "font": {"size": 11},
+            "itemwidth": 30,
+        },
+        hovermode="x unified",
+        hoverlabel={"bgcolor": "#20262e", "bordercolor": "#20262e", "font": {"color": "#f2f4f7", "size": 12}},
+        dragmode=False if figure.layout.dragmode is None else figure.layout.dragmode,
+    )
+    figure.update_xaxes(
+        **axis, showgrid=False, automargin=True, title={"text": x_title, "standoff": 4, "font": {"size": 11}}
+    )
+    figure.update_yaxes(**axis, automargin=True)
+    return figure

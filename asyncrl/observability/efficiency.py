@@ -1,0 +1,87 @@
+"""Efficiency of the run: its speed relative to pools that never wait for each other, and the split that balances them.
+
+A step of D trained tokens takes the trainer T_train = D / its rate and the rollouter T_rollout = D / its rate, where a
+pool's rate is that of its busy time. Without waits a step takes ``max(T_train, T_rollout)``: the ideal. The fraction of
+the ideal is the ideal divided by the step's real time; waits, syncs and dropped tokens lower it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+BALANCED = 0.9  # ratio of the pools' busy times from which on no other split is advised
+RECENT = 0.2  # weight of a step in the running means
+
+
+@dataclass
+class EfficiencyTracker:
+    """Metrics of each train step by ``step(...)``, and of the whole run by ``figures()``.
+
+    ``trainer`` and ``rollout``: size of each pool in ``unit``, CPU or GPU."""
+
+    trainer: float
+    rollout: float
+    unit: str
+    seconds: float = 0.0
+    ideal_s: float = 0.0
+    train_s: float = 0.0
+    rollout_s: float = 0.0
+    _rollout_rate: float = math.nan  # running mean
+
+    def step(
+        self,
+        seconds: float,
+        trained: float,
+        training_s: float,
+        generated: float,
+        generating_s: float,
+        unthrottled: bool,
+    ) -> dict[str, float]:
+        """Metrics of a step that took ``seconds`` and ``trained`` tokens while ``generated`` tokens came in.
+
+        ``training_s``, ``generating_s``: busy seconds, the mean over a pool's actors. A rollouter throttled to the
+        trainer's pace (not ``unthrottled``) understates its rate, so its last unthrottled rate is kept."""
+        if generating_s > 0 and generated > 0 and (unthrottled or math.isnan(self._rollout_rate)):
+            rate = generated / generating_s
+            known = not math.isnan(self._rollout_rate)
+            self._rollout_rate = (1 - RECENT) * self._rollout_rate + RECENT * rate if known else rate
+        if not trained or not training_s or math.isnan(self._rollout_rate):
+            return {}
+        rollout_s = trained / self._rollout_rate
+        ideal_s = max(training_s, rollout_s)
+        self.seconds += seconds
+        self.ideal_s += ideal_s
+        self.train_s += training_s
+        self.rollout_s += rollout_s
+        return {
+            "perf/trainer_alone_tokens_per_s": trained / training_s,
+            "perf/rollout_alone_tokens_per_s": self._rollout_rate,
+            "perf/ideal_step_s": ideal_s,
+            "perf/fraction_of_ideal": ideal_s / seconds,
+        }
+
+    def figures(self) -> dict[str, float | str]:
+        """Of the whole run; empty before the first step."""
+        if not self.seconds:
+            return {}
+        return {"fraction_of_ideal": self.ideal_s / self.seconds, "advice": self.advice()}
+
+    def advice(self) -> str:
+        """The bottleneck, and the split of CPUs or GPUs that would balance the pools, in one line."""
+        slower, faster = ("training", "generation") if self.train_s > self.rollout_s else ("generation", "training")
+        least, most = sorted((self.train_s, self.rollout_s))
+        shares = [f"{seconds / self.seconds:.0%}" for seconds in (self.train_s, self.rollout_s)]
+        times = f"training takes {shares[0]} of the time, generation {shares[1]}"
+        if least >= BALANCED * most:
+            return f"the pools are balanced: {times}"
+        # Work is busy time × resources: a split in proportion to the work balances the pools.
+        work, total = self.train_s * self.trainer, self.trainer + self.rollout
+        trainer = total * work / (work + self.rollout_s * self.rollout)
+        if self.unit == "GPU":
+            trainer = min(max(round(trainer), 1), total - 1)
+        return (
+            f"{slower} is the bottleneck, {faster} could do {most / least:.2g} times as much: {times}; of {total:g} "
+            f"{self.unit}s, {trainer:.2g} for training and {total - trainer:.2g} for generation would balance them "
+            f"(now {self.trainer:g} and {self.rollout:g})"
+        )

@@ -1,0 +1,228 @@
+"""report.html: a self-contained page about a run, made from the files in its run folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from asyncrl.observability import charts
+from asyncrl.observability.number_format import is_number, short_number, short_seconds
+from asyncrl.observability.report import group_timeline, page, swimlanes
+from asyncrl.observability.sinks.jsonl import METRICS_FILE, read_jsonl
+from asyncrl.observability.sinks.timeline import read_spans
+from asyncrl.observability.sinks.trajectories import TRAJECTORIES_FILE
+
+REPORT_FILE = "report.html"
+MAX_TRAJECTORIES = 24
+
+
+def write_report(run_dir: Path | str) -> Path:
+    """Writes ``run_dir/report.html`` atomically, replacing any earlier one, and returns its path.
+
+    Reads metrics.jsonl, trajectories.jsonl, spans.jsonl, the ledger, config.yaml (the head of the page shows ``name``,
+    ``trainer.total_steps``, ``model.path`` and the modes) and summary.json, all of them optional. summary.json is a
+    flat object: ``status`` (finished | interrupted | failed), ``reason`` (why the run ended before its last step, or
+    null) and ``failed`` (the error, or null; it alone decides if there is no status). Its ``accuracy_before``,
+    ``accuracy_after``, ``steps``, ``samples``, ``tokens``, ``duration_s``, ``overlap`` and ``fraction_of_ideal`` take
+    precedence over the metrics. Raises FileNotFoundError if ``run_dir`` is no folder."""
+    run_dir = Path(run_dir)
+    if not run_dir.is_dir():
+        raise FileNotFoundError(f"expected a run folder, which holds {METRICS_FILE}; {run_dir} is no folder")
+    path = run_dir / REPORT_FILE
+    unfinished = run_dir / f".{REPORT_FILE}.{os.getpid()}"
+    unfinished.write_text(_render(run_dir), encoding="utf-8")
+    unfinished.replace(path)
+    return path
+
+
+def read_series(run_dir: Path) -> tuple[dict[str, tuple[list[int], list[float | None]]], list[float]]:
+    """(name → (steps, values), Unix times of the first and the last line) of metrics.jsonl. Where a step repeats, the
+    last value of each name counts."""
+    by_step: dict[int, dict[str, Any]] = {}
+    times: list[float] = []
+    for row in read_jsonl(run_dir / METRICS_FILE):
+        if not isinstance(row.get("step"), int):
+            continue
+        by_step.setdefault(row["step"], {}).update(row)
+        if is_number(row.get("time")):
+            times = [*times[:1], row["time"]]
+    series: dict[str, tuple[list[int], list[float | None]]] = {}
+    for step in sorted(by_step):
+        for name, value in by_step[step].items():
+            if name not in ("step", "time") and (value is None or is_number(value)):
+                steps, values = series.setdefault(name, ([], []))
+                steps.append(step)
+                values.append(value)
+    return series, times
+
+
+def _render(run_dir: Path) -> str:
+    series, times = read_series(run_dir)
+    summary = _read_json(run_dir / "summary.json")
+    config_path = run_dir / "config.yaml"
+    config_text = config_path.read_text(encoding="utf-8") if config_path.exists() else ""
+    config = OmegaConf.create(config_text or "{}")
+    rows = read_jsonl(run_dir / TRAJECTORIES_FILE)
+    shown = _evenly(rows, MAX_TRAJECTORIES)
+    return page.render(
+        title=str(OmegaConf.select(config, "name", throw_on_missing=False) or run_dir.resolve().name),
+        badge=_badge(summary),
+        subtitle=_subtitle(config, times),
+        banner=_banner(summary),
+        key_figures=_key_figures(series, times, summary, OmegaConf.select(config, "trainer.total_steps")),
+        has_metrics=bool(series),
+        sections=[*_metric_sections(series), page.Section("Timeline", [*_actors(run_dir), *_groups(run_dir)])],
+        trajectories=[_trajectory(row) for row in shown],
+        trajectories_title="Trajectories" + (f" ({len(shown)} of {len(rows)} kept)" if len(shown) < len(rows) else ""),
+        summary={name: _fact(value) for name, value in summary.items() if not isinstance(value, (dict, list))},
+        config_text=config_text,
+    )
+
+
+def _metric_sections(series: charts.Series) -> Iterator[page.Section]:
+    for title, group in charts.SECTIONS.items():
+        drawn = page.charts(*((chart.title, chart.caption, charts.line_chart(chart, series)) for chart in group))
+        if title == "Asynchrony":
+            drawn += page.charts(
+                (
+                    "Parameter sync",
+                    "Seconds per phase; the dotted line is the pause in generation.",
+                    charts.sync_chart(series),
+                ),
+                ("Dropped groups", "Cumulative, by reason.", charts.dropped_chart(series)),
+            )
+        yield page.Section(title, drawn)
+
+
+def _actors(run_dir: Path) -> list[page.Chart]:
+    rows = read_spans(run_dir)
+    caption = "Spans of each actor at the end of the run; drag to scroll."
+    if len(rows) > swimlanes.MAX_BARS:
+        caption += f" The last {swimlanes.MAX_BARS:,} of {len(rows):,} recorded spans are drawn."
+    return page.charts(("Actor timelines", caption, swimlanes.timeline_chart(rows)), wide=True)
+
+
+def _groups(run_dir: Path) -> list[page.Chart]:
+    timelines = group_timeline.read_group_timelines(run_dir, group_timeline.MAX_GROUPS)
+    caption = f"The last {len(timelines)} groups, one row each, from issue to training: long bars are waits."
+    return page.charts(("Group timelines", caption, group_timeline.group_timeline_chart(timelines)), wide=True)
+
+
+def _trajectory(row: Mapping[str, Any]) -> page.Trajectory:
+    """A row of trajectories.jsonl; missing fields are left out."""
+    chips = []
+    if "step" in row:
+        chips.append(page.Label(f"step {row['step']}", ""))
+    if row.get("reward") is not None:
+        chips.append(page.Label(f"reward {row['reward']:.3g}", "good" if row["reward"] > 0 else "poor"))
+    if "finish" in row:
+        chips.append(page.Label(str(row["finish"]), ""))
+    if "response_tokens" in row:
+        chips.append(page.Label(f"{row.get('prompt_tokens', '?')} + {row['response_tokens']} tokens", ""))
+    for i, span in enumerate(row.get("versions") or []):
+        start = f" from token {span['start']}" if i else ""
+        chips.append(page.Label(f"version {span['version']}{start}{', mixed KV' if span.get('mixed_kv') else ''}", ""))
+    if "prompt_id" in row:
+        chips.append(page.Label(str(row["prompt_id"]), ""))
+    return page.Trajectory(chips, str(row.get("prompt", "")), str(row.get("response", "")))
+
+
+def _badge(summary: Mapping[str, Any]) -> page.Label:
+    if not summary:
+        return page.Label("no summary yet", "live")
+    status = str(summary.get("status") or ("failed" if summary.get("failed") else "finished"))
+    return page.Label(status, {"finished": "ok", "interrupted": "cut"}.get(status, "bad"))
+
+
+def _banner(summary: Mapping[str, Any]) -> page.Label | None:
+    """Reason of an early end or a failure; None for a run that reached its last step."""
+    failed, reason = summary.get("failed"), summary.get("reason")
+    if failed or _badge(summary).kind == "bad":
+        return page.Label(str(failed or reason or "the run failed without an error message"), "bad")
+    if reason or summary.get("status") == "interrupted":
+        return page.Label(f"Ended before its last step: {reason or 'interrupted'}", "cut")
+    return None
+
+
+def _subtitle(config: Any, times: Sequence[float]) -> str:
+    def option(key: str) -> Any:
+        return OmegaConf.select(config, key, throw_on_missing=False)
+
+    parts = []
+    if model := option("model.path"):
+        parts.append(Path(str(model)).name)
+    if algorithm := option("algorithm.name"):
+        parts.append(str(algorithm))
+    if (threshold := option("async_training.staleness_threshold")) is not None:
+        every = option("async_training.trigger_parameter_sync_step") or 1
+        partial = option("async_training.partial_rollout")
+        parts.append(f"staleness threshold {threshold:g}")
+        parts.append("sync every step" if every == 1 else f"sync every {every} steps")
+        if threshold:
+            parts.append("partial rollout" if partial else "whole samples")
+    if times:
+        parts.append(time.strftime("%d %B %Y, %H:%M UTC", time.gmtime(times[0])))
+    return " · ".join(parts)
+
+
+def _key_figures(
+    series: charts.Series, times: Sequence[float], summary: Mapping[str, Any], total_steps: int | None
+) -> dict[str, str]:
+    """label → text of the figures that are known, most interesting first."""
+    figures: dict[str, str] = {}
+    held_out = [value for value in series.get("validation/accuracy", ([], []))[1] if value is not None]
+    before = summary.get("accuracy_before", held_out[0] if held_out else None)
+    after = summary.get("accuracy_after", held_out[-1] if len(held_out) > 1 else None)
+    if before is not None:
+        figures["held-out accuracy"] = f"{before:.1%}" if after is None else f"{before:.1%} → {after:.1%}"
+    if (reward := _last(series, "critic/rewards/mean")) is not None:
+        figures["reward, last step"] = short_number(reward)
+    last_step = max((steps[-1] for steps, _ in series.values()), default=None)
+    if (steps_done := summary.get("steps", last_step)) is not None:
+        figures["train steps"] = f"{steps_done}/{total_steps}" if total_steps else str(steps_done)
+    if (samples := summary.get("samples")) is not None:
+        figures["samples"] = f"{samples:,.0f}"
+    elif (groups := _last(series, "fully_async/count/trained")) is not None:
+        figures["groups trained"] = f"{groups:,.0f}"
+    if (tokens := summary.get("tokens")) is not None:
+        figures["response tokens"] = short_number(tokens)
+    duration_s = summary.get("duration_s", times[-1] - times[0] if len(times) > 1 else None)
+    if duration_s is not None:
+        figures["duration"] = short_seconds(duration_s)
+    if (fraction := summary.get("fraction_of_ideal")) is not None:
+        figures["efficiency"] = f"{fraction:.0%}"
+    if (overlap := summary.get("overlap", _last(series, "fully_async/overlap"))) is not None:
+        figures["of the time, both pools busy"] = f"{overlap:.0%}"
+    staleness = [value for value in series.get("fully_async/staleness/max", ([], []))[1] if value is not None]
+    if staleness:
+        worst, bound = f"{max(staleness):g}", _last(series, "fully_async/staleness/bound")
+        if bound is None:
+            figures["staleness, max"] = worst
+        else:
+            figures["staleness, max / bound"] = f"{worst} / {bound:g}"
+    return figures
+
+
+def _last(series: charts.Series, metric: str) -> float | None:
+    return next((value for value in reversed(series.get(metric, ([], []))[1]) if value is not None), None)
+
+
+def _fact(value: Any) -> str:
+    return short_number(value) if isinstance(value, float) else "–" if value is None else str(value)
+
+
+def _evenly(rows: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
+    """``count`` evenly spaced rows, first and last included."""
+    if len(rows) <= count:
+        return list(rows)
+    return [rows[round(i * (len(rows) - 1) / (count - 1))] for i in range(count)]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

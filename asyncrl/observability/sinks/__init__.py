@@ -1,0 +1,1 @@
+"""Destinations of metrics, spans and trajectories while the run goes on."""

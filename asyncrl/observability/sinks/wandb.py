@@ -1,0 +1,156 @@
+"""Metrics and trajectory tables to Weights & Biases, offline by default; prints nothing and needs no login then."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from asyncrl.config.load import to_yaml
+from asyncrl.config.schema import Config, WandbConfig
+from asyncrl.observability.number_format import is_number, json_number
+from asyncrl.observability.sinks.base import Sink, SinkSpec
+from asyncrl.observability.sinks.jsonl import METRICS_FILE, read_jsonl
+
+TABLE = ("step", "prompt_id", "prompt", "response", "reward", "versions", "finish", "response_tokens", "uid")
+_TRAINED = "actor/loss"  # only the metrics of train steps have it
+_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set for the driver of a submitted job
+_SERVICE = "WANDB_SERVICE"
+
+
+class WandbSink(Sink):
+    """One wandb run under ``run_dir/wandb``; ``wandb sync`` uploads an offline one later.
+
+    The x axis of every metric is the train step: ``step`` is logged as a metric and declared as the x axis, because
+    wandb drops values for a step before its latest, and validation results may come late. Numbers and strings are
+    logged, other values dropped. Every ``table_every_steps`` steps the sampled trajectories since the last table become
+    a table.
+
+    A resumed run continues the same wandb run. Steps that a rollback to a checkpoint repeats are not logged again:
+    metrics.jsonl has the later values, wandb the earlier ones.
+    """
+
+    def __init__(self, config: WandbConfig, run_name: str, run_dir: Path | str, run_config: Mapping[str, Any]) -> None:
+        """``run_config``: the resolved configuration as nested plain values. Raises wandb's own errors when
+        ``online``, such as a missing login."""
+        import wandb  # half a second, which runs without it need not spend
+
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        for kind in ("cache", "data"):
+            # The defaults are in the user's home. `wandb sync` reads the files staged there.
+            os.environ.setdefault(f"WANDB_{kind.upper()}_DIR", str(Path(run_dir, "wandb", kind).absolute()))
+        self._detached = config.mode != "disabled" and _RAY_JOB in os.environ and _SERVICE not in os.environ
+        if self._detached:
+            # `ray job stop` signals all descendants of the job's process while the run still logs its last step. The
+            # wandb service is no descendant once the process that started it has exited.
+            os.environ[_SERVICE] = _wandb("beta", "core", "start", "--idle-timeout", "60s")
+        self._run = wandb.init(
+            mode=config.mode,  # type: ignore[arg-type]
+            project=config.project,
+            entity=config.entity or None,
+            name=run_name,
+            tags=config.tags or None,
+            dir=str(run_dir),
+            id=_run_id(Path(run_dir) / "wandb-id") if config.mode != "disabled" else None,
+            resume="allow" if config.mode == "online" else None,
+            config=dict(run_config),
+            reinit="create_new",
+            # wandb's terminal capture would swallow the console sink's lines.
+            settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False),
+        )
+        self._table_every = config.table_every_steps
+        self._rows: list[Sequence[Any]] = []  # trajectories since the last table
+        before = read_jsonl(Path(run_dir) / METRICS_FILE)
+        self._trained_step = max((row["step"] for row in before if _TRAINED in row), default=0)
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+
+    def metrics(self, step: int, values: Mapping[str, Any]) -> None:
+        if _TRAINED in values:
+            if step <= self._trained_step:
+                return
+            self._trained_step = step
+        row = {name: kept for name, value in values.items() if (kept := _loggable(value)) is not None}
+        self._run.log(row | {"step": int(step)})
+
+    def trajectories(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._rows += [[_cell(row.get(column)) for column in TABLE] for row in rows]
+        if rows and self._table_every and rows[0]["step"] % self._table_every == 0:
+            import wandb
+
+            table = wandb.Table(columns=list(TABLE), data=self._rows)
+            self._run.log({"trajectories": table, "step": int(rows[0]["step"])})
+            self._rows = []
+
+    def close(self, failed: str | None, stopped: str | None = None) -> None:
+        """Ends the wandb run: exit code 1 after a failure, and the reason in the summary."""
+        import wandb
+
+        for name, reason in (("failed", failed), ("stopped", stopped)):
+            if reason is not None:
+                self._run.summary[name] = reason
+        exit_code = 0 if failed is None else 1
+        self._run.finish(exit_code=exit_code)
+        # `finish` may return before the service has written an offline run's file; `teardown` waits for it.
+        wandb.teardown(exit_code=exit_code)
+        if self._detached:
+            _wandb("beta", "core", "stop")
+            del os.environ[_SERVICE]
+
+
+def _wandb(*command: str) -> str:
+    """Output of wandb's command line. Raises subprocess.SubprocessError."""
+    done = subprocess.run(
+        [sys.executable, "-m", "wandb", *command], capture_output=True, text=True, check=True, timeout=60
+    )
+    return done.stdout.strip()
+
+
+def _run_id(path: Path) -> str:
+    """The wandb id of the run, kept in ``path`` so that a resumed run has the same."""
+    if not path.is_file():
+        path.write_text(secrets.token_hex(4))
+    return path.read_text()
+
+
+def _cell(value: Any) -> Any:
+    """Version spans as text, such as ``0.3 · 0.4 from 17``; other values unchanged."""
+    if not isinstance(value, list):
+        return value
+    return " · ".join(f"{s['version']} from {s['start']}" if s["start"] else s["version"] for s in value)
+
+
+def _loggable(value: Any) -> float | str | None:
+    if is_number(value):
+        number = json_number(value)
+        return float("nan") if number is None else number
+    return value if isinstance(value, str) else None
+
+
+def git_state() -> dict[str, str | bool]:
+    """Commit, branch and dirty flag of the working directory's repository; empty outside a repository, as in the copy
+    that a Ray job gets."""
+
+    def git(*command: str) -> str:
+        done = subprocess.run(["git", *command], capture_output=True, text=True, check=True, timeout=10)
+        return done.stdout.strip()
+
+    try:
+        commit, branch = git("rev-parse", "HEAD"), git("rev-parse", "--abbrev-ref", "HEAD")
+        return {"commit": commit, "branch": branch, "changed": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def _open(config: Config, run_dir: Path) -> WandbSink:
+    about = yaml.safe_load(to_yaml(config)) | ({"git": git} if (git := git_state()) else {})
+    return WandbSink(config.reporting.wandb, config.name, run_dir, about)
+
+
+SINK = SinkSpec(open=_open, enabled=lambda config: config.reporting.wandb.mode != "disabled")

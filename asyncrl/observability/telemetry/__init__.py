@@ -1,0 +1,1 @@
+"""Spans, counters, gauges and logs of a process, on one clock."""

@@ -1,0 +1,1 @@
+"""LoRA adapters in a sync session: received, applied, merged, and several versions served at once."""

@@ -1,0 +1,172 @@
+"""A replica's side of sync sessions, over any engine: enforces the order of the phases and refuses other sessions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from asyncrl.param_sync.digest import ROLES
+from asyncrl.param_sync.errors import SyncError
+from asyncrl.param_sync.manifest import Role
+from asyncrl.param_sync.session_protocol import KVMode, PauseMode, ReceivePlan, ReplicaSession, Staging
+from asyncrl.param_sync.weight_receiver import WeightReceiver
+from asyncrl.types.versions import PolicyVersion
+
+#: the phases of a session, in order
+_PHASES: dict[Staging, Sequence[str]] = {
+    "bucket": ("plan", "pause", "unload", "transfer", "verify", "commit", "reload", "resume"),
+    "full": ("plan", "transfer", "pause", "unload", "load", "verify", "commit", "reload", "resume"),
+}
+
+
+class SyncedEngine(Protocol):
+    """The part of an engine that a sync session drives, see `asyncrl.rollouter.engines.base.Engine`."""
+
+    async def pause(self, mode: PauseMode, deadline_s: float) -> int: ...
+    async def resume(self, version: PolicyVersion) -> None: ...
+    async def release_kv(self) -> int: ...
+    async def restore_kv(self) -> None: ...
+    async def flush_kv(self) -> None: ...
+    async def digest(self, role: Role) -> str: ...
+
+
+class EngineSession(ReplicaSession):
+    """The replica's side in the replica's own process.
+
+    All methods are coroutines of the engine's event loop. An evicted replica is no longer called: its connection
+    breaks, its weights may be of no version, it stays paused, and the next session's ``plan`` starts over.
+    """
+
+    def __init__(self, name: str, engine: SyncedEngine, receiver: WeightReceiver) -> None:
+        self._name, self._engine, self._receiver = name, engine, receiver
+        self._session: str | None = None
+        self._version: PolicyVersion | None = None  # the last one committed
+        self._staging: Staging = "bucket"
+        self._done = ""  # the last phase that was completed
+        self._committing: asyncio.Future[None] | None = None
+        self._paused = self._kv_released = False
+        self._planning = asyncio.Lock()
+
+    async def needs_base(self) -> bool:
+        return self._receiver.needs_base()
+
+    async def plan(self, plan: ReceivePlan) -> Sequence[str]:
+        async with self._planning:
+            await self._leave()
+            if self._version is not None and plan.version < self._version:
+                raise self._error("plan", f"version {plan.version} is older than the committed {self._version}")
+            readers = await self._receiver.open(plan)
+            self._session, self._staging, self._done = plan.session, plan.staging, "plan"
+            return readers
+
+    async def pause(self, session: str, mode: PauseMode, deadline_s: float) -> int:
+        self._enter(session, "pause")
+        held = 0 if self._paused else await self._engine.pause(mode, deadline_s)
+        self._paused = True
+        self._exit(session, "pause")
+        return held
+
+    async def unload(self, session: str, kv: KVMode) -> int:
+        self._enter(session, "unload")
+        freed = 0
+        if kv == "unload" and not self._kv_released:
+            freed = await self._engine.release_kv()
+            self._kv_released = True
+        elif kv == "recompute":
+            await self._engine.flush_kv()
+        self._exit(session, "unload")
+        return freed
+
+    async def receive(self, session: str, deadline_s: float) -> int:
+        self._enter(session, "transfer")
+        nbytes = await self._receiver.receive(deadline_s)
+        self._exit(session, "transfer")
+        return nbytes
+
+    async def load(self, session: str) -> None:
+        self._enter(session, "load")
+        await self._receiver.load()
+        self._exit(session, "load")
+
+    async def verify(self, session: str) -> dict[Role, str]:
+        self._enter(session, "verify")
+        await self._receiver.verify()
+        digests = {role: await self._engine.digest(role) for role in ROLES}
+        self._exit(session, "verify")
+        return digests
+
+    async def commit(self, session: str, version: PolicyVersion) -> None:
+        self._enter(session, "commit")
+        # Shielded: even if the caller gives up, the weights become the new ones.
+        self._committing = asyncio.ensure_future(self._commit(version))
+        await asyncio.shield(self._committing)
+        self._exit(session, "commit")
+
+    async def reload(self, session: str) -> None:
+        self._enter(session, "reload")
+        await self._restore_kv()
+        self._exit(session, "reload")
+
+    async def resume(self, session: str, version: PolicyVersion) -> None:
+        self._enter(session, "resume")
+        if version != self._version:
+            raise self._error("resume", f"expected the committed version {self._version}, found {version}")
+        await self._resume(version)
+        self._session, self._done = None, ""
+
+    async def abort(self, session: str) -> PolicyVersion | None:
+        async with self._planning:
+            whole = lambda: self._version is not None and self._receiver.intact()
+            if session == self._session:
+                await self._leave()
+                if self._version is not None and whole():
+                    await self._restore_kv()
+                    if self._paused:
+                        await self._resume(self._version)
+            return self._version if whole() and not self._paused else None
+
+    async def close(self) -> None:
+        await self._leave()
+        await self._receiver.close()
+
+    # -- the order of phases ------------------------------------------------------------------------------------------
+
+    def _enter(self, session: str, phase: str) -> None:
+        if session != self._session:
+            raise self._error(phase, f"session {session} is over; this replica takes part in {self._session}")
+        phases = _PHASES[self._staging]
+        if phase not in phases:
+            raise self._error(phase, f"not a phase of a session with staging {self._staging}")
+        if self._done != (before := phases[phases.index(phase) - 1]):
+            raise self._error(phase, f"expected after {before}, found {self._done or 'no phase'} as the last one")
+        self._done = f"{phase} (not finished)"
+
+    def _exit(self, session: str, phase: str) -> None:
+        if session != self._session:  # another session began, or this one was aborted, during the phase
+            raise self._error(phase, f"session {session} ended during this phase")
+        self._done = phase
+
+    def _error(self, phase: str, message: str) -> SyncError:
+        return SyncError(phase, self._name, self._version, None, message)
+
+    async def _leave(self) -> None:
+        """Leave the session; returns when nothing writes into the weights any more."""
+        self._session, self._done = None, ""
+        await self._receiver.abort()
+        if self._committing is not None:
+            await asyncio.wait([self._committing])
+
+    async def _commit(self, version: PolicyVersion) -> None:
+        self._version = None
+        await self._receiver.commit(version)
+        self._version = version
+
+    async def _restore_kv(self) -> None:
+        if self._kv_released:
+            await self._engine.restore_kv()
+            self._kv_released = False
+
+    async def _resume(self, version: PolicyVersion) -> None:
+        await self._engine.resume(version)
+        self._paused = False

@@ -1,0 +1,126 @@
+"""Calls that a sync session makes to trainer ranks and replicas, wherever those run.
+
+In production they are actors, in tests processes behind a pipe or plain objects. SyncError and ManifestError keep their
+type on the way back; any other exception is the failure of the party that was called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Protocol, cast
+
+from asyncrl.param_sync.manifest import Manifest, Role
+from asyncrl.param_sync.sender import SendPlan, SendReport
+from asyncrl.param_sync.transports.base import Address
+from asyncrl.types.versions import PolicyVersion
+
+PauseMode = Literal["abort", "keep", "wait"]
+KVMode = Literal["keep", "recompute", "unload"]
+Staging = Literal["bucket", "full"]
+
+
+@dataclass(frozen=True)
+class ReceivePlan:
+    """A session as a replica must know it. ``addresses``: of every sender."""
+
+    session: str
+    version: PolicyVersion
+    manifest: Manifest
+    addresses: tuple[Address, ...]
+    deadline_s: float
+    staging: Staging = "bucket"
+
+
+class SenderSession(Protocol):
+    """A trainer rank's side of a sync session, see `asyncrl.param_sync.sender.Sender`. All ranks of a collective
+    export take part."""
+
+    async def manifest(self) -> Manifest: ...
+
+    async def address(self) -> Address | None: ...
+
+    async def send(self, plan: SendPlan) -> SendReport:
+        """Export and send; returns when the readers have read everything."""
+        ...
+
+    async def abort(self, session: str) -> None:
+        """Make a running `send` finish without readers."""
+
+
+class ReplicaSession(Protocol):
+    """A replica's side of a sync session, and the only list of its calls.
+
+    `asyncrl.param_sync.replica_session.EngineSession` implements it beside the engine, `remote_session` forwards it to
+    another process. Every call after ``plan`` raises SyncError for a session other than the planned one.
+    """
+
+    async def needs_base(self) -> bool:
+        """True if an adapter alone does not make the weights whole: no base was committed here, or its transfer was
+        cut off."""
+        ...
+
+    async def plan(self, plan: ReceivePlan) -> Sequence[str]:
+        """Check the manifest and connect to the senders; generation goes on. Returns the names of the readers, one per
+        engine worker. Raises ManifestError."""
+        ...
+
+    async def pause(self, session: str, mode: PauseMode, deadline_s: float) -> int:
+        """Stop generating. Returns how many requests were aborted, kept or waited for; 0 if an earlier session left
+        the replica paused."""
+        ...
+
+    async def unload(self, session: str, kv: KVMode) -> int:
+        """Free or flush the KV cache as ``kv`` says. Returns the bytes freed."""
+        ...
+
+    async def receive(self, session: str, deadline_s: float) -> int:
+        """Take every bucket; returns their bytes. Staging ``bucket`` writes into the live weights, under pause; staging
+        ``full`` into a copy on this host, while generation goes on."""
+        ...
+
+    async def load(self, session: str) -> None:
+        """Staging ``full``: write the host copy into the live weights."""
+
+    async def verify(self, session: str) -> dict[Role, str]:
+        """Check that everything has arrived. Returns the digests of the live weights."""
+        ...
+
+    async def commit(self, session: str, version: PolicyVersion) -> None:
+        """Make the new weights those of ``version``, target and draft alike."""
+
+    async def reload(self, session: str) -> None:
+        """Allocate the KV cache that ``unload`` freed."""
+
+    async def resume(self, session: str, version: PolicyVersion) -> None:
+        """Generate under ``version``; the session ends here."""
+
+    async def abort(self, session: str) -> PolicyVersion | None:
+        """Give the session up. Returns the version that the replica serves again, or None if it holds no whole one."""
+        ...
+
+
+REPLICA_CALLS = frozenset(name for name in vars(ReplicaSession) if not name.startswith("_"))
+
+
+def remote_session(call: Callable[..., Awaitable[Any]]) -> ReplicaSession:
+    """The session of a replica in another process: ``await call(name, *args)`` makes the call there."""
+    return cast(ReplicaSession, _Remote(call))
+
+
+class _Remote:
+    def __init__(self, call: Callable[..., Awaitable[Any]]) -> None:
+        self._call = call
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        if name not in REPLICA_CALLS:
+            raise AttributeError(f"{name} is no call of a replica's sync session")
+        return partial(self._call, name)
+
+
+async def answer(session: ReplicaSession, name: str, *args: Any) -> Any:
+    """The other end of `remote_session`. Raises ValueError for a call that `ReplicaSession` does not declare."""
+    if name not in REPLICA_CALLS:
+        raise ValueError(f"expected a call of ReplicaSession ({', '.join(sorted(REPLICA_CALLS))}), found {name}")
+    return await getattr(session, name)(*args)

@@ -1,0 +1,146 @@
+"""Listener that authenticates a writer's readers before it parses anything they send.
+
+Every user of the machine reaches an abstract Unix socket, every host of the network a TCP port. So a thread accepts
+connections at all times: none waits in the backlog, which strangers could fill between two sessions. A peer
+authenticates by its user (Unix) or by the writer's token (TCP), then sends a hello, all within a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import os
+import selectors
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from asyncrl.observability.telemetry.recorder import now_s
+from asyncrl.param_sync.transports.messages import message_in, peer_user
+
+log = logging.getLogger(__name__)
+
+HELLO_BYTES = 4096  # at most, token included
+HELLO_S = 20.0  # deadline of the hello
+_CALLERS = 256  # at most without a hello; a further one evicts the oldest
+_WITHOUT_FILES_S = 0.1  # wait for a free descriptor
+
+Hello = Mapping[str, str]
+
+
+@dataclass(eq=False)
+class _Caller:
+    sock: socket.socket
+    name: str
+    until_s: float
+    received: bytearray = field(default_factory=bytearray)
+
+
+class Listener:
+    """Accepts on a listening socket. ``on_hello(sock, hello)`` is called in the listener's thread for each peer whose
+    hello has exactly these ``keys``, and owns the connection."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        keys: frozenset[str],
+        on_hello: Callable[[socket.socket, Hello], None],
+        token: str = "",
+        hello_s: float = HELLO_S,
+    ) -> None:
+        self._sock, self._keys, self._on_hello = sock, keys, on_hello
+        self._token, self._hello_s = token.encode(), hello_s
+        self._callers: dict[socket.socket, _Caller] = {}  # the oldest first
+        self._reported = False
+        self._closed = threading.Event()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._selector = selectors.DefaultSelector()
+        sock.setblocking(False)
+        self._selector.register(sock, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wake, selectors.EVENT_READ, self._closed.is_set)
+        self._thread = threading.Thread(target=self._run, name="listener", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        for caller in list(self._callers.values()):
+            self._remove(caller).close()
+        self._selector.close()
+        self._sock.close()
+        os.close(self._wake)
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            oldest = next(iter(self._callers.values()), None)
+            for key, _ in self._selector.select(None if oldest is None else max(oldest.until_s - now_s(), 0)):
+                key.data()
+            for caller in [c for c in self._callers.values() if c.until_s <= now_s()]:
+                self._refuse(caller, f"no hello within {self._hello_s:g} s")
+
+    def _accept(self) -> None:
+        try:
+            sock, address = self._sock.accept()
+        except (BlockingIOError, ConnectionError):
+            return  # the peer is gone already
+        except OSError as e:
+            self._report("anybody", str(e))
+            self._closed.wait(_WITHOUT_FILES_S)
+            return
+        sock.setblocking(False)
+        user = peer_user(sock) if sock.family == socket.AF_UNIX else None
+        if user is not None and user != os.geteuid():
+            self._report(f"user {user}", "only this process's user may connect")
+            sock.close()
+            return
+        name = address[0] if user is None else f"user {user}"
+        caller = self._callers[sock] = _Caller(sock, name, now_s() + self._hello_s)
+        self._selector.register(sock, selectors.EVENT_READ, lambda: self._on_readable(caller))
+        if len(self._callers) > _CALLERS:
+            self._refuse(next(iter(self._callers.values())), f"{_CALLERS} other connections sent no hello either")
+
+    def _on_readable(self, caller: _Caller) -> None:
+        if caller.sock not in self._callers:
+            return  # refused by an earlier event of this round
+        data = b""
+        with contextlib.suppress(OSError):
+            data = caller.sock.recv(HELLO_BYTES)
+        if not data:
+            self._remove(caller).close()
+            return
+        caller.received += data
+        try:
+            hello = self._hello_in(caller.received)
+        except ValueError as e:
+            self._refuse(caller, f"invalid hello: {e}")
+            return
+        if hello is not None:
+            self._on_hello(self._remove(caller), hello)
+
+    def _hello_in(self, received: bytearray) -> Hello | None:
+        """None while it is incomplete. Only what begins with the token is parsed. Raises ValueError."""
+        if len(received) < len(self._token):
+            return None
+        if not hmac.compare_digest(bytes(received[: len(self._token)]), self._token):
+            raise ValueError("it does not begin with this writer's token")
+        hello = message_in(received[len(self._token) :], HELLO_BYTES)
+        if hello is not None and not (hello.keys() == self._keys and all(isinstance(v, str) for v in hello.values())):
+            raise ValueError(f"expected {', '.join(sorted(self._keys))} as text")
+        return hello
+
+    def _refuse(self, caller: _Caller, why: str) -> None:
+        self._report(caller.name, why)
+        self._remove(caller).close()
+
+    def _report(self, name: str, why: str) -> None:
+        level = logging.DEBUG if self._reported else logging.WARNING  # a flood must not fill the log
+        self._reported = True
+        log.log(level, "param_sync: a connection from %s was refused (%s); others are logged at level debug", name, why)
+
+    def _remove(self, caller: _Caller) -> socket.socket:
+        del self._callers[caller.sock]
+        self._selector.unregister(caller.sock)
+        return caller.sock

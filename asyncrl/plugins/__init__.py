@@ -1,0 +1,1 @@
+"""How a run finds its parts: by a registered name, or by an import path."""

@@ -1,0 +1,1 @@
+"""Actor clients and task helpers, used by every process of a run."""

@@ -1,0 +1,145 @@
+"""Clients that call a Ray actor as if it were the object inside it, so that Ray-free code can use either."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from asyncrl.observability.telemetry.log import LogConfig, configure_logging
+
+
+def start_ray(**options: Any) -> None:
+    """Start a token-protected Ray cluster on this machine that lives as long as this process."""
+    # by default Ray writes a token into the user's home, which the user's other clusters then ask for, too
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    ray.init(address="local", include_dashboard=False, **options)
+
+
+class SupervisedActor:
+    """Base class of a run's actors, with the calls by which they are supervised. ``name``: role in the run, in Ray's
+    log prefixes and dashboard. ``logs``: log configuration, if the actor is part of a run."""
+
+    def __init__(self, name: str, logs: LogConfig | None) -> None:
+        self.name = name
+        if logs is not None:
+            configure_logging(name, logs)
+
+    def __repr__(self) -> str:
+        return self.name
+
+    async def alive(self) -> None:
+        """Never returns; a caller that awaits it learns of the actor's death at once."""
+        await asyncio.Event().wait()
+
+    async def where(self) -> tuple[str, int]:
+        """Node id and process id."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
+
+class ActorClient:
+    """``await ActorClient(handle, name).method(args)``.
+
+    An exception of the actor is raised here as itself, see `remote_exception`; the death of its process as `ActorDied`;
+    an exception of its constructor as `ActorStartFailed`."""
+
+    def __init__(self, handle: Any, name: str) -> None:
+        self.handle, self.name = handle, name
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        method = getattr(self.handle, name)
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            with self._translated():
+                return await method.remote(*args, **kwargs)
+
+        return call
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Translate Ray's errors."""
+        try:
+            yield
+        except RayTaskError as e:
+            raise remote_exception(e) from None
+        except RayActorError as e:
+            if e.actor_init_failed:
+                raise ActorStartFailed(self.name, str(e).strip().splitlines()[-1].strip()) from None
+            raise ActorDied(self.name) from None
+
+
+class RestartableClient(ActorClient):
+    """Client of an actor that may be restarted, for calls that may be repeated: a call that dies with the actor is
+    repeated on its successor as soon as `replace` names it, and a call before the first start (``handle`` None) waits
+    for it. ``client.once.method()`` raises ActorDied instead. ``once``: creates the client of one process."""
+
+    def __init__(self, handle: Any, name: str, once: Callable[[Any, str], ActorClient] = ActorClient) -> None:
+        super().__init__(handle, name)
+        self._once, self._replaced = once, asyncio.Event()
+
+    @property
+    def once(self) -> ActorClient:
+        return self._once(self.handle, self.name)
+
+    def replace(self, handle: Any) -> None:
+        self.handle = handle
+        self._replaced.set()
+        self._replaced = asyncio.Event()
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            while True:
+                once, replaced = self.once, self._replaced
+                if once.handle is not None:
+                    try:
+                        return await getattr(once, name)(*args, **kwargs)
+                    except ActorDied as died:
+                        if died.name != self.name:
+                            raise
+                await replaced.wait()
+
+        return call
+
+
+class ActorDied(RuntimeError):
+    """The process of actor ``name`` died, or was killed because it hung."""
+
+    def __init__(self, name: str, why: str = "its process was killed, ran out of memory or crashed") -> None:
+        super().__init__(name, why)
+        self.name, self.why = name, why
+
+    def __str__(self) -> str:
+        return f"{self.name} died: {self.why}"
+
+
+class ActorStartFailed(RuntimeError):
+    """The constructor of an actor raised, and would raise again."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(name, why)
+        self.name, self.why = name, why
+
+    def __str__(self) -> str:
+        return f"{self.name} could not be started: {self.why}"
+
+
+def remote_exception(error: RayTaskError) -> BaseException:
+    """The exception that the actor raised; its attribute ``remote_traceback`` is the actor's traceback."""
+    cause = error.cause if isinstance(error.cause, BaseException) else error
+    # an exception that passed through another actor: print the traceback of its origin first
+    earlier = f"{before}\n\nand from there:\n" if (before := getattr(cause, "remote_traceback", "")) else ""
+    cause.remote_traceback = earlier + str(error)  # type: ignore[attr-defined]
+    return cause
+
+
+def first_leaf(error: BaseException) -> BaseException:
+    """First single exception in (nested) groups. Leaves can cross an actor boundary as themselves, a group cannot."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

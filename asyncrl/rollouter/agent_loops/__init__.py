@@ -1,1 +1,0 @@
-"""How one sample comes about: a single answer, or several turns with an environment."""

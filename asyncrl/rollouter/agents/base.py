@@ -1,0 +1,93 @@
+"""Agent loops: how one sample is made, given a way to generate. The interface, and the lookup by name."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from asyncrl.plugins.registry import Registry, UnknownPart
+from asyncrl.types.prompts import Prompt
+from asyncrl.types.samples import FinishReason, Sample
+from asyncrl.types.versions import VersionSpan
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Output of one `Generate` call: int32 [C] tokens, float32 [C] behaviour logprobs, and their version spans."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    spans: list[VersionSpan]
+    finish: FinishReason
+
+
+class GenerationFailed(RuntimeError):
+    """The engine could not serve a request; the sample is dropped and counted."""
+
+
+class SampleRestarts(BaseException):
+    """The sample's progress cannot be used; ``run`` is called again without it.
+
+    Not an Exception, so that an agent loop which catches its tools' exceptions lets it pass."""
+
+
+class Generate(Protocol):
+    """Samples a continuation of the prompt and ``response`` (int32 [R]: all tokens after the prompt so far).
+
+    Bound to one sample: its random stream continues from call to call, one call at a time. Raises GenerationFailed.
+    ``save`` stores opaque bytes that ``run`` finds in ``state`` if it runs again after the rollouter died; None if
+    nothing was saved."""
+
+    @property
+    def state(self) -> bytes | None: ...
+
+    def save(self, state: bytes) -> None: ...
+
+    async def __call__(self, response: np.ndarray, max_new_tokens: int) -> Completion: ...
+
+
+class AgentLoop(Protocol):
+    """Makes one sample of a prompt. One instance serves all samples concurrently, so ``run`` keeps its state in locals.
+
+    ``__init__`` gets the tokenizer, the response limit in tokens, and ``rollout.agent_loop_args``. Tokens that the
+    policy did not sample (a tool's answer) have ``loss_mask`` False and logprob 0.
+
+    After the rollouter died, ``run`` is called again for each sample in flight, and continues from ``generate.state``.
+    Calls of ``generate`` made since that state was saved are replayed from a record, and the one that was in flight
+    continues from its tokens, provided the arguments are those of the record. So between two saves (without any: from
+    its start) a loop must be deterministic given its calls' results; one that is not restarts its sample, counted as
+    ``rollout/restarted_samples``. A loop with tools saves after each of them::
+
+        turns = decode(generate.state) if generate.state else []
+        while not done(turns):
+            answer = await generate(response(turns), limit)
+            turns += [answer, await tool(answer)]
+            generate.save(encode(turns))
+    """
+
+    def __init__(self, tokenizer: Any, max_response_tokens: int, **args: Any) -> None: ...
+
+    async def run(self, prompt: Prompt, index: int, generate: Generate) -> Sample: ...
+
+
+AGENT_LOOPS: Registry[type[AgentLoop]] = Registry(
+    kind="agent loop",
+    option="rollout.agent_loop",
+    package="asyncrl.rollouter.agents",
+    attribute="AGENT_LOOP",
+    entry_points="asyncrl.agent_loops",
+    needs=("run",),
+)
+
+
+def find_agent_loop(name: str) -> type[AgentLoop]:
+    """The agent loop class of this name or import path. Raises UnknownPart, before anything is instantiated."""
+    found = AGENT_LOOPS.find(name)
+    if not (callable(found) and inspect.iscoroutinefunction(found.run)):
+        raise UnknownPart(
+            f"{AGENT_LOOPS.option}: expected a class with `async def run(self, prompt, index, generate)`, found {name}"
+        )
+    return found

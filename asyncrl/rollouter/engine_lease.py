@@ -1,0 +1,113 @@
+"""Exclusive lease of an engine by one rollouter, guarded by a fencing token.
+
+A restarted rollouter takes over engines whose previous rollouter died or hangs. Every call carries the caller's token,
+a number that grows with each rollouter of a run; the engine serves the newest only. Otherwise it would keep generating
+for the dead rollouter, whose pending ``events`` call would swallow the events that the new one waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from asyncrl.rollouter.engines.base import Engine, EngineError, EventBatch, Request, Scheduling
+
+
+class FencedEngine(Protocol):
+    """Engine calls that carry a fencing token: an `EngineLease`, or the actor around one.
+
+    All raise EngineError for a token that is not the newest one attached."""
+
+    async def attach(self, token: int) -> None: ...
+    async def submit(self, token: int, requests: Sequence[Request]) -> None: ...
+    async def events(self, token: int) -> EventBatch: ...
+    async def abort(self, token: int, ids: Sequence[str]) -> None: ...
+    async def set_scheduling(self, token: int, scheduling: Scheduling) -> None: ...
+
+
+class EngineLease:
+    """Checks tokens in the engine's process; implements `FencedEngine`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._token: int | None = None
+        self._unfinished: set[str] = set()  # ids of requests whose end no event has reported
+        self._listening: asyncio.Task[EventBatch] | None = None
+        self._lock = asyncio.Lock()  # serialises submissions and the transfer of the lease
+
+    async def attach(self, token: int) -> None:
+        """Transfer the lease to ``token``. Returns once nothing of an earlier holder is left: its requests are aborted,
+        their events dropped, its scheduling reset, and its pending call of `events` raises EngineError.
+
+        Raises EngineError if a newer token holds the lease."""
+        async with self._lock:
+            if self._token is not None and token < self._token:
+                self._check(token)
+            self._token = token
+            if self._listening is not None:
+                self._listening.cancel()
+                await asyncio.wait([self._listening])
+            await self._engine.abort(sorted(self._unfinished))
+            while self._unfinished:
+                await self._next_events()
+            await self._engine.set_scheduling(Scheduling())
+
+    async def submit(self, token: int, requests: Sequence[Request]) -> None:
+        async with self._lock:
+            self._check(token)
+            await self._engine.submit(requests)
+            self._unfinished |= {r.id for r in requests}
+
+    async def events(self, token: int) -> EventBatch:
+        self._check(token)
+        self._listening = asyncio.ensure_future(self._next_events())
+        try:
+            batch = await self._listening
+        except asyncio.CancelledError:
+            self._check(token)  # raises if `attach` ended the wait, rather than the caller
+            raise
+        self._check(token)
+        return batch
+
+    async def abort(self, token: int, ids: Sequence[str]) -> None:
+        self._check(token)
+        await self._engine.abort(ids)
+
+    async def set_scheduling(self, token: int, scheduling: Scheduling) -> None:
+        self._check(token)
+        await self._engine.set_scheduling(scheduling)
+
+    async def _next_events(self) -> EventBatch:
+        batch = await self._engine.events()
+        self._unfinished -= {id for id, finish in zip(batch.ids, batch.finish) if finish is not None}
+        return batch
+
+    def _check(self, token: int) -> None:
+        if token != self._token:
+            holder = "by nobody yet: attach first" if self._token is None else f"under token {self._token}"
+            raise EngineError(
+                f"expected a call of the lease's holder, found token {token}; the engine is held {holder}"
+            )
+
+
+class LeasedEngine:
+    """One holder's view of a fenced engine; implements `asyncrl.rollouter.router.ReplicaClient`."""
+
+    def __init__(self, engine: FencedEngine, token: int) -> None:
+        self._engine, self._token = engine, token
+
+    async def attach(self) -> None:
+        await self._engine.attach(self._token)
+
+    async def submit(self, requests: Sequence[Request]) -> None:
+        await self._engine.submit(self._token, requests)
+
+    async def events(self) -> EventBatch:
+        return await self._engine.events(self._token)
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        await self._engine.abort(self._token, ids)
+
+    async def set_scheduling(self, scheduling: Scheduling) -> None:
+        await self._engine.set_scheduling(self._token, scheduling)

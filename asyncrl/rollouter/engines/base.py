@@ -1,0 +1,276 @@
+"""Engine interface: generation by one replica, and the declaration of an engine's limits.
+
+An engine is asynchronous and batched: ``submit`` takes many requests and returns at once, ``events`` returns everything
+since the last call. Tokens, logprobs and versions are columns, so one call carries hundreds of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+
+from asyncrl.config.checks import derive, sends_adapters
+from asyncrl.config.schema import Config
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.param_sync.manifest import Role
+from asyncrl.param_sync.weight_receiver import WeightReceiver
+from asyncrl.plugins.registry import Registry
+from asyncrl.types.samples import FinishReason
+from asyncrl.types.versions import PolicyVersion
+
+PauseMode = Literal["abort", "keep", "wait"]
+KVMode = Literal["keep", "recompute", "unload"]
+
+
+class EngineError(RuntimeError):
+    """A call that the engine refuses; the message says what it accepts."""
+
+
+class EngineDied(EngineError):
+    """An engine process has died: the replica must be restarted."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 switch the filters off; temperature 0 is greedy."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request to continue ``tokens``. ``tokens`` int32 [P + done]: prompt, then tokens that were already sampled.
+
+    ``key`` (64 bits) and ``position`` (how many tokens of this sample were drawn before) are the counter of its random
+    numbers: a sample that is aborted and continued elsewhere draws the same numbers as one that was not.
+    ``shared_prefix`` leading tokens are the same in all requests of ``group``: an engine prefills them once. The last
+    ``resumed`` tokens were sampled by an earlier part of this very request; those that ``position`` counts beyond them
+    belong to earlier turns.
+    """
+
+    id: str
+    group: str
+    tokens: np.ndarray
+    shared_prefix: int
+    key: int
+    position: int
+    max_new_tokens: int
+    sampling: SamplingParams
+    priority: int = 0  # lower is served first; validation runs at a higher number than training
+    resumed: int = 0
+
+    @property
+    def trains(self) -> bool:
+        """True for a training request, False for validation."""
+        return self.priority == 0
+
+
+@dataclass(frozen=True)
+class Scheduling:
+    """Order of service. ``max_running_requests``: cap on training requests that generate at once (None: one per slot).
+    ``validation_first``: others are served before training requests, whatever their priority."""
+
+    max_running_requests: int | None = None
+    validation_first: bool = False
+
+
+@dataclass(frozen=True)
+class EventBatch:
+    """``E`` events of requests since the last call, in columns.
+
+    Event e gave request ``ids[e]`` the tokens ``tokens[offsets[e]:offsets[e+1]]`` (int32) with their behaviour
+    ``logprobs`` (float32), all sampled under ``versions[e]``; ``finish[e]`` is None while the request goes on.
+    ``mixed_kv[e]`` marks tokens sampled over an older version's KV. A request may appear more than once.
+    """
+
+    ids: list[str]
+    offsets: np.ndarray
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    versions: list[PolicyVersion]
+    finish: list[FinishReason | None]
+    mixed_kv: list[bool]
+    errors: dict[str, str] = field(default_factory=dict)  # request id → why it finished with ERROR
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class Engine(Protocol):
+    """One replica's generator. All methods but ``weight_receiver`` are coroutines of one event loop."""
+
+    async def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests. One that can never run (longer than the context) ends with an ERROR event."""
+
+    async def events(self) -> EventBatch:
+        """Wait until something happened (at most a fraction of a second while tokens flow), then return all of it.
+        Raises the engine's own exception if its loop died."""
+        ...
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        """End these requests; their tokens so far come as an ABORT event. Unknown ids are ignored."""
+
+    async def set_scheduling(self, scheduling: Scheduling) -> None:
+        """Reorder the waiting requests. They wait in the engine, so that a slot is refilled at once. Running requests
+        continue."""
+        ...
+
+    async def pause(self, mode: PauseMode, deadline_s: float) -> int:
+        """Stop generating. ``abort``: every request ends with an ABORT event; ``keep``: requests stay; ``wait``: they
+        finish first. Returns how many requests were cut, kept or waited for; raises TimeoutError at the deadline."""
+        ...
+
+    async def resume(self, version: PolicyVersion) -> None:
+        """Continue under ``version``."""
+
+    async def release_kv(self) -> int:
+        """Free the KV cache; returns the bytes freed."""
+        ...
+
+    async def restore_kv(self) -> None: ...
+
+    async def flush_kv(self) -> None:
+        """Discard all cached KV (KV mode ``recompute``): kept requests are prefilled again under the new weights."""
+
+    def weight_receiver(self, name: str, transport: str) -> WeightReceiver:
+        """Where the weights of replica ``name`` arrive, over this transport: asked for once."""
+        ...
+
+    async def digest(self, role: Role) -> str:
+        """Digest of the live tensors of a role, see `asyncrl.param_sync.digest`."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+#: The (pause, KV) pairs of an engine that keeps, recomputes and unloads its KV cache, but does not key cached prefixes
+#: by version: with ``abort`` they would outlive their weights.
+PAUSE_KV: frozenset[tuple[PauseMode, KVMode]] = frozenset(
+    {
+        ("abort", "recompute"),
+        ("abort", "unload"),
+        ("keep", "keep"),
+        ("keep", "recompute"),
+        ("wait", "keep"),
+        ("wait", "recompute"),
+        ("wait", "unload"),
+    }
+)
+
+
+class EngineSpec(Protocol):
+    """Declares an engine's limits and starts it. Subclasses override the defaults that their engine exceeds.
+
+    The module that defines one is imported by the driver, whose environment may lack the engine's packages: only
+    `start` imports them."""
+
+    #: packages of which one must be installed for the replicas' interpreter; empty: none beside asyncrl's own
+    distributions: frozenset[str] = frozenset()
+    #: legal pairs of param_sync.pause and param_sync.kv
+    pause_kv: frozenset[tuple[PauseMode, KVMode]] = PAUSE_KV
+    #: legal values of param_sync.staging
+    staging: frozenset[str] = frozenset({"bucket"})
+    #: takes LoRA adapters beside its weights, not only merged into them
+    takes_adapters: bool = False
+    #: requests may finish on the adapter they began with while later ones run on another
+    finishes_on_adapter: bool = False
+    #: offers rollout.engine.deterministic
+    deterministic: bool = False
+    #: a replica may have several devices, see rollout.engine.tensor_parallel_size and pipeline_parallel_size
+    multi_device: bool = False
+    #: legal values of rollout.engine.delivery
+    deliveries: frozenset[str] = frozenset({"memory"})
+    #: with top_p, top_k or min_p, reports the logprobs that the whole vocabulary has
+    logprobs_before_truncation: bool = False
+    #: drafts and verifies, see mtp.enable_rollout
+    speculates: bool = False
+    #: has further arguments, see rollout.engine.args
+    takes_args: bool = False
+    #: runs asyncrl's own decoder, which must be able to build the checkpoint
+    native_decoder: bool = False
+    #: allocates its KV cache at the start, for every slot up to the end of the context
+    preallocates_kv: bool = False
+
+    def problems(self, config: Config) -> Iterator[str]:
+        """One line for each option that does not fit this engine; each begins with the option's key. These follow from
+        the attributes: an engine with further limits yields them first or after."""
+        engine, sync = config.rollout.engine, config.param_sync
+        name, pause = engine.name, derive(config).pause
+        if (pause, sync.kv) not in self.pause_kv:
+            fitting = sorted(kv for legal, kv in self.pause_kv if legal == pause)
+            if fitting:
+                yield (
+                    f"param_sync.kv: {sync.kv} does not go with pause {pause} in the {name} engine; expected one of "
+                    f"{', '.join(fitting)}"
+                )
+            else:
+                pauses = ", ".join(sorted({legal for legal, _ in self.pause_kv}))
+                yield f"param_sync.pause: the {name} engine offers {pauses}, found {pause}"
+        if sync.staging not in self.staging:
+            offered = ", ".join(sorted(self.staging))
+            yield f"param_sync.staging: the {name} engine offers {offered}, found {sync.staging}"
+        if sends_adapters(config) and not self.takes_adapters:
+            yield f"param_sync.adapters: the {name} engine takes no adapters; expected merged"
+        if sync.in_flight == "finish" and not self.finishes_on_adapter:
+            yield f"param_sync.in_flight: the {name} engine moves requests to the new weights; expected move"
+        if engine.deterministic and not self.deterministic:
+            yield (
+                f"rollout.engine.deterministic: the {name} engine's results depend on what else is in the batch; "
+                "expected false"
+            )
+        rollout = config.rollout
+        if not self.logprobs_before_truncation and (rollout.top_p < 1 or rollout.top_k or rollout.min_p):
+            yield (
+                f"rollout.top_p: with top_p, top_k or min_p the {name} engine returns logprobs after truncation, and "
+                "training needs those of the whole vocabulary; expected top_p=1, top_k=0 and min_p=0"
+            )
+        if engine.delivery not in self.deliveries:
+            offered = ", ".join(sorted(self.deliveries))
+            yield f"rollout.engine.delivery: the {name} engine offers {offered}, found {engine.delivery}"
+        if config.mtp.enable_rollout and not self.speculates:
+            yield f"mtp.enable_rollout: the {name} engine does not speculate; expected false"
+        if engine.args and not self.takes_args:
+            yield f"rollout.engine.args: the {name} engine takes none beside its options, found {sorted(engine.args)}"
+        if not self.multi_device:
+            for key in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+                if (found := getattr(engine, key)) > 1:
+                    yield f"rollout.engine.{key}: the {name} engine has one device a replica; expected 1, found {found}"
+
+    async def start(self, config: Config, recorder: Recorder) -> Engine:
+        """One replica's engine, ready and paused. Raises what the engine raises for a checkpoint or options that do not
+        fit it."""
+        ...
+
+
+ENGINES: Registry[EngineSpec] = Registry(
+    kind="engine",
+    option="rollout.engine.name",
+    package="asyncrl.rollouter.engines",
+    attribute="ENGINE",
+    entry_points="asyncrl.engines",
+    needs=(
+        "distributions",
+        "pause_kv",
+        "staging",
+        "takes_adapters",
+        "finishes_on_adapter",
+        "deterministic",
+        "multi_device",
+        "deliveries",
+        "logprobs_before_truncation",
+        "speculates",
+        "takes_args",
+        "native_decoder",
+        "preallocates_kv",
+        "problems",
+        "start",
+    ),
+)

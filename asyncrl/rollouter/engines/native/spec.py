@@ -1,0 +1,45 @@
+"""The native engine's limits, and its start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from asyncrl.config.checks import sends_adapters
+from asyncrl.config.schema import Config
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.rollouter.engines.base import Engine, EngineSpec
+
+
+class NativeSpec(EngineSpec):
+    staging = frozenset({"bucket", "full"})
+    takes_adapters = True
+    deterministic = True
+    speculates = True
+    logprobs_before_truncation = True
+    native_decoder = True
+    preallocates_kv = True
+
+    def problems(self, config: Config) -> Iterator[str]:
+        yield from super().problems(config)
+        if config.mtp.enable_rollout and config.rollout.engine.deterministic:
+            yield (
+                "mtp.enable_rollout: does not go with rollout.engine.deterministic: the number of accepted draft "
+                "tokens changes the shapes that are computed; expected one of the two to be false"
+            )
+
+    async def start(self, config: Config, recorder: Recorder) -> Engine:
+        from asyncrl.rollouter.engines.native.engine import NativeEngine
+        from asyncrl.rollouter.tokenizer import PromptTokenizer
+
+        tokenizer = PromptTokenizer(config.model.path, config.data.apply_chat_template)
+        return NativeEngine(
+            config.model.path,
+            config.rollout.engine,
+            recorder=recorder,
+            tokenizer=tokenizer.hf,
+            mtp=config.mtp,
+            lora=config.model.lora if sends_adapters(config) else None,
+        )
+
+
+ENGINE = NativeSpec()

@@ -1,0 +1,83 @@
+"""vLLM's limits, and its start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from asyncrl.config.checks import sends_adapters
+from asyncrl.config.schema import Config
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.rollouter.engines.base import Engine
+from asyncrl.rollouter.engines.streaming_spec import StreamingSpec
+from asyncrl.rollouter.engines.vllm.release import DISTRIBUTIONS
+
+_MAX_LORA_RANK = 512
+
+#: arguments that follow from other options
+_DERIVED = frozenset(
+    {
+        "model",
+        "logprobs_mode",
+        "weight_transfer_config",
+        "worker_extension_cls",
+        "speculative_config",
+        "scheduling_policy",
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "max_num_seqs",
+        "max_model_len",
+        "dtype",
+        "enable_lora",
+        "max_loras",
+        "max_lora_rank",
+        "lora_target_modules",
+        "lora_dtype",
+        "spec_method",
+        "spec_model",
+        "spec_tokens",
+        "stream_interval",
+    }
+)
+
+_OTHER_DISTRIBUTION = "tokens would be sampled from another distribution than the logprobs that are trained on"
+_MOVED_EXPERTS = "it moves experts between workers, and a sync would load them where they were at first"
+#: argument → why it is refused
+_REFUSED = {
+    "generation_config": _OTHER_DISTRIBUTION,
+    "override_generation_config": _OTHER_DISTRIBUTION,
+    "logits_processors": _OTHER_DISTRIBUTION,
+    "watermark_config": _OTHER_DISTRIBUTION,
+    "enable_eplb": _MOVED_EXPERTS,
+    "eplb_config": _MOVED_EXPERTS,
+}
+
+
+class VLLMSpec(StreamingSpec):
+    distributions = DISTRIBUTIONS
+
+    def problems(self, config: Config) -> Iterator[str]:
+        yield from super().problems(config)
+        engine = config.rollout.engine
+        if taken := sorted(_DERIVED & engine.args.keys()):
+            yield f"rollout.engine.args: {', '.join(taken)} follow from other options; leave them out"
+        for name in sorted(_REFUSED.keys() & engine.args.keys()):
+            yield f"rollout.engine.args: leave {name} out: {_REFUSED[name]}"
+        if engine.data_parallel_size > engine.slots:
+            yield (
+                f"rollout.engine.data_parallel_size: expected at most one copy of the model for each of the replica's "
+                f"{engine.slots} slots (rollout.engine.slots), found {engine.data_parallel_size}"
+            )
+        if sends_adapters(config):
+            if engine.pipeline_parallel_size > 1:
+                yield "param_sync.adapters: vllm's pipeline stages are not given adapters; expected merged"
+            if config.model.lora.rank > _MAX_LORA_RANK:
+                yield f"model.lora.rank: vllm's adapters have at most {_MAX_LORA_RANK}, found {config.model.lora.rank}"
+
+    async def start(self, config: Config, recorder: Recorder) -> Engine:
+        from asyncrl.rollouter.engines.vllm.engine import VLLMEngine
+
+        return await VLLMEngine.start(config, recorder=recorder)
+
+
+ENGINE = VLLMSpec()

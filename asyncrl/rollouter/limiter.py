@@ -1,0 +1,70 @@
+"""Admission of groups to the engines: enough samples in flight to keep every slot busy, and no more."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+
+from asyncrl.observability.telemetry.recorder import now_s
+
+_REFILL_S = 0.3  # from the end of a sample to the start of its successor: engines report ends up to 0.2 s late
+_RATE_WINDOW_S = 2.0  # time constant of the completion rate
+
+
+class InFlightLimiter:
+    """Caps in-flight samples at slots + one group + expected completions, and groups at ``max_groups`` (0: no cap).
+
+    A freed slot thus always finds a waiting request. The cap counts samples, not groups, so a group that waits for its
+    longest sample occupies one slot only. ::
+
+        count = await limiter.room(n)            # groups of n samples that may start, at least one
+        limiter.acquire(n)                       # for each group that starts
+        limiter.release()                        # one of its samples ended
+        limiter.release(remaining, groups=1)     # the whole group ended
+
+    ``idle`` is set while a slot has no sample."""
+
+    def __init__(self, slots: int, max_groups: int) -> None:
+        self._slots, self._groups_left = slots, max_groups or sys.maxsize
+        self._samples = 0  # in flight
+        self._released, self.idle = asyncio.Event(), asyncio.Event()
+        self.idle.set()
+        self._completions_per_s, self._measured_s = 0.0, now_s()
+
+    @property
+    def samples(self) -> int:
+        """Samples in flight."""
+        return self._samples
+
+    async def room(self, n: int) -> int:
+        """Wait until a group of ``n`` samples may start; returns how many such groups may."""
+        while (count := min(-(-(self._slots + self._backlog(n) - self._samples) // n), self._groups_left)) < 1:
+            self._released.clear()
+            await self._released.wait()
+        return count
+
+    def acquire(self, n: int) -> None:
+        self._add(n, 1)
+
+    def release(self, samples: int = 1, groups: int = 0) -> None:
+        self._add(-samples, -groups)
+        self._completions_per_s = self._recent_completions_per_s() + samples / _RATE_WINDOW_S
+        self._measured_s = now_s()
+        self._released.set()
+
+    def _add(self, samples: int, groups: int) -> None:
+        self._samples += samples
+        self._groups_left -= groups
+        if self._samples < self._slots:
+            self.idle.set()
+        else:
+            self.idle.clear()
+
+    def _backlog(self, n: int) -> int:
+        """Samples that may queue behind the slots: one group, or the completions expected within `_REFILL_S`."""
+        return max(n, min(round(self._recent_completions_per_s() * _REFILL_S), self._slots))
+
+    def _recent_completions_per_s(self) -> float:
+        """Exponentially decaying mean."""
+        return self._completions_per_s * math.exp((self._measured_s - now_s()) / _RATE_WINDOW_S)

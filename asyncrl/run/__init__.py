@@ -1,0 +1,1 @@
+"""Life of a run: checks, placement, start, supervision, monitoring, shutdown."""

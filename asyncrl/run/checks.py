@@ -1,0 +1,71 @@
+"""Every check of a `Config` that needs neither the model nor the data: its own constraints and those of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import Any
+
+from asyncrl.config.checks import Derived, derive
+from asyncrl.config.checks import problems as problems_between_sections
+from asyncrl.config.load import ConfigError
+from asyncrl.config.schema import Config
+from asyncrl.observability.sinks.open import sink_problems
+from asyncrl.param_sync.transports.choose import problems as transport_problems
+from asyncrl.plugins.registry import Registry, UnknownPart
+from asyncrl.rollouter.engines.base import ENGINES
+from asyncrl.trainer.algorithms.base import ALGORITHMS
+from asyncrl.trainer.backends.base import BACKENDS, BackendSpec
+
+
+def check(config: Config, cpus: int | None = None) -> Derived:
+    """Figures derived from a valid config. Raises ConfigError with every problem.
+
+    ``cpus``: of the one machine that runs everything; None on a cluster, where placement decides."""
+    problems = [
+        *problems_between_sections(config, cpus),
+        *_part_problems(ENGINES, config.rollout.engine.name, config),
+        *_backend_problems(config),
+        *_part_problems(ALGORITHMS, config.algorithm.name, config),
+        *transport_problems(config),
+        *sink_problems(config),
+    ]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return derive(config)
+
+
+def _part_problems(registry: Registry[Any], name: str, config: Config) -> Iterator[str]:
+    try:
+        part = registry.find(name)
+    except UnknownPart as e:
+        yield str(e)
+    else:
+        yield from part.problems(config)
+
+
+def _backend_problems(config: Config) -> Iterator[str]:
+    try:
+        backend = BACKENDS.find(config.trainer.backend)
+    except UnknownPart as e:
+        yield str(e)
+        return
+    yield from backend.problems(config)
+    yield from _unread_options(config, backend)
+    # copies of the model divide the samples of a step among them, so the smallest step needs a sample for each
+    copies = config.trainer.ranks // backend.ranks_per_copy(config)
+    samples = derive(config).groups_per_step * config.rollout.min_group_size
+    if samples < copies:
+        yield f"trainer.ranks: a step of at least {samples} samples cannot feed {copies} ranks that share them out"
+
+
+def _unread_options(config: Config, backend: BackendSpec) -> Iterator[str]:
+    """Options that only other backends read: without an error they would be ignored."""
+    for name in BACKENDS.built_in():
+        for key in sorted(BACKENDS.find(name).options - backend.options):
+            value = attrgetter(key)
+            if value(config) != value(Config()):
+                yield (
+                    f"{key}: only the {name} backend reads it; expected its default, or trainer.backend={name}, found "
+                    f"trainer.backend={config.trainer.backend}"
+                )

@@ -1,0 +1,237 @@
+"""Actors of a run: creates, starts, locates and kills them on a Ray cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from asyncrl.config.schema import Config
+from asyncrl.observability.telemetry.recorder import Batch
+from asyncrl.param_sync.session_protocol import ReplicaSession, remote_session
+from asyncrl.processes.actor_client import ActorClient, RestartableClient
+from asyncrl.processes.tasks import cancelled
+from asyncrl.rollouter.actors import EngineReplicaActor, RollouterActor
+from asyncrl.run.environments import interpreter
+from asyncrl.run.placement import Placement
+from asyncrl.run.placement_plan import make_plan, pools
+from asyncrl.run.preflight import Preflight
+from asyncrl.run.run_folder import RunFolder
+from asyncrl.sample_queue.actor import SampleQueueActor
+from asyncrl.trainer.actors import RankGroup, SampleQueueClient, TrainerRankActor
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CALLS_AT_ONCE = 1000  # of one actor: most of them wait on a condition
+CLOSING_S = 3.0  # for the rollouter to close by itself
+
+
+class Cluster:
+    """``open()`` places the pools; ``start_…()`` starts an actor in its bundle, first ending its predecessor;
+    ``close()`` leaves nothing behind. ``replicas`` and ``receivers`` hold those that have started; calls of ``queue``
+    and ``rollouter`` wait until they have."""
+
+    def __init__(self, config: Config, preflight: Preflight, folder: RunFolder) -> None:
+        self._config, self._preflight = config, preflight
+        self._journal, self._logs = folder.journal, folder.logs
+        self._placement = Placement(config)
+        self._handles: list[Any] = []
+        begun = folder.checkpoint.metadata if folder.checkpoint is not None else None
+        self._total_groups = preflight.derived.total_groups
+        if begun is not None:  # steps may have had another size before
+            steps_left = max(0, config.trainer.total_steps - begun.step)
+            self._total_groups = begun.trained + steps_left * preflight.derived.groups_per_step
+        self._actors: dict[str, ActorClient] = {}  # the newest of each name
+        self._processes: dict[str, tuple[str, int]] = {}  # actor → node id and process id, once it answers
+        self._made = 0  # actors so far
+        self.rank_names: list[str] = []
+        self.replica_names: list[str] = []
+        self.senders: dict[str, Any] = {}
+        self.replicas: dict[str, ActorClient] = {}
+        self.receivers: dict[str, ReplicaSession] = {}
+        self.queue: Any = RestartableClient(None, "queue", SampleQueueClient)
+        self.rollouter: Any = RestartableClient(None, "rollouter")
+
+    async def open(self) -> None:
+        """Join or start Ray and place the pools. Raises PlacementError and ConfigError."""
+        await self._placement.open()
+        self._config = self._placement.config
+        for line in make_plan(self._config, self._preflight, self._placement.machines).lines():
+            log.info("%s", line)
+        trainer, rollout = pools(self._config)
+        self.rank_names, self.replica_names = list(trainer.actors), list(rollout.actors)
+
+    # -- start and kill actors -------------------------------------------------------------------------------------
+    # Each start raises ActorDied if a process dies meanwhile, or what an actor raised.
+
+    async def start_queue(self) -> None:
+        """A queue with the state of the journal."""
+        await self.kill("queue")
+        queue = self._make_queue()
+        await self._started([queue], queue.start())
+        self.queue.replace(queue.handle)
+
+    async def start_replica(self, name: str) -> None:
+        """A replica without a version."""
+        await self.kill(name)
+        replica = self._make_replica(name)
+        await self._started([replica], replica.start())
+        self.replicas[name], self.receivers[name] = replica, remote_session(replica.sync)
+
+    async def start_rollouter(self, routable: Callable[[], Sequence[str]]) -> None:
+        """A rollouter that resumes the ledger's in-flight groups. ``routable()``: replicas that it may use at first."""
+        await self.kill("rollouter")
+        rollouter = self._make_rollouter()
+        await self._started([rollouter], rollouter.start())
+        await rollouter.set_routable(routable())  # before any call that waits for this rollouter
+        self.rollouter.replace(rollouter.handle)
+
+    async def start_ranks(self) -> None:
+        """All ranks, with the run's initial weights."""
+        for name in self.rank_names:
+            await self.kill(name)
+        self.senders.update({name: self._make_rank(i, name) for i, name in enumerate(self.rank_names)})
+        self.ranks = RankGroup(list(self.senders.values()))
+        await self._started(list(self.senders.values()), self.ranks.start())
+
+    def silent(self, name: str) -> str:
+        """Names of the actors started as ``name`` that have not answered yet, or all if each has."""
+        names = self.rank_names if name == "trainer" else [name]
+        return ", ".join([n for n in names if n not in self._processes] or names)
+
+    async def end(self, name: str, why: str) -> None:
+        """Kill an unresponsive actor, so that the supervisor restarts it."""
+        log.warning("supervision: %s %s; it is ended", name, why)
+        await self.kill(name)
+
+    async def kill(self, name: str) -> None:
+        """Kill an actor's process, even a stopped or stuck one."""
+        if (actor := self._actors.get(name)) is None:
+            return
+        ray.kill(actor.handle)
+        node, pid = self._processes.pop(name, ("", 0))
+        if node == ray.get_runtime_context().get_node_id():  # a stopped process obeys Ray only after seconds
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    async def _started(self, actors: Sequence[ActorClient], starting: Awaitable[T]) -> T:
+        """Result of ``starting``, which waits for these actors, or their first failure. Locates each as soon as it
+        answers."""
+        started = asyncio.ensure_future(starting)
+        located = [asyncio.ensure_future(self._locate(actor)) for actor in actors]
+        try:
+            await asyncio.gather(started, *located)
+            return started.result()
+        finally:
+            await cancelled([started, *located])
+
+    async def _locate(self, actor: ActorClient) -> None:
+        self._processes[actor.name] = await actor.where()
+
+    def _make_rank(self, index: int, name: str) -> ActorClient:
+        trainer = self._config.trainer
+        options = self._placement.rank_options(index) | _runtime(trainer.threads, trainer.python)
+        return self._make(TrainerRankActor, name, options, self._config, index, trainer.ranks)
+
+    def _make_replica(self, name: str) -> ActorClient:
+        index, engine = self.replica_names.index(name), self._config.rollout.engine
+        options = self._placement.replica_options(index) | _runtime(engine.threads, engine.python)
+        return self._make(EngineReplicaActor, name, options, self._config, name)
+
+    def _make_queue(self) -> ActorClient:
+        derived, options = self._preflight.derived, self._config.async_training
+        threshold = derived.staleness_threshold
+        return self._make(
+            SampleQueueActor,
+            "queue",
+            {
+                "num_cpus": 0,
+                # its journal is on this node's disk
+                "scheduling_strategy": NodeAffinitySchedulingStrategy(
+                    ray.get_runtime_context().get_node_id(), soft=False
+                ),
+                "max_task_retries": -1,  # for calls lost on the way while it lives
+            },
+            self._journal,
+            derived.groups_per_version,
+            (threshold.numerator, threshold.denominator),
+            self._total_groups,
+            options.queue_policy,
+            options.overdue,
+            self._preflight.model.vocab_size,
+            self._config.rollout.max_attempts,
+            {"prompts": self._preflight.prompts_fingerprint},
+        )
+
+    def _make_rollouter(self) -> ActorClient:
+        return self._make(
+            RollouterActor,
+            "rollouter",
+            {"num_cpus": 0},
+            self._config,
+            self._preflight.derived,
+            self._preflight.max_prompt_tokens,
+            self.queue.handle,
+            {name: client.handle for name, client in self.replicas.items()},
+            self._made,  # grows with each actor: the fencing token of the newest rollouter is the highest
+        )
+
+    def pool_resources(self) -> tuple[float, float, str]:
+        """CPUs or GPUs of the trainer pool and of the rollout pool, and which of the two."""
+        trainer, rollout = pools(self._config)
+        of = lambda pool, unit: len(pool.actors) * (pool.gpus if unit == "GPU" else pool.cpus)
+        unit = "GPU" if trainer.gpus and rollout.gpus else "CPU"
+        return of(trainer, unit), of(rollout, unit), unit
+
+    def drains(self) -> dict[str, Callable[[], Awaitable[Batch]]]:
+        """Calls that fetch each actor's records: ranks answer while they start, replicas and the rollouter do not."""
+        actors = (*self.senders.values(), *self.replicas.values(), self.rollouter.once)
+        answering = (a for a in actors if a.name in self._processes and a.handle is self._actors[a.name].handle)
+        return {actor.name: actor.drain for actor in answering}
+
+    async def close(self) -> None:
+        """End every actor, release the bundles, and end a cluster that was started here."""
+        await self._placement.settled()
+        if self.rollouter.handle is not None:  # its reward workers, and their children, are its own to end
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(self.rollouter.once.close(), CLOSING_S)
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        if not ray.is_initialized():
+            return
+        queue = self.queue.handle  # last: the others call it
+        for handle in sorted(self._handles, key=lambda handle: handle is queue):
+            ray.kill(handle)
+        self._handles.clear()
+        self._placement.close()
+
+    def _make(self, cls: Any, name: str, options: dict[str, Any], *args: Any) -> ActorClient:
+        self._made += 1
+        unique = f"{self._actor_name(name)}/{self._made}"  # a dead actor may still hold its name
+        handle = cls.options(name=unique, max_concurrency=CALLS_AT_ONCE, **options).remote(*args, logs=self._logs)
+        self._handles.append(handle)
+        self._actors[name] = ActorClient(handle, name)
+        return self._actors[name]
+
+    def _actor_name(self, role: str) -> str:
+        """Readable in Ray's dashboard, and unique among the runs of a cluster."""
+        return f"asyncrl/{self._config.name}/{os.getpid()}/{role}"
+
+
+def _runtime(threads: int, python: str) -> dict[str, Any]:
+    """Ray options for an actor that computes: its threads and, if ``python`` names one, its interpreter."""
+    # spinning OpenMP threads of two actors on shared cores slow each other down twentyfold
+    runtime: dict[str, Any] = {"env_vars": {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}}
+    if python:
+        runtime["py_executable"] = interpreter(python)
+    return {"runtime_env": runtime}

@@ -1,0 +1,220 @@
+"""Observes the run: drains all recorders every two seconds, computes each step's metrics, keeps the summary."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol
+
+from asyncrl.config.schema import Config
+from asyncrl.observability.efficiency import EfficiencyTracker
+from asyncrl.observability.sinks.hub import Hub
+from asyncrl.observability.telemetry.intervals import Activity, intersect, length
+from asyncrl.observability.telemetry.recorder import Batch, Recorder, now_s
+from asyncrl.observability.trajectories import Decode, sampled_rows
+from asyncrl.processes.actor_client import ActorDied
+from asyncrl.rollouter.spec_metrics import spec_metrics
+from asyncrl.trainer.progress import Progress
+from asyncrl.types.groups import Group
+
+log = logging.getLogger(__name__)
+
+DRAIN_EVERY_S = 2.0  # at least
+CHECK_EVERY_S = 1.0
+DRAIN_PATIENCE_S = 1.0  # for an answer; a later one is taken in the next round
+
+#: counters reported as totals since training began, not per step
+_TOTALS = (
+    "rollout/failed_samples/",
+    "rollout/failed_rewards/",
+    "rollout/recovered_",
+    "rollout/restarted_samples",
+    "rollout/cancelled_groups",
+    "rollout/refused_groups/",
+    "supervision/restarts/",
+)
+
+
+class ObservedSystem(Protocol):
+    """The parts of a running system that the monitor asks."""
+
+    rank_names: list[str]
+    replica_names: list[str]
+    queue: Any  # stats()
+    ranks: Any  # first_groups(count)
+
+    def pool_resources(self) -> tuple[float, float, str]: ...
+    def drains(self) -> Mapping[str, Callable[[], Awaitable[Batch]]]: ...
+
+
+class Monitor:
+    """The training loop's `Observer`. ``run()`` beside the loop keeps spans and counters coming, and calls
+    ``on_unresponsive(actor, why)`` for an actor that has not answered for ``supervision.answer_s``."""
+
+    def __init__(
+        self,
+        config: Config,
+        hub: Hub,
+        recorder: Recorder,
+        system: ObservedSystem,
+        decode: Decode,
+        on_unresponsive: Callable[[str, str], Awaitable[None]],
+    ) -> None:
+        self._config, self._hub, self._recorder, self._system, self._decode = config, hub, recorder, system, decode
+        self._on_unresponsive = on_unresponsive
+        self._activity = Activity()
+        self._window: Counter[str] = Counter()  # counters since the last step
+        self._totals: Counter[str] = Counter()  # and since training began
+        self._began_s = self._window_s = now_s()
+        self._draining = asyncio.Lock()
+        self._drained_s = -math.inf
+        self._asked: dict[str, asyncio.Task[Batch]] = {}
+        self._gauges: dict[str, float] = {}  # the last of each, over all actors
+        self._efficiency: EfficiencyTracker | None = None  # from the first version on
+        self._summary: dict[str, Any] = {}
+
+    async def run(self) -> None:
+        while True:
+            if now_s() - self._drained_s >= DRAIN_EVERY_S:
+                await self._queue_stats()
+                await self._drain()
+            await asyncio.sleep(CHECK_EVERY_S)
+
+    # -- the training loop's observer ------------------------------------------------------------------------------
+
+    async def on_version(self, progress: Progress) -> None:
+        """Training begins with the first version: figures of the whole run count from here."""
+        if self._efficiency is not None:
+            return
+        self._efficiency = EfficiencyTracker(*self._system.pool_resources())
+        await self._drain()
+        self._began_s = self._window_s = now_s()
+        self._window.clear()
+        self._totals.clear()
+
+    def on_validation(self, progress: Progress, metrics: Mapping[str, float], when: str | None) -> None:
+        """``when``: "before" or "after" training, whose results go to the summary, too."""
+        self._hub.metrics(progress.step, metrics)
+        if when:
+            self._summary |= {f"{k.removeprefix('validation/')}_{when}": v for k, v in metrics.items()}
+
+    async def on_step(self, progress: Progress, metrics: Mapping[str, float]) -> dict[str, float]:
+        if k := self._config.reporting.trajectories_per_step:
+            groups = [Group.from_buffer(b) for b in await self._system.ranks.first_groups(k)]
+            self._hub.trajectories(sampled_rows(progress.step, groups, self._decode, k))
+        window = await self._window_metrics()
+        values = dict(metrics) | window | self._efficiency_metrics(metrics, window) | await self._queue_stats()
+        if (paused_s := metrics.get("param_sync/paused_total_s")) is not None:
+            generating_s = len(self._system.replica_names) * values["perf/step_s"] - paused_s
+            rate = values["perf/rollout_tokens_per_s"] * values["perf/step_s"] / max(generating_s, 1e-9)
+            values["param_sync/tokens_not_generated"] = rate * paused_s
+        values["perf/trainer_tokens_per_s"] = metrics.get("trainer/tokens", 0.0) / values["perf/step_s"]
+        values["fully_async/version"] = progress.version.number
+        self._hub.metrics(progress.step, values)
+        self._summary |= {
+            "steps": progress.step,
+            "duration_s": self._window_s - self._began_s,
+            "overlap": self.overlap(self._began_s, self._window_s),
+            "samples": self._totals["rollout/samples"],
+            "tokens": self._totals["rollout/tokens"],
+        }
+        return values
+
+    async def on_end(self, progress: Progress, queue: Mapping[str, float]) -> None:
+        counts = {k.removeprefix("fully_async/"): v for k, v in queue.items() if k.startswith("fully_async/count/")}
+        dropped = {k.removeprefix("fully_async/"): v for k, v in queue.items() if k.startswith("fully_async/dropped/")}
+        perf = {k: v for k, v in queue.items() if k.startswith("perf/")}
+        self._summary |= {"version": str(progress.version), **counts, **dropped, **perf}
+        self._summary |= self._efficiency.figures() if self._efficiency else {}
+        if advice := self._summary.get("advice"):
+            log.info("efficiency: %.0f %% of the ideal; %s", 100 * self._summary["fraction_of_ideal"], advice)
+
+    def summary(self) -> dict[str, Any]:
+        """Figures of the whole run; ``duration_s`` and ``overlap`` exclude start-up and validation."""
+        return dict(self._summary)
+
+    # -- windows of time -------------------------------------------------------------------------------------------
+
+    def overlap(self, since_s: float, until_s: float) -> float:
+        """Share of the window in which the trainer computes while at least half of the rollouter's slots generate.
+
+        A lower bound with several replicas: half of the slots of each must generate, which implies half of all slots.
+        Ranks compute together: any stands for all."""
+        both = self._activity.intervals(["trainer/step"], since_s, until_s)
+        for replica in self._system.replica_names:
+            both = intersect(both, self._activity.intervals(["rollout/half_busy"], since_s, until_s, replica))
+        return length(both) / (until_s - since_s) if until_s > since_s else 0.0
+
+    async def _window_metrics(self) -> dict[str, float]:
+        """Idle shares, rates and rollout figures of the time since the last step."""
+        await self._drain()
+        since, until = self._window_s, now_s()
+        counters, self._window, self._window_s = self._window, Counter(), until
+        seconds = max(until - since, 1e-9)
+        busy = self._activity.share
+        values = {
+            "perf/step_s": seconds,
+            "perf/rollout_tokens_per_s": counters["rollout/tokens"] / seconds,
+            "fully_async/trainer/idle_ratio": 1 - busy(["trainer/step"], since, until, self._system.rank_names),
+            "fully_async/rollouter/idle_ratio": 1
+            - busy(["rollout/generate"], since, until, self._system.replica_names),
+            "fully_async/overlap": self.overlap(since, until),
+        }
+        if samples := counters["rollout/samples"]:
+            sums = {k.removeprefix("rollout/sum/"): v for k, v in counters.items() if k.startswith("rollout/sum/")}
+            values |= {f"rollout/{name}": total / samples for name, total in sums.items()}
+        if groups := counters["rollout/groups"]:
+            values["rollout/zero_variance"] = counters["rollout/zero_variance_groups"] / groups
+        values |= spec_metrics(counters)
+        return values | {k: v for k, v in self._totals.items() if k.startswith(_TOTALS)}
+
+    def _efficiency_metrics(self, metrics: Mapping[str, float], window: Mapping[str, float]) -> dict[str, float]:
+        """Step time against the ideal, see `asyncrl.observability.efficiency`."""
+        if self._efficiency is None:
+            return {}
+        seconds = window["perf/step_s"]
+        return self._efficiency.step(
+            seconds,
+            trained=metrics.get("trainer/trained_tokens", 0.0),
+            training_s=(1 - window["fully_async/trainer/idle_ratio"]) * seconds,
+            generated=window["perf/rollout_tokens_per_s"] * seconds,
+            generating_s=(1 - window["fully_async/rollouter/idle_ratio"]) * seconds,
+            unthrottled=self._gauges.get("rollout/width", math.inf) >= self._config.rollout.engine.slots,
+        )
+
+    async def _queue_stats(self) -> dict[str, float]:
+        stats: dict[str, float] = await self._system.queue.stats()
+        for name in ("fully_async/queue/depth", "fully_async/in_flight"):
+            self._recorder.gauge(name, stats[name])
+        return stats
+
+    async def _drain(self) -> None:
+        """Collect every actor's records; one that does not answer holds up neither the others nor the caller."""
+        async with self._draining:
+            self._drained_s = now_s()
+            for name, drain in self._system.drains().items():
+                if name not in self._asked:
+                    self._asked[name] = asyncio.create_task(self._answer(name, drain()))
+            if self._asked:  # else all are being restarted
+                await asyncio.wait(self._asked.values(), timeout=DRAIN_PATIENCE_S)
+            answered = [name for name, asked in self._asked.items() if asked.done()]
+            for batch in [*(self._asked.pop(name).result() for name in answered), self._recorder.drain()]:
+                self._activity.add(batch)
+                self._window.update(batch.counters)
+                self._totals.update(batch.counters)
+                self._gauges |= batch.gauges
+                self._hub.spans(batch)
+
+    async def _answer(self, name: str, drain: Awaitable[Batch]) -> Batch:
+        """An actor's records; none if it died, which its supervisor notices, or is unresponsive."""
+        limit_s = self._config.supervision.answer_s
+        try:
+            return await asyncio.wait_for(drain, limit_s)
+        except TimeoutError:
+            await self._on_unresponsive(name, f"has not answered for {limit_s:g} s: its process is stopped or stuck")
+        except ActorDied:
+            pass
+        return Batch(name)

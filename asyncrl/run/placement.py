@@ -1,0 +1,189 @@
+"""Ray side of placement: a cluster joined or started, a bundle for each actor, a transport between the pools."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from asyncrl.config.load import ConfigError
+from asyncrl.config.schema import Config
+from asyncrl.cpu.priority import never_interrupt
+from asyncrl.param_sync.transports.choose import TransportError, across_machines, choose
+from asyncrl.param_sync.transports.placement import DevicePlacement
+from asyncrl.processes.actor_client import start_ray
+from asyncrl.run.machine import local_cpus
+from asyncrl.run.placement_plan import Machine, PlacementError, Pool, pools, with_devices
+
+log = logging.getLogger(__name__)
+
+BESIDE_TRAINERS_S = 5.0  # to find room for the replicas on the trainers' machine
+OBJECT_STORE_BYTES = 512 * 1024 * 1024  # of a cluster started here: batches pass through it, nothing stays
+
+
+def joins_a_cluster(config: Config) -> bool:
+    """True if the run joins an existing cluster instead of starting one on this machine."""
+    return bool(config.ray.address or os.environ.get("RAY_ADDRESS"))
+
+
+def cluster_machines(config: Config) -> list[Machine]:
+    """Machines of the cluster that the run would join. Raises what Ray raises if there is none."""
+    ray.init(address=config.ray.address or os.environ["RAY_ADDRESS"], logging_level="ERROR")  # type: ignore[arg-type]
+    try:
+        return list(_nodes().values())
+    finally:
+        ray.shutdown()
+
+
+class Placement:
+    """Connection to Ray and a placement group per pool. After `open`, ``config`` has devices and transport resolved and
+    ``machines`` maps each actor to the address of its machine."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.machines: dict[str, str] = {}
+        self._groups: list[PlacementGroup] = []
+        self._trainers: PlacementGroup
+        self._rollouts: PlacementGroup
+        self._init: asyncio.Future[None] | None = None
+
+    async def open(self) -> None:
+        """Join or start Ray and place both pools. Raises PlacementError and ConfigError."""
+        config = self.config
+        self._init = asyncio.ensure_future(asyncio.to_thread(self._init_ray))
+        await asyncio.shield(self._init)  # Ray must not be left half started: `settled` waits for it
+        never_interrupt()
+        config = with_devices(config, ray.cluster_resources().get("GPU", 0))
+        trainer, rollout = pools(config)
+        until_s = time.monotonic() + config.ray.placement_timeout_s
+        trainers = self._reserve(trainer, trainer.strategy)
+        self.machines = await self._placed(trainers, trainer, until_s)
+        rollouts = await self._reserve_rollouts(rollout, trainers, config.param_sync.transport)
+        self.machines |= await self._placed(rollouts, rollout, until_s)
+        self.config = _with_transport(config, trainers, rollouts)
+        self._trainers, self._rollouts = trainers, rollouts
+
+    def rank_options(self, index: int) -> dict[str, Any]:
+        """Ray options that put a trainer rank into its bundle."""
+        return _bundle_options(self._trainers, index)
+
+    def replica_options(self, index: int) -> dict[str, Any]:
+        """Ray options that put a replica into its bundle."""
+        return _bundle_options(self._rollouts, index)
+
+    async def settled(self) -> None:
+        """Wait until Ray is up, or has failed to start, if `open` was called."""
+        if self._init is not None:
+            await asyncio.wait([self._init])
+
+    def close(self) -> None:
+        """Give the bundles back and disconnect, which ends a cluster that was started here."""
+        for group in self._groups:
+            remove_placement_group(group)
+        ray.shutdown()
+
+    def _init_ray(self) -> None:
+        common: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": True}
+        if joins_a_cluster(self.config):
+            ray.init(address=self.config.ray.address or os.environ["RAY_ADDRESS"], **common)
+            return
+        start_ray(
+            num_cpus=local_cpus(),
+            object_store_memory=OBJECT_STORE_BYTES,
+            _temp_dir=self.config.ray.temp_dir or None,
+            _system_config={"worker_niceness": 0},  # at Ray's 15, the pools would get what other programs leave
+            **common,
+        )
+
+    async def _reserve_rollouts(self, pool: Pool, trainers: PlacementGroup, transport: str) -> PlacementGroup:
+        """With strategy ``auto``, on the trainers' machine if it has room, else elsewhere if the transport reaches
+        that far."""
+        if pool.strategy != "auto":
+            return self._reserve(pool, pool.strategy)
+        if across_machines(transport):
+            return self._reserve(pool, "pack")
+        group = self._reserve(pool, "strict_pack", {_machine_of(trainers): 0.001})
+        if transport == "auto" and not await asyncio.to_thread(group.wait, BESIDE_TRAINERS_S):
+            remove_placement_group(group)
+            self._groups.remove(group)
+            return self._reserve(pool, "pack")
+        return group
+
+    def _reserve(self, pool: Pool, strategy: str, beside: dict[str, float] | None = None) -> PlacementGroup:
+        bundle = {"CPU": pool.cpus, **({"GPU": float(pool.gpus)} if pool.gpus else {}), **(beside or {})}
+        name = f"asyncrl-{self.config.name}-{pool.name}"
+        group = placement_group([bundle] * len(pool.actors), strategy=strategy.upper(), name=name)
+        self._groups.append(group)
+        return group
+
+    async def _placed(self, group: PlacementGroup, pool: Pool, until_s: float) -> dict[str, str]:
+        """Actor → address of its machine. Raises PlacementError if the pool is not placed by then."""
+        if not await asyncio.to_thread(group.wait, max(0.1, until_s - time.monotonic())):
+            limit_s, free = self.config.ray.placement_timeout_s, ray.available_resources()
+            wants = {"CPU": pool.cpus * len(pool.actors), "GPU": pool.gpus * len(pool.actors)}
+            wanted = ", ".join(f"{v:g} {kind} (free: {free.get(kind, 0):g})" for kind, v in wants.items() if v)
+            raise PlacementError(
+                f"the {pool.name} pool was not placed within {limit_s:g} s: it wants {wanted}, {pool.strategy}; the "
+                f"cluster has {', '.join(map(str, _nodes().values()))}"
+            )
+        address = {node: machine.address for node, machine in _nodes().items()}
+        nodes = placement_group_table(group)["bundles_to_node_id"]
+        return {actor: address[nodes[i]] for i, actor in enumerate(pool.actors)}
+
+
+def _bundle_options(group: PlacementGroup, index: int) -> dict[str, Any]:
+    bundle = group.bundle_specs[index]
+    return {
+        "num_cpus": bundle["CPU"],
+        "num_gpus": bundle.get("GPU", 0),
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+    }
+
+
+def _with_transport(config: Config, trainers: PlacementGroup, rollouts: PlacementGroup) -> Config:
+    """Raises ConfigError if the transport does not connect the pools where they are placed."""
+    try:
+        transport, why = choose(
+            config.param_sync.transport,
+            _device_placements(trainers, config.trainer.device, "trainer"),
+            _device_placements(rollouts, config.rollout.engine.device, "rollout"),
+        )
+    except TransportError as e:
+        raise ConfigError([str(e)]) from None
+    log.info("param_sync: weights travel by %s (%s)", transport, why)
+    return replace(config, param_sync=replace(config.param_sync, transport=transport))
+
+
+def _device_placements(group: PlacementGroup, device: str, pool: str) -> list[DevicePlacement]:
+    """Node and device of each bundle. Ray gives every bundle its own GPU."""
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    return [DevicePlacement(node, f"{pool}/{bundle}" if device == "cuda" else None) for bundle, node in nodes.items()]
+
+
+def _nodes() -> dict[str, Machine]:
+    """Ray's node id → machine, of all live nodes."""
+    found = {}
+    for node in ray.nodes():
+        if node["Alive"]:
+            has = node["Resources"].get
+            found[node["NodeID"]] = Machine(node["NodeManagerAddress"], has("CPU", 0), has("GPU", 0))
+    return found
+
+
+def _machine_of(group: PlacementGroup) -> str:
+    """Ray's resource of the machine that a packed group is on."""
+    (node, *_) = placement_group_table(group)["bundles_to_node_id"].values()
+    (address,) = [n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node]
+    return f"node:{address}"

@@ -1,0 +1,196 @@
+"""Checks of model, data, environments and import paths, before any actor starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import xxhash
+
+from asyncrl.config.checks import Derived
+from asyncrl.config.load import ConfigError
+from asyncrl.config.schema import Config
+from asyncrl.data.prompts import DataError, load_prompts
+from asyncrl.models.checkpoint import check_model, without_draft
+from asyncrl.models.config import CheckpointError, ModelConfig
+from asyncrl.models.lora import linear_shapes_at
+from asyncrl.models.overridden import overridden
+from asyncrl.param_sync.lora.adapters import adapter_spec
+from asyncrl.param_sync.manifest import DTYPE_BYTES, ManifestError
+from asyncrl.plugins.registry import UnknownPart
+from asyncrl.rollouter.agents.base import find_agent_loop
+from asyncrl.rollouter.engines.base import ENGINES
+from asyncrl.rollouter.rewards.base import find_reward
+from asyncrl.rollouter.tokenizer import PromptTokenizer
+from asyncrl.run.checks import check
+from asyncrl.run.environments import environment_problems
+from asyncrl.run.machine import local_memory_bytes
+from asyncrl.trainer.backends.base import BACKENDS
+from asyncrl.types.prompts import Prompt
+
+MEMORY_SHARE = 0.8  # of the machine's memory may be KV cache; weights, optimizer and Ray need the rest
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """Figures derived from config, model and data.
+
+    ``context_tokens``: maximum of prompt and response together; ``max_prompt_tokens``: of the prompt alone.
+    ``prompts_fingerprint``: equal for the same training prompts in the same order."""
+
+    derived: Derived
+    model: ModelConfig
+    tokenizer: PromptTokenizer
+    context_tokens: int
+    max_prompt_tokens: int
+    train_prompts: int
+    validation_prompts: int
+    prompts_fingerprint: str
+
+
+def preflight(config: Config, cpus: int | None) -> Preflight:
+    """Raises ConfigError with one line per problem, each beginning with an option's key.
+
+    ``cpus``: of the one machine that runs everything; None on a cluster."""
+    derived = check(config, cpus)
+    engine = ENGINES.find(config.rollout.engine.name)
+    problems: list[str] = []
+    model: ModelConfig | None = None
+    backend = BACKENDS.find(config.trainer.backend)
+    native = backend.native_decoder or engine.native_decoder
+    tokenizer: PromptTokenizer | None = None
+    try:
+        model = check_model(config.model.path, config.mtp.init_from_trunk, native)
+        tokenizer = PromptTokenizer(config.model.path, config.data.apply_chat_template, config.rollout.stop_token_ids)
+    except CheckpointError as e:
+        problems.append(f"model.path: {e}")
+    problems += _draft_problems(config, model)
+    problems += _lora_problems(config, model)
+    if model:
+        problems += backend.model_problems(config, {**model.raw, **(model.raw.get("text_config") or {})})
+    if cpus is not None:  # on a cluster, this machine need not have them
+        problems += environment_problems(config)
+    problems += _reference_problems(config.algorithm.reference_path, model, native)
+    counts = dict.fromkeys(("train_files", "validation_files"), 0)
+    fingerprint = ""
+    for key in counts:
+        try:
+            prompts = load_prompts(getattr(config.data, key), config.data) if getattr(config.data, key) else []
+            counts[key] = len(prompts)
+            if key == "train_files":
+                fingerprint = prompts_fingerprint(prompts)
+        except DataError as e:
+            problems.append(f"data.{key}: {e}")
+    for find, name in ((find_reward, config.reward.function), (find_agent_loop, config.rollout.agent_loop)):
+        try:
+            find(name)  # type: ignore[operator]
+        except UnknownPart as e:
+            problems.append(str(e))
+    context = config.rollout.engine.max_context_tokens or (model.max_position_embeddings if model else 0)
+    if model and context > model.max_position_embeddings:
+        problems.append(
+            f"rollout.engine.max_context_tokens: {context} is more than the model's {model.max_position_embeddings}"
+        )
+    room = context - config.rollout.max_response_tokens
+    if model and room < 1:
+        problems.append(
+            f"rollout.max_response_tokens: {config.rollout.max_response_tokens} leaves no room for a prompt in "
+            f"a context of {context}"
+        )
+    elif model and config.data.max_prompt_tokens > room:
+        problems.append(
+            f"data.max_prompt_tokens: {config.data.max_prompt_tokens} is more than the {room} left beside a response"
+        )
+    if model and cpus is not None:
+        problems += _memory_problems(config, model, context)
+    if problems or model is None or tokenizer is None:
+        raise ConfigError(problems)
+    return Preflight(
+        derived=derived,
+        model=model,
+        tokenizer=tokenizer,
+        context_tokens=context,
+        max_prompt_tokens=config.data.max_prompt_tokens or room,
+        train_prompts=counts["train_files"],
+        validation_prompts=counts["validation_files"],
+        prompts_fingerprint=fingerprint,
+    )
+
+
+def with_overridden_model(config: Config) -> Config:
+    """Config whose model.path is a folder in the run's own that has model.overrides applied; the same config without
+    overrides. Raises ConfigError."""
+    if not config.model.overrides:
+        return config
+    try:
+        made = overridden(config.model.path, config.model.overrides, Path(config.run_dir).absolute() / "model")
+    except CheckpointError as e:
+        raise ConfigError([str(e)]) from None
+    return replace(config, model=replace(config.model, path=str(made)))
+
+
+def prompts_fingerprint(prompts: Sequence[Prompt]) -> str:
+    digest = xxhash.xxh3_64()
+    for prompt in prompts:
+        digest.update(json.dumps([prompt.prompt_id, prompt.text, prompt.messages, prompt.answer]).encode())
+    return f"{len(prompts)} prompts, {digest.hexdigest()}"
+
+
+def kv_cache_bytes(model: ModelConfig, slots: int, context_tokens: int, dtype: str, draft: bool = False) -> int:
+    """Bytes of one replica's preallocated KV cache: keys and values of all layers, for every slot up to the end of the
+    context; with ``draft`` also those of the MTP layers, and the hidden states that they read."""
+    drafting = model.num_mtp_layers if draft else 0
+    width = 2 * (model.num_layers + drafting) * model.num_kv_heads * model.head_dim + drafting * model.hidden_size
+    return slots * context_tokens * width * DTYPE_BYTES[dtype]
+
+
+def _draft_problems(config: Config, model: ModelConfig | None) -> list[str]:
+    if model is None or model.num_mtp_layers:
+        return []
+    wanted = {"mtp.enable_train": config.mtp.enable_train, "mtp.enable_rollout": config.mtp.enable_rollout}
+    return [f"{key}: {without_draft(config.model.path)}" for key, value in wanted.items() if value][:1]
+
+
+def _lora_problems(config: Config, model: ModelConfig | None) -> list[str]:
+    if model is None or not config.model.lora.rank:
+        return []
+    try:
+        adapter_spec(config.model.lora, linear_shapes_at(config.model.path), model.dtype)
+    except ManifestError as e:
+        return [f"model.lora.target_modules: {e}"]
+    return []
+
+
+def _reference_problems(path: str, policy: ModelConfig | None, native: bool) -> list[str]:
+    if not path:
+        return []
+    try:
+        reference = check_model(path, mtp_from_trunk=False, native=native)
+    except CheckpointError as e:
+        return [f"algorithm.reference_path: {e}"]
+    if policy and reference.vocab_size != policy.vocab_size:
+        return [
+            f"algorithm.reference_path: {path} has a vocabulary of {reference.vocab_size}, the policy of "
+            f"{policy.vocab_size}; their logprobs cannot be compared"
+        ]
+    return []
+
+
+def _memory_problems(config: Config, model: ModelConfig, context_tokens: int) -> list[str]:
+    """KV caches that exceed this machine's memory; those on a GPU take none of it."""
+    engine, replicas = config.rollout.engine, config.rollout.replicas
+    if engine.device == "cuda" or (engine.device == "auto" and torch.cuda.is_available()):
+        return []
+    dtype = model.engine_dtype(engine.dtype)
+    each = kv_cache_bytes(model, engine.slots, context_tokens, dtype, config.mtp.enable_rollout)
+    memory = local_memory_bytes()
+    if each * replicas <= MEMORY_SHARE * memory:
+        return []
+    return [
+        f"rollout.engine.max_context_tokens: {replicas} × {engine.slots} slots of {context_tokens} tokens hold "
+        f"{each * replicas / 2**30:.1f} GiB of KV cache, more than {MEMORY_SHARE:.0%} of this machine's "
+        f"{memory / 2**30:.1f} GiB; lower it (0 is the model's own maximum), rollout.engine.slots or rollout.replicas"
+    ]

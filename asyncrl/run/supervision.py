@@ -1,0 +1,218 @@
+"""Starts the actors of a run and restarts those that die, within limits; what follows each death:
+
+    replica died ──► its samples migrate ──► new replica ──► joins at the next sync, or at once if the trainer waits
+    rollouter died ──► new rollouter resumes the in-flight groups from the ledger
+    rank died ──► `TrainLoop` asks for new ranks and restores the last checkpoint
+    queue died ──► new queue rebuilds its state from disk; calls to it are repeated
+
+The first start works like any other: an actor that dies or hangs before it is up is restarted, within the limits.
+Recovery is automatic until an actor has died too often.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+from asyncrl.config.schema import SupervisionConfig
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.processes.actor_client import ActorClient, ActorDied
+from asyncrl.processes.tasks import cancelled
+
+log = logging.getLogger(__name__)
+
+CHECK_EVERY_S = 1.0
+
+
+class DiedTooOften(RuntimeError):
+    """An actor was restarted as often as `SupervisionConfig` allows, and died again."""
+
+
+class RestartPolicy:
+    """Limits the restarts of each actor and sets the pause before each. One for all actors of a run."""
+
+    def __init__(self, config: SupervisionConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config, self._clock = config, clock
+        self._restarts: defaultdict[str, deque[float]] = defaultdict(deque)
+        self.counts: Counter[str] = Counter()  # all restarts, by actor
+
+    def next_backoff_s(self, name: str, why: str) -> float:
+        """Count a restart of ``name``; returns the seconds to wait before it.
+
+        Raises DiedTooOften, with ``why`` it died, after too many within the window."""
+        config, restarts, now = self._config, self._restarts[name], self._clock()
+        while restarts and now - restarts[0] > config.window_s:
+            restarts.popleft()
+        if len(restarts) >= config.max_restarts:
+            often = f"; restarted {len(restarts)} times within {config.window_s:g} s" if restarts else ""
+            raise DiedTooOften(f"{why}{often} (supervision.max_restarts is {config.max_restarts})")
+        restarts.append(now)
+        self.counts[name] += 1
+        return min(config.backoff_s * 2.0 ** (len(restarts) - 1), config.max_backoff_s)
+
+
+class SupervisedCluster(Protocol):
+    """The actors of a run, as their supervisor starts and watches them. A start first ends the actor's predecessor, and
+    raises ActorDied if a process dies before it is up."""
+
+    replica_names: list[str]
+    replicas: dict[str, ActorClient]  # those that have started
+    receivers: dict[str, Any]  # their ends of a sync session
+    rollouter: Any  # RestartableClient: run(), reset(), silence_s(), replace_queue(), replace_replica()
+    queue: Any  # RestartableClient: alive(), where()
+    ranks: Any  # the current rank group
+    senders: dict[str, Any]  # its ranks
+
+    async def start_queue(self) -> None: ...
+    async def start_replica(self, name: str) -> None: ...
+    async def start_rollouter(self, routable: Callable[[], Sequence[str]]) -> None: ...
+    async def start_ranks(self) -> None: ...
+    def silent(self, name: str) -> str: ...
+    async def end(self, name: str, why: str) -> None: ...
+
+
+class ReplicaMembership(Protocol):
+    """The parameter-sync group's membership: replicas leave when they die and join when they have restarted."""
+
+    last_sync_s: float
+    fleet: Any
+
+    def routable(self) -> list[str]: ...
+    async def leave(self, name: str) -> None: ...
+    def join(self, name: str, replica: Any) -> None: ...
+
+
+class Supervisor:
+    """``run()`` keeps queue and replicas alive; raises DiedTooOften, or any exception of an actor that is not a death.
+    ``started()`` returns when all of them have been up. Ranks and rollouter start by `start`, see
+    `asyncrl.run.restartable`."""
+
+    def __init__(
+        self,
+        config: SupervisionConfig,
+        policy: RestartPolicy,
+        cluster: SupervisedCluster,
+        membership: ReplicaMembership,
+        recorder: Recorder,
+    ) -> None:
+        self._config, self._policy, self._cluster, self._membership = config, policy, cluster, membership
+        self._recorder = recorder
+        self._up = {name: asyncio.Event() for name in ("queue", *cluster.replica_names)}
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._queue(tasks))
+            tasks.create_task(self._progress())
+            for name in self._cluster.replica_names:
+                tasks.create_task(self._replica(name))
+
+    async def started(self) -> None:
+        for up in self._up.values():
+            await up.wait()
+
+    async def start(
+        self,
+        name: str,
+        start: Callable[[], Awaitable[None]],
+        why: str | None = None,
+        lost: Callable[[Exception], Awaitable[str | None]] | None = None,
+    ) -> None:
+        """Start an actor; restart it whenever its process dies before it is up, or is not up after ``start_s``.
+        ``why``: the reason for this start, if it follows a death.
+
+        ``lost`` returns why a process is dead after a failed start, None if none is; by default only ActorDied is a
+        death. Raises DiedTooOften, or what else the actor raised: it would raise that again."""
+        limit_s = self._config.start_s
+        while True:
+            if why is not None:
+                await self._pause(name, why)
+            try:
+                async with asyncio.timeout(limit_s) as deadline:
+                    return await start()
+            except Exception as e:
+                if deadline.expired():
+                    why = f"{self._cluster.silent(name)} did not start within {limit_s:g} s (supervision.start_s)"
+                elif lost is not None:
+                    why = await lost(e)
+                else:
+                    why = str(e) if isinstance(e, ActorDied) else None
+                if why is None:
+                    raise
+
+    async def _pause(self, name: str, why: str) -> None:
+        """Log the restart of ``name`` and wait as long as the policy asks. Raises DiedTooOften."""
+        pause_s = self._policy.next_backoff_s(name, why)
+        log.warning("supervision: %s; starting it again in %g s", why, pause_s)
+        self._recorder.count(f"supervision/restarts/{name.split('/')[0]}")
+        await asyncio.sleep(pause_s)
+
+    # -- one coroutine per supervised actor ------------------------------------------------------------------------
+
+    async def _queue(self, tasks: asyncio.TaskGroup) -> None:
+        why: str | None = None
+        while True:
+            await self.start("queue", self._cluster.start_queue, why)
+            # beside watching the queue: a stopped rollouter answers only once it is restarted
+            tasks.create_task(self._cluster.rollouter.replace_queue(self._cluster.queue.handle))
+            self._up["queue"].set()
+            try:
+                await self._queue_death()
+            except ActorDied as died:
+                why = str(died)
+
+    async def _queue_death(self) -> None:
+        """Wait until the queue dies, or end it if it does not answer; raises ActorDied."""
+        queue, limit_s = self._cluster.queue.once, self._config.answer_s
+        living = asyncio.ensure_future(queue.alive())
+        try:
+            while not living.done():
+                asked = asyncio.ensure_future(queue.where())
+                await asyncio.wait([living, asked], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+                if not living.done() and not asked.done():
+                    await self._cluster.end("queue", f"has not answered for {limit_s:g} s: it is stopped or stuck")
+                    await asyncio.wait([living])
+                await cancelled([asked])
+                await asyncio.wait([living], timeout=CHECK_EVERY_S)
+            living.result()
+        finally:
+            living.cancel()
+
+    async def _replica(self, name: str) -> None:
+        why: str | None = None
+        while True:
+            try:
+                await self.start(name, lambda: self._cluster.start_replica(name), why)
+            except DiedTooOften as e:
+                if not self._up[name].is_set() or not self._membership.fleet.sessions:
+                    raise
+                log.warning("supervision: %s; the run goes on without it", e)
+                await self._cluster.end(name, "is not started again")  # it may hang, and hold memory and a bundle
+                return
+            await self._cluster.rollouter.replace_replica(name, self._cluster.replicas[name].handle)
+            self._membership.join(name, self._cluster.receivers[name])
+            self._up[name].set()
+            why = await self._death(name)
+            await self._membership.leave(name)
+
+    async def _death(self, name: str) -> str:
+        """Wait until a replica dies; returns why."""
+        try:
+            await self._cluster.replicas[name].alive()
+        except ActorDied as died:
+            return str(died)
+        raise RuntimeError(f"{name}: alive() returned, which it never does")
+
+    async def _progress(self) -> None:
+        """End routable replicas that have work but have given no token for ``progress_s``, outside of syncs."""
+        while True:
+            await asyncio.sleep(CHECK_EVERY_S)
+            since_sync_s = time.monotonic() - self._membership.last_sync_s
+            if since_sync_s < self._config.progress_s:
+                continue
+            for name, silence_s in (await self._cluster.rollouter.silence_s()).items():
+                if silence_s > self._config.progress_s and name in self._membership.routable():
+                    await self._cluster.end(name, f"has work and gave no token for {silence_s:.0f} s")

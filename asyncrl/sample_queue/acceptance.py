@@ -1,0 +1,30 @@
+"""Checks on a finished group: every trained token was sampled by an engine of this run."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Literal
+
+import numpy as np
+
+from asyncrl.types.groups import Group
+
+Defect = Literal["logprob_not_finite", "token_out_of_vocabulary", "unknown_version"]
+
+
+def defect(group: Group, vocab_size: int, versions: Container[tuple[int, int]]) -> Defect | None:
+    """Reason why the group must not be trained, or None.
+
+    - ``logprob_not_finite``: a trained token has a behaviour logprob that is NaN or infinite.
+    - ``token_out_of_vocabulary``: a token, trained or not, is not in 0 ≤ token < ``vocab_size``.
+    - ``unknown_version``: a span has a policy version that was never announced; ``versions`` holds those that were, as
+      (lineage, number)."""
+    if not np.isfinite(group.logprobs).all() and not np.isfinite(group.logprobs[group.loss_mask]).all():
+        return "logprob_not_finite"
+    for tokens in (group.prompt_tokens, group.tokens):
+        if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocab_size):
+            return "token_out_of_vocabulary"
+    sampled_under = set(zip(group.span_lineage.tolist(), group.span_number.tolist()))
+    if any(version not in versions for version in sampled_under):
+        return "unknown_version"
+    return None

@@ -1,0 +1,229 @@
+"""State machine of a group: the only code that changes a group's state.
+
+                                    ┌─────── release ───────┐
+                                    ▼                       │
+    issue ──► in flight ──finish──► queued ──lease──► leased ──train──► trained ──cover──► trained, final
+               │   ⟲ issue again     │ ▲                │                 │
+               │   ⟲ refuse          │ └── roll_back ───┴─────────────────┘
+               └────────drop─────────┴──► dropped
+
+`GroupTable` checks and applies a transition, and notes the rows that it changes; the journal persists those rows as
+they are. Pure: no files, no threads, an injected clock. Groups that are dropped or final leave the table and stay in
+the ledger.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from asyncrl.sample_queue.records import DROPPED, IN_FLIGHT, LEASED, QUEUED, TRAINED, Changes, GroupRecord, Recovered
+from asyncrl.sample_queue.spool import KIND_GROUP, KIND_PARTIAL, Buffer, record
+from asyncrl.types.groups import Group
+from asyncrl.types.versions import PolicyVersion
+
+
+class QueueError(RuntimeError):
+    """An illegal transition, or a run that failed elsewhere; the message says which."""
+
+
+class ConservationError(QueueError):
+    """Groups are not all accounted for: a bug, and a reason to stop at once."""
+
+
+class GroupTable:
+    """All groups that are neither dropped nor final, and counts of the others.
+
+    Each transition either happens as a whole or raises QueueError and changes nothing. ``changes`` collects the rows
+    and payloads to persist."""
+
+    def __init__(self, found: Recovered, changes: Changes, clock: Callable[[], float] = time.time) -> None:
+        self._changes, self._clock = changes, clock
+        #: groups in flight, queued or leased, in the order of issue
+        self.open = {group.uid: group for group in found.groups if group.state != TRAINED}
+        self._trained = {group.uid: group for group in found.groups if group.state == TRAINED}  # provisionally
+        self._final = found.final
+        self.issued, self.last_uid = found.issued, found.last_uid
+        self.dropped = Counter(found.dropped)  # by reason
+        self.covered_step = found.covered_step
+
+    # -- queries ---------------------------------------------------------------------------------------------------
+
+    @property
+    def trained(self) -> int:
+        """Groups in the weights, provisionally or for good."""
+        return self._final + len(self._trained)
+
+    @property
+    def held(self) -> int:
+        """Groups issued and not dropped: those that the staleness budget counts."""
+        return self.issued - self.dropped.total()
+
+    def state(self, uid: str) -> str | None:
+        """None for a group that was never issued, or that is dropped or final."""
+        group = self.open.get(uid) or self._trained.get(uid)
+        return group.state if group is not None else None
+
+    def in_state(self, state: str) -> list[GroupRecord]:
+        """Open groups in this state, in the order of issue."""
+        return [group for group in self.open.values() if group.state == state]
+
+    def waiting(self) -> list[GroupRecord]:
+        """Groups in flight or queued, in the order of issue."""
+        return [group for group in self.open.values() if group.state != LEASED]
+
+    def leased_to(self, step: int) -> list[GroupRecord]:
+        return [group for group in self.in_state(LEASED) if group.step == step]
+
+    def has_trained(self, step: int) -> bool:
+        """True if the groups of ``step`` are in the weights."""
+        return step <= self.covered_step or any(group.step == step for group in self._trained.values())
+
+    def balance(self) -> dict[str, int]:
+        """issued = trained + queued + leased + in flight + dropped, or ConservationError."""
+        states = Counter(group.state for group in self.open.values())
+        counts = {"issued": self.issued, "trained": self.trained, "dropped": self.dropped.total()}
+        counts |= {state: states[state] for state in (IN_FLIGHT, QUEUED, LEASED)}
+        if counts["issued"] != sum(counts.values()) - counts["issued"]:
+            raise ConservationError(f"groups do not add up: {counts}, dropped by reason {dict(self.dropped)}")
+        return counts
+
+    # -- the rollouter's transitions -------------------------------------------------------------------------------
+
+    def issue(self, uid: str, prompt_id: str, epoch: int, version: PolicyVersion) -> None:
+        """Starts a group under ``version``, or restarts one in flight, which keeps its place and the version with the
+        lower number: it may continue tokens that it already has."""
+        if (known := self.open.get(uid)) is not None:
+            if known.state != IN_FLIGHT:
+                raise QueueError(f"issue: group {uid} is {known.state}, expected a new group or one in flight")
+            lineage, number = min(known.version, version, key=lambda v: (v.number, v.lineage))
+            self._set(known, lineage=lineage, number=number)
+            return
+        if uid in self._trained:
+            raise QueueError(f"issue: group {uid} is trained, expected a new group or one in flight")
+        self.issued, self.last_uid = self.issued + 1, uid
+        self._put(GroupRecord(self.issued, uid, prompt_id, epoch, *version, IN_FLIGHT, self._clock()))
+
+    def finish(self, group: Group, payload: Buffer) -> None:
+        """Queues a group in flight; ``payload`` is its one buffer."""
+        known = self._expect("finish", group.uid, IN_FLIGHT)
+        if (versions := group.trained_versions()) is None:
+            raise QueueError(f"finish: group {group.uid} has no trained token; drop it instead")
+        oldest, newest = versions
+        at_s, times = self._clock(), group.times
+        # the group's times are of the rollouter's clock: only their distances to its end mean anything here
+        ago = {name: times["finished_s"] - then for name, then in times.items()} if "finished_s" in times else {}
+        self._changes.payloads[group.uid] = record(KIND_GROUP, payload)
+        self._set(
+            known,
+            state=QUEUED,
+            oldest_lineage=oldest.lineage,
+            oldest_number=oldest.number,
+            newest_lineage=newest.lineage,
+            newest_number=newest.number,
+            samples=len(group),
+            tokens=len(group.tokens),
+            reward=float(group.rewards.mean()),
+            started_s=at_s - ago["started_s"] if "started_s" in ago else None,
+            generated_s=at_s - ago["generated_s"] if "generated_s" in ago else None,
+            finished_s=at_s,
+        )
+
+    def refuse(self, uid: str, reason: str) -> None:
+        """Counts a failed attempt; the group stays in flight, to be sampled again from its beginning."""
+        known = self._expect("refuse", uid, IN_FLIGHT)
+        self._changes.payloads[uid] = None
+        self._set(known, attempt=known.attempt + 1, refusal=reason)
+
+    def drop(self, uid: str, reason: str) -> None:
+        known = self._expect("drop", uid, IN_FLIGHT, QUEUED)
+        self._changes.payloads[uid] = None
+        self.dropped[reason] += 1
+        self._set(known, state=DROPPED, reason=reason, dropped_s=self._clock())
+
+    def snapshot(self, uid: str, payload: Buffer) -> None:
+        """Replaces the snapshot of a group in flight; ignored for any other group."""
+        if self.state(uid) == IN_FLIGHT:
+            self._changes.payloads[uid] = record(KIND_PARTIAL, payload)
+
+    # -- the trainer's transitions ---------------------------------------------------------------------------------
+
+    def lease(self, uids: Sequence[str], step: int) -> None:
+        self._expect_uncovered("lease", step)
+        groups = [self._expect("lease", uid, QUEUED) for uid in uids]
+        at_s = self._clock()
+        for group in groups:
+            self._set(group, state=LEASED, step=step, leased_s=at_s)
+
+    def train(self, step: int, version: PolicyVersion | None) -> None:
+        """The groups leased to ``step`` are in the weights; ``version`` was the last one published before."""
+        self._expect_uncovered("train", step)
+        at_s = self._clock()
+        lineage, number = version or (None, None)
+        for group in self.leased_to(step):
+            self._set(group, state=TRAINED, trained_lineage=lineage, trained_number=number, trained_s=at_s)
+
+    def release(self, step: int) -> None:
+        """Queues the groups leased to ``step`` again, each in its place in the order of issue."""
+        for group in self.leased_to(step):
+            self._requeue(group)
+
+    def cover(self, step: int) -> None:
+        """No restore goes back before ``step``: what was trained up to it is final, and its payloads may go."""
+        if step > self.covered_step:
+            self.covered_step = self._changes.meta["covered_step"] = step
+        for group in [group for group in self._trained.values() if group.step is not None and group.step <= step]:
+            self._changes.payloads[group.uid] = None
+            self._set(group, final=1)
+
+    def roll_back(self, step: int) -> None:
+        """The weights are those after ``step`` again: groups leased, or trained later, are queued in their places."""
+        if step < self.covered_step:
+            raise QueueError(
+                f"cannot go back to step {step}: the groups trained up to step {self.covered_step} are final "
+                "and their payloads may be gone; report a step as covered when no older checkpoint will be restored"
+            )
+        for group in self._undone_by_rollback(step):
+            self._requeue(group)
+        self.open = dict(sorted(self.open.items(), key=lambda item: item[1].seq))
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _undone_by_rollback(self, step: int) -> list[GroupRecord]:
+        later = [group for group in self._trained.values() if group.step is not None and group.step > step]
+        return self.in_state(LEASED) + later
+
+    def _requeue(self, group: GroupRecord) -> None:
+        self._set(
+            group, state=QUEUED, step=None, leased_s=None, trained_lineage=None, trained_number=None, trained_s=None
+        )
+
+    def _expect(self, verb: str, uid: str, *states: str) -> GroupRecord:
+        found = self.state(uid)
+        if found not in states:
+            raise QueueError(f"{verb}: group {uid} is {found or 'unknown'}, expected {' or '.join(states)}")
+        return self.open[uid]
+
+    def _expect_uncovered(self, verb: str, step: int) -> None:
+        if step <= self.covered_step:
+            raise QueueError(f"{verb}: step {step} is covered by a checkpoint of step {self.covered_step}")
+
+    def _set(self, group: GroupRecord, **fields: object) -> None:
+        self._put(group._replace(**fields))  # type: ignore[arg-type]
+
+    def _put(self, group: GroupRecord) -> None:
+        """Files the record where its state belongs."""
+        uid = group.uid
+        self._changes.groups[uid] = group
+        if group.final:
+            del self._trained[uid]
+            self._final += 1
+        elif group.state == TRAINED:
+            del self.open[uid]
+            self._trained[uid] = group
+        elif group.state == DROPPED:
+            del self.open[uid]
+        else:
+            self._trained.pop(uid, None)
+            self.open[uid] = group

@@ -1,0 +1,134 @@
+"""Scheduling policy: which groups may start, which are trained next, and which are too late."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Collection, Sequence
+from typing import Literal
+
+from asyncrl.sample_queue.admission import Admission
+from asyncrl.sample_queue.group_state import GroupTable, QueueError
+from asyncrl.sample_queue.messages import Ticket
+from asyncrl.sample_queue.records import IN_FLIGHT, LEASED, QUEUED, GroupRecord
+from asyncrl.sample_queue.versions import VersionTable
+from asyncrl.types.versions import PolicyVersion
+
+Order = Literal["fifo", "ready_first"]
+Overdue = Literal["wait", "mask", "drop"]
+
+
+class Schedule:
+    """Decisions over the groups and versions of a run; it changes neither.
+
+    ``order``: ``fifo`` trains in the order of issue; ``ready_first`` trains finished groups first, the earliest
+    deadline first. ``overdue``: what happens to a group past the staleness bound. ``wait`` holds the trainer back for
+    groups that must come first, so that none is past it (except when G shrank on resume: such groups are dropped);
+    ``mask`` takes tokens that are too old out of the loss; ``drop`` drops the group."""
+
+    def __init__(
+        self, table: GroupTable, versions: VersionTable, admission: Admission, order: Order, overdue: Overdue
+    ) -> None:
+        self._table, self._versions, self._admission = table, versions, admission
+        self._order, self._overdue = order, overdue
+
+    # -- starting --------------------------------------------------------------------------------------------------
+
+    def startable(self, tickets: Sequence[Ticket], given_up: Collection[str]) -> int:
+        """Number of tickets, from the front, that may start now. ``given_up``: groups dropped as overdue, which take no
+        place. Raises QueueError for a group that is already finished."""
+        if (oldest := self._versions.oldest) is None:
+            return 0
+        for uid, *_ in tickets:
+            if (state := self._table.state(uid)) not in (None, IN_FLIGHT):
+                raise QueueError(f"issue: group {uid} was issued before and is {state}")
+        known = [group for ticket in tickets if (group := self._table.open.get(ticket.uid)) is not None]
+        again = self._startable_again(known, oldest) if known else 0
+        if again < len(known):
+            return [ticket.uid for ticket in tickets].index(known[again].uid)
+        gone = sum(ticket.uid in given_up for ticket in tickets)
+        limit = self._admission.limit(self._versions.served[oldest])
+        return min(len(tickets), again + gone + max(0, limit - self._table.held))
+
+    def _startable_again(self, groups: Sequence[GroupRecord], oldest: PolicyVersion) -> int:
+        """Number of these groups in flight, from the front, that may start again."""
+        if not self._keeps_deadlines:
+            limit = self._admission.limit(self._versions.served[oldest])
+            places = {uid: place for place, uid in enumerate(self._table.open, start=self._table.trained + 1)}
+            admitted = [places[group.uid] <= limit for group in groups]
+            return admitted.index(False) if False in admitted else len(groups)
+        deadlines = sorted(self._deadline(group) for group in self._table.waiting())
+        earliest = self._admission.deadline(oldest)
+        for count, group in enumerate(groups):
+            if (deadline := self._deadline(group)) > earliest:
+                deadlines.remove(deadline)
+                insort(deadlines, earliest)
+                if not self._fits(deadlines):
+                    return count
+        return len(groups)
+
+    # -- training --------------------------------------------------------------------------------------------------
+
+    def next_batch(self, count: int) -> list[GroupRecord] | None:
+        """Groups that the next step of ``count`` trains; None until all of them are finished."""
+        waiting = self._table.waiting()  # in the order of issue
+        if self._order == "fifo":
+            taken = waiting[:count]
+        else:
+            waiting = self.in_training_order(waiting)
+            taken = [group for group in waiting if group.state == QUEUED][:count]
+        if len(taken) < count or any(group.state != QUEUED for group in taken):
+            return None
+        if self._keeps_deadlines:
+            chosen = {group.seq for group in taken}
+            left = [self._deadline(group) for group in waiting if group.seq not in chosen]
+            if not self._fits(left, taken=count):
+                return None  # a group in flight must come first
+        return taken
+
+    def in_training_order(self, groups: Sequence[GroupRecord]) -> list[GroupRecord]:
+        if self._order == "fifo":
+            return sorted(groups, key=lambda group: group.seq)
+        return sorted(groups, key=lambda group: (self._deadline(group), group.seq))
+
+    def mask_before(self) -> int | None:
+        """Tokens of versions numbered below this are not trained; None: all are."""
+        current = self._versions.current
+        return current.number - self._admission.bound if self._overdue == "mask" and current is not None else None
+
+    def overdue(self) -> list[GroupRecord]:
+        """Groups that no step holds and that can no longer be trained in time."""
+        if (current := self._versions.current) is None:
+            return []
+        waiting = self.in_training_order(self._table.waiting())
+        if self._overdue == "mask":  # groups without a token that is young enough
+            oldest = current.number - self._admission.bound
+            return [group for group in waiting if group.newest is not None and group.newest.number < oldest]
+        if self._overdue == "drop" and self._order == "ready_first":
+            return [group for group in waiting if self._deadline(group) < current.number]
+        late = []
+        consumed = self._table.trained - self._versions.served[current]
+        while found := self._admission.late([self._deadline(g) for g in waiting], current.number, consumed):
+            late.append(waiting.pop(found[0]))  # the groups behind it move up
+        return late
+
+    @property
+    def masks(self) -> bool:
+        return self._overdue == "mask"
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _keeps_deadlines(self) -> bool:
+        """True if the order of training depends on deadlines and no group may miss its own."""
+        return self._order == "ready_first" and self._overdue == "wait"
+
+    def _deadline(self, group: GroupRecord) -> int:
+        return self._admission.deadline(group.version)
+
+    def _fits(self, deadlines: Sequence[int], taken: int = 0) -> bool:
+        """``taken``: groups about to be leased, beside those that are."""
+        if (current := self._versions.current) is None:
+            return False
+        leased = len(self._table.in_state(LEASED))
+        consumed = self._table.trained - self._versions.served[current] + leased + taken
+        return self._admission.fits(deadlines, current.number, consumed)

@@ -1,1 +1,0 @@
-"""The clock, spans, counters and the one metrics sink's interface."""

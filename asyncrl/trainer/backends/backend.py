@@ -1,0 +1,318 @@
+"""The part of a backend that does not depend on its framework: a train step, its draft, checkpoints, exports."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncrl.config.schema import Config, OptimizerConfig
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.param_sync.manifest import Manifest
+from asyncrl.trainer.backends.base import LossFunction, NonFiniteError, Scores, TrainBatch
+from asyncrl.trainer.backends.draft import DraftTraining
+from asyncrl.trainer.backends.export import Export
+from asyncrl.trainer.backends.packing import MicroBatch
+from asyncrl.trainer.backends.scalars import add_scalars, reduce_scalars
+from asyncrl.trainer.backends.schedule import learning_rate
+from asyncrl.trainer.backends.state import StagedState, load_state, saved_names
+from asyncrl.trainer.batches import cut_micro_batches
+
+
+@dataclass
+class GradientPass:
+    """Forward and backward passes of one optimizer step: what the micro-batches' losses read, and their totals.
+
+    ``draft_counts``: tokens taught at each depth where the draft learns in the policy's own step, else empty.
+    ``hidden``: the trunk's states of each sequence, kept for a detached draft."""
+
+    loss: LossFunction
+    denominator: float
+    temperature: float
+    draft_counts: Sequence[float]
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    extremes: dict[str, Tensor] = field(default_factory=dict)
+    draft_sums: dict[str, Tensor] = field(default_factory=dict)
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+
+    def policy_loss(self, logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> Tensor:
+        """A micro-batch's loss, not yet divided by the denominator; adds its figures to the totals."""
+        output = self.loss(logprobs, entropy, batch)
+        add_scalars(self.sums, {"loss": output.loss.detach(), **output.sums})
+        for name, value in output.extremes.items():
+            self.extremes[name] = torch.maximum(self.extremes[name], value) if name in self.extremes else value
+        return output.loss
+
+
+class BaseBackend(ABC):
+    """Template for `asyncrl.trainer.backends.base.Backend`, which documents the public methods.
+
+    A subclass builds model and optimizers, sets the attributes declared below, and calls `_prepare_checkpoints` last.
+    Policy and draft have an optimizer each; methods that take ``draft`` act on the one or the other."""
+
+    data_rank: int
+    data_ranks: int
+    _policy: Any  #: the model that is trained, as `_score` takes it
+    _reference: Any | None  #: likewise the frozen reference model, if one is held
+    _draft: DraftTraining | None
+    _export: Export
+    _data_group: dist.ProcessGroup | None = None  #: the ranks that train on different sequences; None: all ranks
+
+    def __init__(self, config: Config, rank: int, world_size: int, recorder: Recorder) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._config, self._options, self._recorder = config, config.trainer, recorder
+        self._device = choose_device(self._options.device, rank)
+        if self._device.type == "cpu":
+            torch.set_num_threads(self._options.threads)
+        self._lora = config.model.lora.rank > 0
+        self._optimizer_steps = 0
+        self._total_optimizer_steps = (
+            self._options.total_steps * config.async_training.require_batches * config.algorithm.epochs
+        )
+
+    def _prepare_checkpoints(self, timeout_s: float) -> None:
+        self._checkpoint_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        # allocated at the start where checkpoints are part of training: that takes longer than filling it
+        periodic = self._config.checkpoint.every_steps > 0
+        self._staged = StagedState(self.state(), self._checkpoint_group) if periodic else None
+
+    # -- scoring and training --------------------------------------------------------------------------------------
+
+    def logprobs(self, batch: TrainBatch, temperature: float) -> Scores:
+        with self._resident("parameters"):
+            return self._score(self._policy, batch, temperature)
+
+    def reference_logprobs(self, batch: TrainBatch, temperature: float) -> np.ndarray:
+        if self._reference is not None:
+            with self._resident("reference"):
+                return self._score(self._reference, batch, temperature).logprobs
+        if self._lora:
+            with self._resident("parameters"), self._without_adapters():
+                return self._score(self._policy, batch, temperature).logprobs
+        raise RuntimeError("no reference model is held: it is loaded only if algorithm.kl_coef > 0")
+
+    def train_step(
+        self, batch: TrainBatch, loss: LossFunction, global_denominator: float, temperature: float
+    ) -> Mapping[str, float]:
+        """Checks that loss and gradient are finite before the policy's weights change, and the draft's gradient before
+        each of its steps."""
+        draft = self._draft
+        joint = draft if draft is not None and not draft.detached else None
+        with self._resident("parameters", "gradients", written=True):
+            with self._recorder.span("trainer/forward_backward", tokens=len(batch.tokens)):
+                micros = self._micro_batches(batch)
+                counts = joint.counts([micros]) if joint else []
+                step = GradientPass(loss, global_denominator, temperature, counts[0] if joint else ())
+                self._accumulate_gradients(micros, step)
+                figures = self._over_data_ranks(step.sums, dist.ReduceOp.SUM, 1 / global_denominator)
+                figures |= self._over_data_ranks(step.extremes, dist.ReduceOp.MAX)
+                if joint:
+                    figures |= joint.figures(step.draft_sums, counts)
+                figures = self._shared(figures)
+            with self._resident("optimizer", written=True):
+                figures["grad_norm"] = self._clip_gradients(draft=False)
+                self._expect_finite(figures)
+                if joint:
+                    figures["mtp/grad_norm"] = self._update_draft()
+                elif draft:
+                    with self._recorder.span("trainer/draft"):
+                        figures |= self._shared(draft.learn(batch, step.hidden, temperature, self._update_draft))
+                with self._recorder.span("trainer/optimizer"):
+                    figures["lr"] = self._learning_rate(self._options.optimizer)
+                    self._step(figures["lr"], draft=False)
+                    self._optimizer_steps += 1
+        return figures
+
+    def _update_draft(self) -> float:
+        """Step the draft, its gradient clipped apart so that it cannot shorten the policy's step. Returns the gradient
+        norm before clipping."""
+        assert self._draft is not None
+        norm = self._clip_gradients(draft=True)
+        self._expect_finite({"mtp/grad_norm": norm})
+        self._step(self._learning_rate(self._draft.options), draft=True)
+        self._draft.steps += 1
+        return norm
+
+    def _learning_rate(self, options: OptimizerConfig) -> float:
+        """Of the current step of the policy, which the draft's schedule follows too."""
+        return learning_rate(options, self._optimizer_steps, self._total_optimizer_steps)
+
+    def _expect_finite(self, figures: Mapping[str, float]) -> None:
+        for name in ("loss", "grad_norm", "mtp/grad_norm"):
+            if not math.isfinite(figures.get(name, 0.0)):
+                raise NonFiniteError(
+                    f"optimizer step {self._optimizer_steps}: {name} is {figures[name]}, expected a finite number; "
+                    f"the policy's weights were left as they are (look at this step's logprobs, advantages and lr)"
+                )
+
+    def _micro_batches(self, batch: TrainBatch, share: np.ndarray | None = None) -> list[MicroBatch]:
+        """Micro-batches of this rank's sequences, or of those in ``share``, then placeholders up to the number that all
+        ranks must have."""
+        sequences = np.arange(len(batch)) if share is None else share
+        cuts = cut_micro_batches(batch.lengths[sequences], self._options.max_tokens_per_micro_batch)
+        count = self._micro_batch_count(len(cuts))
+        micros = [MicroBatch.of(batch, sequences[cut].tolist(), self._device) for cut in cuts]
+        return micros + [MicroBatch.placeholder(batch, self._device) for _ in range(count - len(cuts))]
+
+    def _over_data_ranks(
+        self, values: Mapping[str, Tensor], op: dist.ReduceOp.RedOpType, scale: float = 1.0
+    ) -> dict[str, float]:
+        return reduce_scalars(values, op, self._device, self._data_group, scale)
+
+    # -- weights out -----------------------------------------------------------------------------------------------
+
+    def manifest(self) -> Manifest:
+        return self._export.manifest()
+
+    def export(self, base: bool = True) -> Iterator[tuple[str, Tensor]]:
+        return self._export.tensors(base)
+
+    def export_hf(self, path: Path) -> None:
+        with self._resident("parameters", "optimizer"):
+            self._export.write_hf(path)
+        dist.barrier()
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def state(self) -> Mapping[str, Any]:
+        """This rank's part of the training state. A LoRA run keeps the trained tensors, and the digest of the base that
+        they belong to."""
+        with self._resident("parameters", "optimizer"):
+            return {
+                **self._model_state(),
+                "optimizer_steps": torch.tensor(self._optimizer_steps),
+                "draft_steps": torch.tensor(self._draft.steps if self._draft else 0),
+                "random_state": {f"rank_{self.rank}": self._random_state()},
+            }
+
+    def stage(self) -> None:
+        with self._recorder.span("trainer/stage"):
+            state = self.state()
+            if self._staged is None:
+                self._staged = StagedState(state, self._checkpoint_group)
+            self._staged.fill(state)
+
+    def write(self, path: Path) -> None:
+        if self._staged is None or not self._staged.filled:
+            raise RuntimeError(f"nothing to write to {path}: call stage first")
+        with self._recorder.span("trainer/write"):
+            self._staged.write(Path(path))
+
+    def load(self, path: Path) -> None:
+        """A rank that did not exist when the state was saved takes the random state of rank 0; a device whose random
+        state was not saved keeps its own."""
+        path = Path(path)
+        with self._resident("parameters", "optimizer", written=True):
+            saved = saved_names(path)
+            self._load_model(path, saved)
+            owner = self.rank if f"random_state.rank_{self.rank}.cpu" in saved else 0
+            random = {
+                device: value
+                for device, value in self._random_state().items()
+                if f"random_state.rank_{owner}.{device}" in saved
+            }
+            rest: dict[str, Any] = {
+                "optimizer_steps": torch.tensor(0),
+                "draft_steps": torch.tensor(0),
+                "random_state": {f"rank_{owner}": random},
+            }
+            load_state(path, rest)
+            torch.set_rng_state(random["cpu"])
+            if "cuda" in random:
+                torch.cuda.set_rng_state(random["cuda"], self._device)
+            self._optimizer_steps = int(rest["optimizer_steps"])
+            self._set_steps(self._optimizer_steps, draft=False)
+            if self._draft:
+                self._draft.steps = int(rest["draft_steps"])
+                self._set_steps(self._draft.steps, draft=True)
+
+    def _random_state(self) -> dict[str, Tensor]:
+        """uint8 tensors by kind of device."""
+        states = {"cpu": torch.get_rng_state()}
+        if self._device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(self._device)
+        return states
+
+    def close(self) -> None:
+        """Leave the process groups; collective. No `write` may be under way."""
+        # gloo's threads outlive the group (DTensor's caches hold it), and one that has yet to release a collective's
+        # tensor aborts an interpreter that is shutting down. During a barrier, which has no tensor, they get the GIL.
+        dist.barrier(self._checkpoint_group)
+        dist.barrier()
+        self._destroy_groups()
+
+    # -- what a framework does its own way -------------------------------------------------------------------------
+
+    @abstractmethod
+    def _score(self, model: Any, batch: TrainBatch, temperature: float) -> Scores:
+        """Log-probabilities and entropies under ``model``, without gradient."""
+
+    @abstractmethod
+    def _without_adapters(self) -> AbstractContextManager[None]:
+        """The policy computes as its LoRA base meanwhile."""
+
+    @abstractmethod
+    def _accumulate_gradients(self, micros: list[MicroBatch], step: GradientPass) -> None:
+        """Forward and backward passes over ``micros``, from a zero gradient; fills the totals of ``step``."""
+
+    @abstractmethod
+    def _clip_gradients(self, draft: bool) -> float:
+        """Scale the gradient down to ``grad_clip``; returns its norm before, over all ranks."""
+
+    @abstractmethod
+    def _step(self, lr: float, draft: bool) -> None:
+        """Take an optimizer step."""
+
+    @abstractmethod
+    def _set_steps(self, steps: int, draft: bool) -> None:
+        """Tell an optimizer how many steps its moments stand for."""
+
+    @abstractmethod
+    def _micro_batch_count(self, own: int) -> int:
+        """Micro-batches that this rank must run, given how many it has."""
+
+    @abstractmethod
+    def _model_state(self) -> dict[str, Any]:
+        """``model``, ``optimizer`` (by moment) and with LoRA ``base``, by tensor name."""
+
+    @abstractmethod
+    def _load_model(self, path: Path, saved: frozenset[str]) -> None:
+        """Restore `_model_state` from ``path``, which holds the tensors ``saved``. Raises CheckpointError."""
+
+    def _shared(self, figures: dict[str, float]) -> dict[str, float]:
+        """The figures on every rank, where only some have computed them."""
+        return figures
+
+    def _resident(self, *kinds: str, written: bool = False) -> AbstractContextManager[None]:
+        """Kinds of state are on the device meanwhile; for backends that offload them. ``written``: they may change."""
+        return nullcontext()
+
+    def _destroy_groups(self) -> None:
+        dist.destroy_process_group()
+
+
+def reference_path(config: Config) -> str | None:
+    """The checkpoint to load as a frozen reference model; None if the run needs none beside the policy."""
+    algorithm = config.algorithm
+    if algorithm.kl_coef > 0 and (algorithm.reference_path or not config.model.lora.rank):
+        return algorithm.reference_path or config.model.path
+    return None
+
+
+def choose_device(name: str, rank: int) -> torch.device:
+    """``auto`` takes CUDA where there is a device; several visible ones are dealt to the ranks in turn."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"trainer.device is {name!r}; expected auto, cpu or cuda")
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    return torch.device("cuda", rank % max(torch.cuda.device_count(), 1))

@@ -1,0 +1,206 @@
+"""The backend seam: interface of a training framework, and the registry that finds it. SPMD: every rank makes the same
+calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from asyncrl.config.schema import Config
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.param_sync.manifest import Manifest
+from asyncrl.plugins.registry import Registry
+
+
+@dataclass
+class TrainBatch:
+    """Packed sequences of one rank: ``B`` sequences, ``T`` tokens with prompts, ``R`` response tokens.
+
+    ``tokens`` int32 [T]; sequence b owns tokens cu_seqlens[b]:cu_seqlens[b+1] (int64 [B+1]). Response columns run over
+    all sequences in order: ``targets`` int32 [R] are the response tokens, ``rows`` int64 [R] the packed positions whose
+    logits predict them (each one before its token), ``row_offsets`` int64 [B+1] the sequences' bounds in them.
+    ``loss_mask`` bool [R], ``columns``: float32 [R] by name (``behaviour_logprobs``, ``weights``, ``advantages``, later
+    ``proximal_logprobs``, ``reference_logprobs``), ``sequence_columns``: [B] by name (``rewards``, ``group`` …).
+    """
+
+    tokens: np.ndarray
+    cu_seqlens: np.ndarray
+    rows: np.ndarray
+    targets: np.ndarray
+    row_offsets: np.ndarray
+    loss_mask: np.ndarray
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
+    sequence_columns: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [B], prompt and response."""
+        return np.diff(self.cu_seqlens)
+
+    def select(self, sequences: Sequence[int]) -> TrainBatch:
+        """A batch of the given sequences, in that order."""
+        starts, row_starts = self.cu_seqlens, self.row_offsets
+        token_ix = [np.arange(starts[b], starts[b + 1]) for b in sequences]
+        row_ix = [np.arange(row_starts[b], row_starts[b + 1]) for b in sequences]
+        cu = np.concatenate([[0], np.cumsum([len(x) for x in token_ix])]).astype(np.int64)
+        ro = np.concatenate([[0], np.cumsum([len(x) for x in row_ix])]).astype(np.int64)
+        shift = np.concatenate(
+            [np.arange(0), *(np.full(len(r), cu[i] - starts[b]) for i, (b, r) in enumerate(zip(sequences, row_ix)))]
+        )
+        tok = np.concatenate([np.arange(0), *token_ix])
+        row = np.concatenate([np.arange(0), *row_ix])
+        return TrainBatch(
+            tokens=self.tokens[tok],
+            cu_seqlens=cu,
+            rows=self.rows[row] + shift,
+            targets=self.targets[row],
+            row_offsets=ro,
+            loss_mask=self.loss_mask[row],
+            columns={k: v[row] for k, v in self.columns.items()},
+            sequence_columns={k: v[np.asarray(sequences, dtype=np.int64)] for k, v in self.sequence_columns.items()},
+        )
+
+
+@dataclass
+class LossOutput:
+    """A micro-batch's loss and figures.
+
+    ``loss``: weighted sum over its tokens; the sum over all micro-batches and ranks, divided by the global denominator,
+    is the batch's loss. ``sums``: scalars that add up likewise; ``extremes``: scalars reduced by maximum."""
+
+    loss: Tensor
+    sums: dict[str, Tensor]
+    extremes: dict[str, Tensor] = field(default_factory=dict)
+
+
+#: (logprobs [R], entropy [R], micro-batch) → LossOutput
+LossFunction = Callable[[Tensor, Tensor, TrainBatch], LossOutput]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """float32 [R] each."""
+
+    logprobs: np.ndarray
+    entropy: np.ndarray
+
+
+class NonFiniteError(ArithmeticError):
+    """Loss or gradient norm is not finite; the optimizer step was not taken."""
+
+
+class Backend(Protocol):
+    """One rank of the trainer.
+
+    ``export``, ``logprobs``, ``train_step`` and ``load`` are collective: all ranks call them in the same order.
+    ``write`` is collective too, in an order of its own."""
+
+    rank: int
+    world_size: int
+    #: index and number of the data parallel copies; ranks that hold one copy of the model share a data_rank
+    data_rank: int
+    data_ranks: int
+
+    def manifest(self) -> Manifest: ...
+
+    def export(self, base: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors in the manifest's order, those that are sent; without ``base`` those of
+        `Manifest.without_base`. Collective on all ranks, yields on senders only. A yielded tensor keeps its values
+        until the send is over, so it may be sent without a copy."""
+        ...
+
+    def logprobs(self, batch: TrainBatch, temperature: float) -> Scores:
+        """Score this rank's batch without gradient, under the current weights."""
+        ...
+
+    def reference_logprobs(self, batch: TrainBatch, temperature: float) -> np.ndarray:
+        """float32 [R] under the frozen reference model; collective. Raises RuntimeError if none is held."""
+        ...
+
+    def train_step(
+        self, batch: TrainBatch, loss: LossFunction, global_denominator: float, temperature: float
+    ) -> Mapping[str, float]:
+        """One optimizer step on this rank's batch, which the backend cuts into micro-batches. The gradient is that of
+        (sum of losses over all ranks) / global_denominator. Returns global figures: sums divided by the denominator,
+        extremes, ``loss``, ``grad_norm``, ``lr``. Raises NonFiniteError, without a step, if loss or gradient norm is
+        not finite."""
+        ...
+
+    def state(self) -> Mapping[str, Any]: ...
+
+    def stage(self) -> None:
+        """Copy this rank's weights, optimizer, schedule and random state into host memory, allocated once. Training may
+        go on after the return. Raises RuntimeError during a `write`."""
+
+    def write(self, path: Path) -> None:
+        """Write the last `stage` into a folder, synced to disk; collective. May run in another thread while training
+        goes on. Raises CheckpointError on every rank if one cannot write, RuntimeError if nothing was staged or another
+        write is running."""
+
+    def load(self, path: Path) -> None:
+        """Restore what `write` wrote from any number of ranks; collective. With the same number, training goes on bit
+        for bit. Raises CheckpointError if the folder is incomplete, or holds another model."""
+
+    def export_hf(self, path: Path) -> None:
+        """Write a Hugging Face checkpoint; collective, files from rank 0."""
+
+    def close(self) -> None:
+        """Leave the process groups; collective."""
+
+
+class BackendSpec(Protocol):
+    """A training framework as the run sees it before any of its packages is imported."""
+
+    #: PyPI names of which one must be installed beside asyncrl; empty: none
+    distributions: frozenset[str]
+    #: dotted keys of options and sections that only this backend reads; with another one they must keep their defaults
+    options: frozenset[str]
+    #: trains `asyncrl.models.decoder.Decoder`, and so only models that it builds
+    native_decoder: bool
+
+    def ranks_per_copy(self, config: Config) -> int:
+        """Trainer ranks that hold one copy of the model together, and train on the same sequences."""
+        ...
+
+    def weight_shards(self, config: Config) -> int:
+        """Parts of the model's weights and optimizer state, of which a rank holds one; for memory estimates."""
+        ...
+
+    def problems(self, config: Config) -> Iterator[str]:
+        """One line per problem with the options, each beginning with an option's key."""
+        ...
+
+    def model_problems(self, config: Config, text: Mapping[str, Any]) -> Iterator[str]:
+        """As `problems`, for options that do not suit the model. ``text``: the text part of its config.json."""
+        ...
+
+    def make(self, config: Config, rank: int, world_size: int, init_method: str | None, recorder: Recorder) -> Backend:
+        """The backend of one rank, in that rank's process; imports the framework. Collective."""
+        ...
+
+
+BACKENDS: Registry[BackendSpec] = Registry(
+    kind="backend",
+    option="trainer.backend",
+    package="asyncrl.trainer.backends",
+    attribute="BACKEND",
+    entry_points="asyncrl.backends",
+    needs=(
+        "distributions",
+        "options",
+        "native_decoder",
+        "ranks_per_copy",
+        "weight_shards",
+        "problems",
+        "model_problems",
+        "make",
+    ),
+)

@@ -1,0 +1,32 @@
+"""Figures of a training step: scalars that add up over micro-batches and over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def add_scalars(totals: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Add ``values`` to ``totals``, in float64."""
+    for name, value in values.items():
+        totals[name] = totals[name] + value.double() if name in totals else value.double()
+
+
+def reduce_scalars(
+    values: Mapping[str, Tensor],
+    op: dist.ReduceOp.RedOpType,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    scale: float = 1.0,
+) -> dict[str, float]:
+    """``values``, scaled, over a group (None: all ranks): one collective on ``device``, one copy to the host."""
+    if not values:
+        return {}
+    packed = torch.stack([value.double() for value in values.values()])
+    if dist.get_world_size(group) > 1:
+        packed = packed.to(device)
+        dist.all_reduce(packed, op, group=group)
+    return dict(zip(values, (packed * scale).tolist(), strict=True))

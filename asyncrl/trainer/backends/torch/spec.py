@@ -1,0 +1,39 @@
+"""The torch backend as a part: its limits, and how a rank of it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from asyncrl.config.schema import Config
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.trainer.backends.base import Backend, BackendSpec
+
+
+class TorchSpec:
+    """See `asyncrl.trainer.backends.base.BackendSpec`."""
+
+    distributions: frozenset[str] = frozenset()
+    options: frozenset[str] = frozenset()
+    native_decoder = True
+
+    def ranks_per_copy(self, config: Config) -> int:
+        """1: FSDP gathers each layer for the forward pass, so every rank trains on different sequences."""
+        return 1
+
+    def weight_shards(self, config: Config) -> int:
+        return config.trainer.ranks
+
+    def problems(self, config: Config) -> Iterator[str]:
+        yield from ()
+
+    def model_problems(self, config: Config, text: Mapping[str, Any]) -> Iterator[str]:
+        yield from ()
+
+    def make(self, config: Config, rank: int, world_size: int, init_method: str | None, recorder: Recorder) -> Backend:
+        from asyncrl.trainer.backends.torch.backend import TorchFSDPBackend
+
+        return TorchFSDPBackend(config, rank, world_size, init_method, recorder)
+
+
+BACKEND: BackendSpec = TorchSpec()

@@ -1,0 +1,100 @@
+"""Saves checkpoints of a run while it trains on: stage → write → complete → cover."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from asyncrl.config.schema import CheckpointConfig
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.processes.tasks import cancelled
+from asyncrl.trainer.checkpoints import CheckpointMetadata, CheckpointStore
+from asyncrl.trainer.progress import Progress
+from asyncrl.trainer.protocols import QueueClient, Ranks
+
+log = logging.getLogger(__name__)
+
+RESTORABLE = 2  # newest checkpoints a resumed run can restore; the queue keeps what was trained after them
+
+
+class CheckpointSaver:
+    """Writes one checkpoint at a time. ``journal_copy``: destination of each checkpoint's copy of the queue's journal,
+    if the journal is on another disk."""
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        ranks: Ranks,
+        queue: QueueClient,
+        checkpoints: CheckpointStore,
+        recorder: Recorder,
+        journal_copy: Path | None,
+    ) -> None:
+        self._config, self._ranks, self._queue, self._recorder = config, ranks, queue, recorder
+        self._checkpoints, self._journal_copy = checkpoints, journal_copy
+        self._newest = (-1, False)  # step of the newest checkpoint, and whether it is the last one
+        self._writing: asyncio.Task[None] | None = None
+
+    def restored(self, step: int | None) -> None:
+        """Training continues from the checkpoint of ``step``, or from the start (None)."""
+        self._newest = (step if step is not None else -1, False)
+
+    async def save(self, progress: Progress, last: bool = False) -> None:
+        """Save a checkpoint of ``progress``, unless there is one. Training waits while the state is copied and while a
+        Hugging Face folder is exported; the write runs beside it, except for the ``last`` checkpoint and with
+        asynchronous saving off."""
+        await self.finish()
+        options = self._config
+        if self._newest >= (progress.step, last):
+            return
+        metadata = CheckpointMetadata(progress.step, progress.version, progress.trained, progress.trained_at_publish)
+        with self._recorder.span("trainer/checkpoint_wait", step=progress.step):
+            partial = self._checkpoints.begin(progress.step)
+            await self._ranks.stage()
+            if options.export_hf == "all" or (options.export_hf == "final" and last):
+                await self._ranks.export_hf(partial / "hf")
+            self._writing = asyncio.create_task(self._write(partial, metadata, last))
+            self._newest = (progress.step, last)
+            if last or not options.asynchronous:
+                await self.finish()
+
+    async def finish(self) -> None:
+        """Wait for the write in progress; raises its failure."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await writing
+
+    async def check(self) -> None:
+        """Raise the failure of a write that has ended, without waiting for one in progress."""
+        if self._writing is not None and self._writing.done():
+            await self.finish()
+
+    async def settle(self) -> None:
+        """After a rank died: wait until the write in progress has failed, or has become the checkpoint to restore."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        await asyncio.wait([writing])
+        if not writing.cancelled() and (problem := writing.exception()) is not None:
+            log.warning("the checkpoint being written is lost: %s", problem)
+        await cancelled([writing])
+
+    async def rate(self, progress: Progress, metrics: Mapping[str, float]) -> None:
+        """Rate the checkpoint of exactly these weights by ``metrics``, if they have the metric that decides the best;
+        it may be saved already, later or never."""
+        if self._config.best_metric in metrics:
+            await asyncio.to_thread(self._checkpoints.rate, progress.taken, metrics)
+
+    async def _write(self, partial: Path, metadata: CheckpointMetadata, last: bool) -> None:
+        with self._recorder.span("trainer/checkpoint_write", step=metadata.step):
+            await self._ranks.write(partial / "state")
+            if self._journal_copy is not None:  # before completion: a checkpoint must not be newer than its ledger
+                await self._queue.copy_to(self._journal_copy)
+            checkpoint = await asyncio.to_thread(self._checkpoints.complete, partial, metadata)
+            if last:
+                self._checkpoints.mark_final(checkpoint)
+        log.info("checkpoint of step %d written to %s", metadata.step, checkpoint.path)
+        restorable = self._checkpoints.all()[-(1 if last else RESTORABLE) :]
+        await self._queue.covered(min(c.metadata.step for c in restorable))

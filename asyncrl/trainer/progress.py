@@ -1,0 +1,59 @@
+"""Position of the run in training, and requests to stop it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+from asyncrl.types.versions import PolicyVersion
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Position in training at one moment. ``trained``: groups in the weights; ``trained_at_publish``: the same when
+    ``version``'s number was published. ``last``: no step follows. ``stopped``: why training ended early."""
+
+    step: int = 0
+    version: PolicyVersion = PolicyVersion(0, 0)
+    trained: int = 0
+    trained_at_publish: int = 0
+    last: bool = False
+    stopped: str | None = None
+
+    @property
+    def taken(self) -> tuple[int, int]:
+        """Identifies the weights: `asyncrl.trainer.checkpoints.Checkpoint.taken` of a checkpoint saved now."""
+        return self.version.lineage, self.step
+
+    @property
+    def trained_since_publish(self) -> int:
+        """Groups in the weights that the published version lacks."""
+        return self.trained - self.trained_at_publish
+
+
+class TrainingState:
+    """The run's current `Progress` and its stop request, shared by the training loop, its publisher and its saver."""
+
+    def __init__(self) -> None:
+        self.progress = Progress()
+        self.stopping = asyncio.Event()
+
+    def stop(self, reason: str) -> None:
+        """Ask for the end after the step under way; the first reason counts."""
+        if not self.stopping.is_set():
+            self.progress = replace(self.progress, stopped=reason)
+        self.stopping.set()
+
+    def step_done(self, step: int, groups: int) -> None:
+        self.progress = replace(self.progress, step=step, trained=self.progress.trained + groups)
+
+    def next_version(self) -> None:
+        """The weights become the next version."""
+        p = self.progress
+        version = PolicyVersion(p.version.lineage, p.version.number + 1)
+        self.progress = replace(p, version=version, trained_at_publish=p.trained)
+
+    def next_lineage(self) -> None:
+        """The weights become the same version number of a new lineage."""
+        version = self.progress.version
+        self.progress = replace(self.progress, version=version._replace(lineage=version.lineage + 1))

@@ -1,0 +1,97 @@
+"""Interfaces of everything that the training loop drives: queue, ranks, parameter sync, rollouter, validation,
+observer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from asyncrl.sample_queue.messages import Lease
+from asyncrl.trainer.progress import Progress
+from asyncrl.types.versions import PolicyVersion
+
+
+class QueueClient(Protocol):
+    """The trainer's side of the sample queue. ``lease`` returns a payload that goes to `Ranks.train` unread."""
+
+    async def lease(self, step: int, count: int) -> tuple[Lease, Any]: ...
+    async def trained(self, step: int) -> None: ...
+    async def covered(self, step: int) -> None: ...
+    async def release(self, step: int) -> None: ...
+    async def rollback(self, step: int) -> PolicyVersion | None: ...
+    async def announce(self, version: PolicyVersion, trained: int) -> None: ...
+    async def publish(
+        self, version: PolicyVersion, trained: int | None = None, rolling: bool = False
+    ) -> dict[str, int]: ...
+    async def retire_before(self, version: PolicyVersion) -> None: ...
+    async def copy_to(self, folder: Path) -> None: ...
+    async def finish(self) -> dict[str, float]: ...
+
+
+class Ranks(Protocol):
+    """All trainer ranks at once. ``stage`` copies their state, ``write`` writes the copy while they train on."""
+
+    async def train(self, step: int, payload: Any, mask_before: int | None) -> dict[str, float]: ...
+    async def stage(self) -> None: ...
+    async def write(self, path: Path) -> None: ...
+    async def load(self, path: Path) -> None: ...
+    async def export_hf(self, path: Path) -> None: ...
+
+    async def lost(self, error: BaseException) -> str | None:
+        """Why a rank is dead, or None if all live; asked after a call failed with ``error``."""
+
+    async def restart(self, why: str) -> None:
+        """Replace all ranks; the new ones hold the run's initial weights. Raises after too many restarts."""
+
+
+class Sync(Protocol):
+    """The parameter-sync group, see `asyncrl.param_sync.coordinator`."""
+
+    async def __call__(self, version: PolicyVersion, on_sent: Callable[[], None]) -> Mapping[str, float]:
+        """Move all replicas to a version; returns the session's metrics. Calls ``on_sent`` as soon as the ranks may
+        train on."""
+        ...
+
+    async def rejoin(self, version: PolicyVersion) -> None:
+        """Bring out-of-service replicas to the version that the others serve. Raises SyncError if a rank fails."""
+
+    async def renew(self) -> None:
+        """End out-of-service replicas, so that the supervisor restarts them."""
+
+    async def someone_to_join(self) -> None:
+        """Wait for a restarted replica that no session has seen yet."""
+
+    def routable(self) -> list[str]: ...
+
+
+class Rollouter(Protocol):
+    """The rollout side of a restore."""
+
+    async def reset(self) -> None:
+        """Snapshot the in-flight groups and re-admit them under the restored version."""
+
+
+class Validation(Protocol):
+    """Validation of published versions, see `asyncrl.trainer.validation.ValidationSchedule`."""
+
+    async def finished(self) -> None:
+        """Wait until no validation runs beside training: each must see one version."""
+
+    async def validate(self, progress: Progress) -> None:
+        """Validate ``progress.version`` if it is due. All replicas serve it, no group has started under it."""
+
+
+class Observer(Protocol):
+    """Reporting of the run. Observes only: nothing that it does changes the run."""
+
+    async def on_version(self, progress: Progress) -> None:
+        """All replicas serve ``progress.version``, and it is validated if that was due."""
+
+    async def on_step(self, progress: Progress, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """A step is in the weights; ``metrics`` includes those of the sync before it. Runs beside the next step.
+        Returns all metrics reported for the step."""
+        ...
+
+    async def on_end(self, progress: Progress, queue: Mapping[str, float]) -> None:
+        """Training is over; ``queue`` is the final balance."""

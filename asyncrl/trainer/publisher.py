@@ -1,0 +1,148 @@
+"""Publishes policy versions: announce → sync → validate → publish, and brings restarted replicas back in between."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
+
+from asyncrl.param_sync.errors import ALL_REPLICAS, SyncError
+from asyncrl.processes.tasks import cancelled, first_of
+from asyncrl.trainer.progress import Progress, TrainingState
+from asyncrl.trainer.protocols import Observer, QueueClient, Ranks, Sync, Validation
+from asyncrl.trainer.rolling_update import RollingUpdate
+from asyncrl.types.versions import PolicyVersion
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class Publisher:
+    """Gives the current version of ``state`` to all replicas, then to the queue: groups start under it from then on.
+
+    ``overlapped``: the ranks hold a host copy of the weights (``param_sync.staging: full``), so that training may go on
+    while replicas change over."""
+
+    def __init__(
+        self,
+        state: TrainingState,
+        queue: QueueClient,
+        ranks: Ranks,
+        sync: Sync,
+        validation: Validation,
+        observer: Observer,
+        overlapped: bool,
+    ) -> None:
+        self._state, self._queue, self._ranks, self._sync = state, queue, ranks, sync
+        self._validation, self._observer = validation, observer
+        self._overlapped = overlapped
+        self._rolling = RollingUpdate(queue, self._synced, self._served)
+        self._published = False  # a version, since the start or the last restore
+        self._sync_metrics: Mapping[str, float] = {}
+
+    async def publish(self) -> None:
+        """Sync the version to all replicas, validate it, then let groups start under it. Waits for the change-over to
+        the version before; if stopped while no replica lives, publishes nothing.
+
+        Overlapped, returns as soon as the weights have left the ranks, except for the first and the last version and
+        after a restore."""
+        state = self._state
+        await self._rolling.finish()
+        await self.while_replicas_join(self._validation.finished(), self._none_routable)
+        # before any replica can serve it: its tokens may reach the queue before `publish` does
+        await self._queue.announce(state.progress.version, state.progress.trained_at_publish)
+        if self._overlapped and self._published and not state.progress.last:
+            await self._rolling.start(state.progress)
+            return
+        if not await self._synced(state.progress.version):
+            return
+        await self.while_replicas_join(self._served(state.progress))
+        # no group starts under the last version: a run that resumes this one may train what is left
+        if not state.progress.last:
+            await self._queue.publish(state.progress.version, state.progress.trained_at_publish)
+        self._published = True
+
+    async def while_replicas_join(
+        self, work: Awaitable[T], on_join: Callable[[], Awaitable[bool]] | None = None
+    ) -> T | None:
+        """Result of ``work``; None if a stop comes first. Whenever a replica comes back meanwhile, and no change-over
+        is under way, calls ``on_join`` (default: bring it to the version served); if it returns True, gives ``work``
+        up and returns None."""
+        joined, stopping = on_join or self._rejoin, self._state.stopping
+        working = asyncio.ensure_future(work)
+        try:
+            while not working.done() and not stopping.is_set():
+                if (changing := self._rolling.under_way) is not None:
+                    await first_of(_ended(changing), stopping.wait(), beside=working)
+                    if changing.done():
+                        await self._rolling.finish()
+                    continue
+                await first_of(self._sync.someone_to_join(), stopping.wait(), beside=working)
+                if not working.done() and not stopping.is_set() and await joined():
+                    break
+            return working.result() if working.done() and not stopping.is_set() else None
+        finally:
+            await cancelled([working])
+
+    def take_sync_metrics(self) -> Mapping[str, float]:
+        """Metrics of the last sync, once."""
+        taken, self._sync_metrics = self._sync_metrics, {}
+        return taken
+
+    def restored(self) -> None:
+        """The weights are those of a checkpoint; no version of the new lineage is published yet."""
+        self._published = False
+
+    async def cancel(self) -> None:
+        """Give up a change-over that is under way."""
+        await self._rolling.cancel()
+
+    async def _synced(self, version: PolicyVersion, on_sent: Callable[[], None] = lambda: None) -> bool:
+        """Sync the version; False if stopped while no replica lives. A session that fails for want of replicas is
+        repeated when there is one: the weights, and so the version, are the same."""
+        while True:
+            try:
+                self._sync_metrics = metrics = await self._sync(version, on_sent)
+            except SyncError as e:
+                if e.who != ALL_REPLICAS or await self._ranks.lost(e) is not None:
+                    raise
+                log.warning("%s; it is repeated with new ones", e)
+            else:
+                log.debug("version %s is served", version, extra=dict(metrics))
+                return True
+            await self._sync.renew()
+            await first_of(self._sync.someone_to_join(), self._state.stopping.wait())
+            if self._state.stopping.is_set():
+                return False
+
+    async def _served(self, progress: Progress) -> None:
+        await self._validation.validate(progress)
+        await self._observer.on_version(progress)
+
+    async def _none_routable(self) -> bool:
+        """True if no replica is routable: then only the next sync can bring one back, and must not be waited for."""
+        return not self._sync.routable()
+
+    async def _rejoin(self) -> bool:
+        """Sync restarted replicas now, so that they need not wait for the next version; returns False.
+
+        Weights ahead of the published version get a version of their own, the same number in a new lineage; but only if
+        no replica is routable: others would have to change over for nothing."""
+        progress = self._state.progress
+        if progress.trained == progress.trained_at_publish:
+            try:
+                await self._sync.rejoin(progress.version)
+            except SyncError as e:
+                if await self._ranks.lost(e) is not None:  # all else may wait for this replica
+                    raise
+                log.warning("%s; restarted replicas join at the next sync", e)
+        elif not self._sync.routable():
+            self._state.next_lineage()
+            await self.publish()
+        return False
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    await asyncio.wait([task])

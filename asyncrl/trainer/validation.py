@@ -1,0 +1,82 @@
+"""Schedule of validations: blocking before and after training, concurrent with it in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from asyncrl.config.schema import Config
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.trainer.checkpoints import CheckpointStore
+from asyncrl.trainer.progress import Progress
+
+REPEAT_EVERY_S = 1.0  # the request for priority: a restarted rollouter does not know of it
+
+
+class ValidatingRollouter(Protocol):
+    async def validate(self) -> Mapping[str, float]: ...
+    async def set_validation_first(self, first: bool) -> None: ...
+
+
+class ValidationSchedule:
+    """One per run. ``run()`` beside the training loop raises failures of concurrent validations.
+
+    ``report(progress, metrics, when)`` receives every result, measured at ``progress``; ``when`` is "before" or
+    "after" training, or None. Results also rate the checkpoint of the same weights."""
+
+    def __init__(
+        self,
+        config: Config,
+        rollouter: ValidatingRollouter,
+        checkpoints: CheckpointStore,
+        recorder: Recorder,
+        report: Callable[[Progress, Mapping[str, float], str | None], None],
+    ) -> None:
+        self._has_prompts, self._every = bool(config.data.validation_files), config.validation.every_versions
+        self._rollouter, self._checkpoints, self._recorder, self._report = rollouter, checkpoints, recorder, report
+        self._training = False  # the first version is out
+        self._concurrent: asyncio.Task[None] | None = None
+        self._scheduled: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
+        self._usual_order: asyncio.Task[None] | None = None  # restoring it after a sync that waited
+
+    async def run(self) -> None:
+        while True:
+            validation = await self._scheduled.get()
+            await validation
+            if self._concurrent is validation:
+                self._concurrent = None
+
+    async def finished(self) -> None:
+        """Wait for the concurrent validation, which must see one version; until it ends, the rollouter serves its
+        requests before those of training."""
+        if (validation := self._concurrent) is None:
+            return
+        with self._recorder.span("validation/holds_sync"):
+            try:
+                while not validation.done():  # it continues if this wait is given up
+                    await self._rollouter.set_validation_first(True)
+                    await asyncio.wait([validation], timeout=REPEAT_EVERY_S)
+            finally:  # not awaited: a dead rollouter would hold up a caller that gives up
+                self._usual_order = asyncio.ensure_future(self._rollouter.set_validation_first(False))
+                # its supervisor reports the rollouter's failures
+                self._usual_order.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
+
+    async def validate(self, progress: Progress) -> None:
+        """Validate ``progress.version`` if it is the first, the last, or one of every ``validation.every_versions``.
+        Returns when the first or last validation is over; any other runs beside training."""
+        first, self._training = not self._training, True
+        due = bool(self._every) and progress.version.number % self._every == 0
+        if not self._has_prompts:
+            return
+        if first or progress.last:
+            await self._validate(progress, "after" if progress.last else "before")
+        elif due:
+            self._checkpoints.await_rating(progress.taken)
+            self._concurrent = asyncio.create_task(self._validate(progress))
+            self._scheduled.put_nowait(self._concurrent)
+
+    async def _validate(self, progress: Progress, when: str | None = None) -> None:
+        metrics = await self._rollouter.validate()
+        self._report(progress, metrics, when)
+        await asyncio.to_thread(self._checkpoints.rate, progress.taken, metrics)

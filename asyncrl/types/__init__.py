@@ -1,0 +1,1 @@
+"""Data that moves between the pools: prompts, samples, groups, versions."""

@@ -1,0 +1,24 @@
+"""Prompt: one task instance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One task instance, as the data source gives it.
+
+    ``uid`` is unique in a run (epoch and row); ``prompt_id`` names the row in its data set, in every epoch."""
+
+    uid: str
+    prompt_id: str
+    messages: tuple[Message, ...]
+    answer: str
+    epoch: int = 0
+    text: str | None = None  # raw prompt, used verbatim; `messages` are then empty
+    extra: Mapping[str, Any] = field(default_factory=dict)

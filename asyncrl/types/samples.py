@@ -1,0 +1,49 @@
+"""Sample: one trajectory for a prompt."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from asyncrl.types.versions import VersionSpan
+
+
+class FinishReason(enum.IntEnum):
+    """Reason why a sample, or one request of it, ended."""
+
+    STOP = 0  # stop token or stop string
+    LENGTH = 1  # length limit: the sample is overlong
+    ABORT = 2  # aborted; its tokens so far are kept and may be continued
+    ERROR = 3  # engine error
+
+
+def effective_reward(reward: float, finish: int, overlong: str, penalty: float) -> float | None:
+    """Reward that the advantages are computed from, in float32 as in a group; None for a masked sample. ``finish`` is a
+    FinishReason; ``overlong`` and ``penalty`` are algorithm.overlong and algorithm.overlong_penalty.
+
+    Shared by both pools, which must agree: a group whose effective rewards are all equal has no gradient, so the
+    rollouter drops it based on the values that the trainer would use."""
+    if finish == FinishReason.LENGTH and overlong == "mask":
+        return None
+    taken = penalty if finish == FinishReason.LENGTH and overlong == "penalize" else 0.0
+    return float(np.float32(reward) - np.float32(taken))
+
+
+@dataclass
+class Sample:
+    """One trajectory: ``R`` tokens after the shared prompt.
+
+    Shapes: ``tokens`` int32 [R], ``logprobs`` float32 [R] (behaviour logprobs; 0 where nothing was sampled),
+    ``loss_mask`` bool [R] (False for tokens that the policy did not sample, such as a tool's output)."""
+
+    index: int
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    loss_mask: np.ndarray
+    spans: list[VersionSpan]
+    finish: FinishReason
+    reward: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    extras: dict[str, np.ndarray] = field(default_factory=dict)

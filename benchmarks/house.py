@@ -1,0 +1,186 @@
+"""How the code is built: sizes, cycles, and who names whom.
+
+    python -m benchmarks.house [--tree DIR]
+
+Reads the source of ``asyncrl/`` and runs nothing of it. ``cycles``: groups of modules that import each other, imports
+inside functions included. ``root_files``: modules at the package's root. ``named_outside``: files that name an engine,
+a training framework or a transport outside its own folder, in code (comments and docstrings aside); `asyncrl.cpu`
+belongs to all of them, and an option that has a framework's name may be read. ``forms`` and ``crossings``: how often a
+sample's tokens change their representation, and how often they go from one process to another, between the engine that
+samples them and the loss; `tests/test_house.py` keeps both lists true.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+#: representations of a sample's tokens, in their order
+FORMS = (
+    "asyncrl.rollouter.engines.events:Event",  # of one request, in the engine's process
+    "asyncrl.rollouter.engines.base:EventBatch",  # columns of many requests
+    "asyncrl.rollouter.partial:GeneratedTokens",  # grows over aborts and syncs
+    "asyncrl.rollouter.agents.base:Completion",  # what an agent loop gets
+    "asyncrl.types.samples:Sample",
+    "asyncrl.types.groups:Group",  # its bytes are spooled, leased and sent to ranks
+    "asyncrl.trainer.backends.base:TrainBatch",  # packed sequences of a rank
+    "asyncrl.trainer.backends.packing:MicroBatch",  # on the device
+)
+#: calls that carry a sample's tokens to another process, in their order
+CROSSINGS = (
+    "asyncrl.rollouter.actors:EngineReplicaActor.events",  # replica → rollouter
+    "asyncrl.sample_queue.actor:SampleQueueActor.put",  # rollouter → queue
+    "asyncrl.sample_queue.actor:SampleQueueActor.lease",  # queue → object store, by the driver
+    "asyncrl.trainer.actors:TrainerRankActor.train",  # object store → ranks
+)
+#: calls that carry copies aside from that path: for a restart of the rollouter, and for the report
+ASIDE = (
+    "asyncrl.sample_queue.actor:SampleQueueActor.snapshot",
+    "asyncrl.trainer.actors:TrainerRankActor.first_groups",
+)
+
+#: folder of a part → words that name it; what only lies in a folder of its own is found by imports
+NAMED = {
+    "rollouter/engines/vllm/": r"vllm",
+    "rollouter/engines/sglang/": r"sglang",
+    "trainer/backends/megatron/": r"megatron|mbridge",
+    "param_sync/transports/shared_memory": r"shared_memory",
+    "param_sync/transports/cuda_ipc": r"cuda_ipc",
+}
+#: parts are in sub-packages of these
+SEAMS = ("asyncrl.rollouter.engines", "asyncrl.trainer.backends")
+#: option sections with a framework's name, see `asyncrl.config.schema`
+OPTIONS = re.compile(r"MegatronConfig|(trainer\.)?megatron")
+
+
+def modules(tree: Path) -> dict[str, Path]:
+    """Dotted name → file, of all of asyncrl."""
+    files = sorted((tree / "asyncrl").rglob("*.py"))
+    return {".".join(f.relative_to(tree).with_suffix("").parts).removesuffix(".__init__"): f for f in files}
+
+
+def imported(module: ast.Module, known: set[str]) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(module):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in known else node.module for name in whole]
+        found.update(name for name in names if name in known)
+    return found
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that reach each other, by Tarjan's algorithm."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in graph[node]:
+            if other not in index:
+                visit(other)
+            if other in stack:
+                low[node] = min(low[node], low[other])
+        if low[node] == index[node]:
+            component = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    for node in graph:
+        if node not in index:
+            visit(node)
+    return found
+
+
+def words(module: ast.Module) -> Iterator[str]:
+    """Identifiers and strings of the code, without docstrings."""
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(module)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(module):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.value
+        elif isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.arg | ast.keyword | ast.alias):
+            yield (node.name if isinstance(node, ast.alias) else node.arg) or ""
+
+
+def names_outside(place: str, name: str, module: ast.Module, imports: set[str]) -> list[str]:
+    """Parts that this file names though it is in another folder. ``place``: its path below asyncrl/."""
+    if place.startswith("cpu/"):
+        return []
+    text = "\n".join(word for word in words(module) if not OPTIONS.fullmatch(word))
+    found = {f for f, word in NAMED.items() if not place.startswith(f) and re.search(word, text, re.IGNORECASE)}
+    for seam in SEAMS:
+        for other in imports:
+            if other.startswith(f"{seam}.") and other.count(".") > seam.count(".") + 1:  # in a part's sub-package
+                part = ".".join(other.split(".")[: seam.count(".") + 2])
+                if not name.startswith(part):
+                    found.add(part.removeprefix("asyncrl.").replace(".", "/") + "/")
+    return sorted(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tree", type=Path, default=ROOT, help="a checkout of asyncrl (default: this one)")
+    tree = parser.parse_args().tree
+    files = modules(tree)
+    parsed = {name: ast.parse(file.read_text()) for name, file in files.items()}
+    length = {name: len(file.read_text().splitlines()) for name, file in files.items()}
+    graph = {name: imported(module, set(files)) - {name} for name, module in parsed.items()}
+    place = {name: str(file.relative_to(tree / "asyncrl")) for name, file in files.items()}
+    outside = {name: names_outside(place[name], name, parsed[name], graph[name]) for name in files}
+    outside = {name: named for name, named in outside.items() if named}
+    circles = cycles(graph)
+    root = [p for p in place.values() if "/" not in p and p != "__init__.py"]
+    lines, cpu = sum(length.values()), sum(n for name, n in length.items() if place[name].startswith("cpu/"))
+
+    print(f"{'folder':<16}{'modules':>8}{'lines':>8}{'largest':>9}")
+    for folder in sorted({p.split("/")[0] for p in place.values()}):
+        sizes = [n for name, n in length.items() if place[name].split("/")[0] == folder]
+        print(f"{folder:<16}{len(sizes):>8}{sum(sizes):>8}{max(sizes):>9}")
+    for name in sorted(length, key=length.__getitem__, reverse=True)[:5]:
+        print(f"large: {place[name]}, {length[name]} lines")
+    for circle in circles:
+        print(f"import cycle: {' ↔ '.join(circle)}")
+    for name, named in outside.items():
+        print(f"named outside: {place[name]} names {', '.join(named)}")
+    figures = {
+        "lines": lines,
+        "lines_without_cpu": lines - cpu,
+        "cycles": len(circles),
+        "largest": max(length.values()),
+        "root_files": len(root),
+        "crossings": len(CROSSINGS),
+        "forms": len(FORMS),
+        "named_outside": len(outside),
+    }
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Efficiency of a run: the ideal of two pools, the fraction reached, and the split that balances them."""
+
+import pytest
+
+from asyncrl.observability.efficiency import EfficiencyTracker
+
+
+def test_pools_that_never_wait_are_as_fast_as_the_slower_one():
+    tracker = EfficiencyTracker(1, 1, "CPU")
+    figures = tracker.step(2.0, trained=1000, training_s=2.0, generated=1000, generating_s=1.0, unthrottled=True)
+    assert figures == {
+        "perf/trainer_alone_tokens_per_s": 500,
+        "perf/rollout_alone_tokens_per_s": 1000,
+        "perf/ideal_step_s": 2.0,
+        "perf/fraction_of_ideal": 1.0,
+    }
+
+
+def test_waiting_and_tokens_that_are_never_trained_lower_the_fraction():
+    waiting = EfficiencyTracker(1, 1, "CPU")
+    waiting.step(4.0, trained=1000, training_s=2.0, generated=1000, generating_s=2.0, unthrottled=True)
+    assert waiting.figures()["fraction_of_ideal"] == 0.5
+    # half of the generated tokens are dropped: the rollouter is always busy
+    dropping = EfficiencyTracker(1, 1, "CPU")
+    dropping.step(2.0, trained=500, training_s=0.5, generated=1000, generating_s=2.0, unthrottled=True)
+    assert dropping.figures()["fraction_of_ideal"] == 0.5
+
+
+def test_a_throttled_rollouter_does_not_count_as_slow():
+    tracker = EfficiencyTracker(1, 1, "CPU")
+    tracker.step(2.0, trained=1000, training_s=1.0, generated=1000, generating_s=1.0, unthrottled=True)
+    narrow = tracker.step(2.0, trained=1000, training_s=1.0, generated=1000, generating_s=2.0, unthrottled=False)
+    assert narrow["perf/rollout_alone_tokens_per_s"] == 1000
+    assert narrow["perf/fraction_of_ideal"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("pools", "training_s", "generating_s", "advice"),
+    [
+        (
+            (4, 4, "GPU"),
+            3.0,
+            1.0,
+            "training is the bottleneck, generation could do 3 times as much: training takes 100% of",
+        ),
+        ((4, 4, "GPU"), 3.0, 1.0, "of 8 GPUs, 6 for training and 2 for generation would balance them (now 4 and 4)"),
+        ((1, 1, "CPU"), 1.5, 3.0, "of 2 CPUs, 0.67 for training and 1.3 for generation"),
+        ((1, 1, "CPU"), 2.8, 3.0, "the pools are balanced: training takes 93% of the time, generation 100%"),
+    ],
+)
+def test_the_advice_names_the_bottleneck_and_a_balanced_split(pools, training_s, generating_s, advice):
+    tracker = EfficiencyTracker(*pools)
+    tracker.step(3.0, trained=100, training_s=training_s, generated=100, generating_s=generating_s, unthrottled=True)
+    assert advice in tracker.advice()
+
+
+def test_a_run_that_trained_nothing_has_no_figures():
+    tracker = EfficiencyTracker(1, 1, "CPU")
+    assert tracker.step(1.0, trained=0, training_s=0, generated=0, generating_s=0, unthrottled=True) == {}
+    assert tracker.figures() == {}

@@ -1,0 +1,212 @@
+"""The native engine's stepper under random schedules, held against forwards without a cache."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.models.config import DecoderConfig
+from asyncrl.models.decoder import Decoder
+from asyncrl.models.layout import PackedLayout
+from asyncrl.rollouter.engines.base import Request, Scheduling
+from asyncrl.rollouter.engines.native.core import Core
+from asyncrl.rollouter.engines.native.model import NativeModel
+from asyncrl.rollouter.engines.native.sampler import uniforms
+from asyncrl.rollouter.engines.native.speculation import Speculation
+from asyncrl.types.samples import FinishReason
+from asyncrl.types.versions import PolicyVersion
+from tests.support.stepping import make_request, read
+
+VOCABULARY, CONTEXT = 24, 48
+STOP_STRINGS = ("bb", "cab")
+
+
+class Letters:
+    """Token 0 is a, 1 is b and so on."""
+
+    def decode(self, token_ids: list[int], **_: bool) -> str:
+        return "".join(chr(ord("a") + t) for t in token_ids)
+
+
+def _decoder(mtp_layers: int) -> Decoder:
+    raw = {
+        "architectures": ["MiMoForCausalLM"],
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT,
+        "num_nextn_predict_layers": mtp_layers,
+        "tie_word_embeddings": True,
+    }
+    decoder = Decoder(DecoderConfig.from_dict(raw))
+    decoder.init_weights(mtp_layers, std=0.3)
+    return decoder
+
+
+class Schedule:
+    """Requests that come, are cut, go on elsewhere and end, in an order that ``rng`` decides."""
+
+    def __init__(self, rng: np.random.Generator, decoder: Decoder, k: int, deterministic: bool) -> None:
+        self._rng, self._most = rng, k
+        self.cores = [self._core(decoder, k, deterministic) for _ in range(2)]
+        self.requests = self._requests()
+        self.drawn: dict[str, tuple[list[int], np.ndarray]] = {r.id: ([], np.empty(0)) for r in self.requests}
+        self.finish: dict[str, FinishReason] = {}
+        self.cuts = 0
+
+    def _core(self, decoder: Decoder, k: int, deterministic: bool) -> Core:
+        model = NativeModel(decoder.config, CONTEXT, torch.float32)
+        with torch.no_grad():
+            for name, view in model.named_views().items():
+                view.copy_(decoder.get_parameter(name))
+        core = Core(
+            model,
+            slots=4 if deterministic else int(self._rng.integers(1, 7)),
+            context_tokens=CONTEXT,
+            prefill_chunk_tokens=8 if deterministic else int(self._rng.integers(1, 12)),
+            deterministic=deterministic,
+            tokenizer=Letters(),
+            speculation=Speculation(k) if k else None,
+        )
+        if core._speculator is not None:
+            core._speculator.guard.choose = lambda rows: int(self._rng.integers(k + 1))
+        core.start(PolicyVersion(0, 0))
+        return core
+
+    def _requests(self) -> list[Request]:
+        rng, requests = self._rng, []
+        for g in range(6):
+            shared = rng.integers(0, VOCABULARY, rng.integers(1, CONTEXT - 4))
+            for s in range(3):
+                tail = rng.integers(0, VOCABULARY, rng.integers(0, 4) * rng.integers(2))
+                requests.append(
+                    make_request(
+                        f"{g}.{s}",
+                        [*shared, *tail],
+                        int(rng.choice([1, 2, 9, CONTEXT - len(shared) - len(tail), CONTEXT])),
+                        key=int(rng.integers(2**63)),
+                        position=int(rng.integers(2) * 7),
+                        group=str(g),
+                        shared=len(shared),
+                        priority=int(rng.integers(2)),
+                        temperature=float(rng.choice([0.0, 0.7, 1.0])),
+                        top_k=int(rng.choice([0, 0, 5])),
+                        min_p=float(rng.choice([0.0, 0.0, 0.02])),
+                        stop_token_ids=(3,) if rng.integers(2) else (),
+                        stop_strings=STOP_STRINGS if rng.integers(2) else (),
+                    )
+                )
+        rng.shuffle(requests)
+        return requests
+
+    def run(self) -> None:
+        rng, waiting, version = self._rng, list(self.requests), 0
+        # deterministic mode replays what is cut token by token
+        often = 0.5 if self.cores[0].deterministic else 1.0
+        while len(self.finish) < len(self.requests):
+            for core in self.cores:
+                if waiting and rng.random() < 0.4:
+                    count = int(rng.integers(1, 5))
+                    core.submit(map(self._part, waiting[:count]))
+                    del waiting[:count]
+                if rng.random() < 0.05 * often:
+                    core.abort(rng.choice(list(core._scheduler.by_id), 2).tolist() if core.active else None)
+                if rng.random() < 0.05:
+                    core.set_scheduling(Scheduling(int(rng.integers(core.slots + 1)) or None, bool(rng.integers(2))))
+                if rng.random() < 0.03 * often:
+                    core.flush_kv()
+                if rng.random() < 0.03 * often:
+                    version += 1
+                    core.start(PolicyVersion(0, version))  # of the same weights
+                if rng.random() < 0.02 * often:
+                    core.abort()
+                    core.release_kv()
+                    core.kv.restore()
+                core.step()
+                if rng.random() < 0.5:
+                    waiting += self._read(core)
+
+    def _part(self, request: Request) -> Request:
+        """What is left of it."""
+        done = self.drawn[request.id][0]
+        return replace(
+            request,
+            tokens=np.array([*request.tokens, *done], np.int32),
+            position=request.position + len(done),
+            max_new_tokens=request.max_new_tokens - len(done),
+            resumed=len(done),
+        )
+
+    def _read(self, core: Core) -> list[Request]:
+        """Take what the core tells; returns the requests that were cut."""
+        cut = []
+        for id, (tokens, logprobs, finish) in read(core.drain()).items():
+            before, their_logprobs = self.drawn[id]
+            self.drawn[id] = before + tokens, np.concatenate([their_logprobs, logprobs])
+            if finish is FinishReason.ABORT:
+                self.cuts += 1
+                cut.append(next(r for r in self.requests if r.id == id))
+            elif finish is not None:
+                self.finish[id] = finish
+        return cut
+
+
+def _logits(decoder: Decoder, request: Request, tokens: list[int]) -> torch.Tensor:
+    """Those that ``tokens`` were drawn from, in one forward without a cache."""
+    row = torch.tensor([*request.tokens.tolist(), *tokens])
+    with torch.no_grad():
+        return decoder.logits(row, PackedLayout.from_lengths([len(row)]))[len(request.tokens) - 1 : -1]
+
+
+def _stops(request: Request, tokens: list[int]) -> bool:
+    text = Letters().decode(tokens)
+    return tokens[-1] in request.sampling.stop_token_ids or any(map(text.endswith, request.sampling.stop_strings))
+
+
+def _check_end(request: Request, tokens: list[int], finish: FinishReason) -> None:
+    limit = min(request.max_new_tokens, CONTEXT - len(request.tokens))
+    assert not any(_stops(request, tokens[:n]) for n in range(1, len(tokens)))
+    assert finish is (FinishReason.STOP if _stops(request, tokens) else FinishReason.LENGTH)
+    assert len(tokens) == limit or (finish is FinishReason.STOP and 0 < len(tokens) < limit)
+
+
+def _check_draws(request: Request, tokens: list[int], logits_CV: torch.Tensor, speculated: bool) -> None:
+    """Each token is one that the filters let through, and the one that its random number draws."""
+    p = request.sampling
+    if p.temperature == 0:
+        best_C = logits_CV.amax(-1) - logits_CV.gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
+        assert best_C.max() < 1e-4
+        return
+    probs_CV = (logits_CV.double() / p.temperature).softmax(-1)
+    least_C1 = p.min_p * probs_CV.amax(-1, keepdim=True)
+    if p.top_k:
+        least_C1 = torch.maximum(least_C1, probs_CV.topk(p.top_k).values[:, -1:])
+    kept_CV = probs_CV.where(probs_CV > least_C1 * (1 - 1e-4), 0)
+    assert (kept_CV[range(len(tokens)), tokens] > 0).all()
+    if not speculated:
+        kept_CV /= kept_CV.sum(-1, keepdim=True)
+        upto_C = kept_CV.cumsum(-1)[range(len(tokens)), tokens].numpy()
+        u_C = uniforms(request.key, request.position, len(tokens))
+        assert (u_C < upto_C + 1e-4).all()
+        assert (u_C > upto_C - kept_CV[range(len(tokens)), tokens].numpy() - 1e-4).all()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_whatever_happens_a_token_is_drawn_as_a_forward_without_a_cache_says(seed):
+    rng = np.random.default_rng(seed)
+    k = int(rng.integers(1, 5)) if seed % 3 else 0
+    decoder = _decoder(mtp_layers=1 + seed % 3)
+    schedule = Schedule(rng, decoder, k, deterministic=seed % 6 == 3)
+    schedule.run()
+    assert schedule.cuts
+    for request in schedule.requests:
+        tokens, logprobs = schedule.drawn[request.id]
+        logits_CV = _logits(decoder, request, tokens)
+        _check_end(request, tokens, schedule.finish[request.id])
+        _check_draws(request, tokens, logits_CV, speculated=k > 0)
+        expected_CV = (logits_CV / (request.sampling.temperature or 1.0)).log_softmax(-1)
+        np.testing.assert_allclose(logprobs, expected_CV[range(len(tokens)), tokens].numpy(), atol=1e-4)

@@ -1,0 +1,84 @@
+"""The rollouter actor's calls, on the class inside the Ray actor: run, reset, validate and alive."""
+
+import asyncio
+import contextlib
+from fractions import Fraction
+
+import pytest
+
+from asyncrl.config.checks import derive
+from asyncrl.config.load import load_config
+from asyncrl.models.config import ModelConfig
+from asyncrl.rollouter.actors import RollouterActor
+from asyncrl.rollouter.engine_lease import EngineLease, LeasedEngine
+from asyncrl.rollouter.engines.native.engine import NativeEngine
+from asyncrl.sample_queue.admission import Admission
+from asyncrl.sample_queue.core import SampleQueue
+from asyncrl.types.versions import PolicyVersion
+from tests.support.in_memory import InMemoryRecords
+from tests.support.scripted import ScriptedReplica
+from tests.support.tiny import overrides
+
+PROMPTS = 25
+EPOCH = ("data.epochs=1", "async_training.staleness_threshold=50", "rollout.pacing=true")
+
+
+@contextlib.asynccontextmanager
+async def rollouter(inputs, monkeypatch, replica=None):
+    """A started rollouter over a queue of this process, and that queue. Without ``replica`` it has a real engine."""
+    monkeypatch.setattr("asyncrl.rollouter.actors.never_interrupt", lambda: None)
+    config = load_config(None, [*overrides(inputs, inputs / "run"), *EPOCH])
+    derived, engine = derive(config), None
+    if replica is None:
+        engine = NativeEngine(config.model.path, config.rollout.engine)
+        await engine.resume(PolicyVersion(0, 0))
+        replica = LeasedEngine(EngineLease(engine), 1)
+    queue = SampleQueue(
+        Admission(derived.groups_per_version, Fraction(50), 100),
+        InMemoryRecords(),
+        vocab_size=ModelConfig.load(config.model.path).vocab_size,
+    )
+    actor = RollouterActor.__ray_metadata__.modified_class(config, derived, 40, None, {}, fencing_token=1)
+    actor._queue, actor._replicas = queue, {"replica": replica}
+    await actor.start()
+    try:
+        yield actor, queue
+    finally:
+        actor._serving.cancel()
+        await asyncio.wait([actor._serving])
+        await actor.close()
+        if engine is not None:
+            await engine.close()
+
+
+async def test_run_returns_when_the_queue_is_closed_and_validation_is_still_served(inputs, monkeypatch):
+    async with rollouter(inputs, monkeypatch) as (actor, queue):
+        await queue.publish(PolicyVersion(0, 0))
+        await asyncio.wait_for(actor.run(), 120)
+        assert queue.balance()["queued"] == PROMPTS
+        alive = asyncio.create_task(actor.alive())
+        assert (await asyncio.wait_for(actor.validate(), 60))["validation/samples"] == 6
+        assert not alive.done()
+        alive.cancel()
+
+
+async def test_run_goes_on_through_a_reset_and_no_group_is_lost(inputs, monkeypatch):
+    async with rollouter(inputs, monkeypatch) as (actor, queue):
+        await queue.publish(PolicyVersion(0, 0))
+        running = asyncio.create_task(actor.run())
+        async with asyncio.timeout(60):
+            while queue.balance()["queued"] < 2:
+                await asyncio.sleep(0.005)
+        before = actor._loop
+        await actor.reset()
+        await asyncio.wait_for(running, 120)
+        assert actor._loop is not before
+        assert queue.balance()["queued"] == PROMPTS
+
+
+async def test_alive_raises_what_an_engine_raised(inputs, monkeypatch):
+    replica = ScriptedReplica()
+    async with rollouter(inputs, monkeypatch, replica) as (actor, _):
+        replica.die(ValueError("out of memory"))
+        with pytest.raises(ValueError, match="out of memory"):
+            await asyncio.wait_for(actor.alive(), 30)

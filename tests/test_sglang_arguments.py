@@ -1,0 +1,109 @@
+"""From our options to the arguments and the environment of SGLang's server; without one."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from asyncrl.config.schema import (
+    Config,
+    EngineConfig,
+    LoraConfig,
+    ModelConfig,
+    MTPConfig,
+    RolloutConfig,
+)
+from asyncrl.models.make_checkpoint import make_checkpoint
+from asyncrl.rollouter.engines.sglang.arguments import command_line, server_arguments, server_environment
+from asyncrl.rollouter.engines.sglang.spec import ENGINE
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("mimo"), seed=0, warm_start_steps=0)
+
+
+class TestArguments:
+    def config(self, checkpoint, mtp=None, **engine):
+        options = {"name": "sglang", "slots": 4, "max_context_tokens": 100, "device": "cpu", **engine}
+        return Config(
+            model=ModelConfig(path=str(checkpoint)),
+            rollout=RolloutConfig(engine=EngineConfig(**options)),
+            mtp=mtp or MTPConfig(),
+        )
+
+    def test_a_draft_is_a_chain_of_as_many_tokens_as_the_config_says(self, checkpoint):
+        plain = server_arguments(self.config(checkpoint), "cpu")
+        assert not any(name.startswith("speculative") for name in plain)
+        config = self.config(checkpoint, MTPConfig(enable_rollout=True, num_speculative_tokens=3))
+        drafting = server_arguments(config, "cuda")
+        assert drafting["speculative_algorithm"] == "NEXTN"
+        assert drafting["speculative_num_steps"] == 3
+        assert drafting["speculative_eagle_topk"] == 1
+        assert drafting["speculative_num_draft_tokens"] == 4
+
+    def test_adapters_have_room_beside_what_they_target(self, checkpoint):
+        config = self.config(checkpoint)
+        assert "enable_lora" not in server_arguments(config, "cpu")
+        config.model.lora = LoraConfig(rank=8, target_modules=["self_attn.q_proj", "down_proj"])
+        arguments = server_arguments(config, "cuda")
+        assert (arguments["max_lora_rank"], arguments["max_loras_per_batch"]) == (8, 2)
+        assert arguments["lora_target_modules"] == ["down_proj", "q_proj"]
+        assert "lora_backend" not in arguments
+        assert server_arguments(config, "cpu")["lora_backend"] == "torch_native"
+        config.async_training.staleness_threshold = 2
+        config.param_sync.in_flight = "finish"
+        assert server_arguments(config, "cuda")["max_loras_per_batch"] == 4
+
+    def test_a_group_over_nccl_leaves_the_first_gpu_to_the_replicas_process(self, checkpoint):
+        config = self.config(checkpoint, delivery="nccl")
+        assert server_arguments(config, "cuda")["base_gpu_id"] == 1
+
+    def test_what_follows_from_other_options_is_refused(self, checkpoint):
+        (problem,) = ENGINE.problems(self.config(checkpoint, args={"tp_size": 2, "api_key": "x"}))
+        assert problem.startswith("rollout.engine.args: api_key, tp_size follow from other options")
+        (problem,) = ENGINE.problems(self.config(checkpoint, args={"dp_size": 2}))
+        assert problem.endswith("raise rollout.replicas")
+
+    @pytest.mark.parametrize(
+        "argument",
+        [
+            "enable_eplb",
+            "speculative_accept_threshold_single",
+            "speculative_accept_threshold_acc",
+            "preferred_sampling_params",
+            "disable_overlap_schedule",
+        ],
+    )
+    def test_what_would_part_samples_from_their_logprobs_or_versions_is_refused(self, checkpoint, argument):
+        (problem,) = ENGINE.problems(self.config(checkpoint, args={argument: 1}))
+        assert f"{argument} follow from other options or do not go with them" in problem
+
+    def test_logprobs_are_those_after_temperature_whatever_our_environment_says(self, checkpoint, monkeypatch):
+        monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
+        config = self.config(checkpoint)
+        for device in ("cpu", "cuda"):
+            assert {**os.environ, **server_environment(config, device)}["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
+
+    def test_no_step_is_in_flight_while_requests_are_kept_with_their_cache(self, checkpoint):
+        config = self.config(checkpoint)
+        for pause, kv in ENGINE.pause_kv:
+            config.param_sync.pause, config.param_sync.kv = pause, kv
+            overlaps = "--disable-overlap-schedule" not in command_line(server_arguments(config, "cuda"))
+            assert overlaps == ((pause, kv) != ("keep", "keep"))
+        config.param_sync.pause = config.param_sync.kv = "keep"
+        config.param_sync.in_flight = "finish"  # they stay on their version
+        assert "disable_overlap_schedule" not in server_arguments(config, "cuda")
+
+    def test_further_arguments_reach_the_command_line(self, checkpoint):
+        options = {"ep_size": 2, "enable_dp_attention": True, "dp_size": 2, "disable_radix_cache": False}
+        options |= {"json_model_override_args": {"a": 1}, "cuda_graph_bs_decode": [1, 2], "kv_events_config": "-x"}
+        words = command_line(server_arguments(self.config(checkpoint, args=options), "cuda"))
+        assert {"--ep-size=2", "--dp-size=2", '--json-model-override-args={"a": 1}', "--kv-events-config=-x"} <= {
+            *words
+        }
+        at = words.index("--cuda-graph-bs-decode")
+        assert words[at + 1 : at + 3] == ["1", "2"]
+        assert "--enable-dp-attention" in words
+        assert not any("radix" in word for word in words)

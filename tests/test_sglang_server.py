@@ -1,0 +1,109 @@
+"""The process of SGLang's server: how it starts, ends and is known, held against a stand-in for SGLang."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from asyncrl.rollouter.engines.base import EngineError
+from asyncrl.rollouter.engines.sglang import server as server_module
+from asyncrl.rollouter.engines.sglang.server import Server
+
+SERVER_WITH_A_CHILD = """
+import multiprocessing, time
+
+def run_server(arguments):
+    child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+    child.start()
+    print(child.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def write_sglang(folder, launch_server):
+    """A package of this name with what our process of its server imports."""
+    modules = {
+        "launch_server": launch_server,
+        "srt/plugins/__init__": "def load_plugins(): pass",
+        "srt/plugins/hook_registry": """
+import functools, types
+from sglang.srt.managers.schedule_batch import Req
+
+class HookRegistry:
+    def register(target, hook, kind):
+        setattr(Req, target.rpartition(".")[2], functools.wraps(Req.check)(lambda *args: hook(Req.check, *args)))
+
+HookType = types.SimpleNamespace(AROUND="around")
+""",
+        "srt/managers/schedule_batch": "class Req:\n    def check(self, tokens): ...\n",
+        "srt/server_args": "def prepare_server_args(words): return words",
+    }
+    for name, text in modules.items():
+        path = folder / "sglang" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.mark.parametrize("later_s", [0.0, 3.0], ids=["at-once", "later"])
+def test_a_server_s_children_end_with_it_however_early_it_is_killed(tmp_path, later_s):
+    """These never come to what SGLang's own do about it when they have imported everything."""
+    write_sglang(tmp_path, SERVER_WITH_A_CHILD)
+    server = subprocess.Popen(
+        [sys.executable, "-m", "asyncrl.rollouter.engines.sglang.serve", str(os.getpid())],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # as a replica starts it
+    )
+    with server:
+        print("[]", file=server.stdin, flush=True)
+        server.stdin.close()
+        child = psutil.Process(int(server.stdout.readline()))
+        time.sleep(later_s)
+        server.kill()
+    deadline = time.monotonic() + 30
+    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = child.is_running() and child.status() != psutil.STATUS_ZOMBIE
+    if left:
+        child.kill()
+    assert not left
+
+
+async def test_a_server_that_does_not_start_is_told_by_its_last_line(capfd):
+    """Its whole output is reported as it arrives."""
+    no_python = {"PYTHONHOME": "/nowhere"}
+    with pytest.raises(EngineError) as raised:
+        await Server.start({"device": "cpu"}, no_python)
+    last_line = capfd.readouterr().err.rstrip().splitlines()[-1]
+    assert str(raised.value) == (
+        f"SGLang's server process is gone (exit status 1) before it was ready; its last line: {last_line} "
+        "(without a GPU it needs stand-ins: see configs/sglang_cpu.yaml)"
+    )
+
+
+async def test_the_key_is_not_sent_to_another_process_that_took_the_port(tmp_path, monkeypatch):
+    write_sglang(tmp_path, "import sys, time\ndef run_server(arguments): time.sleep(2); sys.exit(3)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    heard = []
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        monkeypatch.setattr(server_module, "_free_port", lambda: stranger.getsockname()[1])
+        listening = threading.Thread(target=lambda: heard.append(stranger.accept()[0].recv(4096)), daemon=True)
+        listening.start()
+        with pytest.raises(EngineError, match="before it was ready"):
+            async with asyncio.timeout(60):
+                await Server.start({"device": "cuda"}, {})
+        assert heard == []
+        with socket.create_connection(stranger.getsockname()) as last:
+            last.send(b"over")
+        listening.join(10)
+    assert heard == [b"over"]

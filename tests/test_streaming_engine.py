@@ -1,0 +1,131 @@
+"""Where a request ends that another process generates, whatever that process says and whenever it is cut."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+
+from asyncrl.config.schema import Config, EngineConfig, ModelConfig, RolloutConfig
+from asyncrl.models.make_checkpoint import make_checkpoint
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.rollouter.engines.base import Scheduling
+from asyncrl.rollouter.engines.streaming import FINISH, StreamedRequest, StreamingEngine
+from asyncrl.types.samples import FinishReason
+from asyncrl.types.versions import PolicyVersion
+from tests.support.engine_replica import add, request
+
+STOP = 7
+DRAWN = [3, 4, 5, 6, STOP, 8, 9, 10]  # by an engine that passes over stop tokens
+VERSION = PolicyVersion(0, 1)
+
+
+class Scripted(StreamingEngine[StreamedRequest]):
+    """Says of each request what its script has: pieces of tokens, then why it ended; and ends it when asked to."""
+
+    title = "script"
+    request_type = StreamedRequest
+
+    def __init__(self, config, pieces, finish):
+        super().__init__(config, "cpu", Recorder("replica/0"), 1024, 4096, None)
+        self._pieces, self._finish = pieces, finish
+        self.aborted = False
+
+    async def _stream(self, running):
+        told = 0
+        for i, piece in enumerate(self._pieces):
+            told += len(piece)
+            last = i == len(self._pieces) - 1
+            finish = FINISH.get(self._finish, FinishReason.ERROR) if last else None
+            spans = [(str(VERSION), told)] if last else []
+            over = self._received(running, piece, [-0.5] * len(piece), finish, spans, "why" if last else "")
+            self.aborted |= bool(over)
+
+    async def _done(self, *args):
+        pass
+
+    _abort = _stop = _continue = _set_version = _release_kv = _restore_kv = _flush_kv = _free_bytes = _done
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return Config(name="test", model=ModelConfig(path=str(make_checkpoint(tmp_path_factory.mktemp("m"), 0, 0))))
+
+
+async def answered(config, pieces, finish, **options):
+    engine, answers, ends = Scripted(config, pieces, finish), {}, 0
+    await engine.resume(VERSION)
+    await engine.submit([request("r", [1, 2], 100, **options)])
+    while not ends:
+        batch = await engine.events()
+        add(answers, batch)
+        ends += sum(f is not None for f in batch.finish)
+    assert ends == 1
+    assert engine.paused is False
+    return answers["r"], engine
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("finish", ["abort", "stop", "length"])
+async def test_nothing_follows_a_stop_token_and_what_ends_in_one_has_stopped(config, size, finish):
+    """Whatever the size of the engine's reports, and whether it ends before, at or beyond the stop token."""
+    for end in range(1, len(DRAWN) + 1):
+        pieces = [DRAWN[i : min(i + size, end)] for i in range(0, end, size)]
+        answer, engine = await answered(config, pieces, finish, stop_token_ids=(STOP,))
+        own = DRAWN[: min(end, DRAWN.index(STOP) + 1)]
+        assert answer.tokens == own
+        assert len(answer.logprobs) == len(own)
+        assert answer.finish is (FinishReason.STOP if own[-1] == STOP else FINISH[finish])
+        assert engine.aborted == (sum(map(len, pieces[:-1])) > DRAWN.index(STOP))  # unless it ends by itself
+        assert engine._recorder.drain().counters["rollout/tokens"] == len(own)
+
+
+async def test_an_error_is_one_also_at_a_stop_token_but_not_after_it(config):
+    answer, _ = await answered(config, [[3], [STOP]], "error", stop_token_ids=(STOP,))
+    assert (answer.finish, answer.error) == (FinishReason.ERROR, "why")
+    answer, _ = await answered(config, [[3, STOP], [4]], "error", stop_token_ids=(STOP,))
+    assert (answer.finish, answer.tokens, answer.error) == (FinishReason.STOP, [3, STOP], "")
+
+
+class Gated(Scripted):
+    """Generates until the test opens a request's gate; ``begun`` in the order in which the engine got them."""
+
+    def __init__(self, config):
+        super().__init__(config, [[3]], "length")
+        self.begun, self.gates = [], {}
+
+    def request_type(self, request, version, slot):
+        self.begun.append(request.id)
+        self.gates[request.id] = asyncio.Event()
+        return StreamedRequest(request, version, slot)
+
+    async def _stream(self, running):
+        await self.gates[running.request.id].wait()
+        await super()._stream(running)
+
+    async def end(self, id):
+        self.gates[id].set()
+        while id in self._running:
+            await asyncio.sleep(0)
+
+
+async def test_training_is_held_back_while_validation_waits_in_the_engine_and_comes_first(config):
+    """The engine itself would serve training first. Its two slots always have a request."""
+    engine = Gated(Config(name="test", model=config.model, rollout=RolloutConfig(engine=EngineConfig(slots=2))))
+    training = [request(f"t{i}", [1, 2], 100) for i in range(7)]
+    v0, v1 = (dataclasses.replace(request(id, [1, 2], 100), priority=1) for id in ("v0", "v1"))
+    await engine.resume(VERSION)
+    await engine.submit([*training[:2], v0])
+    await engine.set_scheduling(Scheduling(validation_first=True))
+    await engine.submit([*training[2:], v1])
+    assert engine.begun == ["t0", "t1", "v0", "v1"]
+    await engine.end("t0")
+    await engine.end("t1")
+    assert engine.begun[4:] == []  # both slots have validation
+    await engine.end("v0")
+    assert engine.begun[4:] == ["t2"]
+    await engine.end("v1")
+    assert engine.begun[4:] == ["t2", "t3"]
+    await engine.set_scheduling(Scheduling())
+    assert engine.begun[4:] == ["t2", "t3", "t4", "t5", "t6"]

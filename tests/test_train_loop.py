@@ -1,0 +1,243 @@
+"""Parts of the training loop, over fakes of its interfaces: staleness, rolling updates, validations, observing."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from asyncrl.config.schema import Config
+from asyncrl.observability.sinks.hub import Hub
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.run.monitor import Monitor
+from asyncrl.sample_queue.messages import Lease, LeasedGroup
+from asyncrl.trainer.checkpoints import CheckpointStore
+from asyncrl.trainer.progress import Progress, TrainingState
+from asyncrl.trainer.rolling_update import RollingUpdate
+from asyncrl.trainer.staleness import StalenessError, batch_metrics
+from asyncrl.trainer.validation import ValidationSchedule
+from asyncrl.types.versions import PolicyVersion
+
+# -- staleness ---------------------------------------------------------------------------------------------------------
+
+
+def lease_of(*numbers: int, lineage: int = 0, mask_before: int | None = None) -> Lease:
+    groups = [LeasedGroup(f"g{n}", PolicyVersion(lineage, n), 1.0, 2.0) for n in numbers]
+    return Lease(tuple(groups), mask_before=mask_before)
+
+
+def test_the_ages_of_a_batch_are_counted_in_versions():
+    metrics = batch_metrics(9, lease_of(5, 6, 6, 7), PolicyVersion(1, 7), bound=2)
+    assert [metrics[f"fully_async/staleness/groups_{age}"] for age in range(3)] == [1, 2, 1]
+    assert metrics["fully_async/staleness/max"] == 2
+    assert metrics["fully_async/staleness/mean"] == 1.0
+
+
+def test_a_token_older_than_the_bound_is_never_trained():
+    with pytest.raises(StalenessError, match=r"group g4 holds tokens of version 0\.4, the trainer is at 1\.7"):
+        batch_metrics(9, lease_of(6, 4), PolicyVersion(1, 7), bound=2)
+
+
+def test_tokens_that_are_masked_do_not_count_as_stale():
+    metrics = batch_metrics(9, lease_of(6, 4, mask_before=5), PolicyVersion(1, 7), bound=2)
+    assert metrics["fully_async/staleness/max"] == 2
+
+
+def test_the_first_reason_to_stop_is_kept():
+    state = TrainingState()
+    state.stop("SIGTERM")
+    state.stop("later")
+    assert state.progress.stopped == "SIGTERM"
+
+
+# -- rolling updates ---------------------------------------------------------------------------------------------------
+
+
+class Rolling:
+    """A rolling update over a queue that logs its calls, and a sync whose phases the test ends."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.sent, self.synced = asyncio.Event(), asyncio.Event()
+        self.failure: Exception | None = None
+        self.update = RollingUpdate(self, self._sync, self._served)
+
+    async def publish(self, version, trained=None, rolling=False):
+        self.log.append(f"published {version}{', rolling' if rolling else ''}")
+
+    async def retire_before(self, version):
+        self.log.append(f"retired before {version}")
+
+    async def _sync(self, version, on_sent):
+        await self.sent.wait()
+        if self.failure is not None:
+            raise self.failure
+        on_sent()
+        await self.synced.wait()
+        if self.failure is not None:
+            raise self.failure
+        self.log.append(f"synced {version}")
+        return True
+
+    async def _served(self, progress):
+        self.log.append(f"served {progress.version}")
+
+
+NEXT = Progress(step=3, version=PolicyVersion(0, 3))
+
+
+async def test_groups_start_under_a_version_once_its_weights_are_sent_and_the_old_one_retires_after_the_last_replica():
+    rolling = Rolling()
+    rolling.sent.set()
+    await asyncio.wait_for(rolling.update.start(NEXT), 10)  # training goes on
+    assert rolling.log == ["published 0.3, rolling"]
+    rolling.synced.set()
+    await asyncio.wait_for(rolling.update.finish(), 10)
+    assert rolling.log[1:] == ["synced 0.3", "retired before 0.3", "served 0.3"]
+    assert rolling.update.under_way is None
+
+
+async def test_a_change_over_that_fails_before_the_weights_are_sent_fails_its_start():
+    rolling = Rolling()
+    rolling.failure = RuntimeError("no sender")
+    rolling.sent.set()
+    with pytest.raises(RuntimeError, match="no sender"):
+        await asyncio.wait_for(rolling.update.start(NEXT), 10)
+    assert rolling.log == []
+
+
+async def test_a_change_over_that_fails_later_fails_who_waits_for_it():
+    rolling = Rolling()
+    rolling.sent.set()
+    await asyncio.wait_for(rolling.update.start(NEXT), 10)
+    rolling.failure = RuntimeError("no replica")
+    rolling.synced.set()
+    with pytest.raises(RuntimeError, match="no replica"):
+        await asyncio.wait_for(rolling.update.finish(), 10)
+    assert rolling.log == ["published 0.3, rolling"]
+
+
+# -- validations -------------------------------------------------------------------------------------------------------
+
+
+class Validating:
+    """A schedule over a rollouter whose validations the test ends; ``results`` are those reported."""
+
+    def __init__(self, tmp_path) -> None:
+        config = Config()
+        config.data.validation_files, config.validation.every_versions = ["some"], 2
+        store = CheckpointStore(tmp_path, config.checkpoint)
+        self.answer: asyncio.Future[dict[str, float]] = asyncio.get_running_loop().create_future()
+        self.first: list[bool] = []  # priorities asked for
+        self.results: list[tuple] = []
+        self.schedule = ValidationSchedule(config, self, store, Recorder("driver"), self._report)
+
+    def _report(self, progress, metrics, when):
+        self.results.append((progress.version.number, when))
+
+    async def validate(self):
+        return await asyncio.shield(self.answer)
+
+    async def set_validation_first(self, first):
+        self.first.append(first)
+
+
+def at(number: int, last: bool = False) -> Progress:
+    return Progress(step=number, version=PolicyVersion(0, number), last=last)
+
+
+async def test_validations_block_before_and_after_training_and_run_beside_it_in_between(tmp_path):
+    run = Validating(tmp_path)
+    first = asyncio.create_task(run.schedule.validate(at(0)))
+    await asyncio.sleep(0)
+    assert not first.done()
+    run.answer.set_result({"validation/reward": 1.0})
+    await asyncio.wait_for(first, 10)
+
+    run.answer = asyncio.get_running_loop().create_future()
+    await asyncio.wait_for(run.schedule.validate(at(1)), 10)  # not due
+    await asyncio.wait_for(run.schedule.validate(at(2)), 10)
+    assert run.results == [(0, "before")]
+    syncing = asyncio.create_task(run.schedule.finished())
+    while not run.first:
+        await asyncio.sleep(0)
+    assert not syncing.done()
+    run.answer.set_result({"validation/reward": 2.0})
+    await asyncio.wait_for(syncing, 10)
+    await asyncio.wait_for(run.schedule.validate(at(3, last=True)), 10)
+    assert run.results == [(0, "before"), (2, None), (3, "after")]
+    while run.first[-1]:  # the usual order is back
+        await asyncio.sleep(0)
+
+
+async def test_a_validation_that_fails_beside_training_ends_the_run(tmp_path):
+    run = Validating(tmp_path)
+    run.answer.set_result({})
+    await run.schedule.validate(at(0))
+    run.answer = asyncio.get_running_loop().create_future()
+    await run.schedule.validate(at(2))
+    running = asyncio.create_task(run.schedule.run())
+    run.answer.set_exception(RuntimeError("no prompt was answered"))
+    with pytest.raises(RuntimeError, match="no prompt was answered"):
+        await asyncio.wait_for(running, 10)
+
+
+# -- monitoring --------------------------------------------------------------------------------------------------------
+
+
+class System:
+    """A system of one rank and one replica, as a monitor observes it; ``drains`` are the calls for their records."""
+
+    rank_names, replica_names = ("trainer/0",), ("replica/0",)
+
+    def __init__(self, **drains) -> None:
+        self.queue = self.ranks = self
+        self._drains = drains
+
+    async def stats(self):
+        return {"fully_async/queue/depth": 0, "fully_async/in_flight": 0}
+
+    def pool_resources(self):
+        return 1.0, 1.0, "CPU"
+
+    def drains(self):
+        return self._drains
+
+
+async def test_a_step_is_reported_with_the_figures_of_its_window():
+    config = Config()
+    config.reporting.trajectories_per_step = 0
+    rank, replica = Recorder("trainer/0"), Recorder("replica/0")
+
+    async def drained(recorder):
+        return recorder.drain()
+
+    system = System(rank=lambda: drained(rank), replica=lambda: drained(replica))
+    monitor = Monitor(config, Hub([]), Recorder("driver"), system, str, None)
+    await monitor.on_version(at(0))
+    with rank.span("trainer/step"), replica.span("rollout/generate"):
+        replica.count("rollout/tokens", 70)
+        await asyncio.sleep(0.01)
+    values = await monitor.on_step(at(1), {"trainer/trained_tokens": 60.0, "trainer/tokens": 80.0})
+    assert values["fully_async/version"] == 1
+    assert values["perf/rollout_tokens_per_s"] * values["perf/step_s"] == pytest.approx(70)
+    assert 0 < values["perf/fraction_of_ideal"] <= 1
+    assert 0 <= values["fully_async/trainer/idle_ratio"] < 1
+    assert monitor.summary()["tokens"] == 70
+
+
+async def test_the_monitor_reports_an_unresponsive_actor_and_harms_none():
+    config = Config()
+    config.supervision.answer_s = 0.01
+    reported: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
+
+    async def on_unresponsive(name: str, why: str) -> None:
+        reported.set_result((name, why))
+
+    monitor = Monitor(config, Hub([]), Recorder("driver"), System(rank=asyncio.Event().wait), str, on_unresponsive)
+    running = asyncio.create_task(monitor.run())
+    name, why = await asyncio.wait_for(reported, 10)
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+    assert name == "rank"
+    assert why.startswith("has not answered for 0.01 s")
