@@ -267,13 +267,13 @@ async def test_waiting_ends_with_more_requests_than_slots(replica, initial):
     await replica.engine.resume(replica.version)
 
 
-async def test_a_pause_that_is_not_reached_in_time_changes_nothing(replica, initial):
+async def test_a_pause_that_is_not_reached_in_time_changes_nothing(replica, initial, long):
     await replica.sync(initial)
-    await replica.engine.submit([request("long", PROMPT, 200)])
+    await replica.engine.submit([request("long", PROMPT, long)])
     with pytest.raises(TimeoutError, match="goes on under version"):
         await replica.engine.pause("wait", 0.05)
     answer = (await replica.collect({"long"}))["long"]
-    assert len(answer.tokens) == 200
+    assert len(answer.tokens) == long
 
 
 async def test_priority_decides_who_waits(replica, initial):
