@@ -4,13 +4,14 @@ Processes with one thread each on this machine; alternatives are measured in tur
 memory the median is also over several launches, since the location of a process's pages decides how fast it reads them.
 
 - ``shm_fraction_of_memcpy``: throughput of a transfer over shared memory into live parameters, tensor digests included,
-over that of copying the same tensors within one process; ``…_checksummed``: with the checksum of every bucket on both
-sides too. - ``bucketed_over_per_tensor``: the same bytes as thousands of tensors, in buckets against one call per
-tensor, each sent after the last one was taken. (Two such calls in flight at once need a third of that time.) -
-``gloo_fraction_of_broadcast``: a transfer over gloo into live parameters, tensor digests included, over a bare gloo
-broadcast of one flat tensor of that size; ``…_checksummed``: with the checksum of every bucket on both sides too. -
-``rolling_pause_ratio``: pause of a replica when four change over one by one, over that of a single one. The sender
-writes the weights once for all replicas.
+  over that of copying the same tensors within one process; ``…_checksummed``: with the checksum of every bucket on both
+  sides too.
+- ``bucketed_over_per_tensor``: the same bytes as thousands of tensors, in buckets against one call per tensor, each
+  sent after the last one was taken. (Two such calls in flight at once need a third of that time.)
+- ``gloo_fraction_of_broadcast``: a transfer over gloo into live parameters, tensor digests included, over a bare gloo
+  broadcast of one flat tensor of that size; ``…_checksummed``: with the checksum of every bucket on both sides too.
+- ``rolling_pause_ratio``: pause of a replica when four change over one by one, over that of a single one. The sender
+  writes the weights once for all replicas.
 """
 
 from __future__ import annotations
