@@ -24,11 +24,11 @@ EXIT_CONFIG = 2
 
 
 async def run(config: Config, resume: str | None = None) -> int:
-    """Run a configuration, or the rest of a run (see `RunFolder.open`); returns the exit status. Raises ConfigError
-    before any actor starts."""
+    """Start a run, or resume one (see `RunFolder.open`); returns the exit status. Raises ConfigError before any actor
+    starts."""
     shutdown = Shutdown()
     with on_signals(shutdown.interrupt):
-        # heavy imports, after the handlers: a signal during them ends the run in order
+        # heavy imports, after the handlers, so that a signal during them ends the run in order
         from asyncrl.observability.sinks.open import open_hub
         from asyncrl.observability.telemetry.log import configure_logging
         from asyncrl.observability.telemetry.recorder import Recorder
@@ -82,18 +82,17 @@ async def run(config: Config, resume: str | None = None) -> int:
                 folder.journal_copy,
             )
 
-            async def start() -> None:
-                """All actors up, ranks and queue at the checkpoint; from then on groups may start."""
+            async def start_actors() -> None:
                 async with asyncio.TaskGroup() as starting:
                     starting.create_task(supervisor.started())
                     starting.create_task(rollouter.started())
                     starting.create_task(ranks.start())
-                await trainer.begin(folder.checkpoint)
-                rollouter.start_groups()
 
             async def train() -> Progress:
-                await shutdown.unless_interrupted(start())
+                await shutdown.unless_interrupted(start_actors())
                 shutdown.on_interrupt(trainer.stop)
+                await trainer.begin(folder.checkpoint)  # ranks and queue are at the checkpoint: groups may start
+                rollouter.start_groups()
                 return await trainer.run()
 
             progress = await shutdown.unless_abandoned(

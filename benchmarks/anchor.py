@@ -1,12 +1,11 @@
-"""Behaviour or proximal: which policy should anchor the loss's ratio? Steps and time to 0.85 on the quickstart's task.
+"""Compares the anchors of the loss's ratio (behaviour, proximal): steps and time to 0.85 on the quickstart's task.
 
     python -m benchmarks.anchor [--seeds 0 1 2] [key.path=value ...]
 
 Runs configs/quickstart.yaml with `algorithm.anchor=behaviour` and with `proximal` (weights truncated at 2),
-alternating, so that a change of the machine's speed affects both. Accuracy is that of the samples being generated,
-averaged over three steps. Steps and seconds of training (without start-up) count until it first reaches 0.85.
-``held_out``: accuracy after the last step. The last line has medians over the seeds; null: not reached in most of
-them.
+alternating, so that a change of the machine's speed affects both. Accuracy is that of the generated samples, averaged
+over three steps. Steps and seconds of training (without start-up) count until it first reaches 0.85. ``held_out``:
+held-out accuracy after the last step. The last line has medians over the seeds; null if most seeds never reach 0.85.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""How long training waits for a checkpoint: `python -m benchmarks.checkpoint`. Ends with one line of JSON.
+"""Measures how long training waits for a checkpoint. The last line is JSON.
 
-One rank with one thread, a random model of 19 million float32 parameters and its Adam moments. Alternating, medians:
+One rank with one thread, a random model of 19 million float32 parameters and its Adam moments. Measurements alternate;
+the results are medians:
 
-- ``stage_s``: wait for an asynchronous checkpoint, the copy of the state into host memory.
-- ``sync_s``: wait for a synchronous one: the same copy, written, flushed to disk, with checksums, and renamed.
-- ``wait_share``: the first divided by the second, median of the rounds' ratios.
+- ``stage_s``: wait for an asynchronous checkpoint: the copy of the state into host memory.
+- ``sync_s``: wait for a synchronous one: the same copy, written with checksums, flushed to disk and renamed.
+- ``wait_share``: ``stage_s`` / ``sync_s``, median of the rounds' ratios.
 - ``step_s``, ``step_beside_s``: a training step alone, and one while another thread writes a checkpoint;
-  ``save_beside_s``: duration of that write without the copy. They mean little on a machine with other work.
+  ``save_beside_s``: duration of that write without the copy. They mean little on a busy machine.
 
-Results depend on the disk: ``--folder`` says where checkpoints are written (and deleted again).
+Results depend on the disk: ``--folder`` is where checkpoints are written (and deleted again).
 
     OMP_NUM_THREADS=1 python -m benchmarks.checkpoint [--rounds 5] [--folder runs]
 """
@@ -137,11 +138,11 @@ def main() -> None:
         found = measure(Path(folder), options.rounds)
     for name, what in {
         "sync_s": "a step waits for a synchronous checkpoint",
-        "stage_s": "a step waits for an asynchronous one",
-        "wait_share": "of the synchronous wait",
-        "save_beside_s": "the asynchronous one is on disk after",
+        "stage_s": "a step waits for an asynchronous checkpoint",
+        "wait_share": "asynchronous wait / synchronous wait",
+        "save_beside_s": "asynchronous write to disk, without the copy",
         "step_s": "a training step alone",
-        "step_beside_s": "a training step beside the write",
+        "step_beside_s": "a training step during the write",
         "state_mb": "MiB of weights and optimizer state",
     }.items():
         print(f"{name:14} {found[name]:9.4f}  {what}")

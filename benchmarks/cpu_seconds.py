@@ -1,4 +1,4 @@
-"""CPU seconds of all descendant processes, and of the threads of one of them."""
+"""Measures CPU seconds of all descendant processes, and of the threads of one of them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class CpuSeconds:
             subprocess.run(...)
         share = cpu.threads_s(2) / cpu.all_s
 
-    CPU time between the last sample and a process's end is missed, so shares come out slightly too large. The one
-    process is the one whose name starts with ``name``; its threads count from the moment when the file ``since``
-    exists. Its seconds are NaN if it was never seen."""
+    The one process is the one whose name starts with ``name``; its threads count from the moment when the file
+    ``since`` exists, and its seconds are NaN if it was never seen. CPU time between the last sample and a process's end
+    is missed, so shares come out slightly too large."""
 
     def __init__(self, name: str, since: Path) -> None:
         self._name, self._since = name, since
@@ -61,7 +61,7 @@ class CpuSeconds:
         while not self._done.wait(LOOK_EVERY_S):
             counts = self._since.exists()
             for process in psutil.Process().children(recursive=True):
-                with contextlib.suppress(psutil.Error):  # it has just ended
+                with contextlib.suppress(psutil.Error):  # the process has just ended
                     self._look(process, counts)
 
     def _look(self, process: psutil.Process, counts: bool) -> None:
@@ -73,4 +73,4 @@ class CpuSeconds:
         if counts:
             threads = {t.id: t.user_time + t.system_time for t in process.threads()}
             self._threads_before = self._threads_before or threads
-            self._threads |= threads  # those that have ended keep what they took
+            self._threads |= threads  # ended threads keep their last value

@@ -1,8 +1,8 @@
-"""How fast the engines are beside each other on CPU: the native one and vLLM, through the same seam.
+"""Compares the CPU throughput of vLLM and the native engine through the same interface.
 
 Both have the same random model, prompts and lengths, 32 samples at once, one thread for the model, sampling at
-temperature 1 with logprobs; the workload is that of benchmarks.native_engine. They alternate; medians. vLLM's process
-that schedules takes a second core now and then; the native engine has none.
+temperature 1 with logprobs; the workload is that of benchmarks.native_engine. The engines alternate, and the results
+are medians. vLLM's scheduler process occasionally uses a second core; the native engine has no such process.
 
     OMP_NUM_THREADS=1 .venv-vllm/bin/python -m benchmarks.engines [--repetitions 3]
 """
@@ -40,7 +40,7 @@ from benchmarks.native_engine import (
 
 
 async def measure(folder: Path, repetitions: int) -> dict[str, float]:
-    """Tokens per second of each engine, and vLLM's over the native one's."""
+    """Tokens per second of each engine, and the ratio of vLLM to native."""
     options = EngineConfig(slots=CONCURRENT, max_context_tokens=CONTEXT_TOKENS, device="cpu", dtype="float32")
     theirs = EngineConfig(**(vars(options) | {"name": "vllm", "args": {"skip_tokenizer_init": True}}))
     config = Config(model=ModelConfig(path=str(folder)), rollout=RolloutConfig(engine=theirs))
@@ -57,7 +57,7 @@ async def measure(folder: Path, repetitions: int) -> dict[str, float]:
         for kind, lengths in (("equal", EQUAL), ("mixed", MIXED)):
             rates: dict[str, list[float]] = {name: [] for name in engines}
             for repetition in range(repetitions + 1):  # the first one warms up
-                # new ones each time: vLLM would find those of the last round in its prefix cache
+                # new prompts each time: vLLM would find repeated ones in its prefix cache
                 prompts = rng.integers(0, vocabulary, (len(lengths), PROMPT_TOKENS)).astype(np.int32)
                 for name, engine in engines.items():
                     start_s = time.perf_counter()
@@ -80,7 +80,7 @@ def main() -> None:
     repetitions = parser.parse_args().repetitions
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        save_random(MODELS["qwen3_5m"] | {"model_type": "qwen3"}, Path(folder))  # vLLM goes by the type
+        save_random(MODELS["qwen3_5m"] | {"model_type": "qwen3"}, Path(folder))  # vLLM selects by model_type
         figures = asyncio.run(measure(Path(folder), repetitions))
     for kind in ("equal", "mixed"):
         native, vllm = figures[f"native_{kind}_tokens_per_s"], figures[f"vllm_{kind}_tokens_per_s"]

@@ -1,4 +1,4 @@
-"""Drives the native engine's stepper without asyncio, for several benchmarks."""
+"""Drives the native engine's core without asyncio, for several benchmarks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLOTS, CONTEXT_TOKENS = 32, 256
 def load_model(
     folder: str | Path, context_tokens: int = CONTEXT_TOKENS, dtype: str = "float32", device: str = "cpu"
 ) -> NativeModel:
-    """``dtype`` as `rollout.engine.dtype` names it."""
+    """Load a checkpoint. ``dtype``: a value of `rollout.engine.dtype`."""
     config = DecoderConfig.load(folder)
     model = NativeModel(config, context_tokens, getattr(torch, config.engine_dtype(dtype)), device)
     model.load(folder)
@@ -32,7 +32,7 @@ def load_model(
 def make_core(
     model: NativeModel, k: int, recorder: Recorder, slots: int = SLOTS, context_tokens: int = CONTEXT_TOKENS
 ) -> Core:
-    """``k`` tokens are drafted in every step (0: no speculation)."""
+    """A started core that drafts ``k`` tokens in every step (0: no speculation)."""
     speculation = Speculation(k, guard=False) if k else None
     core = Core(
         model,
@@ -48,16 +48,16 @@ def make_core(
 
 @torch.inference_mode()
 def generate(core: Core, requests: Sequence[Request]) -> tuple[dict[str, tuple[list[int], list[float]]], float]:
-    """Tokens and logprobs by request, and the seconds that it took."""
+    """Tokens and logprobs by request, and the seconds taken."""
     core.submit(requests)
     began = time.perf_counter()
     while core.active:
         core.step()
     seconds = time.perf_counter() - began
     events = core.drain()
-    told: dict[str, tuple[list[int], list[float]]] = {r.id: ([], []) for r in requests}
+    responses: dict[str, tuple[list[int], list[float]]] = {r.id: ([], []) for r in requests}
     for e, name in enumerate(events.ids):
         part = slice(events.offsets[e], events.offsets[e + 1])
-        told[name][0].extend(events.tokens[part].tolist())
-        told[name][1].extend(events.logprobs[part].tolist())
-    return told, seconds
+        responses[name][0].extend(events.tokens[part].tolist())
+        responses[name][1].extend(events.logprobs[part].tolist())
+    return responses, seconds

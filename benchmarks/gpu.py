@@ -1,26 +1,28 @@
-"""All GPU measurements in one command of under nine minutes: `python -m benchmarks.gpu`. Ends with one line of JSON and
-writes ``benchmarks/results/<gpu>-<date>.json``.
+"""Runs all GPU measurements in under nine minutes. The last line is JSON; writes
+``benchmarks/results/<gpu>-<date>.json``.
 
-For a machine with one GPU that is available for a short while. It needs neither Ray nor a network, and asyncrl need
-not be installed: run it in the repository. It imports torch, transformers and their dependencies (numpy, safetensors,
+    python -m benchmarks.gpu
+
+For a machine with one GPU that is available for a short while. Needs neither Ray nor a network, and asyncrl need not be
+installed: run it in the repository. It imports torch, transformers and their dependencies (numpy, safetensors,
 tokenizers, pyyaml, jinja2, packaging), also pydantic and xxhash, and for the tests pytest, pytest-timeout and
 pytest-asyncio; bring wheels of those that are missing. (omegaconf, wandb, plotly, pyarrow and ray are not imported.)
 Each part runs in its own process with its own time limit, and the results file is written after each part, so a
 failing part or the end of the machine's time does not lose the others.
 
 - *tests*, *ipc_tests*: ``pytest -m gpu`` of the files that need no Ray.
-- *model*: a random checkpoint, Qwen2 0.5B with one MTP layer, bfloat16, which the following parts use.
+- *model*: writes a random checkpoint, Qwen2 0.5B with one MTP layer, bfloat16, for the following parts.
 - *engine*: `benchmarks.native_engine` on it: ``speedup_equal``, ``speedup_mixed`` over transformers' ``generate``.
-- *step*: one decode step at 1, 8 and 32 sequences: milliseconds, GPU time among them, number of kernels, and
+- *step*: one decode step at 1, 8 and 32 sequences: milliseconds, of which GPU time, number of kernels, and
   ``of_bandwidth``: the time to read the weights once, at the speed of a copy in the same run, divided by the step's
   time.
 - *speculation*: tokens per second with 1, 2 and 3 drafted tokens over none, at 1, 8 and 32 sequences. The weights are
-  random and sampled at temperature 1, so target and draft are both near uniform and agree for that reason; judge the
-  speedup by ``length``, the tokens per verification.
+  random, so at temperature 1 target and draft agree only because both are near uniform; judge the speedup by
+  ``length``, the tokens per verification.
 - *trainer*: bfloat16 train steps with the draft: tokens per second, seconds of an export, peak memory.
-- *cuda_ipc*: ``cuda_ipc_fraction``: two serial device-to-device copies of a set of tensors, divided by a transfer of
-  them to another process on the same GPU, into live parameters, with digests; ``…_undigested``: the transport alone,
-  because digests are computed on the host.
+- *cuda_ipc*: ``cuda_ipc_fraction``: time of two serial device-to-device copies of a set of tensors, divided by that of
+  their transfer to another process on the same GPU, into live parameters, with digests; ``…_undigested``: the transport
+  alone, because digests are computed on the host.
 
 ``--device cpu --tiny`` runs the same code without a GPU to test it; the figures then mean nothing.
 """
@@ -79,7 +81,7 @@ TINY: dict[str, Any] = QWEN2_05B | {
 
 
 class Run(NamedTuple):
-    """Options of a part."""
+    """Options of a part's run."""
 
     device: str
     tiny: bool
@@ -101,7 +103,7 @@ class Run(NamedTuple):
         return statistics.median(times[1:])
 
 
-# -- the parts, each in a process of its own ---------------------------------------------------------------------------
+# -- the parts, each in its own process --------------------------------------------------------------------------------
 
 
 def tests(run: Run) -> dict[str, Any]:
@@ -113,7 +115,7 @@ def ipc_tests(run: Run) -> dict[str, Any]:
 
 
 def _pytest(run: Run, *files: str) -> dict[str, Any]:
-    """Number of tests passed, and the names of the others."""
+    """Number of passed tests, and the names of failed and skipped ones."""
     report = run.model / f"{Path(files[0]).stem}.xml"
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rfEs", f"--junitxml={report}", *files]
     subprocess.run(command, cwd=ROOT, env=os.environ | {"ASYNCRL_TEST_DEVICE": run.device}, check=False)
@@ -172,7 +174,7 @@ def _steps(core: Core, count: int) -> None:
 
 
 def _profiled(work: Callable[[], object], device: str) -> tuple[float, int]:
-    """Seconds of the device's kernels, and their number (CPU operations do not count)."""
+    """Seconds and number of the device's kernels (CPU operations do not count)."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -226,14 +228,14 @@ def trainer(run: Run) -> dict[str, Any]:
     rank = TrainerRank(config, 0, 1, None, Recorder("trainer/0"))
     vocabulary = (TINY if run.tiny else QWEN2_05B)["vocab_size"]
     buffers = [_group(g, samples, length, vocabulary) for g in range(groups)]
-    told: list[dict[str, float]] = []
-    seconds = run.median_s(lambda: told.append(rank.train(len(told), buffers)), rounds=3)
+    reported: list[dict[str, float]] = []
+    seconds = run.median_s(lambda: reported.append(rank.train(len(reported), buffers)), rounds=3)
     figures = {
         "step_s": round(seconds, 4),
-        "tokens_per_s": round(told[-1]["trainer/tokens"] / seconds, 1),
+        "tokens_per_s": round(reported[-1]["trainer/tokens"] / seconds, 1),
         "export_s": round(run.median_s(lambda: sum(tensor.nbytes for _, tensor in rank.export())), 4),
-        "losses": [round(metrics["actor/loss"], 5) for metrics in told],
-        "draft_losses": [round(metrics["mtp/loss_1"], 4) for metrics in told],
+        "losses": [round(metrics["actor/loss"], 5) for metrics in reported],
+        "draft_losses": [round(metrics["mtp/loss_1"], 4) for metrics in reported],
     }
     if run.device == "cuda":
         figures["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
@@ -274,10 +276,10 @@ def cuda_ipc(run: Run) -> dict[str, Any]:
     return figures
 
 
-#: in this order, each with the seconds that it may take
+#: in order of execution, each with its time limit in seconds
 PARTS: dict[str, tuple[Callable[[Run], dict[str, Any]], float]] = {
     "tests": (tests, 110),
-    "model": (model, 100),  # all that follow need it
+    "model": (model, 100),  # most of the following parts need it
     "engine": (engine, 140),
     "speculation": (speculation, 100),
     "cuda_ipc": (cuda_ipc, 60),
@@ -295,7 +297,7 @@ def _requests(vocabulary: int, count: int, new: int, seed: int = 0) -> list[Any]
 
 
 def _group(number: int, samples: int, length: int, vocabulary: int) -> bytes:
-    """Random tokens with the logprobs that near-uniform weights would give them."""
+    """Random tokens with the logprobs of a uniform policy."""
     from asyncrl.types.groups import Group
     from asyncrl.types.samples import FinishReason, Sample
     from asyncrl.types.versions import PolicyVersion, VersionSpan
@@ -316,11 +318,11 @@ def _group(number: int, samples: int, length: int, vocabulary: int) -> bytes:
     return Group.from_samples(f"g{number}", f"p{number}", 0, rng.integers(0, vocabulary, 32), made).to_bytes()
 
 
-# -- one after another -------------------------------------------------------------------------------------------------
+# -- running the parts in turn -----------------------------------------------------------------------------------------
 
 
 def run_part(name: str, run: Run, limit_s: float) -> dict[str, Any]:
-    """The part's last output line, or why there is none."""
+    """Figures from the part's last output line, or ``error`` and its log."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--device", run.device]
     command += ["--model", str(run.model), *(["--tiny"] if run.tiny else [])]
     log = run.model / f"{name}.log"
@@ -333,21 +335,21 @@ def run_part(name: str, run: Run, limit_s: float) -> dict[str, Any]:
             if status := process.wait(max(limit_s, 1.0)):
                 problem = f"exited {status}"
         except subprocess.TimeoutExpired:
-            problem = f"was not done within {limit_s:.0f} s"
+            problem = f"timed out after {limit_s:.0f} s"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # its children too
             process.wait()
     lines = log.read_text(errors="replace").splitlines()
     print(f"== {name}: {time.perf_counter() - began:.1f} s {problem}", *lines[-40:], sep="\n", flush=True)
-    told: dict[str, Any] = {"error": problem} if problem else json.loads(lines[-1])
-    if problem or told.get("failed"):
-        told["log"] = lines[-200:]
-    return {"seconds": round(time.perf_counter() - began, 1)} | told
+    reported: dict[str, Any] = {"error": problem} if problem else json.loads(lines[-1])
+    if problem or reported.get("failed"):
+        reported["log"] = lines[-200:]
+    return {"seconds": round(time.perf_counter() - began, 1)} | reported
 
 
 def _environment() -> dict[str, str]:
-    """One thread, and gloo on loopback, where the host's name need not resolve."""
+    """One thread, and gloo on loopback, which does not need to resolve the host's name."""
     fixed = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     return fixed | os.environ
 
@@ -379,14 +381,14 @@ def _at(tree: Any, keys: tuple[str, ...]) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--tiny", action="store_true", help="a model that a CPU can run")
+    parser.add_argument("--tiny", action="store_true", help="use a model that a CPU can run")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder of the results file")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # in this process
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("no CUDA device here; expected one, or --device cpu --tiny to prove the code without")
+        raise SystemExit("no CUDA device found; to test the code without one, use --device cpu --tiny")
     if args.part:
         print(json.dumps(PARTS[args.part][0](Run(args.device, args.tiny, args.model))))
         return

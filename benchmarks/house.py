@@ -1,13 +1,13 @@
-"""How the code is built: sizes, cycles, and who names whom.
+"""Measures the code's structure: module sizes, import cycles, names of engines and frameworks outside their folders.
 
     python -m benchmarks.house [--tree DIR]
 
-Reads the source of ``asyncrl/`` and runs nothing of it. ``cycles``: groups of modules that import each other, imports
-inside functions included. ``root_files``: modules at the package's root. ``named_outside``: files that name an engine,
-a training framework or a transport outside its own folder, in code (comments and docstrings aside); `asyncrl.cpu`
-belongs to all of them, and an option that has a framework's name may be read. ``forms`` and ``crossings``: how often a
-sample's tokens change their representation, and how often they go from one process to another, between the engine that
-samples them and the loss; `tests/test_house.py` keeps both lists true.
+Parses the source of ``asyncrl/`` without running it. ``cycles``: groups of modules that import each other, including
+imports inside functions. ``root_files``: modules at the package's root. ``named_outside``: files whose code (without
+comments and docstrings) names an engine, a training framework or a transport outside its own folder; `asyncrl.cpu`
+belongs to all of them, and options with a framework's name may be read. ``forms`` and ``crossings``: representations of
+a sample's tokens, and process boundaries that they cross, between the engine that samples them and the loss;
+`tests/test_house.py` checks both lists.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
-#: representations of a sample's tokens, in their order
+#: representations of a sample's tokens, in order
 FORMS = (
     "asyncrl.rollouter.engines.events:Event",  # of one request, in the engine's process
     "asyncrl.rollouter.engines.base:EventBatch",  # columns of many requests
     "asyncrl.rollouter.partial:GeneratedTokens",  # grows over aborts and syncs
-    "asyncrl.rollouter.agents.base:Completion",  # what an agent loop gets
+    "asyncrl.rollouter.agents.base:Completion",  # returned to an agent loop
     "asyncrl.types.samples:Sample",
     "asyncrl.types.groups:Group",  # its bytes are spooled, leased and sent to ranks
-    "asyncrl.trainer.backends.base:TrainBatch",  # packed sequences of a rank
+    "asyncrl.trainer.backends.base:TrainBatch",  # a rank's packed sequences
     "asyncrl.trainer.backends.packing:MicroBatch",  # on the device
 )
-#: calls that carry a sample's tokens to another process, in their order
+#: calls that carry a sample's tokens to another process, in order
 CROSSINGS = (
     "asyncrl.rollouter.actors:EngineReplicaActor.events",  # replica → rollouter
     "asyncrl.sample_queue.actor:SampleQueueActor.put",  # rollouter → queue
     "asyncrl.sample_queue.actor:SampleQueueActor.lease",  # queue → object store, by the driver
     "asyncrl.trainer.actors:TrainerRankActor.train",  # object store → ranks
 )
-#: calls that carry copies aside from that path: for a restart of the rollouter, and for the report
+#: calls that carry copies outside that path: for a restart of the rollouter, and for the report
 ASIDE = (
     "asyncrl.sample_queue.actor:SampleQueueActor.snapshot",
     "asyncrl.trainer.actors:TrainerRankActor.first_groups",
 )
 
-#: folder of a part → words that name it; what only lies in a folder of its own is found by imports
+#: folder of a part → words that name it; parts in folders of their own are also found by imports of them
 NAMED = {
     "rollouter/engines/vllm/": r"vllm",
     "rollouter/engines/sglang/": r"sglang",
@@ -53,14 +53,14 @@ NAMED = {
     "param_sync/transports/shared_memory": r"shared_memory",
     "param_sync/transports/cuda_ipc": r"cuda_ipc",
 }
-#: parts are in sub-packages of these
+#: packages whose sub-packages are parts
 SEAMS = ("asyncrl.rollouter.engines", "asyncrl.trainer.backends")
-#: option sections with a framework's name, see `asyncrl.config.schema`
+#: option sections named after a framework, see `asyncrl.config.schema`
 OPTIONS = re.compile(r"MegatronConfig|(trainer\.)?megatron")
 
 
 def modules(tree: Path) -> dict[str, Path]:
-    """Dotted name → file, of all of asyncrl."""
+    """Dotted name → file, for all modules of asyncrl."""
     files = sorted((tree / "asyncrl").rglob("*.py"))
     return {".".join(f.relative_to(tree).with_suffix("").parts).removesuffix(".__init__"): f for f in files}
 
@@ -79,7 +79,7 @@ def imported(module: ast.Module, known: set[str]) -> set[str]:
 
 
 def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Modules that reach each other, by Tarjan's algorithm."""
+    """Strongly connected components with more than one module (Tarjan's algorithm)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -106,7 +106,7 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def words(module: ast.Module) -> Iterator[str]:
-    """Identifiers and strings of the code, without docstrings."""
+    """Identifiers and strings in the code, without docstrings."""
     docstrings = {
         id(node.body[0].value)
         for node in ast.walk(module)
@@ -130,7 +130,7 @@ def words(module: ast.Module) -> Iterator[str]:
 
 
 def names_outside(place: str, name: str, module: ast.Module, imports: set[str]) -> list[str]:
-    """Parts that this file names though it is in another folder. ``place``: its path below asyncrl/."""
+    """Parts that this file names from outside their folders. ``place``: the file's path below asyncrl/."""
     if place.startswith("cpu/"):
         return []
     text = "\n".join(word for word in words(module) if not OPTIONS.fullmatch(word))
@@ -155,7 +155,7 @@ def main() -> None:
     place = {name: str(file.relative_to(tree / "asyncrl")) for name, file in files.items()}
     outside = {name: names_outside(place[name], name, parsed[name], graph[name]) for name in files}
     outside = {name: named for name, named in outside.items() if named}
-    circles = cycles(graph)
+    import_cycles = cycles(graph)
     root = [p for p in place.values() if "/" not in p and p != "__init__.py"]
     lines, cpu = sum(length.values()), sum(n for name, n in length.items() if place[name].startswith("cpu/"))
 
@@ -165,14 +165,14 @@ def main() -> None:
         print(f"{folder:<16}{len(sizes):>8}{sum(sizes):>8}{max(sizes):>9}")
     for name in sorted(length, key=length.__getitem__, reverse=True)[:5]:
         print(f"large: {place[name]}, {length[name]} lines")
-    for circle in circles:
-        print(f"import cycle: {' ↔ '.join(circle)}")
+    for import_cycle in import_cycles:
+        print(f"import cycle: {' ↔ '.join(import_cycle)}")
     for name, named in outside.items():
         print(f"named outside: {place[name]} names {', '.join(named)}")
     figures = {
         "lines": lines,
         "lines_without_cpu": lines - cpu,
-        "cycles": len(circles),
+        "cycles": len(import_cycles),
         "largest": max(length.values()),
         "root_files": len(root),
         "crossings": len(CROSSINGS),

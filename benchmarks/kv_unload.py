@@ -1,5 +1,6 @@
-"""Memory freed by unloading the KV cache while weights arrive: `python -m benchmarks.kv_unload`. Ends with one line of
-JSON.
+"""Measures the memory freed by unloading the KV cache while weights arrive. The last line is JSON.
+
+    python -m benchmarks.kv_unload
 
 A native engine with a full KV cache, in its own process, syncs with a sender in another process over shared memory:
 with KV recomputed afterwards (the memory stays), and unloaded (freed before the first bucket, allocated again after
@@ -50,7 +51,7 @@ MODEL = {
 
 
 class Replica:
-    """Session that measures its process's memory and can fill its KV cache."""
+    """Replica session that measures its process's memory and can fill the engine's KV cache."""
 
     def __init__(self, folder: str) -> None:
         self._engine = NativeEngine(folder, EngineConfig(slots=SLOTS, max_context_tokens=CONTEXT_TOKENS))
@@ -75,7 +76,7 @@ class Replica:
 
     async def unload(self, *args: Any) -> int:
         freed = await self._session.unload(*args)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         return freed
 
     async def reload(self, *args: Any) -> None:
@@ -85,12 +86,12 @@ class Replica:
         await self._session.reload(*args)
 
     async def peak_bytes(self) -> int:
-        """Peak resident memory from the unloading (or where it would be) until the last weight arrived."""
+        """Peak resident memory from the unload phase until the last weight arrived."""
         return self._peak_bytes
 
 
 async def measure(folder: str, rounds: int) -> tuple[int, dict[str, list[tuple[int, SyncReport]]]]:
-    """Cache size in bytes, and per KV mode the peaks and reports of its sessions."""
+    """Cache size in bytes, and per KV mode the peak (bytes) and report of each session."""
     rank, engine, fleet = (
         Remote(Rank, functools.partial(read_tensors, folder), 4 * MIB),
         Remote(Replica, folder),

@@ -1,4 +1,6 @@
-"""Cost of syncing adapters compared with whole weights: `python -m benchmarks.lora_sync`. Ends with one line of JSON.
+"""Compares the cost of syncing adapters with that of whole weights. The last line is JSON.
+
+    python -m benchmarks.lora_sync
 
 A torch trainer and a native engine, in separate processes with one thread each, sync over shared memory: without LoRA,
 with LoRA merged by the trainer, and with adapters alone, which the engine merges. Digests and checksums are on;

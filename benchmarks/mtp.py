@@ -1,11 +1,12 @@
-"""What a draft that is trained and synced with the policy is worth: `python -m benchmarks.mtp`. Ends with one line of
-JSON.
+"""Measures the benefit of a draft that is trained and synced with the policy. The last line is JSON.
+
+    python -m benchmarks.mtp
 
 Everything runs in one process with one thread, engine and trainer alternating, so that nothing disturbs the timings.
 The guard that stops unprofitable speculation is off.
 
 1. *Learning*: the quickstart's task and schedule, from a shorter warm start and with a larger learning rate, so that
-   the policy moves far and no draft is right out of habit. Three arms: the draft is trained and reloaded at each sync
+   the policy moves far and no stale draft stays accurate. Three arms: the draft is trained and reloaded at each sync
    (``trained``), reloaded but not trained (``frozen``), or trained but never reloaded (``stale``). An arm's figures
    are those of its last third. ``acceptance_gain``: trained over stale. ``throughput_gain``: generated tokens per
    second, trained over stale. ``throughput_of_predicted``: that gain divided by the one that both arms' tokens per
@@ -14,7 +15,7 @@ The guard that stops unprofitable speculation is off.
    prompts. ``train_step_with_over_without``: step time of the trained arm, which passes over each batch twice
    (``mtp.passes``), over the frozen arm's.
 2. *Speed*: speculation against none with the same weights, a trunk of 8 layers and a draft trained with it, at 1, 8
-   and 32 sequences; ``speedup_b*`` is that of the best number of drafted tokens, which the table names.
+   and 32 sequences; ``speedup_b*``: speedup of the best number of drafted tokens in the table.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ from benchmarks.generation import generate, load_model, make_core
 from benchmarks.quickstart import ROOT, ensure_inputs
 
 ARMS = {"trained": (True, True), "frozen": (False, True), "stale": (True, False)}  # MTP training, reload
-PASSES = 2  # of the draft over each batch: the policy moves far here with every step
+PASSES = 2  # of the draft over each batch, since the policy moves far in every step
 REFIT_STEPS, REFIT_BATCH, REFIT_PROMPTS, REFIT_RATE = 1600, 16, 800, 1e-3
 
 
 class Task:
-    """Prompts of the quickstart, and the groups of samples drawn for them."""
+    """The quickstart's prompts, and groups of samples for them."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -84,13 +85,13 @@ class Task:
         return chosen, requests
 
     def groups(
-        self, prompts: Sequence[Prompt], requests: Sequence[Request], told: dict[str, Any], version: PolicyVersion
+        self, prompts: Sequence[Prompt], requests: Sequence[Request], responses: dict[str, Any], version: PolicyVersion
     ) -> tuple[list[bytes], float]:
-        """Groups to train on, and the share of right answers."""
+        """Groups to train on, and the share of correct answers."""
         samples, tokens_of = {p.uid: [] for p in prompts}, {p.uid: np.empty(0, np.int32) for p in prompts}
         by_uid = {p.uid: p for p in prompts}
         for request in requests:
-            tokens, logprobs = told[request.id]
+            tokens, logprobs = responses[request.id]
             stopped = tokens[-1] in self._sampling.stop_token_ids
             reward = score(by_uid[request.group], self._tokenizer.decode(np.array(tokens)))["reward"]
             tokens_of[request.group] = request.tokens
@@ -115,7 +116,7 @@ class Task:
 
 @dataclass
 class Arm:
-    """Figures by step. ``accepted``: share of the drafted tokens; ``length``: tokens per verification."""
+    """Figures by step. ``accepted``: share of drafted tokens accepted; ``length``: tokens per verification."""
 
     accepted: list[float] = field(default_factory=list)
     length: list[float] = field(default_factory=list)
@@ -140,12 +141,12 @@ def learn(config: Config, train_draft: bool, reload: bool, k: int, folder: Path)
         for step in range(1, config.trainer.total_steps + 1):
             version = PolicyVersion(0, step - 1)
             prompts, requests = task.requests(config.trainer.mini_batch_groups, config.rollout.n)
-            told, seconds = generate(core, requests)
+            responses, seconds = generate(core, requests)
             spec = spec_metrics(recorder.drain().counters)
             arm.accepted.append(spec["rollout/spec_accept_rate"])
             arm.length.append(spec["rollout/spec_accept_length"])
-            arm.tokens_per_s.append(sum(len(tokens) for tokens, _ in told.values()) / seconds)
-            buffers, reward = task.groups(prompts, requests, told, version)
+            arm.tokens_per_s.append(sum(len(tokens) for tokens, _ in responses.values()) / seconds)
+            buffers, reward = task.groups(prompts, requests, responses, version)
             arm.reward.append(reward)
             began = time.perf_counter()
             rank.train(step, buffers)
@@ -161,11 +162,11 @@ def learn(config: Config, train_draft: bool, reload: bool, k: int, folder: Path)
 
 
 class Studied(NamedTuple):
-    """Sample of T tokens, the trunk's hidden states [T, M], and the positions that its response is drafted from."""
+    """Sample of T tokens, the trunk's hidden states [T, M], and the positions from which its response is drafted."""
 
     tokens: torch.Tensor
     hidden: torch.Tensor
-    places: torch.Tensor
+    draft_positions: torch.Tensor
 
 
 @torch.no_grad()
@@ -176,10 +177,10 @@ def studied(decoder: Decoder, prompt: list[int], response: list[int]) -> Studied
 
 
 def refit(config: Config, final: Path, steps: int) -> tuple[float, float]:
-    """Acceptance of the final draft, and of one fitted to the final policy on samples of that policy alone.
+    """Acceptance of the final draft, and of the same draft fitted further on samples of the final policy alone.
 
-    The fit starts from the final draft, with the loss it was trained with and a learning rate that decays to zero. Same
-    prompts, same random numbers."""
+    The fit starts from the final draft, with the loss it was trained with and a learning rate that decays to zero. Both
+    are measured with the same prompts and random numbers."""
     recorder, model = Recorder("engine"), load_model(final)
     core, task = make_core(model, config.mtp.num_speculative_tokens, recorder), Task(config)
     _, held_out = task.requests(64, 4)
@@ -187,12 +188,12 @@ def refit(config: Config, final: Path, steps: int) -> tuple[float, float]:
     before = spec_metrics(recorder.drain().counters)["rollout/spec_accept_rate"]
 
     _, requests = task.requests(REFIT_PROMPTS, 4)
-    told, _ = generate(core, requests)
+    responses, _ = generate(core, requests)
     decoder = load_decoder(final)
     for name, parameter in decoder.named_parameters():
         parameter.requires_grad_(is_draft(name))
     fitted = {name: p for name, p in decoder.named_parameters() if p.requires_grad}
-    study = [studied(decoder, r.tokens.tolist(), told[r.id][0]) for r in requests]
+    study = [studied(decoder, r.tokens.tolist(), responses[r.id][0]) for r in requests]
     optimizer = torch.optim.AdamW(fitted.values(), lr=REFIT_RATE, betas=(0.9, 0.98), weight_decay=0.0)
     order = np.random.default_rng(0)
     for step in range(steps):
@@ -200,17 +201,17 @@ def refit(config: Config, final: Path, steps: int) -> tuple[float, float]:
         chosen = [study[i] for i in order.choice(len(study), REFIT_BATCH, False)]
         lengths = [len(s.tokens) for s in chosen]
         starts = np.cumsum([0, *lengths])
-        places = torch.cat([s.places + int(start) for s, start in zip(chosen, starts)])
+        draft_positions = torch.cat([s.draft_positions + int(start) for s, start in zip(chosen, starts)])
         tokens = torch.cat([s.tokens for s in chosen])
         (draft,) = decoder.score_drafts(
             torch.cat([s.hidden for s in chosen]),
             tokens,
             PackedLayout.from_lengths(np.array(lengths)),
-            [DraftTargets(places, tokens[places + 2])],
+            [DraftTargets(draft_positions, tokens[draft_positions + 2])],
             config.rollout.temperature,
         )
         optimizer.zero_grad()
-        (draft.loss / len(places)).backward()
+        (draft.loss / len(draft_positions)).backward()
         optimizer.step()
     views = model.named_views()
     for name, parameter in fitted.items():
@@ -222,7 +223,7 @@ def refit(config: Config, final: Path, steps: int) -> tuple[float, float]:
 
 
 def speedups(config: Config, checkpoint: Path, drafted: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
-    """Per batch size and number of drafted tokens: tokens per second with and without."""
+    """Rows by batch size and number of drafted tokens: tokens per verification, tokens/s, speedup over no drafts."""
     model, recorder = load_model(checkpoint), Recorder("engine")
     for batch in (1, 8, 32):
         cores = {k: make_core(model, k, recorder, slots=batch) for k in (0, *drafted)}
@@ -233,9 +234,9 @@ def speedups(config: Config, checkpoint: Path, drafted: Sequence[int], rounds: i
             )
             for k, core in cores.items():
                 recorder.drain()
-                told, seconds = generate(core, requests)
+                responses, seconds = generate(core, requests)
                 if number:
-                    rates[k].append(sum(len(tokens) for tokens, _ in told.values()) / seconds)
+                    rates[k].append(sum(len(tokens) for tokens, _ in responses.values()) / seconds)
                 lengths = spec_metrics(recorder.drain().counters)
                 if k:
                     yield {"batch": batch, "k": k, "length": lengths["rollout/spec_accept_length"]}
@@ -261,8 +262,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--drafted", type=int, default=1, help="tokens drafted per step while learning")
-    parser.add_argument("--start-steps", type=int, default=250, help="of the warm start of the policy that learns")
-    parser.add_argument("--deep-steps", type=int, default=300, help="of the warm start of the 8 layers")
+    parser.add_argument("--start-steps", type=int, default=250, help="warm-start steps of the policy that learns")
+    parser.add_argument("--deep-steps", type=int, default=300, help="warm-start steps of the 8-layer model")
     parser.add_argument("--refit-steps", type=int, default=REFIT_STEPS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--figure", type=Path, default=ROOT / "runs/mtp_acceptance.html")

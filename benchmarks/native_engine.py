@@ -1,10 +1,10 @@
-"""How fast the native engine is on CPU: tokens per second against transformers' ``generate``, both with logprobs.
+"""Compares the native engine's CPU throughput with transformers' ``generate``, both with logprobs.
 
 Both sides have the same random model, prompts and lengths, 32 sequences at once, one thread, sampling at temperature 1.
-Hugging Face gets its default (SDPA) attention, a dynamic cache, no end-of-sequence check and no gradient, and one pass
+Hugging Face has its default (SDPA) attention, a dynamic cache, no end-of-sequence check, no gradient, and one pass
 over its logits for the logprobs. ``equal``: 32 requests of one length. ``mixed``: 128 requests of long-tailed lengths;
-``generate`` runs batches of 32 until the longest is done, as lengths are not known beforehand. The sides
-alternate; medians.
+``generate`` runs batches of 32 until the longest is done, since lengths are not known beforehand. The sides alternate,
+and the results are medians.
 
     OMP_NUM_THREADS=1 python -m benchmarks.native_engine [--repetitions 3]
 """
@@ -35,7 +35,7 @@ from asyncrl.types.versions import PolicyVersion
 
 CONCURRENT, PROMPT_TOKENS, CONTEXT_TOKENS = 32, 32, 512
 EQUAL = [128] * CONCURRENT
-# geometric from 16 to 256: most samples are short, a few are long; in an order that spreads them
+# geometric from 16 to 256, shuffled: most samples are short, a few are long
 MIXED = [round(16 * 16 ** (i * 37 % 128 / 127)) for i in range(4 * CONCURRENT)]
 
 COMMON = {
@@ -70,9 +70,9 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def save_random(raw: dict[str, Any], folder: Path) -> None:
-    """A random checkpoint, in the dtype that its config names."""
+    """Write a random checkpoint in the dtype of its config."""
     config = DecoderConfig.from_dict(raw)
-    with torch.device("meta"):  # weights are drawn once, not first as torch's layers do
+    with torch.device("meta"):  # skips torch's own initialization; init_weights draws the weights below
         decoder = Decoder(config)
     decoder = decoder.to_empty(device="cpu")
     if config.tie_word_embeddings:
@@ -83,7 +83,7 @@ def save_random(raw: dict[str, Any], folder: Path) -> None:
 
 
 def as_transformers(folder: Path, device: str) -> Any:
-    """The checkpoint's trunk as Hugging Face has it (MiMo's is Qwen2's)."""
+    """The checkpoint's trunk as a Hugging Face model (MiMo's trunk is a Qwen2)."""
     config = DecoderConfig.load(folder)
     family = "Qwen3" if config.qk_norm else "Qwen2"
     fields = {k: v for k, v in config.raw.items() if k not in ("architectures", "num_nextn_predict_layers")}
@@ -136,7 +136,7 @@ async def run_engine(engine: Engine, prompts: np.ndarray, lengths: list[int]) ->
 
 
 def measure(folder: Path, repetitions: int, device: str = "cpu") -> dict[str, float]:
-    """Of the checkpoint in ``folder``, in its own dtype on both sides."""
+    """Tokens per second and speedups on the checkpoint in ``folder``, in its own dtype on both sides."""
     figures: dict[str, float] = {}
     with asyncio.Runner() as runner:
         hf = as_transformers(folder, device)

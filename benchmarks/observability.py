@@ -1,11 +1,11 @@
-"""CPU cost of observability: spans, counters, metrics, trace, trajectories, and wandb offline.
+"""Measures the CPU cost of observability: spans, counters, metrics, trace, trajectories, and offline wandb.
 
     python -m benchmarks.observability [--steps 48] [key.path=value ...]
 
 Runs configs/quickstart.yaml as a user would and counts CPU seconds:
 
-- ``recorders``: in `Recorder` calls of all processes, by the thread's clock (see `benchmarks.observed`; an upper bound,
-  since it includes the time to read the clock);
+- ``recorders``: in `Recorder` calls of all processes, by the thread's CPU clock (see `benchmarks.observed`; an upper
+  bound, since it includes the time to read the clock);
 - ``driver``: in the driver's drain rounds and sink calls;
 - ``wandb``: in wandb's service process, and in its threads in the driver;
 - ``answers``: in the actors' answers to drain calls: rounds × actors × the cost of one answer, measured here.
@@ -34,7 +34,7 @@ CALLS = 300
 
 
 def answer_s() -> float:
-    """CPU seconds that one drain call costs an actor, including Ray's part."""
+    """CPU seconds that one drain call costs an actor, Ray's share included."""
     import psutil
     import ray
 

@@ -1,22 +1,22 @@
-"""How close is the asynchronous quickstart to pools that never wait, and how much faster than taking turns?
+"""Compares the asynchronous quickstart with pools that never wait, and with synchronous training.
 
     python -m benchmarks.overlap [--steps 14] [--rounds 3] [key.path=value ...]
 
-Runs configs/quickstart.yaml with a learning rate near zero, so that all runs have the same work. Each round (the
-machine's speed varies over minutes) has these runs:
+Runs configs/quickstart.yaml with a learning rate near zero, so that all runs have the same work. Runs are compared
+within a round, since the machine's speed varies over minutes. Each round has these runs:
 
-- alone: one long step. The rollouter generates its groups first, then the trainer trains on them, in as many optimizer
-  steps as the other runs have steps. It gives each pool's time per step alone, T_train and T_rollout, without the
-  forward pass for proximal logprobs, which only a step of several optimizer steps needs.
-- async: the quickstart as it is, one thread for each pool.
-- sync: staleness_threshold 0, so that each step generates and then trains, with one thread each; in the first round
-  once more with two threads each, because each pool has the machine to itself.
+- alone: one long step of `STEPS_ALONE` optimizer steps. The rollouter first generates all groups, then the trainer
+  trains on them. It gives each pool's time per step alone, T_train and T_rollout, without the forward pass for proximal
+  logprobs, which only a step of several optimizer steps needs.
+- async: the unchanged quickstart, one thread per pool.
+- sync: staleness_threshold 0, so that each step generates and then trains, with one thread per pool; in the first round
+  once more with two threads per pool, because each pool has the machine to itself.
 
 ``fraction_of_ideal``: max(T_train, T_rollout) divided by the seconds of an asynchronous step. ``async_over_sync``,
 ``async_over_sync_two_threads``: seconds of a synchronous step divided by those of an asynchronous one. Each ratio
-belongs to one round; the result is their median. Steps count from number `SKIPPED` to the last for which the rollouter
-still starts groups, each from one report to the next. No run drops a group; where the asynchronous run generated less
-than it trained, the generated groups count.
+belongs to one round; the result is their median. Steps are timed from one report to the next, from step `SKIPPED` to
+the last one for which the rollouter still starts groups. No run drops a group; if the asynchronous run generated fewer
+groups than it trained, the generated groups count.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def alone_s(folder: Path, steps: int) -> tuple[float, float]:
-    """Seconds per step of trainer and rollouter, from the spans of the run in which each works alone."""
+    """Seconds per step of trainer and rollouter, from the spans of the ``alone`` run."""
     spans = read_spans(folder)
     seconds = lambda name: sum(row["end"] - row["start"] for row in spans if row["name"] == name) / steps
     return seconds("trainer/step") - seconds("trainer/logprobs"), seconds("rollout/generate")
 
 
 def step_s(folder: Path, last: int) -> float:
-    """Mean seconds of a step from `SKIPPED` to ``last``, by the clock of the reports; of the asynchronous run no step
-    counts beyond what was generated in that time."""
+    """Mean seconds per step from `SKIPPED` to ``last``, by the reports' clock. If fewer groups were generated than
+    trained in that time, the generated ones count."""
     rows = {row["step"]: row for row in steps_of(folder)}
     seconds = rows[last]["time"] - rows[SKIPPED]["time"]
     stock = lambda row: row["fully_async/queue/depth"] + row["fully_async/in_flight"] / 2
@@ -68,10 +68,11 @@ def step_s(folder: Path, last: int) -> float:
 
 
 def round_of(folder: Path, steps: int, overrides: list[str], names: Iterable[str]) -> dict[str, float]:
-    """Makes the runs of one round; seconds of a step of each, and the asynchronous run's own summary."""
+    """Do the runs of one round. Returns seconds per step of each run, and ``own``: the asynchronous run's own
+    fraction_of_ideal."""
     checkpoint, data = ROOT / "checkpoints/arith-mimo", ROOT / "data/arithmetic"
     synchronous = (steps - SKIPPED) // 2 + SKIPPED
-    ahead = 4  # steps before the end: the rollouter has started all groups, and the queue runs empty
+    ahead = 4  # steps before the end at which the rollouter has started all groups; then the queue runs empty
     options = {
         "alone": ["trainer.total_steps=1", f"async_training.require_batches={STEPS_ALONE}"],
         "async": [f"trainer.total_steps={steps}"],
@@ -99,7 +100,7 @@ def round_of(folder: Path, steps: int, overrides: list[str], names: Iterable[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=14, help="of an asynchronous run; the others have fewer")
+    parser.add_argument("--steps", type=int, default=14, help="steps of an asynchronous run; the others have fewer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     args = parser.parse_args()
@@ -114,12 +115,12 @@ def main() -> None:
             rounds.append(found)
             print("  ".join(f"{name} {value:.3f}" for name, value in found.items()), flush=True)
     median = {name: statistics.median(r[name] for r in rounds if name in r) for name in rounds[0]}
-    print(f"alone, seconds of a step:  training {median['train']:.2f}  generation {median['rollout']:.2f}")
+    print(f"alone, seconds per step:  training {median['train']:.2f}  generation {median['rollout']:.2f}")
     print(
-        f"together, seconds of a step:  async {median['async']:.2f}  sync {median['sync']:.2f}  "
+        f"together, seconds per step:  async {median['async']:.2f}  sync {median['sync']:.2f}  "
         f"sync with two threads {median['sync_two_threads']:.2f}"
     )
-    print(f"fraction of the ideal by the runs' own account: {median['own']:.3f}")
+    print(f"fraction of ideal as reported by the runs: {median['own']:.3f}")
     print(
         json.dumps(
             {

@@ -1,16 +1,19 @@
-"""Speed of weight transfers and length of pauses: `python -m benchmarks.param_sync`. Ends with one line of JSON.
+"""Measures the speed of weight transfers and the length of pauses. The last line is JSON.
 
-Processes with one thread each on this machine; alternatives are measured in turns, and medians count. Over shared
-memory the median is also over several launches, since the location of a process's pages decides how fast it reads them.
+    python -m benchmarks.param_sync
+
+Processes with one thread each on this machine; alternatives are measured in turns, and the results are medians. For
+shared memory the median is also over several launches, since read speed depends on where a process's pages lie.
 
 - ``shm_fraction_of_memcpy``: throughput of a transfer over shared memory into live parameters, tensor digests included,
-  over that of copying the same tensors within one process; ``…_checksummed``: with the checksum of every bucket on both
-  sides too.
-- ``bucketed_over_per_tensor``: the same bytes as thousands of tensors, in buckets against one call per tensor, each
-  sent after the last one was taken. (Two such calls in flight at once need a third of that time.)
-- ``gloo_fraction_of_broadcast``: a transfer over gloo into live parameters, tensor digests included, over a bare gloo
-  broadcast of one flat tensor of that size; ``…_checksummed``: with the checksum of every bucket on both sides too.
-- ``rolling_pause_ratio``: pause of a replica when four change over one by one, over that of a single one. The sender
+  over that of copying the same tensors within one process; ``…_checksummed``: also with the checksum of every bucket on
+  both sides.
+- ``bucketed_over_per_tensor``: throughput of the same bytes as thousands of tensors, in buckets, over that of one call
+  per tensor, each sent after the last one was received. (Two such calls in flight at once need a third of that time.)
+- ``gloo_fraction_of_broadcast``: throughput of a transfer over gloo into live parameters, tensor digests included, over
+  that of a bare gloo broadcast of one flat tensor of that size; ``…_checksummed``: also with the checksum of every
+  bucket on both sides.
+- ``rolling_pause_ratio``: pause of a replica in a rolling update of four, over that of a single replica. The sender
   writes the weights once for all replicas.
 """
 
@@ -94,7 +97,7 @@ def receive_forever(pipe: Connection, transport: str, manifest: Manifest, device
 
 
 class Link:
-    """A sender here and a receiver in its own process, with live tensors on the same device."""
+    """A sender in this process and a receiver in its own, with live tensors on the same device."""
 
     def __init__(
         self, transport: str, tensors: Tensors, bucket_bytes: int, writer: SharedMemoryWriter | None = None
@@ -108,7 +111,7 @@ class Link:
         self._sessions = 0
 
     def transfer_s(self, checksum: bool) -> float:
-        """Seconds from the first byte packed until the receiver has taken the last one."""
+        """Seconds from packing the first byte until the receiver has taken the last one."""
         session = self._joined()
         plan = SendPlan(session, PolicyVersion(0, 1), self._manifest, ("replica/0",), 60, 60, checksum)
         began = time.perf_counter()
@@ -120,7 +123,7 @@ class Link:
         return seconds
 
     def undigested_s(self) -> float:
-        """The same without digests and checksums, which copy a GPU's bytes to the host."""
+        """Seconds of a transfer without digests and checksums, which copy a GPU's bytes to the host."""
         session = self._joined()
         began = time.perf_counter()
         self._writer.open(session, ("replica/0",), 60, 60)
@@ -193,7 +196,7 @@ class Broadcast:
         self._process.join()
 
 
-# -- replicas that change over one by one ------------------------------------------------------------------------------
+# -- rolling updates ---------------------------------------------------------------------------------------------------
 
 
 class Weights:
@@ -222,7 +225,7 @@ def replica(name: str, manifest: Manifest) -> EngineSession:
 
 
 class Rank:
-    """Sends the weights of ``make`` at every version."""
+    """Sends the weights that ``make`` returns, at every version."""
 
     def __init__(self, make: Callable[[], Tensors], bucket_bytes: int) -> None:
         self._tensors = make()
@@ -265,11 +268,11 @@ async def rolling(replicas: int, mib: int, bucket_bytes: int, rounds: int) -> li
 
 
 def pause_s(reports: list[SyncReport]) -> float:
-    """The median over sessions and replicas."""
+    """Median seconds over sessions and replicas."""
     return statistics.median(seconds for report in reports for seconds in report.paused_s.values())
 
 
-# -- all of it ---------------------------------------------------------------------------------------------------------
+# -- the benchmark -----------------------------------------------------------------------------------------------------
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -279,19 +282,19 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def medians(rounds: int, *measure: Callable[[], float]) -> list[float]:
-    """The median of each measure over ``rounds``, in turns, after one round to warm up."""
+    """Median of each measure over ``rounds``, in turns, after one warm-up round."""
     times = [[run() for run in measure] for _ in range(rounds + 1)]
     return [statistics.median(column) for column in zip(*times[1:], strict=True)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=256, help="bytes of the large transfer")
+    parser.add_argument("--mib", type=int, default=256, help="size of the large transfer")
     parser.add_argument("--bucket-mib", type=int, default=4)
     parser.add_argument("--gloo-bucket-mib", type=int, default=32)
-    parser.add_argument("--tensors", type=int, default=5000, help="count in the many-tensors measurement")
+    parser.add_argument("--tensors", type=int, default=5000, help="number of tensors in the per-tensor measurement")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--launches", type=int, default=5, help="of the shared-memory link")
+    parser.add_argument("--launches", type=int, default=5, help="launches of the shared-memory link")
     args = parser.parse_args()
     torch.set_num_threads(1)
 
@@ -315,7 +318,7 @@ def main() -> None:
     small = many(args.tensors, nbytes // args.tensors // 64 * 16)
     small_bytes = manifest_of(small).nbytes
     bucketed = Link("shared_memory", small, bucket_bytes)
-    # a bucket of a tensor's size holds one tensor, and without a second buffer each waits until the last one is taken
+    # a bucket of a tensor's size holds one tensor, and with one buffer each waits until the last one is received
     one_each = small_bytes // args.tensors
     single = Link("shared_memory", small, one_each, SharedMemoryWriter(0, one_each, buffers=1))
     bucketed_s, single_s = medians(
@@ -346,7 +349,7 @@ def main() -> None:
         ("bare gloo broadcast", nbytes, bare_s),
         ("gloo, digests", nbytes, gloo_s),
         ("gloo, digests and checksums", nbytes, gloo_checked_s),
-        *((f"pause of a replica, {n} rolling", nbytes, seconds) for n, seconds in zip(counts, pauses, strict=True)),
+        *((f"pause per replica, rolling over {n}", nbytes, seconds) for n, seconds in zip(counts, pauses, strict=True)),
     ]
     print(f"{os.cpu_count()} cores, buckets of {args.bucket_mib} MiB, medians of {args.rounds} rounds\n")
     print(f"{'':42}{'ms':>10}{'GB/s':>10}")

@@ -1,11 +1,11 @@
-"""Does the quickstart learn, how fast, and how much of the time do both pools work at once?
+"""Measures whether the quickstart learns, how fast, and how much of the time both pools work at once.
 
     python -m benchmarks.quickstart [--seeds 0 1 2] [--checkpoint DIR] [--data DIR]
 
 Runs configs/quickstart.yaml once per seed (the seed sets the prompt order and the samples), each in its own process,
-as a user would. ``accuracy``: share of held-out problems with a right sampled answer (T = 1). ``valid_format``: share
+as a user would. ``accuracy``: share of held-out problems with a correct sampled answer (T = 1). ``valid_format``: share
 of well-formed answers. ``overlap``: share of training time in which the trainer computes while at least half of the
-rollouter's slots are generating. The last line has the figures of the worst seed.
+rollouter's slots are generating. The last line has the worst value of each figure over the seeds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def ensure_inputs(checkpoint: Path, data: Path) -> None:
 
 
 def run(seed: int, checkpoint: Path, data: Path, folder: Path, overrides: list[str]) -> dict[str, Any]:
-    """One quickstart; returns its summary.json."""
+    """Run one quickstart; returns its summary.json. Raises SystemExit if the run fails."""
     run_dir = folder / f"seed-{seed}"
     command = [sys.executable, "-m", "asyncrl.fully_async_main", "--config", str(ROOT / "configs/quickstart.yaml")]
     options = [

@@ -1,4 +1,4 @@
-"""Objects in their own processes, whose coroutines are called over a pipe: actors without Ray."""
+"""Objects in separate processes whose coroutines are called over a pipe: actors without Ray."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Remote:
         return call
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal; returns once a killed or stopped process runs no more. On a busy machine the signal takes
-        effect later, and other threads may run until then."""
+        """Send a signal. After SIGKILL and SIGSTOP, wait until no thread of the process runs: on a busy machine the
+        signal takes effect later, and other threads may run until then."""
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
         if number in (signal.SIGKILL, signal.SIGSTOP):
@@ -80,7 +80,7 @@ class Remote:
 
 
 def _states(pid: int) -> set[str]:
-    """States of its threads, as letters of proc(5)."""
+    """States of the process's threads, as letters of proc(5)."""
     states = set()
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -104,7 +104,7 @@ async def _serve_calls(pipe: Any, make: Callable[..., Any], args: tuple[Any, ...
         except Exception as error:
             pipe.send((number, None, error))
 
-    # Its own executor: the loop's default one grows by chance, when a call arrives before the last one is finished.
+    # A separate executor: the loop's default one would add a thread if a call arrived before the last one was finished.
     reading, loop = ThreadPoolExecutor(1), asyncio.get_running_loop()
     while True:
         try:

@@ -1,20 +1,22 @@
-"""Throughput, latency and cost of the sample queue: `python -m benchmarks.sample_queue`. Ends with one line of JSON.
+"""Measures throughput, latency and cost of the sample queue. The last line is JSON.
+
+    python -m benchmarks.sample_queue
 
 - ``speedup_over_per_call``: groups per second, from samples in the producer to arrays in the consumer, through the Ray
-  actor with everything on disk, relative to an actor that moves one pickled sample per call and keeps nothing on disk,
-  as other trainers do. Producer and consumer are separate processes; samples, and the number in flight, are the same.
-  The sample queue takes each group through all its transitions (issue, put, lease, trained, publish; covered now and
-  then), with one call at a time for each, as in a run; the other side keeps many calls in flight at both ends. The
-  sides take turns; the figure is the median of the windows' ratios. ``…_group_call`` compares with one pickled group
-  per call.
+  actor with everything on disk, over those of an actor that moves one pickled sample per call and keeps nothing on
+  disk, as other trainers do. Producer and consumer are separate processes; samples and the number in flight are the
+  same. The sample queue takes each group through all its transitions (issue, put, lease, trained, publish, and
+  periodically covered), with one call of each kind at a time, as in a run; the other side keeps many calls in flight at
+  both ends. The sides take turns; the figure is the median of the windows' ratios. ``…_group_call`` compares with one
+  pickled group per call.
 - ``latency_p99_ms``: at a quarter of full load, with random arrivals. The larger of two: from a group's arrival at the
-  producer until it is acknowledged, that is durable; from the arrival of a batch's last group until the consumer can
-  read the batch. The time that a batch takes to fill does not depend on the queue; the table shows it as well. Each is
-  the median of the windows' percentiles.
-- ``ledger_cpu_share``: CPU seconds of spool, ledger and leases, relative to all processes of a quickstart run, Ray's
+  producer until it is acknowledged, hence durable; from the arrival of a batch's last group until the consumer can read
+  the batch. The time that a batch takes to fill does not depend on the queue; the table shows it as well. Each is the
+  median of the windows' percentiles.
+- ``ledger_cpu_share``: CPU seconds of spool, ledger and leases over those of all processes of a quickstart run, Ray's
   included. They run in two threads of the queue's process: the journal's writer and the loop that serves the calls. The
-  figure counts its two busiest threads since the ledger was opened, an upper bound. ``queue_process_cpu_share``: the
-  whole process, with its start and Ray's part in it.
+  figure counts the two busiest threads since the ledger was opened, an upper bound. ``queue_process_cpu_share``: the
+  whole process, with its start and Ray's share in it.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ SAMPLES, TOKENS, PROMPT_TOKENS = 8, 512, 128
 GROUPS_PER_STEP, STALENESS_THRESHOLD = 32, 2
 GROUPS_IN_FLIGHT = (1 + STALENESS_THRESHOLD) * GROUPS_PER_STEP
 COVERED_EVERY_STEPS = 16
-CALLS_UNDER_WAY = 64  # at each end of the queue with one object per call; neither 16 nor 256 makes it faster
+CALLS_IN_FLIGHT = 64  # at each end of the per-call queue; neither 16 nor 256 is faster
 
 
 def samples_of_a_group() -> tuple[np.ndarray, list[Sample]]:
@@ -81,9 +83,9 @@ def samples_of_a_group() -> tuple[np.ndarray, list[Sample]]:
 
 
 def start_sample_queue(run_dir: Path) -> Any:
-    """The actor as a run starts it, admitting `GROUPS_IN_FLIGHT`."""
+    """Start the actor as a run does, admitting `GROUPS_IN_FLIGHT`."""
     actor = SampleQueueActor.options(max_concurrency=CALLS_AT_ONCE, num_cpus=0)  # type: ignore[attr-defined]
-    queue = actor.remote(run_dir, GROUPS_PER_STEP, (STALENESS_THRESHOLD, 1), 1_000_000_000)
+    queue = actor.remote(run_dir, GROUPS_PER_STEP, (STALENESS_THRESHOLD, 1), 1_000_000_000, "fifo", "wait", 150_000, 3)
     ray.get(queue.start.remote())
     return queue
 
@@ -98,7 +100,7 @@ class Producer:
         self._issued = 0
 
     async def produce(self, groups: int, per_s: float | None = None) -> list[float]:
-        """Puts ``groups``, with random arrivals ``per_s`` times a second, or as soon as they may start.
+        """Put ``groups``, with random arrivals ``per_s`` times a second, or as soon as they may start.
 
         Returns the seconds from each group's arrival until it was acknowledged."""
         acknowledged: list[float] = []
@@ -143,7 +145,7 @@ class Producer:
 
 @dataclass(frozen=True)
 class BatchRead:
-    """Arrival times of a batch's groups, and the time when all of them could be read."""
+    """Arrival times of a batch's groups, and the time at which all could be read."""
 
     arrived_s: list[float]
     read_s: float
@@ -159,7 +161,7 @@ class Consumer:
 
     async def start(self) -> None:
         await self._queue.publish(PolicyVersion(0, 0))
-        await self._queue.announce(PolicyVersion(0, 1), 0)  # each sample spans both
+        await self._queue.announce(PolicyVersion(0, 1))  # each sample spans both
 
     async def consume(self, groups: int) -> list[BatchRead]:
         batches = []
@@ -181,7 +183,7 @@ class Consumer:
 
 @ray.remote(num_cpus=0, max_concurrency=CALLS_AT_ONCE)
 class PerCallQueue:
-    """A bounded queue in memory."""
+    """Bounded in-memory queue."""
 
     def __init__(self, size: int) -> None:
         self._queue: asyncio.Queue[bytes] = asyncio.Queue(size)
@@ -236,7 +238,7 @@ class PerCallEnd:
                 await call(item)
 
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(CALLS_UNDER_WAY):
+            for _ in range(CALLS_IN_FLIGHT):
                 tasks.create_task(carry())
 
 
@@ -256,7 +258,7 @@ def timed(producer: Any, consumer: Any) -> Move:
 
 def per_call(samples_per_call: int) -> Move:
     in_flight = GROUPS_IN_FLIGHT * SAMPLES // samples_per_call
-    queue = PerCallQueue.remote(in_flight - CALLS_UNDER_WAY)  # type: ignore[attr-defined]
+    queue = PerCallQueue.remote(in_flight - CALLS_IN_FLIGHT)  # type: ignore[attr-defined]
     producer, consumer = (PerCallEnd.remote(queue, samples_per_call) for _ in range(2))  # type: ignore[attr-defined]
     return timed(producer, consumer)
 
@@ -266,7 +268,7 @@ def whole_steps(groups: float) -> int:
 
 
 def rates(sides: Mapping[str, Move], windows: int, window_s: float) -> dict[str, list[float]]:
-    """Groups per second of each side in each of ``windows``, in turns, after one window to warm up."""
+    """Groups per second of each side in each of ``windows``, in turns, after a warm-up."""
     groups = {}
     for name, move in sides.items():
         move(GROUPS_PER_STEP)
@@ -279,7 +281,7 @@ def rates(sides: Mapping[str, Move], windows: int, window_s: float) -> dict[str,
 
 
 def latencies_ms(producer: Any, consumer: Any, per_s: float, windows: int, window_s: float) -> dict[str, np.ndarray]:
-    """50th and 99th percentile and maximum over a window's arrivals: [3], medians over ``windows``."""
+    """50th and 99th percentile and maximum over a window's arrivals, medians over ``windows``: [3] by name."""
     groups = whole_steps(per_s * window_s)
     found: dict[str, list[np.ndarray]] = {"durable": [], "readable": [], "readable_with_fill": []}
     for _ in range(windows):
@@ -296,7 +298,7 @@ def latencies_ms(producer: Any, consumer: Any, per_s: float, windows: int, windo
 
 @contextlib.contextmanager
 def ray_cluster() -> Iterator[None]:
-    """Ray cluster that ends with this block."""
+    """Context with a Ray cluster."""
     with tempfile.TemporaryDirectory(prefix="asyncrl-ray-", ignore_cleanup_errors=True) as folder:
         start_ray(
             num_cpus=1,
@@ -311,7 +313,7 @@ def ray_cluster() -> Iterator[None]:
 
 
 def sync_ms(folder: Path) -> float:
-    """Time to make one MiB durable on the disk of ``folder``; near zero means that the figures involve no disk."""
+    """Time to flush one MiB to the disk of ``folder``; near zero means that the figures involve no disk."""
     times_s = []
     with (folder / "probe").open("wb", buffering=0) as file:
         for _ in range(20):
@@ -322,7 +324,7 @@ def sync_ms(folder: Path) -> float:
     return statistics.median(times_s) * 1e3
 
 
-# -- the share of a run --------------------------------------------------------------------------------------------
+# -- share of a run's CPU time -------------------------------------------------------------------------------------
 
 QUEUE_PROCESS = "ray::SampleQueueActor"
 QUEUE_THREADS = 2  # the loop that serves its calls, and the journal's writer
@@ -331,9 +333,9 @@ QUEUE_THREADS = 2  # the loop that serves its calls, and the journal's writer
 def quickstart_cpu(steps: int, checkpoint: Path, data: Path) -> tuple[CpuSeconds, float]:
     """CPU seconds of a quickstart of ``steps``: all processes, and the journal's writer by its own count.
 
-    Raises SystemExit if the queue's process was not found, or the run failed."""
+    Raises SystemExit if the queue's process was not found or the run failed."""
     quickstart.ensure_inputs(checkpoint, data)
-    # little validation: it costs the queue nothing and comes only twice, for any number of steps
+    # little validation: it costs the queue nothing, and runs only twice whatever the number of steps
     overrides = [f"trainer.total_steps={steps}", "validation.max_prompts=64"]
     with tempfile.TemporaryDirectory(prefix="asyncrl-") as name:
         folder = Path(name)
@@ -349,7 +351,7 @@ def quickstart_cpu(steps: int, checkpoint: Path, data: Path) -> tuple[CpuSeconds
 
 
 def measure_queue(windows: int, window_s: float, latency_window_s: float) -> dict[str, float]:
-    """Measures throughput and latency, and prints their tables. Returns figures under their public names."""
+    """Measure throughput and latency, and print their tables. Returns the figures of the last line."""
     with tempfile.TemporaryDirectory(prefix="asyncrl-") as folder, ray_cluster():
         disk_ms = sync_ms(Path(folder))
         queue = start_sample_queue(Path(folder) / "run")
@@ -373,9 +375,9 @@ def measure_queue(windows: int, window_s: float, latency_window_s: float) -> dic
             print(f"{name:54}{median:10.0f}{median * SAMPLES:11.0f}{min(values):10.0f}{max(values):8.0f}")
         latencies = latencies_ms(producer, consumer, full_load / 4, windows, latency_window_s)
     rows = {
-        "arrival of a group until it is durable": "durable",
-        "arrival of a batch's last group until it can be read": "readable",
-        "arrival of a group until its batch can be read": "readable_with_fill",
+        "a group's arrival until it is durable": "durable",
+        "a batch's last arrival until the batch is readable": "readable",
+        "a group's arrival until its batch is readable": "readable_with_fill",
     }
     load = f"at {full_load / 4:.0f} groups/s, batches of {GROUPS_PER_STEP}"
     print(f"\n{load:54}{'p50 ms':>10}{'p99 ms':>11}{'max ms':>10}")
@@ -394,14 +396,14 @@ def measure_queue(windows: int, window_s: float, latency_window_s: float) -> dic
 
 
 def measure_cpu(steps: int, checkpoint: Path, data: Path) -> dict[str, float]:
-    """Measures CPU seconds of a quickstart, and prints their table. Returns figures under their public names."""
+    """Measure CPU seconds of a quickstart, and print their table. Returns the figures of the last line."""
     cpu, journal_s = quickstart_cpu(steps, checkpoint, data)
     ledger_s = cpu.threads_s(QUEUE_THREADS)
     rows = {
         "all processes": cpu.all_s,
-        "spool, ledger and leases, at most": ledger_s,
-        "of these the journal's writer": journal_s,
-        "the queue's process, its start and Ray's part included": cpu.process_s,
+        "spool, ledger and leases (upper bound)": ledger_s,
+        "of which the journal's writer": journal_s,
+        "the queue's process, with its start and Ray's share": cpu.process_s,
     }
     print(f"\n{f'a quickstart of {steps} steps':54}{'CPU s':>10}{'share':>11}")
     for name, seconds in rows.items():

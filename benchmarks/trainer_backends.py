@@ -1,8 +1,8 @@
-"""Step time of the Megatron backend compared with the torch backend: `python -m benchmarks.trainer_backends`.
+"""Compares step times of the Megatron backend and the torch backend. The last line is JSON.
 
-One rank with one thread, a random model of the quickstart's size, and a batch like its own: 24 groups of 8 samples of
-20 to 120 response tokens, in micro-batches of 2048 tokens; with and without the draft's loss. Both backends alternate;
-medians of their steps. Ends with one line of JSON. Needs the Megatron backend's environment.
+One rank with one thread, a random model of the quickstart's size, and a batch like the quickstart's: 24 groups of 8
+samples of 20 to 120 response tokens, in micro-batches of 2048 tokens; with and without the draft's loss. Both backends
+alternate; the results are medians over steps. Needs the Megatron backend's environment.
 
     OMP_NUM_THREADS=1 python -m benchmarks.trainer_backends [--rounds 3] [--steps 3]
 """

@@ -1,4 +1,4 @@
-"""One thread per process, no network, whatever the machine; and what many tests want: a device, inputs, whole runs."""
+"""Test environment (one thread per process, no network) and common fixtures: a device, inputs, whole runs."""
 
 import importlib.util
 import os
@@ -24,21 +24,21 @@ if importlib.util.find_spec("hypothesis"):
 
 pytest.register_assert_rewrite("tests.support.engine_contract", "tests.support.lora_contract")
 
-# SGLang without a GPU: before anything imports torchvision, here and in the processes to come
+# SGLang without a GPU: patch before anything imports torchvision, here and in child processes
 if importlib.util.find_spec("sglang") and not importlib.util.find_spec("sgl_kernel"):
     import tests.support.sglang_cpu.sitecustomize
 
     site = os.path.dirname(tests.support.sglang_cpu.sitecustomize.__file__)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH")]))
 
-# tests of a backend whose packages are not in this environment cannot even be imported
+# Megatron's tests import its packages at the top, so without them collection itself would fail.
 collect_ignore_glob = [] if importlib.util.find_spec("megatron") else ["test_megatron_*.py"]
 
 
 @pytest.fixture(scope="session")
 def device():
-    """Where tests marked ``gpu`` compute. ``ASYNCRL_TEST_DEVICE=cpu pytest -m gpu tests/test_trainer_gpu.py`` runs the
-    very same tests without a GPU, to prove the tests themselves."""
+    """Device of the tests marked ``gpu``. ``ASYNCRL_TEST_DEVICE=cpu pytest -m gpu tests/test_trainer_gpu.py`` runs the
+    same tests without a GPU, to check the tests themselves."""
     import torch
 
     name = os.environ.get("ASYNCRL_TEST_DEVICE", "cuda")
@@ -49,7 +49,7 @@ def device():
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """The folder with the inputs of a tiny run."""
+    """Folder with the inputs of a tiny run."""
     from tests.support.tiny import make_inputs
 
     return make_inputs(tmp_path_factory.mktemp("inputs"))
@@ -57,7 +57,7 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture
 def start(request, inputs, tmp_path):
-    """``start(*more)`` starts a whole run, or goes on with it, with the module's ``OPTIONS`` and more."""
+    """``start(*more)`` starts or resumes a whole run with the module's ``OPTIONS`` and ``more``."""
     from tests.support.faults import starting
 
     with starting(inputs, tmp_path / "run", *request.module.OPTIONS) as begin:

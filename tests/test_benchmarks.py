@@ -1,4 +1,4 @@
-"""The benchmarks' own parts: what they report must be what happened."""
+"""Benchmarks: CPU seconds are measured correctly, and each benchmark ends with its figures."""
 
 import json
 import math
@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.cpu_seconds import CpuSeconds
 
-#: Seconds of CPU: 0.6 before the file is there; then 0.5, 0.3 and 0.1 in threads of their own; a child with 0.4.
+#: CPU seconds: 0.6 before the file exists; then 0.5, 0.3 and 0.1 in separate threads; 0.4 in a child process
 WORKER = """
 import os, pathlib, subprocess, sys, threading, time
 
@@ -30,8 +30,8 @@ child.kill()
 """
 
 
-@pytest.mark.slow  # seconds of CPU by the clock: a machine with other work to do spoils them
-def test_cpu_seconds_are_those_of_all_processes_and_of_one_s_busiest_threads_since_a_file_is_there(tmp_path):
+@pytest.mark.slow  # measures CPU seconds by the clock, so it fails on a busy machine
+def test_cpu_seconds_cover_all_processes_and_the_busiest_threads_of_one_since_a_file_appeared(tmp_path):
     python = tmp_path / "worker-process"
     python.symlink_to(sys.executable)
     with CpuSeconds("worker-process", since=tmp_path / "opened") as cpu:
@@ -50,28 +50,28 @@ def test_cpu_seconds_of_a_process_that_was_never_seen_are_not_zero(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_sample_queue_s_benchmark_ends_with_its_figures():
+def test_the_sample_queue_benchmark_ends_with_its_figures():
     figures = last_line("benchmarks.sample_queue --windows 1 --window-s 0.1 --latency-window-s 0.5 --steps 0")
     assert figures["speedup_over_per_call"] > 1
     assert figures["latency_p99_ms"] == max(figures["durable_p99_ms"], figures["readable_p99_ms"]) > 0
 
 
 @pytest.mark.slow
-def test_the_parameter_sync_s_benchmark_ends_with_its_figures():
+def test_the_param_sync_benchmark_ends_with_its_figures():
     figures = last_line("benchmarks.param_sync --mib 8 --tensors 50 --rounds 1")
     assert figures.keys() >= {"shm_fraction_of_memcpy", "bucketed_over_per_tensor", "gloo_fraction_of_broadcast"}
     assert all(value > 0 for value in figures.values())
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_adapters_ends_with_its_figures():
+def test_the_lora_sync_benchmark_ends_with_its_figures():
     figures = last_line("benchmarks.lora_sync --hidden 64 --layers 1 --rank 2 --syncs 1")
     assert figures["adapters_mib"] < figures["merged_mib"] == figures["whole_weights_mib"]
     assert all(value > 0 for name, value in figures.items() if not name.endswith("_mib"))
 
 
 @pytest.mark.slow
-def test_a_part_of_the_gpu_s_benchmark_that_fails_does_not_lose_the_others(tmp_path):
+def test_a_failing_part_of_the_gpu_benchmark_does_not_lose_the_others(tmp_path):
     """On a CPU; without the part that makes the model, those that need it fail."""
     options = f"--device cpu --tiny --out {tmp_path}"
     figures = last_line(f"benchmarks.gpu {options} --parts trainer cuda_ipc")
@@ -87,21 +87,21 @@ def test_a_part_of_the_gpu_s_benchmark_that_fails_does_not_lose_the_others(tmp_p
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_watching_counts_every_part_of_it():
+def test_the_observability_benchmark_counts_every_part():
     figures = last_line("benchmarks.observability --steps 3 data.validation_files=[]")
     assert 0 < figures["cpu_share"] < 1
     assert all(figures[part] > 0 for part in ("recorder", "driver", "wandb_threads", "answers", "report"))
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_overlap_ends_with_its_figures():
+def test_the_overlap_benchmark_ends_with_its_figures():
     figures = last_line("benchmarks.overlap --steps 12 --rounds 1")
     assert figures.keys() >= {"fraction_of_ideal", "async_over_sync", "async_over_sync_two_threads"}
     assert all(value > 0 for value in figures.values())
 
 
 def last_line(command: str) -> dict[str, float]:
-    """What a benchmark's last line says."""
+    """Figures in the last line that a benchmark prints."""
     done = subprocess.run([sys.executable, "-m", *command.split()], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""Checkpoint folders: atomic under crashes, damage is named, the newest and best are kept."""
+"""Checkpoint folders: saves are atomic, damage is reported, the newest and best are kept."""
 
 import asyncio
 import json
@@ -18,6 +18,7 @@ from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.sample_queue.messages import Lease, LeasedGroup
 from asyncrl.trainer.checkpoints import PARTIAL, CheckpointMetadata, CheckpointStore
 from asyncrl.trainer.loop import TrainLoop
+from asyncrl.trainer.progress import Progress
 from asyncrl.trainer.validation import ValidationSchedule
 from asyncrl.types.versions import PolicyVersion
 
@@ -48,7 +49,8 @@ def steps(store):
 
 
 class Run:
-    """Ranks, sync, queue, rollouter and observer of a run whose policy is its step; validation gives it ``rewards``."""
+    """Fake ranks, sync, queue, rollouter and observer. The policy is its step's number; validating it gives
+    ``rewards[step]``."""
 
     def __init__(self, config, rewards):
         self.rewards, self.step, self.served, self.seq, self.lineage = rewards, 0, None, 0, 0
@@ -96,7 +98,7 @@ class Run:
 
     async def trained(self, step): ...
     async def covered(self, step): ...
-    async def announce(self, version, trained): ...
+    async def announce(self, version): ...
     async def publish(self, version, trained=None, rolling=False): ...
 
     async def rollback(self, step):
@@ -122,12 +124,16 @@ class Run:
         version, step = self.served
         await asyncio.sleep(0.1)
         assert self.served == (version, step), "a validation is of one version"
-        return {"validation/reward": self.rewards[step], "validation/version": version.number}
+        return {"validation/reward": self.rewards[step], **served_version(version)}
+
+
+def served_version(version):
+    return {"validation/lineage": version.lineage, "validation/version": version.number}
 
 
 async def test_each_checkpoint_is_rated_by_the_validation_of_its_own_weights(tmp_path):
-    """Validation goes on beside training, so it ends after the checkpoint of its weights was taken; the last one comes
-    after the final checkpoint. A rank dies before step 4: what was validated before is of the lineage that was left."""
+    """Validation runs during training, so it ends after the checkpoint of its weights was taken; the last validation
+    follows the final checkpoint. A rank dies before step 4, so earlier validations belong to an abandoned lineage."""
     rewards = {0: 1.0, 1: 0.2, 2: 0.9, 3: 0.4, 4: 0.3, 5: 0.1}
     config = Config()
     config.trainer.total_steps, config.trainer.mini_batch_groups = 5, 1
@@ -167,12 +173,12 @@ def test_an_interrupted_save_is_never_chosen(tmp_path):
     save(store, 3)
     partial = store.begin(6)
     (partial / "shard").write_bytes(b"half")
-    for whole in ("metadata.json", "checksums.json"):  # even one that lacks nothing but its name
+    for whole in ("metadata.json", "checksums.json"):  # even one that is complete except for its name
         shutil.copy(store.folder / "step_000003" / whole, partial)
     assert steps(store) == [3]
     with pytest.raises(CheckpointError, match=r"step_000006.partial.*interrupted.*step_000003"):
         store.open(partial)
-    assert not any(store.begin(6).iterdir())  # what was in it is gone
+    assert not any(store.begin(6).iterdir())  # its old contents are deleted
     store.sweep()
     assert names(store) == ["step_000003"]
 
@@ -206,7 +212,7 @@ def flip_a_bit(path):
         ("checksums.json", os.unlink, r"no whole checkpoint there \(checksums.json is missing\)"),
     ],
 )
-def test_damage_is_named_with_the_other_checkpoints(tmp_path, file, damage, message):
+def test_damage_is_reported_with_the_other_checkpoints(tmp_path, file, damage, message):
     store = store_in(tmp_path)
     save(store, 3)
     path = save(store, 6).path
@@ -256,16 +262,43 @@ def test_a_checkpoint_is_kept_until_its_weights_are_rated(tmp_path):
     for step in (1, 2, 3):
         store.await_rating((0, step))
         save_unrated(store, step)
-    assert steps(store) == [1, 2, 3], "any may be the best"
+    assert steps(store) == [1, 2, 3], "any may still be the best"
     store.rate((0, 1), {"reward": 0.5})
     store.rate((0, 2), {"reward": 0.9})
     assert steps(store) == [2, 3]
     store.rate((0, 3), {"reward": 0.1, "other": 7.0})
     assert [(c.metadata.step, c.rating) for c in store.all()] == [(2, {"reward": 0.9}), (3, {"reward": 0.1})]
-    store.rate((1, 3), {"reward": 0.95})  # of another lineage's step 3, which is not saved
+    store.rate((1, 3), {"reward": 0.95})  # rates step 3 of another lineage, which was not saved
     save_unrated(store, 4, lineage=1)
     assert [(c.metadata.step, c.rating) for c in store.all()] == [(2, {"reward": 0.9}), (4, {})]
     assert store.open(store.newest().path) == store.newest()
+
+
+async def test_a_checkpoint_is_not_rated_by_a_validation_that_was_repeated_under_another_version(tmp_path):
+    store = store_in(tmp_path, keep_last=1, keep_best=1, best_metric="reward")
+    config = Config()
+    config.data.validation_files, config.validation.every_versions = ["some"], 1
+
+    class Rollouter:
+        served = PolicyVersion(0, 1)
+
+        async def validate(self):
+            return {"reward": 0.9, **served_version(self.served)}
+
+    schedule = ValidationSchedule(config, Rollouter(), store, Recorder("driver"), lambda *result: None)
+    await schedule.validate(Progress(0, PolicyVersion(0, 0), 0, 0))
+    for step in (1, 2):
+        await schedule.validate(Progress(step, PolicyVersion(0, step), step, step))
+        save_unrated(store, step)
+        await schedule._concurrent
+    assert [(c.metadata.step, c.rating) for c in store.all()] == [(1, {"reward": 0.9}), (2, {})]
+
+
+def test_a_damaged_rating_costs_the_rating_and_not_the_checkpoint(tmp_path):
+    store = store_in(tmp_path, best_metric="reward")
+    save(store, 1, reward=0.5)
+    (store.newest().path / "rating.json").write_text("")
+    assert store.open(store.newest().path).rating == {}
 
 
 def test_saving_a_step_again_replaces_its_checkpoint(tmp_path):
@@ -279,7 +312,7 @@ def test_saving_a_step_again_replaces_its_checkpoint(tmp_path):
 
 
 def test_a_rolled_back_run_is_newer_than_its_old_lineage(tmp_path):
-    """Restored at step 3, the run saves step 6 again; the step 9 of the lineage that was left is not the newest."""
+    """Restored at step 3, the run saves step 6 again; step 9 of the abandoned lineage is not the newest."""
     store = store_in(tmp_path, keep_last=2)
     save(store, 6)
     save(store, 9)
@@ -297,20 +330,20 @@ def test_final_is_a_link_that_moves_atomically_and_disappears_with_its_checkpoin
     assert os.readlink(link) == "step_000003"
     assert store.open(link).path.name == "step_000003"
     save(store, 6)
-    assert names(store) == ["step_000006"]  # no link to nowhere is left
+    assert names(store) == ["step_000006"]  # no dangling link
     for _ in range(2):
         store.mark_final(store.newest())
         assert os.readlink(link) == "step_000006"
     assert steps(store) == [6]
 
 
-# -- kill -9 between any two changes of the file system ---------------------------------------------------------------
+# -- SIGKILL between any two file system changes ----------------------------------------------------------------------
 
 CHANGES = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "shutil.rmtree"}
 
 
 def die_at(change, work):
-    """Runs ``work`` in a process that kills itself just before the ``change``-th change (or reading) of a file."""
+    """Run ``work``; kill this process just after ``change`` file system operations (opening to read counts too)."""
     made = 0
 
     def count(event, args):
@@ -326,8 +359,8 @@ def die_at(change, work):
 
 
 @pytest.mark.parametrize("step", [6, 9], ids=["same step again", "next step"])
-def test_killed_anywhere_the_newest_checkpoint_is_whole(tmp_path, step):
-    """With one kept, every save also deletes. The newest is either the old checkpoint or the new one."""
+def test_after_a_kill_at_any_point_the_newest_checkpoint_is_complete(tmp_path, step):
+    """With keep_last=1 every save also deletes. The newest checkpoint is either the old or the new one."""
     seen = set()
     for change in range(1000):
         store = store_in(tmp_path / f"{change}", keep_last=1)
@@ -339,7 +372,7 @@ def test_killed_anywhere_the_newest_checkpoint_is_whole(tmp_path, step):
         process = multiprocessing.get_context("fork").Process(target=die_at, args=(change, work))
         process.start()
         process.join()
-        listed = [store.open(found.path) for found in store.all()]  # none is half there
+        listed = [store.open(found.path) for found in store.all()]  # none is incomplete
         seen.add((listed[-1].path / "state" / "shard").read_bytes() if listed else "replacing")
         store.sweep()
         found = store.open(store.newest().path)
@@ -354,7 +387,7 @@ def test_killed_anywhere_the_newest_checkpoint_is_whole(tmp_path, step):
     assert change > 15
     assert steps(store) == [step]
     assert os.readlink(link) == f"step_{step:06d}"
-    # where a checkpoint is replaced by one of its step there is a moment with neither, which sweep mends
+    # while a checkpoint is replaced by another of the same step, neither is listed; sweep repairs that
     assert seen == {b"old", b"new", *(["replacing"] if step == 6 else [])}
 
 

@@ -1,4 +1,4 @@
-"""The command ``asyncrl`` and the modules that stand for its subcommands."""
+"""The command ``asyncrl``, and the modules that its subcommands run."""
 
 import importlib
 import subprocess
@@ -33,7 +33,7 @@ def test_train_takes_the_arguments_of_the_main_module(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_the_exit_status_is_that_of_the_command(tmp_path, capsys):
+def test_the_exit_status_is_the_subcommand_s(tmp_path, capsys):
     assert main(["train", "rollout.n=0"]) == 2
     assert "config: model.path: " in capsys.readouterr().err
     assert main(["ledger", str(tmp_path)]) == 2
@@ -52,13 +52,13 @@ def test_an_unknown_command_is_refused_with_the_known_ones(arguments, capsys):
     ("module", "command"),
     [("asyncrl.fully_async_main", "train"), ("asyncrl.report", "report"), ("asyncrl.ledger", "ledger")],
 )
-def test_each_command_is_a_module_too(module, command):
+def test_each_subcommand_is_also_a_module(module, command):
     by_module, by_command = python("-m", module, "--help"), python("-m", "asyncrl.cli.main", command, "--help")
     assert "usage: " in by_module.stdout + by_module.stderr
     assert (by_module.stdout, by_module.returncode) == (by_command.stdout, by_command.returncode)
 
 
-def test_a_command_imports_none_of_the_others_packages(tmp_path):
+def test_a_subcommand_does_not_import_packages_of_the_others(tmp_path):
     code = (
         "import sys; from asyncrl.cli.main import main;"
         f"main(['ledger', {str(tmp_path)!r}]); print(sorted({{'torch', 'ray', 'plotly'}} & set(sys.modules)))"

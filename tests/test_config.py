@@ -90,8 +90,30 @@ def test_a_file_with_several_problems_reports_them_all_and_where_each_is_set(tmp
 
 
 @pytest.mark.parametrize(
+    ("group", "expected"),
+    [
+        ("rollout:", "rollout: expected a group of options, found None (in more.yaml)"),
+        ("rollout: [1, 2]", "rollout: expected a group of options, found [1, 2] (in more.yaml)"),
+        ("trainer: {optimizer: }", "trainer.optimizer: expected a group of options, found None (in more.yaml)"),
+        ("rollout: {n: {a: 1}}", "rollout.n: expected int, found {'a': 1} (in more.yaml)"),
+        ("data: {train_files: {0: a}}", "data.train_files: expected list[str], found {0: 'a'} (in more.yaml)"),
+        ("rollout: {engine: {args: [1]}}", "rollout.engine.args: expected dict[str, Any], found [1] (in more.yaml)"),
+        ("model: {path: '???'}", "model.path: must be given, has no default (expected str)"),
+    ],
+)
+def test_a_value_of_the_wrong_shape_does_not_replace_the_file_below(tmp_path, group, expected):
+    (tmp_path / "base.yaml").write_text("model: {path: m}\nreward: {function: 'a:b'}\nrollout: {n: 16}\n")
+    (tmp_path / "more.yaml").write_text(f"extends: base.yaml\n{group}\n")
+    with pytest.raises(ConfigError) as e:
+        load_config(tmp_path / "more.yaml", ["rollout.max_response_tokens=9", "trainer.optimizer.lr=1"])
+    assert e.value.problems == [expected]
+
+
+@pytest.mark.parametrize(
     ("override", "expected"),
     [
+        ("rollout.n=8.0", "rollout.n: expected int, found 8.0"),
+        ("rollout.stop_token_ids=[true]", "rollout.stop_token_ids: expected list[int], found [True]"),
         ("rollout.n=true", "rollout.n: expected int, found True"),
         ("rollout.temperature=false", "rollout.temperature: expected float, found False"),
         ("name=on", "name: expected str, found True"),
@@ -103,13 +125,13 @@ def test_a_file_with_several_problems_reports_them_all_and_where_each_is_set(tmp
         ),
     ],
 )
-def test_a_boolean_is_neither_a_number_nor_a_text(override, expected):
+def test_a_number_is_neither_a_boolean_nor_a_fraction(override, expected):
     with pytest.raises(ConfigError) as e:
         load_config(None, [*REQUIRED, override])
     assert e.value.problems == [expected]
 
 
-def test_numbers_may_come_from_the_environment_and_texts_may_look_like_numbers(monkeypatch):
+def test_numbers_may_come_from_the_environment_and_strings_may_look_like_numbers(monkeypatch):
     monkeypatch.setenv("SLOTS", "8")
     config = load_config(None, [*REQUIRED, "rollout.engine.slots=${oc.env:SLOTS}", "rollout.top_p=1", "name=2024"])
     assert (config.rollout.engine.slots, config.rollout.top_p, config.name) == (8, 1.0, "2024")
@@ -129,7 +151,7 @@ def test_a_config_crosses_processes_unchanged():
     assert pickle.loads(pickle.dumps(config)) == config
 
 
-def test_missing_values_and_files_are_named(tmp_path):
+def test_missing_values_and_files_are_reported(tmp_path):
     with pytest.raises(ConfigError, match=r"model\.path: must be given"):
         load_config(None, [])
     with pytest.raises(ConfigError, match="no such config file"):
@@ -147,7 +169,7 @@ def test_missing_values_and_files_are_named(tmp_path):
         ("rollout.top_p=1.5", "rollout.top_p"),
         ("algorithm.kl_estimator=k9", "algorithm.kl_estimator: expected one of k1, k2, k3; found 'k9'"),
         ("algorithm.anchor=rollout", "algorithm.anchor: expected one of behaviour, proximal; found 'rollout'"),
-        ("algorithm.importance_cap=2", "algorithm.importance_cap: the ratio to algorithm.anchor=behaviour corrects"),
+        ("algorithm.importance_cap=2", "algorithm.importance_cap: the ratio to algorithm.anchor=behaviour already"),
         ("algorithm.entropy_coef=-0.1", "algorithm.entropy_coef: expected at least 0, found -0.1"),
         ("algorithm.overlong_penalty=-1", "algorithm.overlong_penalty: expected at least 0"),
         ("algorithm.std_ddof=2", "algorithm.std_ddof: expected at least 0 and at most 1, found 2"),
@@ -204,7 +226,7 @@ def test_impossible_values_are_refused(files, override, expected):
             ["algorithm.anchor=proximal", "async_training.trigger_parameter_sync_step=2"],
             "algorithm.importance_cap: with algorithm.anchor=proximal and 0 nothing corrects stale tokens",
         ),
-        (["algorithm.anchor=proximal", "algorithm.importance_cap=0.5"], "expected 0 or at least 1 (less cuts fresh"),
+        (["algorithm.anchor=proximal", "algorithm.importance_cap=0.5"], "(a smaller cap would truncate fresh"),
         (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"], "as a loss, k1's gradient is zero in the mean"),
     ],
 )
@@ -254,7 +276,7 @@ def test_a_group_of_one_is_refused(files):
                 f"{TENSOR}=2",
                 f"{PIPELINE}=2",
             ],
-            "trainer.ranks: a step of at least 1 samples cannot feed 2 ranks that share them out",
+            "trainer.ranks: a step may have only 1 samples, too few for 2 copies of the model",
         ),
         (
             [
@@ -265,7 +287,7 @@ def test_a_group_of_one_is_refused(files):
             f"{VIRTUAL}: 2 chunks per stage need {PIPELINE} of at least 3, found 2",
         ),
         ([f"{TENSOR}=0"], f"{TENSOR}: expected at least 1"),
-        (["trainer.megatron.sequence_parallel=true"], "sequence_parallel: it is for tensor parallel ranks"),
+        (["trainer.megatron.sequence_parallel=true"], "sequence_parallel: needs tensor parallel ranks"),
         (["trainer.ranks=3", f"{CONTEXT}=2"], "trainer.ranks: expected a multiple of the 2"),
         ([f"{EXPERT}=2"], f"{EXPERT}: expected a divisor of the 1 ranks of a pipeline"),
         (
@@ -274,7 +296,7 @@ def test_a_group_of_one_is_refused(files):
         ),
     ],
 )
-def test_what_the_megatron_backend_cannot_do_is_refused(files, overrides, expected):
+def test_options_that_the_megatron_backend_does_not_support_are_refused(files, overrides, expected):
     few = ["trainer.mini_batch_groups=1", "rollout.min_group_size=1"]
     found = problems([*files, "trainer.backend=megatron", *few, *overrides])
     assert len(found) == 1
@@ -286,19 +308,19 @@ def test_what_the_megatron_backend_cannot_do_is_refused(files, overrides, expect
     [
         (["model.lora.rank=-1"], "model.lora.rank: expected at least 0, found -1"),
         (["model.lora.alpha=0"], "model.lora.alpha: expected more than 0, found 0"),
-        (["model.lora.target_modules=[]"], "model.lora.target_modules: expected all-linear or ends of module names"),
+        (["model.lora.target_modules=[]"], "model.lora.target_modules: expected all-linear or module name suffixes"),
         (["param_sync.adapters=mixed"], "param_sync.adapters: expected one of adapter, merged; found 'mixed'"),
         (
             ["rollout.engine.name=vllm", "rollout.engine.pipeline_parallel_size=2"],
-            "param_sync.adapters: vllm's pipeline stages are not given adapters; expected merged",
+            "param_sync.adapters: vllm takes no adapters with pipeline stages; expected merged",
         ),
         (
             ["rollout.engine.name=vllm", "model.lora.rank=513"],
-            "model.lora.rank: vllm's adapters have at most 512, found 513",
+            "model.lora.rank: vllm supports ranks up to 512, found 513",
         ),
         (
             ["mtp.enable_train=true"],
-            "checkpoint.export_lora: PEFT's format has no place for the draft of mtp.enable_train; expected merged",
+            "checkpoint.export_lora: PEFT's format cannot hold the draft of mtp.enable_train; expected merged",
         ),
     ],
 )
@@ -336,47 +358,47 @@ def test_speculation_needs_room_in_the_context_and_excludes_deterministic_mode(f
     (small,) = problems([*speculate, "rollout.engine.max_context_tokens=6"])
     assert small.startswith("mtp.num_speculative_tokens: expected at most 4")
     (fixed,) = problems([*speculate, "rollout.engine.deterministic=true"])
-    assert "mtp.enable_rollout: does not go with rollout.engine.deterministic" in fixed
+    assert "mtp.enable_rollout: does not work with rollout.engine.deterministic" in fixed
 
 
 def test_a_zero_divisor_is_refused(files):
     assert problems([*files, "rollout.n=0"])[0] == "rollout.n: expected at least 1, found 0"
 
 
-def test_memory_is_at_most_what_the_machine_has():
+def test_local_memory_does_not_exceed_the_machine_s():
     total_kib = int(Path("/proc/meminfo").read_text().split()[1])
     assert 0 < local_memory_bytes() <= total_kib * 1024
 
 
-def test_pause_and_kv_must_fit_each_other_and_partial_rollout(files):
+def test_pause_must_be_compatible_with_kv_and_partial_rollout(files):
     assert "param_sync.kv" in problems([*files, "param_sync.pause=keep", "param_sync.kv=unload"])[0]
     (stale,) = problems([*files, "param_sync.reload_draft=false"])
     assert "param_sync.allow_stale_draft=true" in stale
     (rolling,) = problems([*files, "param_sync.rollout_update=rolling"])
     assert "expected param_sync.staging full, found bucket" in rolling
     assert problems([*files, "param_sync.kv=keep"]) == [
-        "param_sync.kv: keep does not go with pause abort in the native engine; expected one of recompute, unload"
+        "param_sync.kv: keep does not work with pause abort in the native engine; expected one of recompute, unload"
     ]
     cut = problems([*files, "param_sync.pause=abort", "async_training.partial_rollout=false"])
     assert "use wait" in cut[0]
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_what_only_the_native_engine_does_is_refused_of_others(files, engine):
+def test_options_of_the_native_engine_are_refused_for_other_engines(files, engine):
     for option in ("rollout.engine.deterministic=true", "param_sync.staging=full", "rollout.top_p=0.9"):
         (problem,) = problems([*files, f"rollout.engine.name={engine}", option])
         assert problem.startswith(option.partition("=")[0])
         assert engine in problem
 
 
-def test_what_sglang_cannot_do_is_refused(files):
+def test_options_that_sglang_does_not_support_are_refused(files):
     sglang = [*files, "rollout.engine.name=sglang"]
     (problem,) = problems([*sglang, "rollout.engine.pipeline_parallel_size=2"])
-    assert "can be opened once; expected 1, found 2" in problem
+    assert "can be opened only once; expected 1, found 2" in problem
     (problem,) = problems([*sglang, "mtp.enable_rollout=true", "rollout.engine.device=cpu"])
     assert "the likeliest token whatever the temperature" in problem
     (problem,) = problems([*sglang, "rollout.engine.data_parallel_size=2"])
-    assert "takes no weights where its copies are apart" in problem
+    assert "cannot sync separate copies of a model" in problem
     check(load_config(None, [*sglang, "rollout.engine.delivery=gloo"]))
     (problem,) = problems([*sglang, "rollout.engine.delivery=nccl", "rollout.engine.device=cpu"])
     assert problem.startswith("rollout.engine.delivery: nccl joins GPUs")
@@ -387,11 +409,11 @@ def test_what_sglang_cannot_do_is_refused(files):
     (problem,) = problems([*adapters, "param_sync.pause=keep", "param_sync.kv=keep"])
     assert problem.startswith("param_sync.in_flight: sglang cannot move a request to another adapter")
     (problem,) = problems([*adapters, "rollout.engine.delivery=gloo"])
-    assert problem.startswith("rollout.engine.delivery: sglang's server takes adapters from memory alone")
+    assert problem.startswith("rollout.engine.delivery: sglang's server takes adapters only from memory")
     check(load_config(None, [*adapters, "rollout.engine.delivery=gloo", "param_sync.adapters=merged"]))
 
 
-def test_the_problems_of_all_parts_are_reported_at_once_with_those_of_the_config(files):
+def test_problems_of_the_config_and_of_all_parts_are_reported_at_once(files):
     parts = ["rollout.engine.name=vlm", "trainer.backend=math:pi", "algorithm.name=no_such_module:ALGORITHM"]
     parts += ["param_sync.transport=pigeon", "reporting.sinks=[nowhere]"]
     found = problems([*files, *parts, "param_sync.in_flight=finish"])
@@ -439,7 +461,7 @@ def test_derived_figures(files):
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda file: file.stem)
 def test_every_bundled_config_is_valid(file, monkeypatch):
-    """Except for files that it names: those are generated or the user's."""
+    """Except that files which it names may be missing: they are generated or the user's."""
     for variable in ("MODEL_PATH", "TRAIN_FILE", "VALIDATION_FILE", *PYTHONS):
         monkeypatch.setenv(variable, "/somewhere")
     problems = []

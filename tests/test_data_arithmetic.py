@@ -27,7 +27,7 @@ def test_a_solution_works_from_the_left_and_repeats_the_rest():
     assert solution(Problem(7, (-5, 2, 4))) == "7-5=2,+2+4\n2+2=4,+4\n4+4=8\nanswer: 8"
 
 
-def test_true_solutions_are_right_and_well_formed():
+def test_careful_solutions_are_correct_and_well_formed():
     rng = random.Random(0)
     for _ in range(200):
         problem = draw_problem(rng, heldout=False)
@@ -54,7 +54,7 @@ def test_careless_solutions_are_well_formed_and_wrong_at_the_error_rate():
             total = int(result)
             assert total in TOTALS
         assert final_answer(written) == total
-    assert 0.79 < right / steps < 0.85  # a slip that would leave the totals is not made
+    assert 0.79 < right / steps < 0.85  # slips that would leave TOTALS are not made
 
 
 def test_response_lengths_differ_more_than_fourfold():
@@ -72,7 +72,7 @@ def test_careful_demonstrations_have_no_mistakes():
     assert 0.2 < share_right(careful=False) < 0.5
 
 
-def test_written_files_are_disjoint_balanced_and_the_same_for_a_seed(tmp_path):
+def test_written_files_are_disjoint_balanced_and_determined_by_the_seed(tmp_path):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         main(["--out", str(tmp_path / name), "--train", "400", "--heldout", "100", "--seed", str(seed)])
     files = {p.relative_to(tmp_path).as_posix(): p.read_text() for p in tmp_path.glob("*/*.jsonl")}

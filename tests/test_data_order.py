@@ -53,7 +53,7 @@ def test_a_prompt_is_found_by_the_uid_it_was_issued_with():
     order = PromptOrder(prompts(20), seed=0, epochs=2)
     issued = list(PromptOrder(prompts(20), seed=0, epochs=2))
     assert [order.at(p.uid) for p in issued] == issued
-    assert next(order) == issued[0]  # looking does not move it
+    assert next(order) == issued[0]  # at() does not advance the order
 
 
 @pytest.mark.parametrize("uid", ["e0-000005", "row:3", "", "e0-3", "e-000003"])

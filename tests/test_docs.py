@@ -1,4 +1,4 @@
-"""The documentation is true: commands and links are real, generated pages current, examples run."""
+"""The documentation is correct: commands and links are valid, generated pages are current, examples run."""
 
 import dataclasses
 import importlib.util
@@ -23,7 +23,7 @@ MAIN = "asyncrl.fully_async_main"
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The words of each command in a page's shell blocks, comments left out."""
+    """Words of each command in a page's shell blocks, without comments."""
     blocks = re.findall(r"^```(?:sh)?\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
     return [shlex.split(line) for line in lines if re.match(r"(make|python|ray|\.venv\S*/python) ", line)]
@@ -33,8 +33,8 @@ ALL = [(page.name, command) for page in PAGES for command in commands(page)]
 
 
 @pytest.mark.parametrize(("page", "command"), ALL, ids=[f"{page}: {' '.join(c)[:60]}" for page, c in ALL])
-def test_a_documented_command_can_be_given(page, command, monkeypatch):
-    if "--" in command:  # what a job runs
+def test_each_documented_command_is_valid(page, command, monkeypatch):
+    if "--" in command:  # after it comes the job's own command
         assert (ROOT / command[command.index("--runtime-env") + 1]).is_file()
         command = command[command.index("--") + 1 :]
     if command[0] == "make":
@@ -49,12 +49,12 @@ def test_a_documented_command_can_be_given(page, command, monkeypatch):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere_and_options_are_known(page):
+def test_links_and_options_exist(page):
     text = page.read_text()
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
     roots = {key.split(".")[0] for key in known_keys() if "." in key}
-    theirs = r"^\| .*?\| " if page.name == "from_verl.md" else None  # their keys in the first column
+    theirs = r"^\| .*?\| " if page.name == "from_verl.md" else None  # verl's keys in the first column
     if theirs:
         text = re.sub(theirs, "| ", text, flags=re.MULTILINE)
     for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:[=:][^`]*)?`", text):
@@ -64,7 +64,7 @@ def test_links_lead_somewhere_and_options_are_known(page):
 
 def test_the_generated_pages_are_current():
     for name, page in (("configuration.md", options.reference()), ("charts.md", charts.reference())):
-        assert (ROOT / "docs" / name).read_text() == page, f"docs/{name} is old; its first lines say how it is made"
+        assert (ROOT / "docs" / name).read_text() == page, f"docs/{name} is outdated, see its first lines"
 
 
 def test_every_option_is_in_the_reference():
@@ -82,8 +82,8 @@ def test_the_reference_shows_the_limits_of_each_option():
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_quickstart_s_page_run(tmp_path):
-    """On a tiny run in the place of the quickstart."""
+def test_the_quickstart_page_s_commands_run(tmp_path):
+    """With a tiny run instead of the quickstart."""
     inputs, run_dir = make_inputs(tmp_path), tmp_path / "run"
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as ray_dir:
         tiny = overrides(inputs, run_dir, f"ray.temp_dir={ray_dir}")

@@ -1,4 +1,4 @@
-"""Efficiency of a run: the ideal of two pools, the fraction reached, and the split that balances them."""
+"""Efficiency of a run: the ideal speed of two pools, the fraction reached, and the split that balances them."""
 
 import pytest
 

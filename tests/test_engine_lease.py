@@ -1,4 +1,4 @@
-"""The lease before a real engine: one owner at a time, and nothing of an earlier one reaches the next."""
+"""Lease of a real engine: one holder at a time, and nothing of an earlier holder reaches the next."""
 
 import asyncio
 
@@ -38,7 +38,7 @@ def request(id: str, tokens: int) -> Request:
 async def test_a_new_holder_finds_an_empty_engine_and_gets_only_its_own_events(engine):
     lease = EngineLease(engine)
     await lease.attach(FIRST)
-    await lease.submit(FIRST, [request(str(i), 200) for i in range(6)])  # more than there are slots
+    await lease.submit(FIRST, [request(str(i), 200) for i in range(6)])  # more than slots
     assert len(await lease.events(FIRST)) > 0
     pending = asyncio.create_task(lease.events(FIRST))
     await asyncio.sleep(0)
@@ -47,9 +47,9 @@ async def test_a_new_holder_finds_an_empty_engine_and_gets_only_its_own_events(e
         await pending
     assert engine._core.active == 0
 
-    await lease.submit(SECOND, [request("0", 3)])  # an id that the first had used too
+    await lease.submit(SECOND, [request("0", 3)])  # an id that the first holder used too
     batches = []
-    while not batches or batches[-1].finish == [None]:  # on a busy machine they come one by one
+    while not batches or batches[-1].finish == [None]:  # on a busy machine tokens arrive one by one
         batches.append(await asyncio.wait_for(lease.events(SECOND), 30))
         assert batches[-1].ids == ["0"]
     assert sum(len(batch.tokens) for batch in batches) == 3
@@ -86,7 +86,7 @@ async def test_a_stale_rollouter_cannot_take_the_lease_back(engine):
     await lease.attach(SECOND)
     await lease.submit(SECOND, [request("0", 3)])
     with pytest.raises(EngineError, match="found token 1; the engine is held under token 2"):
-        await lease.attach(FIRST)  # a call that was on its way when its rollouter was replaced
+        await lease.attach(FIRST)  # a call that was in flight when its rollouter was replaced
     assert (await asyncio.wait_for(lease.events(SECOND), 30)).ids == ["0"]
 
 
@@ -109,6 +109,25 @@ async def test_a_cancelled_wait_for_events_loses_none(engine):
         await waiting
     await lease.submit(FIRST, [request("0", 3)])
     assert (await asyncio.wait_for(lease.events(FIRST), 30)).ids == ["0"]
+
+
+async def test_a_request_that_ends_before_its_submission_returns_does_not_block_the_next_holder(engine, monkeypatch):
+    lease = EngineLease(engine)
+    await lease.attach(FIRST)
+    submit, ended = engine.submit, asyncio.Event()
+
+    async def submit_slowly(requests):
+        await submit(requests)
+        await ended.wait()
+
+    monkeypatch.setattr(engine, "submit", submit_slowly)
+    submitting = asyncio.create_task(lease.submit(FIRST, [request("0", 3)]))
+    finish = None
+    while finish is None:
+        finish = (await asyncio.wait_for(lease.events(FIRST), 30)).finish[-1]
+    ended.set()
+    await submitting
+    await asyncio.wait_for(lease.attach(SECOND), 5)
 
 
 async def test_attaching_to_a_closed_engine_raises(engine):

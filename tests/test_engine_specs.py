@@ -1,4 +1,4 @@
-"""Engines by their limits: which options each refuses, before anything starts."""
+"""Engine specs refuse unsupported options before anything starts."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from asyncrl.rollouter.engines.base import ENGINES, EngineSpec
 
 class Least(EngineSpec):
     """Nothing beyond the defaults."""
+
+    async def start(self, config, recorder):
+        raise NotImplementedError
 
 
 LEAST = Least()
@@ -40,13 +43,22 @@ def test_an_engine_that_lacks_a_method_is_refused_by_its_import_path():
     assert ENGINES.find("tests.test_engine_specs:LEAST") is LEAST
 
 
+def test_a_spec_without_start_cannot_be_made():
+    """So its module does not import, which is reported in one line."""
+    with pytest.raises(TypeError, match=r"abstract class Incomplete .*start"):
+        type("Incomplete", (EngineSpec,), {})()
+
+
 LORA = LoraConfig(rank=8)
 
 
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (of(param_sync=ParamSyncConfig(kv="keep")), "param_sync.kv: keep does not go with pause abort in the x engine"),
+        (
+            of(param_sync=ParamSyncConfig(kv="keep")),
+            "param_sync.kv: keep does not work with pause abort in the x engine",
+        ),
         (of(param_sync=ParamSyncConfig(staging="full")), "param_sync.staging: the x engine offers bucket, found full"),
         (of(engine={"deterministic": True}), "rollout.engine.deterministic: the x engine's results depend on what"),
         (of(engine={"delivery": "gloo"}), "rollout.engine.delivery: the x engine offers memory, found gloo"),
@@ -63,7 +75,7 @@ def test_an_engine_refuses_what_it_does_not_offer(config, expected):
     assert problem.startswith(expected)
 
 
-def test_an_engine_without_a_pause_says_which_it_has():
+def test_an_engine_without_a_pause_mode_names_those_it_offers():
     spec = Least()
     spec.pause_kv = frozenset({("wait", "recompute")})
     (problem,) = spec.problems(of())
@@ -74,13 +86,19 @@ def test_an_engine_without_a_pause_says_which_it_has():
     ("argument", "why"),
     [("max_num_seqs", "follow from other options"), ("generation_config", "distribution"), ("enable_eplb", "experts")],
 )
-def test_vllm_refuses_arguments_that_are_not_the_users_to_set(argument, why):
+def test_vllm_refuses_arguments_that_asyncrl_sets_or_cannot_allow(argument, why):
     (problem,) = ENGINES.find("vllm").problems(of(engine={"args": {argument: 1}}))
     assert problem.startswith("rollout.engine.args: ")
     assert argument in problem
     assert why in problem
 
 
-def test_the_guide_shows_the_example_engine_as_it_is():
+def test_the_guide_shows_the_whole_example_engine():
     docs = Path(__file__).parent.parent / "docs"
     assert (docs / "examples" / "toy_engine.py").read_text() in (docs / "extending.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["native", "vllm", "sglang"])
+def test_the_built_in_engines_keep_requests_over_a_sync(name):
+    """The contract skips what an engine does not declare."""
+    assert {("keep", "keep"), ("keep", "recompute")} <= ENGINES.find(name).pause_kv

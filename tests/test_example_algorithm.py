@@ -1,4 +1,4 @@
-"""The algorithm of docs/extending.md, selected by its import path, trains by its published formula."""
+"""The algorithm of docs/extending.md, selected by its import path, implements its published formula."""
 
 from pathlib import Path
 
@@ -58,7 +58,7 @@ def test_a_train_step_follows_the_formula(tmp_path, start):
         ({"kl_coef": 0.1}, "algorithm.kl_coef: rloo has no KL term"),
     ],
 )
-def test_it_declares_its_limits(overrides, expected):
+def test_rloo_declares_its_limits(overrides, expected):
     config = make_config("model")
     for name, value in overrides.items():
         (owner,) = (o for o in (config.rollout, config.async_training, config.algorithm) if hasattr(o, name))
@@ -67,5 +67,5 @@ def test_it_declares_its_limits(overrides, expected):
     assert found.startswith(expected)
 
 
-def test_the_page_shows_the_example_as_it_is():
+def test_the_page_shows_the_whole_example_algorithm():
     assert (DOCS / "examples" / "rloo.py").read_text() in (DOCS / "extending.md").read_text()

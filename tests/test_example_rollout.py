@@ -1,4 +1,4 @@
-"""The reward and the agent loop of docs/extending.md, found by import path, in a rollout with a real engine."""
+"""The reward and the agent loop of docs/extending.md, selected by import path, in a rollout with a real engine."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""Any process of a run may die or hang at any moment: the run recovers, or is resumed, and loses nothing.
+"""Any process of a run may die or hang at any time: the run recovers, or is resumed, and loses nothing.
 
 Whole runs on real Ray, whose processes are killed (SIGKILL) or stopped (SIGSTOP); an audit of the ledger follows. The
-long form, ``make test-faults``, kills more and sweeps the moments between transitions.
+long form, ``make test-faults``, kills more often and sweeps the points between transitions.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from tests.support.faults import ACTORS, NAMES, FaultyRun, audit, crash_at, rest
 BATCH = 2
 QUICKSTART = "configs/quickstart.yaml"
 
-#: durable transitions and moments between them, by the process that dies there
+#: durable transitions and points between them, by the process that dies there
 QUEUE_POINTS = [
     f"asyncrl.sample_queue.{point}"
     for point in (
@@ -54,13 +54,13 @@ WORKER_POINTS = [
     "asyncrl.sample_queue.core:SampleQueue.rollback:after:1",
     "asyncrl.param_sync.live_weights:LiveWeights.commit:after:2",
     "asyncrl.trainer.rank:TrainerRank.write:before:1",
-    "asyncrl.trainer.rank:TrainerRank.write:after:2",  # the first one is a checkpoint, which is loaded
+    "asyncrl.trainer.rank:TrainerRank.write:after:2",  # after the first one, so that there is a checkpoint to load
     "asyncrl.trainer.rank:TrainerRank.load:after:1",
     "asyncrl.param_sync.sender:Sender.send:before:2",
     "asyncrl.param_sync.sender:Sender.send:after:2",
     "asyncrl.rollouter.in_flight:Snapshotter.store_changed:after:2",
 ]
-#: in the order of a start: ranks are built, the first sync runs, its version is validated and published
+#: in the order of startup: ranks are built, the first sync runs, its version is validated and published
 STARTING_POINTS = [
     "asyncrl.trainer.rank:TrainerRank.__init__:after:1",
     "asyncrl.trainer.rank:TrainerRank.manifest:before:1",
@@ -71,7 +71,7 @@ STARTING_POINTS = [
     "asyncrl.sample_queue.core:SampleQueue.publish:before:1",
     "asyncrl.trainer.rank:TrainerRank.train:before:1",
 ]
-#: in the order of a start from a checkpoint
+#: in the order of startup from a checkpoint
 RESUMING_POINTS = [
     "asyncrl.sample_queue.journal:Journal.__init__:after:1",
     "asyncrl.trainer.rank:TrainerRank.load:before:1",
@@ -117,7 +117,7 @@ def test_a_crash_point_names_a_method_of_its_class(module, method):
 
 @pytest.fixture
 def start(inputs, tmp_path):
-    """Start a run, or resume the one that was started before."""
+    """Start a run, or resume the test's earlier one."""
     with contextlib.ExitStack() as stack:
 
         def start(*more: str) -> FaultyRun:
@@ -128,15 +128,15 @@ def start(inputs, tmp_path):
         yield start
 
 
-def test_a_run_that_loses_each_of_its_processes_goes_on_by_itself(start, tmp_path):
-    steps = 18
+def test_a_run_survives_the_death_of_each_process(start, tmp_path):
+    steps = 40
     run = start(f"trainer.total_steps={steps}")
     moment = random.Random(1)
     run.until_trained(1)
-    if sys.platform == "linux":  # trainer ranks come first on shared cores, see asyncrl.cpu.priority
+    if sys.platform == "linux":  # trainer ranks have priority on shared cores, see asyncrl.cpu.priority
         policies = {kind: os.sched_getscheduler(run.actor(kind).pid) for kind in ACTORS}
         assert policies == dict.fromkeys(ACTORS, os.SCHED_BATCH) | {"rank": os.SCHED_OTHER}
-    # the ranks last: without them the run cannot end before it has noticed
+    # the rank last: without it the run cannot end before its death is noticed
     for step, kind in ((4, "queue"), (7, "replica"), (10, "rollouter"), (13, "rank")):
         run.until_trained(step)
         time.sleep(moment.uniform(0, 0.5))
@@ -145,16 +145,16 @@ def test_a_run_that_loses_each_of_its_processes_goes_on_by_itself(start, tmp_pat
     for kind in ACTORS:
         assert f"supervision: {NAMES[kind]} died" in run.text
     audit(tmp_path / "run", [BATCH] * steps)
-    assert restores(tmp_path / "run") >= 1  # for the rank; a replica that died alone may have got a version of its own
+    assert restores(tmp_path / "run") >= 1  # for the rank; a replica that died may have got its own version
 
 
-def test_a_run_that_loses_each_of_its_processes_while_it_starts_goes_on_by_itself(start, tmp_path):
+def test_a_run_survives_the_death_of_each_process_during_startup(start, tmp_path):
     run = start("trainer.total_steps=4")
     killed: set[str] = set()
 
     def each_was_killed() -> bool:
         for kind in ACTORS.keys() - killed:
-            for process in run.actors(kind):  # as soon as it is there
+            for process in run.actors(kind):  # as soon as it exists
                 process.kill()
                 killed.add(kind)
         return len(killed) == len(ACTORS)
@@ -169,10 +169,10 @@ def test_a_run_that_loses_each_of_its_processes_while_it_starts_goes_on_by_itsel
 
 
 @pytest.mark.faults
-def test_deaths_in_each_phase_of_the_start_are_survived(inputs, tmp_path, monkeypatch):
+def test_a_run_survives_deaths_in_each_phase_of_startup(inputs, tmp_path, monkeypatch):
     options = ("trainer.total_steps=6", f"data.validation_files=[{inputs / 'heldout.jsonl'}]")
     (run,) = run_through(inputs, tmp_path / "run", *options, points=STARTING_POINTS, monkeypatch=monkeypatch)
-    assert run.text.count("starting it again") >= len(STARTING_POINTS)
+    assert run.text.count("restarting it") >= len(STARTING_POINTS)
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["samples_before"], summary["samples_after"]) == (6, 6)
     audit(tmp_path / "run", [BATCH] * 6)
@@ -195,7 +195,7 @@ def test_ranks_and_the_only_replica_may_die_in_the_first_validation(start, input
 
 
 @pytest.mark.faults
-def test_deaths_while_a_run_is_resumed_are_survived(start, inputs, tmp_path, monkeypatch):
+def test_a_run_survives_deaths_while_it_resumes(start, inputs, tmp_path, monkeypatch):
     run = start("trainer.total_steps=100")
     run.until_printed("checkpoint of step 3")
     run.process.kill()
@@ -209,18 +209,18 @@ def test_deaths_while_a_run_is_resumed_are_survived(start, inputs, tmp_path, mon
 
 @pytest.mark.faults
 @pytest.mark.parametrize("kind", list(ACTORS))
-def test_a_process_that_hangs_while_it_starts_is_taken_for_dead(start, tmp_path, kind):
+def test_a_process_that_hangs_during_startup_counts_as_dead(start, tmp_path, kind):
     run = start("trainer.total_steps=4", "supervision.start_s=40", "supervision.answer_s=40")
     run.actor(kind).suspend()
     assert run.wait() == 0, run.text
-    # it may be up just before it is stopped, and Ray's own health check may find it first
+    # it may be up just before it is stopped, and Ray's own health check may detect it first
     late = rf"supervision: {NAMES[kind]} (did not start within 40 s|has not answered for 40 s|died: its process was)"
     assert re.search(late, run.text), run.text
     audit(tmp_path / "run", [BATCH] * 4)
 
 
 @pytest.mark.faults
-def test_a_process_that_hangs_while_it_starts_too_often_ends_the_run_with_the_reason(start, tmp_path):
+def test_too_many_hangs_during_startup_end_the_run_with_the_reason(start, tmp_path):
     run = start("trainer.total_steps=4", "supervision.start_s=60", "supervision.max_restarts=0")
     run.actor("replica").suspend()
     assert run.wait(120) == 1, run.text
@@ -247,7 +247,7 @@ def test_ranks_that_die_too_often_end_the_run_with_the_reason(start, tmp_path):
 
 @pytest.mark.faults
 @pytest.mark.parametrize("full", FULL_DISK_POINTS.values(), ids=list(FULL_DISK_POINTS))
-def test_a_full_disk_ends_the_run_with_the_reason_and_costs_nothing(start, tmp_path, monkeypatch, full):
+def test_a_full_disk_ends_the_run_with_the_reason_and_loses_nothing(start, tmp_path, monkeypatch, full):
     marks = crash_at([full], tmp_path, monkeypatch)
     run = start("trainer.total_steps=8")
     assert run.wait() == 1, run.text
@@ -273,7 +273,7 @@ def test_a_full_disk_ends_the_run_with_the_reason_and_costs_nothing(start, tmp_p
     ],
     ids=["ready first", "whole samples", "two steps a version", "a host copy"],
 )
-def test_in_every_mode_processes_may_die(start, tmp_path, mode, held_to):
+def test_processes_may_die_in_every_mode(start, tmp_path, mode, held_to):
     steps = 20
     run = start(f"trainer.total_steps={steps}", *mode)
     for step, kind in ((3, "replica"), (6, "queue"), (9, "rollouter"), (12, "rank")):
@@ -305,7 +305,7 @@ def test_five_deaths_of_the_driver(start, tmp_path):
     moment = random.Random(5)
     for _ in range(5):
         run = start("trainer.total_steps=60")
-        run.until_printed("checkpoint of step")  # it has come further than the run before
+        run.until_printed("checkpoint of step")  # further than the previous run
         time.sleep(moment.uniform(0, 0.8))
         run.process.kill()
         run.process.wait()
@@ -329,25 +329,25 @@ def test_all_workers_may_die_at_once(start, tmp_path):
 
 @pytest.mark.faults
 @pytest.mark.parametrize("points", [QUEUE_POINTS, WORKER_POINTS, DRIVER_POINTS], ids=["queue", "workers", "driver"])
-def test_a_sweep_of_crash_points(inputs, tmp_path, monkeypatch, points):
+def test_a_run_survives_a_sweep_of_crash_points(inputs, tmp_path, monkeypatch, points):
     run_through(inputs, tmp_path / "run", "trainer.total_steps=40", points=points, monkeypatch=monkeypatch)
     audit(tmp_path / "run", [BATCH] * 40)
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("kind", list(ACTORS))
-def test_a_process_that_hangs_is_taken_for_dead(start, tmp_path, kind):
+def test_a_process_that_hangs_counts_as_dead(start, tmp_path, kind):
     run = start("trainer.total_steps=12", "supervision.answer_s=10", "supervision.progress_s=10")
     run.until_trained(4)
     run.actor(kind).suspend()
     assert run.wait() == 0, run.text
-    assert f"supervision: {NAMES[kind]} has" in run.text  # … not answered, or given no token
+    assert f"supervision: {NAMES[kind]} has" in run.text  # … not answered, or produced no token
     assert f"supervision: {NAMES[kind]} died" in run.text
     audit(tmp_path / "run", [BATCH] * 12)
 
 
 @pytest.mark.faults
-def test_of_two_replicas_one_goes_on_until_the_other_is_back(start, tmp_path):
+def test_one_of_two_replicas_continues_until_the_other_is_back(start, tmp_path):
     run = start(
         "trainer.total_steps=40",
         "rollout.replicas=2",
@@ -360,7 +360,7 @@ def test_of_two_replicas_one_goes_on_until_the_other_is_back(start, tmp_path):
     killed.kill()
     run.until(lambda: " died" in run.text, "noticed the death of a replica")
     before = trained_steps(run.folder)
-    time.sleep(2)  # of the 3 before there is another
+    time.sleep(2)  # the back-off before its restart is 3 s
     assert trained_steps(run.folder) > before + 1
     assert run.wait() == 0, run.text
     audit(tmp_path / "run", [BATCH] * 40)
@@ -398,6 +398,6 @@ def test_a_quickstart_with_five_kills_learns_as_much_as_one_without(tmp_path, ca
 
 
 def quickstart(folder: Path) -> FaultyRun:
-    """The quickstart (`make quickstart` makes what it needs), with a checkpoint every 3 steps."""
+    """The quickstart with a checkpoint every 3 steps; `make quickstart` creates its inputs."""
     options = ("checkpoint.every_steps=3", "checkpoint.export_hf=none", "reporting.report=false")
     return FaultyRun(None, folder, "reporting.wandb.mode=disabled", *options, config=QUICKSTART)

@@ -1,11 +1,11 @@
-"""The lists of `benchmarks.house` are those of the source: forms of a sample's tokens, and calls that carry them."""
+"""The lists of `benchmarks.house` match the source: forms of a sample's tokens, and calls that carry them."""
 
 import ast
 
 from benchmarks import house
 
 PARSED = {name: ast.parse(file.read_text()) for name, file in house.modules(house.ROOT).items()}
-#: what only one engine or backend has inside
+#: internals of one engine or backend
 PRIVATE = ("asyncrl.rollouter.engines.native.", "asyncrl.trainer.backends.megatron.")
 
 

@@ -1,4 +1,4 @@
-"""The import law of docs/architecture.md, read from the source: who may import whom, and who may import Ray."""
+"""The import rules of docs/architecture.md, checked in the source."""
 
 import ast
 from pathlib import Path
@@ -10,7 +10,7 @@ PACKAGE = ROOT / "asyncrl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LEAVES = {"config", "types", "plugins", "observability.telemetry", "processes", "cpu"}
-#: room → the rooms it may import, beside itself; a room within another is a room of its own
+#: folder → the folders that it may import besides itself; a nested folder that is listed counts on its own
 MAY_IMPORT = {
     "config": set(),
     "types": set(),
@@ -55,13 +55,13 @@ def imports(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative imports hide who imports whom"
+            assert node.level == 0, f"{path}: use absolute imports, which show what imports what"
             found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
     return found
 
 
-def room(module: str) -> str:
-    """``module``: dotted, below ``asyncrl``."""
+def folder_of(module: str) -> str:
+    """Folder in `MAY_IMPORT` to which ``module`` (dotted, below ``asyncrl``) belongs; else its first part."""
     return max((r for r in MAY_IMPORT if f"{module}.".startswith(f"{r}.")), key=len, default=module.split(".")[0])
 
 
@@ -70,12 +70,12 @@ def module_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_each_file_keeps_the_import_law(path):
-    here, name = room(module_of(path)), str(path.relative_to(PACKAGE))
+def test_each_file_obeys_the_import_rules(path):
+    here, name = folder_of(module_of(path)), str(path.relative_to(PACKAGE))
     found = imports(path)
-    rooms = {room(i.removeprefix("asyncrl.")) for i in found if i.startswith("asyncrl.")} - {here, "__version__"}
+    used = {folder_of(i.removeprefix("asyncrl.")) for i in found if i.startswith("asyncrl.")} - {here, "__version__"}
     if here in MAY_IMPORT:
-        assert rooms <= MAY_IMPORT[here], f"{name} imports {sorted(rooms - MAY_IMPORT[here])}"
+        assert used <= MAY_IMPORT[here], f"{name} imports {sorted(used - MAY_IMPORT[here])}"
     packages = {i.split(".")[0] for i in found}
     assert "ray" not in packages or name in RAY_FILES, f"{name} imports ray; only {sorted(RAY_FILES)} may"
     for package, owners in OWNED.items():
@@ -84,7 +84,7 @@ def test_each_file_keeps_the_import_law(path):
         assert not packages & HEAVY, f"{name} imports {sorted(packages & HEAVY)}"
 
 
-def test_every_room_is_under_the_law():
-    """A new folder must be given its place in MAY_IMPORT."""
-    folders = {room(module_of(p)) for p in FILES if len(p.relative_to(PACKAGE).parts) > 1}
+def test_every_folder_has_import_rules():
+    """A new folder needs an entry in MAY_IMPORT."""
+    folders = {folder_of(module_of(p)) for p in FILES if len(p.relative_to(PACKAGE).parts) > 1}
     assert folders <= set(MAY_IMPORT)

@@ -1,4 +1,4 @@
-"""Runs as Ray jobs: the commands of docs/cluster.md, on a head that they started."""
+"""Runs as Ray jobs: the commands of docs/cluster.md, on a head node that they started."""
 
 import contextlib
 import json
@@ -41,12 +41,12 @@ def page_command(beginning: str) -> str:
     return found
 
 
-PREPARE = page_commands()[: page_commands().index("ray start --head")]  # makes a cluster ask for a token
+PREPARE = page_commands()[: page_commands().index("ray start --head")]  # turns on token authentication
 
 
 class Head:
-    """A cluster that a user with this ``home`` starts by docs/cluster.md. A script named ``ray`` adds ports and
-    a folder of its own to `ray start`."""
+    """A cluster that a user with this ``home`` starts as in docs/cluster.md. A wrapper script named ``ray`` adds its
+    own ports and folder to `ray start`."""
 
     def __init__(self, folder: Path, home: Path) -> None:
         self.folder, self.home, self.ray_dir = folder, home, tempfile.mkdtemp(prefix="ray-", dir="/tmp")
@@ -64,7 +64,7 @@ class Head:
             "HOME": str(home),
             "PATH": os.pathsep.join([str(script.parent), str(bin_dir), os.environ["PATH"]]),
             "RAY_API_SERVER_ADDRESS": self.url,
-            "RAY_worker_niceness": "0",  # at Ray's 15, other tests would leave jobs next to nothing
+            "RAY_worker_niceness": "0",  # at Ray's 15, other tests would starve the jobs
         }
         started = self.run(page_command("ray start"), cwd=folder, timeout_s=200)
         if started.returncode:
@@ -74,9 +74,9 @@ class Head:
     def run(
         self, command: str, cwd: Path = ROOT, timeout_s: float = 300, prepare: bool = True
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command in a shell of the user, prepared by the page's commands."""
+        """Run a command in the user's shell, after the page's preparing commands."""
         script = "\n".join([*(PREPARE if prepare else []), command])
-        with tempfile.TemporaryFile("w+") as out:  # no pipe: what `ray start` leaves behind would hold it open
+        with tempfile.TemporaryFile("w+") as out:  # not a pipe: processes left by `ray start` would hold it open
             done = subprocess.run(
                 ["bash", "-ec", script], cwd=cwd, env=self.env, stdout=out, stderr=subprocess.STDOUT, timeout=timeout_s
             )
@@ -172,7 +172,7 @@ def steps_in(text: str, total: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_submitted_quickstart_reports_each_step_once_succeeds_and_lasts(head):
+def test_a_submitted_quickstart_reports_each_step_once_and_leaves_its_results(head):
     for name in ("checkpoints", "data"):
         (head.folder / name).symlink_to(ROOT / name)
     submitted = head.submit("trainer.total_steps=4", "data.validation_files=[]")
@@ -184,7 +184,7 @@ def test_a_submitted_quickstart_reports_each_step_once_succeeds_and_lasts(head):
 
 
 @pytest.mark.slow
-def test_a_stopped_job_leaves_a_checkpoint_from_which_another_job_goes_on(head, inputs, tmp_path):
+def test_a_stopped_job_leaves_a_checkpoint_from_which_another_job_resumes(head, inputs, tmp_path):
     options = overrides(inputs, tmp_path / "run", "data.validation_files=[]", "trainer.total_steps=100000")
     submitted = head.submit(*options, name="cut")
     assert submitted.returncode == 0, submitted.stdout
@@ -197,7 +197,7 @@ def test_a_stopped_job_leaves_a_checkpoint_from_which_another_job_goes_on(head, 
     assert stopped.returncode == 0, stopped.stdout
     assert head.job(submitted)["status"] == "STOPPED"
     log = head.logs("cut")
-    assert "SIGTERM: finishing the step under way" in log
+    assert "SIGTERM: finishing the current step" in log
     assert "Traceback" not in log, log
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["status"], summary["reason"]) == ("interrupted", "SIGTERM")
@@ -234,9 +234,9 @@ def test_importing_the_main_module_starts_and_prints_nothing():
 
 
 @pytest.mark.parametrize("name", ["local", "gpu_4_4", "multi_node"])
-def test_runtime_environments_name_no_machine_and_give_runs_time_to_save(name):
+def test_runtime_environments_name_no_machine_and_leave_runs_time_to_save(name):
     variables = yaml.safe_load((ROOT / f"runtime_env/{name}.yaml").read_text())["env_vars"]
-    assert all(isinstance(value, str) for value in variables.values())  # Ray takes nothing else
+    assert all(isinstance(value, str) for value in variables.values())  # Ray accepts only strings
     assert int(variables["RAY_JOB_STOP_WAIT_TIME_S"]) >= 60
     assert variables["ASYNCRL_RUNS"].startswith("${")
 

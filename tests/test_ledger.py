@@ -81,9 +81,8 @@ def steps(found: Recovered) -> dict[int, list[str]]:
 
 
 def assert_balanced(found: Recovered) -> None:
-    under_way = Counter(group.state for group in found.groups)
-    assert found.issued == under_way.total() + found.final + sum(found.dropped.values())
-    assert under_way["trained"] == found.trained - found.final
+    by_state = Counter(group.state for group in found.groups)
+    assert found.issued == by_state.total() + found.final + sum(found.dropped.values())
 
 
 def assert_payloads(journal: Journal, found: Recovered) -> None:
@@ -100,7 +99,7 @@ def snapshots(journal: Journal) -> dict[str, bytes]:
 # -- transitions -------------------------------------------------------------------------------------------------------
 
 
-async def test_a_group_is_followed_from_issue_to_final_training(tmp_path):
+async def test_the_ledger_tracks_a_group_from_issue_to_final_training(tmp_path):
     now = iter(range(100, 200))
     table = DurableTable(tmp_path, {"run": "a"}, clock=lambda: next(now))
     await table.write(publish(PolicyVersion(0, 3), 7))
@@ -115,11 +114,12 @@ async def test_a_group_is_followed_from_issue_to_final_training(tmp_path):
     assert (group.version, group.oldest, group.newest_number) == (PolicyVersion(0, 3), PolicyVersion(0, 2), 3)
     assert (group.trained_number, group.samples, group.tokens, group.reward) == (3, 2, 40, 0.5)
     assert (group.issued_s, group.finished_s, group.leased_s, group.trained_s) == (101, 102, 103, 104)
-    assert (group.started_s, group.generated_s, group.dropped_s) == (102 - 0.75, 102 - 0.5, None)
+    assert (group.started_s, group.generated_s, group.processing_s) == (102 - 0.75, 102 - 0.5, 1.0)
+    assert group.dropped_s is None
     assert (found.version, found.served) == (PolicyVersion(0, 3), {PolicyVersion(0, 3): 7})
     await table.write(cover(4))
     found = table.recover()
-    assert (found.groups, found.issued, found.trained, found.final, found.covered_step) == ([], 1, 1, 1, 4)
+    assert (found.groups, found.issued, found.final, found.covered_step) == ([], 1, 1, 4)
     await table.close()
 
 
@@ -170,7 +170,7 @@ async def test_the_newest_snapshot_of_a_group_survives_a_restart_and_ends_with_i
     await table.close()
 
 
-async def test_a_group_in_flight_that_starts_again_counts_from_its_earliest_version(tmp_path):
+async def test_a_group_that_is_issued_again_counts_from_its_earliest_version(tmp_path):
     table = DurableTable(tmp_path)
     await table.write(issue("1", PolicyVersion(0, 3)))
     await table.write(issue("1", PolicyVersion(1, 2)))
@@ -191,6 +191,7 @@ async def test_a_group_in_flight_that_starts_again_counts_from_its_earliest_vers
         (drop("3", "failed"), "group 3 is leased, expected in_flight or queued"),
         (drop("7", "failed"), "group 7 is unknown, expected in_flight or queued"),
         (lease(["2", "1"], 4), "group 1 is in_flight, expected queued"),
+        (lease(["2", "5"], 4), "group 5 is unknown, expected queued"),  # it was dropped
         (lease(["2"], 0), "step 0 is covered"),
         (train(0), "step 0 is covered"),
         (publish(V0, 0), "version 0.0 was published after 0.0"),
@@ -200,18 +201,19 @@ async def test_a_group_in_flight_that_starts_again_counts_from_its_earliest_vers
 async def test_an_illegal_transition_is_refused_and_changes_nothing(tmp_path, transition, message):
     table = DurableTable(tmp_path)
     finished = [finish(payload(str(seq))) for seq in (2, 3, 4)]
-    await table.write(publish(V0, 0), *issued(1, 4), *finished, lease(["4"], 1), train(1), lease(["3"], 3))
+    await table.write(publish(V0, 0), *issued(1, 5), *finished, lease(["4"], 1), train(1), lease(["3"], 3))
+    await table.write(drop("5", "failed"))
     before = table.recover()
     with pytest.raises(QueueError, match=re.escape(message)):
         transition(table)
     assert not table.changes
-    assert table.groups.balance() == {"issued": 4, "trained": 1, "dropped": 0, "in_flight": 1, "queued": 1, "leased": 1}
+    assert table.groups.balance() == {"issued": 5, "trained": 1, "dropped": 1, "in_flight": 1, "queued": 1, "leased": 1}
     await table.write()
     assert table.recover() == before
     await table.close()
 
 
-async def test_a_write_is_on_disk_together_with_all_before_it(tmp_path):
+async def test_an_acknowledged_write_and_all_before_it_are_on_disk(tmp_path):
     table = DurableTable(tmp_path)
     first = asyncio.ensure_future(table.write(*issued(1, 3)))
     await asyncio.sleep(0)
@@ -264,7 +266,7 @@ class Model:
         return uids[: 1 + seed % 3] if seed % 2 else uids[-1 - seed % 3 :]
 
     def transitions(self, kind: int, seed: int) -> list[Transition]:
-        """The next transitions of a kind, applied to the model too."""
+        """The next transitions of a kind, which are also applied to the model."""
         groups = self.groups
         if kind == 0:
             uids = [str(len(groups) + 1 + i) for i in range(1 + seed % 3)]
@@ -346,7 +348,7 @@ def test_the_journal_equals_a_plain_model_over_random_events_and_reopenings(tmp_
         model, table = Model(), DurableTable(folder, segment_bytes=3000)
         calls: list = []
         for kind, seed in plan:
-            if kind in (REOPEN, WAIT):  # until then calls pile up and share commits
+            if kind in (REOPEN, WAIT):  # until then calls accumulate and share commits
                 await asyncio.gather(*calls)
                 calls = []
                 if kind == REOPEN:
@@ -370,7 +372,7 @@ async def test_many_concurrent_writers_share_few_commits(tmp_path):
     after = table.journal.stats()
     assert after.writes - before.writes == 200
     assert after.commits - before.commits <= 20
-    assert after.payload_bytes == 200 * len(payload("100"))  # header padding makes all of them equally long
+    assert after.payload_bytes == 200 * len(payload("100"))  # header padding makes all payloads equally long
     assert after.cpu_s > before.cpu_s
     await table.close()
 
@@ -425,8 +427,8 @@ RANK = {"in_flight": 0, "queued": 1, "leased": 2, "trained": 3}
 REACHED = {"issued": 0, "finished": 1, "leased": 2, "trained": 3}
 
 
-def check_after_kill(folder: Path, told: list[tuple[str, int, list[str]]], before: Recovered | None) -> Recovered:
-    """Checks that all acknowledged transitions are there, writes are whole, groups add up, payloads can be read."""
+def check_after_kill(folder: Path, reported: list[tuple[str, int, list[str]]], before: Recovered | None) -> Recovered:
+    """Check that acknowledged transitions are present, writes are atomic, groups balance, and payloads are readable."""
 
     async def inspect() -> Recovered:
         table = DurableTable(folder, segment_bytes=20_000)
@@ -438,13 +440,13 @@ def check_after_kill(folder: Path, told: list[tuple[str, int, list[str]]], befor
 
     found = asyncio.run(inspect())
     state = states(found)
-    covered = max((step for verb, step, _ in told if verb == "covered"), default=0)
+    covered = max((step for verb, step, _ in reported if verb == "covered"), default=0)
     assert found.covered_step >= covered
-    for verb, _, uids in told:
+    for verb, _, uids in reported:
         for uid in uids:
             if uid in state:
                 assert RANK[state[uid]] >= REACHED[verb], (uid, verb, state[uid])
-            else:  # only a covered training ends a life here
+            else:  # here a group leaves the ledger's live states only once its training is covered
                 assert int(uid) <= found.issued
     assert found.issued % 3 == 0
     for step, uids in steps(found).items():
@@ -458,39 +460,39 @@ def check_after_kill(folder: Path, told: list[tuple[str, int, list[str]]], befor
 
 
 def run_until_killed(folder: Path, kill_after: tuple[int, float] | None, disk: Disk | None = None) -> list:
-    """Forks a writer on ``folder``; returns what it reported before SIGKILL, which comes after ``kill_after`` (lines,
+    """Fork a writer on ``folder`` and return what it reported before SIGKILL, which comes after ``kill_after`` (lines,
     seconds), or from the writer itself if None."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
-            tell = lambda verb, step, uids: os.write(writer, f"{verb} {step} {' '.join(uids)}\n".encode())
-            asyncio.run(work(folder, tell, disk))
+            report = lambda verb, step, uids: os.write(writer, f"{verb} {step} {' '.join(uids)}\n".encode())
+            asyncio.run(work(folder, report, disk))
         finally:
             os._exit(99)
     os.close(writer)
     with open(reader) as lines:
-        told = []
+        reported = []
         if kill_after is not None:
-            told = [lines.readline() for _ in range(kill_after[0])]
+            reported = [lines.readline() for _ in range(kill_after[0])]
             time.sleep(kill_after[1])
             os.kill(pid, signal.SIGKILL)
-        told += list(lines)
+        reported += list(lines)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-    return [(line.split()[0], int(line.split()[1]), line.split()[2:]) for line in told if line.endswith("\n")]
+    return [(line.split()[0], int(line.split()[1]), line.split()[2:]) for line in reported if line.endswith("\n")]
 
 
 def test_acknowledged_transitions_survive_kills_at_random_moments(tmp_path):
     rng, found = random.Random(0), None
     for _ in range(30):
-        told = run_until_killed(tmp_path, (rng.randint(1, 40), rng.uniform(0, 0.003)))
-        found = check_after_kill(tmp_path, told, found)
+        reported = run_until_killed(tmp_path, (rng.randint(1, 40), rng.uniform(0, 0.003)))
+        found = check_after_kill(tmp_path, reported, found)
     assert found is not None
     assert found.final > 0
 
 
 class DyingDisk(Disk):
-    """Kills its own process at the ``count``-th occurrence of a moment."""
+    """Kills its own process when ``moment`` occurs for the ``count``-th time."""
 
     MOMENTS = ("before write", "half write", "after write", "after sync")
 
@@ -526,15 +528,15 @@ def test_a_kill_between_any_two_durable_transitions_loses_nothing(tmp_path):
     for moment in DyingDisk.MOMENTS:
         for count in range(1, 8):
             folder = tmp_path / f"{moment} {count}"
-            told = run_until_killed(folder, None, DyingDisk(moment, count))
-            before = check_after_kill(folder, told, None)
+            reported = run_until_killed(folder, None, DyingDisk(moment, count))
+            before = check_after_kill(folder, reported, None)
             check_after_kill(folder, run_until_killed(folder, None, DyingDisk("half write", 3)), before)
 
 
-# -- disks and files that fail -----------------------------------------------------------------------------------------
+# -- failing disks and files -------------------------------------------------------------------------------------------
 
 
-async def test_a_full_disk_fails_all_waiting_writes_and_harms_nothing_before(tmp_path):
+async def test_a_full_disk_fails_all_waiting_writes_and_no_earlier_one(tmp_path):
     disk = FaultyDisk(1_000_000)
     table = DurableTable(tmp_path, disk=disk)
     await table.write(*issued(1, 5), finish(payload("1")))
@@ -547,7 +549,7 @@ async def test_a_full_disk_fails_all_waiting_writes_and_harms_nothing_before(tmp
     assert errors[0].__cause__.errno == errno.ENOSPC
     disk.room_bytes = 1_000_000
     expected = dict.fromkeys("12345", "in_flight") | {"1": "queued"}
-    if errors[4] is None:  # it came late enough for a commit of its own, without a payload
+    if errors[4] is None:  # it was late enough for a separate commit, without a payload
         expected["1"] = "leased"
     assert states(table.recover()) == expected
     await table.write(finish(payload("2")))
@@ -649,7 +651,7 @@ def test_a_read_only_folder_is_refused_for_writing(tmp_path):
     def body() -> int:
         os.chmod(tmp_path, 0o555)
         if os.getuid() == 0:
-            os.chdir(tmp_path)  # as nobody the way here is closed
+            os.chdir(tmp_path)  # the user nobody cannot open the path to here
             os.setuid(65534)
         try:
             Journal(Path("."))
@@ -695,7 +697,7 @@ async def test_a_damaged_or_foreign_ledger_is_refused_and_not_changed(tmp_path, 
         db.close()
     before = path.read_bytes()
     schemas = f"schema {SCHEMA_VERSION + 1}, expected {SCHEMA_VERSION}"
-    expected = {"other program": "something else", "newer schema": schemas}.get(how, "left as it is")
+    expected = {"other program": "of another program", "newer schema": schemas}.get(how, "was not changed")
     with pytest.raises(LedgerError, match=expected) as refusal:
         Journal(tmp_path)
     assert str(path) in str(refusal.value)
@@ -775,7 +777,7 @@ async def test_the_command_reports_a_lost_group(tmp_path, capsys):
     assert "NOT BALANCED: expected 10 issued groups, found 9" in capsys.readouterr().out
 
 
-def test_the_command_names_a_missing_ledger_in_one_line(tmp_path, capsys):
+def test_the_command_reports_a_missing_ledger_in_one_line(tmp_path, capsys):
     assert command.main([str(tmp_path / "nowhere")]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -783,7 +785,7 @@ def test_the_command_names_a_missing_ledger_in_one_line(tmp_path, capsys):
     assert captured.err.count("\n") == 1
 
 
-async def test_a_copy_on_another_disk_is_consistent_and_can_be_resumed_from(tmp_path):
+async def test_a_copy_on_another_disk_is_consistent_and_resumable(tmp_path):
     table = DurableTable(tmp_path / "local", segment_bytes=2000)
     await table.write(publish(V0, 0), *issued(1, 3))
     await table.write(finish(payload("1")))
@@ -808,10 +810,10 @@ async def test_a_copy_that_cannot_be_written_is_an_error_and_keeps_the_previous_
     table = DurableTable(tmp_path / "local")
     await table.write(publish(V0, 0), *issued(1, 1))
     await table.journal.copy_to(tmp_path / "remote")
-    (tmp_path / "remote").rename(tmp_path / "remote.before")  # as a crash between the two renames would
+    (tmp_path / "remote").rename(tmp_path / "remote.before")  # as after a crash between the two renames
     assert found_copy(tmp_path / "remote") == tmp_path / "remote.before"
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="Not a directory"):
         await table.journal.copy_to(tmp_path / "file/remote")
-    await table.write(finish(payload("1")))  # and the journal goes on
+    await table.write(finish(payload("1")))  # the journal still works
     await table.close()

@@ -1,4 +1,4 @@
-"""Logs of a process: JSON lines and stderr, levels, libraries."""
+"""A process's logs: JSON lines and stderr, levels, libraries."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ except ValueError:
 
 
 def logged(folder: Path, level: str) -> tuple[list[dict], str]:
-    """Lines of the file, and stderr."""
+    """Lines of the log file, and stderr."""
     done = subprocess.run([sys.executable, "-c", SCRIPT, folder, level], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in (folder / "trainer-1.jsonl").read_text().splitlines()], done.stderr
@@ -53,8 +53,8 @@ def test_the_level_applies_and_a_restarted_actor_appends(tmp_path):
     assert [line["message"] for line in logged(tmp_path, "error")[0]][4:] == ["odd weights", "it broke"]
 
 
-def test_messages_go_to_the_stderr_of_the_moment(tmp_path):
-    """A progress line replaces it while it is shown."""
+def test_messages_go_to_the_current_stderr(tmp_path):
+    """A progress line replaces sys.stderr while it is shown."""
     script = (
         "import io, logging, sys\n"
         "from asyncrl.observability.telemetry.log import LogConfig, configure_logging\n"

@@ -1,4 +1,4 @@
-"""The quickstart's checkpoint: readable by transformers, with equal scores, and warm-started."""
+"""The quickstart's checkpoint: readable by transformers with equal logits, and warm-started."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ def digest(folder):
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
-def test_its_config_is_mimos_and_suits_the_engines(folder, tokenizer):
+def test_the_config_is_mimo_s_and_suits_the_engines(folder, tokenizer):
     raw = json.loads((folder / "config.json").read_text())
     assert (raw["architectures"], raw["model_type"]) == (["MiMoForCausalLM"], "qwen2")
     config = DecoderConfig.load(folder)
@@ -100,7 +100,7 @@ def test_weights_are_determined_by_the_seed(folder, tmp_path):
 
 def test_an_interrupted_run_leaves_no_model_file(tmp_path):
     out = tmp_path / "out"
-    (out / "generation_config.json").mkdir(parents=True)  # whatever comes before the weights fails
+    (out / "generation_config.json").mkdir(parents=True)  # makes the write before the weights fail
     with pytest.raises(IsADirectoryError):
         make_checkpoint(out, warm_start_steps=0)
     assert not (out / "model.safetensors").exists()
@@ -125,7 +125,7 @@ def tiny_decoder(**changes):
 
 
 def test_a_warm_start_teaches_target_and_draft():
-    def counting():  # after any token t comes t + 1: the draft, too, can know what is two tokens ahead
+    def counting():  # token t is always followed by t + 1, so the draft too can predict two tokens ahead
         generator = torch.Generator().manual_seed(0)
         while True:
             t = int(torch.randint(0, 8, (1,), generator=generator))

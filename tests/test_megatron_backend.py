@@ -32,7 +32,7 @@ from megatron.core.transformer import multi_token_prediction  # isort: skip (aft
 
 pytestmark = pytest.mark.megatron
 
-#: of everything that a step depends on
+#: turns on everything that a step can depend on
 ALL = OPTIONS | {"logprob_chunk_tokens": 7, "weight_decay": 0.1}
 
 
@@ -47,7 +47,7 @@ def start():
 
 
 def expect_alike(found, expected, tolerance=1e-4):
-    """Compare metrics of several steps; figures near zero absolutely."""
+    """Compare metrics of several steps; values near zero by absolute difference."""
     for step, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert one.keys() == other.keys()
         for name in one:
@@ -91,7 +91,7 @@ def test_ten_steps_equal_the_torch_backends(options, checkpoint, start):
 
 
 def test_the_drafts_cross_entropy_is_the_same_without_megatron_cores_function(tmp_path, start):
-    """Two depths over packed sequences, in which it rolls labels."""
+    """Two depths over packed sequences, in which the function rolls labels."""
     if process_mtp_loss() is None:
         pytest.skip("the installed megatron-core has no process_mtp_loss")
     checkpoint = make_checkpoint(tmp_path / "model", vocab_size=67, num_nextn_predict_layers=2)
@@ -146,7 +146,7 @@ def test_bfloat16_steps_are_near_the_torch_backends_with_float32_master_weights(
         for found, expected in zip(*(results[backend] for backend in ("megatron", "torch")), strict=True):
             assert found[name] == pytest.approx(expected[name], rel=0.02), name
 
-    # a step of 1e-4 on weights of 0.1 is lost in bfloat16; engines get what the model computes with
+    # a step of 1e-4 on weights of 0.1 is lost in bfloat16: exports have float32 weights, engines get bfloat16
     rank.export_hf(tmp_path / "hf")
     exact, before = read_tensors(tmp_path / "hf"), read_tensors(checkpoint)
     name = "model.layers.0.mlp.down_proj.weight"
@@ -187,7 +187,7 @@ def test_logprobs_and_entropies_equal_the_torch_backends(checkpoint, start):
     ids=["moe", "next-recomputed"],
 )
 def test_the_gradient_of_a_model_that_only_this_backend_trains_equals_transformers(make, recomputed, tmp_path, start):
-    """Compared with the plain formula on transformers' own model."""
+    """Compared with the plain formula on transformers' model."""
     theirs = make(tmp_path)
     config = make_config(str(tmp_path), backend="megatron", grad_clip=0.0, anchor="proximal")
     config.trainer.activation_checkpointing = recomputed
@@ -246,7 +246,7 @@ def test_linear_attention_in_bfloat16_is_near_float32(tmp_path, start):
         options = {**ALL, "lr": 1e-4, "mixed_precision": precision}
         rank = start(make_config(str(tmp_path), backend="megatron", **options))
         results[precision] = [rank.train(step, make_groups(seed=step)) for step in range(3)]
-    # gradients' norms part by rounding alone, see `test_megatron_parallel.expect_like_one`
+    # gradient norms differ by rounding alone, see `test_megatron_parallel.expect_like_one`
     for name, tolerance in {"actor/entropy": 5e-3, "mtp/loss_1": 5e-3, "actor/grad_norm": 0.1}.items():
         for found, expected in zip(*(results[precision] for precision in ("bfloat16", "float32")), strict=True):
             assert found[name] == pytest.approx(expected[name], rel=tolerance), name
@@ -437,8 +437,8 @@ KINDS = ("parameters", "reference", "gradients", "optimizer")
 def test_offloaded_state_is_resident_when_needed_and_changes_no_bit(mixed_precision, checkpoint, start, tmp_path):
     def run(offload):
         config = make_config(checkpoint, backend="megatron", **ALL | {"mixed_precision": mixed_precision})
-        cut = config.trainer.megatron
-        cut.param_offload = cut.grad_offload = cut.optimizer_offload = offload
+        settings = config.trainer.megatron
+        settings.param_offload = settings.grad_offload = settings.optimizer_offload = offload
         rank = start(config)
         here = lambda: {kind for kind in KINDS if rank._backend._offload.held_bytes(kind)}
         plain, while_losses = rank._loss, []
@@ -459,7 +459,7 @@ def test_offloaded_state_is_resident_when_needed_and_changes_no_bit(mixed_precis
             assert while_losses
             assert all(there == {"parameters", "gradients"} for there in while_losses)
             assert not here()
-            assert all(torch.equal(held, copy) for _, held, copy in exported), "one that is held was taken away"
+            assert all(torch.equal(held, copy) for _, held, copy in exported), "a held exported tensor changed"
         exact = {f"hf/{name}": tensor for name, tensor in read_tensors(tmp_path / f"hf_{offload}").items()}
         return metrics, {name: copy for name, _, copy in exported} | exact
 
@@ -480,7 +480,7 @@ def test_state_that_was_only_read_is_not_copied_back():
         assert part.tolist() == [2, 3]
         state.fill_(-1)
     with away.here("state"), away.here("scratch", "state", written=True):
-        assert part.tolist() == [2, 3], "a state that was to be read alone was written back"
+        assert part.tolist() == [2, 3], "state that was only read was written back"
         part.fill_(7)
     with away.here("state"):
         assert state.tolist() == [0, 1, 7, 7, 4, 5]
@@ -492,8 +492,8 @@ def test_offloaded_state_leaves_the_devices_memory(tmp_path, device, start):
     held = {}
     for offload in (False, True):
         config = make_config(path, backend="megatron", device=device)
-        cut = config.trainer.megatron
-        cut.param_offload = cut.grad_offload = cut.optimizer_offload = offload
+        settings = config.trainer.megatron
+        settings.param_offload = settings.grad_offload = settings.optimizer_offload = offload
         rank = start(config)
         rank.train(0, make_groups())
         held[offload] = torch.cuda.memory_allocated()
@@ -501,7 +501,7 @@ def test_offloaded_state_leaves_the_devices_memory(tmp_path, device, start):
     assert held[False] - held[True] > 12 * parameters, "float32 weights, gradients and two moments"
 
 
-# -- what is refused -----------------------------------------------------------------------------------------------
+# -- refusals ------------------------------------------------------------------------------------------------------
 
 
 def test_a_non_finite_loss_changes_nothing(checkpoint, start):
@@ -546,12 +546,12 @@ def test_tensor_parallel_ranks_with_experts_need_sequence_parallelism(tmp_path, 
         start(config)
 
 
-# -- the head in parts ---------------------------------------------------------------------------------------------
+# -- vocabulary-parallel head --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("padding", [0, 5])
 def test_a_single_vocabulary_part_scores_like_a_whole_vocabulary(padding):
-    """Padding rows are no tokens, whatever their values. For several parts see tests/test_megatron_parallel.py."""
+    """Padding rows never count as tokens, whatever their values. Several parts: tests/test_megatron_parallel.py."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(0)
     hidden, weight, targets = torch.randn(20, 16), torch.randn(33, 16), torch.randint(0, 33, (20,))

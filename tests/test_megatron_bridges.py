@@ -26,7 +26,7 @@ pytestmark = pytest.mark.megatron
 PACKAGES = ("megatron_bridge", "mbridge")
 
 SMALL = {
-    "vocab_size": 301,  # prime: no parallel size divides it
+    "vocab_size": 301,  # odd: no parallel size of 2 or 4 divides it
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 3,
@@ -138,9 +138,9 @@ def test_draft_states_equal_the_native_decoders(architecture, layers, package, t
     found_hidden, *found = states(ours, tokens, depths=layers)
     assert (found_hidden.flatten(0, 1) - hidden).abs().max() <= 1e-5
     for depth, (mine, theirs) in enumerate(zip(found, drafts, strict=True), 1):
-        # the last place of a sequence, and the first depth − 1, mean nothing
-        meant = slice(depth - 1, -1)
-        logits = [F.linear(x.view(2, 30, -1)[:, meant], native.lm_head.weight) for x in (mine, theirs)]
+        # states at a sequence's last position and its first depth − 1 are undefined
+        defined = slice(depth - 1, -1)
+        logits = [F.linear(x.view(2, 30, -1)[:, defined], native.lm_head.weight) for x in (mine, theirs)]
         assert (logits[0] - logits[1]).abs().max() <= 1e-5, depth
         assert logits[1].abs().max() > 0.1
 
@@ -152,20 +152,20 @@ def test_draft_states_equal_the_native_decoders(architecture, layers, package, t
 
 @torch.no_grad()
 def test_packed_sequences_do_not_affect_each_other(tmp_path):
-    """Trunk and draft states of each equal those of the sequence alone."""
+    """Trunk and draft states of each sequence equal those of the sequence alone."""
     (ours,), _ = built(make_checkpoint(tmp_path, num_nextn_predict_layers=2))
     lengths = [7, 1, 30, 2]
     tokens = random_tokens(64, (1, sum(lengths)))
     together = [state[0].split(lengths) for state in states(ours, tokens, 2, lengths)]
     for b, alone in enumerate(tokens.split(lengths, 1)):
         for depth, state in enumerate(states(ours, alone, 2)):
-            meant = slice(max(depth - 1, 0), -1 if depth else None)
-            assert torch.allclose(together[depth][b][meant], state[0, meant], atol=1e-5), (b, depth)
+            defined = slice(max(depth - 1, 0), -1 if depth else None)
+            assert torch.allclose(together[depth][b][defined], state[0, defined], atol=1e-5), (b, depth)
 
 
 @torch.no_grad()
 def test_swapping_the_projections_halves_changes_the_drafts(tmp_path):
-    """Shows that the test above can tell hidden state and embedding apart."""
+    """Shows that the draft test above distinguishes hidden state and embedding."""
     (ours,), _ = built(make_checkpoint(tmp_path))
     tokens = random_tokens(64)
     _, right = states(ours, tokens, depths=1)
@@ -183,8 +183,8 @@ def test_a_forward_pass_without_labels_runs_with_mtp_layers(tmp_path):
 
 
 def test_the_drafts_gradient_equals_that_of_newer_cores_own_loss(tmp_path):
-    """megatron-core's `process_mtp_loss`, called by its signature, on the same hidden states. With losses per token its
-    gradients are as many times larger as there are places, by which megatron-core divides them later."""
+    """megatron-core's `process_mtp_loss`, called by its signature, on the same hidden states. With per-token losses its
+    gradients are larger by the number of positions with a label, by which megatron-core divides them later."""
     from megatron.core.transformer import multi_token_prediction
 
     if not (process_mtp_loss := getattr(multi_token_prediction, "process_mtp_loss", None)):
@@ -192,10 +192,10 @@ def test_the_drafts_gradient_equals_that_of_newer_cores_own_loss(tmp_path):
     (ours,), _ = built(make_checkpoint(tmp_path))
     tokens = random_tokens(64, (1, 20))
     hidden_SM, draft_SM = (state[0] for state in states(ours, tokens, depths=1))
-    weight, places = ours.head_weight, tokens.shape[1]
+    weight, positions = ours.head_weight, tokens.shape[1]
 
     mine = draft_SM.clone().requires_grad_()
-    taught = slice(0, places - 2)  # place p tells the token of p + 2
+    taught = slice(0, positions - 2)  # position p predicts the token at p + 2
     part, targets = ours.vocabulary_part, tokens[0, 2:]
     loss, _ = VocabParallelCrossEntropy.apply(mine[taught], weight, targets, part, 1.0, 7)
     (loss / len(targets)).backward()
@@ -204,7 +204,7 @@ def test_the_drafts_gradient_equals_that_of_newer_cores_own_loss(tmp_path):
     given = {
         "hidden_states": torch.cat([hidden_SM, theirs]).unsqueeze(1),
         "labels": tokens.roll(-1, 1),
-        "loss_mask": (torch.arange(places) < places - 1).float().unsqueeze(0),
+        "loss_mask": (torch.arange(positions) < positions - 1).float().unsqueeze(0),
         "output_layer": ours.output_layer,
         "output_weight": weight,
         "runtime_gather_output": None,
@@ -215,12 +215,12 @@ def test_the_drafts_gradient_equals_that_of_newer_cores_own_loss(tmp_path):
     optional = inspect.signature(process_mtp_loss).parameters.keys() - given.keys()
     assert all(inspect.signature(process_mtp_loss).parameters[name].default is None for name in optional)
     (process_mtp_loss(**given) * 0).sum().backward()
-    scale = ours.config.mtp_loss_scaling_factor * (places - 1)
+    scale = ours.config.mtp_loss_scaling_factor * (positions - 1)
     assert (theirs.grad / scale - mine.grad).abs().max() <= 1e-6
     assert mine.grad.abs().max() > 1e-3
 
 
-# -- what is refused -----------------------------------------------------------------------------------------------
+# -- refusals ------------------------------------------------------------------------------------------------------
 
 
 def changed(folder, **fields):
@@ -259,7 +259,7 @@ def test_training_a_missing_draft_is_refused(tmp_path):
         read_source(tmp_path, needs_draft=True)
 
 
-def test_tensors_that_config_and_files_disagree_on_are_named(tmp_path):
+def test_tensors_on_which_config_and_files_disagree_are_listed(tmp_path):
     make_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match=r"missing tensors: model\.layers\.2.* and 8 more"):
         built(changed(tmp_path, num_hidden_layers=3))
@@ -276,7 +276,7 @@ def test_tensors_that_config_and_files_disagree_on_are_named(tmp_path):
     ("package", "fields", "says"),
     [
         *((package, {"use_sliding_window": True}, "use_sliding_window is set") for package in PACKAGES),
-        ("mbridge", {"hidden_act": "gelu"}, "hidden_act is 'gelu', but the bridge of Qwen3MoeForC.* makes it silu"),
+        ("mbridge", {"hidden_act": "gelu"}, "hidden_act is 'gelu', but the bridge of Qwen3MoeForC.* uses silu"),
     ],
 )
 def test_attention_and_activation_that_a_bridge_ignores_are_refused(package, fields, says, tmp_path):

@@ -1,4 +1,4 @@
-"""Every patch that lets megatron-core run without CUDA: what happens without it, and that it does not with it."""
+"""Patches that let megatron-core run without CUDA: each failure occurs without its patch, and not with it."""
 
 import contextlib
 import sys
@@ -20,10 +20,10 @@ from tests.support.megatron import (
 )
 from tests.support.trainer import make_checkpoint, make_config, make_groups, started_ranks
 
-pytestmark = [pytest.mark.megatron, pytest.mark.skipif(torch.cuda.is_available(), reason="patches are for CPUs alone")]
+pytestmark = [pytest.mark.megatron, pytest.mark.skipif(torch.cuda.is_available(), reason="patches are for CPUs only")]
 megatron_cpu.activate()
 
-#: torch's, built without CUDA and with it
+#: raised by torch without a GPU: when built without CUDA, and with it
 NO_CUDA = (AssertionError, RuntimeError)
 
 
@@ -48,7 +48,7 @@ def test_every_patch_says_why_and_is_applied_once():
     assert len({patch.name for patch in megatron_cpu.PATCHES}) == len(megatron_cpu.PATCHES)
 
 
-def test_nobody_finds_transformer_engine_or_triton_where_the_bridge_was_given_stand_ins():
+def test_only_the_bridge_sees_stand_ins_for_transformer_engine_and_triton():
     found = {name: sys.modules[name] for name in ("transformer_engine", "triton") if name in sys.modules}
     assert all(module.__version__ != "0.0.0" for module in found.values())
     believers = [
@@ -58,7 +58,7 @@ def test_nobody_finds_transformer_engine_or_triton_where_the_bridge_was_given_st
 
 
 @pytest.mark.parametrize("name", ["current_device", "tensor_types", "device_in_source", "random_state"])
-def test_without_it_no_trainer_starts_and_with_it_one_trains(name, checkpoint, start):
+def test_a_trainer_trains_only_with_the_patch(name, checkpoint, start):
     config = make_config(checkpoint, backend="megatron")
     with (
         megatron_cpu.patch_named(name).suspended(),
@@ -77,7 +77,7 @@ def test_gradients_are_summed_without_a_stream_to_wait_on(checkpoint, start):
     assert start(config).train(0, make_groups())["actor/grad_norm"] > 0
 
 
-def test_moves_to_cuda_stay_where_they_are():
+def test_moves_to_cuda_leave_tensors_in_place():
     tensor, module = torch.zeros(2), torch.nn.Linear(1, 1)
     assert tensor.cuda() is tensor
     assert module.cuda() is module
@@ -85,18 +85,18 @@ def test_moves_to_cuda_stay_where_they_are():
         tensor.cuda()
 
 
-def test_the_device_of_stages_is_never_waited_for():
+def test_pipeline_stages_do_not_synchronize_a_device():
     torch.cuda.synchronize()
     with megatron_cpu.patch_named("synchronize").suspended(), pytest.raises(NO_CUDA):
         torch.cuda.synchronize()
 
 
-def test_types_are_named_as_on_cuda_only_while_the_optimizer_is_made(checkpoint, start):
+def test_tensor_types_have_cuda_names_only_while_the_optimizer_is_built(checkpoint, start):
     start(make_config(checkpoint, backend="megatron"))
     assert torch.zeros(1).type() == "torch.FloatTensor"
 
 
-def test_the_routers_product_is_found(tmp_path):
+def test_the_router_s_product_is_computed_without_transformer_engine(tmp_path):
     from megatron.core.transformer.moe import moe_utils
 
     inputs, weight = torch.randn(3, 4), torch.randn(2, 4)
@@ -108,7 +108,7 @@ def test_the_routers_product_is_found(tmp_path):
 
 
 def scatter_shards(rank, checkpoint, folder):
-    """Loads o_proj, of whose columns each rank has half, with and without the patch."""
+    """Load o_proj, whose columns are split between two ranks, with and without the patch."""
     torch.set_num_threads(1)
     with process_group(rank, 2, f"file://{folder}/rendezvous", cut="tensor"):
         name, found = "model.layers.0.self_attn.o_proj.weight", {}
@@ -119,7 +119,7 @@ def scatter_shards(rank, checkpoint, folder):
         torch.save((name, found), folder / f"{rank}.pt")
 
 
-def test_without_it_row_parallel_shards_are_other_weights_and_nothing_says_so(tmp_path):
+def test_without_the_patch_row_parallel_shards_are_silently_wrong(tmp_path):
     only_where_wanted("scatter")
     checkpoint = make_checkpoint(tmp_path / "model", num_attention_heads=2, num_key_value_heads=2)
     in_processes(2, scatter_shards, checkpoint, tmp_path)
@@ -128,10 +128,10 @@ def test_without_it_row_parallel_shards_are_other_weights_and_nothing_says_so(tm
         whole = read_tensors(checkpoint)[name]
         assert torch.equal(found[True], whole.chunk(2, 1)[rank])
         assert found[False].shape == found[True].shape
-    assert not torch.equal(found[False], whole.chunk(2, 1)[1]), "gloo scatters views right now: drop the patch"
+    assert not torch.equal(found[False], whole.chunk(2, 1)[1]), "gloo now scatters views correctly: remove the patch"
 
 
-def test_without_it_no_experts_are_made_and_with_it_their_tokens_are_counted_here(tmp_path):
+def test_experts_are_built_and_count_their_tokens_only_with_the_patch(tmp_path):
     make_experts(tmp_path)
     with process_group():
         with (

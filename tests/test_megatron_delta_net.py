@@ -32,8 +32,8 @@ def token_by_token(q, k, v, decay, write):
     state, outs = q.new_zeros(*q.shape[:1], *q.shape[2:], v.shape[-1]), []
     for t in range(q.shape[1]):
         state = state * decay[:, t, :, None, None].exp()
-        said = torch.einsum("bhkv,bhk->bhv", state, k[:, t])
-        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], write[:, t, :, None] * (v[:, t] - said))
+        recalled = torch.einsum("bhkv,bhk->bhv", state, k[:, t])
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], write[:, t, :, None] * (v[:, t] - recalled))
         outs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]) * q.shape[-1] ** -0.5)
     return torch.stack(outs, 1)
 
@@ -73,7 +73,7 @@ def test_logits_equal_transformers_and_tensors_round_trip_bit_for_bit(family, tm
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
 @torch.no_grad()
 def test_draft_states_equal_those_of_transformers_layers(family, tmp_path):
-    """The draft reads the embedding first, then the trunk's normed state; at the first position too."""
+    """The draft's input is the embedding followed by the trunk's normed state, also at the first position."""
     theirs = make_delta_net(tmp_path, family, mtp=True)
     (ours,), _ = built(tmp_path)
     tokens = random_tokens(VOCAB, (2, 30))
@@ -99,8 +99,8 @@ def test_packed_sequences_do_not_affect_each_other(family, tmp_path):
     together = [state[0].split(lengths) for state in states(ours, tokens, 1, lengths)]
     for b, alone in enumerate(tokens.split(lengths, 1)):
         for depth, state in enumerate(states(ours, alone, 1)):
-            meant = slice(None, -1 if depth else None)
-            assert torch.allclose(together[depth][b][meant], state[0, meant], atol=1e-5), (b, depth)
+            defined = slice(None, -1 if depth else None)
+            assert torch.allclose(together[depth][b][defined], state[0, defined], atol=1e-5), (b, depth)
 
     layer = next(m for m in ours.modules() if type(m).__name__ == "DeltaNet")
     sequences = packed(lengths)
@@ -123,33 +123,33 @@ def packed(lengths):
     return PackedSequences.of(torch.zeros(lengths.sum(), dtype=torch.long), lengths, layout, dist.new_group([0]))
 
 
-# -- what config.json says -----------------------------------------------------------------------------------------
+# -- config.json ---------------------------------------------------------------------------------------------------
 
 
-def said(folder):
+def config_of(folder):
     return json.loads((folder / "config.json").read_text())
 
 
 def changed(folder, without=(), **fields):
-    kept = {name: value for name, value in said(folder).items() if name not in without}
+    kept = {name: value for name, value in config_of(folder).items() if name not in without}
     (folder / "config.json").write_text(json.dumps(kept | fields))
     return folder
 
 
 def test_layer_types_and_mtp_layers_are_read_from_every_form_of_config(tmp_path):
     make_delta_net(tmp_path, "qwen3_next", mtp=True)
-    text = said(tmp_path)
+    text = config_of(tmp_path)
     assert linear_layers(text) == [True, False, True, True]
-    unsaid = {name: value for name, value in text.items() if name != "layer_types"}
-    assert linear_layers(unsaid) == [True, True, True, False]
-    assert linear_layers(unsaid | {"full_attention_interval": 2}) == [True, False, True, False]
+    without_types = {name: value for name, value in text.items() if name != "layer_types"}
+    assert linear_layers(without_types) == [True, True, True, False]
+    assert linear_layers(without_types | {"full_attention_interval": 2}) == [True, False, True, False]
     assert not any(linear_layers({"num_hidden_layers": 4}))
 
-    # as published, and as vLLM takes it
+    # as published, and as vLLM reads it
     assert read_source(tmp_path, needs_draft=True).num_mtp_layers == 1
     for field in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
         assert read_source(changed(tmp_path, **{field: 1})).num_mtp_layers == 1
-        nested = {"architectures": text["architectures"], "text_config": said(tmp_path)}
+        nested = {"architectures": text["architectures"], "text_config": config_of(tmp_path)}
         (tmp_path / "config.json").write_text(json.dumps(nested))
         source = read_source(tmp_path)
         assert source.num_mtp_layers == bridge_of(source).provider.mtp_num_layers == 1
@@ -157,7 +157,7 @@ def test_layer_types_and_mtp_layers_are_read_from_every_form_of_config(tmp_path)
     assert bridge_of(read_source(changed(tmp_path, mtp_num_hidden_layers=0))).provider.mtp_num_layers is None
 
 
-# -- what is refused -----------------------------------------------------------------------------------------------
+# -- refusals ------------------------------------------------------------------------------------------------------
 
 
 def test_unsupported_models_are_refused_with_the_reason(tmp_path):
@@ -175,7 +175,7 @@ def test_layouts_that_do_not_fit_linear_attention_are_refused_by_their_key(tmp_p
     config = Config()
     config.trainer.megatron.context_parallel_size = 2
     config.trainer.megatron.tensor_model_parallel_size = 2
-    problems = list(fit_problems(config, said(tmp_path)))
+    problems = list(fit_problems(config, config_of(tmp_path)))
     assert [problem.partition(":")[0] for problem in problems] == [
         "trainer.megatron.tensor_model_parallel_size",
         "trainer.megatron.context_parallel_size",

@@ -1,4 +1,4 @@
-"""LoRA in the Megatron backend against the torch backend's: steps, exports, checkpoints, one rank and two."""
+"""LoRA in the Megatron backend compared with the torch backend: steps, exports, checkpoints, one and two ranks."""
 
 import json
 
@@ -79,7 +79,7 @@ def draft(tensors):
     return {name: tensor for name, tensor in tensors.items() if is_draft(name)}
 
 
-# -- beside the torch backend --------------------------------------------------------------------------------------
+# -- compared with the torch backend -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_ten_steps_equal_the_torch_backends(targets, options, checkpoint, start)
 
 
 def test_bfloat16_steps_are_near_the_torch_backends(checkpoint, start):
-    """The base has no master copy; adapters are stepped in float32, and sent in the compute dtype."""
+    """The base has no master copy; adapters are updated in float32 and sent in the compute dtype."""
     options = {"mixed_precision": "bfloat16", "lr": 1e-3, "kl_coef": 0.05}
     results = {}
     for backend in ("torch", "megatron"):
@@ -155,7 +155,7 @@ def test_the_adapters_of_a_mixture_of_experts_are_in_its_attention(tmp_path, sta
 
 @pytest.mark.parametrize(("family", "parts"), [("qwen3_next", ("qkvz", "ba")), ("qwen3_5", ("qkv", "z", "b", "a"))])
 def test_adapters_of_linear_attention_equal_their_merged_weights(family, parts, tmp_path, start):
-    """Each of the checkpoint's layers has a pair, including inputs of gates."""
+    """Each linear layer of the checkpoint has an adapter pair, including those that feed gates."""
     make_delta_net(tmp_path / "model", family, mtp=True)
     config = lora_config(tmp_path / "model", targets="all", lr=1e-3)
     config.checkpoint.export_lora = "merged"
@@ -179,7 +179,7 @@ def test_adapters_of_linear_attention_equal_their_merged_weights(family, parts, 
     np.testing.assert_allclose(logprobs(whole), scores, rtol=0, atol=2e-5)
 
 
-# -- what leaves it ------------------------------------------------------------------------------------------------
+# -- exports -------------------------------------------------------------------------------------------------------
 
 
 def test_the_manifest_lists_everything_and_can_omit_its_base(checkpoint, start):
@@ -196,7 +196,7 @@ def test_the_manifest_lists_everything_and_can_omit_its_base(checkpoint, start):
 
 
 def test_exports_equal_the_torch_backends(checkpoint, start, tmp_path):
-    """Adapters in PEFT's format, and merged weights, in folders and to engines that take no adapters."""
+    """Adapters in PEFT's format, and merged weights, on disk and to engines that take no adapters."""
     for backend in ("torch", "megatron"):
         config = lora_config(checkpoint, backend, lr=1e-3)
         rank = start(config)
@@ -254,7 +254,7 @@ def test_the_state_of_another_base_or_kind_of_training_is_refused(checkpoint, st
 
 
 def train_cut(rank, ranks, cut, checkpoint, targets, options, folder):
-    """Exports, trains three steps, saves, writes, and continues from the state of one rank."""
+    """Export, train three steps, save, write a Hugging Face folder, and continue from the state of one rank."""
     config = lora_config(checkpoint, targets=targets, **options)
     config.trainer.megatron = MegatronConfig(**CUTS[cut])
     meet = f"file://{folder}/rendezvous_{cut}" if ranks > 1 else None
@@ -300,7 +300,7 @@ def runs(request, tmp_path_factory):
 
 @pytest.mark.parametrize("cut", TWO)
 def test_two_ranks_train_like_one(runs, cut):
-    """Also with a stage without adapters."""
+    """Including a pipeline stage without adapters."""
     expect_like_one(runs, cut)
 
 
@@ -313,7 +313,7 @@ def test_two_ranks_train_like_one(runs, cut):
     ],
 )
 def test_two_ranks_train_adapters_of_linear_attention_like_one(family, cuts, tmp_path):
-    """A rank's rows of a pair are not contiguous there: they belong to its heads' queries, keys, values and gates."""
+    """Here a rank's rows of a pair are not contiguous: they belong to its heads' queries, keys, values and gates."""
     make_delta_net(tmp_path / "model", family, mtp=True)
     train_cut(0, 1, "one", str(tmp_path / "model"), "all", CASES["draft"][1], tmp_path)
     in_processes(2, train_cuts, 2, cuts, str(tmp_path / "model"), "all", CASES["draft"][1], tmp_path)

@@ -15,7 +15,7 @@ from tests.support.trainer import make_checkpoint, make_config, make_groups, wei
 pytestmark = pytest.mark.megatron
 
 TWO = ("tensor", "pipeline", "data", "context", "sequence")
-SIZES = {"vocab_size": 67, "num_attention_heads": 4, "num_key_value_heads": 2}  # 67: half of it is padded
+SIZES = {"vocab_size": 67, "num_attention_heads": 4, "num_key_value_heads": 2}  # 67 is odd: two ranks pad it
 MODELS = {
     "draft": (SIZES, OPTIONS),
     "attached-drafts": (
@@ -34,7 +34,7 @@ MODELS = {
 
 
 def train(rank, ranks, cut, checkpoint, options, folder):
-    """Exports, trains four steps, saves, trains a fifth, and repeats it from the state of a single rank."""
+    """Export, train four steps, save, train a fifth, and repeat it from the saved state and from that of one rank."""
     config = make_config(str(checkpoint), backend="torch" if cut == "torch" else "megatron", **options)
     config.trainer.megatron = MegatronConfig(**CUTS.get(cut, {}))
     meet = f"file://{folder}/rendezvous_{cut}" if ranks > 1 else None
@@ -74,8 +74,8 @@ def runs(request, tmp_path_factory):
 
 
 def equal_of(runs, cut):
-    """The run that the one at this cut is to equal: that of one rank, but where the draft's steps are over shares of a
-    rank's sequences, data parallel ranks are to equal as many of the torch backend."""
+    """The run that the run at this cut must equal: one rank's. In draft-apart the draft's steps are over parts of a
+    rank's sequences, so data parallel ranks must equal as many ranks of the torch backend."""
     return "torch" if cut == "data" and runs[0].name.startswith("draft-apart") else "one"
 
 
@@ -90,7 +90,7 @@ def test_two_ranks_train_like_one(runs, cut):
 
 @pytest.mark.parametrize("bridge", ["megatron_bridge", "mbridge"])
 def test_ranks_with_different_experts_or_layers_train_like_one(bridge, tmp_path):
-    """Both take different sequences, in different numbers of micro-batches, but tokens meet at their experts."""
+    """Ranks take different sequences in different numbers of micro-batches, but send tokens to each other's experts."""
     make_experts(tmp_path / "model", experts=8)
     cuts = ("expert", "pipeline", "expert-context", "expert-tensor")
     expect_cuts_like_one(2, cuts, tmp_path, enable_train=False, bridge=bridge)
@@ -139,7 +139,7 @@ def test_context_parallel_ranks_share_each_sequence_from_both_ends():
     held = [cut.position[cut.owner == rank].tolist() for rank in (0, 1)]
     assert held == [[0, 1, 6, 7, 0, 3, 0, 1, 6, 7], [2, 3, 4, 5, 1, 2, 2, 3, 4, 5]]
     assert all(np.array_equal(cut.local[cut.owner == rank], np.arange(10)) for rank in (0, 1))
-    assert np.array_equal(cut.source[cut.real], np.arange(14)), "padding lies behind what is real"
+    assert np.array_equal(cut.source[cut.real], np.arange(14)), "padding must follow the real tokens"
     whole = Zigzag.of(np.array([5, 1]), 1)
     assert whole.real.all()
     assert np.array_equal(whole.local, np.arange(6))
@@ -173,7 +173,7 @@ def expect_like_one(runs, cut):
         for name in ("actor/entropy", "mtp/loss_1", "mtp/grad_norm") if half else expected:
             tolerance = 5e-3 if half else 1e-4
             assert metrics[name] == pytest.approx(expected[name], rel=tolerance, abs=2e-6), (step, name)
-        # rounding alone does that: the first is 1.46 in float32, 1.64 in bfloat16, 1.58 in the torch backend's bfloat16
+        # due to rounding: the first norm is 1.46 in float32, 1.64 in bfloat16, 1.58 in the torch backend's bfloat16
         assert metrics["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=0.1 if half else 1e-4)
     assert result(runs, cut, rank=1)["metrics"] == found["metrics"], "ranks disagree"
     flat = lambda tensors: torch.cat([tensors[name].flatten() for name in sorted(tensors)])
@@ -200,8 +200,8 @@ def test_training_continues_from_its_own_checkpoint_bit_for_bit(runs, cut):
 
 @pytest.mark.parametrize("cut", TWO)
 def test_the_state_of_one_rank_loads_at_any_layout(runs, cut):
-    """To the bit in the weights, those that are stepped and those that engines get; the step on from it is compared in
-    `test_two_ranks_train_like_one`."""
+    """Bit for bit, both master weights and those that engines get; `test_two_ranks_train_like_one` compares the next
+    step."""
     saved, found = result(runs, "one")["trained"], result(runs, cut)["loaded"]
     assert all(torch.equal(found[name], saved[name]) for name in found)
     one, exact = read_tensors(runs[0] / "one_loaded"), read_tensors(runs[0] / f"{cut}_loaded")
@@ -209,8 +209,8 @@ def test_the_state_of_one_rank_loads_at_any_layout(runs, cut):
 
 
 @pytest.mark.parametrize("cut", TWO)
-def test_a_hugging_face_export_is_whole(runs, cut):
+def test_hugging_face_exports_are_complete(runs, cut):
     found, one = read_tensors(runs[0] / f"{cut}_hf"), read_tensors(runs[0] / f"{equal_of(runs, cut)}_hf")
     assert found.keys() == one.keys()
-    moved = 2e-3 if runs[0].name.startswith("half") else 1e-4  # ten optimizer steps of 1e-4, there and here
+    moved = 2e-3 if runs[0].name.startswith("half") else 1e-4  # ten optimizer steps of 1e-4 in each run
     assert all(torch.allclose(found[name], one[name], atol=moved) for name in one)

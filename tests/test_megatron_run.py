@@ -58,7 +58,7 @@ def test_a_run_with_two_tensor_parallel_ranks_trains_policy_and_draft_and_resume
     assert steps[0]["actor/ratio_max"] == pytest.approx(1, abs=1e-4)
     assert all(row["mtp/loss_1"] > 0 for row in steps)
     sent = [row["param_sync/bytes"] for row in rows if "param_sync/bytes" in row]
-    assert (sent[1] < sent[0]) == bool(more), "the base travels once"
+    assert (sent[1] < sent[0]) == bool(more), "the base is sent once"
     before, after = read_tensors(inputs / "checkpoint"), read_tensors(folder / "checkpoints/final/hf")
     assert before.keys() == after.keys()
     for kind in (True, False):

@@ -1,4 +1,4 @@
-"""A run over three environments, of the driver, of Megatron ranks, and of vLLM."""
+"""A run over three Python environments: the driver's, Megatron's and vLLM's."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from tests.support.faults import FaultyRun, audit
 from tests.support.tiny import make_inputs
 
 ROOT = Path(__file__).parent.parent
-#: relative paths, for a run's folder is the project's
+#: relative to the project's root
 PYTHONS = {"trainer.python": ".venv-megatron/bin/python", "rollout.engine.python": ".venv-vllm/bin/python"}
 
 pytestmark = [
@@ -31,13 +31,13 @@ pytestmark = [
 
 
 def test_megatron_trains_linear_attention_that_vllm_generates_with(tmp_path, monkeypatch):
-    """A model that no decoder of this project builds: with Gated DeltaNet layers, which vLLM's CPU kernel takes in
-    bfloat16 alone, and experts."""
+    """A model that the native decoder does not support, with experts and Gated DeltaNet layers; vLLM's CPU kernel for
+    these takes only bfloat16."""
     monkeypatch.setenv("ASYNCRL_PYTHON", os.environ.get("ASYNCRL_PYTHON", str(ROOT / ".venv/bin/python")))
     inputs = make_inputs(tmp_path / "inputs")
     folder = inputs / "checkpoint"
-    said = json.loads((folder / "config.json").read_text())
-    kept = {name: said[name] for name in ("vocab_size", "max_position_embeddings", "eos_token_id") if name in said}
+    raw = json.loads((folder / "config.json").read_text())
+    kept = {name: raw[name] for name in ("vocab_size", "max_position_embeddings", "eos_token_id") if name in raw}
     make_delta_net(folder, "qwen3_next", linear_key_head_dim=128, linear_value_head_dim=128, std=0.2, **kept)
     run = FaultyRun(
         inputs,
@@ -58,10 +58,10 @@ def test_megatron_trains_linear_attention_that_vllm_generates_with(tmp_path, mon
         rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
         steps = [row for row in rows if "actor/loss" in row]
         assert len(steps) == 5
-        # transformers in bfloat16 is 0.006 from itself in float32; with the rows of one matrix of one DeltaNet moved by
-        # one it is 0.4 to 1.4 away
+        # transformers' own difference between bfloat16 and float32 is 0.006; with the rows of one matrix of a DeltaNet
+        # shifted by one it is 0.4 to 1.4
         assert max(row["actor/kl_behaviour"] for row in steps) < 0.03
-        assert all(row["actor/entropy"] < 0.85 * math.log(said["vocab_size"]) for row in steps)
+        assert all(row["actor/entropy"] < 0.85 * math.log(raw["vocab_size"]) for row in steps)
         before, after = read_tensors(folder), read_tensors(run.folder / "checkpoints/final/hf")
         assert before.keys() == after.keys()
         assert not any((before[name] == after[name]).all() for name in before if "linear_attn" in name)
@@ -70,10 +70,10 @@ def test_megatron_trains_linear_attention_that_vllm_generates_with(tmp_path, mon
 
 
 def test_megatron_trains_policy_and_draft_and_vllm_generates_with_both(tmp_path, monkeypatch):
-    """The logprobs that vLLM told of fresh samples are those that Megatron finds, so the weights of every version are
-    the trainer's; and the draft that learns there is the one that speculates here. It drafts from a token's embedding
-    what the policy says after that token: were the halves of its projection swapped on the way, it would read the
-    hidden state instead, and little of it would be accepted."""
+    """vLLM's behaviour logprobs of fresh samples equal Megatron's, so each version's weights are the trainer's; and the
+    draft that Megatron trains speculates in vLLM. It predicts the next token from a token's embedding, as the policy
+    does: if the halves of its projection were swapped on the way, it would read the hidden state instead, and few
+    drafted tokens would be accepted."""
     monkeypatch.setenv("ASYNCRL_PYTHON", os.environ.get("ASYNCRL_PYTHON", str(ROOT / ".venv/bin/python")))
     inputs = make_inputs(tmp_path / "inputs")
     before = perfect_draft(read_tensors(inputs / "checkpoint"), sharpness=4.0)

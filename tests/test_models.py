@@ -1,4 +1,4 @@
-"""The native decoder against transformers, and mismatched checkpoints."""
+"""The native decoder compared with transformers, and refusal of mismatched checkpoints."""
 
 import json
 
@@ -54,7 +54,7 @@ FAMILIES = {
 
 @pytest.fixture
 def saved(tmp_path, request):
-    """A random model of a family, as transformers saves it, and its folder."""
+    """A random model of a family and the folder where transformers saved it."""
     config_class, model_class, more = FAMILIES[request.param]
     torch.manual_seed(0)
     model = model_class(config_class(**SMALL, **more)).float().eval()
@@ -109,7 +109,7 @@ def tiny_mimo(folder, **changes):
     return decoder
 
 
-def test_a_checkpoint_with_a_draft_comes_back_whole(tmp_path):
+def test_a_checkpoint_with_a_draft_round_trips(tmp_path):
     before = tiny_mimo(tmp_path)
     after = load_decoder(tmp_path)
     assert {n for n, _ in after.named_parameters()} == set(read_tensors(tmp_path))
@@ -118,7 +118,7 @@ def test_a_checkpoint_with_a_draft_comes_back_whole(tmp_path):
         assert torch.equal(a, b), name
 
 
-def test_mismatched_checkpoints_are_named(tmp_path):
+def test_mismatched_checkpoints_are_refused_with_the_reason(tmp_path):
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         check_checkpoint(tmp_path / "absent")
     tiny_mimo(tmp_path)
@@ -157,7 +157,7 @@ def test_mismatched_checkpoints_are_named(tmp_path):
 @pytest.mark.parametrize(
     "index", ['{"weight_map": {"a', "{}", "[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}', b"\xff"]
 )
-def test_a_damaged_index_is_named(tmp_path, index):
+def test_a_damaged_index_is_reported(tmp_path, index):
     tiny_mimo(tmp_path)
     file = tmp_path / "model.safetensors.index.json"
     file.write_bytes(index if isinstance(index, bytes) else index.encode())
@@ -199,9 +199,9 @@ def tiny_drafting(layers):
 
 
 @torch.no_grad()
-def test_a_repeated_layer_is_trained_the_way_it_drafts():
-    """Drafting from place i: the layer's first step over all places up to i, then one more place for each further step,
-    which reads what the one before put out and the next token."""
+def test_a_repeated_layer_is_trained_as_it_drafts():
+    """Drafting from position i: the layer's first step covers all positions up to i; each further step adds a position,
+    whose inputs are the previous step's output and the next token."""
     model, depths = tiny_drafting(1), 3
     tokens, layout = torch.randint(0, SMALL["vocab_size"], (19,)), PackedLayout.from_lengths(np.array([7, 12]))
     hidden = model.hidden_states(tokens, layout)
@@ -218,7 +218,7 @@ def test_a_repeated_layer_is_trained_the_way_it_drafts():
 
 
 @torch.no_grad()
-def test_a_second_layer_reads_the_firsts_output_one_position_later():
+def test_a_second_layer_reads_the_first_s_output_one_position_later():
     model = tiny_drafting(2)
     tokens, layout = torch.randint(0, SMALL["vocab_size"], (12,)), PackedLayout.from_lengths(np.array([12]))
     hidden = model.hidden_states(tokens, layout)
@@ -231,7 +231,7 @@ def test_a_second_layer_reads_the_firsts_output_one_position_later():
 
 
 @torch.no_grad()
-def test_depths_beyond_the_layers_repeat_the_last_one_and_packed_neighbours_change_nothing():
+def test_depths_beyond_the_layers_repeat_the_last_one_and_ignore_packed_neighbours():
     model = tiny_drafting(2)
     tokens, lengths = torch.randint(0, SMALL["vocab_size"], (30,)), [13, 17]
     whole = PackedLayout.from_lengths(np.array(lengths))
@@ -268,7 +268,7 @@ def test_the_drafts_scores_and_gradients_equal_those_of_whole_logits(chunk, deta
     total = torch.zeros(())
     for state, target, score, factor in zip(states, targets, scores.drafts, (0.3, 0.2), strict=True):
         logits = state[target.places] @ head.T / 0.7
-        if loss == "acceptance":  # token p + 2 was drawn from what the policy says at p + 1, at any depth
+        if loss == "acceptance":  # at any depth, token p + 2 was sampled from the policy at p + 1
             accepted = torch.minimum(torch.softmax(logits, -1), policy[target.places + 1]).sum(-1)
             expected = -accepted.log().sum()
         else:
@@ -286,7 +286,7 @@ def test_the_drafts_scores_and_gradients_equal_those_of_whole_logits(chunk, deta
 
 
 def test_the_acceptance_loss_is_the_log_of_the_measured_acceptance_rate():
-    """Verified as in the engine, with many draws from a draft for one context."""
+    """Many draws from a draft for one context are verified as in the engine."""
     torch.manual_seed(0)
     hidden, target, weight, draws = torch.randn(1, 6), torch.randn(1, 6), torch.randn(9, 6), 200_000
     loss, _ = ChunkedAcceptance.apply(hidden, weight, target, torch.zeros(1).long(), 0.7, 8)
@@ -305,7 +305,7 @@ def test_the_acceptance_loss_is_cross_entropy_for_a_deterministic_policy_and_zer
     sure = 200 * torch.nn.functional.one_hot(tokens, 7).float()
     gradients = []
     for loss, others in ((ChunkedAcceptance, (sure, tokens)), (ChunkedCrossEntropy, (tokens,))):
-        hidden = torch.linspace(-40, 40, 77).view(11, 7).roll(3, 0).requires_grad_()  # also where q is next to nothing
+        hidden = torch.linspace(-40, 40, 77).view(11, 7).roll(3, 0).requires_grad_()  # including q near zero
         (total, hits) = loss.apply(hidden, weight, *others, 0.7, 4)
         total.backward()
         gradients.append((total.detach(), hits, hidden.grad))
@@ -333,7 +333,7 @@ def test_a_missing_draft_is_made_from_the_trunk(saved, tmp_path):
     embed = norm(model.model.embed_tokens(tokens.roll(-1)))
     embed[0] = 0
     stream = HIDDEN_SHARE * norm(hidden) + embed
-    one_more = plain.model.norm(plain.model.layers[-1](stream, rope, layout))  # it begins as a second last layer
+    one_more = plain.model.norm(plain.model.layers[-1](stream, rope, layout))  # a copy of the last layer
     torch.testing.assert_close(state, one_more, atol=1e-4, rtol=1e-4)
 
     save_checkpoint(tmp_path / "out", model.named_parameters(), model.config)
@@ -350,7 +350,7 @@ def test_a_missing_draft_is_made_from_the_trunk(saved, tmp_path):
     torch.testing.assert_close(known(tokens[None]).logits, theirs(tokens[None]).logits, atol=1e-5, rtol=0)
 
 
-def test_missing_draft_weights_are_named_with_advice(tmp_path):
+def test_missing_draft_weights_are_reported_with_advice(tmp_path):
     tiny_mimo(tmp_path)
     trunk = {name: tensor for name, tensor in read_tensors(tmp_path).items() if not is_draft(name)}
     save_checkpoint(tmp_path, trunk, DecoderConfig.load(tmp_path))  # config.json still says one layer

@@ -1,5 +1,4 @@
-"""The modes come from configuration alone: each file of configs/modes is loaded, and those that test_run.py has not
-are run."""
+"""Modes are pure configuration: each file of configs/modes loads, and those that test_run.py does not cover are run."""
 
 import json
 import os
@@ -30,7 +29,7 @@ def test_there_is_a_config_for_each_mode():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_mode_is_what_it_says(mode):
+def test_each_mode_has_its_options(mode):
     config = load_config(ROOT / f"configs/modes/{mode}.yaml")
     trigger, threshold, partial, bound = MODES[mode]
     options, derived = config.async_training, derive(config)
@@ -41,7 +40,7 @@ def test_a_mode_is_what_it_says(mode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["stream_off_policy", "async_stale_samples"])
-def test_a_mode_runs_and_keeps_its_bound(mode, tmp_path):
+def test_a_mode_runs_within_its_staleness_bound(mode, tmp_path):
     inputs = make_inputs(tmp_path)
     ray_dir = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     options = overrides(
@@ -57,5 +56,5 @@ def test_a_mode_runs_and_keeps_its_bound(mode, tmp_path):
     trigger, _, partial, bound = MODES[mode]
     assert [row["step"] for row in steps] == list(range(1, 10))
     assert [row["fully_async/version"] for row in steps] == [(step - 1) // trigger for step in range(1, 10)]
-    assert max(row["fully_async/staleness/max"] for row in steps) == bound  # it is used, and kept
+    assert max(row["fully_async/staleness/max"] for row in steps) == bound  # reached, and not exceeded
     assert partial or not any(row["fully_async/partial/count"] for row in steps)

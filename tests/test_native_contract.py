@@ -1,4 +1,4 @@
-"""The native engine, held to what every engine must do."""
+"""The engine contract on the native engine."""
 
 import pytest
 import pytest_asyncio

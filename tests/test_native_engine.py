@@ -1,4 +1,4 @@
-"""The native engine behind its seam: events, pause modes, KV release, weight updates, failures."""
+"""The native engine behind its interface: events, pause modes, KV release, weight updates, failures."""
 
 import asyncio
 import os
@@ -55,7 +55,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 async def start(checkpoint):
-    """Builds engines that are closed in the end."""
+    """Builds engines, and closes them after the test."""
     engines = []
 
     def build(
@@ -76,14 +76,14 @@ def _request(id, new=10, tokens=(1, 2, 3), *, position=0, resumed=0, key=0, **sa
     return Request(id, id, np.array(tokens, np.int32), 0, key, position, new, sampled, resumed=resumed)
 
 
-class Told:
-    """Everything that an engine told so far, by request."""
+class Collected:
+    """Collects an engine's events, by request."""
 
     def __init__(self, engine):
         self.engine, self.tokens, self.versions, self.finish, self.errors = engine, {}, {}, {}, {}
 
     async def until(self, *ids):
-        """Listen until these requests have ended."""
+        """Read events until these requests have ended."""
         while not all(id in self.finish for id in ids):
             self.add(await asyncio.wait_for(self.engine.events(), 20))
         return self
@@ -108,10 +108,10 @@ async def test_requests_wait_for_the_first_version_and_every_token_carries_it(st
     await engine.submit([_request("a"), _request("b", 300)])
     assert (engine._core.waiting, engine._core.running, engine._core.version) == (2, 0, None)
     await engine.resume(V0)
-    told = await Told(engine).until("a", "b")
-    assert len(told.tokens["a"]) == 10
-    assert len(told.tokens["b"]) == 253  # to the end of the context
-    assert set(told.versions["a"] + told.versions["b"]) == {(V0, False)}
+    collected = await Collected(engine).until("a", "b")
+    assert len(collected.tokens["a"]) == 10
+    assert len(collected.tokens["b"]) == 253  # to the end of the context
+    assert set(collected.versions["a"] + collected.versions["b"]) == {(V0, False)}
     assert engine._core.generated_tokens == 263
 
 
@@ -119,12 +119,12 @@ async def test_stop_tokens_end_a_request_and_stay_in_it(start):
     engine = start()
     await engine.resume(V0)
     await engine.submit([_request("free", 30)])
-    free = (await Told(engine).until("free")).tokens["free"]
+    free = (await Collected(engine).until("free")).tokens["free"]
     stop = free[7]
     await engine.submit([_request("stopped", 30, stop_token_ids=(stop,))])
-    told = await Told(engine).until("stopped")
-    assert told.tokens["stopped"] == free[: free.index(stop) + 1]
-    assert told.finish["stopped"] is FinishReason.STOP
+    collected = await Collected(engine).until("stopped")
+    assert collected.tokens["stopped"] == free[: free.index(stop) + 1]
+    assert collected.finish["stopped"] is FinishReason.STOP
 
 
 def _byte_tokenizer():
@@ -139,12 +139,12 @@ def _byte_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-async def test_stop_strings_are_looked_for_in_what_this_request_drew_also_across_an_abort(start):
+async def test_stop_strings_match_only_the_request_s_own_tokens_even_across_an_abort(start):
     tokenizer = _byte_tokenizer()
     engine = start(tokenizer=tokenizer)
     await engine.resume(V0)
     await engine.submit([_request("free", 60, tokens=(65, 66), key=5)])
-    free = (await Told(engine).until("free")).tokens["free"]
+    free = (await Collected(engine).until("free")).tokens["free"]
     at = next(i for i in range(20, 58) if "\ufffd" not in tokenizer.decode(free[i : i + 2]))
     stop = tokenizer.decode(free[at : at + 2])
     end = next(n for n in range(1, 61) if stop in tokenizer.decode(free[:n]))
@@ -153,63 +153,63 @@ async def test_stop_strings_are_looked_for_in_what_this_request_drew_also_across
         [
             _request("whole", 60, tokens=(65, 66), key=5, stop_strings=("never there", stop)),
             _request("rest", 60, **begun, resumed=end - 1),
-            # the stop string, or its beginning, lies before what this request drew: it must not end the request
+            # the stop string, or its beginning, precedes the request's own tokens: it must not end the request
             _request("after", 3, tokens=(65, 66, *free[:end]), position=end, key=5, stop_strings=(stop,)),
             _request("turn", 1, **begun),
         ]
     )
-    told = await Told(engine).until("whole", "rest", "after", "turn")
-    assert told.tokens["whole"] == free[:end]
-    assert told.tokens["rest"] == free[end - 1 : end]
-    assert told.finish["whole"] is told.finish["rest"] is FinishReason.STOP
-    assert told.tokens["after"] == free[end : end + 3]
-    assert (told.tokens["turn"], told.finish["turn"]) == (free[end - 1 : end], FinishReason.LENGTH)
+    collected = await Collected(engine).until("whole", "rest", "after", "turn")
+    assert collected.tokens["whole"] == free[:end]
+    assert collected.tokens["rest"] == free[end - 1 : end]
+    assert collected.finish["whole"] is collected.finish["rest"] is FinishReason.STOP
+    assert collected.tokens["after"] == free[end : end + 3]
+    assert (collected.tokens["turn"], collected.finish["turn"]) == (free[end - 1 : end], FinishReason.LENGTH)
 
 
-async def test_abort_ends_the_named_requests_with_their_tokens_and_leaves_the_others(start):
+async def test_abort_ends_the_given_requests_with_their_tokens_and_leaves_the_others(start):
     engine = start(slots=2, context=4096)
     await engine.resume(V0)
     await engine.submit([_request("a", 3000), _request("b", 3000), _request("waiting", 5)])
-    told = await Told(engine).until_tokens("a", 5)
+    collected = await Collected(engine).until_tokens("a", 1)
     await engine.abort(["a", "waiting", "unknown"])
-    await told.until("a", "waiting")
-    assert told.finish == {"a": FinishReason.ABORT, "waiting": FinishReason.ABORT}
-    assert 5 <= len(told.tokens["a"]) < 3000
-    assert told.tokens["waiting"] == []
-    count = len(told.tokens["b"])
-    await told.until_tokens("b", count + 5)
+    await collected.until("a", "waiting")
+    assert collected.finish == {"a": FinishReason.ABORT, "waiting": FinishReason.ABORT}
+    assert 1 <= len(collected.tokens["a"]) < 3000
+    assert collected.tokens["waiting"] == []
+    count = len(collected.tokens["b"])
+    await collected.until_tokens("b", count + 5)
 
 
-async def test_pause_abort_cuts_everything_and_a_later_submission_waits_for_the_next_version(start):
+async def test_pause_abort_aborts_all_requests_and_later_ones_wait_for_the_next_version(start):
     engine = start(slots=2, context=4096)
     await engine.resume(V0)
     await engine.submit([_request(str(i), 3000) for i in range(3)])
-    told = await Told(engine).until_tokens("0", 3)
+    collected = await Collected(engine).until_tokens("0", 1)
     assert await engine.pause("abort", 10) == 3
     await engine.submit([_request("later", 5)])
-    await told.until("0", "1", "2")
-    assert set(told.finish.values()) == {FinishReason.ABORT}
+    await collected.until("0", "1", "2")
+    assert set(collected.finish.values()) == {FinishReason.ABORT}
     assert engine._core.waiting == 1
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(engine.events(), 0.2)  # nothing moves while paused
+        await asyncio.wait_for(engine.events(), 0.2)  # no events while paused
     await engine.resume(V1)
-    await told.until("later")
-    assert set(told.versions["later"]) == {(V1, False)}
+    await collected.until("later")
+    assert set(collected.versions["later"]) == {(V1, False)}
 
 
 @pytest.mark.parametrize("mtp", [None, SPECULATION], ids=["plain", "speculative"])
 @pytest.mark.parametrize("flush", [False, True])
-async def test_pause_keep_goes_on_under_the_next_version(start, flush, mtp):
+async def test_pause_keep_continues_under_the_next_version(start, flush, mtp):
     engine = start(context=4096, mtp=mtp)
     await engine.resume(V0)
     await engine.submit([_request("a", 1500)])
-    told = await Told(engine).until_tokens("a", 3)
+    collected = await Collected(engine).until_tokens("a", 1)
     assert await engine.pause("keep", 10) == 1
     if flush:
         await engine.flush_kv()
     await engine.resume(V1)
-    await told.until("a")
-    versions = told.versions["a"]
+    await collected.until("a")
+    versions = collected.versions["a"]
     assert len(versions) == 1500
     assert versions == sorted(versions)
     assert set(versions) == {(V0, False), (V1, not flush)}
@@ -223,36 +223,36 @@ async def test_pause_wait_lets_submitted_requests_finish_and_holds_back_later_on
     await asyncio.sleep(0)
     await engine.submit([_request("later", 5)])
     assert await pausing == 3
-    told = await Told(engine).until("0", "1", "2")
-    assert set(told.finish.values()) == {FinishReason.LENGTH}
+    collected = await Collected(engine).until("0", "1", "2")
+    assert set(collected.finish.values()) == {FinishReason.LENGTH}
     assert (engine._core.running, engine._core.waiting) == (0, 1)
     await engine.resume(V1)
-    assert set((await told.until("later")).versions["later"]) == {(V1, False)}
+    assert set((await collected.until("later")).versions["later"]) == {(V1, False)}
 
 
-async def test_pause_wait_raises_at_its_deadline_and_the_engine_goes_on(start):
+async def test_pause_wait_raises_at_its_deadline_and_the_engine_continues(start):
     engine = start(context=4096)
     await engine.resume(V0)
     await engine.submit([_request("a", 4000)])
-    with pytest.raises(TimeoutError, match=r"pause\('wait'\) was not reached within 0.05 s, 1 requests run"):
+    with pytest.raises(TimeoutError, match=r"pause\('wait'\) did not complete within 0.05 s, 1 requests run"):
         await engine.pause("wait", 0.05)
-    told = await Told(engine).until_tokens("a", 1)
-    await told.until_tokens("a", len(told.tokens["a"]) + 10)
+    collected = await Collected(engine).until_tokens("a", 1)
+    await collected.until_tokens("a", len(collected.tokens["a"]) + 10)
 
 
 def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-async def test_released_kv_gives_its_memory_back_and_restored_kv_generates_the_same(start):
+async def test_release_kv_frees_memory_and_restored_kv_generates_the_same(start):
     engine = start(slots=32, context=4096)
     await engine.resume(V0)
     await engine.submit([_request("a", 8, key=3)])
-    before = (await Told(engine).until("a")).tokens["a"]
+    before = (await Collected(engine).until("a")).tokens["a"]
     with pytest.raises(EngineError, match="pause it first"):
         await engine.release_kv()
     await engine.pause("abort", 10)
-    engine._core.kv._data.fill_(0.5)  # every page is really there
+    engine._core.kv._data.fill_(0.5)  # make every page resident
     held, resident = engine._core.kv.nbytes, _resident_bytes()
     assert held == 2 * 2 * 32 * 1 * 4096 * 32 * 4
     assert await engine.release_kv() == held
@@ -263,14 +263,14 @@ async def test_released_kv_gives_its_memory_back_and_restored_kv_generates_the_s
     await engine.restore_kv()
     await engine.resume(V0)
     await engine.submit([_request("a", 8, key=3)])
-    assert (await Told(engine).until("a")).tokens["a"] == before
+    assert (await Collected(engine).until("a")).tokens["a"] == before
 
 
 async def test_kv_of_kept_requests_is_not_released(start):
     engine = start(context=4096)
     await engine.resume(V0)
     await engine.submit([_request("a", 4000)])
-    await Told(engine).until_tokens("a", 1)
+    await Collected(engine).until_tokens("a", 1)
     await engine.pause("keep", 10)
     with pytest.raises(EngineError, match="1 requests still hold KV"):
         await engine.release_kv()
@@ -294,7 +294,7 @@ async def test_a_sync_replaces_the_weights_of_target_and_draft_in_place(start, t
     fresh = _save(tmp_path, seed=2)
     tensors = read_tensors(fresh)
     engine, expected = start(mtp=mtp), start(path=fresh, mtp=mtp)
-    assert engine.speculates == (mtp is not None)
+    assert (engine._core._speculator is not None) == (mtp is not None)
     await engine.resume(V0)
     receiver = engine._weights
     receiver.open("s", _manifest(tensors))
@@ -302,27 +302,27 @@ async def test_a_sync_replaces_the_weights_of_target_and_draft_in_place(start, t
     receiver.take(_bucket("s", tensors))
     receiver.verify()
     receiver.commit(V1)
-    with pytest.raises(EngineError, match=r"committed last are those of version 0\.1"):
+    with pytest.raises(EngineError, match=r"last committed weights are of version 0\.1"):
         await engine.resume(V0)
     for role in ("target", "draft"):
         of_role = ((n, t) for n, t in tensors.items() if is_draft(n) == (role == "draft"))
         assert await engine.digest(role) == digest_tensors(of_role)
-    told = []
+    collected = []
     for e in (engine, expected):
         await e.resume(V1)
         await e.submit([_request("a", 20)])
-        told.append((await Told(e).until("a")).tokens["a"])
-    assert told[0] == told[1]
+        collected.append((await Collected(e).until("a")).tokens["a"])
+    assert collected[0] == collected[1]
 
 
-async def test_a_sync_broken_off_amid_its_transfer_leaves_an_engine_that_does_not_resume(start, checkpoint):
+async def test_an_engine_does_not_resume_after_a_sync_that_failed_during_its_transfer(start, checkpoint):
     engine = start()
     tensors = read_tensors(checkpoint)
     receiver = engine._weights
     receiver.open("s", _manifest(tensors))
     receiver.take(_bucket("s", {"model.norm.weight": tensors["model.norm.weight"]}))
     receiver.abort()
-    with pytest.raises(EngineError, match="broken off"):
+    with pytest.raises(EngineError, match="interrupted"):
         await engine.resume(V0)
 
 
@@ -334,7 +334,7 @@ async def test_a_manifest_that_does_not_fit_the_model_is_refused_by_name(start, 
         receiver.open("s", _manifest(tensors))
 
 
-async def test_without_loaded_weights_it_generates_only_after_a_commit(start, checkpoint):
+async def test_without_loaded_weights_the_engine_generates_only_after_a_commit(start, checkpoint):
     engine = start(load_weights=False)
     with pytest.raises(EngineError, match="nothing was committed"):
         await engine.resume(V0)
@@ -346,17 +346,17 @@ async def test_without_loaded_weights_it_generates_only_after_a_commit(start, ch
     receiver.commit(V0)
     await engine.resume(V0)
     await engine.submit([_request("a", 3)])
-    assert len((await Told(engine).until("a")).tokens["a"]) == 3
+    assert len((await Collected(engine).until("a")).tokens["a"]) == 3
 
 
 async def test_events_come_in_batches_not_per_step(start):
     engine = start(context=4096)
     await engine.resume(V0)
     await engine.submit([_request("a", 2000)])
-    told, calls = Told(engine), 0
+    collected, calls = Collected(engine), 0
     begin_s = time.monotonic()
-    while "a" not in told.finish:
-        told.add(await engine.events())
+    while "a" not in collected.finish:
+        collected.add(await engine.events())
         calls += 1
     assert calls <= (time.monotonic() - begin_s) / 0.05 + 2
     assert calls < 2000
@@ -376,10 +376,10 @@ async def test_a_failure_in_the_loop_reaches_every_caller(start):
             await call
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
-async def test_the_thread_that_decodes_gives_way_to_all_others(start):
+@pytest.mark.skipif(sys.platform != "linux", reason="needs per-thread priorities")
+async def test_the_decoding_thread_has_the_lowest_priority(start):
     engine = start()
-    await engine.abort([])  # it runs
+    await engine.abort([])  # returns once the thread runs
     niceness = lambda thread: os.getpriority(os.PRIO_PROCESS, thread.native_id)
     assert niceness(engine._thread) == niceness(threading.main_thread()) + 10
     assert os.sched_getscheduler(engine._thread.native_id) != os.SCHED_IDLE
@@ -389,7 +389,7 @@ async def test_the_thread_that_decodes_gives_way_to_all_others(start):
     assert niceness(normal._thread) == niceness(threading.main_thread())
 
 
-async def test_a_closed_engine_refuses_calls_and_releases_those_that_wait(start):
+async def test_a_closed_engine_refuses_calls_and_fails_pending_ones(start):
     engine = start()
     listening = asyncio.ensure_future(engine.events())
     await asyncio.sleep(0.02)
@@ -407,7 +407,7 @@ async def test_an_abandoned_wait_for_events_loses_none(start):
             await asyncio.wait_for(engine.events(), 0.01)
     await engine.submit([_request("a", 40)])
     await engine.resume(V0)
-    assert len((await Told(engine).until("a")).tokens["a"]) == 40
+    assert len((await Collected(engine).until("a")).tokens["a"]) == 40
 
 
 async def test_occupancy_and_token_counts_are_recorded(start):
@@ -415,9 +415,8 @@ async def test_occupancy_and_token_counts_are_recorded(start):
     engine = start(slots=4, recorder=recorder)
     await engine.resume(V0)
     await engine.submit([_request("short", 20), _request("long", 200)])
-    await Told(engine).until("short", "long")
+    await Collected(engine).until("short", "long")
     await engine.pause("wait", 10)
-    assert engine._core.occupancy.generating == 0
     batch = recorder.drain()
     spans = {span.name: span for span in batch.spans}
     assert not batch.open_spans
@@ -437,7 +436,7 @@ async def test_occupancy_and_token_counts_are_recorded(start):
         ("bfloat16", "float32", torch.float32),
     ],
 )
-async def test_the_weights_are_held_in_the_checkpoints_kind_of_dtype_unless_asked(
+async def test_weights_are_held_in_the_checkpoint_s_kind_of_dtype_by_default(
     start, checkpoint, tmp_path, written, option, held
 ):
     dtype = getattr(torch, written)
@@ -448,9 +447,9 @@ async def test_the_weights_are_held_in_the_checkpoints_kind_of_dtype_unless_aske
     assert await engine.digest("target") == digest_tensors(target)
     await engine.resume(V0)
     await engine.submit([_request("a", 5)])
-    assert len((await Told(engine).until("a")).tokens["a"]) == 5
+    assert len((await Collected(engine).until("a")).tokens["a"]) == 5
 
 
-def test_a_context_beyond_the_models_is_refused(checkpoint):
+def test_a_context_beyond_the_model_s_is_refused(checkpoint):
     with pytest.raises(EngineError, match="5000"):
         NativeEngine(checkpoint, EngineConfig(max_context_tokens=5000))

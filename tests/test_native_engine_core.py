@@ -1,4 +1,4 @@
-"""The native engine's stepper against Hugging Face and the training decoder, and its determinism."""
+"""The native engine's core compared with Hugging Face and the training decoder, and its determinism."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": CONTEXT,
-    "initializer_range": 0.3,  # wide, so that the most likely token is not a matter of rounding
+    "initializer_range": 0.3,  # wide, so that rounding does not change the most likely token
 }
 
 
@@ -73,19 +73,19 @@ def test_greedy_output_equals_transformers_generate(tmp_path, family, tied):
     hf = getattr(transformers, f"{family}ForCausalLM")(config_class(**SIZES, **extra, tie_word_embeddings=tied)).eval()
     with torch.no_grad():
         for p in hf.parameters():
-            if p.dim() == 1:  # biases and norms that do something
+            if p.dim() == 1:  # biases and norms that matter
                 p.add_(torch.randn_like(p) * 0.2)
     hf.save_pretrained(tmp_path)
     prompts = [_prompt(i, n) for i, n in enumerate((1, 5, 30, 47))]
     requests = [make_request(f"r{i}", p, 20, temperature=0.0) for i, p in enumerate(prompts)]
-    told = run_all(_core(tmp_path, slots=3), requests)
+    responses = run_all(_core(tmp_path, slots=3), requests)
     for i, prompt in enumerate(prompts):
         ids = torch.from_numpy(prompt)[None].long()
         with torch.no_grad():
             out = hf.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, eos_token_id=None
             )
-        assert told[f"r{i}"][0] == out[0, len(prompt) :].tolist()
+        assert responses[f"r{i}"][0] == out[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -93,16 +93,16 @@ def test_logprobs_equal_a_full_forward_for_mixed_lengths_and_temperatures(mimo, 
     requests = [
         make_request(f"r{i}", _prompt(i, 3 + 7 * i), 5 + 6 * i, key=i, temperature=(1.0, 0.7)[i % 2]) for i in range(9)
     ]
-    told = run_all(_core(mimo, deterministic=deterministic), requests)
+    responses = run_all(_core(mimo, deterministic=deterministic), requests)
     decoder = load_decoder(mimo)
     for i, request in enumerate(requests):
-        tokens, logprobs, finish = told[request.id]
+        tokens, logprobs, finish = responses[request.id]
         assert len(tokens) == 5 + 6 * i
         assert finish is FinishReason.LENGTH
         np.testing.assert_allclose(logprobs, full_forward(decoder, request, tokens), atol=1e-4)
 
 
-def test_a_shared_prompt_is_prefilled_once_and_copied_also_to_those_placed_later(mimo):
+def test_a_shared_prompt_is_prefilled_once_and_copied_even_to_requests_placed_later(mimo):
     recorder = Recorder("test")
     core = _core(mimo, slots=3, recorder=recorder)
     prompt = _prompt(1, 40)
@@ -115,11 +115,11 @@ def test_a_shared_prompt_is_prefilled_once_and_copied_also_to_those_placed_later
         np.testing.assert_allclose(together[request.id][1], alone[1], atol=1e-4)
 
 
-def test_a_prefix_that_differs_in_spite_of_its_group_is_not_shared(mimo):
+def test_a_different_prefix_within_a_group_is_not_shared(mimo):
     a, b = _prompt(1, 20), _prompt(2, 20)
     requests = [make_request("a", a, group="g", shared=20), make_request("b", b, group="g", shared=20)]
-    told = run_all(_core(mimo), requests)
-    assert told["b"][0] == run_all(_core(mimo), [make_request("b", b)])["b"][0]
+    responses = run_all(_core(mimo), requests)
+    assert responses["b"][0] == run_all(_core(mimo), [make_request("b", b)])["b"][0]
 
 
 def test_lower_priority_numbers_are_served_first(mimo):
@@ -132,7 +132,7 @@ def test_lower_priority_numbers_are_served_first(mimo):
     assert ended == ["1", "3", "2", "0"]
 
 
-def test_validation_is_placed_before_training_while_it_comes_first_and_after_it_otherwise(mimo):
+def test_validation_first_decides_whether_validation_is_placed_before_training(mimo):
     core = _core(mimo, slots=1)
     core.submit([make_request("runs", _prompt(9, 4), 8)])
     core.step()
@@ -148,8 +148,8 @@ def test_validation_is_placed_before_training_while_it_comes_first_and_after_it_
     assert ended == ["runs", "1", "3", "0", "2", "4", "5"]
 
 
-def _bits(told):
-    return {id: (tokens, logprobs.tobytes()) for id, (tokens, logprobs, _) in told.items()}
+def _bits(responses):
+    return {id: (tokens, logprobs.tobytes()) for id, (tokens, logprobs, _) in responses.items()}
 
 
 def test_deterministic_bits_do_not_depend_on_order_slot_companions_or_an_abort(mimo):
@@ -197,13 +197,13 @@ def test_deterministic_bits_do_not_depend_on_order_slot_companions_or_an_abort(m
     assert any(request.resumed for request in continued)
     after = run_all(core, continued)
     whole = {
-        id: (before[id][0] + after[id][0], np.concatenate([before[id][1], after[id][1]]), None) if id in after else told
-        for id, told in before.items()
+        id: (before[id][0] + after[id][0], np.concatenate([before[id][1], after[id][1]]), None) if id in after else part
+        for id, part in before.items()
     }
     assert _bits(whole) == reference
 
 
-def test_a_continued_request_draws_the_numbers_that_it_would_have_drawn(mimo):
+def test_a_continued_request_uses_the_same_random_numbers(mimo):
     prompt = _prompt(3, 10)
     whole = run_all(_core(mimo), [make_request("a", prompt, 20, key=9)])["a"][0]
     rest = run_all(_core(mimo), [make_request("a", [*prompt, *whole[:8]], 12, key=9, position=8)])["a"][0]
@@ -252,12 +252,12 @@ def test_kv_kept_across_versions_marks_the_tokens_and_is_not_shared_with_new_req
     assert recorder.drain().counters["rollout/prefill_tokens"] == 2 * 19
 
 
-def test_generation_goes_on_to_the_end_of_the_context_and_no_further(mimo):
-    told = run_all(
+def test_generation_ends_at_the_end_of_the_context(mimo):
+    responses = run_all(
         _core(mimo, context=32), [make_request("a", _prompt(0, 20), 1000), make_request("b", _prompt(0, 31), 5)]
     )
-    assert [len(told[id][0]) for id in "ab"] == [12, 1]
-    assert told["a"][2] is FinishReason.LENGTH
+    assert [len(responses[id][0]) for id in "ab"] == [12, 1]
+    assert responses["a"][2] is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_diverged_weights_end_requests_with_an_error(mimo):
     core.step()
     events = core.drain()
     assert events.finish == [FinishReason.ERROR]
-    assert "not numbers" in events.errors["a"]
+    assert "are NaN" in events.errors["a"]
     assert not len(events.tokens)
 
 
@@ -306,15 +306,15 @@ def test_diverged_weights_leave_nothing_in_the_slots(mimo, speculation):
     weight = core.model.named_views()["model.layers.0.self_attn.v_proj.weight"]
     whole = weight.clone()
     weight.fill_(torch.nan)
-    told = run_all(core, [make_request(f"r{i}", _prompt(i, 9)) for i in range(3)])
-    assert {finish for _, _, finish in told.values()} == {FinishReason.ERROR}
+    responses = run_all(core, [make_request(f"r{i}", _prompt(i, 9)) for i in range(3)])
+    assert {finish for _, _, finish in responses.values()} == {FinishReason.ERROR}
     weight.copy_(whole)
     core.start(PolicyVersion(0, 1))
     requests = [make_request(f"r{i}", _prompt(i, 1 + i), 4 + 3 * i, key=i) for i in range(4)]
-    told = run_all(core, requests)
+    responses = run_all(core, requests)
     decoder = load_decoder(mimo)
     for request in requests:
-        tokens, logprobs, finish = told[request.id]
+        tokens, logprobs, finish = responses[request.id]
         assert finish is FinishReason.LENGTH
         np.testing.assert_allclose(logprobs, full_forward(decoder, request, tokens), atol=1e-4)
 
@@ -343,7 +343,7 @@ def test_large_matrices_follow_their_views_once_a_version_starts(tmp_path):
             core.model.named_views()[name].copy_(parameter.mul_(0.5))
     core.start(PolicyVersion(0, 1))
     requests = [make_request(f"r{i}", _prompt(i, 9), 20, key=i) for i in range(4)]
-    told = run_all(core, requests)
+    responses = run_all(core, requests)
     for request in requests:
-        tokens, logprobs, _ = told[request.id]
+        tokens, logprobs, _ = responses[request.id]
         np.testing.assert_allclose(logprobs, full_forward(decoder, request, tokens), atol=1e-4)

@@ -1,4 +1,4 @@
-"""The native engine's stepper under random schedules, held against forwards without a cache."""
+"""The native engine's core under random schedules, compared with forward passes without a cache."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ STOP_STRINGS = ("bb", "cab")
 
 
 class Letters:
-    """Token 0 is a, 1 is b and so on."""
+    """Tokenizer in which token 0 is a, 1 is b and so on."""
 
     def decode(self, token_ids: list[int], **_: bool) -> str:
         return "".join(chr(ord("a") + t) for t in token_ids)
@@ -48,7 +48,7 @@ def _decoder(mtp_layers: int) -> Decoder:
 
 
 class Schedule:
-    """Requests that come, are cut, go on elsewhere and end, in an order that ``rng`` decides."""
+    """Submits, aborts, moves between two cores and finishes requests, in an order drawn from ``rng``."""
 
     def __init__(self, rng: np.random.Generator, decoder: Decoder, k: int, deterministic: bool) -> None:
         self._rng, self._most = rng, k
@@ -105,7 +105,7 @@ class Schedule:
 
     def run(self) -> None:
         rng, waiting, version = self._rng, list(self.requests), 0
-        # deterministic mode replays what is cut token by token
+        # deterministic mode replays aborted requests token by token
         often = 0.5 if self.cores[0].deterministic else 1.0
         while len(self.finish) < len(self.requests):
             for core in self.cores:
@@ -121,7 +121,7 @@ class Schedule:
                     core.flush_kv()
                 if rng.random() < 0.03 * often:
                     version += 1
-                    core.start(PolicyVersion(0, version))  # of the same weights
+                    core.start(PolicyVersion(0, version))  # with the same weights
                 if rng.random() < 0.02 * often:
                     core.abort()
                     core.release_kv()
@@ -131,7 +131,7 @@ class Schedule:
                     waiting += self._read(core)
 
     def _part(self, request: Request) -> Request:
-        """What is left of it."""
+        """The rest of the request after the tokens drawn so far."""
         done = self.drawn[request.id][0]
         return replace(
             request,
@@ -142,7 +142,7 @@ class Schedule:
         )
 
     def _read(self, core: Core) -> list[Request]:
-        """Take what the core tells; returns the requests that were cut."""
+        """Collect the core's events; returns the aborted requests."""
         cut = []
         for id, (tokens, logprobs, finish) in read(core.drain()).items():
             before, their_logprobs = self.drawn[id]
@@ -156,7 +156,7 @@ class Schedule:
 
 
 def _logits(decoder: Decoder, request: Request, tokens: list[int]) -> torch.Tensor:
-    """Those that ``tokens`` were drawn from, in one forward without a cache."""
+    """Logits from which ``tokens`` were drawn, by one forward pass without a cache."""
     row = torch.tensor([*request.tokens.tolist(), *tokens])
     with torch.no_grad():
         return decoder.logits(row, PackedLayout.from_lengths([len(row)]))[len(request.tokens) - 1 : -1]
@@ -175,7 +175,7 @@ def _check_end(request: Request, tokens: list[int], finish: FinishReason) -> Non
 
 
 def _check_draws(request: Request, tokens: list[int], logits_CV: torch.Tensor, speculated: bool) -> None:
-    """Each token is one that the filters let through, and the one that its random number draws."""
+    """Check that each token passes the filters and is the one that its random number selects."""
     p = request.sampling
     if p.temperature == 0:
         best_C = logits_CV.amax(-1) - logits_CV.gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
@@ -196,7 +196,7 @@ def _check_draws(request: Request, tokens: list[int], logits_CV: torch.Tensor, s
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_whatever_happens_a_token_is_drawn_as_a_forward_without_a_cache_says(seed):
+def test_tokens_of_a_random_schedule_are_drawn_as_by_a_forward_pass_without_a_cache(seed):
     rng = np.random.default_rng(seed)
     k = int(rng.integers(1, 5)) if seed % 3 else 0
     decoder = _decoder(mtp_layers=1 + seed % 3)

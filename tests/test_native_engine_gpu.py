@@ -1,4 +1,4 @@
-"""The native engine on a GPU: what it generates is what it generates on a CPU."""
+"""The native engine on a GPU generates the same as on a CPU."""
 
 import asyncio
 import gc
@@ -29,7 +29,7 @@ from tests.support.stepping import full_forward, make_request, run_all
 pytestmark = pytest.mark.gpu
 
 VOCABULARY, CONTEXT = 150, 128
-BFLOAT16_ATOL = 0.08  # logits of up to 3.5 are rounded by 0.008, after layers that round too; on a CPU it is 0.03
+BFLOAT16_ATOL = 0.08  # logits up to 3.5 are rounded by 0.008, and layers before them round too; 0.03 on a CPU
 
 
 def _decoder(seed: int, std: float) -> Decoder:
@@ -57,13 +57,13 @@ def _save(path, decoder: Decoder):
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    """Weights so wide that the most likely token is not a matter of rounding."""
+    """Wide weights, so that rounding does not change the most likely token."""
     return _save(tmp_path_factory.mktemp("wide"), _decoder(seed=5, std=0.3))
 
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory):
-    """Weights as a trained model has them."""
+    """Weights on the scale of a trained model's."""
     return _save(tmp_path_factory.mktemp("narrow"), _decoder(seed=6, std=0.1))
 
 
@@ -88,32 +88,32 @@ def _requests(lengths=(1, 2, 5, 17, 33, 40, 3), new=25, **sampling):
     return [make_request(f"r{i}", _prompt(i, n), new + i, key=i, **sampling) for i, n in enumerate(lengths)]
 
 
-def _tokens(told):
-    return {id: (tokens, finish) for id, (tokens, _, finish) in told.items()}
+def _tokens(responses):
+    return {id: (tokens, finish) for id, (tokens, _, finish) in responses.items()}
 
 
-def test_greedy_tokens_are_those_of_the_cpu(device, wide):
+def test_greedy_tokens_equal_those_of_the_cpu(device, wide):
     shared = [make_request(f"g{i}", _prompt(9, 30), 12 + i, group="g", shared=30, temperature=0.0) for i in range(3)]
     requests = [*_requests(temperature=0.0), *shared]
-    there, here = (run_all(_core(_model(wide, where)), requests) for where in (device, "cpu"))
-    assert _tokens(there) == _tokens(here)
-    for id, (_, logprobs, _) in there.items():
-        np.testing.assert_allclose(logprobs, here[id][1], atol=1e-4)
+    on_device, on_cpu = (run_all(_core(_model(wide, where)), requests) for where in (device, "cpu"))
+    assert _tokens(on_device) == _tokens(on_cpu)
+    for id, (_, logprobs, _) in on_device.items():
+        np.testing.assert_allclose(logprobs, on_cpu[id][1], atol=1e-4)
 
 
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-4), (torch.bfloat16, BFLOAT16_ATOL)])
-def test_logprobs_are_those_of_the_trainers_forward(device, narrow, dtype, atol):
+def test_logprobs_equal_those_of_the_trainer_s_forward_pass(device, narrow, dtype, atol):
     requests = [*_requests(temperature=1.0), make_request("warm", _prompt(7, 20), 40, temperature=0.7)]
-    told = run_all(_core(_model(narrow, device, dtype)), requests)
+    responses = run_all(_core(_model(narrow, device, dtype)), requests)
     decoder = load_decoder(narrow, dtype).to(device)
-    differences = [np.abs(told[r.id][1] - full_forward(decoder, r, told[r.id][0])) for r in requests]
-    assert all(len(told[r.id][0]) == r.max_new_tokens for r in requests)
+    differences = [np.abs(responses[r.id][1] - full_forward(decoder, r, responses[r.id][0])) for r in requests]
+    assert all(len(responses[r.id][0]) == r.max_new_tokens for r in requests)
     assert np.concatenate(differences).max() < atol
     assert np.concatenate(differences).mean() < atol / 5
 
 
 def test_a_token_of_zero_weight_is_never_drawn(device):
-    """Asked with the numbers that lie at the borders of the running sum; one row at a time, and many at once."""
+    """With uniforms at the borders of the cumulative sum, one row at a time and many at once."""
     generator = torch.Generator().manual_seed(0)
     for size in (1000, 20_000):
         weights_V = torch.rand(size, generator=generator) * (torch.rand(size, generator=generator) < 0.05)
@@ -128,17 +128,17 @@ def test_a_token_of_zero_weight_is_never_drawn(device):
         assert (weights_V[torch.cat(drawn)] > 0).all()
 
 
-def test_filters_and_greedy_rows_draw_what_they_draw_on_the_cpu(device):
+def test_filters_and_greedy_rows_draw_the_same_as_on_the_cpu(device):
     logits_NV = torch.randn(4, 300, generator=torch.Generator().manual_seed(1)) * 3
     uniforms_N = torch.tensor([0.1, 0.5, 0.9, 0.99])
     rows = [
         make_request(str(i), [1], **options).sampling
         for i, options in enumerate(({"top_p": 0.8}, {"top_k": 5}, {"temperature": 0.0}, {"min_p": 0.1}))
     ]
-    here = sample(logits_NV, SamplingColumns.of(rows), uniforms_N)
-    there = sample(logits_NV.to(device), SamplingColumns.of(rows, device), uniforms_N.to(device))
-    assert there[0].tolist() == here[0].tolist()
-    torch.testing.assert_close(there[1].cpu(), here[1], atol=1e-5, rtol=0)
+    on_cpu = sample(logits_NV, SamplingColumns.of(rows), uniforms_N)
+    on_device = sample(logits_NV.to(device), SamplingColumns.of(rows, device), uniforms_N.to(device))
+    assert on_device[0].tolist() == on_cpu[0].tolist()
+    torch.testing.assert_close(on_device[1].cpu(), on_cpu[1], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("k", [1, 3])
@@ -153,7 +153,7 @@ def test_speculation_changes_no_greedy_token(device, wide, counting, k):
 
 @pytest.fixture(scope="module")
 def counting(tmp_path_factory):
-    """A target and a draft that have learnt the same, mostly."""
+    """A target and a draft that learnt the same task and mostly agree."""
 
     def counts():
         rng = np.random.default_rng(0)
@@ -168,7 +168,7 @@ def counting(tmp_path_factory):
 
 
 def _held_bytes(device: str) -> int:
-    """What live tensors hold: as the allocator of the device says, or by counting them."""
+    """Bytes held by live tensors, from the device's allocator, or counted on a CPU."""
     gc.collect()
     if device == "cuda":
         return torch.cuda.memory_allocated()
@@ -190,8 +190,8 @@ async def _generate(engine: NativeEngine, id: str) -> list[int]:
     return tokens
 
 
-def test_released_kv_is_memory_that_comes_back(device, wide):
-    """Through the engine, whose thread is not the one that made the tensors."""
+def test_released_kv_frees_memory_until_it_is_restored(device, wide):
+    """Through the engine, whose thread is not the one that created the tensors."""
 
     async def scenario():
         engine = NativeEngine(wide, EngineConfig(slots=64, max_context_tokens=CONTEXT, device=device))
@@ -200,7 +200,7 @@ def test_released_kv_is_memory_that_comes_back(device, wide):
         await engine.pause("abort", 10)
         held = _held_bytes(device)
         freed = await engine.release_kv()
-        assert freed == 2 * 2 * 64 * 2 * CONTEXT * 16 * 4  # layers, K and V, slots, heads, places, head_dim, bytes
+        assert freed == 2 * 2 * 64 * 2 * CONTEXT * 16 * 4  # layers, K and V, slots, heads, positions, head_dim, bytes
         assert held - _held_bytes(device) == pytest.approx(freed, rel=0.01)
         await engine.restore_kv()
         assert _held_bytes(device) == pytest.approx(held, rel=0.01)
@@ -214,7 +214,7 @@ def test_released_kv_is_memory_that_comes_back(device, wide):
 @pytest.mark.parametrize("buckets", ["host", "device"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_buckets_become_the_live_weights(device, wide, narrow, buckets, dtype):
-    """Host buckets as shared memory lends them (read-only), device buckets as CUDA IPC does; tensors are split."""
+    """Host buckets are read-only as in shared memory, device buckets as in CUDA IPC; tensors are split over buckets."""
     updated, fresh = _model(wide, device, dtype), _model(narrow, device, dtype)
     receiver = LiveWeights(updated.named_views(), updated.tied(), lambda version: None)
     sent = {name: p.detach().to(dtype) for name, p in load_decoder(narrow).named_parameters()}

@@ -1,4 +1,4 @@
-"""The guard of speculation, fed with made-up costs: no engine, no clock."""
+"""The speculation guard with simulated costs, without engine and clock."""
 
 import random
 
@@ -8,8 +8,8 @@ from asyncrl.rollouter.engines.native.guard import Guard
 
 
 class Machine:
-    """Steps of ``1 + each·k`` seconds, of which the draft's part grows with the rows; tokens hold with probability
-    ``hold`` each."""
+    """Simulates steps of ``1 + k · (each + per_row · rows)`` seconds; each drafted token is accepted with probability
+    ``hold``."""
 
     def __init__(self, guard: Guard, hold: float, each: float, per_row: float = 0.0, noise: float = 0.0) -> None:
         self.guard, self.hold, self.each, self.per_row, self.noise = guard, hold, each, per_row, noise
@@ -24,7 +24,7 @@ class Machine:
             accepted = [self._held(k) for _ in range(rows)]
             seconds = 1 + k * (self.each + self.per_row * rows)
             if self.random.random() < 0.05:
-                seconds *= 1 + 10 * self.noise  # somebody else had the core
+                seconds *= 1 + 10 * self.noise  # another process had the core
             self.guard.observe(k, rows, accepted, seconds * (1 + self.noise * self.random.uniform(-1, 1)))
             ks.append(k)
         return ks
@@ -40,11 +40,11 @@ def share(ks: list[int], k: int) -> float:
     return ks.count(k) / len(ks)
 
 
-def test_without_the_guard_the_most_is_always_drafted():
+def test_without_the_guard_the_maximum_is_always_drafted():
     assert set(Machine(Guard(3, active=False), hold=0.0, each=9.0).steps(500)) == {3}
 
 
-def test_speculation_that_costs_stops_and_is_only_probed_from_then_on():
+def test_unprofitable_speculation_stops_and_is_only_probed():
     guard = Guard(1)
     machine = Machine(guard, hold=0.05, each=0.5, noise=0.1)
     machine.steps(400)
@@ -55,13 +55,13 @@ def test_speculation_that_costs_stops_and_is_only_probed_from_then_on():
     assert "tokens/s" in guard.switches[0]
 
 
-def test_speculation_that_pays_goes_on_and_nothing_is_logged():
+def test_profitable_speculation_continues_and_logs_nothing():
     guard = Guard(1)
     assert share(Machine(guard, hold=0.8, each=0.3, noise=0.1).steps(4000), 1) > 0.93
     assert guard.switches == []
 
 
-def test_it_begins_again_when_the_draft_has_become_better():
+def test_speculation_resumes_when_the_draft_improves():
     guard = Guard(1)
     machine = Machine(guard, hold=0.0, each=0.4)
     machine.steps(2000)
@@ -73,7 +73,7 @@ def test_it_begins_again_when_the_draft_has_become_better():
 
 
 @pytest.mark.parametrize(("hold", "each", "best"), [(0.95, 0.1, 4), (0.6, 0.4, 1), (0.75, 0.35, 2)])
-def test_the_number_drafted_becomes_the_one_that_is_fastest(hold, each, best):
+def test_the_number_of_drafted_tokens_converges_to_the_fastest(hold, each, best):
     rates = [sum(hold**j for j in range(k + 1)) / (1 + each * k) for k in range(5)]
     assert max(range(5), key=rates.__getitem__) == best
     guard = Guard(4)
@@ -82,7 +82,7 @@ def test_the_number_drafted_becomes_the_one_that_is_fastest(hold, each, best):
     assert guard.latest == best or rates[guard.latest] > 0.97 * rates[best]  # within the hysteresis
 
 
-def test_numbers_of_rows_are_judged_apart():
+def test_batch_sizes_are_judged_separately():
     guard = Guard(1)
     machine = Machine(guard, hold=0.7, each=0.1, per_row=0.05)
     for _ in range(40):
@@ -100,7 +100,7 @@ def test_a_difference_within_the_hysteresis_changes_nothing():
     assert guard.latest == 1
 
 
-def test_measured_tokens_follow_the_shares_that_held():
+def test_measured_tokens_follow_the_acceptance_rates():
     guard = Guard(2)
     for _ in range(300):
         guard.observe(2, 4, [0, 1, 2, 2], 1.0)

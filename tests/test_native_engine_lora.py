@@ -1,4 +1,4 @@
-"""LoRA from the torch trainer to the native engine, over real sessions: as adapters, and merged."""
+"""LoRA from the torch trainer to the native engine over real sessions, as adapters and merged."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from asyncrl.config.schema import EngineConfig, MTPConfig
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.rollouter.engines.native.engine import NativeEngine
-from tests.support.lora import Heard, LoraTrainer, breaking_off, lora_config, requests, samples_of
+from tests.support.lora import LoraTrainer, ResponseCollector, breaking_off, lora_config, requests, samples_of
 from tests.support.trainer import make_checkpoint, started_ranks
 
 
@@ -25,7 +25,7 @@ def ranks():
 
 @pytest.fixture
 async def start(ranks):
-    """A trainer, and engines that are closed in the end."""
+    """Builds a trainer and engines, and closes them after the test."""
     opened = []
 
     def trainer(config, transport="shared_memory"):
@@ -46,7 +46,7 @@ async def start(ranks):
 @pytest.mark.parametrize("staging", ["bucket", "full"])
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
 @pytest.mark.parametrize("adapters", ["adapter", "merged"])
-async def test_the_engine_samples_from_the_policy_that_is_trained(checkpoint, start, adapters, transport, staging):
+async def test_the_engine_samples_from_the_trained_policy(checkpoint, start, adapters, transport, staging):
     config = lora_config(checkpoint)
     config.param_sync.adapters, config.param_sync.staging = adapters, staging
     new_trainer, new_engine = start
@@ -62,12 +62,12 @@ async def test_the_engine_samples_from_the_policy_that_is_trained(checkpoint, st
         assert {span.version for s in samples for span in s.spans} == {trainer.version}
         assert {role: await engine.digest(role) for role in report.digests} == report.digests
         trainer.learn(samples)
-        assert before is None or trainer.error(before, 0.7) > 0.02  # it is another policy by now
+        assert before is None or trainer.error(before, 0.7) > 0.02  # the policy has changed
         before = samples
 
 
 async def test_a_replica_that_joins_late_serves_the_same_weights_as_one_that_merged_many_times(checkpoint, start):
-    """An adapter is merged into the base and never into what an older one left."""
+    """An adapter is merged into the base, never into weights that an older adapter was merged into."""
     config = lora_config(checkpoint)
     new_trainer, new_engine = start
     trainer, old = new_trainer(config), new_engine(config)
@@ -86,7 +86,8 @@ async def test_a_replica_that_joins_late_serves_the_same_weights_as_one_that_mer
 
 
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
-async def test_requests_that_are_kept_go_on_under_the_new_adapter(checkpoint, start, kv):
+async def test_kept_requests_continue_under_the_new_adapter(checkpoint, start, kv, monkeypatch):
+    monkeypatch.setattr("asyncrl.rollouter.engines.native.engine._EVENTS_EVERY_S", 0.0)
     config = lora_config(checkpoint)
     new_trainer, new_engine = start
     trainer, engine = new_trainer(config), new_engine(config)
@@ -94,17 +95,17 @@ async def test_requests_that_are_kept_go_on_under_the_new_adapter(checkpoint, st
     await trainer.sync()
     trainer.learn(await samples_of(engine, requests(4)))
     await engine.submit(requests(2, new=1500, temperature=0.7))
-    heard = Heard(engine)
-    await heard.of(["r0", "r1"], tokens=5)
+    collector = ResponseCollector(engine)
+    await collector.of(["r0", "r1"], tokens=5)
     await trainer.sync(pause="keep", kv=kv)
-    for sample in await heard.of(["r0", "r1"]):
+    for sample in await collector.of(["r0", "r1"]):
         new = sample.spans[-1]
         assert (new.version, new.mixed_kv) == (trainer.version, kv == "keep")
         error = np.abs(trainer.scores([sample], 0.7) - sample.logprobs)[new.start :].max()
         assert (error < 1e-4) == (kv == "recompute")
 
 
-async def test_speculation_goes_on_beside_adapters(checkpoint, start):
+async def test_speculation_works_with_adapters(checkpoint, start):
     config = lora_config(checkpoint, enable_train=True)
     new_trainer, new_engine = start
     trainer = new_trainer(config)
@@ -118,8 +119,8 @@ async def test_speculation_goes_on_beside_adapters(checkpoint, start):
         trainer.learn(samples)
 
 
-async def test_a_sender_that_breaks_off_leaves_the_old_adapter_serving(checkpoint, start):
-    """An adapter is collected beside the live weights, so they stay of one version."""
+async def test_a_failed_send_leaves_the_old_adapter_serving(checkpoint, start):
+    """An adapter is received outside the live weights, which therefore stay at one version."""
     config = lora_config(checkpoint)
     new_trainer, new_engine = start
     trainer, engine = new_trainer(config), new_engine(config)

@@ -1,4 +1,4 @@
-"""The native sampler against naive references: filters, logprobs, random numbers."""
+"""The native sampler compared with naive references: filters, logprobs, random numbers."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def _draw(logits, params, u):
 
 
 def _naive_support(probs, top_k, top_p, min_p):
-    """The ids that survive, one token at a time, in float64."""
+    """Ids that survive the filters, computed one token at a time in float64."""
     kept = [i for i, p in enumerate(probs) if p >= np.float32(min_p) * max(probs)]
     kept.sort(key=lambda i: (-probs[i], i))
     if 0 < top_k < len(kept):
@@ -48,7 +48,7 @@ def test_filters_keep_exactly_the_tokens_that_a_naive_reference_keeps(seed, top_
 
 
 @pytest.mark.parametrize("vocabulary", [11, 1024, 1030, 5000])
-def test_the_token_drawn_is_where_the_cumulative_distribution_passes_the_uniform(vocabulary):
+def test_the_drawn_token_is_where_the_cumulative_distribution_passes_the_uniform(vocabulary):
     generator = torch.Generator().manual_seed(vocabulary)
     logits = torch.randn(64, vocabulary, generator=generator) * 3
     u = torch.rand(64, generator=generator)
@@ -102,7 +102,7 @@ def test_draws_over_a_small_vocabulary_follow_the_distribution():
         assert chi2 < 20.5  # 5 degrees of freedom: 0.1 %
 
 
-def test_random_numbers_depend_on_key_and_position_alone():
+def test_random_numbers_depend_only_on_key_and_position():
     whole = uniforms(key=2**64 - 3, position=0, count=100)
     np.testing.assert_array_equal(uniforms(key=2**64 - 3, position=40, count=60), whole[40:])
     assert whole.dtype == np.float32
@@ -120,7 +120,7 @@ def test_neighbouring_keys_and_positions_draw_unrelated_numbers():
 
 
 @pytest.mark.parametrize("size", [24, 1025, 32001])
-def test_a_row_that_is_not_numbers_gives_a_token_of_the_vocabulary(size):
+def test_a_nan_row_gives_a_token_of_the_vocabulary(size):
     logits = torch.full((2, size), torch.nan)
     logits[1] = 0.0
     tokens, logprobs = sample(logits, SamplingColumns.of([SamplingParams()] * 2), torch.full((2,), 0.999))

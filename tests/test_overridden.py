@@ -1,4 +1,4 @@
-"""model.overrides: a changed config.json over the same weights."""
+"""model.overrides: a changed config.json with the same weights."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Adapters over the sync: collected over buckets and applied once, or merged; with real transfers between processes."""
+"""Syncing adapters: collected over buckets and applied once, or merged; with real transfers between processes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class CountingWeights(AdaptedWeights):
 
 
 class Replica:
-    """An engine's weights and its receiver; ``log``: the order in which things became visible."""
+    """An engine's weights and its receiver; ``log``: what became visible, in order."""
 
     def __init__(self, modules=MODULES, with_draft=True):
         self.base, self.draft = base(0), draft(0)
@@ -157,7 +157,7 @@ class ReplicaProcess(EngineSession):
 class AdapterRank(RankProcess):
     """Sends `payload`, with the base if the plan does; ``fail_at`` is the name of a tensor."""
 
-    lacks = ""  # a tensor of the adapter, or all of it
+    lacks = ""  # name of a tensor to leave out; "all": the whole adapter
 
     async def manifest(self):
         if self.lacks == "all":
@@ -212,7 +212,7 @@ def nbytes(number, with_base):
 
 @pytest.mark.parametrize("staging", ["bucket", "full"])
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
-async def test_the_base_travels_once_and_then_only_adapter_and_draft(transport, staging):
+async def test_the_base_is_sent_once_and_then_only_adapter_and_draft(transport, staging):
     async with trainer_and_replicas(2, transport=transport) as (ranks, replicas):
         fleet = fleet_of(replicas)
         first = await sync(ranks, fleet, 1, staging=staging)
@@ -262,8 +262,8 @@ async def test_an_abort_during_the_adapter_leaves_the_old_one_applied_and_the_re
         assert {key: seen[key] for key in held(3)} == held(3)
 
 
-async def test_replicas_cut_off_during_their_base_receive_it_again():
-    """One replica had it, one is new; the stream goes to both."""
+async def test_replicas_whose_base_was_interrupted_receive_it_again():
+    """One replica held the base, one is new; both receive the stream."""
     async with trainer_and_replicas(2) as (ranks, replicas):
         new = replicas.pop("replica/1")
         fleet = fleet_of(replicas)
@@ -283,7 +283,7 @@ async def test_replicas_cut_off_during_their_base_receive_it_again():
 
 
 async def test_the_base_is_sent_again_after_a_replica_restarts():
-    """It joins by its own session, as between two versions."""
+    """The replica joins by its own session, as between two versions."""
     async with trainer_and_replicas() as (ranks, replicas), trainer_and_replicas() as (_, fresh):
         fleet = fleet_of(replicas)
         await sync(ranks, fleet, 1)
@@ -299,7 +299,7 @@ async def test_the_base_is_sent_again_after_a_replica_restarts():
 
 
 def test_an_adapter_without_a_base_is_refused():
-    message = r"base first: the sender sends 9 tensors and none of the base, the replica holds no committed base"
+    message = r"base first: the sender sends 9 tensors and none of the base, but the replica holds no committed base"
     refused(Replica(), manifest_of(payload(1, False)), message)
 
 
@@ -309,7 +309,8 @@ async def test_a_sender_without_its_adapter_is_refused_before_anything_is_paused
         await sync(ranks, fleet, 1)
         calls = (await replicas["replica/0"].look())["calls"]
         await ranks[0].set(lacks=Q_A)
-        with pytest.raises(ManifestError, match=f"adapter policy .r 8. is not whole.*{Q_A}: taken by the replica, not"):
+        message = f"adapter policy .r 8. is incomplete.*{Q_A}: expected by the replica, but not sent"
+        with pytest.raises(ManifestError, match=message):
             await sync(ranks, fleet, 2)
         await ranks[0].set(lacks="all")
         with pytest.raises(ManifestError, match="the replica takes a LoRA adapter, the sender's manifest has none"):
@@ -353,7 +354,7 @@ def test_nothing_of_the_adapter_is_visible_before_the_commit():
         assert digest(receiver.tensors()) == digest(adapter(1))
     receiver.verify()
     assert (digest(replica.adapter), replica.log) == (digest(adapter(1)), [])
-    assert digest(receiver.tensors()) == digest(adapter(2))  # what the session's digest is taken of
+    assert digest(receiver.tensors()) == digest(adapter(2))  # covered by the session's digest
     receiver.commit(version(2))
     assert replica.log == ["adapter 0.2", "draft 0.2", "version 0.2"]
     assert digest(receiver.tensors()) == digest(replica.adapter) == digest(adapter(2))
@@ -364,7 +365,7 @@ def test_nothing_of_the_adapter_is_visible_before_the_commit():
         receiver.take(bucket)
 
 
-def test_a_frozen_draft_travels_with_the_base_and_not_without():
+def test_a_frozen_draft_is_sent_only_with_the_base():
     replica = Replica().sync(1, True)
     held, whole = digest(replica.draft), replace(manifest_of(payload(2, True)), frozen_draft=True)
     alone, tensors = whole.without_base(), adapter(2)
@@ -402,7 +403,7 @@ def test_an_abort_at_any_bucket_keeps_the_old_adapter():
         assert digest(receiver.tensors()) == digest(replica.adapter) == digest(adapter(1))
         assert receiver.intact() == (taken <= of_draft)
         assert not receiver.needs_base
-        with pytest.raises(SyncError, match="this receiver takes part in session None"):
+        with pytest.raises(SyncError, match="this receiver is in session None"):
             receiver.take(buckets[0])
         with pytest.raises(SyncError, match="no session is open"):
             receiver.verify()
@@ -413,7 +414,7 @@ def test_an_abort_at_any_bucket_keeps_the_old_adapter():
     assert digest(replica.adapter) == digest(adapter(3))
 
 
-def test_a_bucket_is_checked_whole_before_any_of_it_is_written():
+def test_a_bucket_is_checked_as_a_whole_before_any_part_is_written():
     replica, tensors = Replica(), payload(1, True)
     receiver = replica.receiver
     (bucket,) = buckets_of(tensors, 1 << 20)
@@ -424,7 +425,7 @@ def test_a_bucket_is_checked_whole_before_any_of_it_is_written():
     damaged = bytearray(bucket.data)
     damaged[bucket.parts[at_draft].offset] ^= 1
     cases = [
-        (bucket._replace(session="older"), "takes part in session s"),
+        (bucket._replace(session="older"), "is in session s"),
         (bucket._replace(sequence=1), "out of sequence, bucket 0 of this sender comes next"),
         (bucket._replace(parts=(*bucket.parts, stray)), "stray is not a tensor that the manifest sends"),
         (bucket._replace(parts=tuple(wrong)), "mtp.proj.weight: byte 64 came early"),
@@ -470,7 +471,7 @@ def test_a_checksum_is_taken_once(monkeypatch):
     assert len([checksum for checksum in seen if checksum is not None]) == 1
 
 
-def test_verify_names_what_is_missing_of_each_part():
+def test_verify_reports_missing_tensors_of_each_part():
     for name, with_base, message in (
         (Q_B, False, f"{Q_B}: 0 of 768 bytes"),
         ("mtp.proj.weight", False, "mtp.proj.weight: 0 of 3720 bytes"),
@@ -480,7 +481,7 @@ def test_verify_names_what_is_missing_of_each_part():
         replica.receiver.open("s", manifest_of(tensors))
         for bucket in buckets_of({n: t for n, t in tensors.items() if n != name}):
             replica.receiver.take(bucket)
-        with pytest.raises(SyncError, match=f"verify: 1 tensors are not whole: {message}"):
+        with pytest.raises(SyncError, match=f"verify: 1 tensors are incomplete: {message}"):
             replica.receiver.verify()
         with pytest.raises(SyncError, match="nothing verified"):
             replica.receiver.commit(version(2))
@@ -531,7 +532,7 @@ def test_an_abort_reaches_base_and_draft_even_if_one_refused_the_plan():
                 receiver.verify()
 
 
-# -- what is refused at plan time --------------------------------------------------------------------------------------
+# -- refusals at plan time ---------------------------------------------------------------------------------------------
 
 
 def refused(replica, manifest, message):
@@ -548,13 +549,15 @@ def test_lora_must_be_on_or_off_at_both_sides():
     refused(Replica(), manifest_of(payload(1, True), None), f"{none} .and 8 adapter tensors")
     off = Replica(modules=None)
     refused(
-        off, manifest_of(payload(1, True)), "8 adapter tensors of adapter policy, the replica was made with LoRA off"
+        off,
+        manifest_of(payload(1, True)),
+        "8 adapter tensors of adapter policy, but the replica was made with LoRA off",
     )
-    refused(off, manifest_of(payload(1, True), None), "8 adapter tensors, the replica was made with LoRA off")
+    refused(off, manifest_of(payload(1, True), None), "8 adapter tensors, but the replica was made with LoRA off")
     refused(off, manifest_of(base(1) | draft(1)), "0 adapter tensors of adapter policy, the replica was made with LoRA")
 
 
-def test_without_lora_it_behaves_like_base_and_draft():
+def test_without_lora_the_receiver_behaves_like_base_and_draft():
     replica = Replica(modules=None)
     for session in ("first", "second"):
         tensors = base(1) | draft(1)
@@ -575,15 +578,13 @@ def test_base_and_draft_check_their_own_tensors():
     refused(Replica(), manifest_of(part), "model.norm.weight: a parameter of the replica that is not sent")
     no_draft = {n: t for n, t in tensors.items() if not n.startswith("mtp.")}
     refused(Replica(), manifest_of(no_draft), "mtp.proj.weight: a parameter of the replica that is not sent")
-    refused(
-        Replica(with_draft=False), manifest_of(tensors), "sends 1 draft tensors, the replica was made without a draft"
-    )
+    refused(Replica(with_draft=False), manifest_of(tensors), "sends 1 draft tensors, but the replica has no draft")
     replica = Replica().sync(1, True)
     with pytest.raises(ManifestError, match=r"model.norm.weight: a parameter of the replica that is not sent"):
         replica.receiver.open("s", manifest_of(part))
 
 
-def test_an_adapter_that_is_not_whole_is_refused_with_both_sides_named():
+def test_an_incomplete_adapter_is_refused_with_both_sides_named():
     whole = manifest_of(payload(1, True))
     check_adapter(whole, MODULES)
 
@@ -600,8 +601,8 @@ def test_an_adapter_that_is_not_whole_is_refused_with_both_sides_named():
     unsent = replace(whole, tensors=tuple(t for t in whole if t.name != Q_A))
     takes = r"the replica takes target float32\[8, 16\]"
     cases = [
-        (unsent, MODULES, f"{Q_A}: taken by the replica, not sent"),
-        (q_a((8, 16), tied_to=Q_B), MODULES, f"{Q_A}: taken by the replica, not sent"),
+        (unsent, MODULES, f"{Q_A}: expected by the replica, but not sent"),
+        (q_a((8, 16), tied_to=Q_B), MODULES, f"{Q_A}: expected by the replica, but not sent"),
         (q_a((4, 16)), MODULES, rf"{Q_A}: sent as target float32\[4, 16\], {takes}"),
         (q_a((8, 16), "float16"), MODULES, rf"{Q_A}: sent as target float16\[8, 16\], {takes}"),
         (q_a((8, 16), role="draft"), MODULES, rf"{Q_A}: sent as draft float32\[8, 16\], {takes}"),
@@ -618,7 +619,7 @@ def test_names_with_another_prefix_or_an_adapter_segment_are_not_canonical():
     for name in (Q_A.removeprefix("base_model.model."), Q_A.replace("lora_A", "lora_A.default")):
         tensors = payload(1, True)
         tensors[name] = tensors.pop(Q_A)
-        with pytest.raises(ManifestError, match=rf"2 differ: .*{Q_A}: taken by the replica, not sent") as error:
+        with pytest.raises(ManifestError, match=rf"2 differ: .*{Q_A}: expected by the replica, but not sent") as error:
             check_adapter(manifest_of(tensors), MODULES)
         assert f"{name}: sent, but no target module" in str(error.value)
 
@@ -661,7 +662,7 @@ def complete_adapters(draw):
 
 @settings(max_examples=150, deadline=None)
 @given(complete_adapters(), st.data())
-def test_a_complete_adapter_passes_and_any_one_change_is_found(case, data):
+def test_a_complete_adapter_passes_and_any_single_change_is_refused(case, data):
     manifest, modules = case
     check_adapter(manifest, modules)
     victim = data.draw(st.sampled_from([t for t in manifest if is_adapter(t.name)]))
@@ -681,7 +682,7 @@ def test_a_complete_adapter_passes_and_any_one_change_is_found(case, data):
     }
     how = data.draw(st.sampled_from(sorted(changed)))
     tensors = [spec for t in manifest if (spec := changed[how] if t == victim else t) is not None]
-    if how == "unloved":  # the replica's module is another one
+    if how == "unloved":  # the replica's module has another shape
         modules = {m: (out + 1, into + 1) if m == module else (out, into) for m, (out, into) in modules.items()}
     elif how == "unknown":
         modules = {m: weight for m, weight in modules.items() if m != module}
@@ -706,7 +707,7 @@ def test_a_merge_is_computed_in_float32_and_cast_once(dtype):
     assert torch.equal(weight, before)
     if dtype == torch.float32:
         torch.testing.assert_close(merged, exact, rtol=1e-6, atol=1e-5)
-    else:  # half a unit in the last place, apart from ties that float32 decides the other way
+    else:  # within half a unit in the last place, except for ties that float32 rounds the other way
         assert (merged != exact.to(dtype)).float().mean() < 0.01
 
 
@@ -721,7 +722,7 @@ def embedding_case():
     return tensors, {n: torch.randn(s, generator=g) for n, s in shapes.items()}, spec
 
 
-def test_an_embedding_is_merged_with_its_pair_transposed():
+def test_an_embedding_s_pair_is_merged_transposed():
     weights, pairs, spec = embedding_case()
     a, b = (
         pairs["base_model.model.model.embed.lora_embedding_A"],
@@ -778,7 +779,7 @@ def test_a_merged_export_has_full_weights_under_the_merged_manifest(order):
         assert not torch.equal(tensor, tensors[name]) or module not in MODULES
 
 
-def test_an_engine_without_lora_takes_a_merged_export():
+def test_an_engine_without_lora_accepts_a_merged_export():
     tensors = {n: t for n, t in module_by_module(payload(1, True)).items() if not n.endswith(".bias")}
     merging = MergingExport(manifest_of(tensors))
     replica = Replica(modules=None)
@@ -822,7 +823,7 @@ def live_tensors():
     return [o for o in gc.get_objects() if type(o) is torch.Tensor]
 
 
-def test_a_modules_tensors_must_come_together_and_the_export_always_ends():
+def test_a_module_s_tensors_must_come_together_and_the_export_always_ends():
     tensors = {n: t for n, t in module_by_module(payload(1, True)).items() if not n.endswith(".bias")}
     q, q1 = "model.layers.0.q_proj.weight", "model.layers.1.q_proj.weight"
     names = [n for n in tensors if n != Q_B]
@@ -845,9 +846,9 @@ def test_a_modules_tensors_must_come_together_and_the_export_always_ends():
         assert driven == order
 
 
-def test_merging_refuses_an_incomplete_adapter_a_tied_weight_and_none_at_all():
+def test_merging_refuses_an_incomplete_adapter_a_tied_weight_and_no_adapter():
     tensors = payload(1, True)
-    with pytest.raises(ManifestError, match=f"{Q_B}: taken by the base, not sent"):
+    with pytest.raises(ManifestError, match=f"{Q_B}: expected by the base, but not sent"):
         MergingExport(manifest_of({n: t for n, t in tensors.items() if n != Q_B}))
     with pytest.raises(ManifestError, match="the base takes a LoRA adapter, the sender's manifest has none"):
         MergingExport(manifest_of(base(1), None))
@@ -860,7 +861,7 @@ def test_merging_refuses_an_incomplete_adapter_a_tied_weight_and_none_at_all():
 # -- requests in flight ------------------------------------------------------------------------------------------------
 
 
-def test_requests_end_on_the_adapter_they_began_with():
+def test_requests_finish_on_the_adapter_that_they_started_with():
     slots = AdapterSlots(3)
     assert slots.publish(version(1)) == 1
     assert slots.begin("a") == slots.begin("b") == 1
@@ -873,7 +874,7 @@ def test_requests_end_on_the_adapter_they_began_with():
     assert slots.free_idle() == [2]
     slots.end("c")
     assert slots.free_idle() == [2]  # the newest one stays
-    assert slots.publish(version(3)) == 3  # the id of a freed slot is not used again
+    assert slots.publish(version(3)) == 3  # ids of freed slots are not reused
 
 
 def test_the_error_names_the_requests_that_hold_all_slots():
@@ -894,7 +895,7 @@ def test_a_new_version_takes_the_slot_of_an_old_one_without_requests():
     slots.publish(version(2))
     slots.end("outlives two versions")
     assert slots.publish(version(3)) == 3
-    assert slots.counts() == {2: 0, 3: 0}  # the one that was the newest till now stays
+    assert slots.counts() == {2: 0, 3: 0}  # the previously newest one stays
 
 
 def test_slots_refuse_invalid_calls():
@@ -903,11 +904,11 @@ def test_slots_refuse_invalid_calls():
         slots.begin("a")
     slots.publish(version(2))
     slots.begin("a")
-    with pytest.raises(ValueError, match="request a began a second time, it runs on slot 1"):
+    with pytest.raises(ValueError, match="request a began a second time, it still runs on slot 1"):
         slots.begin("a")
     with pytest.raises(ValueError, match=r"0.1 is older than 0.2"):
         slots.publish(version(1))
-    slots.publish(version(2))  # the same again, by a replica that joins
+    slots.publish(version(2))  # the same version again, when a replica joins
     with pytest.raises(KeyError):
         slots.end("b")
     with pytest.raises(ValueError, match="expected room for at least 2 adapters"):

@@ -27,8 +27,8 @@ def manifest_of(tensors, tied=()):
 
 
 def buckets_of(tensors, capacity=256, checksum=True, session="s", on_hash=None, zero_copy_from=None, destination=None):
-    """Buckets as a transport gives them, each with its own buffer; zero-copy parts arrive at their ``destination``, or
-    in the buffer too."""
+    """Buckets as a transport delivers them, each with its own buffer; zero-copy parts arrive at their ``destination``
+    if they have one, else in the buffer."""
     buffers = []
 
     def next_buffer():
@@ -104,7 +104,7 @@ def test_any_tensors_arrive_bit_exact_in_any_views(case, capacity, zero_copy_fro
     assert combine_hashes(hashes) == digest_tensors(sources.items())
 
 
-def test_writing_to_a_slice_leaves_the_rest_of_a_fused_tensor_alone():
+def test_writing_to_a_slice_leaves_the_rest_of_a_fused_tensor_unchanged():
     fused = torch.full((6, 10), 7.0)
     live = {"gate": fused[:, :4], "up": fused[:, 4:9]}
     receiver = receiver_of(live)
@@ -153,7 +153,7 @@ def test_each_tensor_is_read_before_the_next_is_requested():
     assert sent == [0, 1, 2, 3, 4]
 
 
-def test_large_contiguous_tensors_stay_where_they_are():
+def test_large_contiguous_tensors_are_not_copied():
     tensors = {
         "small": torch.ones(10),
         "large": torch.ones(40),
@@ -244,7 +244,7 @@ def test_a_manifest_that_does_not_fit_is_refused(sent, message):
         receiver.open("s", manifest_of(sent))
 
 
-def test_a_manifest_error_counts_all_problems_and_names_a_few():
+def test_a_manifest_error_counts_all_problems_and_lists_a_few():
     receiver = receiver_of({f"p{i}": torch.zeros(1) for i in range(30)})
     with pytest.raises(ManifestError, match=r"30 differ.*and 26 more") as error:
         receiver.open("s", Manifest(()))
@@ -272,7 +272,7 @@ def test_buckets_of_another_session_or_out_of_sequence_change_nothing():
     receiver = opened(live, tensors)
     first, second, *_ = buckets_of(tensors)
     for bucket, message in (
-        (first._replace(session="older"), "takes part in session s"),
+        (first._replace(session="older"), "is in session s"),
         (second, "out of sequence, bucket 0"),
     ):
         with pytest.raises(SyncError, match=message):
@@ -284,7 +284,7 @@ def test_buckets_of_another_session_or_out_of_sequence_change_nothing():
         receiver.take(first)
 
 
-def test_no_byte_is_taken_twice():
+def test_no_byte_is_accepted_twice():
     tensors, live = {"a": torch.ones(10), "none": torch.empty(0)}, {"a": torch.zeros(10), "none": torch.empty(0)}
     (bucket,) = buckets_of(tensors)
     for part in bucket.parts:
@@ -339,10 +339,10 @@ def test_a_part_has_a_destination_if_the_session_sends_it_and_its_view_is_contig
         16,
         live["a"].data_ptr() + 8,
     )
-    assert not receiver.intact()  # it may be written to from now on
+    assert not receiver.intact()  # it may be written from now on
 
 
-def test_a_byte_damaged_in_place_is_found_and_nothing_else_is_written():
+def test_a_byte_damaged_in_place_is_detected_and_nothing_else_is_written():
     tensors, live = {"a": torch.ones(60), "b": torch.ones(5)}, {"a": torch.zeros(60), "b": torch.zeros(5)}
     receiver = opened(live, tensors)
     (bucket,) = buckets_of(tensors, 512, zero_copy_from=100, destination=receiver.destination)
@@ -362,7 +362,7 @@ def test_a_byte_damaged_in_place_is_found_and_nothing_else_is_written():
     assert digest_tensors(live.items()) == digest_tensors(tensors.items())
 
 
-def test_a_part_in_place_is_expected_like_any_other():
+def test_an_in_place_part_must_arrive_in_order_like_any_other():
     tensors, live = {"a": torch.ones(100)}, {"a": torch.zeros(100)}
     receiver = opened(live, tensors)
     first, second = buckets_of(tensors, zero_copy_from=1, destination=receiver.destination)
@@ -374,12 +374,12 @@ def test_a_part_in_place_is_expected_like_any_other():
         receiver.take(first._replace(sequence=1))
 
 
-def test_verify_names_what_is_missing_and_commit_needs_verify():
+def test_verify_reports_missing_bytes_and_commit_needs_verify():
     tensors = {"a": torch.ones(100), "none": torch.empty(0)}
     live = {"a": torch.zeros(100), "none": torch.empty(0)}
     receiver = opened(live, tensors)
     receiver.take(buckets_of(tensors)[0])
-    with pytest.raises(SyncError, match="2 tensors are not whole: a: 256 of 400 bytes, none: 0 of 0"):
+    with pytest.raises(SyncError, match="2 tensors are incomplete: a: 256 of 400 bytes, none: 0 of 0"):
         receiver.verify()
     with pytest.raises(SyncError, match="nothing verified"):
         receiver.commit(V1)
@@ -401,7 +401,7 @@ def test_an_error_keeps_its_fields_across_processes():
 
 def mixed_tensors():
     return {
-        "big": torch.arange(300, dtype=torch.float32).view(20, 15),  # over several buckets
+        "big": torch.arange(300, dtype=torch.float32).view(20, 15),  # spans several buckets
         "empty": torch.zeros(0, 3),
         "strided": torch.arange(24, dtype=torch.bfloat16).view(4, 6).t(),
         "small": torch.tensor([1, 2, 3], dtype=torch.int64),
@@ -413,7 +413,7 @@ def test_tensors_are_whole_copies_with_the_senders_digest():
     whole, arrived = TensorAssembler("s", manifest_of(tensors)), {}
     for bucket in buckets_of(tensors):
         arrived |= {spec.name: tensor for spec, tensor in whole.take(bucket)}
-        bucket.data[:] = bytes(len(bucket.data))  # buffers are used again
+        bucket.data[:] = bytes(len(bucket.data))  # buffers are reused
     whole.verify()
     assert arrived.keys() == tensors.keys()
     assert all(torch.equal(arrived[name], tensors[name]) for name in tensors)
@@ -438,7 +438,7 @@ def test_the_buckets_of_two_senders_may_alternate():
         (lambda buckets: buckets[1:], "bucket 0 of session s comes next"),
         (lambda buckets: [*buckets, buckets[0]._replace(sequence=len(buckets))], "came a second time"),
         (lambda buckets: [buckets[0]._replace(checksum=1)], "damaged in transit"),
-        (lambda buckets: [buckets[1]._replace(sequence=0)], "0 of 1200 are here"),
+        (lambda buckets: [buckets[1]._replace(sequence=0)], "0 of 1200 have arrived"),
     ],
 )
 def test_parts_that_are_not_next_are_refused(change, message):
@@ -449,9 +449,9 @@ def test_parts_that_are_not_next_are_refused(change, message):
         list(arriving)
 
 
-def test_incomplete_tensors_are_named():
+def test_incomplete_tensors_are_reported():
     tensors = mixed_tensors()
     whole = TensorAssembler("s", manifest_of(tensors))
     list(whole.take(buckets_of(tensors)[0]))
-    with pytest.raises(SyncError, match="4 tensors have not arrived whole: big"):
+    with pytest.raises(SyncError, match="4 tensors have not arrived completely: big"):
         whole.verify()

@@ -11,7 +11,7 @@ from asyncrl.param_sync.transports.placement import DevicePlacement
 
 CPU = [DevicePlacement("a")]
 GPUS = [DevicePlacement("a", f"a/{i}") for i in range(8)]
-NEITHER = "their GPUs are neither one for all nor one for each"
+NEITHER = "their GPUs are neither one shared GPU nor one GPU each"
 MIXED = "all on one machine; " + NEITHER
 
 
@@ -20,8 +20,8 @@ MIXED = "all on one machine; " + NEITHER
     [
         (CPU, CPU * 2, "shared_memory", "all on one machine"),
         (CPU, [DevicePlacement("a"), DevicePlacement("b")], "gloo", "2 machines, over the network"),
-        (GPUS[:4], GPUS[4:], "nccl", "4 + 4 GPUs of their own"),
-        (GPUS[:4], [DevicePlacement("b", "b/0")], "nccl", "4 + 1 GPUs of their own"),
+        (GPUS[:4], GPUS[4:], "nccl", "4 + 4 separate GPUs"),
+        (GPUS[:4], [DevicePlacement("b", "b/0")], "nccl", "4 + 1 separate GPUs"),
         (GPUS[:1], GPUS[:1] * 3, "cuda_ipc", "all on GPU a/0"),
         (GPUS[:1] * 2, GPUS[:1], "cuda_ipc", "all on GPU a/0"),
         (GPUS[:2], GPUS[:1], "shared_memory", MIXED),  # two of three share one
@@ -31,17 +31,17 @@ MIXED = "all on one machine; " + NEITHER
         (GPUS[:1], [DevicePlacement("b")], "gloo", "2 machines, over the network; " + NEITHER),
     ],
 )
-def test_auto_takes_the_fastest_that_fits_and_says_why(senders, replicas, transport, why):
+def test_auto_chooses_the_fastest_transport_that_fits_and_gives_the_reason(senders, replicas, transport, why):
     assert choose("auto", senders, replicas) == (transport, why)
 
 
-def test_a_named_transport_is_taken_if_it_fits():
+def test_a_named_transport_is_used_if_it_fits():
     assert choose("gloo", CPU, CPU).transport == "gloo"
-    with pytest.raises(TransportError, match=r"nccl needs .* on a GPU of its own; found senders a \(CPU\)"):
+    with pytest.raises(TransportError, match=r"nccl needs .* on its own GPU; found senders a \(CPU\)"):
         choose("nccl", CPU, CPU)
-    with pytest.raises(TransportError, match=r"cuda_ipc needs .* the same GPU; .* What fits: nccl \(1 \+ 1 "):
+    with pytest.raises(TransportError, match=r"cuda_ipc needs .* the same GPU; .* Transports that fit: nccl \(1 \+ 1 "):
         choose("cuda_ipc", GPUS[:1], GPUS[1:2])
-    with pytest.raises(TransportError, match=r"What fits: gloo \(2 machines"):
+    with pytest.raises(TransportError, match=r"Transports that fit: gloo \(2 machines"):
         choose("shared_memory", CPU, [DevicePlacement("b")])
 
 
@@ -62,10 +62,26 @@ def test_both_ends_are_made(transport):
     writer.close()
 
 
-def test_auto_without_any_fit_says_so(monkeypatch):
+def test_auto_fails_if_no_transport_fits(monkeypatch):
     monkeypatch.setattr("asyncrl.param_sync.transports.choose._automatic", list)
-    with pytest.raises(TransportError, match=r"auto finds no transport; found senders a \(CPU\) .* What fits: none"):
+    message = r"auto finds no transport; found senders a \(CPU\) .* Transports that fit: none"
+    with pytest.raises(TransportError, match=message):
         choose("auto", CPU, CPU)
+
+
+def test_a_package_whose_transport_does_not_import_stops_only_those_runs_that_may_take_it(tmp_path, monkeypatch):
+    metadata = tmp_path / "broken-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[asyncrl.transports]\nbroken = no_such_module:TRANSPORT\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = Config()
+    assert config.param_sync.transport == "auto"
+    (problem,) = problems(config)
+    assert problem.startswith("param_sync.transport: no_such_module:TRANSPORT: module no_such_module does not import")
+    config.param_sync.transport = "gloo"
+    assert list(problems(config)) == []
+    assert choose("gloo", CPU, CPU).transport == "gloo"
 
 
 @pytest.mark.parametrize(
@@ -76,17 +92,17 @@ def test_auto_without_any_fit_says_so(monkeypatch):
             r"param_sync\.transport: expected auto, one of cuda_ipc, .*, or an import path such as .*; found 'tcp'",
         ),
         ("no_such_module:TRANSPORT", r"param_sync\.transport: .* module no_such_module does not import .*"),
-        ("math:pi", r"param_sync\.transport: math:pi lacks bucket_bytes, .*, reader, which every transport has"),
+        ("math:pi", r"param_sync\.transport: math:pi lacks across_machines, .*, writer, which every transport has"),
     ],
 )
-def test_an_unknown_transport_is_a_problem_before_anything_starts(transport, message):
+def test_an_unknown_transport_is_refused_before_anything_starts(transport, message):
     config = Config()
     config.param_sync.transport = transport
     (problem,) = problems(config)
     assert re.fullmatch(message, problem)
 
 
-def test_a_transport_that_joins_gpus_is_a_problem_on_the_cpu():
+def test_a_transport_between_gpus_is_refused_on_the_cpu():
     config = Config()
     config.param_sync.transport, config.trainer.device = "nccl", "cpu"
     (problem,) = problems(config)

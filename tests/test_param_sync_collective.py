@@ -1,4 +1,4 @@
-"""The collective transport between real processes over gloo, with failures in transit."""
+"""The collective transport between real processes over gloo, with failures during transfers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BUCKETS = 8
 
 @asynccontextmanager
 async def processes(senders, readers):
-    """Senders, and readers by name."""
+    """Starts senders, and readers by name; ends them on exit."""
     sending = [Remote(SenderProcess, i) for i in range(senders)]
     reading = {f"r{i}": Remote(ReaderProcess, f"r{i}") for i in range(readers)}
     try:
@@ -54,7 +54,7 @@ async def processes(senders, readers):
 
 
 class Session:
-    """A running session: `dropped` by each sender and `read` by each reader, or its error."""
+    """A running session: readers dropped by each sender, and what each reader read, or its error."""
 
     def __init__(self, number, senders, readers, buckets, stall_s, deadline_s):
         self.number, self.buckets = number, buckets
@@ -71,7 +71,7 @@ class Session:
         return await asyncio.gather(*self.sends)
 
     async def assert_whole(self, who):
-        """Check that it read every bucket of every sender, once, in order, with the sent bytes."""
+        """Check that the reader ``who`` read every bucket of every sender once, in order, with the sent bytes."""
         got = await self.reads[who]
         assert got == {
             i: (list(range(self.buckets)), payload_digest(self.seed(i), self.buckets)) for i in range(len(self.sends))
@@ -111,9 +111,9 @@ async def test_different_members_form_another_group():
 
 
 @pytest.mark.parametrize("held", ["sender", "reader"])
-async def test_a_reader_killed_during_the_transfer_costs_the_survivor_nothing(held):
+async def test_a_reader_killed_during_the_transfer_does_not_delay_the_survivor(held):
     async with processes(2, 2) as (senders, readers):
-        # the sender stands still with nothing on its way, or the reader with two buckets that it does not take
+        # block the sender with nothing in transit, or the reader with two buckets that it has not read
         gate = senders[0] if held == "sender" else readers["r1"]
         await gate.hold(3)
         running = await session(0, senders, readers)
@@ -159,8 +159,8 @@ async def test_a_stopped_reader_is_dropped_and_changes_nothing_when_it_wakes():
 async def test_a_reader_stopped_during_a_receive_into_live_memory_writes_nothing_once_it_has_failed():
     async with processes(1, 3) as (senders, readers):
         await assert_all_whole(await session(0, senders, readers))
-        await readers["r0"].stop_at(2)  # the first of the chain: it has bytes for the others when it wakes
-        running = await session(1, senders, readers, stall_s=2.0)
+        await readers["r0"].stop_at(2)  # first in the chain: it has bytes for the others when it wakes
+        running = await session(1, senders, readers, buckets=64, stall_s=2.0)
         (dropped,) = await running.dropped()
         assert dropped.keys() == {"r0"}
         survivors = {who: readers[who] for who in ("r1", "r2")}
@@ -170,7 +170,7 @@ async def test_a_reader_stopped_during_a_receive_into_live_memory_writes_nothing
         before = [await reader.live() for reader in survivors.values()]
 
         readers["r0"].signal(signal.SIGCONT)
-        with pytest.raises(SyncError, match=r"r0, bucket 0/\d of session 1: sender 0 went away"):
+        with pytest.raises(SyncError, match=r"r0, bucket 0/\d+ of session 1: sender 0 went away"):
             await running.reads["r0"]
         its = await readers["r0"].live()
         await asyncio.sleep(0.5)
@@ -181,14 +181,14 @@ async def test_a_reader_stopped_during_a_receive_into_live_memory_writes_nothing
 
 async def test_a_slow_reader_is_awaited_and_no_reader_gets_a_bucket_twice():
     async with processes(1, 2) as (senders, readers):
-        # longer than half of the stall time: the group is given up and formed again while it works
+        # longer than half of the stall time: meanwhile the group is aborted and formed again
         await readers["r1"].linger({2: 1.8})
         await readers["r0"].linger({BUCKETS - 1: 1.8})
         for number in range(2):
             await assert_all_whole(await session(number, senders, readers, stall_s=3.0))
 
 
-async def test_a_killed_sender_is_named_by_its_readers_at_once():
+async def test_a_killed_sender_is_reported_by_its_readers_at_once():
     async with processes(2, 2) as (senders, readers):
         await senders[1].hold(3)
         running = await session(0, senders, readers)
@@ -201,7 +201,7 @@ async def test_a_killed_sender_is_named_by_its_readers_at_once():
         assert time.monotonic() - started < 5
 
 
-async def test_a_stopped_sender_is_named_by_its_readers_at_the_deadline():
+async def test_a_stopped_sender_is_reported_by_its_readers_at_the_deadline():
     async with processes(1, 2) as (senders, readers):
         await senders[0].hold(3)
         running = await session(0, senders, readers, deadline_s=3.0)
@@ -251,7 +251,7 @@ async def test_many_sessions_and_groups_leak_nothing():
 
         alternating = lambda number: "r0 r1" if number % 2 else "r0"
         warm = await used(range(20), alternating)
-        many_groups = await used(range(20, 50), alternating)  # each leaves 2 MiB of buffers behind if it is kept
+        many_groups = await used(range(20, 50), alternating)  # each would leave 2 MiB of buffers behind if it were kept
         many_sessions = await used(range(51, 251), lambda _: "r0 r1")
         for first, then, last in zip(warm, many_groups, many_sessions):
             assert abs(then["fds"] - first["fds"]) <= 2
@@ -300,7 +300,7 @@ def bytes_of(*sizes):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_pieces_of_any_size_go_down_the_chain(members, size):
+def test_pieces_of_any_size_pass_down_the_chain(members, size):
     sizes = (1, 9 << 20, 4 << 20, 3)
     chain = members(size)
     for _ in range(2):
@@ -315,7 +315,7 @@ def test_pieces_of_any_size_go_down_the_chain(members, size):
 def test_an_aborted_broadcast_is_neither_written_nor_forwarded(members):
     chain, sent = members(3), bytes_of(16 << 20)
     middle, last = [torch.zeros_like(sent[0])], [torch.zeros_like(sent[0])]
-    chain.broadcast(sent, None, last)  # the one between them takes no part yet, as if it had been stopped
+    chain.broadcast(sent, None, last)  # the middle member takes no part yet, as if it were stopped
     assert not chain.done[2].acquire(timeout=0.3)
     began = time.monotonic()
     assert chain.groups[2].abort()
@@ -324,14 +324,14 @@ def test_an_aborted_broadcast_is_neither_written_nor_forwarded(members):
     assert chain.failed[1].wait(5)
     assert last[0].eq(0).all()
     assert chain.failed[2].is_set()
-    chain.groups[2].broadcast(last)  # nor does anything begin afterwards
+    chain.groups[2].broadcast(last)  # nothing starts afterwards either
     assert chain.groups[2].abort()
     assert last[0].eq(0).all()
 
 
-def test_an_aborted_receive_writes_its_tensor_no_more(members):
+def test_an_aborted_receive_stops_writing_its_tensor(members):
     sent = [torch.ones(64 << 20, dtype=torch.uint8)]
-    for _ in range(10):  # until one was not over before
+    for _ in range(10):  # until one is aborted before it is complete
         pair, received = members(2), [torch.zeros_like(sent[0])]
         pair.broadcast(sent, received)
         while not received[0][1 << 20]:
@@ -343,7 +343,7 @@ def test_an_aborted_receive_writes_its_tensor_no_more(members):
             assert torch.equal(received[0], seen)
             assert not pair.done[1].acquire(blocking=False)
             return
-    pytest.fail("64 MiB were always there before the group was given up")
+    pytest.fail("all 64 MiB always arrived before the abort")
 
 
 def test_a_group_that_is_still_forming_can_be_aborted():
@@ -376,12 +376,12 @@ def test_zero_copy_tensors_arrive_at_their_destinations_and_are_held_no_longer_t
     writer, reader = pair
     writer.zero_copy_from = 1000
     live = {f"t{i}": torch.zeros(2000, dtype=torch.uint8) for i in range(20)}
-    live["t7"] = torch.zeros(50, 40, dtype=torch.uint8).t()  # not contiguous: comes in its bucket
+    live["t7"] = torch.zeros(50, 40, dtype=torch.uint8).t()  # not contiguous: arrives in its bucket
     manifest = Manifest(tuple(TensorSpec(name, "uint8", tuple(view.shape)) for name, view in live.items()))
     made: list[weakref.ref[np.ndarray]] = []
 
     def at_most(count):
-        """Wait until at most so many are alive: the group's threads release theirs with a delay."""
+        """Wait until at most ``count`` arrays are alive: the group's threads release theirs with a delay."""
         limit_s = time.monotonic() + 10
         while sum(array() is not None for array in made) > count:
             assert time.monotonic() < limit_s
@@ -491,11 +491,11 @@ def test_a_wrong_acknowledgement_drops_its_reader(pair):
 
 def test_both_sides_need_the_same_backend(pair):
     writer, reader = pair
-    with pytest.raises(SyncError, match="sends over nccl, this replica receives over gloo; both must be the same"):
+    with pytest.raises(SyncError, match="sends over nccl, but this replica receives over gloo; both must be the same"):
         reader.connect("s", [replace(writer.address, backend="nccl")], 5)
 
 
-def test_a_host_that_is_not_this_machine_is_named():
+def test_a_host_that_is_not_this_machine_is_refused():
     with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1 .*must be an address of this machine"):
         CollectiveWriter(0, 4096, "192.0.2.1", gloo.TRANSPORT)
 
@@ -506,7 +506,7 @@ def test_nccl_without_a_device_is_refused():
         CollectiveWriter(0, 4096, HOST, nccl.TRANSPORT)
 
 
-def test_a_bucket_of_empty_tensors_alone_travels(pair):
+def test_a_bucket_of_only_empty_tensors_is_sent(pair):
     writer, reader = pair
     reader.connect("s", [writer.address], 5)
     with ThreadPoolExecutor(1) as thread:
@@ -522,7 +522,7 @@ def test_a_bucket_of_empty_tensors_alone_travels(pair):
         done.result()
 
 
-def test_the_checksum_of_a_bucket_on_a_device_is_that_of_its_bytes():
+def test_the_checksum_of_a_device_bucket_covers_its_bytes():
     buffer = torch.zeros(4096, dtype=torch.uint8)
     (filled,) = pack([("a", torch.arange(100.0)), ("b", torch.ones(3))], lambda: buffer)
     bucket = Bucket("s", 0, 0, filled.parts, buffer, filled.checksum)
@@ -590,8 +590,8 @@ def test_a_kept_view_of_a_bucket_on_a_device_is_detected():
             done.result()
 
 
-def test_a_shared_store_keeps_its_port_and_is_found_by_its_address():
-    """As for ranks with long imports before they meet."""
+def test_a_shared_store_keeps_its_port_and_is_reachable_by_its_address():
+    """Ranks need that, which may join late after long imports."""
     store = host_store("127.0.0.1", shared=True)
     with pytest.raises(OSError, match="in use"):
         socket.create_server(("127.0.0.1", store.port))

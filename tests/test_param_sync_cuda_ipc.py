@@ -28,7 +28,7 @@ BUCKET_BYTES = 8192
 
 
 def tensors(seed: int) -> dict[str, torch.Tensor]:
-    """On the GPU: more bytes than two buckets, one tensor larger than a bucket, a strided one."""
+    """Tensors on the GPU: more bytes than two buckets, one tensor larger than a bucket, a strided one."""
     generator = torch.Generator(device="cuda").manual_seed(seed)
     rand = lambda *shape: torch.randn(*shape, generator=generator, device="cuda")
     return {f"t{i}": rand(1000) for i in range(10)} | {"large": rand(5000).bfloat16(), "strided": rand(30, 40).t()}
@@ -109,7 +109,7 @@ def sent(number):
 
 
 @pytest.mark.parametrize("buffers", [1, 2, 3])
-async def test_every_byte_arrives_over_sessions_that_use_one_opening(buffers):
+async def test_every_byte_arrives_over_sessions_that_share_one_opening(buffers):
     async with two_processes(buffers) as (sender, reader):
         openings = []
         for number in range(5):
@@ -165,15 +165,15 @@ async def test_a_reader_outlives_its_sender_and_takes_the_next_one():
 def test_a_reader_of_host_memory_is_refused():
     with (
         contextlib.closing(CudaIpcWriter(0, BUCKET_BYTES)) as writer,
-        pytest.raises(SyncError, match=r"has its buckets in GPU .*, this replica reads from host memory"),
+        pytest.raises(SyncError, match=r"has its buckets in GPU .*, but this replica reads from host memory"),
     ):
         SharedMemoryReader("r0").connect("s", [writer.address], 5)
 
 
-def test_missing_memory_and_an_unknown_handle_are_named():
+def test_missing_memory_and_an_unknown_handle_are_reported():
     device = cuda_device(None)
     with pytest.raises(CudaError, match="cudaMalloc on cuda:0 failed: out of memory"):
         DeviceMemory.allocate(1 << 50, device)
     with pytest.raises(CudaError, match="cudaIpcOpenMemHandle on cuda:0 failed"):
         DeviceMemory.open(b"\0" * 64, 4096, device)
-    torch.ones(1, device=device).add_(1).cpu()  # torch goes on as if nothing had happened
+    torch.ones(1, device=device).add_(1).cpu()  # torch still works

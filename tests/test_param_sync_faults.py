@@ -40,7 +40,7 @@ PHASES_OF_EACH_STAGING = [("bucket", phase) for phase in BUCKET] + [("full", pha
 SLACK_S = 2.0  # beyond a deadline
 
 over_each_transport = pytest.mark.parametrize("transport", TRANSPORTS)
-amid_each_phase = pytest.mark.parametrize(("staging", "phase"), PHASES_OF_EACH_STAGING)
+in_each_phase = pytest.mark.parametrize(("staging", "phase"), PHASES_OF_EACH_STAGING)
 
 
 class Meanwhile:
@@ -56,7 +56,7 @@ class Meanwhile:
 
 
 def deadline_of(phase: str) -> dict[str, float]:
-    """A short one for this phase, for `hurried`; a load has that of the transfer."""
+    """A short deadline for this phase, for `hurried`; a load shares that of the transfer."""
     return {"transfer_s": 3.0} if phase in ("transfer", "load") else {f"{phase}_s": 1.0}
 
 
@@ -64,7 +64,7 @@ def deadline_of(phase: str) -> dict[str, float]:
 
 
 @over_each_transport
-@amid_each_phase
+@in_each_phase
 async def test_a_replica_killed_in_any_phase_is_evicted_at_once(transport, staging, phase):
     async with processes(2, transport=transport) as (ranks, replicas):
         fleet, settings = fleet_of(replicas), config(staging=staging)
@@ -85,7 +85,7 @@ async def test_a_replica_killed_in_any_phase_is_evicted_at_once(transport, stagi
 
 
 @over_each_transport
-@amid_each_phase
+@in_each_phase
 async def test_a_replica_stopped_in_any_phase_costs_its_deadline_and_serves_nothing_when_it_wakes(
     transport, staging, phase
 ):
@@ -105,7 +105,7 @@ async def test_a_replica_stopped_in_any_phase_costs_its_deadline_and_serves_noth
             await late.resume("of another session", version(2))
         seen = await late.look()
         assert fleet.routable == {"replica/0": version(2)}
-        # It may finish the one step in which it was, and takes no other: its weights are whole, or it is paused.
+        # It may finish the step in which it was stopped, but no other: its weights are whole, or it is paused.
         whole = seen["digests"] in (digests(1), digests(2))
         assert (seen["intact"] and whole) or not any(call.startswith("resume 0.2") for call in seen["calls"])
         assert (await replicas["replica/0"].look())["digests"] == digests(2)
@@ -113,12 +113,12 @@ async def test_a_replica_stopped_in_any_phase_costs_its_deadline_and_serves_noth
 
 
 def acknowledged(transport: str, staging: str) -> bool:
-    """Whether senders know what a replica has read: kept buckets are read at any time."""
+    """True if senders know what a replica has read; kept buckets are read at any time."""
     return (transport, staging) != ("shared_memory", "full")
 
 
 def assert_named(evicted: dict[str, SyncError], phase: str, who: str, bucket: bool) -> None:
-    """Only this replica was evicted; its error says in which phase, of which version, and at which ``bucket``."""
+    """Check that only ``who`` was evicted; its error names phase, version and, if ``bucket``, a bucket."""
     assert evicted.keys() == {who}
     error = evicted[who]
     assert (error.phase, error.who, error.version) == (phase, who, version(2))
@@ -143,7 +143,7 @@ SENDER_CALLS += [("finish", "transfer")]
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("staging", ["bucket", "full"])
 @pytest.mark.parametrize(("call", "phase"), SENDER_CALLS, ids=[call for call, _ in SENDER_CALLS])
-async def test_a_sender_lost_in_its_phases_is_named_and_no_replica_serves_a_mixture(
+async def test_a_sender_lost_in_its_phases_is_reported_and_no_replica_serves_a_mixture(
     transport, number, staging, call, phase
 ):
     async with processes(2, transport=transport) as (ranks, replicas):
@@ -207,7 +207,7 @@ async def test_a_sender_killed_while_replicas_are_at_work_matters_only_before_th
 # -- many sessions -----------------------------------------------------------------------------------------------------
 
 
-#: sessions until memory has its size: torch notes the last 2000 collectives, a dozen of which make a session over gloo
+#: sessions until memory is stable: torch records the last 2000 collectives, and a session over gloo has a dozen
 WARM = {"shared_memory": 20, "gloo": 220}
 
 
@@ -251,7 +251,7 @@ async def test_the_death_of_either_side_leaves_nothing_behind(transport):
             return found["fds"], found["threads"], len(segments(remote.process.pid))
 
         async def comes_back_to(remote, before):
-            """Threads of a group that broke end by themselves."""
+            """Wait for ``before``: threads of a broken group take a while to end."""
             limit_s = time.monotonic() + 10
             while (now := await used(remote)) != before and time.monotonic() < limit_s:
                 await asyncio.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Live parameters compared with their sent tensors by fingerprints."""
+"""Live parameters are compared with the sent tensors by fingerprints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def prints(sent):
     return {name: fingerprint(tensor) for name, tensor in sent.items()}
 
 
-def test_long_rows_are_told_apart_by_their_ends():
+def test_fingerprints_of_long_rows_cover_both_ends():
     long = torch.randn(3, 4000, generator=torch.Generator().manual_seed(3))
     for column in (0, -1):
         other = long.clone()
@@ -51,7 +51,7 @@ def test_long_rows_are_told_apart_by_their_ends():
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
 def checked(request):
-    """A check that has seen one update, and the tensors of it and of the next."""
+    """A check that has seen one update, and the tensors of this update and of the next."""
     check, first, second = FingerprintCheck(), tensors(1, request.param), tensors(2, request.param)
     assert check.verdict(FEEDS, prints(first), loaded(first)) == ([], None)
     return check, first, second
@@ -65,13 +65,13 @@ def test_updates_that_arrive_are_right(checked):
 
 
 @pytest.mark.parametrize("part", ["q.weight", "k.weight", "k.bias", "embed.weight"])
-def test_a_tensor_that_was_not_loaded_is_found(checked, part):
+def test_a_tensor_that_was_not_loaded_is_detected(checked, part):
     check, first, second = checked
     live = loaded(second | {part: first[part]})
     assert check.verdict(FEEDS, prints(second), live).wrong == [next(o for o, names in FEEDS.items() if part in names)]
 
 
-def test_swapped_columns_are_found(checked):
+def test_swapped_columns_are_detected(checked):
     check, _, second = checked
     live = loaded(second)
     live["embed.weight"] = live["embed.weight"].roll(1, dims=1)
@@ -83,7 +83,7 @@ def test_a_transformed_parameter_must_change_when_its_tensors_do(checked):
     live = loaded(second) | {"quantised.weight": loaded(first)["quantised.weight"]}
     assert check.verdict(FEEDS, prints(second), live) == ([], True)
     again = second | {"quantised.weight": second["quantised.weight"].clone()}
-    assert check.verdict(FEEDS, prints(again), live) == ([], None)  # nothing other was sent this time
+    assert check.verdict(FEEDS, prints(again), live) == ([], None)  # the same tensors were sent again
 
 
 def test_parameters_that_were_not_sent_are_not_compared(checked):
@@ -102,10 +102,10 @@ def test_zeros_prove_nothing(checked):
     assert check.verdict(feeds, prints(ones), {"negated": -torch.ones(4, 4)}) == ([], False)
 
 
-def test_a_fingerprint_does_not_depend_on_where_the_tensor_lies():
+def test_a_fingerprint_does_not_depend_on_the_tensor_s_layout():
     tensor = torch.randn(3, 8)
-    room = torch.zeros(25)
-    room[1:] = tensor.reshape(-1)
-    for same in (room[1:].view(3, 8), tensor.t().contiguous().t()):
+    storage = torch.zeros(25)
+    storage[1:] = tensor.reshape(-1)
+    for same in (storage[1:].view(3, 8), tensor.t().contiguous().t()):
         assert torch.equal(fingerprint(same), fingerprint(tensor))
     assert not torch.equal(fingerprint(tensor.flip(1)), fingerprint(tensor))

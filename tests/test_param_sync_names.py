@@ -1,4 +1,4 @@
-"""Canonical names against the parameters of live models: real name sets as an engine like vLLM holds them."""
+"""Canonical names resolved to the parameters of live models, with real name sets as in engines like vLLM."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ H, Q, KV, MLP, V, E, MOE_I = 64, 96, 32, 160, 320, 8, 48
 
 
 class Model(NamedTuple):
-    """Sent names and live parameters of a model; ``rename``: what the engine's loader renames itself."""
+    """Sent names and live parameters of a model; ``rename``: renaming by the engine's own loader."""
 
     sent: Shapes
     live: Shapes
@@ -52,7 +52,7 @@ def attention(bias: bool = False, qk_norm: bool = False) -> tuple[Shapes, Shapes
 
 
 def latent_attention() -> tuple[Shapes, Shapes]:
-    """DeepSeek's: the first projections of queries and of keys and values are packed."""
+    """DeepSeek's attention: the first projections of queries and of keys and values are packed."""
     both: Shapes = {
         "q_a_layernorm.weight": (24,),
         "q_b_proj.weight": (Q, 24),
@@ -169,7 +169,7 @@ def mimo() -> Model:
 
 
 def mimo_draft() -> Model:
-    """vLLM's draft model: layers are counted on from the target's, and the decoder block sits one level down."""
+    """vLLM's draft model: layers are numbered after the target's, and the decoder block is one level deeper."""
 
     def rename(name: str) -> str:
         name = name.replace("mtp_layers.0.", "mtp_layers.36.")
@@ -230,8 +230,9 @@ def resolver_of(m: Model, live: Shapes | None = None, **options: Any) -> NameRes
 
 
 class EngineLoader:
-    """Finds parameters as an engine's loader does: by replacing substrings, the first rule that leads to one.
-    ``expects_base_layer``: matches names as they are; otherwise it looks through wrapped modules."""
+    """Finds parameters as an engine's loader does: by replacing substrings; the first rule that gives a live name wins.
+
+    With ``expects_base_layer`` names are matched unchanged; otherwise the wrapping of modules is ignored."""
 
     def __init__(self, m: Model, live: Shapes, expects_base_layer: bool) -> None:
         self.rename = m.rename or (lambda name: name)
@@ -257,7 +258,7 @@ either_loader = pytest.mark.parametrize("expects", [False, True], ids=["inner na
 @every_model
 @every_wrapping
 @either_loader
-def test_every_name_leads_the_engines_loader_to_its_owner(m, which, expects):
+def test_every_name_leads_the_engine_s_loader_to_its_owner(m, which, expects):
     live = wrapped(m.live, which)
     plan = resolver_of(m, live, expects_base_layer=expects).resolve(manifest_of(m.sent, m.tied))
     assert [t.name for t in plan.tensors] == [*m.sent, *m.tied]
@@ -271,7 +272,7 @@ def test_every_name_leads_the_engines_loader_to_its_owner(m, which, expects):
 
 @every_model
 @every_wrapping
-def test_base_layer_is_in_a_name_exactly_where_its_own_module_is_wrapped(m, which):
+def test_a_name_contains_base_layer_exactly_if_its_own_module_is_wrapped(m, which):
     live = wrapped(m.live, which)
     for sent in (m.sent, {wrap(name): shape for name, shape in m.sent.items()}):
         for expects in (False, True):
@@ -280,7 +281,7 @@ def test_base_layer_is_in_a_name_exactly_where_its_own_module_is_wrapped(m, whic
                 assert unwrap(t.load_as) == unwrap(t.name)
 
 
-def test_a_model_with_the_senders_names_takes_them_as_they_are():
+def test_a_model_with_the_sender_s_names_uses_them_unchanged():
     m = qwen3_moe()
     plan = NameResolver(live_of(m.sent), expects_base_layer=True).resolve(manifest_of(m.sent))
     assert all(t.load_as == t.owner == t.name and t.kind == "whole" for t in plan.tensors)
@@ -300,7 +301,7 @@ def test_a_packing_rule_never_rewrites_a_live_name():
         assert (t.load_as, t.owner, t.kind) == (t.name, t.name, "whole")
 
 
-def test_a_part_goes_to_the_loader_under_its_own_name_and_is_not_packed_twice():
+def test_a_part_is_loaded_under_its_own_name_and_is_not_packed_twice():
     split = [f"x.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")]
     live = ["x.in_proj_qkvz.base_layer.weight", "x.in_proj_ba.base_layer.weight"]
     plan = resolved(split, live)
@@ -313,8 +314,8 @@ def test_a_part_goes_to_the_loader_under_its_own_name_and_is_not_packed_twice():
     ]
 
 
-def test_the_parts_that_a_lora_engine_keeps_apart_are_whole_beside_packed_ones():
-    """With LoRA, vLLM's Qwen3.5 keeps in_proj_qkv and in_proj_z apart, and packs the other two."""
+def test_parts_that_a_lora_engine_keeps_separate_are_whole_beside_packed_ones():
+    """With LoRA, vLLM's Qwen3.5 keeps in_proj_qkv and in_proj_z separate, and packs the other two."""
     split = [f"x.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")]
     live = [wrap("x.in_proj_qkv.weight"), wrap("x.in_proj_z.weight"), wrap("x.in_proj_ba.weight")]
     plan = resolved(split, live, expects_base_layer=True)
@@ -337,8 +338,8 @@ def test_a_rule_of_two_segments_packs_only_below_its_own_module():
     assert [t.kind for t in plan.values()] == ["packed"] * 3 + ["whole"]
 
 
-def test_wrapped_and_unwrapped_modules_of_a_kind_stand_side_by_side():
-    """A vision tower's merger is not wrapped although the language model is; some senders mark both."""
+def test_wrapped_and_unwrapped_modules_of_one_kind_may_coexist():
+    """A vision tower's merger is not wrapped, but the language model is; some senders mark both."""
     sent = [
         "merger.fc1.base_layer.weight",
         "merger.fc1.base_layer.bias",
@@ -401,11 +402,11 @@ def test_adapter_tensors_are_passed_through_and_reported():
     assert plan.loads() == {}
 
 
-def test_names_that_only_look_like_adapters_are_no_adapters():
+def test_names_that_only_resemble_adapters_are_not_adapters():
     assert not any(is_adapter(name) for name in ("x.lora_A_norm.weight", "my_lora_A.weight", "x.q_proj.weight"))
 
 
-def test_live_adapter_parameters_need_no_data_but_take_it_by_their_own_names():
+def test_live_adapter_parameters_need_no_data_but_accept_it_by_their_own_names():
     live = {"x.weight": LiveTensor("bfloat16", (4, 4)), "x.lora_A.default.weight": LiveTensor("bfloat16", (2, 4))}
     base = TensorSpec("x.weight", "bfloat16", (4, 4))
     NameResolver(live).resolve([base])
@@ -434,7 +435,7 @@ def one_moe_layer() -> Model:
     return Model(sent, live)
 
 
-def test_a_missing_expert_is_named():
+def test_a_missing_expert_is_reported():
     m = one_moe_layer()
     for name in (
         "l.mlp.experts.7.up_proj.weight",
@@ -448,7 +449,7 @@ def test_a_missing_expert_is_named():
     assert "w2_weight" not in str(error.value)
 
 
-def test_one_rank_of_an_expert_parallel_engine_is_told_how_many_experts_there_are():
+def test_a_rank_of_an_expert_parallel_engine_needs_the_number_of_all_experts():
     m = one_moe_layer()
     live = m.live | {"l.mlp.experts.w13_weight": (2, 2 * MOE_I, H), "l.mlp.experts.w2_weight": (2, H, MOE_I)}
     resolver_of(m, live, num_experts=E).resolve(manifest_of(m.sent))
@@ -462,7 +463,7 @@ def test_one_rank_of_an_expert_parallel_engine_is_told_how_many_experts_there_ar
         resolver_of(m, live, num_experts=E).resolve(manifest_of(m.sent))
 
 
-def test_other_leaves_of_experts_have_fused_parameters_of_their_own():
+def test_other_leaves_of_experts_have_their_own_fused_parameters():
     sent = [f"experts.{i}.{part}.weight_scale" for i in (0, 1) for part in ("gate_proj", "up_proj")]
     plan = resolved(sent, ["experts.w13_weight_scale"])
     assert {t.owner for t in plan.values()} == {"experts.w13_weight_scale"}
@@ -484,12 +485,12 @@ def test_a_tied_name_is_not_missing_and_not_loaded_twice(listed):
     assert plan.loads() == {EMBED: (EMBED,)}
 
 
-def test_a_tie_of_the_sender_fills_both_where_the_live_model_holds_both():
+def test_a_tie_of_the_sender_fills_both_if_the_live_model_holds_both():
     plan = NameResolver(live_of({EMBED: (V, H), HEAD: (V, H)})).resolve([EMBED_SPEC, TIED_HEAD])
     assert plan.loads() == {EMBED: (EMBED, HEAD)}
 
 
-def test_either_name_of_shared_storage_may_be_the_one_that_is_sent():
+def test_either_name_of_shared_storage_may_be_sent():
     live = live_of({wrap(EMBED): (V, H)})
     plan = NameResolver(live, ties={HEAD: wrap(EMBED)}).resolve([TensorSpec(HEAD, "bfloat16", (V, H))])
     assert (plan.tensors[0].load_as, plan.tensors[0].owner) == (HEAD, wrap(EMBED))
@@ -501,7 +502,7 @@ def test_two_tensors_for_shared_storage_are_a_clash():
         resolver.resolve([EMBED_SPEC, TensorSpec(HEAD, "bfloat16", (V, H))])
 
 
-def test_a_tie_to_a_tensor_that_is_not_sent_is_an_error_unless_nothing_here_needs_it():
+def test_a_tie_to_a_tensor_that_is_not_sent_is_an_error_unless_nothing_needs_it():
     with pytest.raises(ManifestError, match=f"{HEAD}: tied to {EMBED}, which is not sent"):
         NameResolver(live_of({HEAD: (V, H)})).resolve([TIED_HEAD])
     plan = NameResolver(live_of({HEAD: (V, H)}), ignore={HEAD}).resolve([TIED_HEAD])
@@ -528,7 +529,7 @@ def test_buffers_may_be_ignored_on_either_side():
 
 
 def test_a_name_without_a_location_is_unknown_even_if_a_live_name_resembles_it():
-    """As a draft does that names its layers from 0 on: they are not the target's."""
+    """For example, a draft numbers its layers from 0: they are not the target's."""
     live = live_of({"model.layers.0.q.weight": (4, 4)})
     rename = lambda name: "model." + name.removeprefix("mtp.") if name.startswith("mtp.") else None
     resolver = NameResolver(live, rename=rename)
@@ -539,8 +540,8 @@ def test_a_name_without_a_location_is_unknown_even_if_a_live_name_resembles_it()
         resolver.resolve([own, of_the_target])
 
 
-def test_names_that_another_model_holds_are_known_here():
-    """As the draft's copy of an embedding that it shares with its target."""
+def test_names_of_parameters_that_another_model_holds_are_known():
+    """For example, the draft's copy of an embedding that it shares with its target."""
     rename = lambda name: name.replace("model.layers.2.embed", "model.embed")
     resolver = NameResolver(live_of({}), ignore={EMBED}, rename=rename)
     (copy,) = resolver.resolve([EMBED_SPEC._replace(name="model.layers.2.embed_tokens.weight")]).tensors
@@ -548,7 +549,7 @@ def test_names_that_another_model_holds_are_known_here():
     assert not resolver.wants(EMBED)
 
 
-def test_tensors_that_a_loader_computes_are_not_passed_to_it_unless_live():
+def test_tensors_that_a_loader_computes_are_passed_to_it_only_if_live():
     frequencies = TensorSpec("model.rotary.inv_freq", "float32", (8,))
     drops = lambda name: name.endswith("inv_freq")
     (left_out,) = NameResolver({}, drops=drops).resolve([frequencies]).tensors
@@ -557,7 +558,7 @@ def test_tensors_that_a_loader_computes_are_not_passed_to_it_unless_live():
     assert NameResolver(live, drops=drops).resolve([frequencies]).loads() == {frequencies.name: (frequencies.name,)}
 
 
-def test_loaders_of_one_model_may_differ_in_whether_they_want_base_layer():
+def test_loaders_of_one_model_may_differ_in_expecting_base_layer():
     live = live_of({"a.q.base_layer.weight": (4, 4), "b.q.base_layer.weight": (4, 4), "b.norm.weight": (4,)})
     resolver = NameResolver(live, expects_base_layer=lambda name: name.startswith("b."))
     sent = [TensorSpec(unwrap(name), "bfloat16", t.shape) for name, t in live.items()]
@@ -568,13 +569,13 @@ def test_loaders_of_one_model_may_differ_in_whether_they_want_base_layer():
     ]
 
 
-def test_roles_are_carried_along():
+def test_roles_are_preserved():
     name = "model.mtp_layers.0.input_proj.weight"
     plan = NameResolver(live_of({name: (4, 4)})).resolve([TensorSpec(name, "bfloat16", (4, 4), "draft")])
     assert plan.tensors[0].role == "draft"
 
 
-def test_one_message_names_four_of_each_kind_on_both_sides_and_counts_the_rest():
+def test_one_message_lists_four_of_each_kind_on_both_sides_and_counts_the_rest():
     sent = {f"sent.{i}.weight": (4,) for i in range(6)} | {f"both.{i}.weight": (4,) for i in range(5)}
     live = {f"live.{i}.weight": (4,) for i in range(5)} | {f"both.{i}.weight": (5,) for i in range(5)}
     with pytest.raises(ManifestError) as error:
@@ -592,7 +593,7 @@ def test_one_message_names_four_of_each_kind_on_both_sides_and_counts_the_rest()
     )
 
 
-def test_shapes_of_packed_parameters_are_checked_where_they_are_known():
+def test_shapes_of_packed_parameters_are_checked_if_known():
     m = qwen3()
     m.sent["model.layers.1.self_attn.v_proj.weight"] = (KV - 1, H)
     clash = r"v_proj.weight\[31, 64\]: do not fill model.layers.1.self_attn.qkv_proj.weight\[160, 64\] along dim 0"
@@ -619,18 +620,18 @@ def test_shapes_of_experts_are_checked_along_the_dimension_after_theirs():
     )
 
 
-def test_scales_without_a_dimension_have_no_shape_to_add_up():
+def test_scalar_scales_have_no_shapes_to_check():
     sent: Shapes = {f"x.{part}.weight_scale": () for part in PACKED["qkv_proj"]}
     resolver = NameResolver(live_of({"x.qkv_proj.weight_scale": (3,)}))
     assert len(resolver.resolve(manifest_of(sent)).tensors) == 3
 
 
-def test_dtypes_are_compared_for_parts_as_well_unless_the_live_one_says_nothing():
+def test_dtypes_are_compared_for_parts_too_unless_the_live_dtype_is_unknown():
     m = one_moe_layer()
     with pytest.raises(ManifestError, match=r"gate_proj.weight: sent as float32, l.mlp.experts.w13_weight holds bf"):
         resolver_of(m).resolve(manifest_of(m.sent, dtype="float32"))
-    untold = {name: LiveTensor(None, None) for name in m.live}
-    NameResolver(untold).resolve(manifest_of(m.sent, dtype="float32"))
+    unknown_dtypes = {name: LiveTensor(None, None) for name in m.live}
+    NameResolver(unknown_dtypes).resolve(manifest_of(m.sent, dtype="float32"))
 
 
 def test_a_parameter_cannot_be_fed_whole_and_in_parts_or_twice():
@@ -666,7 +667,7 @@ def test_resolving_a_resolved_name_changes_nothing(case):
 
 @settings(max_examples=100, deadline=None)
 @given(models_with_lora(), st.data())
-def test_any_lost_or_misspelt_name_is_found(case, data):
+def test_any_missing_or_misspelt_name_is_reported(case, data):
     m, sent, live, expects = case
     lost = data.draw(st.sampled_from(sorted(sent)))
     resolver = resolver_of(m, live, expects_base_layer=expects)
@@ -682,13 +683,13 @@ segments = st.text("abz_019", min_size=1, max_size=6)
 
 
 @given(st.lists(segments, min_size=1, max_size=6).map(".".join))
-def test_wrapping_and_unwrapping_is_the_identity(name):
+def test_unwrapping_reverses_wrapping(name):
     assert unwrap(wrap(name)) == name == unwrap(name)
     assert "base_layer" in wrap(name).split(".")
 
 
 def resolving_s(layers: int) -> float:
-    """CPU seconds for the names of so many layers of 256 experts: the least of three, as other programs only add."""
+    """CPU seconds to resolve the names of ``layers`` layers of 256 experts: the minimum of three."""
     count = 256
     sent: Shapes = {}
     live: Shapes = {}
@@ -710,12 +711,12 @@ def resolving_s(layers: int) -> float:
     return min(seconds)
 
 
-def test_fifty_thousand_names_take_time_in_proportion_to_their_number():
-    assert resolving_s(64) < 64 * resolving_s(4)  # 16 times the names; 256 times as long if each looked at all
+def test_resolving_fifty_thousand_names_takes_less_than_quadratic_time():
+    assert resolving_s(64) < 64 * resolving_s(4)  # 16 times the names; 256 times the time if it were quadratic
 
 
 class LoraLinear(torch.nn.Module):
-    """A linear layer wrapped as LoRA libraries do it."""
+    """A linear layer, wrapped as by LoRA libraries."""
 
     def __init__(self, base_layer: torch.nn.Linear) -> None:
         super().__init__()
@@ -750,7 +751,7 @@ def real_config(kind: str):
 
 
 def write(live: torch.Tensor, tensor: torch.Tensor, entry: Resolved, parts: Sequence[str]) -> None:
-    """Put one tensor into its piece of a parameter: all of it, or one of the equal parts of an expert."""
+    """Copy a tensor into its part of a live parameter: all of it, or one of the equal parts of an expert."""
     if entry.expert is not None:
         live = live[entry.expert].chunk(len(parts))[parts.index(entry.part)]
     live.copy_(tensor)
@@ -758,7 +759,7 @@ def write(live: torch.Tensor, tensor: torch.Tensor, entry: Resolved, parts: Sequ
 
 @pytest.mark.parametrize("kind", ["qwen2, tied", "qwen3_moe", "qwen3_next", "deepseek_v3"])
 def test_a_real_checkpoint_restores_the_model_in_memory_with_lora_on_some_modules(kind, tmp_path):
-    """transformers keeps all experts of a layer in one parameter and saves them one by one."""
+    """transformers keeps all experts of a layer in one parameter, and saves them one by one."""
     import transformers
 
     torch.manual_seed(0)
@@ -769,7 +770,7 @@ def test_a_real_checkpoint_restores_the_model_in_memory_with_lora_on_some_module
         parent, _, child = name.rpartition(".")
         if child in ("q_proj", "down_proj", "in_proj_ba", "kv_b_proj") and isinstance(module, torch.nn.Linear):
             setattr(net.get_submodule(parent), child, LoraLinear(module))
-    live = net.state_dict()  # the router's correction bias of DeepSeek-V3 is a buffer, and in the checkpoint
+    live = net.state_dict()  # includes buffers: DeepSeek-V3's router bias is one, and is in the checkpoint
     ties = {HEAD: EMBED} if kind == "qwen2, tied" else {}
 
     with safe_open(tmp_path / "model.safetensors", "pt") as saved:

@@ -58,7 +58,7 @@ def test_unpack_inverts_pack(group):
     assert [contents(s) for s in unpack(pack("e0-000000", before))] == [contents(s) for s in before]
 
 
-def test_buffers_that_are_no_snapshot_are_refused():
+def test_buffers_that_are_not_snapshots_are_refused():
     data = pack("e0-000000", [built(b"state", 0, [(1, [(4, (0, 0, False))], None)])])
     with pytest.raises(ValueError, match="cut short"):
         unpack(data[:-64])
@@ -88,7 +88,7 @@ class TwoTurns:
 
 
 class Rollouter:
-    """A router, a sample maker and one sample; it dies by `stop`."""
+    """A router, a sample maker and one sample; `stop` kills it."""
 
     def __init__(self, agent_loop, one_version=False) -> None:
         self.replicas = {"a": ScriptedReplica(), "b": ScriptedReplica()}
@@ -152,8 +152,8 @@ async def test_earlier_calls_are_replayed(saves):
     loop = TwoTurns(saves, tool=lambda: asked_tool.append(1) or TOOL)
     second = await Rollouter(loop).begin(unpack(data)[0])
     (request,) = second.replicas["a"].requests.values()
-    assert (request.tokens.tolist(), request.position) == ([1, 2, 11, 90, 91, 12], 2)  # two were drawn
-    assert request.resumed == 1  # of this turn
+    assert (request.tokens.tolist(), request.position) == ([1, 2, 11, 90, 91, 12], 2)  # two tokens were sampled
+    assert request.resumed == 1  # one of them in this turn
     assert len(asked_tool) == (0 if saves else 1)
     second.replicas["a"].emit(request.id, [13], FinishReason.STOP)
     (sample,) = await second.made
@@ -212,7 +212,7 @@ async def test_with_one_version_a_sample_restarts_between_two_calls_too():
     await rollouter.stop()
 
 
-async def test_an_agent_loop_that_catches_exceptions_lets_a_restart_pass():
+async def test_an_agent_loop_that_catches_exceptions_does_not_catch_a_restart():
     class Careless(SingleTurn):
         async def run(self, prompt, index, generate):
             try:
@@ -240,8 +240,10 @@ async def test_a_call_that_the_loop_cancelled_is_discarded():
             return await super().run(prompt, index, generate)
 
     rollouter = await Rollouter(Impatient(None, 9)).begin(PartialSample())
-    await asyncio.sleep(0.05)
     a = rollouter.replicas["a"]
+    async with asyncio.timeout(10):
+        while "e0-000000/0/2#0" not in a.requests or not a.aborted:
+            await asyncio.sleep(0.001)
     assert a.aborted == ["e0-000000/0/1#0"]
     assert a.requests["e0-000000/0/2#0"].max_new_tokens == 9
     await rollouter.stop()

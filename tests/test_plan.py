@@ -28,7 +28,7 @@ def assigned(machines, ranks=4, replicas=4, tensor_parallel=1, trainer="strict_p
 
 
 def used(machines: dict[str, str], pool: str) -> list[int]:
-    """Actors of a pool on each machine, the most first."""
+    """Number of a pool's actors on each machine, largest first."""
     theirs = [machine for actor, machine in machines.items() if actor.startswith(pool)]
     return sorted((theirs.count(machine) for machine in set(theirs)), reverse=True)
 
@@ -63,37 +63,37 @@ def overrides_of_halves() -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected"),
     [
         (
             {"ranks": 9},
-            "the trainer pool (9 × 1 CPU + 1 GPU, strict_pack) does not fit; it wants 9 CPU and 9 GPU on one",
+            "the trainer pool (9 × 1 CPU + 1 GPU, strict_pack) does not fit; it needs 9 CPU and 9 GPU on one",
         ),
         ({"ranks": 5, "trainer": "strict_spread"}, "on as many machines as there are actors, the cluster has node-0"),
         ({"ranks": 8, "replicas": 7, "tensor_parallel": 4}, "the rollout pool (7 × 1 CPU + 4 GPU, auto) does not fit"),
     ],
 )
-def test_a_pool_that_does_not_fit_is_refused_with_what_the_cluster_has(options, said):
+def test_a_pool_that_does_not_fit_is_refused_with_the_cluster_s_resources(options, expected):
     with pytest.raises(PlacementError) as e:
         assigned(FOUR, **options)
-    assert said in str(e.value)
+    assert expected in str(e.value)
 
 
-def test_a_dry_run_prints_places_and_figures_and_leaves_nothing(tmp_path, capsys):
+def test_a_dry_run_prints_placement_and_figures_and_writes_nothing(tmp_path, capsys):
     inputs = make_inputs(tmp_path / "inputs")
     options = overrides(inputs, tmp_path / "run", "async_training.staleness_threshold=0.5", "rollout.engine.slots=7")
     assert main(["--dry-run", *options, "param_sync.transport=gloo"]) == 0
-    told = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
-    told = {name.strip(): value.strip() for name, value in told.items()}
-    assert told["trainer/0"].startswith("this machine  0.5")
-    assert told["staleness bound"] == "1 versions (threshold 0.5)"
-    assert told["groups started ahead"].startswith("at most 3 ")  # (1 + 0.5) · 2
-    assert told["buckets"] == "2 a side of 32.0 MiB"
-    assert told["samples at once"] == "7 in 7 slots per replica, and some that wait for one"
+    printed = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    printed = {name.strip(): value.strip() for name, value in printed.items()}
+    assert printed["trainer/0"].startswith("this machine  0.5")
+    assert printed["staleness bound"] == "1 versions (threshold 0.5)"
+    assert printed["groups started ahead"].startswith("at most 3 ")  # (1 + 0.5) · 2
+    assert printed["buckets"] == "2 per side, each 32.0 MiB"
+    assert printed["samples at once"] == "7 in 7 slots per replica, plus some waiting for one"
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_of_what_cannot_be_placed_fails_with_what_is_missing(tmp_path, capsys):
+def test_a_dry_run_that_cannot_be_placed_fails_with_the_missing_resources(tmp_path, capsys):
     inputs = make_inputs(tmp_path / "inputs")
     assert main(["--dry-run", *overrides(inputs, tmp_path / "run", "trainer.device=cuda")]) == 1
     assert "GPU on one machine, the cluster has this machine with" in capsys.readouterr().err
@@ -101,7 +101,7 @@ def test_a_dry_run_of_what_cannot_be_placed_fails_with_what_is_missing(tmp_path,
 
 @pytest.mark.slow
 async def test_pools_on_a_real_cluster_share_no_gpu(tmp_path):
-    """On a machine that, to Ray, has eight."""
+    """On a machine that has eight GPUs according to Ray."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -149,5 +149,5 @@ async def test_pools_on_a_real_cluster_share_no_gpu(tmp_path):
 def gpus_here() -> list[int]:
     import ray
 
-    time.sleep(3)  # all at once: each keeps its own
+    time.sleep(3)  # all at once, so that each keeps its GPUs
     return ray.get_gpu_ids()

@@ -1,9 +1,13 @@
-"""Parts are found by name, by entry point or by import path, and what is no part is refused in one line."""
+"""Parts are found by name, by entry point or by import path; everything else is refused in one line."""
 
 import pytest
 
 from asyncrl.plugins.import_path import ImportPathError, load
 from asyncrl.plugins.registry import Registry, UnknownPart
+
+
+class Colour:
+    def upper(self) -> str: ...
 
 
 @pytest.fixture
@@ -17,7 +21,7 @@ def colours(tmp_path, monkeypatch) -> Registry:
     (folder / "deep" / "__init__.py").touch()
     (folder / "deep" / "spec.py").write_text("COLOUR: str = 'deep'\n")
     monkeypatch.syspath_prepend(tmp_path)
-    return Registry("colour", "paint.colour", "colours_of_a_test", "COLOUR", "asyncrl.colours", ("upper",))
+    return Registry("colour", "paint.colour", "colours_of_a_test", "COLOUR", "asyncrl.colours", Colour)
 
 
 def test_a_module_or_folder_that_defines_the_attribute_is_a_part(colours):
@@ -44,9 +48,10 @@ def test_an_installed_package_registers_a_part_by_an_entry_point(colours, tmp_pa
         ("no_such.module:X", r"^paint.colour: no_such.module:X: module no_such.module does not import \("),
         ("colours_of_a_test.red:HUE", r"^paint.colour: colours_of_a_test.red:HUE: module .*red has no HUE$"),
         ("math:pi", r"^paint.colour: math:pi lacks upper, which every colour has$"),
+        ("builtins:str", r"^paint.colour: builtins:str is a class; expected an instance, such as COLOUR = str\(\)$"),
     ],
 )
-def test_what_is_no_part_is_refused_in_one_line(colours, name, message):
+def test_an_unknown_or_broken_part_is_refused_in_one_line(colours, name, message):
     with pytest.raises(UnknownPart, match=message) as refused:
         colours.find(name)
     assert "\n" not in str(refused.value)

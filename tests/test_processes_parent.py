@@ -1,4 +1,4 @@
-"""A child process ends with its parent, also where the parent is killed."""
+"""A child process ends with its parent, even if the parent is killed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a death signal of the parent")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the death of a parent")
 
 CHILD = """
 import sys, time
@@ -39,7 +39,7 @@ def test_a_child_is_killed_with_its_parent():
         time.sleep(0.01)
 
 
-def test_a_child_whose_parent_is_gone_already_exits_at_once():
+def test_a_child_whose_parent_has_already_ended_exits_at_once():
     other_than_the_parent = str(os.getppid())
     ended = subprocess.run([sys.executable, "-c", CHILD, other_than_the_parent], capture_output=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (1, b"")

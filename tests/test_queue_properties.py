@@ -1,5 +1,7 @@
-"""Admission, queue and ledger over random histories of runs. After every event all groups are accounted for, none is in
-the weights twice, and no trained token is too old; from every state the next batch can be reached."""
+"""Admission, queue and ledger over random histories of runs.
+
+After every event all groups are accounted for, none is in the weights twice, and no trained token is too old. From
+every state the next batch can be reached."""
 
 import asyncio
 import contextlib
@@ -31,7 +33,7 @@ from asyncrl.types.samples import FinishReason, Sample
 from asyncrl.types.versions import PolicyVersion, VersionSpan
 from tests.support.in_memory import InMemoryRecords
 
-EVENTS = 200  # of each history, at least
+EVENTS = 200  # per history, at least
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Setting:
 
     @cached_property
     def budget(self) -> Fraction:
-        """A group may start under a version while fewer than this were issued beyond T of it."""
+        """A group may start under version v while fewer groups than this were issued beyond T(v)."""
         return (1 + Fraction(self.threshold)) * self.per_version
 
 
@@ -68,12 +70,12 @@ SETTINGS = st.builds(
 )
 
 
-NEVER = PolicyVersion(10**6, 0)  # no history comes to it
+NEVER = PolicyVersion(10**6, 0)  # no history reaches it
 ATTEMPTS = 3
 
 
 class WouldWait(AssertionError):
-    """Raised in place of waiting; fails a history that does not expect it."""
+    """Raised instead of waiting; fails a history that does not expect it."""
 
 
 class Impatient(asyncio.Condition):
@@ -99,7 +101,7 @@ def payload(uid: str, spans: tuple[tuple[PolicyVersion, bool], ...], attempt: in
 
 @dataclass
 class Made:
-    """A group in the test's own model. ``number``: version number that its deadline counts from."""
+    """A group in the test's model. ``number``: version number from which its deadline counts."""
 
     uid: str
     number: int
@@ -134,19 +136,19 @@ class History:
     def __post_init__(self) -> None:
         self.total = self.setting.batch * self.random.randint(10, 60)
         self.made: dict[str, Made] = {}
-        self.live: dict[str, str] = {}  # uid → state, in the order of issue, of all that are not dropped or final
+        self.live: dict[str, str] = {}  # uid → state of groups neither dropped nor final, in order of issue
         self.dropped: Counter[str] = Counter()
         self.final = 0
-        self.weights: list[list[str]] = []  # the batch of each step that the weights have seen
-        self.replay: dict[int, list[str]] = {}  # batches that a restore took out of the weights
-        self.held: list[str] | None = None  # the lease of the step under way
+        self.weights: list[list[str]] = []  # batch of each step in the weights
+        self.replay: dict[int, list[str]] = {}  # batches that a restore removed from the weights
+        self.held: list[str] | None = None  # lease of the current step
         self.version = PolicyVersion(0, 0)
-        self.served: dict[PolicyVersion, int] = {}  # and how many groups were trained when it was published
-        self.again: list[str] = []  # in flight, to be issued again first
-        self.gone: list[str] = []  # dropped as overdue, and the rollouter has not been told yet
+        self.served: dict[PolicyVersion, int] = {}  # version → groups trained when it was published
+        self.again: list[str] = []  # in flight; must be issued again first
+        self.gone: list[str] = []  # dropped as overdue; the rollouter does not know yet
         self.checkpoints = [Checkpoint(0, 0, 0, self.setting)]
         self.changed = False
-        self.last = None  # the call made last, and its answer
+        self.last = None  # the last call and its answer
         self.start_queue()
 
     def start_queue(self) -> None:
@@ -166,7 +168,7 @@ class History:
             answer = await call
         except WouldWait:
             return
-        raise AssertionError(f"{answer} where nothing may be given yet")
+        raise AssertionError(f"expected the call to wait, found {answer}")
 
     # -- model of the run ------------------------------------------------------------------------------------------
 
@@ -183,7 +185,7 @@ class History:
         return [uid for uid, state in self.live.items() if state in states]
 
     @property
-    def flying(self) -> list[str]:
+    def in_flight(self) -> list[str]:
         return [uid for uid in self.uids(IN_FLIGHT) if uid not in self.again]
 
     def deadline(self, uid: str) -> int:
@@ -265,11 +267,11 @@ class History:
         return True
 
     async def put(self, uids: list[str] | None = None) -> bool:
-        flying = self.flying
-        uids = uids or self.random.sample(flying, min(len(flying), self.random.randint(1, 4)))
+        in_flight = self.in_flight
+        uids = uids or self.random.sample(in_flight, min(len(in_flight), self.random.randint(1, 4)))
         if not uids:
             return False
-        late = self.gone[: self.random.randint(0, 1)]  # one that was given up meanwhile changes nothing
+        late = self.gone[: self.random.randint(0, 1)]  # a group that was cancelled meanwhile changes nothing
         await self.call("put", [self.finish(uid) for uid in [*late, *uids]])
         self.live |= dict.fromkeys(uids, QUEUED)
         await self.notice_overdue()
@@ -287,10 +289,10 @@ class History:
         return payload(uid, group.tokens, group.attempt)
 
     async def refuse(self) -> bool:
-        """Puts a group of an unknown version: refused in its place, dropped the third time."""
-        if not self.flying:
+        """Put a group of an unknown version: it is refused and keeps its place; the third time it is dropped."""
+        if not self.in_flight:
             return False
-        group = self.made[self.random.choice(self.flying)]
+        group = self.made[self.random.choice(self.in_flight)]
         damaged = payload(group.uid, ((NEVER, True),), group.attempt)
         group.attempt += 1
         poison = group.attempt == ATTEMPTS
@@ -303,18 +305,18 @@ class History:
         return True
 
     async def drop(self) -> bool:
-        if not self.flying:
+        if not self.in_flight:
             return False
-        uid, reason = self.random.choice(self.flying), self.random.choice(["zero_variance", "generation_failed"])
+        uid, reason = self.random.choice(self.in_flight), self.random.choice(["zero_variance", "generation_failed"])
         await self.call("drop", [(uid, reason), *((uid, "late") for uid in self.gone[:1])])
         del self.live[uid]
         self.dropped[reason] += 1
         return True
 
     async def snapshot(self) -> bool:
-        if not self.flying:
+        if not self.in_flight:
             return False
-        group = self.made[self.random.choice(self.flying)]
+        group = self.made[self.random.choice(self.in_flight)]
         await self.call("snapshot", [(group.uid, b"tokens so far"), *((uid, b"late") for uid in self.gone[:1])])
         group.snapshot = list(group.spans)
         return True
@@ -348,7 +350,7 @@ class History:
         """Next batch, if all of it is finished."""
         ready = self.uids(IN_FLIGHT, QUEUED)
         if self.setting.order == "ready_first":
-            ready = sorted(self.uids(QUEUED), key=self.deadline)  # stable: of equal ones the first issued
+            ready = sorted(self.uids(QUEUED), key=self.deadline)  # stable: equal deadlines in order of issue
         ready = ready[: self.setting.batch]
         whole = len(ready) == self.setting.batch and all(self.live[uid] == QUEUED for uid in ready)
         return ready if whole else None
@@ -372,7 +374,7 @@ class History:
         return True
 
     async def publish(self, rolling: bool | None = None) -> bool:
-        """Sync after the last groups of a version; a failed sync would do nothing here."""
+        """Sync after the last groups of a version; a failed sync would change nothing here."""
         if self.held or not self.consumed:
             return False
         rolling = self.random.random() < 0.4 if rolling is None else rolling
@@ -386,7 +388,7 @@ class History:
         await self.notice_overdue()
 
     async def notice_overdue(self) -> None:
-        """Notes groups that the queue dropped as overdue: never under `wait` or fifo while G is unchanged."""
+        """Note groups that the queue dropped as overdue: never under `wait` or fifo while G is unchanged."""
         left = {group.uid for group in self.records.recover().groups}
         if late := [uid for uid in self.live if uid not in left]:
             assert self.changed or (self.setting.order == "ready_first" and self.setting.overdue != "wait")
@@ -395,9 +397,9 @@ class History:
             if cancelled:
                 assert sorted(await self.queue.overdue()) == sorted(cancelled)
             self.gone += [uid for uid in cancelled if uid not in self.again]
-            if self.random.random() < 0.5:  # it may not be told in time
+            if self.random.random() < 0.5:  # the rollouter may learn of it too late
                 self.again = [uid for uid in self.again if uid in self.live]
-            self.replay = {}  # those behind them move up
+            self.replay = {}  # later groups move up
 
     async def retire(self) -> bool:
         if len(self.served) < 2:
@@ -419,7 +421,7 @@ class History:
         return True
 
     async def restore(self) -> bool:
-        """Restores a checkpoint after the death of a rank or of the run, sometimes with another batch size."""
+        """Restore a checkpoint after the death of a rank or of the run, sometimes with another batch size."""
         back = self.random.choice(self.checkpoints)
         old = self.setting
         if self.random.random() < 0.3:
@@ -461,14 +463,14 @@ class History:
         self.start_queue()
         method, args, answer = self.last or (None, (), None)
         if method == "issue" and not all(ticket.uid in self.live for ticket in args[0][:answer]):
-            return True  # dropped before this call, and the caller will have heard of it by the next
+            return True  # a group was dropped since; the caller learns of it before it repeats the call
         if method is not None:
             again = await self.call(method, *args)
-            if method == "lease":  # how long its groups took is not told as exactly again
+            if method == "lease":  # its groups' times are not repeated exactly
                 (answer, payloads), (lease, same) = answer, again
                 assert [g.uid for g in lease.groups] == [g.uid for g in answer.groups]
                 assert same == payloads
-            elif method == "put":  # a group that was dropped as poison is no longer spoken of
+            elif method == "put":  # groups dropped as poison are not reported again
                 assert again == [refusal for refusal in answer if refusal.attempt is not None]
             else:
                 assert again == answer, method
@@ -498,7 +500,7 @@ class History:
         happened = 0
         while happened < EVENTS:
             if self.trained >= self.total:
-                self.total += 5 * self.setting.batch  # a longer run is resumed from this one
+                self.total += 5 * self.setting.batch  # resumed as a longer run
                 self.start_queue()
                 self.last = None
             event = self.random.choices(events, cum_weights=chances)[0]
@@ -506,30 +508,30 @@ class History:
                 happened += 1
                 self.log.append(event.__name__)
                 self.check()
-        await self.go_on()
+        await self.proceed()
 
-    async def go_on(self) -> None:
-        """From any state: if groups in flight finish, the next batch comes, until none are left."""
+    async def proceed(self) -> None:
+        """Check that from any state, if groups in flight finish, the next batches can be leased until none are left."""
         until = min(self.total, self.trained + 3 * self.setting.per_version)
         while self.trained < until:
             if await self.retire() or await self.train() or await self.lease() or await self.publish(rolling=False):
                 continue
             moved = await self.issue(4)
-            if flying := self.flying:
-                moved |= await self.put(flying)
+            if in_flight := self.in_flight:
+                moved |= await self.put(in_flight)
             assert moved, "deadlock: nothing is in flight, nothing may start, and there is no batch"
         self.check()
 
 
 def step_through(history) -> None:
-    """Drives a coroutine that never waits, without the cost of an event loop."""
+    """Run a coroutine that never waits, without the cost of an event loop."""
     with contextlib.suppress(StopIteration):
         while True:
             history.send(None)
 
 
 def everything(histories: int):
-    """Runs this many histories over all settings. A setting and a seed identify one, so there is no shrinking."""
+    """Run this many histories over all settings. Setting and seed identify a history, so there is no shrinking."""
 
     def decorate(test):
         health = list(HealthCheck)
@@ -569,17 +571,17 @@ def test_invariants_hold_with_the_ledger_on_disk(setting, seed):
         asyncio.run(on_disk(Path(folder)))
 
 
-# -- injected bugs: the histories find each of these ------------------------------------------------------------------
+# -- injected bugs: the histories detect each of them -----------------------------------------------------------------
 
 
 def budget_too_large(patch) -> None:
-    """One group more may start than the budget has: <= in place of <."""
+    """One group more than the budget may start: <= instead of <."""
     limit = Admission.limit
     patch.setattr(Admission, "limit", lambda self, trained: limit(self, trained) + 1)
 
 
 def budget_counts_from_now(patch) -> None:
-    """T(v) follows what is trained, in place of what was trained when v was published."""
+    """T(v) is the number of groups trained by now, not by the time v was published."""
 
     async def trained(self, step, original=SampleQueue.trained):
         await original(self, step)
@@ -590,7 +592,7 @@ def budget_counts_from_now(patch) -> None:
 
 
 def drops_keep_their_places(patch) -> None:
-    """A dropped group is not taken off what was issued."""
+    """Dropped groups still count as issued."""
     patch.setattr(GroupTable, "held", property(lambda self: self.issued))
 
 
@@ -613,7 +615,7 @@ def released_groups_queue_up_again(patch) -> None:
 
 
 def rollback_forgets_leases(patch) -> None:
-    """A restore returns what was trained, but not what is leased."""
+    """A restore requeues trained groups, but not leased ones."""
     undone = GroupTable._undone_by_rollback
     patch.setattr(
         GroupTable, "_undone_by_rollback", lambda self, step: [g for g in undone(self, step) if g.state != LEASED]
@@ -621,7 +623,7 @@ def rollback_forgets_leases(patch) -> None:
 
 
 def rollback_keeps_what_was_trained(patch) -> None:
-    """A restore leaves the provisional groups trained, though they are not in the weights any more."""
+    """A restore leaves provisional groups trained, although they are no longer in the weights."""
     undone = GroupTable._undone_by_rollback
     patch.setattr(
         GroupTable, "_undone_by_rollback", lambda self, step: [g for g in undone(self, step) if g.state != TRAINED]
@@ -629,7 +631,7 @@ def rollback_keeps_what_was_trained(patch) -> None:
 
 
 def restored_version_begins_now(patch) -> None:
-    """A restored version's T is what is trained, in place of what was when its number was published first."""
+    """A restored version's T is the number of groups trained by now, not when its number was first published."""
 
     async def publish(self, version, trained=None, rolling=False, original=SampleQueue.publish):
         return await original(self, version, None, rolling)
@@ -644,17 +646,17 @@ def mask_one_version_late(patch) -> None:
 
 
 def ready_groups_always_fit(patch) -> None:
-    """`ready_first` takes what is finished, whether or not those in flight can still be trained in time."""
+    """`ready_first` takes finished groups, even if those in flight can then not be trained in time."""
     patch.setattr(Admission, "fits", lambda self, deadlines, number, consumed: True)
 
 
 def second_starts_are_free(patch) -> None:
-    """Groups in flight start again after a restore without being admitted."""
+    """Groups in flight start again after a restore without admission."""
     patch.setattr(Schedule, "_startable_again", lambda self, groups, oldest: len(groups))
 
 
 def restart_forgets_old_versions(patch) -> None:
-    """A queue restarted during a rolling update forgets the older versions served."""
+    """A queue restarted during a rolling update forgets older versions that are still served."""
 
     def initialize(self, *args, original=VersionTable.__init__):
         original(self, *args)
@@ -681,7 +683,7 @@ BUGS = [
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
-def test_histories_find_an_injected_bug(bug, monkeypatch):
+def test_histories_detect_an_injected_bug(bug, monkeypatch):
     bug(monkeypatch)
     random = Random(0)
     kinds = [("fifo", "wait"), ("ready_first", "wait"), ("ready_first", "mask"), ("ready_first", "drop")]

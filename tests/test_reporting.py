@@ -43,7 +43,7 @@ class Kept(Sink):
 
 
 class Broken(Kept):
-    """Raises, as if its service were gone."""
+    """Raises as if its service were gone."""
 
     def metrics(self, step, values):
         super().metrics(step, values)
@@ -57,7 +57,7 @@ class Broken(Kept):
 # -- hub ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_failing_sink_is_named_once_and_switched_off_while_the_others_go_on(caplog):
+def test_a_failing_sink_is_reported_once_and_switched_off_while_the_others_continue(caplog):
     before, broken, after = Kept(), Broken(), Kept()
     hub = Hub([before, broken, after])
     for step in (1, 2, 3):
@@ -179,7 +179,7 @@ def test_late_metrics_of_a_step_print_no_second_line():
     assert second.split()[-3:-1] == ["7", "0.25s"]
 
 
-def test_validation_and_the_end_get_lines_of_their_own():
+def test_validation_and_the_end_get_separate_lines():
     out = io.StringIO()
     console = ConsoleSink(total_steps=8, stream=out, clock=Clock())
     console.metrics(0, {"validation/accuracy": 0.125, "validation/valid_format": 0.9})
@@ -237,7 +237,7 @@ def terminal(monkeypatch) -> TerminalStream:
     return TerminalStream()
 
 
-def test_a_terminal_has_a_progress_line_below_the_lines(terminal):
+def test_a_terminal_has_a_progress_line_below_the_other_lines(terminal):
     clock, plain = Clock(), io.StringIO()
     sinks = [ConsoleSink(8, stream=stream, clock=clock) for stream in (plain, terminal)]
     waiting = [Span("trainer/0", "trainer/step", 0.0, 12.0, {})]
@@ -257,7 +257,7 @@ def test_a_terminal_has_a_progress_line_below_the_lines(terminal):
     assert "…" not in text
     assert text.rstrip().endswith("stopped after step 3/8, 40.0s: SIGINT")
     hidden, shown = (terminal.getvalue().rindex(code) for code in ("\x1b[?25l", "\x1b[?25h"))
-    assert hidden < shown  # the cursor
+    assert hidden < shown  # the cursor reappears
 
 
 def test_output_of_other_code_goes_above_the_progress_line(terminal, monkeypatch):
@@ -273,7 +273,7 @@ def test_output_of_other_code_goes_above_the_progress_line(terminal, monkeypatch
     assert sys.stdout is terminal
 
 
-def test_errors_that_go_elsewhere_than_to_the_terminal_stay_there(terminal, monkeypatch):
+def test_stderr_is_left_alone_if_it_is_not_the_terminal(terminal, monkeypatch):
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setattr(sys, "stderr", log := io.StringIO())
     console = ConsoleSink(8)

@@ -45,10 +45,10 @@ async def test_a_group_s_timeline_has_its_phases(tmp_path):
     ]
     edges = [start for _, start, _ in first.phases] + [first.phases[-1][2]]
     assert edges == [102, 102.25, 102.5, 103, 106, 107]
-    assert second.phases[-1] == ("queued", 104, 107)  # not over yet: up to the newest event
+    assert second.phases[-1] == ("queued", 104, 107)  # not over: lasts until the newest event
     assert third.phases[-1][0] == "dropped: reward_error"
     assert fourth.phases == [("waiting for a slot", 102, 107)]
-    assert [life.uid for life in read_group_timelines(tmp_path, 2)] == ["3", "4"]
+    assert [group.uid for group in read_group_timelines(tmp_path, 2)] == ["3", "4"]
     bars = {bar.name: bar for bar in group_timeline_chart([first, second, third, fourth]).data}
     assert list(bars["training"].y) == [0]
     assert "1 of version 0.3, trained in step 4<br>training 1.000 s" in bars["training"].text[0]
@@ -67,8 +67,8 @@ async def test_the_trace_has_spans_by_actor_and_phases_by_group(tmp_path):
     (step,) = [e for e in events if e["name"] == "trainer/step"]
     assert (step["ph"], step["ts"], step["dur"], step["args"]) == ("X", 106e6, 1e6, {"step": 4})
     assert lanes[step["pid"], step["tid"]] == "trainer/0"
-    life = [(e["ph"], e["name"], e["ts"] / 1e6) for e in events if e.get("id") == "1"]
-    assert life[-2:] == [("b", "training", 106), ("e", "training", 107)]
+    phases = [(e["ph"], e["name"], e["ts"] / 1e6) for e in events if e.get("id") == "1"]
+    assert phases[-2:] == [("b", "training", 106), ("e", "training", 107)]
     opened, closed = ([e for e in events if e["ph"] == mark] for mark in "be")
     assert len(opened) == len(closed) > 4
 

@@ -60,7 +60,7 @@ def test_gauges_are_last_values_and_counters_are_sums(sink):
 
 
 def test_a_gauge_and_a_counter_of_one_name_are_answered_in_the_plain_format(sink):
-    """OpenMetrics, which Prometheus prefers, has no room for both."""
+    """OpenMetrics, which Prometheus prefers, does not allow both."""
     sink.metrics(1, {"rollout/restarted_samples": 2})
     sink.spans(Batch("rollouter", counters={"rollout/restarted_samples": 3}))
     request = Request(f"http://127.0.0.1:{sink.port}/metrics", headers={"Accept": "application/openmetrics-text"})

@@ -23,7 +23,7 @@ EVIL = "</script><img src=x onerror=alert(1)>"
 
 
 def metrics_of(run_dir: Path, names: list[str], steps: int = 3) -> dict[str, list[float]]:
-    """Writes metrics.jsonl with values that are unique to each name; returns them."""
+    """Write metrics.jsonl with values that are unique to each name; returns them."""
     values = {name: [i + step / 1000 + 0.123 for step in range(1, steps + 1)] for i, name in enumerate(names)}
     file = JsonlFile(run_dir / METRICS_FILE)
     for row in range(steps):
@@ -196,7 +196,7 @@ def test_many_trajectories_are_thinned_evenly(tmp_path):
     assert f"({MAX_TRAJECTORIES} of 100 kept)" in html
 
 
-def test_a_run_without_a_step_and_one_still_going_have_a_report(tmp_path):
+def test_a_run_without_a_step_and_a_running_one_have_a_report(tmp_path):
     assert "No step has been reported yet." in write_report(tmp_path).read_text()
     (tmp_path / METRICS_FILE).write_bytes(b'{"step":1,"time":1,"actor/entropy":2.5}\n{"step":2,"ti')
     (tmp_path / "config.yaml").write_text("")

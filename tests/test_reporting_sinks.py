@@ -1,4 +1,4 @@
-"""Opening of sinks: built-in ones by their options, others by name or import path."""
+"""Sinks are opened: built-in ones by their options, others by name or import path."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class NoSpec:
     enabled = None
 
 
-def test_built_in_sinks_are_on_by_their_own_options():
+def test_built_in_sinks_are_enabled_by_their_own_options():
     assert enabled() == PLAIN
     assert enabled("reporting.prometheus.port=9400") == sorted([*PLAIN, "prometheus"])
     assert enabled("reporting.tensorboard=true") == sorted([*PLAIN, "tensorboard"])
@@ -80,17 +80,23 @@ def test_a_sink_given_by_its_import_path_is_opened_beside_the_built_in_ones(tmp_
         (f"{__name__}:NoSpec", r"^reporting.sinks: .*:NoSpec lacks problems, which every sink has$"),
         (
             f"{__name__}:NO_SINK",
-            r"^reporting.sinks: .*:NO_SINK opened object, which lacks metrics, spans, trajectories, close; ",
+            r"^reporting.sinks: .*:NO_SINK made object, which lacks close, metrics, spans, trajectories; ",
         ),
         (f"{__name__}:STRICT", r"^name: expected nice, found run$"),
-        ("prometheus", r"^reporting.prometheus.port: expected a port to serve, found 0, with prometheus in "),
+        ("prometheus", r"^reporting.prometheus.port: expected a port to serve, found 0, but reporting.sinks names "),
     ],
 )
-def test_what_is_no_sink_or_has_bad_options_is_refused_in_one_line(tmp_path, sink, message):
+def test_a_bad_sink_or_option_is_refused_in_one_line(tmp_path, sink, message):
     with pytest.raises(ConfigError, match=message) as refused:
         open_hub(config_of(f"reporting.sinks=[{sink}]"), tmp_path)
     assert len(refused.value.problems) == 1
     assert "\n" not in refused.value.problems[0]
+
+
+def test_sinks_that_are_open_are_closed_when_another_one_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="lacks close"):
+        open_hub(config_of(f"reporting.sinks=[{__name__}:KEPT,{__name__}:NO_SINK]"), tmp_path)
+    assert Kept.opened.calls == ["close"]
 
 
 def test_an_unknown_sink_is_refused_before_the_run_folder_is_made(tmp_path):
@@ -101,7 +107,7 @@ def test_an_unknown_sink_is_refused_before_the_run_folder_is_made(tmp_path):
     assert list(sink_problems(replace(config, reporting=Config().reporting))) == []
 
 
-def test_looking_for_sinks_imports_none_of_their_packages():
+def test_finding_sinks_imports_none_of_their_packages():
     script = (
         "import sys\n"
         "from asyncrl.observability.sinks.base import SINKS\n"
@@ -114,7 +120,7 @@ def test_looking_for_sinks_imports_none_of_their_packages():
 
 def test_the_example_of_the_documentation_writes_its_file(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs/examples")
-    for step in (1, 2):  # a run, and its resumption
+    for step in (1, 2):  # a run, then its resumption
         hub = open_hub(config_of("name=sums", "reporting.sinks=[csv_sink:SINK]"), tmp_path)
         hub.metrics(step - 1, {"validation/accuracy": 0.5})
         hub.spans(Batch("replica/0", counters={"rollout/tokens": 17}))

@@ -1,4 +1,4 @@
-"""The wandb sink, against wandb itself: tests read the file of an offline run."""
+"""The wandb sink with real wandb: tests read the file of an offline run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CHUNK = struct.Struct("<IHB")  # crc, length, kind: 1 whole, 2 first, 3 middle,
 def records(path: Path) -> Iterator[pb.Record]:
     """The records of a .wandb file: a 7-byte header, then chunks that never cross a block."""
     data = path.read_bytes()
-    assert data[:4] == b":W&B", f"{path} is no wandb file: it begins with {data[:7]!r}"
+    assert data[:4] == b":W&B", f"{path} is not a wandb file: it begins with {data[:7]!r}"
     at, pending = 7, b""
     while at + _CHUNK.size <= len(data):
         left = _BLOCK_BYTES - at % _BLOCK_BYTES
@@ -118,7 +118,7 @@ def test_an_offline_run_holds_config_and_metrics_by_step(alone, tmp_path):
 
 
 def test_wandb_prints_nothing_and_leaves_the_home_folder_alone(alone, tmp_path):
-    # In a fresh process and environment: state of wandb and pytest in this one changes the output of wandb.
+    # In a fresh process and environment, because state of wandb and pytest in this one changes wandb's output.
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "PYTEST"))}
     (home := tmp_path / "home").mkdir()
     script = (
@@ -162,7 +162,7 @@ def test_a_disabled_run_leaves_nothing_behind(alone, tmp_path):
     assert list(tmp_path.rglob("*.wandb")) == []
 
 
-def test_an_unknown_mode_is_refused_with_the_ones_there_are():
+def test_an_unknown_mode_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="'offline', 'online' or 'disabled'"):
         WandbConfig(mode="of")
 
@@ -197,7 +197,7 @@ def test_a_resumed_run_keeps_its_id_and_repeats_no_step(alone, tmp_path):
         for step in steps:
             sink.metrics(step, row)
             lines.metrics(step, row)
-        sink.metrics(2, {"validation/accuracy": 0.5})  # a late result is no step
+        sink.metrics(2, {"validation/accuracy": 0.5})  # a late result is not a step
         lines.close(None)
         sink.close(None)
         (tmp_path / "wandb").rename(folder)

@@ -1,10 +1,12 @@
-"""A run that ended early, however it did, resumes at its last checkpoint: each prompt once, and the same bits in
-deterministic mode. A folder that cannot be resumed is refused with the reason, before anything starts or is written."""
+"""A run that ended early resumes at its last checkpoint: each prompt once, and the same bits in deterministic mode.
+
+A folder that cannot be resumed is refused with the reason, before anything starts or is written."""
 
 import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import signal
 import sqlite3
@@ -20,13 +22,13 @@ from asyncrl.run import run_folder
 from tests.support.faults import OPTIONS, FaultyRun, audit, restores
 from tests.support.tiny import overrides
 
-STEPS = 9
+STEPS = 18
 DETERMINISTIC = (
     f"trainer.total_steps={STEPS}",
     "async_training.staleness_threshold=0",
     "rollout.engine.deterministic=true",
     "checkpoint.export_hf=final",
-    # groups are dropped and refilled, so that the history is more than its steps
+    # groups are dropped and replaced, so that the ledger holds more than the trained ones
     "algorithm.filter_zero_variance=true",
     "reward.function=tests.test_synchronous_equality:coarse_reward",
 )
@@ -48,13 +50,16 @@ def begin():
 @pytest.fixture(scope="module")
 def killed(inputs, begin, tmp_path_factory) -> Path:
     """Folder of a run whose driver was killed after step 7, with checkpoints of steps 3 and 6."""
-    run = begin(inputs, tmp_path_factory.mktemp("killed") / "run", "trainer.total_steps=1000")
-    run.until_trained(7)
-    run.until(lambda: (run.folder / "checkpoints/step_000006").exists(), "saved step 6")
-    run.process.kill()
-    run.process.wait()
-    run.close()
-    return run.folder
+    for _ in range(5):  # again if this process was held up and the run went further
+        run = begin(inputs, tmp_path_factory.mktemp("killed") / "run", "trainer.total_steps=1000")
+        run.until_trained(7)
+        run.until((run.folder / "checkpoints/step_000006").exists, "saved step 6")
+        run.process.kill()
+        run.process.wait()
+        run.close()
+        if not (run.folder / "checkpoints/step_000009").exists():
+            return run.folder
+    pytest.fail("each run went on to step 9 before it was killed")
 
 
 @pytest.fixture
@@ -63,7 +68,7 @@ def folder(killed, tmp_path) -> Path:
     return Path(shutil.copytree(killed, tmp_path / "run", symlinks=True))
 
 
-def test_killed_between_checkpoints_and_resumed_equals_never_killed_bit_for_bit(inputs, begin, tmp_path):
+def test_a_run_killed_between_checkpoints_and_resumed_equals_an_undisturbed_one_bit_for_bit(inputs, begin, tmp_path):
     undisturbed = begin(inputs, tmp_path / "undisturbed" / "run", *DETERMINISTIC)
     assert undisturbed.wait() == 0, undisturbed.text
 
@@ -75,8 +80,8 @@ def test_killed_between_checkpoints_and_resumed_equals_never_killed_bit_for_bit(
     until_between(run, 6)
     run.kill("rank")
     assert run.wait() == 0, run.text
-    assert "back at step 3" in run.text  # resumed
-    assert "back at step 6" in run.text  # restored
+    resumed, restored = map(int, re.findall(r"back at step (\d+)", run.text))
+    assert 3 <= resumed < restored
 
     expected = read_tensors(undisturbed.folder / "checkpoints/final/hf")
     found = read_tensors(run.folder / "checkpoints/final/hf")
@@ -94,7 +99,7 @@ def until_between(run: FaultyRun, saved: int) -> None:
 
 
 @pytest.mark.faults
-def test_a_killed_run_goes_on_with_other_pools_and_batches_and_again_after_an_interruption(inputs, begin, folder):
+def test_a_killed_run_resumes_with_other_pools_and_batches_and_again_after_an_interruption(inputs, begin, folder):
     """The spool has a torn tail, and the newest save was interrupted."""
     newest_segment = max((folder / "spool").iterdir())
     with newest_segment.open("ab") as file:
@@ -123,9 +128,7 @@ def test_a_killed_run_goes_on_with_other_pools_and_batches_and_again_after_an_in
 
 
 @pytest.mark.faults
-def test_a_journal_that_is_lost_with_its_machine_comes_back_from_the_copy_beside_the_checkpoint(
-    inputs, begin, tmp_path
-):
+def test_a_journal_lost_with_its_machine_is_restored_from_the_copy_beside_the_checkpoint(inputs, begin, tmp_path):
     disk = tmp_path / "disk"
     run = begin(inputs, tmp_path / "runs" / "run", "trainer.total_steps=1000", f"journal_dir={disk}")
     journal = run_folder.journal_folder(run.folder.resolve(), str(disk))
@@ -142,8 +145,8 @@ def test_a_journal_that_is_lost_with_its_machine_comes_back_from_the_copy_beside
 
 
 @pytest.mark.faults
-def test_a_damaged_spool_is_named(inputs, begin, folder):
-    """The queue verifies all of it at its start: every record in it is promised to be durable."""
+def test_a_damaged_spool_is_reported(inputs, begin, folder):
+    """The queue verifies the whole spool when it starts, since every record in it was acknowledged as durable."""
     segment = min((folder / "spool").iterdir())
     content = bytearray(segment.read_bytes())
     content[len(content) // 2] ^= 1
@@ -172,22 +175,22 @@ def test_other_prompts_in_the_same_file_are_refused(inputs, folder, capfd):
     rows = file.read_text().splitlines(keepends=True)
     file.write_text("".join(rows[:-1]))
     try:
-        told = refused(inputs, folder, capfd)
+        output = refused(inputs, folder, capfd)
     finally:
         file.write_text("".join(rows))
-    assert "data.train_files: the run to resume has 25 prompts" in told
-    assert "found 24 prompts" in told
+    assert "data.train_files: the run to resume has 25 prompts" in output
+    assert "found 24 prompts" in output
 
 
-def test_a_damaged_shard_of_the_newest_checkpoint_is_named(inputs, folder, capfd):
+def test_a_damaged_shard_of_the_newest_checkpoint_is_reported(inputs, folder, capfd):
     shard = max((folder / "checkpoints/step_000006/state").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"!")
-    told = refused(inputs, folder, capfd)
-    assert f"{shard} is damaged" in told
-    assert "step_000003" in told  # what else there is
+    output = refused(inputs, folder, capfd)
+    assert f"{shard} is damaged" in output
+    assert "step_000003" in output  # the other checkpoint
 
 
-def test_a_damaged_ledger_is_named(inputs, folder, capfd):
+def test_a_damaged_ledger_is_reported(inputs, folder, capfd):
     ledger = folder / "ledger.sqlite"
     with closing(sqlite3.connect(ledger)) as db:
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -199,7 +202,7 @@ def test_a_damaged_ledger_is_named(inputs, folder, capfd):
 
 def test_missing_checkpoints_of_groups_that_the_ledger_no_longer_keeps_are_refused(inputs, folder, capfd):
     shutil.rmtree(folder / "checkpoints")
-    assert "no checkpoint is left, but the groups trained up to step 3 are kept no longer" in refused(
+    assert "no checkpoint is left, but the groups trained up to step 3 are no longer kept" in refused(
         inputs, folder, capfd
     )
 
@@ -215,15 +218,15 @@ def test_only_a_checkpoint_in_the_folder_of_a_run_can_be_resumed(inputs, folder,
 def test_a_folder_in_use_by_a_live_run_is_refused(inputs, folder, capfd, monkeypatch):
     monkeypatch.setattr(run_folder, "LOCK_PATIENCE_S", 0.5)
     fd = os.open(folder, os.O_RDONLY)
-    fcntl.flock(fd, fcntl.LOCK_EX)  # as a run holds it
+    fcntl.flock(fd, fcntl.LOCK_EX)  # as a run does
     try:
-        assert f"{folder} is in use by a run that goes on" in refused(inputs, folder, capfd)
+        assert f"{folder} is in use by another run" in refused(inputs, folder, capfd)
     finally:
         os.close(fd)
 
 
 def test_a_folder_that_cannot_be_written_is_refused(inputs, folder, capfd, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder / "ledger.sqlite")  # root may all
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder / "ledger.sqlite")  # for root
     assert f"{folder / 'ledger.sqlite'} cannot be written" in refused(inputs, folder, capfd)
 
 
@@ -232,10 +235,10 @@ def refused(inputs: Path, folder: Path, capfd, *more: str, resume: str | Path = 
     before = contents(folder)
     options = overrides(inputs, folder, *OPTIONS, "trainer.total_steps=1000", *more)
     assert main(["--resume", str(resume), *options]) == 2
-    told = capfd.readouterr().err
-    assert all(line.startswith("config: ") for line in told.splitlines()), told
+    output = capfd.readouterr().err
+    assert all(line.startswith("config: ") for line in output.splitlines()), output
     assert contents(folder) == before
-    return told
+    return output
 
 
 def contents(folder: Path) -> dict[str, str]:

@@ -42,7 +42,7 @@ def test_a_prompt_without_an_integer_answer_raises():
         score(Prompt("e0-000000", "row", (), "seven"), "answer: 7")
 
 
-def test_it_imports_no_deep_learning_library():
+def test_the_reward_imports_no_deep_learning_library():
     code = (
         "import sys, asyncrl.rollouter.rewards.arithmetic; print({'torch', 'transformers', 'ray'} & set(sys.modules))"
     )

@@ -1,6 +1,6 @@
 """Reward functions in worker processes: however they misbehave, the pool answers and leaves no process behind.
 
-The functions that the workers run stand first; a worker imports them from this file.
+The workers' functions come first; a worker imports them from this file.
 """
 
 import asyncio
@@ -46,9 +46,9 @@ UNUSABLE = {
 
 
 def misbehaves(prompt, response):
-    """Misbehaves as the response says."""
+    """Misbehaves in the way that the response names."""
     if response == "hang":
-        re.match(r"(a+)+$", "a" * 64 + "!")  # holds the interpreter for longer than anybody waits
+        re.match(r"(a+)+$", "a" * 64 + "!")  # holds the interpreter practically forever
     if response == "die":
         os._exit(7)
     if response == "raise":
@@ -123,13 +123,13 @@ async def test_async_rewards_of_a_group_run_concurrently():
 
 
 async def test_a_hanging_reward_is_killed_at_its_limit_and_fails_only_its_own_sample():
-    async with pool_of(misbehaves, timeout_s=0.5, workers=2) as pool:
+    async with pool_of(misbehaves, timeout_s=3.0, workers=2) as pool:
         start = time.monotonic()
         results = await pool.score([(ANSWER, "fine"), (ANSWER, "hang"), (ANSWER, "fine")])
-        assert time.monotonic() - start < 10  # two limits and two new workers, on a busy machine
+        assert time.monotonic() - start < 30  # two limits and two new workers, on a busy machine
         assert [r.error for r in results] == [None, "reward_timeout", None]
         assert "misbehaves" in results[1].message
-        assert "0.5 s" in results[1].message
+        assert "3 s" in results[1].message
         assert [r.reward for r in await pool.score([(ANSWER, "fine")])] == [1.0]
 
 

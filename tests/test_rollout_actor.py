@@ -25,7 +25,7 @@ EPOCH = ("data.epochs=1", "async_training.staleness_threshold=50", "rollout.paci
 
 @contextlib.asynccontextmanager
 async def rollouter(inputs, monkeypatch, replica=None):
-    """A started rollouter over a queue of this process, and that queue. Without ``replica`` it has a real engine."""
+    """A started rollouter and its queue, in this process. Without ``replica`` it has a real engine."""
     monkeypatch.setattr("asyncrl.rollouter.actors.never_interrupt", lambda: None)
     config = load_config(None, [*overrides(inputs, inputs / "run"), *EPOCH])
     derived, engine = derive(config), None
@@ -51,32 +51,55 @@ async def rollouter(inputs, monkeypatch, replica=None):
             await engine.close()
 
 
-async def test_run_returns_when_the_queue_is_closed_and_validation_is_still_served(inputs, monkeypatch):
-    async with rollouter(inputs, monkeypatch) as (actor, queue):
+@contextlib.asynccontextmanager
+async def running(actor):
+    """Runs the actor's `run` in the background, and checks that it does not end by itself."""
+    task = asyncio.create_task(actor.run())
+    yield
+    assert not task.done()
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def test_validation_is_served_after_the_prompts_ended(inputs, monkeypatch):
+    async with rollouter(inputs, monkeypatch) as (actor, queue), running(actor):
         await queue.publish(PolicyVersion(0, 0))
-        await asyncio.wait_for(actor.run(), 120)
-        assert queue.balance()["queued"] == PROMPTS
-        alive = asyncio.create_task(actor.alive())
+        assert (await lease(queue, 1)).closed == "the prompts ended"
         assert (await asyncio.wait_for(actor.validate(), 60))["validation/samples"] == 6
-        assert not alive.done()
-        alive.cancel()
 
 
-async def test_run_goes_on_through_a_reset_and_no_group_is_lost(inputs, monkeypatch):
-    async with rollouter(inputs, monkeypatch) as (actor, queue):
+async def test_a_queue_that_a_rollback_reopened_is_closed_again(inputs, monkeypatch):
+    """Otherwise the trainer would wait forever for groups of prompts that ended."""
+    async with rollouter(inputs, monkeypatch) as (actor, queue), running(actor):
         await queue.publish(PolicyVersion(0, 0))
-        running = asyncio.create_task(actor.run())
+        assert (await lease(queue, 1)).closed == "the prompts ended"
+        await queue.rollback(0)
+        await actor.reset()
+        await queue.publish(PolicyVersion(1, 0), 0)
+        assert (await lease(queue, 1)).closed == "the prompts ended"
+        assert queue.balance()["queued"] == PROMPTS
+
+
+async def lease(queue, step):
+    """The answer to a lease of more groups than there will be."""
+    lease, _ = await asyncio.wait_for(queue.lease(step, PROMPTS + 1), 120)
+    return lease
+
+
+async def test_run_survives_a_reset_without_losing_a_group(inputs, monkeypatch):
+    async with rollouter(inputs, monkeypatch) as (actor, queue), running(actor):
+        await queue.publish(PolicyVersion(0, 0))
         async with asyncio.timeout(60):
             while queue.balance()["queued"] < 2:
                 await asyncio.sleep(0.005)
         before = actor._loop
         await actor.reset()
-        await asyncio.wait_for(running, 120)
+        assert (await lease(queue, 1)).closed == "the prompts ended"
         assert actor._loop is not before
         assert queue.balance()["queued"] == PROMPTS
 
 
-async def test_alive_raises_what_an_engine_raised(inputs, monkeypatch):
+async def test_alive_raises_an_engine_s_exception(inputs, monkeypatch):
     replica = ScriptedReplica()
     async with rollouter(inputs, monkeypatch, replica) as (actor, _):
         replica.die(ValueError("out of memory"))

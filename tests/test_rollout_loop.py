@@ -22,7 +22,7 @@ from tests.support.tiny import MAX_RESPONSE, overrides
 
 
 class Reshaped(SingleTurn):
-    """An agent loop that alters its sample, to produce rare cases."""
+    """An agent loop that changes its sample to produce rare cases."""
 
     async def run(self, prompt, index, generate):
         return self.change(await super().run(prompt, index, generate))
@@ -104,8 +104,8 @@ async def test_groups_of_equal_rewards_are_dropped_counted_and_refilled(inputs):
     [
         ("keep", [1.0, 1.0, 1.0, 1.0], False),
         ("penalize", [1.0, 1.0, 1.0, 1.0], True),  # the penalty makes the difference
-        ("penalize", [1.0, 0.5, 0.5, 0.5], False),  # the penalty takes it away
-        ("mask", [1.0, 0.5, 0.5, 0.5], False),  # the one that differs does not count
+        ("penalize", [1.0, 0.5, 0.5, 0.5], False),  # the penalty removes it
+        ("mask", [1.0, 0.5, 0.5, 0.5], False),  # the sample that differs does not count
         ("mask", [1.0, 1.0, 0.5, 0.5], True),
     ],
 )
@@ -123,6 +123,23 @@ async def test_a_sample_without_a_trained_token_is_counted_as_failed(inputs):
         (group, _) = await system.groups(2)
         assert group.sample_index.tolist() == [1, 2, 3]
         assert system.recorder.drain().counters["rollout/failed_samples/no_trained_token"] >= 2
+
+
+class FirstOneCancelled(SingleTurn):
+    """An agent loop whose first sample awaits a cancelled task, as some libraries do."""
+
+    async def run(self, prompt, index, generate):
+        if index == 0:
+            (task := asyncio.create_task(asyncio.sleep(60))).cancel()
+            await task
+        return await super().run(prompt, index, generate)
+
+
+async def test_an_agent_loop_that_raises_cancelled_error_fails_its_sample_alone(inputs):
+    async with System(inputs, lambda p, i: fine(float(i)), agent_loop=FirstOneCancelled) as system:
+        (group, _) = await system.groups(2)
+        assert group.sample_index.tolist() == [1, 2, 3]
+        assert system.recorder.drain().counters["rollout/failed_samples/agent_cancelled"] >= 2
 
 
 class Damaged(SingleTurn):
@@ -186,7 +203,18 @@ async def test_a_corrupt_group_is_refused_and_sampled_again_under_the_same_uid(i
     assert stats["fully_async/count/dropped"] == 0
 
 
-async def test_a_group_that_never_passes_is_dropped_as_poison_and_the_run_goes_on(inputs):
+async def test_a_corrupt_group_with_equal_rewards_is_refused_before_it_is_filtered(inputs):
+    """Weights that yield NaN yield equal rewards too: the engine is at fault, not the task."""
+    more = ("data.epochs=1", "async_training.staleness_threshold=50")
+    judge = lambda prompt, i: fine(0.0 if prompt.uid == Damaged.uid else float(i))
+    async with System(inputs, judge, *more, agent_loop=Damaged) as system:
+        await asyncio.wait_for(system.tasks[1], 60)
+        assert system.recorder.drain().counters["rollout/refused_groups/logprob_not_finite"] == 1
+        stats = await system.queue.stats()
+        assert (stats["fully_async/count/dropped"], stats["fully_async/dropped/zero_variance"]) == (1, 1)
+
+
+async def test_a_group_that_never_passes_is_dropped_as_poison_and_the_run_continues(inputs):
     more = ("data.epochs=1", "async_training.staleness_threshold=50", "rollout.max_attempts=2")
     async with System(inputs, lambda p, i: fine(float(i)), *more, agent_loop=Poison) as system:
         await asyncio.wait_for(system.tasks[1], 60)
@@ -199,7 +227,7 @@ async def test_a_group_that_never_passes_is_dropped_as_poison_and_the_run_goes_o
 
 async def test_samples_of_more_than_one_version_are_counted(inputs):
     async with System(inputs, lambda p, i: fine(float(i)), agent_loop=FirstOneCutBySync) as system:
-        await system.queue.announce(PolicyVersion(0, 1), 0)
+        await system.queue.announce(PolicyVersion(0, 1))
         await system.groups(2)
         counters = system.recorder.drain().counters
         assert counters["rollout/partial_samples"] == counters["rollout/groups"] >= 2
@@ -290,7 +318,7 @@ async def test_validation_answers_every_prompt_and_reports_means(inputs):
         assert values["validation/samples"] == 10
         assert (values["validation/lineage"], values["validation/version"]) == (0, 0)
         ours = [call for call in system.rewards.calls if len(call) == 2]  # training groups have four samples
-        assert sorted(ours) == sorted([p.uid] * 2 for p in system.prompts[:5])  # one group at a time, as its timeout is
+        assert sorted(ours) == sorted([p.uid] * 2 for p in system.prompts[:5])  # one call per group
         assert values["validation/accuracy"] == values["validation/reward"] == pytest.approx(0.5)
 
 
@@ -310,7 +338,7 @@ def test_random_keys_differ_by_seed_group_sample_and_attempt():
     assert random_key(1, "a", 2) == random_key(1, "a", 2)
 
 
-def test_derived_slots_are_those_of_all_replicas(inputs):
+def test_derived_slots_count_all_replicas(inputs):
     config = load_config(None, overrides(inputs, inputs / "run"))
     assert derive(config).slots == 8
     two = replace(config, rollout=replace(config.rollout, replicas=2))
@@ -322,7 +350,7 @@ async def test_the_backlog_grows_with_the_completion_rate():
     limiter = InFlightLimiter(slots=64, max_groups=0)
     limiter.acquire(64)
     assert await limiter.room(4) == 1  # one group while the completion rate is unknown
-    for _ in range(30):  # ten ends each 50 ms
+    for _ in range(30):  # ten completions every 50 ms
         limiter.release(10)
         limiter.acquire(10)
         await asyncio.sleep(0.05)
@@ -361,7 +389,7 @@ async def test_groups_start_as_samples_end_and_a_straggler_occupies_one_slot_onl
     await asyncio.sleep(0)
     assert not waiting.done()
     limiter.release()
-    assert await waiting == 1  # eleven generate: this group fills the twelve again
+    assert await waiting == 1  # eleven samples are in flight, below the limit of twelve
     limiter.acquire(4)
     limiter.release(3)
     assert not asyncio.create_task(limiter.room(4)).done()

@@ -37,7 +37,7 @@ def judge(prompt, i):
 
 @contextlib.asynccontextmanager
 async def engines(inputs, count, *more, step_s=0.0):
-    """Running engines, whose steps each take ``step_s`` longer, so that a death falls into one."""
+    """Running engines whose steps take ``step_s`` longer, so that a death happens during one."""
     config = load_config(None, [*overrides(inputs, inputs / "run"), *more])
     made = [NativeEngine(config.model.path, config.rollout.engine) for _ in range(count)]
     for engine in made:
@@ -119,7 +119,7 @@ def undisturbed(inputs):
     return asyncio.run(run())
 
 
-async def test_samples_of_a_dead_replica_are_bitwise_those_of_an_undisturbed_run(inputs, undisturbed):
+async def test_samples_of_a_dead_replica_equal_those_of_an_undisturbed_run_bit_for_bit(inputs, undisturbed):
     async with engines(inputs, 2, DETERMINISTIC, step_s=0.002) as (a, b):
         mortal = Mortal(EngineLease(a), 1)
         replicas = {"a": mortal, "b": leased(b)}
@@ -169,7 +169,7 @@ async def test_in_deterministic_mode_a_killed_rollouter_changes_no_bit(inputs, u
         lease = EngineLease(engine)
         async with System(inputs, judge, *more, replicas={"r": LeasedEngine(lease, 1)}, records=records) as first:
             await until(lambda: first.queue.balance()["queued"] >= 2 and engine._core.active > 2)
-        assert not records.snapshots  # since they would not be used
+        assert not records.snapshots  # they would not be used
         left = PartialSample()
         left.begin(arguments=1).output.add(np.ones(3, np.int32), -np.ones(3, np.float32), PolicyVersion(0, 0), False)
         uid = (await first.queue.recover()).in_flight[0].uid
@@ -279,15 +279,15 @@ async def test_overdue_groups_are_cancelled_and_neither_put_nor_dropped(inputs):
     async with engines(inputs, 1, step_s=0.01) as (engine,):
         system = System(inputs, judge, *EPOCH, replicas={"r": leased(engine)})
         overdue: asyncio.Queue[list[str]] = asyncio.Queue()
-        said: list[str] = []
+        reported: list[str] = []
         put, drop = system.queue.put, system.queue.drop
 
         async def noted_put(groups):
-            said.extend(Group.from_buffer(g).uid for g in groups)
+            reported.extend(Group.from_buffer(g).uid for g in groups)
             return await put(groups)
 
         async def noted_drop(drops):
-            said.extend(uid for uid, _ in drops)
+            reported.extend(uid for uid, _ in drops)
             await drop(drops)
 
         system.queue.overdue, system.queue.put, system.queue.drop = overdue.get, noted_put, noted_drop
@@ -300,8 +300,8 @@ async def test_overdue_groups_are_cancelled_and_neither_put_nor_dropped(inputs):
             await until(lambda: not any(id.split("/")[0] in uids for id in engine._core._scheduler.by_id))
             overdue.put_nowait([])
             await asyncio.wait_for(system.tasks[1], 120)
-            assert len(said) == len(system.prompts) - 2
-            assert not set(said) & set(uids)
+            assert len(reported) == len(system.prompts) - 2
+            assert not set(reported) & set(uids)
             assert system.recorder.drain().counters["rollout/cancelled_groups"] == 2
 
 
@@ -311,7 +311,7 @@ async def test_groups_of_other_prompt_files_are_refused(inputs):
             await system.loop.run(Recovery(None, [InFlight("e0-000003", "elsewhere:7", 0, None)]))
 
 
-async def test_a_validation_is_answered_under_one_version_even_if_it_changes_meanwhile(inputs):
+async def test_a_validation_is_answered_under_one_version_even_if_the_version_changes_meanwhile(inputs):
     async with System(inputs, judge, "validation.samples=2") as system:
         slow_down(system.engine, 0.005)
         validating = asyncio.create_task(system.validation.run(system.prompts[:6]))
@@ -323,7 +323,7 @@ async def test_a_validation_is_answered_under_one_version_even_if_it_changes_mea
         assert values["validation/samples"] == 12
         answered = [c[0] for c in system.rewards.calls if len(c) == 2]
         assert sorted(set(answered)) == sorted(p.uid for p in system.prompts[:6])
-        assert len(answered) > 6  # those under the old version are repeated
+        assert len(answered) > 6  # answers under the old version are repeated
 
 
 async def test_a_validation_that_never_settles_on_one_version_fails(inputs):
@@ -337,5 +337,5 @@ async def test_a_validation_that_never_settles_on_one_version_fails(inputs):
             return Sample(index, one, one.astype(np.float32), one.astype(bool), spans, FinishReason.STOP)
 
     async with System(inputs, judge, agent_loop=Restless, total=0) as system:
-        with pytest.raises(RuntimeError, match=rf"after {ROUNDS} rounds 1 of 2 prompts .* it changes faster"):
+        with pytest.raises(RuntimeError, match=rf"after {ROUNDS} rounds 1 of 2 prompts .* versions change faster"):
             await system.validation.run(system.prompts[:2])

@@ -1,4 +1,4 @@
-"""Whole runs, started as users start them: real Ray, engine and trainer, in a process of their own."""
+"""Whole runs, started as users start them, with real Ray, engine and trainer in a separate process."""
 
 import json
 import os
@@ -84,13 +84,13 @@ def ray_dir():
 
 @pytest.fixture
 def start(inputs, tmp_path, ray_dir):
-    """Start a run on a cluster of its own."""
+    """Start a run on its own cluster."""
     return lambda *more: Run(overrides(inputs, tmp_path / "run", f"ray.temp_dir={ray_dir}", *more), tmp_path / "log")
 
 
 def gcs_answer(ray_dir: str, token: str | None) -> grpc.StatusCode:
-    """Status of a request, with this token, for the machines of the cluster with this folder."""
-    words = [word for process in processes_of(ray_dir) for word in process.cmdline()]
+    """Status of a request with this token for the machines of the cluster in ``ray_dir``."""
+    words = [word for process in processes_of(ray_dir) for word in process.info["cmdline"]]
     address = next(word.partition("=")[2] for word in words if word.startswith("--gcs-address="))
     with grpc.insecure_channel(address) as channel:
         ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo")
@@ -103,7 +103,7 @@ def gcs_answer(ray_dir: str, token: str | None) -> grpc.StatusCode:
 
 @pytest.fixture
 def home(monkeypatch, tmp_path):
-    """A new and empty home, and no environment variables for Ray's or wandb's files."""
+    """A new, empty home, without environment variables for Ray's or wandb's files."""
     for name in [name for name in os.environ if name.startswith(("RAY_AUTH", "XDG_", "WANDB_"))]:
         monkeypatch.delenv(name)
     folder = tmp_path / "home"
@@ -129,11 +129,16 @@ def test_a_run_with_two_ranks_and_two_replicas_trains_reports_and_leaves_nothing
     run.until_printed(" 1/5 ", timeout_s=240)
     with urlopen(f"http://127.0.0.1:{port}/health") as answer:
         assert {"trainer/1", "replica/1", "rollouter"} <= json.load(answer)["seconds_since_heard"].keys()
-    (token,) = {p.environ()["RAY_AUTH_TOKEN"] for p in processes_of(ray_dir) if p.name() in ("gcs_server", "raylet")}
-    answers = [gcs_answer(ray_dir, given) for given in (token, "another", None)]
+    run.process.send_signal(signal.SIGSTOP)  # the cluster is up until it was asked, however fast the run
+    try:
+        servers = [p for p in processes_of(ray_dir) if Path(p.info["cmdline"][0]).name in ("gcs_server", "raylet")]
+        (token,) = {p.environ()["RAY_AUTH_TOKEN"] for p in servers}
+        answers = [gcs_answer(ray_dir, given) for given in (token, "another", None)]
+    finally:
+        run.process.send_signal(signal.SIGCONT)
     assert answers == [grpc.StatusCode.OK, *[grpc.StatusCode.UNAUTHENTICATED] * 2]
     assert run.wait() == 0, run.text
-    assert "retries" not in run.text  # Ray's, of calls to the queue that end with it
+    assert "retries" not in run.text  # Ray's message about calls to the queue that end with it
     assert list(home.iterdir()) == []
     folder = tmp_path / "run"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -143,7 +148,7 @@ def test_a_run_with_two_ranks_and_two_replicas_trains_reports_and_leaves_nothing
         counts = {k.rsplit("/", 1)[1]: v for k, v in r.items() if k.startswith("fully_async/count/")}
         assert counts.pop("issued") == sum(counts.values())
         assert r["fully_async/staleness/max"] <= r["fully_async/staleness/bound"] == 1
-        assert r.get("param_sync/bytes", 5e6) > 4e6  # replicas may still change over when a step is reported
+        assert r.get("param_sync/bytes", 5e6) > 4e6  # replicas may still be switching when a step is reported
     assert "param_sync/bytes" in steps[0]
     assert "param_sync/paused_s/replica/1" in steps[0]
     assert steps[0]["actor/ratio_max"] == pytest.approx(1, abs=1e-4)  # engine and trainer agree on every logprob
@@ -174,12 +179,12 @@ def test_a_run_with_two_ranks_and_two_replicas_trains_reports_and_leaves_nothing
     assert processes_of(ray_dir) == []
 
 
-def test_an_interrupted_run_finishes_its_step_saves_and_says_so(start, tmp_path, ray_dir):
+def test_an_interrupted_run_finishes_its_step_saves_and_reports_it(start, tmp_path, ray_dir):
     run = start("trainer.total_steps=100000", "data.validation_files=[]")
     run.until_printed("2/100000")
-    os.killpg(run.process.pid, signal.SIGINT)  # as Ctrl-C does: everyone in the foreground gets it
+    os.killpg(run.process.pid, signal.SIGINT)  # as Ctrl-C does: every foreground process gets it
     assert run.wait(60) == 128 + signal.SIGINT, run.text
-    assert "SIGINT: finishing the step under way" in run.text
+    assert "SIGINT: finishing the current step" in run.text
     assert "Traceback" not in run.text
     saved = list((tmp_path / "run/checkpoints").glob("step_*"))
     assert len(saved) == 1
@@ -199,17 +204,17 @@ def test_an_exception_in_a_worker_is_reported_once_and_ends_the_run(start, tmp_p
     assert run.wait(120) == 1, run.text
     assert run.text.count("ZeroDivisionError: a bug in the agent loop") == 2, (
         run.text
-    )  # the traceback's last line, and the console's verdict
+    )  # the traceback's last line, and the console's last line
     assert run.text.count("Traceback") == 1, run.text
     assert "tiny.py" in run.text  # where it happened
     assert "ZeroDivisionError" in json.loads((tmp_path / "run/summary.json").read_text())["failed"]
     assert processes_of(ray_dir) == []
 
 
-def test_an_interruption_while_the_run_starts_ends_it_at_once(start, tmp_path, ray_dir):
+def test_an_interruption_during_startup_ends_the_run_at_once(start, tmp_path, ray_dir):
     run = start()
     deadline = time.monotonic() + 60
-    while not list(Path(ray_dir).glob("session_2*/logs/gcs_server.out")):  # Ray is half started
+    while not list(Path(ray_dir).glob("session_2*/logs/gcs_server.out")):  # Ray is partly started
         assert time.monotonic() < deadline
         time.sleep(0.02)
     os.killpg(run.process.pid, signal.SIGINT)
@@ -239,7 +244,7 @@ def test_a_second_interruption_abandons_even_a_sync_that_hangs(start, tmp_path, 
     assert processes_of(ray_dir) == []
 
 
-def test_at_the_end_of_the_prompts_the_rest_is_counted_and_the_last_weights_are_validated(start, tmp_path):
+def test_at_the_end_of_the_prompts_leftover_groups_are_counted_and_the_last_weights_validated(start, tmp_path):
     run = start("data.epochs=1", "trainer.total_steps=100", "trainer.mini_batch_groups=10", "reporting.report=false")
     assert run.wait() == 0, run.text
     summary = json.loads((tmp_path / "run/summary.json").read_text())
@@ -263,7 +268,7 @@ def test_the_death_of_a_process_is_reported_by_name_and_ends_a_run_that_may_not_
 
 
 @pytest.mark.faults
-def test_a_replica_that_dies_during_a_validation_comes_back_for_it(start, tmp_path, ray_dir):
+def test_a_replica_that_dies_during_a_validation_is_restarted_for_it(start, tmp_path, ray_dir):
     run = start(
         "trainer.total_steps=2", "validation.samples=600", "reporting.report=false", "reporting.console_every_s=0.3"
     )
@@ -278,7 +283,7 @@ def test_a_replica_that_dies_during_a_validation_comes_back_for_it(start, tmp_pa
 
 
 @pytest.mark.faults
-def test_a_run_goes_on_while_another_user_sends_anything_at_all_to_its_sockets(start, tmp_path, ray_dir):
+def test_a_run_continues_while_another_user_sends_malformed_bytes_to_its_sockets(start, tmp_path, ray_dir):
     run = start("trainer.total_steps=12", "data.validation_files=[]", "reporting.report=false")
     run.until_printed(" 1/12 ", timeout_s=240)
     below = psutil.Process(run.process.pid).children(recursive=True)
@@ -305,7 +310,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_reason(start, inputs, 
     assert "this reward never works" in run.text
 
 
-def test_a_run_joins_a_cluster_and_leaves_it_as_it_was(inputs, tmp_path, ray_dir):
+def test_a_run_joins_a_cluster_and_returns_its_resources(inputs, tmp_path, ray_dir):
     import ray
 
     from asyncrl.processes.actor_client import start_ray
@@ -314,7 +319,7 @@ def test_a_run_joins_a_cluster_and_leaves_it_as_it_was(inputs, tmp_path, ray_dir
         num_cpus=1,
         logging_level="ERROR",
         _temp_dir=ray_dir,
-        _system_config={"worker_niceness": 0},  # at Ray's 15, other tests would leave the run next to nothing
+        _system_config={"worker_niceness": 0},  # at Ray's 15, other tests would starve the run
     )
     try:
         address = ray.get_runtime_context().gcs_address
@@ -328,9 +333,9 @@ def test_a_run_joins_a_cluster_and_leaves_it_as_it_was(inputs, tmp_path, ray_dir
             tmp_path / "crowded",
         )
         assert crowded.wait() == 1
-        assert "the trainer pool was not placed within 2 s: it wants 1.5 CPU (free: " in crowded.text
+        assert "the trainer pool was not placed within 2 s: it needs 1.5 CPU (free: " in crowded.text
         deadline = time.monotonic() + 30
-        while ray.available_resources().get("CPU") != 1.0:  # Ray takes its time to count what was given back
+        while ray.available_resources().get("CPU") != 1.0:  # Ray counts returned resources with a delay
             assert time.monotonic() < deadline
             time.sleep(0.2)
     finally:
@@ -350,7 +355,7 @@ def test_a_run_joins_a_cluster_and_leaves_it_as_it_was(inputs, tmp_path, ray_dir
         ("data.max_prompt_tokens=41", "data.max_prompt_tokens: 41 is more than the 40 left beside a response"),
     ],
 )
-def test_what_cannot_run_is_refused_before_anything_starts(inputs, tmp_path, option, message, capfd):
+def test_invalid_options_are_refused_before_anything_starts(inputs, tmp_path, option, message, capfd):
     from asyncrl.fully_async_main import main
 
     assert main([*overrides(inputs, tmp_path / "run"), option]) == 2
@@ -360,7 +365,7 @@ def test_what_cannot_run_is_refused_before_anything_starts(inputs, tmp_path, opt
     assert not (tmp_path / "run").exists()
 
 
-def test_damaged_inputs_are_named(inputs, tmp_path, capfd):
+def test_damaged_inputs_are_reported(inputs, tmp_path, capfd):
     from asyncrl.fully_async_main import main
 
     data = tmp_path / "broken.jsonl"

@@ -1,4 +1,4 @@
-"""Whole runs with LoRA on Ray: adapters travel alone, actors that die get the base and the adapter again."""
+"""Whole runs with LoRA on Ray: only adapters are sent, and restarted actors get base and adapter again."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ OPTIONS = (
 
 
 def audit_lora(run: FaultyRun, inputs: Path, exact_steps: int) -> None:
-    """The ledger is right, it learned, and in the last steps every sample was drawn from the policy of its step."""
+    """Check the ledger, that rewards rose, and that in the last steps every sample came from the policy of its step."""
     audit(run.folder, [4] * STEPS, staleness_bound=0)
     ratios = run.column("actor/ratio_max")[-exact_steps:] + run.column("actor/ratio_min")[-exact_steps:]
     assert max(abs(ratio - 1) for ratio in ratios) < 1e-3
@@ -44,13 +44,13 @@ def test_a_run_learns_and_a_killed_replica_gets_base_and_adapter_again(start, in
     sent, whole = run.column("param_sync/bytes"), sum(t.nbytes for t in read_tensors(inputs / "checkpoint").values())
     assert sent[0] > whole
     assert sent[1] == min(sent) < whole / 2
-    assert 1 <= sum(nbytes > whole for nbytes in sent) <= 2  # and once for the new replica, if it joined at a version
+    assert 1 <= sum(nbytes > whole for nbytes in sent) <= 2  # a second time if the new replica joined at a version
     pairs = load_file(run.folder / "checkpoints" / "final" / "hf" / "adapter_model.safetensors")
     assert len(pairs) == 2 * len(linear_shapes(DecoderConfig.load(inputs / "checkpoint")))
 
 
-def test_a_run_that_lost_its_ranks_and_then_all_is_resumed_with_its_adapters(start, inputs):
-    """The second one sends merged weights: what travels may change, as the state is the same."""
+def test_a_run_that_lost_its_ranks_and_then_its_driver_resumes_with_its_adapters(start, inputs):
+    """The second run sends merged weights: what is synced may change, since the state is the same."""
     run = start()
     run.until_trained(4)
     run.kill("rank")

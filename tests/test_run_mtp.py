@@ -1,4 +1,4 @@
-"""Whole runs with multi-token prediction on Ray: the draft learns with the policy, travels with it and speeds it up."""
+"""Whole runs with multi-token prediction on Ray: the draft learns with the policy, is synced with it and speculates."""
 
 import numpy as np
 import pytest
@@ -25,13 +25,13 @@ OPTIONS = (
 )
 
 
-def test_the_draft_of_a_run_learns_travels_and_comes_to_a_replica_that_was_killed(start, inputs):
+def test_the_draft_of_a_run_learns_is_synced_and_reaches_a_restarted_replica(start, inputs):
     run = start()
     run.until_trained(STEPS // 2)
     run.kill("replica")
     assert run.wait(400) == 0, run.text
     audit(run.folder, [4] * STEPS, staleness_bound=0)
-    # speculation leaves the policy's own distribution: the trainer's logprobs of fresh samples are those told
+    # speculation keeps the policy's distribution: the trainer's logprobs of fresh samples equal the engine's
     ratios = run.column("actor/ratio_max") + run.column("actor/ratio_min")
     assert max(abs(ratio - 1) for ratio in ratios) < 1e-3
     accepted = run.column("rollout/spec_accept_rate")

@@ -62,7 +62,7 @@ def test_staleness_counts_from_the_oldest_trained_token():
 
 
 def test_after_a_restore_the_oldest_version_is_the_one_with_the_lowest_number():
-    # lineage 1 began again at number 2, after lineage 0 had come to number 5
+    # lineage 1 restarted at number 2, after lineage 0 had reached number 5
     spans = [VersionSpan(0, PolicyVersion(0, 5)), VersionSpan(2, PolicyVersion(1, 2))]
     restored = dataclasses.replace(sample(0, 4), spans=spans)
     assert group(restored).trained_versions() == (PolicyVersion(1, 2), PolicyVersion(0, 5))

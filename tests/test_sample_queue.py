@@ -22,7 +22,7 @@ from tests.test_spool import FaultyDisk
 
 
 def payload(uid: str, *versions: int) -> bytes:
-    """A group of one sample, with a token of each of these versions."""
+    """A group of one sample, with one token per version."""
     count = len(versions)
     s = Sample(
         0,
@@ -45,7 +45,7 @@ async def started(q: SampleQueue, uids: str) -> None:
 
 
 async def trained(q: SampleQueue, step: int, count: int) -> str:
-    """Trains a step; returns its groups."""
+    """Train a step; returns the uids of its groups."""
     lease, _ = await q.lease(step, count)
     await q.trained(step)
     return "".join(g.uid for g in lease.groups)
@@ -56,7 +56,7 @@ def tickets(uids) -> list[Ticket]:
 
 
 async def waits(coroutine) -> asyncio.Task:
-    """Runs a call until it waits; fails if it ends."""
+    """Start a call and check that it waits."""
     task = asyncio.create_task(coroutine)
     for _ in range(5):
         await asyncio.sleep(0)
@@ -125,7 +125,7 @@ async def test_untrained_groups_stay_for_a_run_that_resumes():
     await q.trained(1)
     stats = await q.finish()
     assert (stats["fully_async/count/queued"], stats["fully_async/count/trained"]) == (2, 1)
-    await q.put([payload("d", 0)])  # too late, and no error: it is in flight for the next run
+    await q.put([payload("d", 0)])  # too late, but not an error: it is in flight for the next run
     assert q.balance() == {"issued": 4, "trained": 1, "dropped": 0, "in_flight": 1, "queued": 2, "leased": 0}
 
 
@@ -181,7 +181,7 @@ async def test_acknowledged_calls_are_in_the_ledger(tmp_path):
     await q.put([payload("c", 0)])
     await q.lease(1, 2)
     await q.trained(1)
-    assert (journal.recover().trained, journal.recover().final) == (2, 0)
+    assert [(g.state, g.final) for g in journal.recover().groups] == [("trained", 0)] * 2
     await q.covered(1)
     assert journal.recover().final == 2
     await q.finish()
@@ -199,14 +199,14 @@ async def test_a_failed_write_fails_its_callers_and_leaves_the_queue_with_what_i
     calls = [q.put([payload("a", 0)]), q.put([payload("b", 0)]), q.drop([("c", "zero_variance")])]
     errors = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(error, JournalError) for error in errors[:2])
-    dropped = int(errors[2] is None)  # it may have come late enough for a write of its own
+    dropped = int(errors[2] is None)  # it may have come late enough for a separate write
     assert q.balance() == {
         "issued": 3, "trained": 0, "dropped": dropped, "in_flight": 3 - dropped, "queued": 0, "leased": 0
     }  # fmt: skip
     disk.room_bytes = 1_000_000
     await q.put([payload(u, 0) for u in "ab"])
     assert await trained(q, 1, 2) == "ab"
-    assert journal.recover().trained == 2
+    assert [g.state for g in journal.recover().groups if g.state == "trained"] == ["trained"] * 2
     await journal.close()
 
 
@@ -221,7 +221,7 @@ async def test_a_repeated_call_is_answered_once_the_first_one_is_on_disk(tmp_pat
     assert await q.put(both) == []
     assert journal.recover().groups[0].finished_s is not None
     await q.trained(1)
-    assert journal.recover().trained == 2
+    assert [g.state for g in journal.recover().groups if g.state == "trained"] == ["trained"] * 2
     await asyncio.gather(*lost)
     await journal.close()
 
@@ -237,7 +237,7 @@ async def test_two_calls_for_the_lease_of_one_step_get_the_same_groups():
     assert [g.uid for g in first[0].groups] == ["a", "b"]
 
 
-# -- a queue that was restarted ----------------------------------------------------------------------------------------
+# -- a restarted queue -------------------------------------------------------------------------------------------------
 
 
 async def test_a_restarted_queue_recovers_its_state_and_every_call_may_be_repeated(tmp_path):
@@ -263,7 +263,7 @@ async def test_a_restarted_queue_recovers_its_state_and_every_call_may_be_repeat
     await queue(records=journal).lease(1, 3)
     await twice("trained", 1)
     await twice("covered", 1)
-    await twice("trained", 1)  # for good meanwhile
+    await twice("trained", 1)  # final by now
     balance = await twice("publish", PolicyVersion(0, 1))
     assert balance == {"issued": 6, "trained": 3, "dropped": 1, "in_flight": 2, "queued": 0, "leased": 0}
     await journal.close()
@@ -306,7 +306,7 @@ async def test_the_first_reason_to_close_stays_and_a_failure_is_permanent():
         await q.lease(1, 1)
 
 
-# -- back to a checkpoint ----------------------------------------------------------------------------------------------
+# -- rollback to a checkpoint ------------------------------------------------------------------------------------------
 
 
 async def test_a_rollback_returns_groups_in_order_and_nothing_starts_before_the_next_version():
@@ -322,7 +322,7 @@ async def test_a_rollback_returns_groups_in_order_and_nothing_starts_before_the_
     assert q.balance() == {"issued": 6, "trained": 2, "dropped": 0, "in_flight": 0, "queued": 4, "leased": 0}
     issue = await waits(q.issue(tickets("ghi")))
     await q.publish(PolicyVersion(1, 0), 0)
-    assert not issue.done()  # what started under 0.1 has taken the places that 1.0 has
+    assert not issue.done()  # groups that started under 0.1 use up 1.0's budget
     assert await trained(q, 2, 4) == "cdef"
     await q.publish(PolicyVersion(1, 1))
     assert await issue == 3
@@ -418,13 +418,13 @@ async def test_wait_holds_the_batch_back_for_a_group_that_would_miss_its_deadlin
     await q.publish(PolicyVersion(0, 1))
     await started(q, "ef")
     await q.put([payload(u, 1) for u in "ef"])
-    lease = await waits(q.lease(2, 2))  # a and b have version 1 for their last
+    lease = await waits(q.lease(2, 2))  # version 1 is the deadline of a and b
     await q.put([payload("b", 0), payload("a", 0)])
     assert [g.uid for g in (await lease)[0].groups] == ["a", "b"]
 
 
 async def test_a_group_that_is_issued_again_keeps_its_deadline():
-    """It may continue its tokens."""
+    """It may continue from its earlier tokens."""
     q = queue(per_version=1, threshold="1", order="ready_first")
     await q.publish(PolicyVersion(0, 0))
     await started(q, "ab")
@@ -439,7 +439,7 @@ async def test_a_group_that_is_issued_again_keeps_its_deadline():
 
 
 async def test_a_group_that_must_come_first_may_start_again():
-    """Even if others, with later deadlines, have the places that a smaller G leaves: the batch waits for it."""
+    """Even if groups with later deadlines fill the budget of a smaller G: the batch waits for it."""
     records = InMemoryRecords()
     q = queue(per_version=4, threshold="1", order="ready_first", records=records)
     await q.publish(PolicyVersion(0, 2))
@@ -459,7 +459,7 @@ async def test_a_group_that_must_come_first_may_start_again():
     assert [g.uid for g in (await lease)[0].groups] == ["d"]
 
 
-async def test_mask_names_the_first_version_young_enough_to_train():
+async def test_mask_returns_the_first_version_fresh_enough_to_train():
     q = queue(per_version=1, threshold="1", order="ready_first", overdue="mask")
     await q.publish(PolicyVersion(0, 0))
     await started(q, "ab")
@@ -474,7 +474,7 @@ async def test_mask_names_the_first_version_young_enough_to_train():
 
 
 @pytest.mark.parametrize("finished_in_time", [True, False])
-async def test_mask_drops_a_group_without_a_token_that_is_young_enough(finished_in_time):
+async def test_mask_drops_a_group_without_a_token_that_is_fresh_enough(finished_in_time):
     q = queue(per_version=1, threshold="0", order="ready_first", overdue="mask")
     await q.publish(PolicyVersion(0, 0))
     await started(q, "a")
@@ -501,7 +501,7 @@ async def test_drop_drops_groups_past_their_deadline_and_notifies_the_rollouter(
     await trained(q, 2, 1)
     await q.publish(PolicyVersion(0, 2))
     assert await overdue == ["a"]
-    await q.put([payload("a", 0)])  # what it had finished meanwhile, or gives up, changes nothing
+    await q.put([payload("a", 0)])  # to finish or drop it now changes nothing
     await q.drop([("a", "zero_variance")])
     assert (await q.stats())["fully_async/dropped/overdue"] == q.balance()["dropped"] == 1
 
@@ -519,7 +519,7 @@ async def test_a_group_dropped_as_overdue_before_a_crash_is_not_issued_as_a_new_
         await q.publish(PolicyVersion(0, step))
         if step == 1:
             await q.issue(tickets(["c"]))
-    assert q.balance()["dropped"] == 1  # a, which the rollouter has not heard of
+    assert q.balance()["dropped"] == 1  # a; the rollouter does not know yet
     again = queue(per_version=1, threshold="1", order="ready_first", overdue="drop", records=records)
     assert await again.issue(tickets(["a", "d"])) == 2
     assert again.balance() == {"issued": 4, "trained": 2, "dropped": 1, "in_flight": 1, "queued": 0, "leased": 0}
@@ -581,6 +581,7 @@ NAN = np.full(1, np.nan, np.float32)
 @pytest.mark.parametrize(
     ("columns", "reason"),
     [
+        ({"loss_mask": np.zeros(1, bool)}, "no_trained_token"),
         ({"logprobs": NAN}, "logprob_not_finite"),
         ({"logprobs": -np.inf * np.ones(1, np.float32)}, "logprob_not_finite"),
         ({"tokens": np.array([100], np.int32)}, "token_out_of_vocabulary"),
@@ -597,7 +598,7 @@ async def test_a_group_with_impossible_tokens_is_refused(columns, reason):
     assert await q.put([damaged("a", **columns), payload("b", 0)]) == [Refusal("a", reason, 1)]
     assert q.balance() | {"queued": 1, "in_flight": 1} == q.balance()
     assert await q.put([damaged("a", attempt=1)]) == []
-    assert await trained(q, 1, 2) == "ab"  # in its place
+    assert await trained(q, 1, 2) == "ab"  # it kept its place
 
 
 async def test_logprobs_of_untrained_tokens_may_be_nan():
@@ -615,10 +616,10 @@ async def test_tokens_of_an_announced_version_are_accepted():
     q = queue(threshold="1")
     await q.publish(PolicyVersion(0, 0))
     await started(q, "ab")
-    await q.announce(PolicyVersion(0, 1), 0)
-    await q.announce(PolicyVersion(0, 1), 0)  # said again
+    await q.announce(PolicyVersion(0, 1))
+    await q.announce(PolicyVersion(0, 1))  # repeated
     assert await q.put([payload("a", 1)]) == []
-    assert await q.rollback(0) == PolicyVersion(0, 1)  # which is never used for other weights
+    assert await q.rollback(0) == PolicyVersion(0, 1)  # a version is never reused for other weights
     await q.publish(PolicyVersion(1, 0))
 
 
@@ -684,8 +685,8 @@ async def test_a_new_rollouter_does_not_get_groups_that_the_previous_one_is_endi
     await q.publish(PolicyVersion(0, 0))
     await started(q, "ab")
     ending = [q.drop([("a", "zero_variance")]), q.put([payload("b", 0)])]
-    under_way = [asyncio.create_task(call) for call in ending]
+    pending = [asyncio.create_task(call) for call in ending]
     await asyncio.sleep(0)
     assert (await q.recover()).in_flight == []
-    await asyncio.gather(*under_way)
+    await asyncio.gather(*pending)
     await journal.close()

@@ -1,4 +1,4 @@
-"""From our options to the arguments and the environment of SGLang's server; without one."""
+"""asyncrl's options become arguments and environment of SGLang's server; without a server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TestArguments:
             mtp=mtp or MTPConfig(),
         )
 
-    def test_a_draft_is_a_chain_of_as_many_tokens_as_the_config_says(self, checkpoint):
+    def test_a_draft_is_a_chain_of_the_configured_length(self, checkpoint):
         plain = server_arguments(self.config(checkpoint), "cpu")
         assert not any(name.startswith("speculative") for name in plain)
         config = self.config(checkpoint, MTPConfig(enable_rollout=True, num_speculative_tokens=3))
@@ -43,7 +43,7 @@ class TestArguments:
         assert drafting["speculative_eagle_topk"] == 1
         assert drafting["speculative_num_draft_tokens"] == 4
 
-    def test_adapters_have_room_beside_what_they_target(self, checkpoint):
+    def test_lora_options_become_arguments(self, checkpoint):
         config = self.config(checkpoint)
         assert "enable_lora" not in server_arguments(config, "cpu")
         config.model.lora = LoraConfig(rank=8, target_modules=["self_attn.q_proj", "down_proj"])
@@ -60,7 +60,7 @@ class TestArguments:
         config = self.config(checkpoint, delivery="nccl")
         assert server_arguments(config, "cuda")["base_gpu_id"] == 1
 
-    def test_what_follows_from_other_options_is_refused(self, checkpoint):
+    def test_arguments_that_follow_from_other_options_are_refused(self, checkpoint):
         (problem,) = ENGINE.problems(self.config(checkpoint, args={"tp_size": 2, "api_key": "x"}))
         assert problem.startswith("rollout.engine.args: api_key, tp_size follow from other options")
         (problem,) = ENGINE.problems(self.config(checkpoint, args={"dp_size": 2}))
@@ -73,20 +73,26 @@ class TestArguments:
             "speculative_accept_threshold_single",
             "speculative_accept_threshold_acc",
             "preferred_sampling_params",
-            "disable_overlap_schedule",
         ],
     )
-    def test_what_would_part_samples_from_their_logprobs_or_versions_is_refused(self, checkpoint, argument):
+    def test_arguments_that_would_falsify_logprobs_or_versions_are_refused(self, checkpoint, argument):
         (problem,) = ENGINE.problems(self.config(checkpoint, args={argument: 1}))
-        assert f"{argument} follow from other options or do not go with them" in problem
+        assert f"{argument} follow from other options or conflict with them" in problem
 
-    def test_logprobs_are_those_after_temperature_whatever_our_environment_says(self, checkpoint, monkeypatch):
+    def test_overlap_can_be_disabled_but_not_forced(self, checkpoint):
+        config = self.config(checkpoint, args={"disable_overlap_schedule": True})
+        assert not [*ENGINE.problems(config)]
+        assert "--disable-overlap-schedule" in command_line(server_arguments(config, "cuda"))
+        (problem,) = ENGINE.problems(self.config(checkpoint, args={"disable_overlap_schedule": False}))
+        assert "disable_overlap_schedule follows from other options" in problem
+
+    def test_logprobs_are_after_temperature_whatever_the_environment_sets(self, checkpoint, monkeypatch):
         monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
         config = self.config(checkpoint)
         for device in ("cpu", "cuda"):
             assert {**os.environ, **server_environment(config, device)}["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
 
-    def test_no_step_is_in_flight_while_requests_are_kept_with_their_cache(self, checkpoint):
+    def test_the_overlap_scheduler_is_off_if_requests_are_kept_with_their_cache(self, checkpoint):
         config = self.config(checkpoint)
         for pause, kv in ENGINE.pause_kv:
             config.param_sync.pause, config.param_sync.kv = pause, kv

@@ -1,7 +1,7 @@
-"""The SGLang engine, held against a real SGLang server on the CPU.
+"""The SGLang engine with a real SGLang server on the CPU.
 
-Two servers are started for all tests, as it takes a minute or two, one of them with a draft; the tests run in order,
-and each syncs the weights that it needs.
+All tests share two servers, one of them with a draft, since a start takes a minute or two. The tests run in order, and
+each syncs the weights that it needs.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ async def replica(checkpoint):
     await replica.close()
 
 
-async def test_ids_that_begin_alike_are_aborted_one_by_one(replica, initial, long):
-    """SGLang would take them for one."""
+async def test_ids_with_a_common_prefix_are_aborted_separately(replica, initial, long):
+    """SGLang itself aborts by prefix."""
     await replica.sync(initial)
     await replica.engine.submit([request("s/1", PROMPT, long), request("s/12", PROMPT, long)])
     answers = {}
@@ -72,8 +72,8 @@ async def test_a_request_stops_at_its_string(replica, initial):
 
 
 async def with_end_at(replica, initial, place):
-    """Weights under which the likeliest answer, its tokens returned, has the tokenizer's end at this place: it and the
-    token that was there have changed places."""
+    """(weights, tokens of their greedy answer, end token, its text): weights with rows swapped so that the answer has
+    the tokenizer's end token at this place."""
     await replica.sync(initial)
     free = (await replica.generate([request("free", PROMPT, 40, temperature=0.0)]))["free"].tokens
     tokenizer = AutoTokenizer.from_pretrained(replica.config.model.path)
@@ -86,7 +86,7 @@ async def with_end_at(replica, initial, place):
     return weights, [end if t == other else t for t in free], end, tokenizer.decode([end])
 
 
-async def test_a_request_stops_at_its_own_tokens_and_at_no_end_of_the_models(replica, initial):
+async def test_a_request_stops_at_its_own_stop_tokens_and_not_at_the_model_s_end_token(replica, initial):
     weights, tokens, end, text = await with_end_at(replica, initial, 4)
     await replica.sync(weights)
     stop = next(token for i, token in enumerate(tokens) if i > 6 and token not in tokens[:i])
@@ -103,9 +103,9 @@ async def test_a_request_stops_at_its_own_tokens_and_at_no_end_of_the_models(rep
         assert answer.finish is (FinishReason.LENGTH if last is None else FinishReason.STOP), id
 
 
-async def test_nothing_follows_a_stop_token_wherever_a_request_is_cut(replica, initial, monkeypatch):
-    """SGLang ends a request that is to be aborted with ABORT, also in the step that drew its stop token: it is the last
-    one of its part then, and known by that. How many tokens come before an abort arrives depends on the machine."""
+async def test_nothing_follows_a_stop_token_whenever_a_request_is_aborted(replica, initial, monkeypatch):
+    """SGLang ends an aborted request with ABORT even in the step that sampled its stop token; the engine recognises the
+    stop token as the last one of its part. How many tokens precede the abort depends on the machine."""
     weights, tokens, end, _ = await with_end_at(replica, initial, 8)
     await replica.sync(weights)
     cut_after, take, aborts = 0, replica.engine._take, []
@@ -131,7 +131,7 @@ async def test_nothing_follows_a_stop_token_wherever_a_request_is_cut(replica, i
 
 
 async def test_streams_in_larger_pieces_lose_nothing(replica, reference, initial, long, monkeypatch):
-    """As where no request is ever kept over a sync: of many tokens each event."""
+    """As if no request were ever kept over a sync: each event has many tokens."""
     monkeypatch.setattr(replica.engine, "_stream_interval", 16)
     await replica.sync(initial)
     await replica.engine.submit([request("cut", PROMPT, long), request("whole", PROMPT, 50)])
@@ -157,12 +157,12 @@ async def test_checksums_change_when_the_weights_do_and_only_then(replica, initi
     await replica.sync(dict(initial) | {one: initial[one] + 1})
     now = await replica.receiver.live_checksums("target")
     assert {name for name in first if now[name] != first[name]} == {one}
-    for selector in ("target", "all"):  # of none, as where it is only waited for
+    for selector in ("target", "all"):  # of no tensor, as to wait for the GPU
         none = await replica.engine._client.post("/weights_checker", skip_tensor_list=[""], selector=selector)
         assert [rank["checksums"] for rank in none["ranks"]] == [{}]
 
 
-async def test_a_delivery_that_is_lost_fails_the_sync(replica, reference, initial, monkeypatch):
+async def test_a_lost_delivery_fails_the_sync(replica, reference, initial, monkeypatch):
     await replica.sync(initial)
     deliver = replica.receiver._deliver
 
@@ -171,7 +171,8 @@ async def test_a_delivery_that_is_lost_fails_the_sync(replica, reference, initia
         await deliver(parcel)
 
     monkeypatch.setattr(replica.receiver, "_deliver", lose)
-    with pytest.raises(SyncError, match=r"phase verify, replica/0.*layers\.2\.mlp\.gate_proj.*no live parameter is it"):
+    message = r"phase verify, replica/0.*layers\.2\.mlp\.gate_proj.*no live parameter matches it"
+    with pytest.raises(SyncError, match=message):
         await replica.sync(changed(initial, 82))
     assert not replica.fleet.routable
     monkeypatch.undo()
@@ -181,8 +182,8 @@ async def test_a_delivery_that_is_lost_fails_the_sync(replica, reference, initia
     assert error_of(reference, weights, PROMPT, answer) < 1e-4
 
 
-async def test_an_update_that_was_left_open_can_be_made_again(replica, reference, initial):
-    await replica.engine._client.post("/begin_weight_update")  # as by a session that was given up here
+async def test_a_sync_succeeds_after_an_update_that_was_left_open(replica, reference, initial):
+    await replica.engine._client.post("/begin_weight_update")  # as by an abandoned session
     weights = changed(initial, 84)
     await replica.sync(weights)
     answer = (await replica.generate([request("again", PROMPT, 12)]))["again"]
@@ -194,7 +195,7 @@ async def test_an_update_that_was_left_open_can_be_made_again(replica, reference
 async def test_weights_arrive_by_each_transport_and_delivery(
     replica, reference, initial, transport, delivery, monkeypatch
 ):
-    """The two other ways are those of the replicas of this file."""
+    """The other two combinations are those of this file's replicas."""
     monkeypatch.setattr(replica.config.rollout.engine, "delivery", delivery)
     other = Replica(replica.engine, replica.config, transport, replica.recorder)
     other.version = replica.version
@@ -206,7 +207,7 @@ async def test_weights_arrive_by_each_transport_and_delivery(
 
 
 async def follow(replica, reference, initial, syncs, temperature=1.0):
-    """Each sync brings other weights, with the same digests; what is generated has their logprobs."""
+    """Check that each sync delivers its weights, with equal digests, and that answers have their logprobs."""
     for seed in range(syncs):
         weights = initial if seed == 0 else changed(initial, seed)
         report = await replica.sync(weights)
@@ -217,8 +218,15 @@ async def follow(replica, reference, initial, syncs, temperature=1.0):
         assert error_of(reference, weights, PROMPT, answer) < 1e-4
 
 
-async def test_the_kv_cache_goes_and_comes_back(replica, reference, initial):
+async def test_the_kv_cache_is_released_and_restored(replica, reference, initial, monkeypatch):
     await replica.sync(initial)
+    calls, post = [], replica.engine._client.post
+
+    async def recorded(path, **body):
+        calls.append(path)
+        return await post(path, **body)
+
+    monkeypatch.setattr(replica.engine._client, "post", recorded)
     await replica.engine.pause("wait", 30)
     server = await replica.engine._client.get("/server_info")
     assert server["max_total_num_tokens"] > 8 * 1024  # eight slots of 1024 tokens
@@ -226,25 +234,27 @@ async def test_the_kv_cache_goes_and_comes_back(replica, reference, initial):
     with pytest.raises(EngineError, match="restore_kv first"):
         await replica.engine.resume(replica.version)
     await replica.engine.restore_kv()
+    assert [call for call in calls if "memory" in call] == ["/release_memory_occupation", "/resume_memory_occupation"]
+    assert [call for call in calls if "memory" in call] == ["/release_memory_occupation", "/resume_memory_occupation"]
     await replica.engine.resume(replica.version)
     answer = (await replica.generate([request("back", PROMPT, 12)]))["back"]
     assert error_of(reference, initial, PROMPT, answer) < 1e-4
 
 
 async def test_kept_requests_keep_their_kv_cache(replica, initial, long):
-    """SGLang's scheduler would end itself if it were told to free it."""
+    """SGLang's scheduler would exit if it were asked to free it."""
     await replica.sync(initial)
     await replica.engine.submit([request("kept", PROMPT, long)])
     await replica.engine.pause("keep", 30)
-    with pytest.raises(EngineError, match="1 requests stay over this pause"):
+    with pytest.raises(EngineError, match="1 requests are kept during this pause"):
         await replica.engine.release_kv()
     await replica.engine.resume(replica.version)
     answer = (await replica.collect({"kept"}))["kept"]
     assert answer.finish is FinishReason.LENGTH
 
 
-async def test_strangers_are_kept_out(replica):
-    """The server asks for a key that is on no command line, and listens on this machine alone."""
+async def test_requests_without_the_key_are_refused(replica):
+    """The server requires a key that is on no command line, and listens only on this machine."""
     port = int(replica.engine._client._url.rpartition(":")[2])
     server, *_ = server_processes()
     listening = {c.laddr.ip for c in server.net_connections() if c.status == "LISTEN" and c.laddr.port == port}
@@ -255,8 +265,8 @@ async def test_strangers_are_kept_out(replica):
         await type(replica.engine._client)(replica.engine._client._url, "guessed").get("/model_info")
 
 
-async def test_a_killed_scheduler_is_told_and_leaves_nothing_behind(replica, initial):
-    """The replica cannot go on; whoever runs it starts another."""
+async def test_a_killed_scheduler_is_reported_and_leaves_nothing_behind(replica, initial):
+    """The replica cannot continue; its supervisor starts another."""
     await replica.sync(initial)
     await replica.engine.submit([request("lost", PROMPT, 200)])
     answers = {}
@@ -280,7 +290,7 @@ async def gone(processes, within_s=30):
 
 
 def is_alive(process):
-    """Whether it can do anything: who adopts orphans here may not bury them."""
+    """False for zombies too: orphans may stay unreaped in this environment."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -289,10 +299,10 @@ def is_alive(process):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def drafting(checkpoint):
-    """A server with MiMo's draft, whose weights come over gloo and are given on by a process group."""
+    """A server with MiMo's draft; weights arrive over gloo and are passed on by a process group."""
     mtp = MTPConfig(enable_rollout=True, num_speculative_tokens=2)
     parts = ("prefill", "decode", "speculative_draft")
-    args = {f"{part}_attention_backend": "intel_amx" for part in parts}  # the one on CPUs that goes with a draft
+    args = {f"{part}_attention_backend": "intel_amx" for part in parts}  # the CPU backend that works with a draft
     config = replica_config(checkpoint, mtp=mtp, args=args, delivery="gloo")
     replica = await Replica.start(config, transport="gloo")
     yield replica
@@ -307,7 +317,7 @@ def differing(before, after):
     return {name for name in before if before[name] != after[name]}
 
 
-async def test_each_model_changes_with_its_own_tensors_alone(drafting, initial):
+async def test_each_model_changes_only_with_its_own_tensors(drafting, initial):
     report = await drafting.sync(initial)
     assert not report.evicted
     before = await checksums(drafting)
@@ -316,7 +326,7 @@ async def test_each_model_changes_with_its_own_tensors_alone(drafting, initial):
     after = await checksums(drafting)
     assert after["target"] == before["target"]
     own = differing(before["draft"], after["draft"])
-    assert len(own) == len(before["draft"]) - 2  # all but the embedding and the head, which are the target's
+    assert len(own) == len(before["draft"]) - 2  # all but embedding and head, which are the target's
     layer = {name: t for name, t in initial.items() if "layers.0.mlp.down_proj" in name and not is_draft(name)}
     await drafting.sync(dict(initial) | changed(drafts, 1) | changed(layer, 2))
     last = await checksums(drafting)
@@ -324,7 +334,7 @@ async def test_each_model_changes_with_its_own_tensors_alone(drafting, initial):
     assert differing(after["target"], last["target"]) == layer.keys()
 
 
-async def test_target_and_draft_share_what_they_share(drafting, initial):
+async def test_the_draft_shares_embedding_and_head_with_the_target(drafting, initial):
     before = await checksums(drafting)
     shared = {"model.embed_tokens.weight", "lm_head.weight"}
     await drafting.sync({name: t + 1 if name in shared else t for name, t in initial.items()})
@@ -342,7 +352,7 @@ async def test_a_draft_that_is_not_delivered_fails_the_sync(drafting, initial, m
             await deliver(parcel)
 
     monkeypatch.setattr(drafting.receiver, "_deliver", lose)
-    with pytest.raises(SyncError, match=r"phase verify, replica/0.*mtp_layers.*no live parameter is it"):
+    with pytest.raises(SyncError, match=r"phase verify, replica/0.*mtp_layers.*no live parameter matches it"):
         await drafting.sync(changed(initial, 3))
     assert not drafting.fleet.routable
     monkeypatch.undo()
@@ -350,7 +360,7 @@ async def test_a_draft_that_is_not_delivered_fails_the_sync(drafting, initial, m
 
 
 async def acceptance(drafting):
-    """Accepted ÷ drafted by place, and what was generated, greedily."""
+    """Acceptance rates by draft position, and the greedy answers."""
     drafting.recorder.drain()
     requests = [request(f"{i}", [*PROMPT, i], 60, temperature=0.0) for i in range(8)]
     answers = await drafting.generate(requests)
@@ -360,8 +370,8 @@ async def acceptance(drafting):
     return rates, answers
 
 
-async def test_drafted_tokens_that_the_target_would_say_are_accepted(drafting, initial, reference):
-    """A draft made to equal its target is accepted; one left behind, or of another target, is not."""
+async def test_drafted_tokens_that_the_target_predicts_are_accepted(drafting, initial, reference):
+    """A draft that equals its target is accepted; a stale one is not."""
     perfect = perfect_draft(initial)
     await drafting.sync(perfect)
     rates, answers = await acceptance(drafting)
@@ -376,24 +386,24 @@ async def test_drafted_tokens_that_the_target_would_say_are_accepted(drafting, i
         assert error_of(reference, stale, [*PROMPT, int(id)], answer) < 1e-3  # logits four times as large
 
 
-async def test_what_would_not_be_sampled_is_refused(drafting, initial):
+async def test_sampling_is_refused_where_only_the_likeliest_token_would_be_drawn(drafting, initial):
     await drafting.sync(initial)
     answer = (await drafting.generate([request("warm", PROMPT, 4)]))["warm"]
     assert answer.finish is FinishReason.ERROR
     assert "likeliest token" in answer.error
 
 
-async def test_what_a_group_brings_is_alive_before_and_after_ten_syncs(drafting, reference, initial):
+async def test_weights_delivered_by_a_group_are_live_after_each_sync(drafting, reference, initial):
     await follow(drafting, reference, initial, 11, temperature=0.0)
 
 
-async def test_a_group_that_breaks_fails_the_sync_and_the_next_one_forms_another(drafting, initial, monkeypatch):
+async def test_a_broken_group_fails_the_sync_and_the_next_sync_forms_another(drafting, initial, monkeypatch):
     await drafting.sync(initial)
     delivery = drafting.receiver._delivery
     broken, deliver = delivery._name, delivery.deliver
 
     async def break_it(parcel, selector):
-        delivery._way.end_calls()
+        delivery._channel.end_calls()
         await deliver(parcel, selector)
 
     monkeypatch.setattr(delivery, "deliver", break_it)
@@ -410,8 +420,8 @@ def schedulers_of(replica):
     return [process for process in below if "scheduler" in process.name()]
 
 
-async def test_a_server_that_hangs_amid_a_delivery_is_given_up_in_time(drafting, initial, monkeypatch):
-    """Whoever runs the replica starts another then; this server wakes up again, and nobody is left in its group."""
+async def test_a_server_that_hangs_during_a_delivery_fails_the_sync_in_time(drafting, initial, monkeypatch):
+    """The supervisor would then start another replica; here the server wakes up again, alone in its group."""
     await drafting.sync(initial)
     (scheduler,) = schedulers_of(drafting)
     deliver = drafting.receiver._deliver
@@ -421,12 +431,12 @@ async def test_a_server_that_hangs_amid_a_delivery_is_given_up_in_time(drafting,
         await deliver(parcel)
 
     monkeypatch.setattr(drafting.receiver, "_deliver", stop)
-    monkeypatch.setattr("asyncrl.rollouter.engines.sglang.receiver._ENDING_S", 2.0)
+    monkeypatch.setattr("asyncrl.rollouter.engines.remote_receiver._ENDING_S", 2.0)
     try:
         async with asyncio.timeout(60):
             with pytest.raises(SyncError, match=r"phase transfer, replica/0.*was silent for 1\.5 s"):
                 await drafting.sync(changed(initial, 93), deadlines=DeadlinesConfig(transfer_s=3.0))
-            with pytest.raises(EngineDied, match="did not end an update that was given up within 2 s"):
+            with pytest.raises(EngineDied, match="did not end an abandoned update within 2 s"):
                 await drafting.session.close()
     finally:
         scheduler.resume()
@@ -434,7 +444,7 @@ async def test_a_server_that_hangs_amid_a_delivery_is_given_up_in_time(drafting,
     assert not (await drafting.sync(changed(initial, 94))).evicted
 
 
-async def test_a_scheduler_that_dies_amid_a_delivery_is_told(drafting, initial, monkeypatch):
+async def test_a_scheduler_that_dies_during_a_delivery_is_reported(drafting, initial, monkeypatch):
     await drafting.sync(initial)
     (scheduler,) = schedulers_of(drafting)
     below = [scheduler, *scheduler.parents()[:1]]

@@ -1,7 +1,7 @@
-"""A DeepSeek with latent attention in a real SGLang server on the CPU, which loads and syncs it.
+"""A real SGLang server on the CPU loads and syncs a DeepSeek with latent attention.
 
-It does not generate: SGLang's CPU build computes this attention with kernels that the stand-ins here do not have. That
-weights have arrived, the server's own checksums of its live parameters say.
+It does not generate, because the stand-ins lack the kernels with which SGLang's CPU build computes this attention. The
+server's own checksums of its live parameters show that weights have arrived.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tests.support.sglang_replica import replica_config
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
 _ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256}
-#: what published checkpoints say, and transformers' config does not know
+#: fields of published checkpoints that transformers' config does not know
 _PUBLISHED = {"architectures": ["DeepseekV3ForCausalLM"], "topk_method": "noaux_tc", "moe_layer_freq": 1}
 
 
 def deepseek(folder):
-    """Two dense layers, with the tokenizer of another checkpoint."""
+    """Folder of a model with two dense layers and the tokenizer of another checkpoint."""
     other = make_checkpoint(folder / "other", seed=0, warm_start_steps=0)
     config = transformers.DeepseekV3Config(
         vocab_size=json.loads((other / "config.json").read_text())["vocab_size"],
@@ -59,8 +59,8 @@ def deepseek(folder):
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(made)
     for file in other.glob("*token*"):
         (made / file.name).write_bytes(file.read_bytes())
-    said = json.loads((made / "config.json").read_text())
-    (made / "config.json").write_text(json.dumps(said | _PUBLISHED))
+    raw = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(raw | _PUBLISHED))
     return made
 
 

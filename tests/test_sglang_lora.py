@@ -26,7 +26,7 @@ async def pair(checkpoint):
 
 
 class TestAdapters(AdapterContract):
-    async def test_the_server_holds_the_adapters_that_are_in_use_and_no_others(self, pair):
+    async def test_the_server_holds_only_adapters_that_are_in_use(self, pair):
         trainer, engine = pair
         await trainer.sync()
         names = {f"policy-{slot}" for slot in engine._adapters.counts()}
@@ -39,5 +39,5 @@ class TestFinishing(FinishingContract):
 
 
 async def test_memory_still_cannot_be_pinned_without_an_accelerator():
-    """When this fails, torch has mended it: `asyncrl.cpu.sglang` can go."""
+    """If this fails, torch has fixed it, and `asyncrl.cpu.sglang` can be deleted."""
     assert torch.accelerator.is_available() or pinning_is_refused()

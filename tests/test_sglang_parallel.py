@@ -1,4 +1,4 @@
-"""A server of two SGLang workers, each of which holds half of every projection and is handed what a sync brings."""
+"""An SGLang server of two workers, each of which holds half of every projection and receives every sync."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize("delivery", ["memory", "gloo"])
-async def test_each_worker_takes_the_sync_and_logprobs_are_those_of_hugging_face(tmp_path, delivery):
+async def test_each_worker_receives_the_sync_and_logprobs_equal_hugging_face_s(tmp_path, delivery):
     checkpoint = make_checkpoint(tmp_path, seed=0, warm_start_steps=0)
     initial = read_tensors(checkpoint)
     reference = Qwen2ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()

@@ -1,4 +1,4 @@
-"""What is given to SGLang in one piece, and how its checksums are compared with what was sent; without a server."""
+"""Parcels of tensors for SGLang, and comparison of its checksums with the sent tensors; without a server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MLA_HALVES = ("q_a_proj", "kv_a_proj_with_mqa")
 
 
 def deepseek_layer(i, hidden=448, q_rank=96, kv_rank=32, rope=4):
-    """Of DeepSeek-V3.2, an eighth to a sixteenth as wide; in the order of its safetensors files."""
+    """Shapes of a DeepSeek-V3.2 layer, an eighth to a sixteenth as wide, in the order of its safetensors files."""
     shapes = {
         "input_layernorm": (hidden,),
         "mlp.down_proj": (hidden, 1152),
@@ -39,8 +39,8 @@ def deepseek_layer(i, hidden=448, q_rank=96, kv_rank=32, rope=4):
 
 @pytest.mark.parametrize("align_bytes", [1, 64])
 @pytest.mark.parametrize("order", ["as they are stored", "any"])
-def test_what_sglang_joins_travels_in_one_parcel(order, align_bytes):
-    """Its loaders forget a half that comes without the other."""
+def test_tensors_that_sglang_joins_are_in_one_parcel(order, align_bytes):
+    """SGLang's loaders drop a half that arrives without the other."""
     shapes = {name: shape for i in range(6) for name, shape in deepseek_layer(i).items()}
     names = list(shapes)
     generator = torch.Generator().manual_seed(0)
@@ -48,7 +48,7 @@ def test_what_sglang_joins_travels_in_one_parcel(order, align_bytes):
         names = [names[i] for i in torch.randperm(len(names), generator=generator)]
     tensors = {name: torch.randn(shapes[name], generator=generator).bfloat16() for name in names}
     arriving = ((TensorSpec(name, "bfloat16", shapes[name]), tensor) for name, tensor in tensors.items())
-    capacity = 2 * 448 * 1024 * 2  # two of the large ones
+    capacity = 2 * 448 * 1024 * 2  # two of the large tensors
     pair = Parcel("cpu", capacity, align_bytes), Parcel("cpu", capacity, align_bytes)
     contents = []
     for parcel in parcels(arriving, pair, tensors.keys()):
@@ -65,22 +65,22 @@ def test_what_sglang_joins_travels_in_one_parcel(order, align_bytes):
             assert any({one, other} <= parcel for parcel in contents)
 
 
-def test_what_has_no_other_half_waits_for_none():
-    """As the attention of DeepSeek-V2-Lite."""
+def test_a_tensor_without_another_half_does_not_wait_for_one():
+    """As in the attention of DeepSeek-V2-Lite."""
     names = ["layers.0.self_attn.kv_a_proj_with_mqa.weight", "layers.0.self_attn.q_proj.weight"]
     arriving = ((TensorSpec(name, "float32", (4,)), torch.ones(4)) for name in names)
     filled = parcels(arriving, (Parcel("cpu", 16), Parcel("cpu", 16)), names)
     assert [[place.name for place in parcel.places] for parcel in filled] == [[name] for name in names]
 
 
-def test_parts_are_larger_than_a_parcel_together():
+def test_halves_that_exceed_a_parcel_together_still_share_one():
     names = [f"layers.0.self_attn.{half}.weight" for half in MLA_HALVES]
     arriving = ((TensorSpec(name, "float32", (8,)), torch.full((8,), float(i))) for i, name in enumerate(names, 1))
     (parcel,) = parcels(arriving, (Parcel("cpu", 32), Parcel("cpu", 32)), names)
     assert parcel.flat().view(torch.float32).tolist() == 8 * [1.0] + 8 * [2.0]
 
 
-def test_parcels_without_padding_hold_what_begins_at_a_multiple_of_its_element():
+def test_parcels_without_padding_accept_only_aligned_tensors():
     parcel = Parcel("cpu", 64)
     odd, wide = TensorSpec("odd", "bfloat16", (3,)), TensorSpec("wide", "float32", (1,))
     parcel.add((odd, torch.ones(3, dtype=torch.bfloat16)))
@@ -90,7 +90,7 @@ def test_parcels_without_padding_hold_what_begins_at_a_multiple_of_its_element()
     assert parcel.flat().numel() == odd.nbytes
 
 
-def test_checksums_know_what_is_fused_and_what_is_shared():
+def test_checksums_account_for_fused_and_shared_tensors():
     generator = torch.Generator().manual_seed(0)
     names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in ("v", "q", "k")]
     tensors = {name: torch.randn(2, 3, generator=generator) for name in [*names, "model.norm.weight"]}
@@ -107,8 +107,8 @@ def test_checksums_know_what_is_fused_and_what_is_shared():
     assert sent.differences("target", [live(q, k, v), live(norm)]) == []
     assert sent.differences("target", [live(q), live(k), live(v), live(norm)]) == []
     (stale,) = sent.differences("target", [live(q, k, v), live(norm), live(norm + 1)])
-    assert stale == "1 live parameters of the target are none that were sent"
-    assert sent.differences("target", [live(q, k, v)]) == ["model.norm.weight: sent, and no live parameter is it"]
+    assert stale == "1 live parameters of the target match no sent tensor"
+    assert sent.differences("target", [live(q, k, v)]) == ["model.norm.weight: sent, but no live parameter matches it"]
     assert len(sent.differences("target", [live(k, q, v), live(norm)])) == 4
     assert sent.differences("draft", [live(fc), live(norm)], shared=True) == []
     later = SentChecksums([specs["mtp.layers.0.fc.weight"]], sent)  # the draft alone, beside the same target
@@ -117,11 +117,11 @@ def test_checksums_know_what_is_fused_and_what_is_shared():
     assert len(sent.differences("draft", [live(fc), live(norm)])) == 1
 
 
-def test_checksums_know_the_joined_halves_of_latent_attention():
+def test_checksums_account_for_joined_halves_of_latent_attention():
     halves = {f"layers.0.self_attn.{half}.weight": i * torch.ones(2, 3) for i, half in enumerate(MLA_HALVES)}
     specs = {name: TensorSpec(name, "float32", (2, 3)) for name in halves}
     sent = SentChecksums(specs.values())
-    for name in reversed(halves):  # in the other order
+    for name in reversed(halves):  # in reverse order
         sent.add(specs[name], halves[name])
 
     def live(*parts):
@@ -132,7 +132,7 @@ def test_checksums_know_the_joined_halves_of_latent_attention():
     assert len(sent.differences("target", [live(q + 1, kv)])) == 3
 
 
-def test_what_is_kept_as_one_is_hashed_once_when_that_is_known(monkeypatch):
+def test_fused_tensors_are_hashed_once_they_are_known(monkeypatch):
     hashed = []
     sha256 = checksums._sha256
     monkeypatch.setattr(checksums, "_sha256", lambda tensors: hashed.append(len(tensors)) or sha256(tensors))
@@ -147,11 +147,11 @@ def test_what_is_kept_as_one_is_hashed_once_when_that_is_known(monkeypatch):
             last.add(spec, tensor)
         live = [sha256(tensors[:2]), sha256(tensors[2:])]
         assert last.differences("target", live) == []
-        assert last.differences("target", live[1:])[0] == f"{names[0]}: sent, and no live parameter is it"
+        assert last.differences("target", live[1:])[0] == f"{names[0]}: sent, but no live parameter matches it"
         assert sorted(hashed) == ([1, 1, 1, 2] if scale == 1 else [1, 2])
 
 
-def test_parameters_that_stayed_the_same_are_known_by_the_names_of_what_was_sent():
+def test_parameters_that_did_not_change_are_reported_by_the_names_of_sent_tensors():
     layer = "model.layers.0"
     live = {
         "fused": f"{layer}.self_attn.fused_qkv_a_proj_with_mqa.weight",
@@ -167,8 +167,8 @@ def test_parameters_that_stayed_the_same_are_known_by_the_names_of_what_was_sent
         return unmoved(sent, before, before | changed)
 
     assert wrong(fused=[0, 1], experts=[1], norm=[0, 1]) == []  # a worker's part may be the same
-    assert wrong(fused=[0, 1], norm=[0, 1]) == [f"{sent[2]}: it changed, and SGLang's {live['experts']} did not"]
+    assert wrong(fused=[0, 1], norm=[0, 1]) == [f"{sent[2]}: it changed, but SGLang's {live['experts']} did not"]
     assert wrong(experts=[0], norm=[0, 1]) == [
-        f"{name}: it changed, and SGLang's {live['fused']} did not" for name in sorted(sent[:2])
+        f"{name}: it changed, but SGLang's {live['fused']} did not" for name in sorted(sent[:2])
     ]
     assert unmoved([], before, before) == []

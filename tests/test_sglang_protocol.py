@@ -1,5 +1,7 @@
-"""What the SGLang adapter says to a server, held against a small one of our own: it answers as SGLang 0.5.20 and 0.5.22
-do (before 0.5.22 there are no update sessions), and opens what it is sent as SGLang's workers open it."""
+"""The SGLang adapter's requests, checked by a small fake server.
+
+It answers as SGLang 0.5.20 and 0.5.22 do (before 0.5.22 there are no update sessions), and unpacks tensors as SGLang's
+workers do."""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ TENSORS = {
 
 
 class SGLang:
-    """A server that holds tensors by role, and tells of them as SGLang tells of its models'."""
+    """A fake server that holds tensors by role, and reports their checksums as SGLang reports those of its models."""
 
     def __init__(self, sessions: bool, draft: bool) -> None:
         self.sessions, self.draft = sessions, draft
@@ -59,8 +61,8 @@ class SGLang:
         self.calls: list[str] = []
         self.live: dict[str, dict[str, torch.Tensor]] = {"target": {}, "draft": {}}
         self.version = "default"
-        self.drops = ""  # a tensor that its loader passes over
-        self.queues = False  # as a GPU: copies are made when somebody waits for them
+        self.drops = ""  # a tensor that its loader skips
+        self.queues = False  # as on a GPU: copies are made only at a synchronization
         self.queued: list[tuple[str, str, torch.Tensor]] = []
         self.app = web.Application(client_max_size=1 << 30)
         self.app.router.add_post("/update_weights_from_tensor", self.update)
@@ -152,7 +154,7 @@ def opened(payload):
 
 
 class Paused:
-    """An engine's part in a session, of one that has nothing to do."""
+    """An idle engine's part in a session."""
 
     def __init__(self, receiver: ServerReceiver) -> None:
         self.receiver = receiver
@@ -171,12 +173,12 @@ class Paused:
 
 
 class Joined:
-    """A sender, a receiver and a server of ours, in a sync session each time."""
+    """A sender, a receiver and a fake server; each `sync` is a session."""
 
     def __init__(self, server: SGLang, client: Client, workers: int) -> None:
         self.server = server
         delivery = ByMemory(client, "cpu", workers)
-        delivery.parcels = SharedParcel("cpu", 128), SharedParcel("cpu", 128)  # so that there are many
+        delivery.parcels = SharedParcel("cpu", 128), SharedParcel("cpu", 128)  # small, so that there are many
         self.receiver = ServerReceiver(
             client,
             "replica/0",
@@ -222,9 +224,9 @@ async def join():
 
 
 @pytest.mark.parametrize("sessions", [False, True], ids=["0.5.20", "0.5.22"])
-async def test_every_tensor_reaches_the_model_that_it_is_for(join, sessions):
+async def test_every_tensor_reaches_its_model(join, sessions):
     joined = await join(sessions=sessions)
-    for scale in (1, 2):  # the memory is used again
+    for scale in (1, 2):  # the memory is reused
         weights = {name: scale * t for name, t in TENSORS.items()}
         report = await joined.sync(weights)
         assert not report.evicted
@@ -237,8 +239,8 @@ async def test_every_tensor_reaches_the_model_that_it_is_for(join, sessions):
     assert joined.server.calls == 2 * expected
 
 
-async def test_memory_of_a_gpu_is_filled_again_when_sglang_has_read_it(join, monkeypatch):
-    """And not when it has answered, which is when its copies are queued."""
+async def test_gpu_memory_is_reused_only_after_sglang_has_read_it(join, monkeypatch):
+    """Not when SGLang has answered: then its copies are only queued."""
     joined = await join()
     joined.server.queues = True
     monkeypatch.setattr(joined.receiver._delivery, "_device", "cuda")
@@ -256,11 +258,11 @@ async def test_a_server_without_a_draft_is_sent_none(join):
 
 
 @pytest.mark.parametrize("dropped", TENSORS)
-async def test_a_tensor_that_the_server_passes_over_fails_the_sync(join, dropped):
+async def test_a_tensor_that_the_server_skips_fails_the_sync(join, dropped):
     joined = await join()
     await joined.sync(TENSORS)
     joined.server.drops = dropped
-    with pytest.raises(SyncError, match=rf"phase verify, replica/0.*{dropped}: sent, and no live parameter is it"):
+    with pytest.raises(SyncError, match=rf"phase verify, replica/0.*{dropped}: sent, but no live parameter matches it"):
         await joined.sync({name: t + 1 for name, t in TENSORS.items()})
     assert not joined.receiver.intact()
     joined.server.drops = ""
@@ -268,25 +270,25 @@ async def test_a_tensor_that_the_server_passes_over_fails_the_sync(join, dropped
     assert joined.receiver.intact()
 
 
-async def test_where_values_cannot_be_compared_a_model_that_does_not_change_fails_the_sync(join):
-    """As with workers that have a part of each tensor."""
+async def test_if_values_cannot_be_compared_a_model_that_does_not_change_fails_the_sync(join):
+    """For example with workers that hold parts of each tensor."""
     joined = await join(workers=2)
     await joined.sync(TENSORS)
     assert not (await joined.sync(TENSORS)).evicted
     joined.server.drops = "model.mtp_layers.0.input_proj.weight"
-    with pytest.raises(SyncError, match="the draft was sent other weights, and SGLang's are what they were"):
+    with pytest.raises(SyncError, match="new weights were sent for the draft, but SGLang's did not change"):
         await joined.sync({name: t + 1 for name, t in TENSORS.items()})
 
 
-async def test_where_values_cannot_be_compared_a_parameter_that_does_not_change_fails_the_sync(join):
+async def test_if_values_cannot_be_compared_a_parameter_that_does_not_change_fails_the_sync(join):
     joined = await join(workers=2)
     await joined.sync(TENSORS)
     joined.server.drops = "model.embed_tokens.weight"
-    with pytest.raises(SyncError, match=r"model\.embed_tokens\.weight: it changed, and SGLang\'s .* did not"):
+    with pytest.raises(SyncError, match=r"model\.embed_tokens\.weight: it changed, but SGLang\'s .* did not"):
         await joined.sync({name: t + 1 for name, t in TENSORS.items()})
 
 
-async def test_a_session_that_breaks_is_ended_at_the_server_too(join):
+async def test_a_failed_session_is_also_ended_at_the_server(join):
     joined = await join()
     joined.rank.break_at = "model.layers.0.mlp.up_proj.weight"
     with pytest.raises(SyncError, match="ran out of memory"):
@@ -296,7 +298,7 @@ async def test_a_session_that_breaks_is_ended_at_the_server_too(join):
     assert not (await joined.sync(TENSORS)).evicted
 
 
-async def test_an_adapter_is_handed_over_whole_to_every_worker(join):
+async def test_every_worker_gets_the_whole_adapter(join):
     joined = await join()
     module = "base_model.model.model.layers.0.self_attn.q_proj"
     tensors = {f"{module}.lora_A.weight": torch.randn(2, 3), f"{module}.lora_B.weight": torch.randn(5, 2)}
@@ -307,19 +309,19 @@ async def test_an_adapter_is_handed_over_whole_to_every_worker(join):
     assert all(torch.equal(joined.server.adapters[name][key], tensor) for key, tensor in tensors.items())
 
 
-async def test_workers_that_do_not_join_a_group_are_given_up_in_time(join):
-    """And nobody goes on waiting for them here."""
+async def test_workers_that_do_not_join_a_group_fail_it_in_time(join):
+    """No thread keeps waiting for them."""
     delivery = ByGroup((await join()).receiver._client, "gloo", workers=1)
-    with pytest.raises(EngineDied, match=r"did not join a gloo group within 0\.5 s; the replica has to be started"):
+    with pytest.raises(EngineDied, match=r"did not join a gloo group within 0\.5 s; restart the replica"):
         await delivery.open(0.5)
     async with asyncio.timeout(20):
         while any(thread.name.startswith("sglang-group") for thread in threading.enumerate()):
             await asyncio.sleep(0.05)
-    with pytest.raises(EngineError, match="a session begins with `open`"):
+    with pytest.raises(EngineError, match="call `open` first"):
         await delivery.deliver(Parcel("cpu"), "all")
 
 
-async def test_a_refusal_says_what_the_server_said(join):
+async def test_a_refusal_contains_the_server_s_message(join):
     joined = await join()
     client = Client(str(joined.receiver._client._url), "wrong")
     try:
@@ -335,7 +337,7 @@ async def test_a_refusal_says_what_the_server_said(join):
         await client.close()
 
 
-async def test_a_model_that_was_sent_again_is_not_hashed_again(join, monkeypatch):
+async def test_a_model_that_is_sent_unchanged_is_not_hashed_again(join, monkeypatch):
     joined = await join()
     await joined.sync(TENSORS)
     asked = []
@@ -359,7 +361,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 async def engine(checkpoint):
-    """Of a server that is paused for ever and counts how often it is to generate on."""
+    """An engine whose server never finishes a pause, and the paths of its calls."""
     calls = []
 
     async def answer(request):
@@ -385,21 +387,21 @@ async def engine(checkpoint):
     await server.close()
 
 
-async def test_a_pause_that_is_not_reached_ends_no_pause_that_was_there(engine):
+async def test_a_pause_that_times_out_does_not_end_an_earlier_pause(engine):
     engine, calls = engine
     with pytest.raises(TimeoutError):
-        await engine.pause("keep", 0.1)
+        await engine.pause("keep", 2.0)
     assert calls == ["/pause_generation"]
     assert engine.paused
     await engine.resume(PolicyVersion(0, 1))
     with pytest.raises(TimeoutError):
-        await engine.pause("keep", 0.1)
+        await engine.pause("keep", 2.0)
     assert calls[-2:] == ["/pause_generation", "/continue_generation"]
     assert not engine.paused
 
 
-async def test_logits_that_are_no_numbers_end_a_request_with_an_error(engine):
-    """SGLang puts a stop token in the place of what it drew, and says that the request stopped at it."""
+async def test_nan_logits_end_a_request_with_an_error(engine):
+    """SGLang replaces the sampled token with a stop token, and reports that the request stopped at it."""
     engine, _ = engine
     engine._version = PolicyVersion(0, 1)
     running = engine.request_type(request("nan", [1, 2], 8), PolicyVersion(0, 1), 0)
@@ -409,4 +411,4 @@ async def test_logits_that_are_no_numbers_end_a_request_with_an_error(engine):
     engine._take(running, {"output_ids": [7], "meta_info": meta})
     batch = await engine.events()
     assert batch.finish == [FinishReason.ERROR]
-    assert "its logits are not numbers" in batch.errors["nan"]
+    assert "its logits are NaN" in batch.errors["nan"]

@@ -27,17 +27,17 @@ OPTIONS = (
 ROOT = Path(__file__).parent.parent
 
 
-def test_a_run_trains_to_the_end_and_a_killed_server_costs_no_sample(start):
-    """The trainer's logprobs of fresh samples are those that SGLang told; the replica whose server dies amid a step is
-    started again and goes on."""
+def test_a_run_trains_to_the_end_and_a_killed_server_loses_no_sample(start):
+    """The trainer's logprobs of fresh samples equal SGLang's; a replica whose server dies during a step is restarted
+    and continues."""
     run = start("async_training.staleness_threshold=0", "trainer.total_steps=12")
     run.until_trained(3, timeout_s=600)
     noticed = run.text.count("supervision: replica/")
     server_processes(run.process.pid)[0].kill()
     run.until(lambda: run.text.count("supervision: replica/") > noticed, "noticed the death")
     assert run.wait(900) == 0, run.text
-    told = [json.loads(line) for line in (run.folder / "logs/replica-0.jsonl").read_text().splitlines()]
-    assert any(line["level"] == "error" and "SGLang's server" in line["message"] for line in told)
+    logged = [json.loads(line) for line in (run.folder / "logs/replica-0.jsonl").read_text().splitlines()]
+    assert any(line["level"] == "error" and "SGLang's server" in line["message"] for line in logged)
     audit(run.folder, [2] * 12, staleness_bound=0)
     ratios = run.column("actor/ratio_max")
     assert len(ratios) == 12
@@ -45,7 +45,7 @@ def test_a_run_trains_to_the_end_and_a_killed_server_costs_no_sample(start):
 
 
 def test_no_process_outlives_a_killed_replica(inputs, tmp_path):
-    """The server and all below it, and what torch started to share memory."""
+    """Neither the server and its descendants, nor torch's managers of shared memory."""
     script = tmp_path / "replica.py"
     script.write_text(
         "import asyncio, sys\n"
@@ -82,12 +82,12 @@ def test_no_process_outlives_a_killed_replica(inputs, tmp_path):
 
 
 def helpers() -> set[psutil.Process]:
-    """torch's managers of memory that is shared by name; they are nobody's children."""
+    """torch's managers of named shared memory; they are not children of the processes that use them."""
     return {p for p in psutil.process_iter(["name"]) if p.info["name"].startswith("torch_shm")}
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether it can do anything: who adopts orphans here may not bury them."""
+    """False for zombies too: orphans may stay unreaped in this environment."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""The process of SGLang's server: how it starts, ends and is known, held against a stand-in for SGLang."""
+"""SGLang's server process: start, end and identity, with a stand-in for SGLang."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run_server(arguments):
 
 
 def write_sglang(folder, launch_server):
-    """A package of this name with what our process of its server imports."""
+    """Write a package ``sglang`` with the modules that our server process imports."""
     modules = {
         "launch_server": launch_server,
         "srt/plugins/__init__": "def load_plugins(): pass",
@@ -54,7 +54,7 @@ HookType = types.SimpleNamespace(AROUND="around")
 
 @pytest.mark.parametrize("later_s", [0.0, 3.0], ids=["at-once", "later"])
 def test_a_server_s_children_end_with_it_however_early_it_is_killed(tmp_path, later_s):
-    """These never come to what SGLang's own do about it when they have imported everything."""
+    """SGLang's own children watch their parent only after their imports; these never do."""
     write_sglang(tmp_path, SERVER_WITH_A_CHILD)
     server = subprocess.Popen(
         [sys.executable, "-m", "asyncrl.rollouter.engines.sglang.serve", str(os.getpid())],
@@ -62,7 +62,7 @@ def test_a_server_s_children_end_with_it_however_early_it_is_killed(tmp_path, la
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # as a replica starts it
+        start_new_session=True,  # as a replica does
     )
     with server:
         print("[]", file=server.stdin, flush=True)
@@ -79,7 +79,7 @@ def test_a_server_s_children_end_with_it_however_early_it_is_killed(tmp_path, la
     assert not left
 
 
-async def test_a_server_that_does_not_start_is_told_by_its_last_line(capfd):
+async def test_a_server_that_does_not_start_is_reported_with_its_last_line(capfd):
     """Its whole output is reported as it arrives."""
     no_python = {"PYTHONHOME": "/nowhere"}
     with pytest.raises(EngineError) as raised:
@@ -94,16 +94,16 @@ async def test_a_server_that_does_not_start_is_told_by_its_last_line(capfd):
 async def test_the_key_is_not_sent_to_another_process_that_took_the_port(tmp_path, monkeypatch):
     write_sglang(tmp_path, "import sys, time\ndef run_server(arguments): time.sleep(2); sys.exit(3)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    heard = []
+    received = []
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         monkeypatch.setattr(server_module, "_free_port", lambda: stranger.getsockname()[1])
-        listening = threading.Thread(target=lambda: heard.append(stranger.accept()[0].recv(4096)), daemon=True)
+        listening = threading.Thread(target=lambda: received.append(stranger.accept()[0].recv(4096)), daemon=True)
         listening.start()
         with pytest.raises(EngineError, match="before it was ready"):
             async with asyncio.timeout(60):
                 await Server.start({"device": "cuda"}, {})
-        assert heard == []
+        assert received == []
         with socket.create_connection(stranger.getsockname()) as last:
             last.send(b"over")
         listening.join(10)
-    assert heard == [b"over"]
+    assert received == [b"over"]

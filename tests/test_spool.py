@@ -1,4 +1,4 @@
-"""Spool on real files: records round-trip, a torn tail is cut, damage is refused, a full disk harms nothing."""
+"""Spool on real files: records round-trip, a torn tail is cut, damage is refused, a full disk loses nothing."""
 
 import errno
 import os
@@ -22,7 +22,7 @@ from asyncrl.sample_queue.spool import (
 
 
 def in_child(body) -> int:
-    """Runs ``body`` in a forked process and returns its exit status: its result, 99 if it raises, −signal if killed."""
+    """Run ``body`` in a forked process; returns its exit status: its result, 99 if it raises, −signal if killed."""
     pid = os.fork()
     if pid == 0:
         status = 99
@@ -36,10 +36,10 @@ def in_child(body) -> int:
 
 def filled(folder, payloads, **options) -> list[RecordLocation]:
     spool = Spool(folder, **options)
-    places = [spool.append(KIND_GROUP, payload) for payload in payloads]
+    locations = [spool.append(KIND_GROUP, payload) for payload in payloads]
     spool.flush()
     spool.close()
-    return places
+    return locations
 
 
 def flip(path, offset: int) -> None:
@@ -53,19 +53,19 @@ def flip(path, offset: int) -> None:
     batches=st.lists(st.lists(st.binary(max_size=90), max_size=5), max_size=8),
     segment_bytes=st.integers(60, 400),
 )
-def test_records_are_read_back_in_order_also_after_reopening(tmp_path_factory, batches, segment_bytes):
+def test_records_are_read_back_in_order_even_after_reopening(tmp_path_factory, batches, segment_bytes):
     folder = tmp_path_factory.mktemp("spool") / "spool"
-    places = []
+    locations = []
     for batch in batches:
         spool = Spool(folder, segment_bytes)
         assert spool.torn is None
-        places += spool.append_all([record(KIND_GROUP, memoryview(payload)) for payload in batch])
+        locations += spool.append_all([record(KIND_GROUP, memoryview(payload)) for payload in batch])
         spool.flush()
         spool.close()
     payloads = [payload for batch in batches for payload in batch]
     spool = Spool(folder, segment_bytes)
-    assert list(spool.records()) == [(place, KIND_GROUP, p) for place, p in zip(places, payloads, strict=True)]
-    assert [spool.read(place) for place in places] == payloads
+    assert list(spool.records()) == [(location, KIND_GROUP, p) for location, p in zip(locations, payloads, strict=True)]
+    assert [spool.read(location) for location in locations] == payloads
     sizes = [path.stat().st_size for path in folder.glob("*.seg")]
     assert all(size <= max(segment_bytes, HEADER_BYTES + 90) for size in sizes)
     spool.close()
@@ -74,23 +74,23 @@ def test_records_are_read_back_in_order_also_after_reopening(tmp_path_factory, b
 def test_a_batch_larger_than_one_system_call_is_written_whole(tmp_path):
     spool = Spool(tmp_path / "spool")
     payloads = [b"%d" % i for i in range(3000)]
-    places = spool.append_all([record(KIND_PARTIAL, p) for p in payloads])
-    assert [spool.read(place) for place in places[::500]] == payloads[::500]
+    locations = spool.append_all([record(KIND_PARTIAL, p) for p in payloads])
+    assert [spool.read(location) for location in locations[::500]] == payloads[::500]
     assert [p for _, _, p in spool.records()] == payloads
 
 
 @pytest.mark.parametrize("cut_bytes", [1, 10, 30, HEADER_BYTES + 39])
 def test_a_torn_tail_is_cut_off_after_the_last_whole_record_and_reported(tmp_path, cut_bytes):
     folder = tmp_path / "spool"
-    places = filled(folder, [b"a" * 40, b"b" * 40])
+    locations = filled(folder, [b"a" * 40, b"b" * 40])
     path = folder / "000001.seg"
     os.truncate(path, path.stat().st_size - cut_bytes)
     spool = Spool(folder)
     assert spool.torn is not None
-    assert (spool.torn.path, spool.torn.offset) == (path, places[1].offset)
+    assert (spool.torn.path, spool.torn.offset) == (path, locations[1].offset)
     assert spool.torn.cut_bytes == HEADER_BYTES + 40 - cut_bytes
-    assert spool.read(places[0]) == b"a" * 40
-    assert spool.append(KIND_GROUP, b"c") == RecordLocation(1, places[1].offset, 1)
+    assert spool.read(locations[0]) == b"a" * 40
+    assert spool.append(KIND_GROUP, b"c") == RecordLocation(1, locations[1].offset, 1)
     assert [p for _, _, p in spool.records()] == [b"a" * 40, b"c"]
 
 
@@ -98,31 +98,31 @@ def test_a_torn_tail_is_cut_off_after_the_last_whole_record_and_reported(tmp_pat
 @pytest.mark.parametrize("segment_bytes", [100_000, 100])
 def test_damage_in_the_middle_is_refused_and_nothing_is_cut(tmp_path, at, segment_bytes):
     folder = tmp_path / "spool"
-    place = filled(folder, [b"a" * 40, b"b" * 40, b"c" * 40], segment_bytes=segment_bytes)[1]
-    path = folder / f"{place.segment:06d}.seg"
-    flip(path, place.offset + at)
+    location = filled(folder, [b"a" * 40, b"b" * 40, b"c" * 40], segment_bytes=segment_bytes)[1]
+    path = folder / f"{location.segment:06d}.seg"
+    flip(path, location.offset + at)
     before = path.read_bytes()
-    with pytest.raises(SpoolError, match=rf"{path.name} is damaged at offset {place.offset}.*expected.*found"):
+    with pytest.raises(SpoolError, match=rf"{path.name} is damaged at offset {location.offset}.*expected.*found"):
         Spool(folder, segment_bytes)
     assert path.read_bytes() == before
 
 
 def test_damage_at_the_end_is_a_torn_tail_only_if_it_was_not_acknowledged(tmp_path):
     folder = tmp_path / "spool"
-    places = filled(folder, [b"a" * 40, b"b" * 40])
+    locations = filled(folder, [b"a" * 40, b"b" * 40])
     path = folder / "000001.seg"
-    flip(path, places[1].offset + HEADER_BYTES)
+    flip(path, locations[1].offset + HEADER_BYTES)
     with pytest.raises(SpoolError, match="expected 128 whole bytes: expected checksum"):
         Spool(folder, acknowledged=(1, path.stat().st_size))
-    assert Spool(folder, acknowledged=(1, places[1].offset)).torn is not None
+    assert Spool(folder, acknowledged=(1, locations[1].offset)).torn is not None
 
 
 def test_a_hole_before_unacknowledged_records_is_a_torn_tail(tmp_path):
     """A power loss may persist the pages of an unflushed write in any order."""
     folder = tmp_path / "spool"
-    places = filled(folder, [b"a" * 40, b"b" * 40, b"c" * 40])
-    flip(folder / "000001.seg", places[1].offset)
-    spool = Spool(folder, acknowledged=(1, places[1].offset))
+    locations = filled(folder, [b"a" * 40, b"b" * 40, b"c" * 40])
+    flip(folder / "000001.seg", locations[1].offset)
+    spool = Spool(folder, acknowledged=(1, locations[1].offset))
     assert [p for _, _, p in spool.records()] == [b"a" * 40]
 
 
@@ -138,19 +138,19 @@ def test_missing_acknowledged_records_are_refused(tmp_path):
 def test_reading_verifies_checksum_and_location(tmp_path):
     folder = tmp_path / "spool"
     spool = Spool(folder)
-    place = spool.append(KIND_GROUP, b"a" * 40)
+    location = spool.append(KIND_GROUP, b"a" * 40)
     with pytest.raises(SpoolError, match="expected a record of 39 bytes, found one of 40"):
-        spool.read(place._replace(length=39))
+        spool.read(location._replace(length=39))
     with pytest.raises(SpoolError, match=r"000007\.seg is missing"):
-        spool.read(place._replace(segment=7))
+        spool.read(location._replace(segment=7))
     flip(folder / "000001.seg", HEADER_BYTES + 3)
     with pytest.raises(SpoolError, match=r"damaged at offset 0: expected checksum .*, found"):
-        spool.read(place)
+        spool.read(location)
 
 
 def test_finished_segments_can_be_deleted_but_not_the_active_one(tmp_path):
     spool = Spool(tmp_path / "spool", segment_bytes=100)
-    places = [spool.append(KIND_GROUP, b"x" * 60) for _ in range(3)]
+    locations = [spool.append(KIND_GROUP, b"x" * 60) for _ in range(3)]
     assert spool.segments == (1, 2, 3)
     spool.release(1)
     assert spool.segments == (2, 3)
@@ -159,8 +159,8 @@ def test_finished_segments_can_be_deleted_but_not_the_active_one(tmp_path):
         spool.release(3)
     spool.close()
     again = Spool(tmp_path / "spool", segment_bytes=100)
-    assert again.read(places[1]) == b"x" * 60
-    assert again.append(KIND_GROUP, b"x" * 60).segment == 4  # a number is never given out twice
+    assert again.read(locations[1]) == b"x" * 60
+    assert again.append(KIND_GROUP, b"x" * 60).segment == 4  # numbers are never reused
 
 
 class FaultyDisk(Disk):
@@ -184,7 +184,7 @@ class FaultyDisk(Disk):
 
 
 @pytest.mark.parametrize("room", [1, HEADER_BYTES, 100])
-def test_a_full_disk_harms_no_earlier_record_and_appending_continues_later(tmp_path, room):
+def test_a_full_disk_loses_no_earlier_record_and_appending_continues_later(tmp_path, room):
     disk = FaultyDisk(10_000)
     spool = Spool(tmp_path / "spool", disk=disk)
     first = spool.append(KIND_GROUP, b"a" * 40)

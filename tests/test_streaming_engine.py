@@ -1,4 +1,4 @@
-"""Where a request ends that another process generates, whatever that process says and whenever it is cut."""
+"""Ends of requests that another process generates, whatever that process reports and whenever they are aborted."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from asyncrl.types.versions import PolicyVersion
 from tests.support.engine_replica import add, request
 
 STOP = 7
-DRAWN = [3, 4, 5, 6, STOP, 8, 9, 10]  # by an engine that passes over stop tokens
+DRAWN = [3, 4, 5, 6, STOP, 8, 9, 10]  # by an engine that ignores stop tokens
 VERSION = PolicyVersion(0, 1)
 
 
 class Scripted(StreamingEngine[StreamedRequest]):
-    """Says of each request what its script has: pieces of tokens, then why it ended; and ends it when asked to."""
+    """Reports scripted pieces of tokens for each request, then its finish reason; notes whether to abort it."""
 
     title = "script"
     request_type = StreamedRequest
@@ -33,12 +33,12 @@ class Scripted(StreamingEngine[StreamedRequest]):
         self.aborted = False
 
     async def _stream(self, running):
-        told = 0
+        reported = 0
         for i, piece in enumerate(self._pieces):
-            told += len(piece)
+            reported += len(piece)
             last = i == len(self._pieces) - 1
             finish = FINISH.get(self._finish, FinishReason.ERROR) if last else None
-            spans = [(str(VERSION), told)] if last else []
+            spans = [(str(VERSION), reported)] if last else []
             over = self._received(running, piece, [-0.5] * len(piece), finish, spans, "why" if last else "")
             self.aborted |= bool(over)
 
@@ -68,7 +68,7 @@ async def answered(config, pieces, finish, **options):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 @pytest.mark.parametrize("finish", ["abort", "stop", "length"])
-async def test_nothing_follows_a_stop_token_and_what_ends_in_one_has_stopped(config, size, finish):
+async def test_nothing_follows_a_stop_token_and_a_request_that_ends_in_one_has_stopped(config, size, finish):
     """Whatever the size of the engine's reports, and whether it ends before, at or beyond the stop token."""
     for end in range(1, len(DRAWN) + 1):
         pieces = [DRAWN[i : min(i + size, end)] for i in range(0, end, size)]
@@ -81,15 +81,39 @@ async def test_nothing_follows_a_stop_token_and_what_ends_in_one_has_stopped(con
         assert engine._recorder.drain().counters["rollout/tokens"] == len(own)
 
 
-async def test_an_error_is_one_also_at_a_stop_token_but_not_after_it(config):
+async def test_an_error_at_a_stop_token_counts_but_not_after_it(config):
     answer, _ = await answered(config, [[3], [STOP]], "error", stop_token_ids=(STOP,))
     assert (answer.finish, answer.error) == (FinishReason.ERROR, "why")
     answer, _ = await answered(config, [[3, STOP], [4]], "error", stop_token_ids=(STOP,))
     assert (answer.finish, answer.tokens, answer.error) == (FinishReason.STOP, [3, STOP], "")
 
 
+class Unabortable(Scripted):
+    """Fails as soon as a request is over: when it is to be aborted, or after the engine ended it."""
+
+    def _received(self, running, *args):
+        over = super()._received(running, *args)
+        if over or running.request.id not in self._running:
+            raise RuntimeError("refused")
+        return over
+
+
+@pytest.mark.parametrize(
+    ("pieces", "finish"), [([[3, STOP], [4]], FinishReason.STOP), ([[3], [4]], FinishReason.LENGTH)]
+)
+async def test_a_request_that_is_over_has_one_end_even_if_the_engine_fails_then(config, pieces, finish):
+    engine = Unabortable(config, pieces, "length")
+    await engine.resume(VERSION)
+    await engine.submit([request("r", [1, 2], 100, stop_token_ids=(STOP,))])
+    batch = await engine.events()
+    assert batch.tokens.tolist() == pieces[0][:2] + ([] if finish is FinishReason.STOP else pieces[1])
+    assert [f for f in batch.finish if f is not None] == [finish]
+    assert not engine._running
+    assert engine._recorder.drain().counters["rollout/tokens"] == 2
+
+
 class Gated(Scripted):
-    """Generates until the test opens a request's gate; ``begun`` in the order in which the engine got them."""
+    """Generates until the test opens a request's gate; ``begun``: requests in the order in which they arrived."""
 
     def __init__(self, config):
         super().__init__(config, [[3]], "length")

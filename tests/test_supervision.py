@@ -1,4 +1,4 @@
-"""Restart limits, and the supervisor's response to each death. The cluster is a fake of our own interface, in which
+"""Restart limits, and the supervisor's response to each death. The cluster is a fake of our own interface, whose
 actors die as they do on Ray."""
 
 import asyncio
@@ -14,7 +14,7 @@ from asyncrl.run.restartable import RestartableRanks, RestartableRollouter
 from asyncrl.run.supervision import DiedTooOften, RestartPolicy, Supervisor
 
 
-def test_the_pause_before_a_restart_doubles_up_to_a_limit_and_each_actor_counts_by_itself():
+def test_the_back_off_doubles_up_to_a_limit_for_each_actor_separately():
     policy = RestartPolicy(SupervisionConfig(max_restarts=5, backoff_s=0.5, max_backoff_s=3), clock=lambda: 0.0)
     assert [policy.next_backoff_s("replica/0", "died") for _ in range(5)] == [0.5, 1, 2, 3, 3]
     assert policy.next_backoff_s("replica/1", "died") == 0.5
@@ -22,7 +22,7 @@ def test_the_pause_before_a_restart_doubles_up_to_a_limit_and_each_actor_counts_
         policy.next_backoff_s("replica/0", "replica/0 died")
 
 
-def test_restarts_that_are_long_ago_do_not_count():
+def test_old_restarts_do_not_count():
     now = [0.0]
     policy = RestartPolicy(SupervisionConfig(max_restarts=1, window_s=60), clock=lambda: now[0])
     policy.next_backoff_s("trainer", "died")
@@ -56,13 +56,13 @@ class Rollouter(Replica):
 
 
 class World:
-    """Cluster and sync group in one; logs the supervisor's calls. ``starts``: exceptions or events, one for each of an
-    actor's next starts, which raise or wait for them; any other start succeeds at once."""
+    """Fake cluster and sync coordinator; logs the supervisor's calls. ``starts``: for each of an actor's next starts,
+    an exception to raise or an event to wait for; any other start succeeds at once."""
 
     def __init__(self, names=("replica/0", "replica/1")) -> None:
         self.replica_names = list(names)
         self.replicas: dict[str, Replica] = {}
-        self.receivers = self.replicas
+        self.sessions = self.replicas
         self.senders: dict[str, Replica] = {}
         self.starts: dict[str, list[Exception | asyncio.Event]] = {}
         self.log: list[str] = []
@@ -187,17 +187,17 @@ async def started(world: World, **options):
         await asyncio.wait([running])
 
 
-LIFE = ["starting replica/0", "replaced replica/0", "joined replica/0"]
+STARTUP = ["starting replica/0", "replaced replica/0", "joined replica/0"]
 
 
-async def test_a_replica_that_died_leaves_is_started_again_and_joins(caplog):
+async def test_a_dead_replica_leaves_is_restarted_and_joins(caplog):
     world = World()
     async with started(world):
         world.replicas["replica/0"].death.set()
         await until(lambda: len(world.of("replica/0")) == 7)
-        world.replicas["replica/0"].death.set()  # and the new one is watched as well
+        world.replicas["replica/0"].death.set()  # the new one is supervised as well
         await until(lambda: len(world.of("replica/0")) == 11)
-    assert world.of("replica/0") == LIFE + (["left replica/0"] + LIFE) * 2
+    assert world.of("replica/0") == STARTUP + (["left replica/0"] + STARTUP) * 2
     assert "supervision: replica/0 died" in caplog.text
 
 
@@ -205,8 +205,8 @@ async def test_a_replica_that_dies_too_often_is_left_out_while_others_serve_and_
     world = World()
     async with started(world, max_restarts=0) as running:
         world.replicas["replica/0"].death.set()
-        await until(lambda: "the run goes on without it" in caplog.text)
-        assert world.log[-1] == "ended replica/0"  # what hung at its start would keep its memory
+        await until(lambda: "the run continues without it" in caplog.text)
+        assert world.log[-1] == "ended replica/0"  # an actor that hung during startup would keep its memory
         world.replicas["replica/1"].death.set()
         with pytest.raises(ExceptionGroup) as raised:
             await asyncio.wait_for(running, 10)
@@ -217,7 +217,7 @@ async def test_a_replica_that_dies_too_often_is_left_out_while_others_serve_and_
 
 
 @pytest.mark.parametrize("name", ["queue", "rollouter", "replica/0"])
-async def test_an_actor_that_dies_before_it_is_up_is_started_again(name, caplog):
+async def test_an_actor_that_dies_before_it_is_up_is_restarted(name, caplog):
     world = World()
     world.starts[name] = [ActorDied(name), ActorDied(name)]
     async with started(world):
@@ -227,7 +227,7 @@ async def test_an_actor_that_dies_before_it_is_up_is_started_again(name, caplog)
 
 
 @pytest.mark.parametrize("name", ["queue", "rollouter", "replica/0"])
-async def test_an_actor_that_hangs_before_it_is_up_is_started_again(name, caplog):
+async def test_an_actor_that_hangs_before_it_is_up_is_restarted(name, caplog):
     world = World()
     world.starts[name] = [asyncio.Event()]
     async with started(world, start_s=0.05):
@@ -237,7 +237,7 @@ async def test_an_actor_that_hangs_before_it_is_up_is_started_again(name, caplog
 
 
 @pytest.mark.parametrize("name", ["queue", "rollouter", "replica/0"])
-async def test_an_actor_that_never_comes_up_ends_the_run_after_as_many_restarts_as_any(name):
+async def test_an_actor_that_never_comes_up_ends_the_run_after_max_restarts(name):
     world = World()
     world.starts[name] = [ActorDied(name)] * 9
     with pytest.raises(ExceptionGroup) as raised:
@@ -260,7 +260,7 @@ async def test_a_queue_is_supervised_while_the_rollouter_does_not_answer():
 
 
 @pytest.mark.parametrize("error", [ActorStartFailed("replica/0", "ImportError: no"), ValueError("no such layer")])
-async def test_what_an_actor_raises_while_it_starts_ends_the_run_at_once(error):
+async def test_an_exception_in_an_actor_s_startup_ends_the_run_at_once(error):
     world = World()
     world.starts["replica/0"] = [error]
     with pytest.raises(ExceptionGroup) as raised:
@@ -270,7 +270,7 @@ async def test_what_an_actor_raises_while_it_starts_ends_the_run_at_once(error):
     assert world.of("starting replica/0") == ["starting replica/0"]
 
 
-async def test_a_queue_that_dies_again_and_again_as_it_starts_after_training_began_ends_the_run():
+async def test_a_queue_that_keeps_dying_in_its_restarts_ends_the_run():
     world = World()
     async with started(world, max_restarts=2) as running:
         world.starts["queue"] = [ActorDied("queue")] * 9
@@ -280,7 +280,7 @@ async def test_a_queue_that_dies_again_and_again_as_it_starts_after_training_beg
     assert raised.group_contains(DiedTooOften, match="queue died.*; restarted 2 times")
 
 
-async def test_no_group_starts_before_ranks_and_queue_have_their_place_and_a_rollouter_may_die_until_then():
+async def test_no_group_starts_before_start_groups_and_the_rollouter_may_die_until_then():
     world = World()
     run = Run(world)
     running = asyncio.create_task(run.run())
@@ -296,8 +296,8 @@ async def test_no_group_starts_before_ranks_and_queue_have_their_place_and_a_rol
     await asyncio.wait([running])
 
 
-async def test_all_ranks_are_restarted_if_one_dies_while_they_start(caplog):
-    """Another rank may fail first: it has lost its peer."""
+async def test_all_ranks_are_restarted_if_one_dies_during_startup(caplog):
+    """Another rank may fail first, because it lost its peer."""
     world = World()
 
     class Start(RuntimeError):
@@ -316,7 +316,7 @@ async def test_all_ranks_are_restarted_if_one_dies_while_they_start(caplog):
     assert "supervision: trainer/1 died" in caplog.text
 
 
-async def test_ranks_that_raise_while_they_all_live_end_the_run_at_once():
+async def test_ranks_that_raise_while_all_are_alive_end_the_run_at_once():
     world = World()
     world.starts["trainer"] = [ValueError("no such layer")]
     with pytest.raises(ValueError, match="no such layer"):

@@ -1,7 +1,7 @@
-"""Invariant: with staleness 0 the asynchronous system is synchronous training, bit for bit.
+"""Invariant: with staleness 0 the asynchronous system equals synchronous training, bit for bit.
 
 Runs the whole system (Ray, queue, admission, router, sync sessions) for five steps in deterministic mode, and compares
-it with a loop of a few lines without any of them: generate a batch, score it, train on it, load the new weights.
+it with a short loop without any of these: generate a batch, score it, train on it, load the new weights.
 """
 
 import asyncio
@@ -107,7 +107,7 @@ async def train_synchronously(options: list[str], folder: Path) -> dict[str, tor
         rank.export_hf(folder / "final")
     finally:
         rank.close()
-    assert dropped > 0, "the test wants drops and refills in its history"
+    assert dropped > 0, "the test needs groups that are dropped and refilled"
     return read_tensors(folder / "final")
 
 

@@ -1,4 +1,4 @@
-"""Interval arithmetic, the activity that idle shares come from, and the recorder's batches."""
+"""Interval arithmetic, the activity from which idle shares are computed, and the recorder's batches."""
 
 from __future__ import annotations
 

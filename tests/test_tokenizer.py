@@ -27,7 +27,7 @@ def test_a_response_ends_at_the_eos_of_tokenizer_and_generation_config(checkpoin
     assert PromptTokenizer(checkpoint, more_stop_token_ids=[11]).stop_token_ids == tuple(sorted({own, 9, 11}))
 
 
-def test_config_json_names_the_eos_where_generation_config_does_not(checkpoint):
+def test_config_json_gives_the_eos_if_generation_config_does_not(checkpoint):
     own = PromptTokenizer(checkpoint).hf.eos_token_id
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | {"eos_token_id": 6}))

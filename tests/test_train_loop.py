@@ -1,4 +1,4 @@
-"""Parts of the training loop, over fakes of its interfaces: staleness, rolling updates, validations, observing."""
+"""Parts of the train loop, with fakes of its interfaces: staleness, rolling updates, validation, monitoring."""
 
 import asyncio
 import contextlib
@@ -12,6 +12,7 @@ from asyncrl.run.monitor import Monitor
 from asyncrl.sample_queue.messages import Lease, LeasedGroup
 from asyncrl.trainer.checkpoints import CheckpointStore
 from asyncrl.trainer.progress import Progress, TrainingState
+from asyncrl.trainer.publisher import Publisher
 from asyncrl.trainer.rolling_update import RollingUpdate
 from asyncrl.trainer.staleness import StalenessError, batch_metrics
 from asyncrl.trainer.validation import ValidationSchedule
@@ -88,7 +89,7 @@ NEXT = Progress(step=3, version=PolicyVersion(0, 3))
 async def test_groups_start_under_a_version_once_its_weights_are_sent_and_the_old_one_retires_after_the_last_replica():
     rolling = Rolling()
     rolling.sent.set()
-    await asyncio.wait_for(rolling.update.start(NEXT), 10)  # training goes on
+    await asyncio.wait_for(rolling.update.start(NEXT), 10)  # training continues
     assert rolling.log == ["published 0.3, rolling"]
     rolling.synced.set()
     await asyncio.wait_for(rolling.update.finish(), 10)
@@ -96,7 +97,7 @@ async def test_groups_start_under_a_version_once_its_weights_are_sent_and_the_ol
     assert rolling.update.under_way is None
 
 
-async def test_a_change_over_that_fails_before_the_weights_are_sent_fails_its_start():
+async def test_a_rolling_update_that_fails_before_the_weights_are_sent_fails_at_its_start():
     rolling = Rolling()
     rolling.failure = RuntimeError("no sender")
     rolling.sent.set()
@@ -105,7 +106,7 @@ async def test_a_change_over_that_fails_before_the_weights_are_sent_fails_its_st
     assert rolling.log == []
 
 
-async def test_a_change_over_that_fails_later_fails_who_waits_for_it():
+async def test_a_rolling_update_that_fails_later_fails_at_its_finish():
     rolling = Rolling()
     rolling.sent.set()
     await asyncio.wait_for(rolling.update.start(NEXT), 10)
@@ -116,11 +117,43 @@ async def test_a_change_over_that_fails_later_fails_who_waits_for_it():
     assert rolling.log == ["published 0.3, rolling"]
 
 
+# -- replicas that rejoin ----------------------------------------------------------------------------------------------
+
+
+class OnlyReplica:
+    """A sync whose one replica is out of service, and stays out when it rejoins."""
+
+    def __init__(self) -> None:
+        self.joined, self.renewed = asyncio.Event(), asyncio.Event()
+
+    async def someone_to_join(self):
+        await self.joined.wait()
+        self.joined.clear()
+
+    async def rejoin(self, version): ...
+
+    async def renew(self):
+        self.renewed.set()
+
+    def routable(self):
+        return []
+
+
+async def test_the_only_replica_is_restarted_if_its_rejoin_fails():
+    """No batch would ever come, and so no next sync."""
+    sync = OnlyReplica()
+    publisher = Publisher(TrainingState(), None, None, sync, None, None, overlapped=False)
+    leasing = asyncio.create_task(publisher.while_replicas_join(asyncio.Event().wait()))
+    sync.joined.set()
+    await asyncio.wait_for(sync.renewed.wait(), 10)
+    leasing.cancel()
+
+
 # -- validations -------------------------------------------------------------------------------------------------------
 
 
 class Validating:
-    """A schedule over a rollouter whose validations the test ends; ``results`` are those reported."""
+    """A schedule over a rollouter whose validations the test ends; ``results``: the reported ones."""
 
     def __init__(self, tmp_path) -> None:
         config = Config()
@@ -145,7 +178,7 @@ def at(number: int, last: bool = False) -> Progress:
     return Progress(step=number, version=PolicyVersion(0, number), last=last)
 
 
-async def test_validations_block_before_and_after_training_and_run_beside_it_in_between(tmp_path):
+async def test_validation_blocks_before_and_after_training_and_is_concurrent_in_between(tmp_path):
     run = Validating(tmp_path)
     first = asyncio.create_task(run.schedule.validate(at(0)))
     await asyncio.sleep(0)
@@ -165,11 +198,11 @@ async def test_validations_block_before_and_after_training_and_run_beside_it_in_
     await asyncio.wait_for(syncing, 10)
     await asyncio.wait_for(run.schedule.validate(at(3, last=True)), 10)
     assert run.results == [(0, "before"), (2, None), (3, "after")]
-    while run.first[-1]:  # the usual order is back
+    while run.first[-1]:  # the default order is restored
         await asyncio.sleep(0)
 
 
-async def test_a_validation_that_fails_beside_training_ends_the_run(tmp_path):
+async def test_a_failed_concurrent_validation_ends_the_run(tmp_path):
     run = Validating(tmp_path)
     run.answer.set_result({})
     await run.schedule.validate(at(0))
@@ -185,7 +218,7 @@ async def test_a_validation_that_fails_beside_training_ends_the_run(tmp_path):
 
 
 class System:
-    """A system of one rank and one replica, as a monitor observes it; ``drains`` are the calls for their records."""
+    """A system of one rank and one replica, as a monitor sees it; ``drains``: calls that drain their recorders."""
 
     rank_names, replica_names = ("trainer/0",), ("replica/0",)
 
@@ -203,7 +236,7 @@ class System:
         return self._drains
 
 
-async def test_a_step_is_reported_with_the_figures_of_its_window():
+async def test_a_step_is_reported_with_the_metrics_of_its_window():
     config = Config()
     config.reporting.trajectories_per_step = 0
     rank, replica = Recorder("trainer/0"), Recorder("replica/0")
@@ -225,7 +258,7 @@ async def test_a_step_is_reported_with_the_figures_of_its_window():
     assert monitor.summary()["tokens"] == 70
 
 
-async def test_the_monitor_reports_an_unresponsive_actor_and_harms_none():
+async def test_the_monitor_reports_an_unresponsive_actor_and_does_not_kill_it():
     config = Config()
     config.supervision.answer_s = 0.01
     reported: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()

@@ -140,11 +140,11 @@ def test_overlong_policies_keep_mask_or_penalize(groups):
     assert GRPO().advantages(keep, config)[last].tolist() == [1.5, 1.5]
     masked = apply_overlong(batch, "mask", 0.5)
     assert masked.loss_mask.tolist() == [True, False, True, True, True, True, False, False]
-    assert GRPO().advantages(masked, config)[5:].tolist() == [0, 0, 0]  # nor does its reward move its group's mean
+    assert GRPO().advantages(masked, config)[5:].tolist() == [0, 0, 0]  # nor does its reward change the group's mean
     penalized = apply_overlong(batch, "penalize", 0.5)
     assert penalized.loss_mask[last].all()
     assert GRPO().advantages(penalized, config)[last].tolist() == [1.25, 1.25]
-    assert batch.sequence_columns["rewards"].tolist() == [0, 1, 2, 5]  # the batch as it came is left alone
+    assert batch.sequence_columns["rewards"].tolist() == [0, 1, 2, 5]  # the given batch is unchanged
     with pytest.raises(ValueError, match="keep, mask, penalize"):
         apply_overlong(batch, "drop", 0.5)
 

@@ -1,4 +1,4 @@
-"""Draft training beside the policy: loss, gradient, isolation from the policy, and checkpoints."""
+"""Draft training: loss, gradient, isolation from the policy, and checkpoints."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def test_each_depth_learns_the_trained_tokens_that_it_can_predict():
     groups = [Group.from_buffer(data) for data in make_groups()]
     batch = build_batch(groups)
     for depth in (1, 2, 3):
-        places, tokens = draft_targets(batch, depth)
+        positions, tokens = draft_targets(batch, depth)
         expected, start = [], 0
         for group in groups:
             for s in range(len(group)):
@@ -52,10 +52,10 @@ def test_each_depth_learns_the_trained_tokens_that_it_can_predict():
                 trained = np.flatnonzero(group.loss_mask[rows])
                 # the first two tokens of a sequence cannot be drafted at depth 1, the first three at depth 2 …
                 drafted = [prompt + r for r in trained if prompt + r > depth]
-                expected += [(start + place - 2, group.tokens[rows][place - prompt]) for place in drafted]
+                expected += [(start + position - 2, group.tokens[rows][position - prompt]) for position in drafted]
                 start += prompt + rows.stop - rows.start
-        assert list(zip(places.tolist(), tokens.tolist(), strict=True)) == expected
-        assert (batch.tokens[places + 2] == tokens).all()
+        assert list(zip(positions.tolist(), tokens.tolist(), strict=True)) == expected
+        assert (batch.tokens[positions + 2] == tokens).all()
 
 
 @pytest.mark.parametrize("loss", ["acceptance", "cross_entropy"])
@@ -125,7 +125,7 @@ def test_neither_micro_batches_nor_chunks_nor_checkpointing_change_the_drafts_gr
 
 
 def test_a_detached_draft_leaves_the_policys_update_bit_identical(checkpoint, start):
-    """With several optimizer steps per batch, a reference and clipped gradients: everything that it could disturb."""
+    """With several optimizer steps per batch, a reference and clipped gradients: all that the draft could disturb."""
     runs = []
     options = {"grad_clip": 0.05, "kl_coef": 0.1, "mini_batch_groups": 2, "weight_decay": 0.1}
     for mtp in (False, True):
@@ -144,7 +144,7 @@ def test_a_detached_draft_leaves_the_policys_update_bit_identical(checkpoint, st
         assert theirs["mtp/grad_norm"] > 0.05
 
 
-def test_it_takes_the_configured_number_of_updates_each_on_its_share_and_the_checkpoint_counts_them(
+def test_the_draft_takes_the_configured_updates_each_on_its_share_and_the_checkpoint_counts_them(
     checkpoint, start, tmp_path
 ):
     """Compared with the same updates as separate batches: without advantages the policy does not change in between."""
@@ -174,7 +174,7 @@ def test_it_takes_the_configured_number_of_updates_each_on_its_share_and_the_che
     assert metrics["mtp/grad_norm"] == pytest.approx(np.mean(norms), rel=1e-4)
 
 
-def test_a_second_pass_repeats_the_updates_and_does_not_enter_the_figures(checkpoint, start):
+def test_a_second_pass_repeats_the_updates_and_does_not_affect_the_metrics(checkpoint, start):
     groups, options = make_groups(rewards=1.0), {"enable_train": True, "weight_decay": 0.0, "updates_per_pass": 4}
     rank = start(make_config(checkpoint, **options))
     first, _ = rank.train(0, groups), rank.train(1, groups)
@@ -200,7 +200,7 @@ def test_updates_without_a_token_are_skipped(checkpoint, start):
     assert metrics["trainer/optimizer_steps"] == 1
 
 
-def test_the_draft_has_a_learning_rate_of_its_own_on_the_policys_schedule(checkpoint, start):
+def test_the_draft_has_its_own_learning_rate_on_the_policy_s_schedule(checkpoint, start):
     moved = []
     for rate in (0.0, 1e-3, 1e-2):
         options = {"schedule": "linear", "min_lr_ratio": 0.0, "total_steps": 2, "weight_decay": 0.0}
@@ -211,7 +211,7 @@ def test_the_draft_has_a_learning_rate_of_its_own_on_the_policys_schedule(checkp
         after = weights(rank)
         rank.train(1, make_groups())
         moved.append([step(a, b) for a, b in ((before, after), (after, weights(rank)))])
-    # AdamW's first step is the rate in every weight that has a gradient
+    # AdamW's first step changes every weight that has a gradient by the learning rate
     assert moved[0] == moved[1]
     assert moved[2][0] == pytest.approx([1e-3, 1e-2], rel=1e-2)
     assert moved[2][1] < [5.1e-4, 5.1e-3]
@@ -284,13 +284,13 @@ def test_two_ranks_train_the_draft_like_one_and_load_each_others_state(checkpoin
     assert two[0][0][0] == pytest.approx(metrics, rel=1e-4, abs=1e-5)
     for name, expected in gradient.items():
         torch.testing.assert_close(two[0][0][1][name], expected, rtol=0, atol=1e-5)
-    assert two[0][1] == pytest.approx(second, rel=1e-4, abs=1e-5)  # on from what one rank saved
+    assert two[0][1] == pytest.approx(second, rel=1e-4, abs=1e-5)  # continued from one rank's checkpoint
 
     again = start(config)
     again.load(tmp_path / "of_two")
     assert again.train(1, make_groups((4, 3, 1), seed=1)) == pytest.approx(second, rel=1e-4, abs=1e-5)
 
-    # three updates of two ranks are those of one rank over what both have in their shares
+    # each update of the two ranks equals one of a single rank over both ranks' shares
     groups = make_groups((4, 3, 1), rewards=1.0)
     lengths = build_batch([Group.from_buffer(data) for data in groups]).lengths
     halves = partition(lengths, 2)

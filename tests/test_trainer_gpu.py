@@ -42,19 +42,19 @@ def _trained(rank, steps=2):
 
 
 def _gradient(start, checkpoint, device, **options):
-    """On the host. Unclipped, in float32."""
+    """The unclipped gradient in float32, on the host."""
     config = make_config(checkpoint, grad_clip=0.0, device=device, **OPTIONS | options)
     return first_gradient(start(config), make_groups()).cpu()
 
 
 def test_a_train_step_equals_that_on_the_cpu(checkpoint, start, device):
-    there, here = (_gradient(start, checkpoint, where) for where in (device, "cpu"))
-    assert relative(there, here) < 1e-5
+    on_device, on_cpu = (_gradient(start, checkpoint, where) for where in (device, "cpu"))
+    assert relative(on_device, on_cpu) < 1e-5
     config = {"epochs": 2, "mini_batch_groups": 2, "grad_clip": 0.5, **OPTIONS}
-    told = [_trained(start(make_config(checkpoint, device=where, **config))) for where in (device, "cpu")]
-    for there, here in zip(*told, strict=True):
-        assert there == pytest.approx(here, rel=1e-3, abs=1e-4)
-        assert there["actor/loss"] == pytest.approx(here["actor/loss"], abs=1e-5)
+    results = [_trained(start(make_config(checkpoint, device=where, **config))) for where in (device, "cpu")]
+    for on_device, on_cpu in zip(*results, strict=True):
+        assert on_device == pytest.approx(on_cpu, rel=1e-3, abs=1e-4)
+        assert on_device["actor/loss"] == pytest.approx(on_cpu["actor/loss"], abs=1e-5)
 
 
 def test_cpu_offload_changes_only_the_location_of_the_state(checkpoint, start, device, tmp_path):
@@ -87,7 +87,7 @@ def test_bfloat16_is_near_float32(checkpoint, start, device):
     assert rounded["actor/loss"] == pytest.approx(exact["actor/loss"], abs=0.005)
     assert rounded["actor/grad_norm"] == pytest.approx(exact["actor/grad_norm"], rel=0.05)
     assert rounded["mtp/loss_1"] == pytest.approx(exact["mtp/loss_1"], rel=0.01)
-    assert rounded["actor/entropy"] != exact["actor/entropy"]  # it is really another precision
+    assert rounded["actor/entropy"] != exact["actor/entropy"]  # the precision really differs
     gradients = [_gradient(start, checkpoint, device, mixed_precision=precision) for precision in ("no", "bfloat16")]
     assert relative(gradients[1], gradients[0]) < 0.05
 

@@ -94,7 +94,7 @@ def test_bfloat16_trains_near_float32(checkpoint, start):
 
 @pytest.mark.parametrize("targets", [TARGETS, ["all-linear"], ["layers.1.mlp.down_proj"]])
 def test_merged_weights_equal_the_policy(checkpoint, start, tmp_path, targets):
-    """Compared with a full model loaded from them."""
+    """Compared with a full model loaded from the merged weights."""
     config = lora_config(checkpoint, targets)
     config.param_sync.adapters = config.checkpoint.export_lora = "merged"
     rank = start(config)

@@ -1,4 +1,4 @@
-"""The policy loss against its formula, token by token."""
+"""The policy loss compared with its formula, token by token."""
 
 import dataclasses
 import itertools
@@ -119,7 +119,7 @@ def test_extremes_of_the_ppo_ratio_cover_trained_tokens_before_the_clip():
     columns = {
         "weights": np.array([1, 1, 1, 0]),
         "advantages": np.ones(4),
-        "behaviour_logprobs": np.full(4, -5.0),  # not their ratio
+        "behaviour_logprobs": np.full(4, -5.0),  # not used in this ratio
         "proximal_logprobs": np.array([-1.0, -2.0, -3.0, -1.0]),
     }
     logprobs = torch.tensor([-1.0, -1.0, -4.0, -9.0])
@@ -178,7 +178,7 @@ def test_k3_is_never_negative_and_unknown_estimators_are_refused():
         AlgorithmConfig(kl_coef=0.1, kl_estimator="k4")
 
 
-#: every option of the algorithm that the loss depends on: values that must not give the same gradient, and with what
+#: option of the loss → (other options, value); each of these must give another gradient
 CHANGES_THE_GRADIENT = {
     "normalize_by_std": [({}, True), ({}, False)],
     "std_ddof": [({}, 1), ({}, 0)],
@@ -193,14 +193,14 @@ CHANGES_THE_GRADIENT = {
     "overlong": [({}, "keep"), ({}, "mask"), ({}, "penalize")],
     "overlong_penalty": [({"overlong": "penalize"}, 0.5), ({"overlong": "penalize"}, 2.0)],
 }
-#: those that say which passes are made over which groups, and the algorithm's name
+#: options that select passes and groups, and the algorithm's name
 NOT_OF_THE_LOSS = {"name", "epochs", "reference_path", "filter_zero_variance"}
 
 
 def gradient(config: AlgorithmConfig) -> np.ndarray:
-    """Of the loss of a stale batch in the first optimizer step after its sync: what a default run computes.
+    """Gradient of the loss of a stale batch in the first optimizer step after its sync, as in a default run.
 
-    Two groups of three samples, with respect to the logits of each token's three-way choice."""
+    Two groups of three samples; with respect to the logits of each token's three-way choice."""
     rng = np.random.default_rng(0)
     lengths = np.array([4, 2, 5, 3, 6, 2])
     size, row_offsets = int(lengths.sum()), np.concatenate([[0], np.cumsum(lengths)])
@@ -225,8 +225,8 @@ def gradient(config: AlgorithmConfig) -> np.ndarray:
     batch.columns["weights"], shares = token_weights(batch, config.loss_aggregation)
     batch.columns["advantages"] = GRPO().advantages(batch, config)
     logits = torch.tensor(rng.normal(size=(size, 3)), dtype=torch.float32, requires_grad=True)
-    law = logits.log_softmax(-1)
-    out = clipped_policy_loss(config)(law[:, 0], -(law.exp() * law).sum(-1), batch)
+    log_p = logits.log_softmax(-1)
+    out = clipped_policy_loss(config)(log_p[:, 0], -(log_p.exp() * log_p).sum(-1), batch)
     (out.loss / shares.sum()).backward()
     return logits.grad.numpy()
 

@@ -1,4 +1,4 @@
-"""Backends and algorithms are found by name, and each refuses what its own options cannot do."""
+"""Backends and algorithms are found by name, and refuse options that they do not support."""
 
 import pytest
 
@@ -7,9 +7,9 @@ from asyncrl.plugins.registry import UnknownPart
 from asyncrl.trainer.algorithms.base import ALGORITHMS
 from asyncrl.trainer.backends.base import BACKENDS
 
-CUT = "trainer.megatron"
-TENSOR, PIPELINE = f"{CUT}.tensor_model_parallel_size", f"{CUT}.pipeline_model_parallel_size"
-CONTEXT, EXPERT = f"{CUT}.context_parallel_size", f"{CUT}.expert_model_parallel_size"
+KEY = "trainer.megatron"
+TENSOR, PIPELINE = f"{KEY}.tensor_model_parallel_size", f"{KEY}.pipeline_model_parallel_size"
+CONTEXT, EXPERT = f"{KEY}.context_parallel_size", f"{KEY}.expert_model_parallel_size"
 
 
 def options(*overrides):
@@ -33,11 +33,11 @@ def test_a_backend_that_lacks_a_method_is_refused_by_its_name():
         BACKENDS.find("math:pi")
 
 
-def test_ranks_share_a_copy_of_the_model_only_where_the_backend_cuts_it():
-    cut = options("trainer.ranks=16", f"{TENSOR}=2", f"{PIPELINE}=2", f"{CONTEXT}=2")
+def test_ranks_share_a_copy_of_the_model_only_if_the_backend_shards_it():
+    config = options("trainer.ranks=16", f"{TENSOR}=2", f"{PIPELINE}=2", f"{CONTEXT}=2")
     megatron, torch = BACKENDS.find("megatron"), BACKENDS.find("torch")
-    assert (megatron.ranks_per_copy(cut), megatron.weight_shards(cut)) == (8, 4)
-    assert (torch.ranks_per_copy(cut), torch.weight_shards(cut)) == (1, 16)
+    assert (megatron.ranks_per_copy(config), megatron.weight_shards(config)) == (8, 4)
+    assert (torch.ranks_per_copy(config), torch.weight_shards(config)) == (1, 16)
 
 
 @pytest.mark.parametrize(
@@ -52,15 +52,15 @@ def test_ranks_share_a_copy_of_the_model_only_where_the_backend_cuts_it():
         ("megatron", ["trainer.ranks=3", f"{CONTEXT}=2"], "trainer.ranks: expected a multiple of the 2"),
         (
             "megatron",
-            ["trainer.ranks=2", f"{PIPELINE}=2", f"{CUT}.virtual_pipeline_model_parallel_size=2"],
-            f"{CUT}.virtual_pipeline_model_parallel_size: 2 chunks per stage need {PIPELINE} of at least 3, found 2",
+            ["trainer.ranks=2", f"{PIPELINE}=2", f"{KEY}.virtual_pipeline_model_parallel_size=2"],
+            f"{KEY}.virtual_pipeline_model_parallel_size: 2 chunks per stage need {PIPELINE} of at least 3, found 2",
         ),
-        ("megatron", [f"{CUT}.sequence_parallel=true"], f"{CUT}.sequence_parallel: it is for tensor parallel ranks"),
+        ("megatron", [f"{KEY}.sequence_parallel=true"], f"{KEY}.sequence_parallel: needs tensor parallel ranks"),
         ("megatron", [f"{EXPERT}=2"], f"{EXPERT}: expected a divisor of the 1 ranks of a pipeline"),
         ("megatron", ["trainer.cpu_offload=true"], "trainer.cpu_offload: expected false; the Megatron backend has"),
     ],
 )
-def test_a_backend_refuses_what_it_cannot_do(backend, overrides, expected):
+def test_a_backend_refuses_options_that_it_does_not_support(backend, overrides, expected):
     (found,) = BACKENDS.find(backend).problems(options(*overrides))
     assert found.startswith(expected)
 
@@ -76,7 +76,7 @@ def test_a_backend_refuses_what_it_cannot_do(backend, overrides, expected):
             ["algorithm.anchor=proximal", "algorithm.importance_cap=0.5"],
             "algorithm.importance_cap: expected 0 or at least 1",
         ),
-        (["algorithm.importance_cap=2"], "algorithm.importance_cap: the ratio to algorithm.anchor=behaviour corrects"),
+        (["algorithm.importance_cap=2"], "algorithm.importance_cap: the ratio to algorithm.anchor=behaviour already"),
         (
             ["algorithm.anchor=proximal", "async_training.staleness_threshold=1"],
             "algorithm.importance_cap: with algorithm.anchor=proximal and 0 nothing corrects stale tokens",

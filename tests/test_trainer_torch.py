@@ -97,8 +97,8 @@ def test_equal_input_gives_equal_bits(checkpoint, start):
 
 
 def run_two_ranks(rank, config, folder, results):
-    """Five steps of two ranks; the state after them is written during a sixth, and with one rank's write refused; then
-    a sixth step on from what one rank saved."""
+    """Train five steps on two ranks; write that state during a sixth step, and once with one rank's write refused; then
+    train a sixth step from the checkpoint of a single rank."""
     torch.set_num_threads(1)
     trainer = TrainerRank(config, rank, 2, f"file://{folder}/rendezvous", Recorder(f"trainer/{rank}"))
     metrics = [trainer.train(step, make_groups((4, 3, 1), seed=step)) for step in range(5)]
@@ -114,7 +114,7 @@ def run_two_ranks(rank, config, folder, results):
     with pytest.raises(CheckpointError, match=r"refused cannot be written: trainer/1: \w+: .*__1_0.distcp"):
         trainer.write(folder / "refused")
     trainer.load(folder / "of_two")
-    assert torch.equal(torch.rand(3), drawn)  # of this rank, not of rank 0
+    assert torch.equal(torch.rand(3), drawn)  # this rank's random state, not rank 0's
     trainer.load(folder / "of_one")
     metrics.append(trainer.train(5, make_groups((4, 3, 1), seed=5)))
     trainer.close()
@@ -204,12 +204,12 @@ def test_staging_during_a_write_is_refused(checkpoint, start, tmp_path, monkeypa
     with pytest.raises(RuntimeError, match="call stage first"):
         rank.write(tmp_path / "state")
     rank.stage()
-    rank.stage()  # one that is not written after all
-    begun, go_on, save = threading.Event(), threading.Event(), staged_state.dcp.save
+    rank.stage()  # a copy that is never written
+    begun, proceed, save = threading.Event(), threading.Event(), staged_state.dcp.save
 
     def held(*args, **options):
         begun.set()
-        assert go_on.wait(60)
+        assert proceed.wait(60)
         return save(*args, **options)
 
     monkeypatch.setattr(staged_state.dcp, "save", held)
@@ -220,7 +220,7 @@ def test_staging_during_a_write_is_refused(checkpoint, start, tmp_path, monkeypa
             with pytest.raises(RuntimeError, match="during a write of the staged state"):
                 work()
         assert rank.train(0, make_groups())["trainer/optimizer_steps"] == 1
-        go_on.set()
+        proceed.set()
         writing.result()
     rank.stage()
     start(make_config(checkpoint)).load(tmp_path / "state")
@@ -257,7 +257,7 @@ def test_a_rank_killed_during_a_write_leaves_the_preceding_checkpoint(checkpoint
     while not (tmp_path / "held").exists():
         assert process.is_alive()
         time.sleep(0.05)
-    reader = os.open(tmp_path / f"step_000002{PARTIAL}" / "state" / "__0_0.distcp", os.O_RDONLY)  # it writes now
+    reader = os.open(tmp_path / f"step_000002{PARTIAL}" / "state" / "__0_0.distcp", os.O_RDONLY)  # a writer is here
     process.kill()
     process.join()
     os.close(reader)
@@ -305,7 +305,7 @@ def test_an_exported_model_gives_transformers_logits(tmp_path, start, tied):
         logits = ours.logits(tokens, PackedLayout.from_lengths(np.array([20])))
         torch.testing.assert_close(logits, theirs(tokens[None]).logits[0], rtol=0, atol=1e-5)
         start_logits = load_decoder(source).logits(tokens, PackedLayout.from_lengths(np.array([20])))
-    assert (logits - start_logits).abs().max() > 1e-3  # it is the trained model that was written
+    assert (logits - start_logits).abs().max() > 1e-3  # the trained model was written, not the initial one
 
 
 def test_the_manifest_lists_what_is_exported_and_marks_draft_and_tied(tmp_path, start):
@@ -330,7 +330,9 @@ def test_the_manifest_lists_what_is_exported_and_marks_draft_and_tied(tmp_path, 
         ("float16", "auto", "bfloat16"),
     ],
 )
-def test_weights_are_sent_in_the_engines_dtype_and_exported_in_the_checkpoints(tmp_path, start, written, option, sent):
+def test_weights_are_sent_in_the_engine_dtype_and_exported_in_the_checkpoint_dtype(
+    tmp_path, start, written, option, sent
+):
     """Trained weights are float32: the digests of both sides agree on the cast values."""
     config = make_config(make_checkpoint(tmp_path / "start", torch_dtype=written))
     config.rollout.engine.dtype = option
@@ -444,12 +446,12 @@ def test_metrics_and_spans_describe_the_batch(checkpoint, start):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is not None, reason="has the packages")
-def test_a_backend_names_its_missing_packages(checkpoint):
+def test_a_backend_reports_its_missing_packages(checkpoint):
     with pytest.raises(RuntimeError, match=r"megatron-core >=0\.16\.1,<0\.20 is needed, none is installed"):
         TrainerRank(make_config(checkpoint, backend="megatron"), 0, 1, None, Recorder("trainer/0"))
 
 
-def test_invalid_parts_and_devices_are_named(checkpoint):
+def test_invalid_parts_and_devices_are_reported(checkpoint):
     for config, match in (
         (make_config(checkpoint, name="ppo"), "algorithm.name: expected one of grpo, or"),
         (make_config(checkpoint, backend="jax"), "trainer.backend: expected one of megatron, torch, or"),

@@ -1,4 +1,4 @@
-"""While a sync waits for a validation, the validation's requests come before those of training."""
+"""While a sync waits for a validation, the validation's requests run before those of training."""
 
 import asyncio
 import contextlib
@@ -11,12 +11,12 @@ from asyncrl.trainer.validation import ValidationSchedule
 from asyncrl.types.versions import PolicyVersion
 from tests.support.rollout import System, fine
 
-#: four times as many samples are under way as the engine has slots: some of training wait until the prompts end
+#: four times as many samples in flight as the engine has slots: training requests wait until the prompts end
 CROWDED = ("data.epochs=1", "async_training.staleness_threshold=50", "rollout.replicas=4", "rollout.engine.slots=2")
 
 
 class Rollouter:
-    """The actor's calls, over a system in this process."""
+    """The rollouter actor's calls, for a system in this process."""
 
     def __init__(self, system) -> None:
         self._system = system
@@ -27,7 +27,7 @@ class Rollouter:
 
 @contextlib.asynccontextmanager
 async def validating(inputs, tmp_path):
-    """A system amid an epoch, with a concurrent validation."""
+    """A system during an epoch, with a concurrent validation."""
     async with System(inputs, lambda prompt, i: fine(float(i)), *CROWDED) as system:
         store = CheckpointStore(tmp_path / "checkpoints", system.config.checkpoint)
         recorder, report = Recorder("driver"), lambda progress, metrics, when: None
@@ -45,7 +45,7 @@ async def validating(inputs, tmp_path):
         assert len(await system.groups(len(system.prompts))) == len(system.prompts)  # training lost nothing
 
 
-async def test_a_sync_waits_for_no_training_request_that_has_no_slot_yet(inputs, tmp_path, monkeypatch):
+async def test_a_sync_does_not_wait_for_training_requests_without_a_slot(inputs, tmp_path, monkeypatch):
     async with validating(inputs, tmp_path) as (system, schedule, scheduler):
         await system.engine.pause("keep", 10)
         finished = asyncio.create_task(schedule.finished())
@@ -64,11 +64,12 @@ async def test_a_sync_waits_for_no_training_request_that_has_no_slot_yet(inputs,
         await system.engine.resume(PolicyVersion(0, 0))
         await asyncio.wait_for(finished, 60)
         assert schedule._concurrent.result()["validation/samples"] == 6
-        assert trains[:6] == [False] * 6  # in the usual order they come after those that wait
+        assert trains[:6] == [False] * 6  # in the default order they come after waiting training requests
 
 
 async def test_a_cancelled_wait_restores_the_default_order(inputs, tmp_path):
-    async with validating(inputs, tmp_path) as (_, schedule, scheduler):
+    async with validating(inputs, tmp_path) as (system, schedule, scheduler):
+        await system.engine.pause("keep", 10)
         waiting = asyncio.create_task(schedule.finished())
         async with asyncio.timeout(60):
             while not scheduler.validation_first:
@@ -80,6 +81,7 @@ async def test_a_cancelled_wait_restores_the_default_order(inputs, tmp_path):
             while scheduler.validation_first:
                 await asyncio.sleep(0)
         assert not schedule._concurrent.done()
+        await system.engine.resume(PolicyVersion(0, 0))
         assert (await asyncio.wait_for(schedule._concurrent, 60))["validation/samples"] == 6
 
 
@@ -91,7 +93,7 @@ async def test_a_rollouter_that_starts_during_the_wait_serves_validation_first_t
         async with asyncio.timeout(60):
             while not scheduler.validation_first:
                 await asyncio.sleep(0.005)
-            system.router.set_validation_first(False)  # as a new one has it
+            system.router.set_validation_first(False)  # as in a new rollouter
             while not system.router._scheduling.validation_first:
                 await asyncio.sleep(0.005)
         await system.engine.resume(PolicyVersion(0, 0))

@@ -1,7 +1,7 @@
-"""The vLLM engine, held against the real vLLM on the CPU: what it generates, pauses, aborts and is synced with.
+"""The vLLM engine with real vLLM on the CPU: generation, pauses, aborts and syncs.
 
-Two replicas are started for all tests, one with speculation and one without; the tests of a file run in order, and each
-syncs the weights that it needs. The last one ends a replica.
+All tests share two replicas, one with speculation and one without. They run in order, and each syncs the weights that
+it needs; the last ones kill the replicas.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ async def replica(checkpoint):
     await replica.close()
 
 
-async def test_an_update_that_is_given_up_between_two_steps_can_be_made_again(replica, reference, initial):
+async def test_a_sync_succeeds_after_an_abandoned_update(replica, reference, initial):
     await replica.sync(initial)
-    await replica.engine._llm.start_weight_update()  # as by a session that is cancelled here
+    await replica.engine._llm.start_weight_update()  # as by a cancelled session
     weights = changed(initial, 65)
     await replica.sync(weights)
     answer = (await replica.generate([request("again", PROMPT, 12)]))["again"]
     assert error_of(reference, weights, PROMPT, answer) < 1e-4
 
 
-async def test_a_request_stops_at_the_tokens_it_names_and_not_at_the_checkpoints(replica, tokenizer, initial):
-    """Neither its own end, nor one of its generation config."""
+async def test_a_request_stops_at_its_own_stop_tokens_and_not_at_the_checkpoint_s(replica, tokenizer, initial):
+    """Neither at the tokenizer's end token, nor at those of the generation config."""
     ends = tokenizer.eos_token_id
     await replica.sync(one_after_the_other(initial, [PROMPT[-1], 20, ends, 21, 22]))
     named = {"none": (), "another": (22,), "both": (22, ends)}
@@ -77,7 +77,7 @@ async def test_a_request_stops_at_the_tokens_it_names_and_not_at_the_checkpoints
     assert answers["both"].tokens == [20, ends]
 
 
-async def test_a_pause_that_is_not_reached_leaves_a_paused_engine_paused(replica, initial):
+async def test_a_pause_that_times_out_leaves_a_paused_engine_paused(replica, initial):
     await replica.sync(initial)
     await replica.engine.submit([request("kept", PROMPT, LONG)])
     answers = {}
@@ -92,7 +92,7 @@ async def test_a_pause_that_is_not_reached_leaves_a_paused_engine_paused(replica
     assert (answer.finish, len(answer.tokens)) == (FinishReason.LENGTH, LONG)
 
 
-async def test_a_model_that_stays_as_it_was_fails_the_sync_unless_another_worker_has_what_changed():
+async def test_an_unchanged_model_fails_the_sync_unless_another_worker_has_the_changes():
     config = SimpleNamespace(parallel_config=SimpleNamespace(world_size_across_dp=2))
     receiver = WorkerReceiver(SimpleNamespace(vllm_config=config), "replica/0", "gloo")
     digests = {"target": "a", "draft": "b"}
@@ -107,8 +107,23 @@ async def test_a_model_that_stays_as_it_was_fails_the_sync_unless_another_worker
     await say({"target": False, "draft": None}, {"target": True})
     await say({"target": None}, {"target": None})
     for stale in ("target", "draft"):
-        with pytest.raises(SyncError, match=f"the {stale} was sent other weights, and vLLM's are what they were"):
+        with pytest.raises(SyncError, match=f"new weights were sent for the {stale}, but vLLM's did not change"):
             await say({"target": False, "draft": False} | {stale: True}, {stale: True})
+
+
+async def test_workers_that_do_not_end_an_abandoned_update_are_given_up_in_time(monkeypatch):
+    config = SimpleNamespace(parallel_config=SimpleNamespace(world_size_across_dp=1))
+    receiver = WorkerReceiver(SimpleNamespace(vllm_config=config), "replica/0", "gloo")
+    receiver._attached = True
+
+    async def ask(command):
+        assert command == "abandon"
+        await asyncio.Event().wait()
+
+    receiver.ask = ask
+    monkeypatch.setattr("asyncrl.rollouter.engines.remote_receiver._ENDING_S", 0.1)
+    with pytest.raises(EngineDied, match=r"vLLM did not end an abandoned update within 0\.1 s; restart the replica"):
+        await receiver.abort()
 
 
 @pytest.mark.parametrize(
@@ -116,7 +131,7 @@ async def test_a_model_that_stays_as_it_was_fails_the_sync_unless_another_worker
     ["enable_eplb", "eplb_config", "generation_config", "override_generation_config", "logits_processors"]
     + ["watermark_config", "spec_method", "stream_interval"],
 )
-async def test_arguments_that_no_run_can_have_are_refused(checkpoint, name):
+async def test_unsupported_arguments_are_refused(checkpoint, name):
     (problem,) = ENGINE.problems(replica_config(checkpoint, args={name: {}}))
     assert problem.startswith("rollout.engine.args: ")
     assert name in problem
@@ -131,7 +146,7 @@ async def speculating(checkpoint):
 
 
 class TestSpeculation:
-    """With MiMo's draft, and weights that come over gloo."""
+    """With MiMo's draft, and weights that arrive over gloo."""
 
     async def acceptance(self, replica, temperature=0.0):
         replica.recorder.drain()
@@ -142,8 +157,8 @@ class TestSpeculation:
         assert counters["rollout/spec/tokens"] >= counters["rollout/spec/verifications"]
         return accepted / drafted, answers
 
-    async def test_the_draft_comes_with_the_sync(self, speculating, initial, reference):
-        """A draft made to equal its target is accepted; one left behind, or of another target, is not."""
+    async def test_the_draft_is_synced_with_the_target(self, speculating, initial, reference):
+        """A draft that equals its target is accepted; a stale one is not."""
         perfect = perfect_draft(initial)
         await speculating.sync(perfect)
         rate, answers = await self.acceptance(speculating)
@@ -160,27 +175,27 @@ class TestSpeculation:
 
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
     async def test_sampling_follows_the_target(self, speculating, initial, reference, temperature):
-        """Their mean logprob is minus the entropy, as of samples that were drawn from the target itself."""
+        """The mean logprob of answers is the negative entropy, as for samples of the target itself."""
         weights = perfect_draft(initial, sharpness=2.0)
         await speculating.sync(weights)
         _, answers = await self.acceptance(speculating, temperature)
-        told, entropies = [], []
+        behaviour, entropies = [], []
         for id, answer in answers.items():
             prompt = [*PROMPT, int(id.split("/")[1])]
             assert error_of(reference, weights, prompt, answer, temperature) < 1e-4
             with torch.no_grad():
                 logits = reference(torch.tensor([prompt + answer.tokens])).logits[0, len(prompt) - 1 : -1]
             logprobs = torch.log_softmax(logits / temperature, -1)
-            told += answer.logprobs
+            behaviour += answer.logprobs
             entropies += (-(logprobs.exp() * logprobs).sum(-1)).tolist()
-        told, entropies = torch.tensor(told), torch.tensor(entropies)
-        error = (told + entropies).std() / len(told) ** 0.5
-        assert abs((told + entropies).mean()) < 4 * error
+        behaviour, entropies = torch.tensor(behaviour), torch.tensor(entropies)
+        error = (behaviour + entropies).std() / len(behaviour) ** 0.5
+        assert abs((behaviour + entropies).mean()) < 4 * error
 
 
 @pytest.mark.slow
 async def test_no_process_outlives_a_killed_replica(checkpoint, tmp_path):
-    """vLLM's processes end with the one that started them, also while they are stopped."""
+    """vLLM's processes end with the one that started them, even if they are stopped."""
     script = tmp_path / "replica.py"
     script.write_text(
         "import asyncio, sys\n"
@@ -216,7 +231,7 @@ async def test_no_process_outlives_a_killed_replica(checkpoint, tmp_path):
 
 
 def is_alive(process):
-    """Whether it can do anything: who adopts orphans here may not bury them."""
+    """False for zombies too: orphans may stay unreaped in this environment."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -224,15 +239,15 @@ def is_alive(process):
 
 
 async def test_the_cpu_builds_temperatures_still_need_their_correction(replica, speculating):
-    """When this fails, vLLM has mended it: `asyncrl.cpu.vllm` can go."""
+    """If this fails, vLLM has fixed it, and the correction in `asyncrl.cpu.vllm` can be deleted."""
     assert await replica.corrections() == []
     assert await speculating.corrections() == ["temperatures under speculation"]
     values, ends = torch.tensor([0.0, 2.0]), torch.tensor([2, 3], dtype=torch.int32)
     assert spread(values, ends, 3, replace_from=0, replace_to=1).tolist() == [1.0, 1.0, 2.0]
 
 
-async def test_a_killed_core_is_told_and_takes_no_one_with_it(replica, initial):
-    """The replica cannot go on; whoever runs it starts another."""
+async def test_a_killed_core_is_reported_and_does_not_end_the_replica_s_process(replica, initial):
+    """The replica cannot continue; its supervisor starts another."""
     await replica.sync(initial)
     await replica.engine.submit([request("lost", PROMPT, 200)])
     answers = {}
@@ -244,11 +259,11 @@ async def test_a_killed_core_is_told_and_takes_no_one_with_it(replica, initial):
         await replica.engine.submit([request("more", PROMPT, 4)])
 
 
-async def test_the_death_of_a_core_that_has_nothing_to_do_is_told_too(speculating, initial):
-    """A sync would wait for its answer up to the deadline, and so would every later one."""
+async def test_the_death_of_an_idle_core_is_reported_too(speculating, initial):
+    """Otherwise this and every later sync would wait for its answer until the deadline."""
     await speculating.sync(initial)
-    hearing = asyncio.create_task(speculating.engine.events())
+    listening = asyncio.create_task(speculating.engine.events())
     await asyncio.sleep(0)
     os.kill(speculating.core_pid, signal.SIGKILL)
     with pytest.raises(EngineDied):
-        await asyncio.wait_for(hearing, 60)
+        await asyncio.wait_for(listening, 60)

@@ -1,7 +1,7 @@
 """LoRA from the torch trainer to real vLLM on the CPU, over real sessions: as adapters, beside a draft, and merged.
 
-A replica takes adapters, others have a draft that speculates beside them, requests that finish on theirs, or merged
-weights; the tests of each go on where the one before ended.
+Each class has a replica: with adapters, also with a draft that speculates, with requests that finish on their adapters,
+or with merged weights. Each test of a class continues from the state that the previous one left.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.lora.adapters import adapter_shapes
 from asyncrl.param_sync.manifest import is_adapter
-from tests.support.lora import Heard, requests, samples_of
+from tests.support.lora import ResponseCollector, requests, samples_of
 from tests.support.lora_contract import *  # noqa: F403
 from tests.support.lora_contract import AdapterContract, FinishingContract, ended, follow, started
 
@@ -42,15 +42,15 @@ LEARNING = {**SPECULATING, "enable_train": True, "learning_rate": 1e-3}
 )
 class TestAdapters(AdapterContract):
     @pytest.mark.parametrize("kv", ["recompute", "keep"])
-    async def test_requests_that_are_kept_go_on_under_the_new_adapter(self, pair, kv):
+    async def test_kept_requests_continue_under_the_new_adapter(self, pair, kv):
         trainer, engine = pair
         await trainer.sync()
         trainer.learn(await samples_of(engine, requests(4)))
-        await engine.submit(requests(2, new=300, temperature=0.7))
-        heard = Heard(engine)
-        await heard.of(["r0", "r1"], tokens=5)
+        await engine.submit(requests(2, new=800, temperature=0.7))
+        collector = ResponseCollector(engine)
+        await collector.of(["r0", "r1"], tokens=5)
         await trainer.sync(pause="keep", kv=kv)
-        for sample in await heard.of(["r0", "r1"]):
+        for sample in await collector.of(["r0", "r1"]):
             new = sample.spans[-1]
             assert (new.version, new.mixed_kv) == (trainer.version, kv == "keep")
             error = np.abs(trainer.scores([sample], 0.7) - sample.logprobs)[new.start :].max()
@@ -65,7 +65,7 @@ class TestAdapters(AdapterContract):
             return [["model.elsewhere.q_proj"]] if command == "adopt" else answers
 
         monkeypatch.setattr(engine._receiver, "ask", lacking)
-        with pytest.raises(SyncError, match=r"phase commit.*vLLM adapts no model\.elsewhere\.q_proj"):
+        with pytest.raises(SyncError, match=r"phase commit.*vLLM does not adapt model\.elsewhere\.q_proj"):
             await trainer.sync()
         assert not trainer.fleet.routable
         monkeypatch.setattr(engine._receiver, "ask", ask)
@@ -75,19 +75,19 @@ class TestAdapters(AdapterContract):
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", [SPECULATING], indirect=True)
 class TestFrozenDraft:
-    async def test_it_travels_with_the_base(self, pair):
+    async def test_the_draft_is_sent_only_with_the_base(self, pair):
         trainer, engine = pair
         sent = await follow(trainer, engine, 4)
         assert sent[1:] == [trainer.rank.manifest().without_base().nbytes] * 3
         assert not trainer.rank.manifest().without_base().sends_draft
 
 
-@pytest.mark.slow  # what it shares with SGLang is tried there, too
+@pytest.mark.slow  # SGLang's tests cover the shared parts
 @pytest.mark.parametrize("pair", [{"in_flight": "finish"}], indirect=True)
 class TestFinishing(FinishingContract):
-    """In one of the syncs the base travels too, and vLLM drops its adapters."""
+    """Some syncs send the base too, and vLLM then drops its adapters."""
 
-    async def test_vllm_reads_the_exported_adapter_as_pefts(self, pair, tmp_path):
+    async def test_vllm_reads_the_exported_adapter_in_peft_s_format(self, pair, tmp_path):
         trainer, _ = pair
         trainer.rank.export_hf(tmp_path)
         peft = PEFTHelper.from_local_dir(str(tmp_path), None)
@@ -108,15 +108,15 @@ class TestFinishing(FinishingContract):
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", [{"workers": 2} | LEARNING], indirect=True)
 class TestTwoWorkers:
-    async def test_each_has_its_half_of_every_adapter(self, pair):
+    async def test_each_worker_has_its_half_of_every_adapter(self, pair):
         trainer, engine = pair
         sent = await follow(trainer, engine, 3)
-        assert await engine._receiver.ask("received_bytes") == [sent[-1]] * 2  # each reads it all
+        assert await engine._receiver.ask("received_bytes") == [sent[-1]] * 2  # each reads all of it
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", [{"adapters": "merged"}], indirect=True)
 class TestMerged:
-    async def test_merged_weights_are_the_policy(self, pair):
+    async def test_merged_weights_equal_the_policy(self, pair):
         trainer, engine = pair
         assert set(await follow(trainer, engine, 3)) == {trainer.rank.manifest().nbytes}

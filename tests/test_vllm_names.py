@@ -1,8 +1,7 @@
-"""Canonical names against vLLM's own models: what is planned, what is refused, and what is in the models afterwards.
+"""Canonical names resolved to vLLM's own models: plans, refusals, and the models' state after updates.
 
-The models are those that vLLM builds from a tiny checkpoint of the family, target and draft, without an engine around
-them. Qwen3.5 is built like the others where torchvision is not installed, but with empty modules in its place while
-its file is imported.
+vLLM builds the models from a tiny checkpoint of each family, target and draft, without an engine. Where torchvision is
+not installed, empty modules stand in for it while the file of Qwen3.5 is imported.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 
 @pytest.fixture(scope="module", autouse=True)
 def worker(tmp_path_factory):
-    """What a vLLM worker sets up before it builds a model."""
+    """Sets up what a vLLM worker needs to build a model."""
     patch = pytest.MonkeyPatch()
     if current_platform.is_cpu():
         for name in ("synchronize", "empty_cache"):
@@ -90,7 +89,7 @@ class Built:
         plan_loads(manifest, self.models.target, self.models.draft)
 
     def update(self, tensors: Tensors) -> None:
-        """As a worker does it, in its order."""
+        """Update the models as a worker does, in the same order."""
         self.plan(manifest_of(self.family, tensors))
         with set_current_vllm_config(self.models.config):
             for model in self.models.all():
@@ -116,7 +115,7 @@ def built(request, build):
 
 
 def state(net: torch.nn.Module) -> Tensors:
-    """All that a model computes with, by name: parameters, persistent buffers, and what its kernels packed away."""
+    """All that a model computes with, by name: parameters, persistent buffers, and outputs of packed kernels."""
     found = dict(net.named_parameters(remove_duplicate=False))
     for path, module in net.named_modules(remove_duplicate=False):
         transient = module._non_persistent_buffers_set
@@ -137,7 +136,7 @@ def differing(one: Tensors, other: Tensors) -> list[str]:
     return [name for name, t in one.items() if not torch.equal(t, other[name])]
 
 
-def test_every_name_of_the_checkpoint_is_planned_and_nothing_is_left_unfed(built):
+def test_every_name_of_the_checkpoint_is_planned_and_every_parameter_is_fed(built):
     built.plan(built.manifest)
     loaded = {name for model in built.models.all() for name in model.loads}
     assert built.tensors.keys() - loaded == elsewhere(built)
@@ -149,7 +148,7 @@ def elsewhere(built: Built) -> set[str]:
     return {name for name in built.tensors if re.search(r"layers\.2\.(embed_tokens|shared_head\.head)\.", name)}
 
 
-def test_an_update_leaves_what_a_fresh_load_leaves(built):
+def test_an_update_equals_a_fresh_load(built):
     before = [state(model.net) for model in built.models.all()]
     for seed in (1, 2):
         tensors = random_weights(built.tensors, seed)
@@ -166,8 +165,8 @@ def test_an_update_leaves_what_a_fresh_load_leaves(built):
 
 
 @pytest.mark.parametrize("family", ["qwen2, tied", "qwen3_moe", "deepseek_v3", "qwen3_5"])
-def test_so_it_does_where_lora_layers_wrap_the_modules(family, tmp_path):
-    """Names are those of the checkpoint, but for loaders that want them as the wrapped modules have them."""
+def test_an_update_equals_a_fresh_load_if_lora_layers_wrap_the_modules(family, tmp_path):
+    """Names are the checkpoint's, except for loaders that expect those of the wrapped modules."""
     built = Built(family, tmp_path, lora=True)
     wrapped = [name for name, _ in built.models.target.net.named_parameters() if "base_layer" in name]
     assert len(wrapped) > 5
@@ -209,7 +208,7 @@ def test_a_wrong_shape_is_refused_with_both_names(built):
                 assert re.search(r"model\.\S+ holds float32\[\d|do not fill model\.\S+weight\[\d", clash)
 
 
-def test_a_wrong_width_is_refused_with_both_names(built):
+def test_a_wrong_dtype_is_refused_with_both_names(built):
     name = of(built, built.models.target, r"0.input_layernorm\.weight")[0]
     wrong = [s._replace(dtype="float16") if s.name == name else s for s in built.manifest]
     assert f"{name}: sent as float16[64], model.layers." in refused(built, wrong)
@@ -218,20 +217,20 @@ def test_a_wrong_width_is_refused_with_both_names(built):
 def test_an_unknown_name_is_refused(built):
     for spec in built.manifest:
         if spec.name.endswith("input_layernorm.weight"):
-            said = refused(built, [*built.manifest, spec._replace(name=spec.name + "x")])
-            assert f"unknown to the live model: {spec.name}x." in said
+            message = refused(built, [*built.manifest, spec._replace(name=spec.name + "x")])
+            assert f"unknown to the live model: {spec.name}x." in message
 
 
 def test_a_missing_tensor_is_refused_by_the_name_of_its_owner(built):
-    """Each of them in turn, but for those that no model here takes."""
+    """Each tensor in turn, except those that no model loads."""
     for lost in built.tensors.keys() - elsewhere(built):
-        said = refused(built, [s for s in built.manifest if s.name != lost])
+        message = refused(built, [s for s in built.manifest if s.name != lost])
         leaf = lost.rpartition(".")[2]
         part = re.search(r"([qkv]_proj|gate_proj|up_proj|down_proj|in_proj_\w+|[qk]v?_a_proj\w*)\.", lost)
-        assert leaf in said
-        if "nothing sent feeds it" not in said:
+        assert leaf in message
+        if "nothing sent feeds it" not in message:
             assert part is not None
-            assert f" lacks {part[1]}" in said or re.search(rf" lacks expert \d \({part[1]}\)", said)
+            assert f" lacks {part[1]}" in message or re.search(rf" lacks expert \d \({part[1]}\)", message)
 
 
 def of(built: Built, model: LiveModel, pattern: str) -> list[str]:
@@ -240,15 +239,15 @@ def of(built: Built, model: LiveModel, pattern: str) -> list[str]:
 
 
 def test_no_name_is_mapped_twice(build):
-    """Qwen3-Next has one projection where Qwen3.5 has two: their names contain one another."""
+    """Qwen3-Next has one projection where Qwen3.5 has two, and their names contain one another."""
     built = build("qwen3_next")
     built.plan(built.manifest)
     at = "model.layers.0.linear_attn."
     for name in (f"{at}in_proj_qkvz.weight", f"{at}in_proj_ba.weight"):
         assert built.models.target.loads[name] == (name,)
     parts = [TensorSpec(f"{at}in_proj_{part}.weight", "float32", (4, 64)) for part in ("qkv", "z", "b", "a")]
-    said = refused(built, [*built.manifest, *parts])
-    assert f"unknown to the live model: {'; '.join(p.name for p in parts)}." in said
+    message = refused(built, [*built.manifest, *parts])
+    assert f"unknown to the live model: {'; '.join(p.name for p in parts)}." in message
 
     built = build("qwen3_5")
     built.plan(built.manifest)
@@ -260,14 +259,14 @@ def test_no_name_is_mapped_twice(build):
     assert f"unknown to the live model: {fused[0].name}." in refused(built, [*kept, *fused])
 
 
-def test_what_vllm_computes_itself_is_left_out(build):
+def test_tensors_that_vllm_computes_itself_are_left_out(build):
     built = build("llama")
     frequencies = TensorSpec("model.layers.0.self_attn.rotary_emb.inv_freq", "float32", (8,))
     built.plan(Manifest((*built.manifest, frequencies)))
     assert frequencies.name not in built.models.target.loads
 
 
-def test_a_parameter_wider_than_its_model_takes_the_width_of_the_checkpoint(tmp_path):
+def test_a_float32_parameter_of_a_bfloat16_model_accepts_the_checkpoint_s_dtype(tmp_path):
     family = FAMILIES["qwen3_next"]
     write_checkpoint(tmp_path, family, torch.bfloat16)
     models = load_models(engine_config(tmp_path, family, "bfloat16"))
@@ -278,7 +277,7 @@ def test_a_parameter_wider_than_its_model_takes_the_width_of_the_checkpoint(tmp_
 
 
 def test_live_parameters_are_compared_with_what_was_sent(built):
-    """On the CPU those that their kernels leave where they are: embeddings, heads, norms, biases."""
+    """On the CPU only those that kernels do not repack: embeddings, heads, norms, biases."""
     for seed in (11, 12):
         tensors = random_weights(built.tensors, seed)
         built.update(tensors)
@@ -293,8 +292,8 @@ def test_live_parameters_are_compared_with_what_was_sent(built):
         assert any("embed_tokens" in name for name in wrong) == (model.role == "target")
 
 
-def test_an_adapter_of_modules_that_the_model_does_not_adapt_is_told(tmp_path):
-    """vLLM passes over them: rollouts would be the base model's."""
+def test_an_adapter_of_modules_that_the_model_does_not_adapt_is_reported(tmp_path):
+    """vLLM skips them, so rollouts would come from the base model."""
     net = Built("qwen3", tmp_path, lora=True).models.target.net
     adapters = LiveAdapters(net.lora_manager)
     spec = AdapterSpec("policy", 4, 8.0, ("q_proj", "gate_proj", "down_proj"), "float32")
@@ -306,7 +305,7 @@ def test_an_adapter_of_modules_that_the_model_does_not_adapt_is_told(tmp_path):
     assert adapters.adopt(spec, elsewhere, 2, []) == ["model.block.1.mlp.down_proj"]
 
 
-def test_what_a_loader_passes_over_is_told(build):
+def test_tensors_that_a_loader_skips_are_reported(build):
     built = build("mimo")
     built.plan(built.manifest)
     draft = built.models.draft
@@ -321,12 +320,12 @@ def test_what_a_loader_passes_over_is_told(build):
 
 
 def test_the_cpu_build_still_leaves_experts_unpacked(build):
-    """Else `asyncrl.cpu.vllm.pack_experts_anew` is no longer needed."""
+    """Else `asyncrl.cpu.vllm.repack_experts` is no longer needed."""
     experts = build("qwen3_moe").models.target.net.model.layers[0].mlp.experts.routed_experts
     assert current_platform.is_cpu() == experts_stay_unpacked(experts.quant_method)
 
 
-@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="a processor without AMX")
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="needs a processor with AMX")
 def test_the_cpu_build_still_gives_latent_attention_of_float32_a_kernel_for_bfloat16(build):
     """Else `asyncrl.cpu.vllm.mla_kernel` is no longer needed."""
     wanted = AttentionSelectorConfig(48, torch.float32, None, None, use_mla=True)
@@ -338,7 +337,7 @@ def test_the_cpu_build_still_gives_latent_attention_of_float32_a_kernel_for_bflo
     assert mla_kernel(json.loads((build("qwen3_moe").folder / "config.json").read_text()), "float32") is None
 
 
-def test_experts_compute_what_those_of_transformers_do(build):
+def test_experts_compute_the_same_as_in_transformers(build):
     """After an update: each expert's tensors are where they belong."""
     built = build("qwen3_moe")
     tensors = random_weights(built.tensors, 5)

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
     ],
     ids=["tensor", "pipeline", "data"],
 )
-async def test_each_worker_takes_the_sync_and_logprobs_are_those_of_hugging_face(tmp_path, options):
+async def test_each_worker_receives_the_sync_and_logprobs_equal_hugging_face_s(tmp_path, options):
     checkpoint = make_checkpoint(tmp_path, seed=0, warm_start_steps=0)
     initial = read_tensors(checkpoint)
     reference = Qwen2ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
@@ -39,10 +39,10 @@ async def test_each_worker_takes_the_sync_and_logprobs_are_those_of_hugging_face
             weights = changed(initial, seed)
             report = await replica.sync(weights)
             assert not report.evicted
-            assert await replica.session._receiver.ask("received_bytes") == [report.nbytes] * 2  # each reads it all
+            assert await replica.session._receiver.ask("received_bytes") == [report.nbytes] * 2  # each reads all of it
             assert {role: await replica.engine.digest(role) for role in report.digests} == report.digests
             if "pipeline_parallel_size" in options:
-                continue  # vLLM's CPU runner takes weights in stages, but cannot generate in them
+                continue  # vLLM's CPU runner loads weights into pipeline stages, but cannot generate with them
             await replica.engine.submit([request(f"{seed}/{i}", PROMPT, 12) for i in range(4)])
             if "data_parallel_size" in options:
                 assert len(set(replica.engine._llm.engine_core.reqs_in_flight.values())) == 2  # each has some

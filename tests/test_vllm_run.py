@@ -20,7 +20,7 @@ OPTIONS = (
 
 
 def test_a_run_trains_with_its_draft_to_the_end(start, tmp_path):
-    """The trainer's logprobs of fresh samples are those that vLLM told, and the draft's acceptance is reported."""
+    """The trainer's logprobs of fresh samples equal vLLM's, and the draft's acceptance is reported."""
     run = start("mtp.enable_rollout=true", "mtp.enable_train=true", "async_training.staleness_threshold=0")
     assert run.wait(500) == 0, run.text
     audit(run.folder, [2] * 5, staleness_bound=0)
@@ -64,8 +64,8 @@ def test_a_run_whose_requests_finish_on_their_adapters_samples_each_from_one_ver
 
 
 @pytest.mark.slow
-def test_a_killed_core_costs_no_sample_and_its_replica_comes_back(start):
-    """Samples under way go on elsewhere or wait; the new replica joins at the current version."""
+def test_a_killed_core_loses_no_sample_and_its_replica_is_restarted(start):
+    """Samples in flight continue elsewhere or wait; the new replica joins at the current version."""
     run = start("rollout.replicas=2", "ray.cpus_per_replica=0.25", "trainer.total_steps=12")
     run.until_trained(2, timeout_s=400)
     noticed = run.text.count("supervision: replica/")

@@ -1,6 +1,6 @@
-"""Ledger command: ``python -m asyncrl.ledger RUN_DIR`` prints what became of every group of a run.
+"""Accounts for every group of a run: ``asyncrl ledger RUN_DIR``, or ``python -m asyncrl.ledger RUN_DIR``.
 
-Reads only, also while the run is running. Exit status: 0, 1 if groups do not add up, 2 without a readable ledger.
+Only reads, also during the run. Exit status: 0, 1 if groups do not add up, 2 without a readable ledger.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _HIDDEN_META = ("spool_segment", "spool_offset", "served_from")
 
 
 def balance(db: sqlite3.Connection) -> dict[str, int]:
-    """Groups issued, by the highest number given out, and groups by state, by rows.
+    """Number of groups issued, from the highest sequence number, and of groups in each state, from the rows.
 
-    ``missing``: the difference. A lost row leaves a gap in the numbers."""
+    ``missing``: the difference; a lost row leaves a gap in the sequence."""
     counts = dict.fromkeys(STATES, 0) | dict(db.execute("SELECT state, COUNT(*) FROM groups GROUP BY state"))
     issued = db.execute("SELECT COALESCE(MAX(seq), 0) FROM groups").fetchone()[0]
     return {"issued": issued, **counts, "missing": issued - sum(counts.values())}
@@ -70,7 +70,7 @@ def _staleness(db: sqlite3.Connection) -> Iterator[str]:
 
 
 def _distributions(db: sqlite3.Connection) -> Iterator[str]:
-    """Compares all finished groups with the trained ones: a gap shows a bias in what was dropped."""
+    """Compares all finished groups with the trained ones: a difference shows a bias of the drops."""
     rows = []
     for label, where in (("generated", "finished_s IS NOT NULL"), ("trained", "state = 'trained'")):
         query = f"SELECT CAST(tokens AS REAL) / samples, reward FROM groups WHERE {where} AND samples > 0"
@@ -143,14 +143,14 @@ def _numeric(cell: str) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m asyncrl.ledger", description="Audit a run: the state of every group, and what was trained."
+        prog="python -m asyncrl.ledger", description="Audit a run: the state of every group, and statistics."
     )
     parser.add_argument("run_dir", type=Path, help="folder of the run; it is not changed")
     run_dir = parser.parse_args(arguments).run_dir
     path = run_dir / FILE
     if not path.is_file() and (copy := found_copy(run_dir / "journal")) is not None:
         path = copy / FILE
-        print(f"as of the last checkpoint: this is the copy {path}; the ledger itself is in journal_dir\n")
+        print(f"as of the last checkpoint: read from the copy {path}; the live ledger is in journal_dir\n")
     try:
         with reading(path) as db:
             print("\n".join(report(db)).lstrip("\n"))

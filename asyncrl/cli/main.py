@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the command's own; see `asyncrl COMMAND --help`")
     args = parser.parse_args(argv)
     module, _ = _COMMANDS[args.command]
-    return importlib.import_module(module).main(args.arguments)  # no command waits for another's imports
+    return importlib.import_module(module).main(args.arguments)  # imports the chosen command only
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Writes the report of a run: ``asyncrl report RUN_DIR``, or ``python -m asyncrl.report RUN_DIR``.
 
-It only reads files, so it also works while the run goes on, after a crash, and on an incomplete run folder.
+It only reads files, so it also works during the run, after a crash, and on an incomplete run folder.
 """
 
 from __future__ import annotations

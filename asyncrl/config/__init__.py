@@ -1,1 +1,1 @@
-"""The one typed tree of options and every check of it."""
+"""The typed tree of options, and its checks."""

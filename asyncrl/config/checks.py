@@ -1,7 +1,7 @@
 """Constraints between sections of a `Config`, and the figures derived from it.
 
-Constraints within one section stand in `asyncrl.config.schema`; those of an engine, backend, transport or algorithm in
-its spec. `asyncrl.run.checks.check` applies all of them.
+Constraints within one section are in `asyncrl.config.schema`; those of an engine, backend, transport or algorithm are
+in its spec. `asyncrl.run.checks.check` applies all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Derived:
 
     ``groups_per_step``: groups that one train step consumes. ``groups_per_version``: G of the admission formula.
     ``staleness_bound``: maximum age of a trained token, in versions. ``pause``: param_sync.pause with auto resolved.
-    ``slots``: of all replicas."""
+    ``slots``: sum over all replicas."""
 
     groups_per_step: int
     groups_per_version: int
@@ -56,8 +56,8 @@ def sends_adapters(config: Config) -> bool:
 
 
 def problems(config: Config, cpus: int | None) -> Iterator[str]:
-    """One line per constraint that does not hold. ``cpus``: of the one machine that runs everything; None on a cluster,
-    where placement decides."""
+    """One line per violated constraint. ``cpus``: of the one machine that runs everything; None on a cluster, where
+    placement decides."""
     yield from _sync_problems(config)
     yield from _lora_problems(config)
     yield from _speculation_problems(config)
@@ -91,7 +91,7 @@ def _lora_problems(c: Config) -> Iterator[str]:
     """Preflight checks that the target modules exist in the model."""
     exports_adapter = c.checkpoint.export_hf != "none" and c.checkpoint.export_lora == "adapter"
     if c.model.lora.rank and c.mtp.enable_train and exports_adapter:
-        yield "checkpoint.export_lora: PEFT's format has no place for the draft of mtp.enable_train; expected merged"
+        yield "checkpoint.export_lora: PEFT's format cannot hold the draft of mtp.enable_train; expected merged"
 
 
 def _speculation_problems(c: Config) -> Iterator[str]:

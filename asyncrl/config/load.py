@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import functools
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +42,15 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     other. Raises ConfigError."""
     layers = _read_layers(Path(path)) if path is not None else []
     layers += [("", _parse_override(text)) for text in overrides]
+    problems: list[str] = []
+    layers = [(name, _well_shaped(tree, name, problems)) for name, tree in layers]
     try:
         merged = OmegaConf.merge(dataclasses.asdict(Config()), *(tree for _, tree in layers))
         OmegaConf.resolve(merged)
     except OmegaConfBaseException as e:
         raise ConfigError([f"{e.full_key or 'config'}: {_first_line(e)}"]) from None
-    problems = [
-        f"{key}: must be given, has no default (expected {_type_name(key)})"
-        for key in sorted(map(str, OmegaConf.missing_keys(merged)))
-    ]
+    missing = {*map(str, OmegaConf.missing_keys(merged)), *_left_open(layers)}
+    problems += [f"{key}: must be given, has no default (expected {_type_name(key)})" for key in sorted(missing)]
     values = typing.cast(Tree, OmegaConf.to_container(merged))
     try:
         config = TypeAdapter(Config).validate_python(values)
@@ -61,6 +61,47 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return config
+
+
+def _well_shaped(tree: Tree, name: str, problems: list[str], prefix: str = "") -> Tree:
+    """The layer without values of the wrong shape (a group, list or mapping where another is expected), with which a
+    merge would replace lower layers, or fail. Adds one line per such value to ``problems``."""
+    shaped = {}
+    for part, value in tree.items():
+        kind = known_keys().get(key := f"{prefix}{part}")
+        if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+            shaped[part] = _well_shaped(value, name, problems, f"{key}.")
+        elif kind is None or isinstance(value, str) or _shape(value) is _shape_of(kind):  # unknown, or an interpolation
+            shaped[part] = value
+        else:
+            expected = "a group of options" if dataclasses.is_dataclass(kind) else _type_name(key)
+            problems.append(f"{key}: expected {expected}, found {value!r}{f' (in {name})' if name else ''}")
+    return shaped
+
+
+def _left_open(layers: Sequence[tuple[str, Tree]]) -> Iterator[str]:
+    """Options that the last layer setting them marks as required (``???``), where a merge would keep a lower value."""
+    last = {key: value for _, tree in layers for key, value in _leaves(tree)}
+    return (key for key, value in last.items() if value == "???")
+
+
+def _leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for part, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{part}.")
+        else:
+            yield f"{prefix}{part}", value
+
+
+def _shape(value: Any) -> type | None:
+    return next((shape for shape in (dict, list) if isinstance(value, shape)), None)
+
+
+def _shape_of(kind: Any) -> type | None:
+    """Shape of an option's values: dict, list or None; for a group ``type``, the shape of no value."""
+    if dataclasses.is_dataclass(kind):
+        return type
+    return origin if (origin := typing.get_origin(kind)) in (dict, list) else None
 
 
 def to_yaml(config: Config) -> str:

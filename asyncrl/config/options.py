@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -23,6 +24,7 @@ def options(section: Any = Config, prefix: str = "") -> dict[str, FieldInfo]:
     return found
 
 
+@functools.cache
 def known_keys() -> dict[str, Any]:
     """Dotted key of every option and group of options → its type."""
     return {key: field.annotation for key, field in options().items()}

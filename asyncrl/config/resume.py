@@ -1,4 +1,4 @@
-"""Options that may change when a run is resumed; changing any other would give its data another meaning."""
+"""Options that may change when a run is resumed; queued groups and checkpoints depend on all others."""
 
 from __future__ import annotations
 

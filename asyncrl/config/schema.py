@@ -1,7 +1,7 @@
 """Every option of a run: its name, type, limits, default and meaning.
 
 docs/configuration.md is generated from this module: the comment beside or above an option is its description there.
-Options that verl's fully asynchronous trainer has too keep verl's names.
+Options that verl's fully asynchronous trainer also has keep verl's names.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ Device = Literal["auto", "cpu", "cuda"]
 
 @dataclass
 class LoraConfig(Section):
-    """Low-rank adapters on a frozen model. There is no dropout: the trained policy must be the one that samples."""
+    """Low-rank adapters on a frozen model. There is no dropout: the trained policy must equal the sampling policy."""
 
     rank: NonNegativeInt = 0  # 0: off, all weights are trained
     alpha: PositiveFloat = 16.0  # the adapter's output is scaled by alpha / rank
-    # ends of module names, such as q_proj; all-linear: every linear layer of the trunk
+    # suffixes of module names, such as q_proj; all-linear: every linear layer of the trunk
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
 
     def problems(self) -> Iterator[str]:
         if self.rank and not self.target_modules:
-            yield "model.lora.target_modules: expected all-linear or ends of module names such as q_proj, found none"
+            yield "model.lora.target_modules: expected all-linear or module name suffixes such as q_proj, found none"
 
 
 @dataclass
 class ModelConfig(Section):
     path: str = "???"  # Hugging Face checkpoint folder: initial policy, tokenizer and chat template
-    overrides: dict[str, Any] = field(default_factory=dict)  # values that replace those in the model's config.json
+    overrides: dict[str, Any] = field(default_factory=dict)  # values that replace entries of the model's config.json
     # megatron: package that converts weights, megatron_bridge or mbridge; auto: megatron_bridge
     bridge: str = "auto"
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -48,32 +48,32 @@ class DataConfig(Section):
     prompt_key: str = "prompt"  # column that holds a string or a list of chat messages
     answer_key: str = "answer"  # column that the reward function gets as the answer
     shuffle: bool = True  # a new order every epoch, seeded by seed
-    epochs: NonNegativeInt = 0  # passes over the data at most; 0: as many as trainer.total_steps needs
-    # longer prompts are dropped and counted; 0: what the context leaves beside rollout.max_response_tokens
+    epochs: NonNegativeInt = 0  # maximum passes over the data; 0: as many as trainer.total_steps needs
+    # longer prompts are dropped and counted; 0: the context size minus rollout.max_response_tokens
     max_prompt_tokens: NonNegativeInt = 0
     apply_chat_template: bool = True  # false: message contents are concatenated
 
 
 @dataclass
 class EngineConfig(Section):
-    name: str = "native"  # native, vllm or sglang; or an installed engine's name; or an import path
+    name: str = "native"  # native, vllm, sglang, the name of an installed engine, or an import path
     # interpreter of the replicas, with the driver's Python and Ray versions; empty: the driver's own interpreter
     python: str = ""
     slots: PositiveInt = 32  # samples that one replica generates concurrently
     max_context_tokens: NonNegativeInt = 0  # prompt and response together; 0: the model's max_position_embeddings
-    prefill_chunk_tokens: PositiveInt = 512  # tokens of one prefill step at most
+    prefill_chunk_tokens: PositiveInt = 512  # maximum tokens per prefill step
     deterministic: bool = False  # native: fixed-shape decoding, bitwise independent of the rest of the batch
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 for a 16-bit checkpoint, else float32
     device: Device = "auto"  # auto: cuda if there is a GPU
     threads: PositiveInt = 1  # CPU threads per replica
-    # native: scheduling priority of decoding on a CPU; idle: only on cores that nothing else uses
+    # native: scheduling priority of decoding on a CPU; idle: only on cores that are otherwise idle
     cpu_priority: Literal["normal", "low", "idle"] = "low"
     tensor_parallel_size: PositiveInt = 1  # vllm, sglang: GPUs that share each layer of one replica
     pipeline_parallel_size: PositiveInt = 1  # vllm: pipeline stages of one replica
     data_parallel_size: PositiveInt = 1  # vllm: model copies in one replica, which divide its slots among them
     # sglang: how weights reach its server; memory: shared memory; gloo, nccl: a process group
     delivery: Literal["memory", "gloo", "nccl"] = "memory"
-    args: dict[str, Any] = field(default_factory=dict)  # vllm, sglang: further engine arguments, by the engine's names
+    args: dict[str, Any] = field(default_factory=dict)  # vllm, sglang: further engine arguments, under their own names
 
 
 @dataclass
@@ -86,16 +86,19 @@ class RolloutConfig(Section):
     top_k: NonNegativeInt = 0  # 0: off
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0  # 0: off
     max_response_tokens: PositiveInt = 256
-    stop_strings: list[str] = field(default_factory=list)  # a response ends with the first of these
+    stop_strings: list[str] = field(default_factory=list)  # a response ends at the first of these
     stop_token_ids: list[int] = field(default_factory=list)  # in addition to the checkpoint's EOS tokens
     # attempts to sample a group that the queue refuses; after the last it is dropped as poison
     max_attempts: PositiveInt = 3
-    agent_loop: str = "single_turn"  # or an installed agent loop's name; or an import path, package.module:Class
+    # single_turn, the name of an installed agent loop, or an import path, package.module:Class
+    agent_loop: str = "single_turn"
     agent_loop_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the agent loop
-    max_concurrent_groups: NonNegativeInt = 0  # 0: enough to fill every slot, and one more per replica
-    max_consecutive_drops: PositiveInt = 1000  # consecutive dropped groups that fail the run: nothing reaches training
-    pacing: bool = True  # when generation outruns training, run fewer samples at once instead of stopping and starting
-    snapshot_every_s: PositiveFloat = 1.0  # interval of in-flight snapshots: the work lost when the rollouter dies
+    max_concurrent_groups: NonNegativeInt = 0  # 0: enough to fill every slot, plus one per replica
+    max_consecutive_drops: PositiveInt = 1000  # the run fails after this many consecutive dropped groups
+    # when generation is faster than training, generate fewer samples concurrently instead of stopping and restarting
+    pacing: bool = True
+    # interval of snapshots of in-flight groups; bounds the work lost when the rollouter dies
+    snapshot_every_s: PositiveFloat = 1.0
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def problems(self) -> Iterator[str]:
@@ -110,7 +113,8 @@ class RolloutConfig(Section):
 
 @dataclass
 class RewardConfig(Section):
-    function: str = "???"  # arithmetic; or an installed function's name; or an import path, package.module:function
+    # arithmetic, the name of an installed function, or an import path, package.module:function
+    function: str = "???"
     args: dict[str, Any] = field(default_factory=dict)  # further keyword arguments
     workers: PositiveInt = 1  # processes
     # per group; on timeout the worker is killed and the group's samples are retried one by one
@@ -142,8 +146,8 @@ class OptimizerConfig(Section):
 
 @dataclass
 class MegatronConfig(Section):
-    """Parallelism of the megatron backend; ranks that the model does not need are data parallel. Offload options say
-    where its state lies between uses."""
+    """Parallelism of the megatron backend; ranks beyond one copy of the model are data parallel. The offload options
+    free device memory between uses."""
 
     tensor_model_parallel_size: PositiveInt = 1
     pipeline_model_parallel_size: PositiveInt = 1
@@ -158,13 +162,13 @@ class MegatronConfig(Section):
 
 @dataclass
 class TrainerConfig(Section):
-    backend: str = "torch"  # torch or megatron; or an installed backend's name; or an import path
+    backend: str = "torch"  # torch, megatron, the name of an installed backend, or an import path
     python: str = ""  # interpreter of the ranks, as rollout.engine.python
     ranks: PositiveInt = 1  # trainer processes
     total_steps: PositiveInt = 100  # train steps of the run
     mini_batch_groups: PositiveInt = 16  # groups per optimizer step (verl: ppo_mini_batch_size)
-    max_tokens_per_micro_batch: PositiveInt = 8192  # bounds activation memory; a longer sample is a batch of its own
-    logprob_chunk_tokens: PositiveInt = 1024  # rows of logits in memory at once
+    max_tokens_per_micro_batch: PositiveInt = 8192  # bounds activation memory; a longer sample has its own micro-batch
+    logprob_chunk_tokens: PositiveInt = 1024  # rows of logits in memory at a time
     mixed_precision: Literal["no", "bfloat16"] = "no"  # bfloat16: float32 weights, computation in bfloat16
     activation_checkpointing: bool = False  # recompute activations in the backward pass to save memory
     cpu_offload: bool = False  # torch: FSDP keeps parameters, gradients and optimizer state in host memory
@@ -176,15 +180,15 @@ class TrainerConfig(Section):
 
 @dataclass
 class AlgorithmConfig(Section):
-    name: str = "grpo"  # or an installed algorithm's name; or an import path
+    name: str = "grpo"  # grpo, the name of an installed algorithm, or an import path
     normalize_by_std: bool = True  # false: advantages are only centred (Dr. GRPO)
-    # 1: the standard deviation divides by n − 1, as in verl and TRL; 0: by n
+    # divisor of the variance; 1: n − 1, as in verl and TRL; 0: n
     std_ddof: Annotated[int, Field(ge=0, le=1)] = 1
-    # denominator of the ratio; behaviour: the policy that sampled; proximal: the policy at the batch's start
+    # policy in the ratio's denominator; behaviour: the one that sampled the token; proximal: the one at batch start
     anchor: Literal["behaviour", "proximal"] = "behaviour"
     clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2  # the ratio is clipped below 1 − clip_low
     clip_high: NonNegativeFloat = 0.2  # and above 1 + clip_high
-    # token_mean: all tokens weigh the same; sequence_mean: all samples weigh the same
+    # token_mean: all tokens have equal weight; sequence_mean: all samples have equal weight
     loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     epochs: PositiveInt = 1  # optimizer epochs per batch
     # with anchor=proximal: upper bound of the importance weight exp(proximal − behaviour); 0: no weight
@@ -192,8 +196,8 @@ class AlgorithmConfig(Section):
     kl_coef: NonNegativeFloat = 0.0  # KL penalty against the reference model; 0: no reference model is loaded
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     reference_path: str = ""  # checkpoint folder of the reference model; empty: model.path
-    entropy_coef: NonNegativeFloat = 0.0  # entropy bonus
-    filter_zero_variance: bool = True  # groups whose rewards are all equal are dropped, counted and replaced
+    entropy_coef: float = 0.0  # entropy bonus; negative: a penalty
+    filter_zero_variance: bool = True  # drop, count and replace groups whose rewards are all equal
     # samples truncated at rollout.max_response_tokens; penalize subtracts overlong_penalty from the reward
     overlong: Literal["keep", "mask", "penalize"] = "keep"
     overlong_penalty: NonNegativeFloat = 0.5
@@ -205,30 +209,32 @@ class AsyncTrainingConfig(Section):
     staleness_threshold: NonNegativeFloat = 0.0
     trigger_parameter_sync_step: PositiveInt = 1  # train steps per parameter sync
     require_batches: PositiveInt = 1  # mini-batches per train step
-    partial_rollout: bool = True  # at a sync, true: interrupt samples and continue them after; false: let them finish
+    # true: a sync interrupts running samples, which continue afterwards; false: a sync waits until they finish
+    partial_rollout: bool = True
     # fifo: in order of issue; ready_first: finished groups first, of these the one with the earliest deadline
     queue_policy: Literal["fifo", "ready_first"] = "fifo"
-    # a group past the staleness bound; wait: training blocks on it before it gets there; mask its stale tokens; drop it
+    # groups about to pass the staleness bound; wait: training waits for them in time; mask: their stale tokens are not
+    # trained; drop: they are dropped
     overdue: Literal["wait", "mask", "drop"] = "wait"
 
 
 @dataclass
 class MTPConfig(Section):
-    """Multi-token prediction. The draft is the checkpoint's MTP layers: trained beside the policy, and used for
-    speculative decoding."""
+    """Multi-token prediction. The draft consists of the checkpoint's MTP layers; it can be trained along with the
+    policy, and used for speculative decoding."""
 
-    enable_train: bool = False  # train the draft beside the policy; false: the checkpoint's draft stays as it is
-    # acceptance: of drafted tokens by the policy; cross_entropy: of the sampled tokens
+    enable_train: bool = False  # train the draft along with the policy; false: the draft does not change
+    # acceptance: −log probability that the policy accepts a drafted token; cross_entropy: of the sampled tokens
     loss: Literal["acceptance", "cross_entropy"] = "acceptance"
-    loss_scaling_factor: NonNegativeFloat = 0.1  # weight of the MTP loss beside the policy loss
+    loss_scaling_factor: NonNegativeFloat = 0.1  # weight of the MTP loss relative to the policy loss
     detach_encoder: bool = True  # no gradient from the MTP loss into trunk, embedding or head
     # learning rate of the draft, on the schedule of trainer.optimizer; 0: trainer.optimizer.lr
     learning_rate: NonNegativeFloat = 0.0
     passes: PositiveInt = 1  # passes of the draft over each batch, without the trunk; above 1 needs detach_encoder
     updates_per_pass: NonNegativeInt = 0  # optimizer steps of the draft per pass; 0: 16 with detach_encoder, else 1
-    init_from_trunk: bool = False  # a checkpoint without MTP weights gets a draft copied from its last trunk layer
+    init_from_trunk: bool = False  # create the draft from the last trunk layer if the checkpoint has none
     enable_rollout: bool = False  # speculative decoding with the draft
-    num_speculative_tokens: PositiveInt = 1  # drafted tokens per verification, at most
+    num_speculative_tokens: PositiveInt = 1  # maximum drafted tokens per verification
     guard: bool = True  # a replica stops speculating while speculation lowers its throughput
 
     def problems(self) -> Iterator[str]:
@@ -237,13 +243,13 @@ class MTPConfig(Section):
         for key, found in (("passes", self.passes), ("updates_per_pass", self.updates_per_pass)):
             if found > 1 and not self.detach_encoder:
                 yield (
-                    f"mtp.{key}: {found} does not go with mtp.detach_encoder=false, where the draft learns in the "
+                    f"mtp.{key}: {found} does not work with mtp.detach_encoder=false, where the draft learns in the "
                     "trunk's single step; expected 1, or mtp.detach_encoder=true"
                 )
         if self.init_from_trunk and not (self.enable_train or self.enable_rollout):
             yield (
-                "mtp.init_from_trunk: makes a draft that nothing would use; expected mtp.enable_train=true or "
-                "mtp.enable_rollout=true beside it"
+                "mtp.init_from_trunk: creates a draft that nothing would use; expected mtp.enable_train=true or "
+                "mtp.enable_rollout=true as well"
             )
 
 
@@ -266,15 +272,15 @@ class ParamSyncConfig(Section):
     transport: str = "auto"  # a name or import path, see docs/extending.md; auto: the fastest that the placement allows
     # bucket: buckets are written straight into the live weights; full: into a host copy first
     staging: Literal["bucket", "full"] = "bucket"
-    # rolling: replicas update one after the other from the host copy of staging=full, the others keep generating
+    # rolling: replicas update one after the other from the host copy of staging=full while the others keep generating
     rollout_update: Literal["all_at_once", "rolling"] = "all_at_once"
     # 0: the transport's own size (4 or 32 MiB); otherwise at least 4096; each side holds two buckets
     bucket_bytes: NonNegativeInt = 0
     # LoRA; adapter: the base model once, then only adapters; merged: full weights at every sync, for any engine
     adapters: Literal["adapter", "merged"] = "adapter"
-    # LoRA with pause=keep; move: running requests continue on the new adapter; finish: on their own (not native)
+    # LoRA with pause=keep; move: running requests continue on the new adapter; finish: on their own (vllm, sglang)
     in_flight: Literal["move", "finish"] = "move"
-    reload_draft: bool = True  # false: replicas keep the initial draft, to measure what a stale draft costs
+    reload_draft: bool = True  # false: replicas keep the initial draft, to measure the cost of a stale draft
     allow_stale_draft: bool = False  # confirms reload_draft=false
     # running requests at a sync; abort: interrupt them; keep: suspend them; wait: let them finish;
     # auto: abort with async_training.partial_rollout, else wait
@@ -287,7 +293,7 @@ class ParamSyncConfig(Section):
     def problems(self) -> Iterator[str]:
         if not (self.reload_draft or self.allow_stale_draft):
             yield (
-                "param_sync.reload_draft: a draft that stays behind the policy loses acceptance step by step; expected "
+                "param_sync.reload_draft: a draft that lags behind the policy loses acceptance step by step; expected "
                 "true, or false with param_sync.allow_stale_draft=true to measure the loss"
             )
         if 0 < self.bucket_bytes < 4096:
@@ -311,10 +317,11 @@ class ValidationConfig(Section):
 
 @dataclass
 class CheckpointConfig(Section):
-    every_steps: NonNegativeInt = 100  # a rank that dies costs the steps since the last checkpoint; 0: only at the end
+    # steps between checkpoints; the death of a rank loses the steps since the last one; 0: only at the end
+    every_steps: NonNegativeInt = 100
     asynchronous: bool = True  # training blocks only while the state is copied, not while the copy is written
     keep_last: NonNegativeInt = 2  # 0: all
-    keep_best: NonNegativeInt = 0  # kept in addition, the best by best_metric
+    keep_best: NonNegativeInt = 0  # number kept in addition, the best by best_metric
     best_metric: str = "validation/reward"  # must be measured on the checkpoint's own weights, else it has no rating
     best_is: Literal["highest", "lowest"] = "highest"
     # which checkpoints contain a Hugging Face folder; training blocks while it is written
@@ -332,8 +339,9 @@ class SupervisionConfig(Section):
     backoff_s: NonNegativeFloat = 0.5  # delay before the first restart; doubles with each further one in the window
     max_backoff_s: NonNegativeFloat = 30.0
     progress_s: PositiveFloat = 300.0  # a replica with work that yields no token for this long is restarted
-    answer_s: PositiveFloat = 60.0  # so is an actor that does not respond for this long
-    start_s: PositiveFloat = 1800.0  # and one that has not started, with its engine or model loaded, after this long
+    answer_s: PositiveFloat = 60.0  # an actor that does not respond for this long is restarted
+    # an actor that has not started, with its engine or model loaded, after this long is restarted
+    start_s: PositiveFloat = 1800.0
 
 
 @dataclass

@@ -24,16 +24,19 @@ class Section:
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
 
     def problems(self) -> Iterator[str]:
-        """One line per constraint between options of this section that does not hold."""
+        """One line per violated constraint between options of this section."""
         yield from ()
 
     @field_validator("*", mode="before")
     @classmethod
-    def _only_flags_are_booleans(cls, value: Any, info: ValidationInfo) -> Any:
-        # pydantic would read true as the number 1
+    def _numbers_are_what_they_seem(cls, value: Any, info: ValidationInfo) -> Any:
+        # pydantic would read true as the number 1, and 8.0 as 8
         kind = cls.__pydantic_fields__[str(info.field_name)].annotation  # type: ignore[attr-defined]
-        if isinstance(value, bool) and kind is not bool:
+        items = value if isinstance(value, list) else [value]
+        if kind is not bool and any(isinstance(item, bool) for item in items):
             raise PydanticCustomError("not_a_flag", "expected no boolean")
+        if kind in (int, list[int]) and any(isinstance(item, float) for item in items):
+            raise PydanticCustomError("not_whole", "expected a whole number")
         return value
 
     @model_validator(mode="after")
@@ -44,7 +47,7 @@ class Section:
 
 
 def from_env(variable: str, otherwise: str, form: str = "{}") -> Any:
-    """Option whose default is an environment variable, put into ``form``; ``otherwise`` if it is unset or empty."""
+    """Option whose default is ``form`` filled with an environment variable, or with ``otherwise`` if that is empty."""
     default = lambda: form.format(os.environ.get(variable) or otherwise)
     shown = form.format(f"${{{variable}:-{otherwise}}}")
     return Field(default_factory=default, json_schema_extra={"default": shown})

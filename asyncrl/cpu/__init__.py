@@ -1,1 +1,1 @@
-"""What lets a run share CPU cores, and GPU packages run on a CPU."""
+"""CPU scheduling on shared cores, and corrections that let GPU packages run on a CPU."""

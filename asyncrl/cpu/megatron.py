@@ -1,8 +1,8 @@
-"""megatron-core and megatron-bridge without CUDA: every correction that they need, by name, with its reason.
+"""Patches that let megatron-core and megatron-bridge run without CUDA, each with a name and a reason.
 
-Nothing here does anything on a machine with CUDA. `activate` must be called before `megatron.bridge` is imported; the
-modules of `asyncrl.trainer.backends.megatron` do so through `packages.prepare`. What an option can do instead, such as
-unfused kernels, is set where the model is built.
+No effect on a machine with CUDA. `activate` must be called before `megatron.bridge` is imported; the modules of
+`asyncrl.trainer.backends.megatron` do so through `packages.prepare`. Whatever an option can do, such as unfused
+kernels, is set where the model is built.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _ABSENT = object()
 
 @dataclass
 class Patch:
-    """One correction: ``replace`` gives (owner, attribute, function from the old value to the new) for each thing that
-    it replaces. ``replaced`` keeps the old values, so that a test can see what would be without it. ``wanted``: whether
+    """One patch. ``replace`` returns (owner, attribute, function from the old value to the new) for each attribute that
+    it replaces. ``replaced`` keeps the old values, so that a test can show the failure without it. ``wanted``: whether
     the installed releases need it."""
 
     name: str
@@ -45,7 +45,7 @@ class Patch:
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """As if this one had not been applied."""
+        """Undo this patch inside the context."""
         applied = [(owner, attribute, vars(owner)[attribute]) for owner, attribute, _ in self.replaced]
         for owner, attribute, old in self.replaced:
             delattr(owner, attribute) if old is _ABSENT else setattr(owner, attribute, old)
@@ -61,7 +61,7 @@ def needed() -> bool:
 
 
 def activate() -> None:
-    """Apply all patches, once; does nothing on a machine with CUDA."""
+    """Apply the patches that the installed releases need, once. No effect on a machine with CUDA."""
     if needed() and not any(patch.replaced for patch in PATCHES):
         _import_bridge_without_its_kernels()
         for patch in PATCHES:
@@ -90,7 +90,7 @@ def _synchronize() -> list[tuple[Any, str, Callable[[Any], Any]]]:
 
 
 class _NoStream:
-    """Stands for the current CUDA stream, where there is never an event to wait for."""
+    """Stand-in for the current CUDA stream. It never has an event to wait for."""
 
     def wait_event(self, event: Any) -> None: ...
 
@@ -119,7 +119,7 @@ def _random_state() -> list[tuple[Any, str, Callable[[Any], Any]]]:
 
 
 class _HostTorch(types.ModuleType):
-    """torch, but ``device="cuda"`` means the CPU: what a module with that text in its source is given for torch."""
+    """torch with ``device="cuda"`` meaning the CPU. Replaces ``torch`` in modules that hard-code that device."""
 
     FACTORIES = ("empty", "ones", "tensor", "zeros")
 
@@ -141,7 +141,7 @@ class _HostTorch(types.ModuleType):
         return make
 
 
-#: whose source has ``device="cuda"`` where a training step passes
+#: modules that hard-code ``device="cuda"`` in a training step
 _CUDA_IN_SOURCE = ("megatron.core.pipeline_parallel.schedules", "megatron.core.optimizer.optimizer")
 
 
@@ -231,64 +231,64 @@ def _experts() -> list[tuple[Any, str, Callable[[Any], Any]]]:
 PATCHES = (
     Patch(
         "current_device",
-        "modules are made on torch.cuda.current_device(), which raises where there is no driver",
+        "modules are created on torch.cuda.current_device(), which raises without a driver",
         _current_device,
     ),
     Patch(
         "moves",
-        "copies of the embedding, and the rope's tables, are moved with .cuda() whatever the configuration says",
+        "copies of the embedding and the rope's tables are moved with .cuda() whatever the configuration says",
         _moves,
     ),
     Patch(
         "synchronize",
-        "stages wait for the device after exchanging the shapes of what they send; a CPU's work is done",
+        "pipeline stages synchronize the device after exchanging shapes; a CPU has nothing to wait for",
         _synchronize,
     ),
     Patch(
         "gradients_stream",
-        "before it sums gradients, megatron-core 0.19 asks for the current CUDA stream, to wait for CUDA graphs, also "
-        "where there are none",
+        "before it sums gradients, megatron-core 0.19 gets the current CUDA stream to wait for CUDA graphs, even if "
+        "there are none",
         _gradients_stream,
         wanted=lambda: not _is_before("megatron-core", 0, 19),
     ),
     Patch(
         "random_state",
-        "named random states, of tensor-parallel regions and of recomputed layers, are those of the CUDA generator",
+        "the named random states of tensor-parallel regions and recomputed layers use the CUDA generator",
         _random_state,
     ),
     Patch(
         "device_in_source",
-        "the schedules' token count and the optimizer's scale are made with device=\"cuda\"",
+        "the schedules' token count and the optimizer's scale are created with device=\"cuda\"",
         _device_in_source,
     ),
     Patch(
         "tensor_types",
-        "the distributed optimizer knows a parameter's precision by its type's name, torch.cuda.FloatTensor",
+        "the distributed optimizer recognizes a parameter's precision by its type's name, torch.cuda.FloatTensor",
         _tensor_types,
     ),
     Patch(
         "router_kernel",
-        "without Transformer Engine moe_utils reads a name, te_general_gemm, that it never set",
+        "without Transformer Engine, moe_utils reads the name te_general_gemm, which it never sets",
         _router_kernel,
         wanted=lambda: _is_before("megatron-core", 0, 17),
     ),
     Patch(
         "token_dispatcher",
-        "how many tokens go to which expert's rank is copied from the device on a CUDA stream of its own, which the "
-        "all-to-all dispatcher makes and waits for; on the CPU the counts are there, and are but to be plain numbers",
+        "the all-to-all dispatcher copies the token counts per expert rank to the host on its own CUDA stream; on the "
+        "CPU they only have to become plain numbers",
         _token_dispatcher,
     ),
     Patch(
         "scatter",
-        "gloo sends a scattered tensor's memory as it lies: a shard that is a view across rows arrives with other "
-        "values, and nothing says so (row-parallel weights, o_proj and down_proj, at tensor parallel sizes above 1)",
+        "gloo's scatter ignores strides: a shard that is a view across rows silently arrives with other values "
+        "(row-parallel weights, o_proj and down_proj, at tensor parallel sizes above 1)",
         _scatter,
         wanted=lambda: _is_before("megatron-bridge", 0, 4),
     ),
     Patch(
         "experts",
-        "an expert's number is read behind .weight, where Transformer Engine's grouped experts have it; those of the "
-        "layers without it, local_experts.N, have it before: it is taken from the Hugging Face name",
+        "the bridge reads an expert's number after .weight, where Transformer Engine's grouped experts have it; layers "
+        "without Transformer Engine have it before, as local_experts.N: it is taken from the Hugging Face name",
         _experts,
         wanted=lambda: _is_before("megatron-bridge", 0, 4),
     ),
@@ -296,16 +296,16 @@ PATCHES = (
 
 
 def _import_bridge_without_its_kernels() -> None:
-    """Import megatron.bridge where transformer-engine and triton are not installed, as on CPUs: it imports both at its
-    top, for models and kernels that no CPU runs. While it does, two modules that hold nothing but names stand in for
-    them; afterwards neither can be found, as before."""
+    """Import megatron.bridge without transformer-engine and triton. It imports both at module level, for models and
+    kernels that no CPU runs. Stand-ins that only define names replace them during the import and are removed
+    afterwards."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what is not installed, a dozen times
+        warnings.simplefilter("ignore")  # a dozen about packages that are not installed
         _import_bridge()
 
 
 def _import_bridge() -> None:
-    # modules of megatron-core that look for the two must do so before the stand-ins are there
+    # modules that look for either package must be imported before the stand-ins exist
     for name in (
         "megatron.core.extensions.transformer_engine",
         "megatron.core.models.gpt.gpt_layer_specs",
@@ -336,7 +336,7 @@ def _import_bridge() -> None:
 
 
 def _is_before(package: str, *release: int) -> bool:
-    """Whether the installed release of it is older."""
+    """True if the installed release of ``package`` is older than ``release``."""
     return Version(importlib.metadata.version(package)).release < release
 
 

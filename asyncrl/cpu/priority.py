@@ -1,7 +1,6 @@
-"""CPU scheduling of a run's processes on shared cores: training ranks first.
+"""CPU scheduling of a run's processes on shared cores: trainer ranks first.
 
-Only Linux knows these priorities; elsewhere, and in a sandbox that forbids them, nothing changes, as nothing depends on
-them.
+Needs Linux. Elsewhere, and in a sandbox that forbids these calls, it has no effect; nothing depends on it.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ import os
 import sys
 import threading
 
-_NICENESS = 10  # of a thread at low priority, above its process's: about a tenth of a core that is contended
+_NICENESS = 10  # added for a low-priority thread: it gets about a tenth of a contended core
 
 
 def never_interrupt() -> None:
-    """No thread of this process takes a core from one that computes the moment it wakes up: it goes to a core that is
-    free, or has nothing but ``idle`` threads, and else waits for its turn, some milliseconds. So do threads and
-    processes that these start."""
+    """Keep this process's threads from preempting running threads when they wake up (SCHED_BATCH). A woken thread takes
+    a core that is free or runs only ``idle`` threads; otherwise it waits some milliseconds for its turn. Threads and
+    processes that it starts inherit this."""
     if sys.platform != "linux":
         return
     for thread in os.listdir("/proc/self/task"):
@@ -27,9 +26,9 @@ def never_interrupt() -> None:
 
 
 def give_way(priority: str) -> None:
-    """Give this thread, and those that it starts, a ``priority`` below the process's own: at ``low`` it has a tenth
-    of a core that others want too, at ``idle`` next to nothing of it, and to Linux a core with nothing but such threads
-    is a free one. A thread that became ``idle`` stays so: to come back takes a privilege."""
+    """Lower this thread's priority, and that of threads it starts. ``normal`` changes nothing; ``low`` leaves it about
+    a tenth of a contended core; ``idle`` leaves it next to nothing, and Linux treats a core with only such threads as
+    free. Leaving ``idle`` again takes a privilege."""
     if priority == "normal" or sys.platform != "linux":
         return
     thread = threading.get_native_id()

@@ -1,7 +1,7 @@
 """Corrections of SGLang's CPU build, applied in its processes only where the defect is found.
 
-*Pinned memory*: the layers of LoRA pin their small tensors, whatever the device, and torch refuses to where there is no
-accelerator. `pinning_is_refused` tries it; the correction leaves them unpinned, which changes nothing but the copying.
+*Pinned memory*: LoRA layers pin their small tensors whatever the device, which torch refuses without an accelerator.
+`pinning_is_refused` tries it; the correction leaves them unpinned, which only affects how they are copied.
 """
 
 from __future__ import annotations

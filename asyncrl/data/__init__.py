@@ -1,1 +1,1 @@
-"""Prompt sources: JSONL and Parquet files, generated tasks, a shuffled order that resumes."""
+"""Prompt sources: JSONL and Parquet files, generated tasks, and a resumable shuffled order."""

@@ -8,10 +8,10 @@ A problem, and its solution in the demonstrations::
                 4+4=8
                 answer: 8
 
-Each line does one operation and repeats the rest, so each term adds more to the solution than the last one did:
-response lengths differ sixfold. A hash of the expression decides if a problem is held out: training and held-out
-problems are disjoint in every file, under every seed, and the warm start of `asyncrl.models.make_checkpoint` has not
-seen a held-out one either.
+Each line does one operation and repeats the rest, so each term adds more to the solution than the previous one, and
+response lengths differ sixfold. A hash of the expression decides whether a problem is held out: training and held-out
+problems are disjoint in every file and under every seed, and the warm start of `asyncrl.models.make_checkpoint` sees no
+held-out problem either.
 
 Write prompt files with ``python -m asyncrl.data.arithmetic --out DIR --train 8192 --heldout 512 --seed 0``.
 """
@@ -110,8 +110,8 @@ def is_well_formed(response: str) -> bool:
 def demonstrations(seed: int, careful: bool) -> Iterator[tuple[list[Message], str]]:
     """Endless (messages, response) pairs of training problems; unless ``careful``, `ERROR_RATE` of the steps are wrong.
 
-    A model trained on careful and then on careless ones knows each right result as the most likely next token, but its
-    sampled solutions are right only as often as the demonstrations: room for RL to improve."""
+    A model trained first on careful and then on careless pairs predicts each right result as the most likely token, but
+    its sampled solutions are right only as often as the demonstrations, which leaves room for RL."""
     rng = random.Random(f"demonstrations/{seed}/{careful}")
     while True:
         problem = draw_problem(rng, heldout=False)
@@ -122,7 +122,7 @@ def write_prompts(path: Path, count: int, seed: int, heldout: bool) -> None:
     """Writes ``count`` problems as JSONL, atomically: ``prompt`` (chat messages), ``answer``, ``steps``.
 
     Held-out problems are all different. Training problems repeat, so that all numbers of steps stay equally frequent:
-    short problems are few, and without them too few samples are right to learn from."""
+    there are few short problems, and without them too few samples would be right to learn from."""
     rng = random.Random(f"{'heldout' if heldout else 'train'}/{seed}")
     problems: list[Problem] = []
     seen: set[Problem] = set()

@@ -1,4 +1,4 @@
-"""Order of prompts: reshuffled each epoch, endless or limited, resumable after any prompt."""
+"""Order of prompts: shuffled every epoch, endless or limited, resumable after any prompt."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ ID_COLUMN = "id"
 
 
 class DataError(ValueError):
-    """A prompt file is missing, empty or malformed, or a prompt does not fit; the message names file and line."""
+    """A prompt file is missing, empty or malformed, or a prompt is invalid; the message names file and line."""
 
 
 def load_prompts(files: Sequence[str | Path], config: DataConfig) -> list[Prompt]:

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint folders: reading and writing tensors and the files beside them."""
+"""Hugging Face checkpoint folders: reading and writing of tensors, configuration and tokenizer files."""
 
 from __future__ import annotations
 
@@ -97,8 +97,9 @@ def check_checkpoint(path: str | Path, mtp_from_trunk: bool = False) -> DecoderC
 
 
 def check_model(path: str | Path, mtp_from_trunk: bool, native: bool) -> ModelConfig:
-    """Check a model's files. Models that the native decoder builds, or must build (``native``), get `check_checkpoint`.
-    Of others only config.json is read, and files must exist: their backend and engine compare the tensors."""
+    """Check a model's files. A model that the native decoder builds, or must build (``native``), gets
+    `check_checkpoint`. For others only config.json is read and the files must exist: their backend and engine compare
+    the tensors."""
     config, shapes = ModelConfig.load(path), tensor_shapes(path)
     if native or DecoderConfig.builds(config.architecture) or (mtp_from_trunk and not any(map(is_draft, shapes))):
         return check_checkpoint(path, mtp_from_trunk)
@@ -106,7 +107,7 @@ def check_model(path: str | Path, mtp_from_trunk: bool, native: bool) -> ModelCo
 
 
 def mtp_layers_named(names: Iterable[str]) -> int:
-    """Number of MTP layers by Qwen's tensor names; the published Qwen3-Next's config.json does not give it."""
+    """Number of MTP layers, from Qwen's tensor names; the config.json of the published Qwen3-Next lacks it."""
     return len({name.split(".")[2] for name in names if name.startswith("mtp.layers.")})
 
 
@@ -122,8 +123,8 @@ def tensor_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
 def load_decoder(path: str | Path, dtype: torch.dtype = torch.float32, mtp_from_trunk: bool = False) -> Decoder:
     """Build the decoder of a checkpoint. Raises CheckpointError listing missing, unknown or misshapen tensors.
 
-    ``mtp_from_trunk``: without MTP weights in ``path``, the decoder gets one MTP layer made from the trunk, see
-    `asyncrl.models.mtp_from_trunk`. Trainer and engines make identical ones."""
+    ``mtp_from_trunk``: without MTP weights in ``path``, the decoder gets one MTP layer created from the trunk, see
+    `asyncrl.models.mtp_from_trunk`. Trainer and engines create identical ones."""
     config, tensors = DecoderConfig.load(path), read_tensors(path)
     config = _checked(path, config, {name: tuple(t.shape) for name, t in tensors.items()}, mtp_from_trunk)
     if config.num_mtp_layers and not any(map(is_draft, tensors)):
@@ -180,7 +181,7 @@ def _compare(path: str | Path, config: DecoderConfig, found: Mapping[str, tuple[
 
 
 def without_draft(path: str | Path) -> CheckpointError:
-    """The error for a model that needs a draft and has none."""
+    """The error for a model that needs a draft but has none."""
     return CheckpointError(f"{path} has no MTP layers (num_nextn_predict_layers in config.json); {MAKE_DRAFT}")
 
 
@@ -205,7 +206,7 @@ def save_checkpoint(
 
 
 def copy_tokenizer(source: str | Path, target: str | Path) -> None:
-    """Copy tokenizer and generation files beside an exported model."""
+    """Copy tokenizer and generation files to an exported model's folder."""
     for name in TOKENIZER_FILES:
         if (Path(source) / name).is_file():
             shutil.copyfile(Path(source) / name, Path(target) / name)

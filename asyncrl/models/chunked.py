@@ -56,7 +56,7 @@ class ChunkedScores(torch.autograd.Function):
 class SumOverRows(torch.autograd.Function):
     """A sum over rows whose forward pass also computes the gradient for ``hidden`` [R, M] and ``weight`` [V, M].
 
-    A sum's gradient is known up to a factor together with the sum, so each chunk's logits are computed once."""
+    The gradient of a sum is known up to a factor when the sum is, so each chunk's logits are computed only once."""
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -117,7 +117,7 @@ class ChunkedAcceptance(SumOverRows):
     """Sum over rows of −log α, and the number of ``targets`` that are q's likeliest token, without ever holding [R, V].
 
     α is the probability that rejection sampling accepts a token drafted from q for the target distribution p: their
-    overlap, one less their total variation (Leviathan et al. 2023, arXiv 2211.17192, corollary 3.6)::
+    overlap, one minus their total variation (Leviathan et al. 2023, arXiv 2211.17192, corollary 3.6)::
 
         q = softmax(hidden @ W.T / temperature),  p = softmax(target_hidden @ W.T / temperature),  held constant
         α = Σ min(p, q),   d(−log α)/dz = q · (Σ q·[q < p] − [q < p]) / α      for the scaled logits z of q

@@ -22,8 +22,8 @@ _FAMILIES = {
 
 
 def engine_dtype(dtype: str, option: str) -> str:
-    """dtype of an engine's weights, in which they are sent: ``option`` (`rollout.engine.dtype`) with ``auto`` resolved
-    for a checkpoint of ``dtype``. Never float16: sampling and training would disagree where its range ends."""
+    """dtype of an engine's weights, in which they are sent: ``option`` (`rollout.engine.dtype`), with ``auto`` resolved
+    for a checkpoint of ``dtype``. Never float16, whose limited range would make sampling and training disagree."""
     if option == "auto":
         return "bfloat16" if dtype in ("bfloat16", "float16") else "float32"
     if option not in ("float32", "bfloat16"):
@@ -33,8 +33,8 @@ def engine_dtype(dtype: str, option: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Configuration of a decoder of any family, for any backend and engine. ``raw`` is the whole config.json, so that
-    an export loses nothing."""
+    """Configuration of a decoder of any family, for any backend and engine. ``raw`` is the whole config.json, for
+    lossless exports."""
 
     architecture: str
     vocab_size: int

@@ -91,15 +91,15 @@ class Attention(nn.Module):
         self, x_TM: Tensor, rope: tuple[Tensor, Tensor], layout: PackedLayout, earlier: Sequence[KeysValues] = ()
     ) -> tuple[Tensor, KeysValues]:
         """Causal attention, [T, M], and its keys and values. ``earlier``: keys and values of the n preceding draft
-        steps of this layer (see `MTPLayer.draft`). Position p attends to the first step's up to position p−n, to the
-        second's at p−n+1 and so on, and to its own."""
+        steps of this layer (see `MTPLayer.draft`). Position p attends to those of the first step up to position p−n, to
+        that of the second at p−n+1 and so on, and to its own."""
         q_THD = self.q_proj(x_TM).view(-1, self.heads, self.head_dim)
         k_TKD = self.k_proj(x_TM).view(-1, self.kv_heads, self.head_dim)
         v_TKD = self.v_proj(x_TM).view(-1, self.kv_heads, self.head_dim)
         if self.qk_norm:
             q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
         q_THD, k_TKD = apply_rope(q_THD, *rope), apply_rope(k_TKD, *rope)
-        # a single gather, since all three are padded alike
+        # one gather for all three, which are padded alike
         qkv_BLXD = layout.pad(torch.cat([q_THD, k_TKD, v_TKD], 1)).transpose(1, 2)
         q, k, v = qkv_BLXD.split([self.heads, self.kv_heads, self.kv_heads], 1)
         own, grouped = KeysValues(k, v), self.heads != self.kv_heads
@@ -166,11 +166,12 @@ class MTPLayer(Layer):
         """Hidden state [T, M] after ``final_layernorm``, which the shared head and the next draft step read, and this
         step's keys and values.
 
-        ``earlier``: keys and values that this layer returned at smaller depths. While drafting, a repeated layer has in
-        its KV cache the first step's keys up to the start of the draft, then one position of each later step."""
+        ``earlier``: keys and values that this layer returned at smaller depths. While drafting, the KV cache of a
+        repeated layer holds the first step's keys up to the start of the draft, then one position of each later
+        step."""
         joined = torch.cat([self.hidden_layernorm(hidden_TM), self.token_layernorm(embed_TM)], -1)
         out_TM, own = self.block(self.input_proj(joined), rope, layout, earlier)
-        # copies, as an FSDP module must not return views
+        # copies, because an FSDP module must not return views
         return self.final_layernorm(out_TM), KeysValues(own.keys.clone(), own.values.clone())
 
 
@@ -210,7 +211,8 @@ class TokenScores(NamedTuple):
 
 
 class Decoder(nn.Module):
-    """``forward`` does everything that a training step needs, so that FSDP's root hooks cover the head too."""
+    """Trunk, head and MTP layers. `forward` computes everything that a training step needs, so that FSDP's root hooks
+    cover the head too."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -274,7 +276,7 @@ class Decoder(nn.Module):
         return module(*inputs)
 
     def logits(self, tokens_T: Tensor, layout: PackedLayout) -> Tensor:
-        """float32 [T, V], for tests and tiny inputs; training uses `forward`, which never holds it whole."""
+        """float32 [T, V], for tests and tiny inputs; training uses `forward`, which never materializes it."""
         return self.lm_head(self.hidden_states(tokens_T, layout)).float()
 
     def forward(

@@ -57,9 +57,8 @@ def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
 
 
 def linear_shapes_at(path: str | Path) -> dict[str, tuple[int, int]]:
-    """`linear_shapes` of a checkpoint. For models that the native decoder does not build, tensor names decide:
-    attention, linear attention and dense feed-forward of each layer, but neither routers nor experts, shared ones
-    included."""
+    """`linear_shapes` of a checkpoint. For models that the native decoder does not build, layers are found by tensor
+    names: attention, linear attention and dense feed-forward, but neither routers nor experts, shared ones included."""
     if DecoderConfig.builds(ModelConfig.load(path).architecture):
         return linear_shapes(DecoderConfig.load(path))
     found = ((_LINEAR.fullmatch(name), shape) for name, shape in tensor_shapes(path).items())
@@ -67,14 +66,14 @@ def linear_shapes_at(path: str | Path) -> dict[str, tuple[int, int]]:
 
 
 def first_a(module: str, rank: int, columns: int, seed: int) -> Tensor:
-    """float32 [rank, columns]: A of a module's pair, initialized as in PEFT. It depends on seed and name alone, not on
+    """float32 [rank, columns]: A of a module's pair, initialized as in PEFT. It depends only on seed and name, not on
     the machine or on other modules."""
     generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed}/{module}".encode()))
     return nn.init.kaiming_uniform_(torch.empty(rank, columns), a=math.sqrt(5), generator=generator)
 
 
 def add_adapters(model: Decoder, modules: Collection[str], rank: int, alpha: float, seed: int) -> None:
-    """Put a pair beside each of the linear ``modules``, with A from `first_a`. Freezes nothing."""
+    """Add a pair to each of the linear ``modules``, with A from `first_a`. Freezes nothing."""
     for name in modules:
         base = cast(nn.Linear, model.get_submodule(name))
         parent, _, leaf = name.rpartition(".")

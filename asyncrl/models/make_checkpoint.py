@@ -1,9 +1,9 @@
 """Makes the small MiMo-style checkpoint of the quickstart and the tests: a Qwen2 trunk and one MTP layer.
 
 ``python -m asyncrl.models.make_checkpoint --out checkpoints/arith-mimo`` writes a Hugging Face folder: config.json,
-model.safetensors, a tokenizer trained on the task's text, and generation_config.json. Random weights
-are warm-started on demonstrations (an import path, by default the arithmetic task's), so that the model answers in the
-task's format and is right about every third time.
+model.safetensors, a tokenizer trained on the task's text, and generation_config.json. Random weights are warm-started
+on demonstrations (an import path, by default the arithmetic task's), so that the model answers in the task's format and
+about a third of its answers are right.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 LAYERS = 4  # trunk layers
 WARM_START_STEPS = 700  # batches of BATCH_SIZE demonstrations
-CAREFUL_SHARE = 0.75  # share of demonstrations by the careful author, the rest by the careless one
+CAREFUL_SHARE = 0.75  # share of error-free demonstrations, which come first
 BATCH_SIZE = 16
-TOKENIZER_TEXTS = 1000  # demonstrations that the tokenizer is trained on
-VOCAB_MULTIPLE = 64  # the embedding is padded to a multiple, so that tensor parallelism divides it evenly
+TOKENIZER_TEXTS = 1000  # number of demonstrations on which the tokenizer is trained
+VOCAB_MULTIPLE = 64  # the vocabulary is padded to a multiple of this, so that tensor parallelism divides it evenly
 
 
 def model_config(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """The config.json. head_dim is 32, the smallest of engines' CPU attention kernels."""
+    """The config.json. head_dim is 32, the smallest that the engines' CPU attention kernels support."""
     return {
         "architectures": ["MiMoForCausalLM"],
         "model_type": "qwen2",
@@ -97,15 +97,15 @@ def make_checkpoint(
     tokenizer.save_pretrained(folder)
     generation = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "do_sample": True}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    # last, as the Makefile takes model.safetensors for a complete folder
+    # last: for the Makefile, model.safetensors marks a complete folder
     save_checkpoint(folder, dict(model.named_parameters()), config)
     return folder
 
 
 @torch.no_grad()
 def init_small_model(model: Decoder, seed: int) -> None:
-    """Initialization with which a narrow model learns in seconds: unit-size embeddings, to which layers add little at
-    first. Under the usual Normal(0, 0.02) the layers' outputs drown the embeddings."""
+    """Initialize so that a narrow model learns in seconds: unit-size embeddings, to which layers add little at first.
+    With the usual Normal(0, 0.02) the layers' outputs would drown the embeddings."""
     model.init_weights(seed, std=0.06)
     for name, p in model.named_parameters():
         if name.endswith("embed_tokens.weight"):

@@ -1,8 +1,9 @@
-"""Initial MTP layer for a checkpoint without one, made from its last trunk layer: a starting point for training.
+"""Initial MTP layer for a checkpoint without one, created from its last trunk layer: a starting point for training.
 
-Attention and MLP are copies of the last trunk layer's. ``final_layernorm`` is the trunk's final norm, whose head reads
-its output. ``input_proj`` adds the next token's embedding, with which every residual stream starts, and `HIDDEN_SHARE`
-of the preceding hidden state, each normed. Nothing is random: the same checkpoint gives the same bits.
+Attention and MLP are copies of the last trunk layer's. ``final_layernorm`` is a copy of the trunk's final norm, because
+the same head reads its output. ``input_proj`` adds the next token's embedding, with which every residual stream starts,
+and `HIDDEN_SHARE` of the preceding hidden state, each normed. Nothing is random: the same checkpoint gives the same
+bits.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from asyncrl.models.config import DecoderConfig
 
-#: the best of seven initializations on the quickstart's checkpoint without its own draft: 1.12 nats per token after 60
-#: training steps, against 1.53 for the hidden state alone, 1.32 for the embedding alone and 1.29 for half and half
+#: best of seven initializations on the quickstart's checkpoint without its own draft: 1.12 nats per token after 60
+#: training steps, compared with 1.53 for the hidden state alone, 1.32 for the embedding alone, 1.29 for half and half
 HIDDEN_SHARE = 0.25
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.models.config import CheckpointError
 
-#: keys that may be set though config.json does not have them
+#: keys that may be set even if config.json lacks them
 _MAY_BE_NEW = frozenset({"rope_scaling", "rope_parameters", "rope_theta", "head_dim", "num_nextn_predict_layers"})
 
 
@@ -17,7 +17,7 @@ def overridden(path: str | Path, overrides: Mapping[str, Any], folder: Path) -> 
     """Write ``folder`` with links to all files of the checkpoint ``path``, and its config.json with ``overrides``. Keys
     of a nested ``text_config`` are set there. Replaces an existing folder's files. Returns the folder.
 
-    Raises CheckpointError for a key that config.json lacks, which is most likely misspelt."""
+    Raises CheckpointError for a key that config.json lacks, as it is probably misspelled."""
     source = Path(path).absolute()
     try:
         config = json.loads((source / "config.json").read_text())

@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 384) -> PreTrainedTokenizerFast:
     """Train on ``texts``. The vocabulary has at most ``vocab_size`` tokens, 256 of them bytes, so that any text can be
     encoded. Digits are never merged. ``<|im_end|>`` ends a message and is the end-of-sequence token."""
-    from transformers import PreTrainedTokenizerFast  # takes seconds to import; only needed here
+    from transformers import PreTrainedTokenizerFast  # takes seconds to import
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(

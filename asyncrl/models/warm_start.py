@@ -1,7 +1,7 @@
 """Short supervised warm start of a randomly initialized decoder, so that reinforcement learning has something to
 improve.
 
-Target and draft are trained side by side: the draft (MTP) reads the trunk's hidden states, embeddings and head, all
+Target and draft are trained together: the draft (MTP) reads the trunk's hidden states, embeddings and head, all
 detached, so that it follows its target without changing it.
 """
 

@@ -135,7 +135,7 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         ),
         Chart(
             "Versions within a sample",
-            "Newest less oldest policy version among the tokens of a sample; the maximum of each step.",
+            "Newest minus oldest policy version among the tokens of a sample; the maximum of each step.",
             (Line("fully_async/partial/max_span", "largest span", BLUE),),
         ),
     ),
@@ -215,8 +215,8 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         ),
         Chart(
             "KL divergence",
-            "KL of the policy to the behaviour policy (grows with staleness), to the policy at the start of the batch "
-            "with the proximal anchor (grows with the optimizer steps per batch), and to the reference model.",
+            "KL of the policy to the behaviour policy (grows with staleness), with the proximal anchor to the policy "
+            "at the start of the batch (grows with the optimizer steps per batch), and to the reference model.",
             (
                 Line("actor/kl_behaviour", "behaviour", BLUE),
                 Line("actor/kl_proximal", "proximal", GREEN),
@@ -247,7 +247,7 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
             (Line("actor/ppo_ratio_max", "max", ORANGE), Line("actor/ppo_ratio_min", "min", BLUE)),
             log=True,
         ),
-        Chart("Loss", "Value of the objective; it need not fall.", (Line("actor/loss", "loss", BLUE),)),
+        Chart("Loss", "Value of the objective; it need not decrease.", (Line("actor/loss", "loss", BLUE),)),
         Chart(
             "Gradient norm",
             "Before clipping.",

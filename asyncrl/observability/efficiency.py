@@ -1,8 +1,8 @@
 """Efficiency of the run: its speed relative to pools that never wait for each other, and the split that balances them.
 
-A step of D trained tokens takes the trainer T_train = D / its rate and the rollouter T_rollout = D / its rate, where a
-pool's rate is that of its busy time. Without waits a step takes ``max(T_train, T_rollout)``: the ideal. The fraction of
-the ideal is the ideal divided by the step's real time; waits, syncs and dropped tokens lower it.
+A step of D trained tokens takes the trainer T_train = D / its rate and the rollouter T_rollout = D / its rate, with
+rates in tokens per busy second. Without waits a step takes ``max(T_train, T_rollout)``: the ideal. The fraction of the
+ideal is the ideal divided by the step's real time; waits, syncs and dropped tokens lower it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-BALANCED = 0.9  # ratio of the pools' busy times from which on no other split is advised
+BALANCED = 0.9  # ratio of the pools' busy times from which the pools count as balanced
 RECENT = 0.2  # weight of a step in the running means
 
 
@@ -38,7 +38,7 @@ class EfficiencyTracker:
         generating_s: float,
         unthrottled: bool,
     ) -> dict[str, float]:
-        """Metrics of a step that took ``seconds`` and ``trained`` tokens while ``generated`` tokens came in.
+        """Metrics of a step of ``seconds`` that trained ``trained`` tokens while ``generated`` tokens were generated.
 
         ``training_s``, ``generating_s``: busy seconds, the mean over a pool's actors. A rollouter throttled to the
         trainer's pace (not ``unthrottled``) understates its rate, so its last unthrottled rate is kept."""
@@ -62,7 +62,7 @@ class EfficiencyTracker:
         }
 
     def figures(self) -> dict[str, float | str]:
-        """Of the whole run; empty before the first step."""
+        """Figures of the whole run; empty before the first step."""
         if not self.seconds:
             return {}
         return {"fraction_of_ideal": self.ideal_s / self.seconds, "advice": self.advice()}

@@ -1,4 +1,4 @@
-"""Numbers as sinks and the report write them."""
+"""Number formats of the sinks and the report."""
 
 from __future__ import annotations
 

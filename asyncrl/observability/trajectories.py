@@ -39,8 +39,8 @@ def trajectory_row(step: int, group: Group, s: int, decode: Decode) -> dict[str,
 
 
 def sampled_rows(step: int, groups: Sequence[Group], decode: Decode, k: int) -> list[dict[str, Any]]:
-    """``k`` samples of a step's groups (all, if there are fewer), drawn uniformly: the report shows what is trained on
-    and not the best of it. Seeded by the step, so that a repeated run draws the same ones."""
+    """``k`` samples of a step's groups (all, if there are fewer), drawn uniformly so that they are representative.
+    Seeded by the step, so that a repeated run draws the same samples."""
     every = [(group, s) for group in groups for s in range(len(group))]
     chosen = random.Random(step).sample(every, min(k, len(every)))
     return [trajectory_row(step, group, s, decode) for group, s in chosen]

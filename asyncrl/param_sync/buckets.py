@@ -2,11 +2,11 @@
 
 Every part starts at a multiple of 64 bytes. A tensor that fits into one bucket is never split; a larger one fills the
 rest of the current bucket and continues in the next. The bytes are copied once, in slices that stay in the cache while
-they are hashed. For a transport that can send large tensors without a copy, they stay where they are: their bytes count
-towards the bucket and are only hashed.
+they are hashed. If the transport can send large tensors without a copy, these stay in place: their bytes count towards
+the bucket but are only hashed.
 
-A bucket's checksum is xxh3_64 of its parts' hashes, a part's hash is xxh3_128 of its bytes. A whole tensor's hash also
-serves its digest, so its bytes are read once.
+A bucket's checksum is xxh3_64 of its parts' hashes, a part's hash is xxh3_128 of its bytes. A tensor's hash is also
+used for its digest, so its bytes are read only once.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _SLICE_BYTES = 512 * 1024  # fits a core's L2 cache beside the source
 
 
 class TensorPart(NamedTuple):
-    """A piece of a tensor inside a bucket: ``nbytes`` at the bucket's ``offset`` are the tensor's bytes from ``start``
-    on. A whole tensor has start 0 and the nbytes of its spec."""
+    """A piece of a tensor inside a bucket: the tensor's ``nbytes`` bytes from ``start`` on, at the bucket's ``offset``.
+    A whole tensor has start 0 and the nbytes of its spec."""
 
     name: str
     start: int
@@ -37,13 +37,12 @@ class TensorPart(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """One flat buffer of many tensors, as a reader gives it. ``data``, uint8 [n], is a memoryview on the host or a
-    tensor on a device. It is valid until the next bucket is asked for, since the buffer is reused, unless it is
-    ``kept`` until the next session.
+    """One flat buffer of many tensors, as a reader yields it. ``data``, uint8 [n], is a memoryview on the host or a
+    tensor on a device. It is valid until the next bucket is requested, because the buffer is reused; a ``kept`` one is
+    valid until the next session.
 
     The key (session, sender, sequence) is unique. ``checksum``: of the parts, None when off. ``in_place``: bytes, uint8
-    [nbytes], by tensor, of parts that are not in ``data`` because they arrived at the destination that the receiver
-    named.
+    [nbytes], by tensor, of parts that are not in ``data`` because they arrived directly at the receiver's destination.
     """
 
     session: str
@@ -61,8 +60,8 @@ DestinationOf = Callable[[str, TensorPart, torch.device], torch.Tensor | None]
 
 
 class Filled(NamedTuple):
-    """Contents of the buffer that was handed out last; ``checksum`` covers its parts, in order. ``zero_copy``: bytes,
-    uint8 [nbytes], by tensor, of parts that are not in the buffer; their offsets lie beyond the packed ones."""
+    """Contents of the buffer handed out last; ``checksum`` covers its parts, in order. ``zero_copy``: bytes, uint8
+    [nbytes], by tensor, of parts that are not in the buffer; their offsets lie beyond the packed ones."""
 
     parts: tuple[TensorPart, ...]
     checksum: int | None
@@ -112,7 +111,7 @@ def pack(
     ``next_buffer`` gives a free buffer, uint8 [capacity], capacity a positive multiple of 64. ``on_hash`` gets the
     xxh3_128 of every tensor's bytes, 16 bytes; hashing and checksums copy the bytes to the host when the buffer is on a
     device. Parts of at least ``zero_copy_from`` bytes (None: no part) of a contiguous tensor on the buffer's device are
-    not copied; all others are read before the next tensor is asked for.
+    not copied; all others are read before the next tensor is requested.
     """
     hashed = checksum or on_hash is not None
     filling_of_next = lambda: _Filling(next_buffer(), hashed, zero_copy_from)
@@ -131,7 +130,7 @@ def pack(
                 yield filling.filled(checksum)
                 filling = None
             continue
-        # A strided tensor is copied into the bucket directly if it goes whole; a split one must be contiguous first.
+        # A strided tensor that fits is copied straight into the bucket; one that is split must be contiguous first.
         source, start = tensor.detach().contiguous(), 0
         whole = None if on_hash is None else xxhash.xxh3_128()
         while start < nbytes:
@@ -149,7 +148,7 @@ def pack(
 
 
 class _Filling:
-    """A buffer that is being filled. ``hashes``: of its parts, if they are ``hashed``."""
+    """A buffer being filled. ``hashes``: of its parts, if ``hashed``."""
 
     def __init__(self, buffer: torch.Tensor, hashed: bool, zero_copy_from: int | None) -> None:
         if not buffer.numel() or buffer.numel() % ALIGN_BYTES:
@@ -166,8 +165,8 @@ class _Filling:
         self._zero_copy: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, source: torch.Tensor, start: int, nbytes: int, whole: Any = None) -> None:
-        """Add ``nbytes`` of a tensor from byte ``start`` on: all of it, unless it is contiguous. ``whole``: a further
-        hash to update."""
+        """Add ``nbytes`` of a tensor from byte ``start`` on; a non-contiguous tensor must be added completely.
+        ``whole``: a further hash to update."""
         lines = nbytes + -nbytes % ALIGN_BYTES
         self.room -= lines
         if nbytes >= self._zero_copy_from and source.is_contiguous() and source.device == self._buffer.device:

@@ -1,4 +1,4 @@
-"""Coordinator of a run's sync sessions: one at a time, between its senders and replicas."""
+"""Coordinates a run's sync sessions between its senders and replicas, one at a time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class ParameterSyncCoordinator:
-    """``await coordinator(version)`` moves all replicas to a version and returns the session's metrics. Sessions run
-    one at a time.
+    """``await coordinator(version)`` moves all replicas to a version and returns the session's metrics.
 
     ``on_routable`` gets the routable replicas whenever they change; ``on_unfit`` the name of each replica that must be
     restarted, and why. ``config.pause`` must be a mode. ``senders`` may change between sessions."""
@@ -38,6 +37,7 @@ class ParameterSyncCoordinator:
         self._routable: frozenset[str] = frozenset(replicas)  # the router's initial set
         self._joined = asyncio.Event()
         self._one_session = asyncio.Lock()
+        self._evicted: set[str] = set()  # in the last session
         self.last_sync_s = now_s()
         self.fleet = Fleet()
         for name, session in replicas.items():
@@ -51,15 +51,16 @@ class ParameterSyncCoordinator:
 
     async def rejoin(self, version: PolicyVersion) -> None:
         """Sync the replicas that are out of service to ``version``, which the others serve and the senders still hold.
-        Replicas that fail stay out; raises SyncError if a sender fails."""
+        A replica that fails stays out. Raises SyncError if a sender fails."""
         self._joined.clear()
         out = self.fleet.out_of_service
         if out:
             try:
                 await self._session(version, list(out))
             except SyncError as e:
-                if e.who != ALL_REPLICAS:  # the evictions were logged
+                if e.who != ALL_REPLICAS:
                     raise
+                log.warning("%s", e)  # the session gave no report to list the evictions
 
     async def renew(self) -> None:
         """Have the replicas that are out of service restarted."""
@@ -68,17 +69,18 @@ class ParameterSyncCoordinator:
                 await self._on_unfit(name, f"is out of service ({why or 'not synced yet'})")
 
     async def someone_to_join(self) -> None:
-        """Wait for a call of `join` since the last session."""
+        """Wait until a replica needs a sync: one joined since the last session, or the last routable one left."""
         await self._joined.wait()
         self._joined.clear()
 
     def join(self, name: str, replica: ReplicaSession) -> None:
         """Add a restarted replica; it serves after its first session."""
         self.fleet.add(name, replica)
+        self._evicted.discard(name)
         self._joined.set()
 
     async def leave(self, name: str) -> None:
-        """Remove a dead replica. If none is routable any more, a waiting one must be synced at once."""
+        """Remove a dead replica. If no replica is routable now, the waiting ones must be synced at once."""
         self.fleet.remove(name)
         if self.fleet.sessions and not self.fleet.routable:
             self._joined.set()
@@ -99,6 +101,10 @@ class ParameterSyncCoordinator:
                 await self._report_routable()
         for error in report.evicted.values():
             log.warning("evicted until the next sync: %s", error)
+        again, self._evicted = self._evicted & report.evicted.keys(), set(report.evicted)
+        for name in sorted(again):
+            if self._on_unfit is not None:
+                await self._on_unfit(name, f"failed two syncs in a row ({report.evicted[name]})")
         return report
 
     async def _report_routable(self) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from asyncrl.types.versions import PolicyVersion
 
-ALL_REPLICAS = "all replicas"  # `SyncError.who` when no replica is left
+ALL_REPLICAS = "all replicas"  # `SyncError.who` if no replica is left
 
 
 class BucketKey(NamedTuple):

@@ -1,13 +1,13 @@
 """Fingerprints that check, on the tensors' own device, that live parameters hold the tensors that were sent.
 
 A fingerprint is two sums over 64-bit words of a tensor, modulo 2**64: plain, and weighted by position in the row. It
-uses only the first and last words of each row, to cost little beside the transfer: it detects tensors that were not
-loaded or loaded elsewhere; damage in transit is the digests' business. Rows add up, so the fingerprint of a parameter
-packed of several tensors along dim 0 is the sum of theirs, with zero padding included.
+uses only the first and last words of each row, so that it costs little next to the transfer. It detects tensors that
+were not loaded or loaded to the wrong place; digests detect damage in transit. Fingerprints add up over rows: a
+parameter packed from several tensors along dim 0, even with zero padding, has the sum of theirs.
 
 A loader may also shard, quantise or transpose. The check therefore learns which parameters take tensors unchanged: once
-fingerprints agreed, they must agree in every later session. The other parameters cannot all stay the same when their
-tensors changed.
+fingerprints agree, they must agree in every later session. For the others it only checks that not all of them stay the
+same when their tensors change.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _Sums = tuple[int, int]
 
 class Verdict(NamedTuple):
     """``wrong``: live parameters that do not hold their sent tensors. ``stale``: True if every parameter whose tensors
-    changed stayed the same; None if there is none. One worker with a shard may rightly find that, but not all of them.
+    changed stayed the same; None if no tensor changed. For a single worker's shard that may be correct, but not for all
+    workers.
     """
 
     wrong: list[str]
@@ -53,12 +54,12 @@ class FingerprintCheck:
         sent = {name: fingerprint(tensor) for name, tensor in arriving}
         check.verdict(feeds, sent, dict(net.named_parameters()))
 
-    ``feeds``: live parameter → the tensors that it is made of; parameters with a tensor that was not sent are skipped.
+    ``feeds``: live parameter → tensors that it consists of; parameters with an unsent tensor are skipped.
     """
 
     def __init__(self) -> None:
         self._exact: set[str] = set()
-        self._last: dict[str, tuple[_Sums, _Sums]] = {}  # by parameter: sums of the sent tensors, and of the live one
+        self._last: dict[str, tuple[_Sums, _Sums]] = {}  # by parameter: sums of its sent tensors, and its own
 
     def verdict(
         self,
@@ -84,7 +85,8 @@ class FingerprintCheck:
 
 
 def _plain(tensor: torch.Tensor | None) -> bool:
-    """True if it holds its own bytes: neither emptied by a kernel with a copy, nor a wrapper of quantised tensors."""
+    """True if the tensor holds its own bytes: not emptied by a kernel that made a copy, and not a wrapper of quantised
+    tensors."""
     return tensor is not None and tensor.numel() > 0 and not is_traceable_wrapper_subclass(tensor)
 
 

@@ -9,7 +9,7 @@ from asyncrl.types.versions import PolicyVersion
 
 
 class Fleet:
-    """Replicas by name. A replica is *routable* while it serves one whole version; new and failed ones become routable
+    """Replicas by name. A replica is *routable* while it serves a complete version; new and failed ones become routable
     with their next sync session::
 
         fleet = Fleet()
@@ -34,8 +34,8 @@ class Fleet:
             table.pop(name, None)
 
     def serve(self, name: str, version: PolicyVersion) -> None:
-        """Mark the replica routable: it holds ``version``, whole."""
-        if name in self._sessions:  # it may have been removed in the meantime
+        """Mark the replica routable: its weights are those of ``version``."""
+        if name in self._sessions:  # it may have been removed meanwhile
             self._serving[name] = version
             self._out.pop(name, None)
 

@@ -21,8 +21,7 @@ class LiveWeights:
     """Named tensors that a session overwrites.
 
     Called in this order, from one thread: ``open`` once, ``take`` per bucket, ``verify``, ``commit``; ``abort`` at any
-    point instead. ``open`` runs while generation goes on and writes nothing; ``take`` and ``destination`` run under
-    pause.
+    point instead. ``open`` runs during generation and writes nothing; ``take`` and ``destination`` run under pause.
 
     ``views``: the live tensors by safetensors name; a view may be strided, or a slice of a fused parameter. ``tied``
     maps further names to the view whose storage they share. ``on_commit`` gets the new version, last. ::
@@ -30,8 +29,8 @@ class LiveWeights:
         weights = LiveWeights({"model.embed_tokens.weight": w}, {"lm_head.weight": "model.embed_tokens.weight"},
                               on_commit=set_version)
 
-    Nothing is held beside the live weights, neither a copy nor a view into a bucket. So from the first byte taken until
-    the commit the weights are of no version: `intact` is False.
+    It keeps no copy of the weights and no view into a bucket. So from the first byte written until the commit the
+    weights match no version, and `intact` is False.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class LiveWeights:
         lost = self._tied.values() - self._views.keys()
         if both or lost:
             raise ValueError(
-                f"expected a view under another name for each tied name, found none for {_some(both | lost)}"
+                f"expected for each tied name a view under another name, found none for {_some(both | lost)}"
             )
         self._flat = {name: flat_bytes(view) for name, view in self._views.items() if view.is_contiguous()}
         self._writers = {name: _writer(view) for name, view in self._views.items()}
@@ -60,7 +59,7 @@ class LiveWeights:
 
     @property
     def needs_base(self) -> bool:
-        """True: a manifest must always send all of it."""
+        """Always True: a manifest must send everything."""
         return True
 
     def open(self, session: str, manifest: Manifest) -> None:
@@ -77,8 +76,8 @@ class LiveWeights:
         self._received, self._next = {}, {}
 
     def destination(self, session: str, part: TensorPart, device: torch.device) -> torch.Tensor | None:
-        """Live memory for a part, uint8 [nbytes] on ``device``, into which it may be received from now on: the weights
-        are then of no version. None if the tensor is not contiguous there. `check` decides which parts are expected."""
+        """Live memory for a part, uint8 [nbytes] on ``device``, into which it may be received from now on, so `intact`
+        becomes False. None if the tensor is not contiguous on ``device``. `check` decides which parts are expected."""
         flat, end = self._flat.get(part.name), part.start + part.nbytes
         if session != self._session or part.name not in self._sizes or flat is None or flat.device != device:
             return None
@@ -88,7 +87,7 @@ class LiveWeights:
         return flat[part.start : end]
 
     def take(self, bucket: Bucket) -> None:
-        """Check the whole bucket, then write it. Raises what `check` does."""
+        """Check the bucket, then write it. Raises as `check`."""
         self.check(bucket)
         self.write(bucket)
 
@@ -98,7 +97,7 @@ class LiveWeights:
         key = BucketKey(bucket.session, bucket.sender, bucket.sequence)
         expected = self._next.get(bucket.sender, 0)
         if bucket.session != self._session:
-            raise _refused(key, f"this receiver takes part in session {self._session}")
+            raise _refused(key, f"this receiver is in session {self._session}")
         if bucket.sequence != expected:
             raise _refused(key, f"out of sequence, bucket {expected} of this sender comes next")
         for part in bucket.parts:
@@ -116,14 +115,15 @@ class LiveWeights:
         elif isinstance(bucket.data, torch.Tensor):
             data = bucket.data.to(self._device)  # usually there already
         else:
-            data = _on_device(host_bytes(bucket), self._device)  # whole, not part by part
+            data = _on_device(host_bytes(bucket), self._device)  # in one copy, not part by part
         for part in bucket.parts:
             if part.name in bucket.in_place:
                 continue
             self._writers[part.name](part.start, data[part.offset : part.offset + part.nbytes])
 
     def verify(self) -> None:
-        """Raises SyncError unless every byte of every sent tensor has arrived; `take` ensures that none came twice."""
+        """Raises SyncError unless every byte of every sent tensor has arrived; `take` ensures that none arrived
+        twice."""
         if self._session is None:
             raise SyncError("verify", None, None, None, "no session is open")
         short = [
@@ -132,26 +132,26 @@ class LiveWeights:
             if self._received.get(name, -1) != nbytes
         ]
         if short:
-            raise SyncError("verify", None, None, None, f"{len(short)} tensors are not whole: {_some(short)}")
+            raise SyncError("verify", None, None, None, f"{len(short)} tensors are incomplete: {_some(short)}")
         self._verified = True
 
     def commit(self, version: PolicyVersion) -> None:
-        """Make the new weights those of ``version``. Raises SyncError if nothing was verified."""
+        """Declare the new weights to be those of ``version``. Raises SyncError if nothing was verified."""
         if not self._verified:
             raise SyncError("commit", None, version, None, "nothing verified to commit; verify comes first")
         self._session, self._verified, self._intact = None, False, True
         self._on_commit(version)
 
     def abort(self) -> None:
-        """Forget the session; `intact` tells if the weights survived it."""
+        """Forget the session; `intact` then shows whether the weights survived it."""
         self._session, self._verified = None, False
 
     def intact(self) -> bool:
-        """True if the weights are those of one version."""
+        """True if the weights are those of a single version."""
         return self._intact
 
     def _expect(self, key: BucketKey, part: TensorPart, capacity: int, in_place: bool) -> None:
-        """Register a part if it is the next one of its tensor."""
+        """Register a part; raises SyncError unless it is the next one of its tensor."""
         name, start, count, offset = part
         if name not in self._sizes:
             raise _refused(key, f"{name} is not a tensor that the manifest sends")
@@ -160,7 +160,7 @@ class LiveWeights:
         again = start < at or (at == nbytes and name in self._received)
         if again or start != at:
             what = "arrived a second time" if again else "came early"
-            raise _refused(key, f"{name}: byte {start} {what}, {at} of {nbytes} bytes are here")
+            raise _refused(key, f"{name}: byte {start} {what}, {at} of {nbytes} bytes have arrived")
         if start % itemsize or end % itemsize or end > nbytes or (offset + count > capacity and not in_place):
             raise _refused(key, f"{part} does not fit {name} ({nbytes} bytes) or a bucket of {capacity}")
         self._received[name] = end
@@ -171,7 +171,7 @@ class LiveWeights:
         known = {t.name for t in manifest}
         for spec in manifest:
             if spec.tied_to is not None:
-                # A tied name that is unknown here loses nothing; one tied here to the same tensor comes with it.
+                # A tied name needs no data if it is unknown here, or tied to the same tensor.
                 if spec.name in self._views or self._tied.get(spec.name, spec.tied_to) != spec.tied_to:
                     here = self._tied.get(spec.name, "storage of its own")
                     problems.append(f"{spec.name}: the sender ties it to {spec.tied_to}, the replica to {here}")
@@ -188,7 +188,7 @@ class LiveWeights:
         return problems
 
 
-#: (start, bytes): writes uint8 [n], a NumPy array or, for a device, a torch tensor, from a tensor's byte ``start`` on
+#: (start, bytes): writes uint8 [n], a NumPy array or on a device a torch tensor, to a tensor from byte ``start`` on
 _Writer = Callable[[int, Any], None]
 
 
@@ -211,14 +211,14 @@ def _writer(view: torch.Tensor) -> _Writer:
     def write(start: int, source: np.ndarray | torch.Tensor) -> None:
         if isinstance(source, np.ndarray):
             source = _on_device(source, view.device)
-        with torch.inference_mode():  # so that inference tensors can be written
+        with torch.inference_mode():  # to write to inference tensors
             write_range(target, start // itemsize, source.view(integer))
 
     return write
 
 
 def _on_device(source: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The bytes on the device. torch takes no read-only memory, hence the extra copy."""
+    """Copy the bytes to the device. The extra copy is for torch, which refuses read-only memory."""
     return torch.from_numpy(source.copy()).to(device)
 
 

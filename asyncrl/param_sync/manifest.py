@@ -108,7 +108,7 @@ class Manifest:
 
     @property
     def sends_base(self) -> bool:
-        """True if any weight of the target itself is sent, apart from adapter and draft."""
+        """True if any weight of the target itself, not of adapter or draft, is sent."""
         return any(t.role == "target" and not is_adapter(t.name) for t in self.sent())
 
     def without_base(self) -> Manifest:

@@ -2,7 +2,7 @@
 
 Senders name tensors as the checkpoint's safetensors files do. A live model has other parameters: several projections
 packed into one, all experts of a layer fused into one, modules wrapped by LoRA layers (``q_proj.base_layer.weight``),
-names that share storage. Everything is resolved from names, dtypes and shapes, before anything is paused.
+and names that share storage. All of it is resolved from names, dtypes and shapes, before anything is paused.
 """
 
 from __future__ import annotations

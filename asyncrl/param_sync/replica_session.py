@@ -35,7 +35,7 @@ class EngineSession(ReplicaSession):
     """The replica's side in the replica's own process.
 
     All methods are coroutines of the engine's event loop. An evicted replica is no longer called: its connection
-    breaks, its weights may be of no version, it stays paused, and the next session's ``plan`` starts over.
+    breaks, its weights may match no version, it stays paused, and the next session's ``plan`` starts over.
     """
 
     def __init__(self, name: str, engine: SyncedEngine, receiver: WeightReceiver) -> None:
@@ -98,7 +98,7 @@ class EngineSession(ReplicaSession):
 
     async def commit(self, session: str, version: PolicyVersion) -> None:
         self._enter(session, "commit")
-        # Shielded: even if the caller gives up, the weights become the new ones.
+        # Shielded: the commit completes even if the caller gives up.
         self._committing = asyncio.ensure_future(self._commit(version))
         await asyncio.shield(self._committing)
         self._exit(session, "commit")
@@ -134,12 +134,12 @@ class EngineSession(ReplicaSession):
 
     def _enter(self, session: str, phase: str) -> None:
         if session != self._session:
-            raise self._error(phase, f"session {session} is over; this replica takes part in {self._session}")
+            raise self._error(phase, f"session {session} is over; this replica is in session {self._session}")
         phases = _PHASES[self._staging]
         if phase not in phases:
             raise self._error(phase, f"not a phase of a session with staging {self._staging}")
         if self._done != (before := phases[phases.index(phase) - 1]):
-            raise self._error(phase, f"expected after {before}, found {self._done or 'no phase'} as the last one")
+            raise self._error(phase, f"expected after {before}, but the last phase was {self._done or 'none'}")
         self._done = f"{phase} (not finished)"
 
     def _exit(self, session: str, phase: str) -> None:

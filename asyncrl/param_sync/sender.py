@@ -27,7 +27,7 @@ from asyncrl.types.versions import PolicyVersion
 
 @dataclass(frozen=True)
 class SendPlan:
-    """A session as a sender must know it. ``readers``: names of those that have connected; one that is silent for
+    """Description of a session for a sender. ``readers``: names of the connected readers; one that is silent for
     ``stall_s`` is dropped, so that the others still meet the ``deadline_s`` of the whole transfer. ``keep``: readers
     need the buckets again later (staging ``full``)."""
 
@@ -43,7 +43,7 @@ class SendPlan:
 
 @dataclass(frozen=True)
 class SendReport:
-    """Result of one sender. ``hashes``: of its tensors by role and name; those of all senders together give the
+    """Result of one sender. ``hashes``: of its tensors by role and name; the hashes of all senders combine to the
     digests. ``dropped``: lost readers and the reasons. Once no reader is left, nothing is hashed. ``ceiling``: speed of
     the bare link in bytes per second, if its transport measured it."""
 
@@ -59,7 +59,7 @@ class SendReport:
 
 
 class Sender:
-    """Sends the tensors of an export. ``abort`` may be called from any thread, the rest from the rank's own."""
+    """Sends the tensors of an export. ``abort`` may be called from any thread, everything else from the rank's own."""
 
     def __init__(self, name: str, writer: BucketWriter | None) -> None:
         self._name, self._writer = name, writer
@@ -78,7 +78,7 @@ class Sender:
                 self._writer.open(plan.session, plan.readers, plan.deadline_s, plan.stall_s, plan.keep)
 
     def send(self, export: Iterator[tuple[str, torch.Tensor]]) -> SendReport:
-        """Send all of ``export``, which always runs to its end: other ranks may wait in its collectives.
+        """Send all of ``export``. Always runs it to its end, because other ranks may wait in its collectives.
 
         Failed readers are dropped and reported. Raises SyncError if the export does not match the manifest, and any
         exception of the export itself."""
@@ -109,7 +109,7 @@ class Sender:
         return SendReport(nbytes, now_s() - started_s, hashes, dropped, self._writer.ceiling)
 
     def abort(self, session: str) -> None:
-        """End a session that was given up: its readers are dropped, `send` finishes without them."""
+        """Abort a session: its readers are dropped, and `send` finishes without them."""
         if self._writer is not None:
             self._writer.abort(session)
 
@@ -122,7 +122,7 @@ class Sender:
         for name, tensor in export:
             spec = specs.pop(name, None)
             if spec is None:
-                problem = "which its manifest does not send, or not twice"
+                problem = "which its manifest does not send or sends only once"
             elif tensor.shape != spec.shape or dtype_name(tensor) != spec.dtype:
                 problem = f"where its manifest says {spec.dtype}{list(spec.shape)}"
             else:

@@ -8,8 +8,8 @@
 The transfer is common to all replicas; each goes through the other phases at its own pace. With staging ``full`` the
 transfer fills a copy on the replicas' hosts while they generate: the senders are free afterwards, pauses are short, and
 replicas may change over one by one (``rollout_update: rolling``). A replica that fails is evicted and no longer called;
-the others go on. The session as a whole fails if the manifest does not fit (before anything is paused), if a sender
-fails, or if no replica is left.
+the others continue. The session fails if the manifest does not fit (before anything is paused), if a sender fails, or
+if no replica is left.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class SyncSession:
         """Move every replica of the fleet to ``version``.
 
         Raises ManifestError if a replica's parameters do not match the manifest (nothing was paused), and SyncError if
-        a sender fails or no replica is left. Replicas whose weights are whole then serve their old version again."""
+        a sender fails or no replica is left. Replicas with intact weights then serve their old version again."""
         started_s = now_s()
         self._version, self._session = version, f"{version}-{uuid.uuid4().hex[:12]}"
         self._report = SyncReport(self._session, version)
@@ -148,7 +148,7 @@ class SyncSession:
         return manifest
 
     async def _base_is_needed(self) -> bool:
-        """True if a replica is new or lost its base. It then travels to all, since they share one stream."""
+        """True if any replica is new or lost its base. The base is then sent to all, because they share one stream."""
         needed: list[bool] = []
 
         async def ask(name: str, replica: ReplicaSession) -> None:
@@ -180,7 +180,7 @@ class SyncSession:
             await self._each(change)
 
     async def _transfer(self, manifest: Manifest) -> None:
-        """Send to all active replicas; afterwards their receive calls are done or about to be."""
+        """Send to all active replicas. Afterwards their receive calls have returned or are about to."""
         limit_s = self._deadlines.transfer_s
         for name, replica in self._active.items():
             receive = self._call("transfer", name, replica.receive(self._session, limit_s))
@@ -227,7 +227,7 @@ class SyncSession:
 
     async def _received(self, name: str, replica: ReplicaSession) -> None:
         if name in self._dropped:
-            # The replica's own error is the better one, if it is still alive to report it.
+            # Prefer the replica's own error, if it is still alive to report it.
             await asyncio.wait([self._receiving[name]], timeout=_LAST_WORDS_S)
             own = self._receiving[name].exception() if self._receiving[name].done() else None
             if not isinstance(own, SyncError) or own.bucket is None:
@@ -236,7 +236,7 @@ class SyncSession:
         await self._receiving[name]
 
     async def _receive_and_adopt(self, name: str, replica: ReplicaSession) -> None:
-        """One step, so that a replica that has everything does not wait for the others: its generation is paused."""
+        """One step, so that a replica with all its weights does not wait, paused, for the others."""
         await self._received(name, replica)
         await self._adopt(name, replica)
 
@@ -297,13 +297,13 @@ class SyncSession:
             if name not in self._served:
                 return
             if whole is None:
-                message = "aborted during the transfer, its weights are of no version; the next sync sends them all"
+                message = "aborted during the transfer: its weights match no version until the next sync sends them all"
                 self._fleet.evict(name, SyncError("transfer", name, self._version, None, message))
             else:
                 self._fleet.serve(name, whole)
 
         async def dismiss(sender: SenderSession) -> None:
-            with contextlib.suppress(Exception):  # one that hangs receives the call when it wakes
+            with contextlib.suppress(Exception):  # a hanging sender gets the call when it wakes
                 await asyncio.wait_for(sender.abort(self._session), _LAST_WORDS_S)
 
         releases = [release(name, replica) for name, replica in self._active.items()]
@@ -312,8 +312,8 @@ class SyncSession:
     # -- calls --------------------------------------------------------------------------------------------------------
 
     async def _call(self, phase: str, who: str, answer: Awaitable[T]) -> T:
-        """Await a call of this phase within its deadline. Any failure becomes a SyncError with phase, party and
-        version, except ManifestError."""
+        """Await a call of this phase within its deadline. Every failure except ManifestError becomes a SyncError with
+        phase, party and version."""
         deadline_s: float = getattr(self._deadlines, f"{'transfer' if phase == 'load' else phase}_s")
         with self._timed(phase, who):
             try:

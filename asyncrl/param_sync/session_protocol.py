@@ -1,7 +1,7 @@
-"""Calls that a sync session makes to trainer ranks and replicas, wherever those run.
+"""Calls that a sync session makes to trainer ranks and replicas.
 
-In production they are actors, in tests processes behind a pipe or plain objects. SyncError and ManifestError keep their
-type on the way back; any other exception is the failure of the party that was called.
+In production these are actors, in tests processes behind a pipe or plain objects. SyncError and ManifestError keep
+their type on the way back; any other exception counts as a failure of the called party.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Staging = Literal["bucket", "full"]
 
 @dataclass(frozen=True)
 class ReceivePlan:
-    """A session as a replica must know it. ``addresses``: of every sender."""
+    """Description of a session for a replica. ``addresses``: of all senders."""
 
     session: str
     version: PolicyVersion
@@ -52,18 +52,18 @@ class SenderSession(Protocol):
 class ReplicaSession(Protocol):
     """A replica's side of a sync session, and the only list of its calls.
 
-    `asyncrl.param_sync.replica_session.EngineSession` implements it beside the engine, `remote_session` forwards it to
-    another process. Every call after ``plan`` raises SyncError for a session other than the planned one.
+    `asyncrl.param_sync.replica_session.EngineSession` implements it in the engine's process, `remote_session` forwards
+    it to another process. Every call after ``plan`` but ``abort`` raises SyncError for a session other than the planned
+    one.
     """
 
     async def needs_base(self) -> bool:
-        """True if an adapter alone does not make the weights whole: no base was committed here, or its transfer was
-        cut off."""
+        """True if an adapter alone is not enough: no base was committed here, or its transfer was interrupted."""
         ...
 
     async def plan(self, plan: ReceivePlan) -> Sequence[str]:
-        """Check the manifest and connect to the senders; generation goes on. Returns the names of the readers, one per
-        engine worker. Raises ManifestError."""
+        """Check the manifest and connect to the senders, while generation continues. Returns the names of the readers,
+        one per engine worker. Raises ManifestError."""
         ...
 
     async def pause(self, session: str, mode: PauseMode, deadline_s: float) -> int:
@@ -76,28 +76,29 @@ class ReplicaSession(Protocol):
         ...
 
     async def receive(self, session: str, deadline_s: float) -> int:
-        """Take every bucket; returns their bytes. Staging ``bucket`` writes into the live weights, under pause; staging
-        ``full`` into a copy on this host, while generation goes on."""
+        """Receive all buckets; returns their bytes. Staging ``bucket`` writes into the live weights, under pause;
+        staging ``full`` into a copy on this host, while generation continues."""
         ...
 
     async def load(self, session: str) -> None:
         """Staging ``full``: write the host copy into the live weights."""
 
     async def verify(self, session: str) -> dict[Role, str]:
-        """Check that everything has arrived. Returns the digests of the live weights."""
+        """Check that everything arrived. Returns the digests of the live weights."""
         ...
 
     async def commit(self, session: str, version: PolicyVersion) -> None:
-        """Make the new weights those of ``version``, target and draft alike."""
+        """Declare the new weights, target and draft, to be those of ``version``."""
 
     async def reload(self, session: str) -> None:
         """Allocate the KV cache that ``unload`` freed."""
 
     async def resume(self, session: str, version: PolicyVersion) -> None:
-        """Generate under ``version``; the session ends here."""
+        """Generate under ``version``; ends the session."""
 
     async def abort(self, session: str) -> PolicyVersion | None:
-        """Give the session up. Returns the version that the replica serves again, or None if it holds no whole one."""
+        """Abandon the session. Returns the version that the replica serves again, or None if its weights match no
+        version."""
         ...
 
 
@@ -115,7 +116,7 @@ class _Remote:
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         if name not in REPLICA_CALLS:
-            raise AttributeError(f"{name} is no call of a replica's sync session")
+            raise AttributeError(f"{name} is not a call of a replica's sync session")
         return partial(self._call, name)
 
 

@@ -20,7 +20,7 @@ class _Arriving(NamedTuple):
 
 
 class TensorAssembler:
-    """Takes buckets and yields the tensors that became whole, each its own copy on the bucket's device. ::
+    """Takes buckets and yields completed tensors, each its own copy on the bucket's device. ::
 
         tensors = TensorAssembler(session, manifest)
         for bucket in reader.buckets(deadline_s):
@@ -35,7 +35,7 @@ class TensorAssembler:
         self._session = session
         self._missing = {t.name: t for t in manifest.sent()}
         self._arriving: dict[str, _Arriving] = {}
-        self._at: dict[str, int] = {}  # their bytes so far
+        self._at: dict[str, int] = {}  # bytes so far
         self._next: dict[int, int] = {}  # sender → sequence of its next bucket
         self._hashes: dict[Role, dict[str, bytes]] = {"target": {}, "draft": {}}
         self.nbytes = 0
@@ -56,7 +56,7 @@ class TensorAssembler:
             at = self._at[name]
             if start != at or at + count > arriving.spec.nbytes or offset + count > len(data):
                 raise _refused(
-                    key, f"{name}: bytes {start} to {start + count}, {at} of {arriving.spec.nbytes} are here"
+                    key, f"{name}: bytes {start} to {start + count}, {at} of {arriving.spec.nbytes} have arrived"
                 )
             into, piece = arriving.data[at : at + count], data[offset : offset + count]
             if isinstance(piece, torch.Tensor):
@@ -69,18 +69,18 @@ class TensorAssembler:
                 yield self._finish(name)
 
     def verify(self) -> None:
-        """Raises SyncError unless every tensor of the manifest has arrived, whole."""
+        """Raises SyncError unless every tensor of the manifest has arrived completely."""
         lacking = [*self._arriving, *self._missing]
         if lacking:
             some = ", ".join(lacking[:4]) + (" …" if len(lacking) > 4 else "")
-            raise SyncError("verify", None, None, None, f"{len(lacking)} tensors have not arrived whole: {some}")
+            raise SyncError("verify", None, None, None, f"{len(lacking)} tensors have not arrived completely: {some}")
 
     def digest(self, role: Role) -> str:
-        """Digest of the tensors that have arrived, see `asyncrl.param_sync.digest`."""
+        """Digest of the completed tensors, see `asyncrl.param_sync.digest`."""
         return combine_hashes(self._hashes[role])
 
     def hashes(self, role: Role) -> dict[str, bytes]:
-        """Hash of each tensor that has arrived."""
+        """Hash of each completed tensor."""
         return self._hashes[role]
 
     def _begin(self, key: BucketKey, name: str, device: torch.device) -> _Arriving:

@@ -1,4 +1,4 @@
-"""Where a replica's weights arrive: the seam that every engine implements, and its implementation in this process."""
+"""The interface through which an engine receives weights, and its implementation in this process."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ T = TypeVar("T")
 
 
 class WeightReceiver(Protocol):
-    """Takes a session's buckets into an engine's weights: in this process (`LocalReceiver`), in the engine's workers,
-    or through the engine's own server.
+    """Writes a session's buckets into an engine's weights: in this process (`LocalReceiver`), in the engine's workers,
+    or through the engine's server.
 
     `asyncrl.param_sync.replica_session.EngineSession` calls it in this order: ``open``, ``receive``, with staging
     ``full`` also ``load``, ``verify``, ``commit``; ``abort`` at any point.
     """
 
     def needs_base(self) -> bool:
-        """True if the next session must send all of the target, not an adapter alone."""
+        """True if the next session must send the whole target, not only an adapter."""
         ...
 
     async def open(self, plan: ReceivePlan) -> Sequence[str]:
-        """Check the manifest and connect to the senders, while generation goes on. Returns the names under which the
+        """Check the manifest and connect to the senders, while generation continues. Returns the names under which the
         readers connected. Raises ManifestError."""
         ...
 
     async def receive(self, deadline_s: float) -> int:
-        """Take every bucket; returns their bytes."""
+        """Receive all buckets; returns their bytes."""
         ...
 
     async def load(self) -> None:
@@ -48,20 +48,20 @@ class WeightReceiver(Protocol):
         """Raises SyncError unless everything has arrived."""
 
     async def commit(self, version: PolicyVersion) -> None:
-        """Make the new weights those of ``version``."""
+        """Declare the new weights to be those of ``version``."""
 
     async def abort(self) -> None:
         """Leave the session; returns when nothing writes into the weights any more."""
 
     def intact(self) -> bool:
-        """True if the live weights are those of one version."""
+        """True if the live weights are those of a single version."""
         ...
 
     async def close(self) -> None: ...
 
 
 class LocalReceiver:
-    """Implements `WeightReceiver` over weights of this process. One thread of its own copies, so the event loop does
+    """Implements `WeightReceiver` for weights in this process. Copies in its own thread, so that the event loop does
     not stall."""
 
     def __init__(self, name: str, weights: LiveWeights | AdaptedWeights, reader: BucketReader) -> None:
@@ -128,7 +128,7 @@ class LocalReceiver:
         self._weights.take(bucket)
 
     def _stage(self, bucket: Bucket) -> None:
-        """Add a bucket to the host copy once its checksum fits."""
+        """Add a bucket to the host copy if its checksum matches."""
         check_checksum(bucket)
         data = bucket.data if bucket.kept else memoryview(bytes(host_bytes(bucket)))
         self._copy.append(bucket._replace(data=data, checksum=None))

@@ -1,1 +1,1 @@
-"""How a run finds its parts: by a registered name, or by an import path."""
+"""Lookup of a run's parts by registered name or import path."""

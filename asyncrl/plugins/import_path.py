@@ -7,7 +7,7 @@ from typing import Any
 
 
 class ImportPathError(ValueError):
-    """The path names nothing that can be imported; the message says which half is wrong."""
+    """The path cannot be imported; the message says which half is wrong."""
 
 
 def load(path: str) -> Any:
@@ -18,7 +18,8 @@ def load(path: str) -> Any:
     try:
         found = importlib.import_module(module)
     except Exception as e:  # a module may raise anything
-        raise ImportPathError(f"{path}: module {module} does not import ({type(e).__name__}: {e})") from e
+        message = " ".join(str(e).split())
+        raise ImportPathError(f"{path}: module {module} does not import ({type(e).__name__}: {message})") from e
     if not hasattr(found, name):
         raise ImportPathError(f"{path}: module {module} has no {name}")
     return getattr(found, name)

@@ -1,4 +1,4 @@
-"""Registry of one kind of part: engines, backends, transports, algorithms, sinks.
+"""Registry of one kind of part: engines, backends, transports, algorithms, rewards, agent loops, sinks.
 
 An option such as ``rollout.engine.name`` names a part in one of three ways:
 
@@ -19,9 +19,9 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import pkgutil
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -29,34 +29,37 @@ from typing import Generic, TypeVar
 from asyncrl.plugins.import_path import ImportPathError, load
 
 T = TypeVar("T")
+M = TypeVar("M")
 
 
 class UnknownPart(ValueError):
-    """A name, import path or object that is no part of this kind; the message is one line that begins with the
+    """A name, import path or object that is not a part of this kind; the message is one line that begins with the
     option."""
 
 
 @dataclass(frozen=True)
 class Registry(Generic[T]):
-    """Parts of one ``kind``, as ``option`` names them.
+    """Parts of one ``kind``, selected by ``option``.
 
-    ``package``: the folder of the built-in ones, as a dotted name; each defines ``attribute`` at the top level of its
-    module, or of ``spec.py`` in its sub-package. ``entry_points``: the group for those of other packages. ``needs``:
-    attributes and methods that a part must have."""
+    ``package``: folder of the built-in parts, as a dotted name; each defines ``attribute`` at the top level of its
+    module, or of ``spec.py`` in its sub-package. ``entry_points``: group of the parts of other packages. ``interface``:
+    class whose public attributes and methods a part must have. ``instances``: parts are instances of it, not classes or
+    functions."""
 
     kind: str
     option: str
     package: str
     attribute: str
     entry_points: str
-    needs: Sequence[str]
+    interface: type
+    instances: bool = True
 
     def names(self) -> list[str]:
         """All registered names, sorted; nothing is imported."""
         return sorted({*self.built_in(), *self._installed()})
 
     def find(self, name: str) -> T:
-        """The part that ``name`` stands for. Raises UnknownPart."""
+        """The part named ``name``. Raises UnknownPart."""
         if ":" in name:
             path = name
         elif name in (built_in := self.built_in()):
@@ -72,12 +75,25 @@ class Registry(Generic[T]):
             part: T = load(path)
         except ImportPathError as e:
             raise UnknownPart(f"{self.option}: {e}") from e
-        if missing := [need for need in self.needs if not hasattr(part, need)]:
+        if self.instances and isinstance(part, type):
+            raise UnknownPart(
+                f"{self.option}: {path} is a class; expected an instance, such as {self.attribute} = {part.__name__}()"
+            )
+        if missing := lacking(part, self.interface):
             raise UnknownPart(f"{self.option}: {path} lacks {', '.join(missing)}, which every {self.kind} has")
         return part
 
+    def checked(self, made: M, interface: type, name: str) -> M:
+        """Returns ``made``, created by the part ``name`` as the run starts. Raises UnknownPart if it lacks a method."""
+        if missing := lacking(made, interface):
+            raise UnknownPart(
+                f"{self.option}: {name} made {type(made).__name__}, which lacks {', '.join(missing)}; see "
+                f"{interface.__module__}.{interface.__name__}"
+            )
+        return made
+
     def built_in(self) -> dict[str, str]:
-        """Name → import path. Found in the source, so that no part is imported before it is the one."""
+        """Name → import path. Found in the source text, so that only the chosen part is imported."""
         found = {}
         (folder,) = importlib.import_module(self.package).__path__
         for module in pkgutil.iter_modules([folder]):
@@ -88,4 +104,14 @@ class Registry(Generic[T]):
         return found
 
     def _installed(self) -> dict[str, str]:
-        return {point.name: point.value for point in importlib.metadata.entry_points(group=self.entry_points)}
+        return {
+            point.name: f"{point.module}:{point.attr}"
+            for point in importlib.metadata.entry_points(group=self.entry_points)
+        }
+
+
+def lacking(part: object, interface: type) -> list[str]:
+    """Public attributes and methods of ``interface`` that ``part`` lacks."""
+    classes = [c for c in interface.__mro__ if c.__module__ not in ("builtins", "typing", "abc")]
+    names = {name for c in classes for name in (*c.__dict__, *inspect.get_annotations(c))}
+    return sorted(name for name in names if not name.startswith("_") and not hasattr(part, name))

@@ -17,14 +17,14 @@ from asyncrl.observability.telemetry.log import LogConfig, configure_logging
 
 def start_ray(**options: Any) -> None:
     """Start a token-protected Ray cluster on this machine that lives as long as this process."""
-    # by default Ray writes a token into the user's home, which the user's other clusters then ask for, too
+    # by default Ray writes a token to the user's home folder, and the user's other clusters would require it too
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     ray.init(address="local", include_dashboard=False, **options)
 
 
 class SupervisedActor:
-    """Base class of a run's actors, with the calls by which they are supervised. ``name``: role in the run, in Ray's
-    log prefixes and dashboard. ``logs``: log configuration, if the actor is part of a run."""
+    """Base class of a run's actors, with the calls that supervision uses. ``name``: role in the run, shown in Ray's log
+    prefixes and dashboard. ``logs``: log configuration, if the actor is part of a run."""
 
     def __init__(self, name: str, logs: LogConfig | None) -> None:
         self.name = name
@@ -35,7 +35,7 @@ class SupervisedActor:
         return self.name
 
     async def alive(self) -> None:
-        """Never returns; a caller that awaits it learns of the actor's death at once."""
+        """Never returns; fails as soon as the actor dies, which notifies the caller."""
         await asyncio.Event().wait()
 
     async def where(self) -> tuple[str, int]:
@@ -46,8 +46,8 @@ class SupervisedActor:
 class ActorClient:
     """``await ActorClient(handle, name).method(args)``.
 
-    An exception of the actor is raised here as itself, see `remote_exception`; the death of its process as `ActorDied`;
-    an exception of its constructor as `ActorStartFailed`."""
+    Raises an exception of the actor unchanged (see `remote_exception`), `ActorDied` when its process dies, and
+    `ActorStartFailed` for an exception of its constructor."""
 
     def __init__(self, handle: Any, name: str) -> None:
         self.handle, self.name = handle, name
@@ -75,9 +75,9 @@ class ActorClient:
 
 
 class RestartableClient(ActorClient):
-    """Client of an actor that may be restarted, for calls that may be repeated: a call that dies with the actor is
-    repeated on its successor as soon as `replace` names it, and a call before the first start (``handle`` None) waits
-    for it. ``client.once.method()`` raises ActorDied instead. ``once``: creates the client of one process."""
+    """Client of an actor that may be restarted, for calls that are safe to repeat: a call that the actor's death
+    interrupts is repeated on its successor, set by `replace`; a call before the first start (``handle`` None) waits for
+    it. ``client.once.method()`` raises ActorDied instead. ``once``: creates the client of one process."""
 
     def __init__(self, handle: Any, name: str, once: Callable[[Any, str], ActorClient] = ActorClient) -> None:
         super().__init__(handle, name)
@@ -133,13 +133,13 @@ def remote_exception(error: RayTaskError) -> BaseException:
     """The exception that the actor raised; its attribute ``remote_traceback`` is the actor's traceback."""
     cause = error.cause if isinstance(error.cause, BaseException) else error
     # an exception that passed through another actor: print the traceback of its origin first
-    earlier = f"{before}\n\nand from there:\n" if (before := getattr(cause, "remote_traceback", "")) else ""
+    earlier = f"{before}\n\nre-raised by:\n" if (before := getattr(cause, "remote_traceback", "")) else ""
     cause.remote_traceback = earlier + str(error)  # type: ignore[attr-defined]
     return cause
 
 
 def first_leaf(error: BaseException) -> BaseException:
-    """First single exception in (nested) groups. Leaves can cross an actor boundary as themselves, a group cannot."""
+    """First single exception in (nested) groups; unlike a group, it can cross an actor boundary unchanged."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

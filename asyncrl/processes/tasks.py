@@ -20,8 +20,8 @@ async def cancelled(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 async def first_of(*waits: Coroutine[Any, Any, Any], beside: asyncio.Future[Any] | None = None) -> None:
-    """Wait until one of ``waits`` or ``beside`` ends; then cancel the other waits, but never ``beside``. Raises nothing
-    of theirs."""
+    """Wait until one of ``waits`` or ``beside`` ends; then cancel the other waits, but never ``beside``. Does not raise
+    their exceptions."""
     tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait([*tasks, *([beside] if beside is not None else [])], return_when="FIRST_COMPLETED")

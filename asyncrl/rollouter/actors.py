@@ -43,13 +43,15 @@ class EngineReplicaActor(SupervisedActor):
     async def start(self) -> None:
         from asyncrl.param_sync.replica_session import EngineSession
         from asyncrl.rollouter.engine_lease import EngineLease
-        from asyncrl.rollouter.engines.base import ENGINES
+        from asyncrl.rollouter.engines.base import ENGINES, Engine
 
-        engine = await ENGINES.find(self._config.rollout.engine.name).start(self._config, self._recorder)
+        name = self._config.rollout.engine.name
+        engine = await ENGINES.find(name).start(self._config, self._recorder)
+        ENGINES.checked(engine, Engine, name)
         self._lease = EngineLease(engine)
         receiver = engine.weight_receiver(self.name, self._config.param_sync.transport)
         self._session = EngineSession(self.name, engine, receiver)
-        log.info("generates with the %s engine", self._config.rollout.engine.name)
+        log.info("generates with the %s engine", name)
 
     async def sync(self, call: str, *args: Any) -> Any:
         """A call of the replica's sync session, see `asyncrl.param_sync.session_protocol.ReplicaSession`."""
@@ -59,7 +61,8 @@ class EngineReplicaActor(SupervisedActor):
     # -- generation, for the holder of the lease: asyncrl.rollouter.engine_lease.FencedEngine ----------------------
 
     async def attach(self, token: int) -> None:
-        await self._lease.attach(token)
+        with self._exiting_if_engine_dies():
+            await self._lease.attach(token)
 
     async def submit(self, token: int, requests: Sequence[Request]) -> None:
         with self._exiting_if_engine_dies():
@@ -156,9 +159,8 @@ class RollouterActor(SupervisedActor):
         log.info("has %d prompts", len(prompts))
 
     async def run(self) -> None:
-        """Roll out until the queue is closed, through every `reset`. Raises the errors of the loop and of the router.
-
-        The router keeps serving validation after this returns; `alive` raises its errors."""
+        """Roll out and serve validation until cancelled, through every `reset`. Raises the errors of the loop and of
+        the router."""
         assert self._serving is not None, "start() comes first"
         while True:
             self._rolling_out = asyncio.create_task(_unwrapped(self._roll_out()))
@@ -166,7 +168,7 @@ class RollouterActor(SupervisedActor):
             if self._serving.done():
                 self._serving.result()
             if not self._rolling_out.cancelled():  # else `reset` did it
-                return self._rolling_out.result()
+                self._rolling_out.result()
 
     async def alive(self) -> None:
         """Never returns. Raises the errors of the router."""
@@ -175,7 +177,8 @@ class RollouterActor(SupervisedActor):
     async def reset(self) -> None:
         """Restart the loop after a rollback of the trainer: snapshots in-flight groups and re-admits them."""
         if self._loop is not None and self._rolling_out is not None:
-            await self._loop.park()
+            loop, self._loop = self._loop, None  # park it only once; `_roll_out` sets the next one after recovery
+            await loop.park()
             self._rolling_out.cancel()
             await asyncio.wait({self._rolling_out})
 
@@ -208,7 +211,7 @@ class RollouterActor(SupervisedActor):
         await self._rewards.close()
 
     async def _roll_out(self) -> None:
-        """One rollout loop, from the queue's present state until the queue is closed."""
+        """Run one rollout loop, from the queue's current state until `reset`: a rollback may reopen a closed queue."""
         recovery = await self._queue.recover()
         self._loop = self._new_loop()
         async with asyncio.TaskGroup() as tasks:
@@ -216,6 +219,7 @@ class RollouterActor(SupervisedActor):
             await self._loop.run(recovery)
             if pacing is not None:
                 pacing.cancel()
+        await asyncio.Event().wait()
 
     async def _pace(self) -> None:
         slots, loop = self._config.rollout.engine.slots, self._loop
@@ -232,7 +236,7 @@ class RollouterActor(SupervisedActor):
 
 
 async def _unwrapped(work: Awaitable[None]) -> None:
-    """Await ``work``; raises the first error of an exception group, which could not leave the actor as itself."""
+    """Await ``work``; raises the first error of an exception group, because Ray cannot pass the group on unchanged."""
     try:
         await work
     except ExceptionGroup as e:

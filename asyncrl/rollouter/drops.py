@@ -8,15 +8,17 @@ from collections.abc import Sequence
 from asyncrl.config.schema import Config
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.rollouter.samples import FailedSample
+from asyncrl.sample_queue.messages import POISON
 from asyncrl.types.samples import Sample, effective_reward
 
 
 class NothingToTrain(RuntimeError):
-    """Group after group is dropped: the run would go on for ever without training."""
+    """All recent groups were dropped: the run would continue forever without training."""
 
 
 class DropPolicy:
-    """Decides over finished groups, and counts consecutive drops: `dropped` and `accepted` report every outcome."""
+    """Decides which finished groups to drop, and counts consecutive drops: report every outcome to `dropped` or
+    `accepted`."""
 
     def __init__(self, config: Config, recorder: Recorder) -> None:
         self._rollout, self._algorithm, self._recorder = config.rollout, config.algorithm, recorder
@@ -46,6 +48,6 @@ class DropPolicy:
         counts = ", ".join(f"{n} × {reason}" for reason, n in self._consecutive.most_common())
         last = f"; the last one: {message}" if message else ""
         check = "the task, the reward, or algorithm.filter_zero_variance"
-        if self._consecutive.most_common(1)[0][0] == "poison":
-            check = "the engine and its weights: no run can have sampled what they return"
+        if self._consecutive.most_common(1)[0][0] == POISON:
+            check = "the engine and its weights: they return impossible samples"
         raise NothingToTrain(f"the last {total} groups were all dropped ({counts}){last}. Check {check}")

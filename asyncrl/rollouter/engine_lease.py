@@ -1,7 +1,7 @@
 """Exclusive lease of an engine by one rollouter, guarded by a fencing token.
 
 A restarted rollouter takes over engines whose previous rollouter died or hangs. Every call carries the caller's token,
-a number that grows with each rollouter of a run; the engine serves the newest only. Otherwise it would keep generating
+a number that grows with each rollouter of a run; the engine serves only the newest. Otherwise it would keep generating
 for the dead rollouter, whose pending ``events`` call would swallow the events that the new one waits for.
 """
 
@@ -37,8 +37,8 @@ class EngineLease:
         self._lock = asyncio.Lock()  # serialises submissions and the transfer of the lease
 
     async def attach(self, token: int) -> None:
-        """Transfer the lease to ``token``. Returns once nothing of an earlier holder is left: its requests are aborted,
-        their events dropped, its scheduling reset, and its pending call of `events` raises EngineError.
+        """Transfer the lease to ``token``. Returns once the earlier holder's requests are aborted, their events dropped
+        and its scheduling reset. Its pending call of `events` raises EngineError.
 
         Raises EngineError if a newer token holds the lease."""
         async with self._lock:
@@ -56,8 +56,13 @@ class EngineLease:
     async def submit(self, token: int, requests: Sequence[Request]) -> None:
         async with self._lock:
             self._check(token)
-            await self._engine.submit(requests)
-            self._unfinished |= {r.id for r in requests}
+            new = {r.id for r in requests} - self._unfinished
+            self._unfinished |= new  # first: a short request may end while others are still being added
+            try:
+                await self._engine.submit(requests)
+            except BaseException:
+                self._unfinished -= new
+                raise
 
     async def events(self, token: int) -> EventBatch:
         self._check(token)

@@ -30,7 +30,7 @@ from asyncrl.rollouter.limiter import InFlightLimiter
 from asyncrl.rollouter.partial import PartialSample
 from asyncrl.rollouter.samples import FailedSample, GroupTask, SampleMaker
 from asyncrl.rollouter.sampling import training_sampling, truncations
-from asyncrl.sample_queue.messages import InFlight, Recovery, Refusal, Ticket
+from asyncrl.sample_queue.messages import POISON, InFlight, Recovery, Refusal, Ticket
 from asyncrl.types.groups import Group
 from asyncrl.types.prompts import Prompt
 from asyncrl.types.samples import Sample
@@ -100,7 +100,7 @@ class RolloutLoop:
         self._blocked_since_s: float | None = None
 
     async def run(self, recovery: Recovery) -> None:
-        """Roll out until the queue is closed: first the groups of ``recovery``, then the prompts behind its last uid.
+        """Roll out until the queue is closed: first the groups of ``recovery``, then the prompts after its last uid.
 
         Raises the errors of agent loops and of the queue, and NothingToTrain."""
         if cuts := truncations(self._sampling):
@@ -208,7 +208,7 @@ class RolloutLoop:
         while (refusal := await self._attempt(prompt, tokens, group)) is not None:
             self._recorder.count(f"rollout/refused_groups/{refusal.reason}")
             if refusal.attempt is None:
-                self._drop_policy.dropped("poison", refusal.reason)
+                self._drop_policy.dropped(POISON, refusal.reason)
                 return
             level = logging.DEBUG if refusal.reason in self._warned_reasons else logging.WARNING
             self._warned_reasons.add(refusal.reason)
@@ -227,14 +227,14 @@ class RolloutLoop:
         times = {"issued_s": now_s()}
         made = await self._sample(prompt, tokens, group)
         times["generated_s"] = now_s()
-        decodable = self._maker.decodable(made)
-        if decodable:  # otherwise there is no text to score, and the queue refuses the group
+        intact = self._maker.decodable(made) and _finite(made)
+        if intact:  # otherwise the queue refuses the group, whatever its rewards
             made = await self._maker.score(prompt, made)
         failed = [s for s in made if isinstance(s, FailedSample)]
         samples = [s for s in made if isinstance(s, Sample)]
         for f in failed:
             self._recorder.count(f"rollout/failed_samples/{f.reason}")
-        if decodable and (reason := self._drop_policy.reason(samples, failed)):
+        if intact and (reason := self._drop_policy.reason(samples, failed)):
             self._count(samples)
             self._drops.add((prompt.uid, reason))
             self._drop_policy.dropped(reason, failed[0].message if failed else "")
@@ -245,6 +245,7 @@ class RolloutLoop:
         attempt = group.samples[0].attempt
         whole = Group.from_samples(prompt.uid, prompt.prompt_id, prompt.epoch, tokens, samples, times, attempt)
         if (refusal := await self._hand_over(whole)) is None:
+            assert intact, f"the queue accepted group {prompt.uid}, which has no rewards"
             self._count(samples)
             self._drop_policy.accepted()
         return refusal
@@ -281,6 +282,11 @@ class RolloutLoop:
             self._recorder.count("rollout/sum/reward", s.reward)
             for name, value in s.metrics.items():
                 self._recorder.count(f"rollout/sum/{name}", value)
+
+
+def _finite(made: Sequence[Sample | FailedSample]) -> bool:
+    """True if every trained token has a finite behaviour logprob."""
+    return all(np.isfinite(s.logprobs[s.loss_mask]).all() for s in made if isinstance(s, Sample))
 
 
 def _without_untrained(sample: Sample | FailedSample) -> Sample | FailedSample:

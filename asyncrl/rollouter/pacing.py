@@ -3,8 +3,8 @@
 A rollouter faster than the trainer exhausts the staleness budget, stops, and restarts all of its slots at the next
 version. Fewer concurrent samples give the same throughput without the stops: each starts later, under newer weights,
 and decodes faster. The limit narrows in small steps while generation waits for budget much of the time, and widens in
-large ones as soon as the trainer waits. The rollouter stays slightly too fast, so that the budget's worth of finished
-groups is there and no straggler blocks a step.
+large ones as soon as the trainer waits. The rollouter stays slightly too fast, so that a full budget of finished groups
+is ready and no straggler blocks a step.
 """
 
 from __future__ import annotations

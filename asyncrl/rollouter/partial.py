@@ -172,8 +172,8 @@ def pack(uid: str, samples: Sequence[PartialSample]) -> bytes:
 
 
 def unpack(data: Buffer) -> list[PartialSample]:
-    """The samples of a snapshot; their tokens are views into ``data``. Raises ValueError for a buffer that is no
-    snapshot or is cut short."""
+    """The samples of a snapshot; their tokens are views into ``data``. Raises ValueError for a buffer that is not a
+    snapshot or is truncated."""
     _, columns = _SNAPSHOT.from_buffer(data)
     calls = zip(columns["arguments"].tolist(), columns["calls"].tolist(), strict=True)
     states, spans = columns["states"].tobytes(), columns["spans"].tolist()

@@ -1,4 +1,4 @@
-"""Makes a group's samples: runs an agent loop for each, then scores them. A sample fails alone."""
+"""Makes a group's samples: runs an agent loop for each, then scores them. Samples fail independently."""
 
 from __future__ import annotations
 
@@ -85,6 +85,11 @@ class SampleMaker:
         async def one(index: int, partial: PartialSample) -> Sample | FailedSample:
             try:
                 return await self._sample(task, index, partial)
+            except asyncio.CancelledError:
+                running = asyncio.current_task()
+                if running is not None and running.cancelling():
+                    raise
+                return FailedSample("agent_cancelled", "the agent loop awaited a task that was cancelled")
             finally:
                 ended()
 
@@ -106,7 +111,7 @@ class SampleMaker:
         """Add rewards and metrics to the samples.
 
         A sample whose reward fails becomes a failed one, or with reward.on_failure=value gets reward.failure_value, so
-        that a policy whose output hangs the reward learns not to."""
+        that a policy that makes the reward hang learns not to."""
         undecodable = FailedSample("token_out_of_vocabulary", "it has tokens outside the model's vocabulary")
         scored = [undecodable if isinstance(s, Sample) and not self.decodable([s]) else s for s in made]
         at = [i for i, s in enumerate(scored) if isinstance(s, Sample)]

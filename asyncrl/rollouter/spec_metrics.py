@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+
+from asyncrl.observability.telemetry.recorder import Recorder
 
 ZERO_ACCEPTANCE_TOKENS = 1000  # drafted and none accepted: the draft does not match these weights
+
+
+def count_speculation(
+    recorder: Recorder, verifications: int, tokens: int, drafted: Iterable[int], accepted: Iterable[int]
+) -> None:
+    """Record the counters that `spec_metrics` reads. ``drafted``, ``accepted``: tokens by draft position."""
+    if not verifications:
+        return
+    recorder.count("rollout/spec/verifications", verifications)
+    recorder.count("rollout/spec/tokens", tokens)
+    for kind, counts in (("drafted", drafted), ("accepted", accepted)):
+        for position, n in enumerate(counts, 1):
+            recorder.count(f"rollout/spec/{kind}/{position}", n)
 
 
 def spec_metrics(counters: Mapping[str, float]) -> dict[str, float]:

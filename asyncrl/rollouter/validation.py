@@ -47,7 +47,7 @@ class Validation:
                     return self._values(answers.values(), newest)
         raise RuntimeError(
             f"validation: after {ROUNDS} rounds {len(outdated)} of {len(prompts)} prompts are not answered under the "
-            f"newest version {newest}: it changes faster than they are answered"
+            f"newest version {newest}: versions change faster than prompts are answered"
         )
 
     async def _answer(self, prompt: Prompt, number: int) -> list[Sample | FailedSample]:

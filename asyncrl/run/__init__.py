@@ -1,1 +1,1 @@
-"""Life of a run: checks, placement, start, supervision, monitoring, shutdown."""
+"""Lifecycle of a run: checks, placement, start, supervision, monitoring, shutdown."""

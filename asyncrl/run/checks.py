@@ -56,11 +56,11 @@ def _backend_problems(config: Config) -> Iterator[str]:
     copies = config.trainer.ranks // backend.ranks_per_copy(config)
     samples = derive(config).groups_per_step * config.rollout.min_group_size
     if samples < copies:
-        yield f"trainer.ranks: a step of at least {samples} samples cannot feed {copies} ranks that share them out"
+        yield f"trainer.ranks: a step may have only {samples} samples, too few for {copies} copies of the model"
 
 
 def _unread_options(config: Config, backend: BackendSpec) -> Iterator[str]:
-    """Options that only other backends read: without an error they would be ignored."""
+    """Options that only other backends read, and that would otherwise be ignored silently."""
     for name in BACKENDS.built_in():
         for key in sorted(BACKENDS.find(name).options - backend.options):
             value = attrgetter(key)

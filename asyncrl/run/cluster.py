@@ -1,4 +1,4 @@
-"""Actors of a run: creates, starts, locates and kills them on a Ray cluster."""
+"""Creates, starts, locates and kills the actors of a run on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-CALLS_AT_ONCE = 1000  # of one actor: most of them wait on a condition
+CALLS_AT_ONCE = 1000  # per actor; most calls wait on a condition
 CLOSING_S = 3.0  # for the rollouter to close by itself
 
 
 class Cluster:
-    """``open()`` places the pools; ``start_…()`` starts an actor in its bundle, first ending its predecessor;
-    ``close()`` leaves nothing behind. ``replicas`` and ``receivers`` hold those that have started; calls of ``queue``
-    and ``rollouter`` wait until they have."""
+    """``open()`` places the pools; ``start_…()`` kills an actor's predecessor and starts the actor in its bundle;
+    ``close()`` ends everything. ``replicas`` and ``sessions`` hold those that have started; calls to ``queue`` and
+    ``rollouter`` wait for their start."""
 
     def __init__(self, config: Config, preflight: Preflight, folder: RunFolder) -> None:
         self._config, self._preflight = config, preflight
@@ -57,7 +57,7 @@ class Cluster:
         self.replica_names: list[str] = []
         self.senders: dict[str, Any] = {}
         self.replicas: dict[str, ActorClient] = {}
-        self.receivers: dict[str, ReplicaSession] = {}
+        self.sessions: dict[str, ReplicaSession] = {}
         self.queue: Any = RestartableClient(None, "queue", SampleQueueClient)
         self.rollouter: Any = RestartableClient(None, "rollouter")
 
@@ -71,7 +71,7 @@ class Cluster:
         self.rank_names, self.replica_names = list(trainer.actors), list(rollout.actors)
 
     # -- start and kill actors -------------------------------------------------------------------------------------
-    # Each start raises ActorDied if a process dies meanwhile, or what an actor raised.
+    # Each start raises ActorDied if a process dies meanwhile, or the exception of an actor.
 
     async def start_queue(self) -> None:
         """A queue with the state of the journal."""
@@ -85,7 +85,7 @@ class Cluster:
         await self.kill(name)
         replica = self._make_replica(name)
         await self._started([replica], replica.start())
-        self.replicas[name], self.receivers[name] = replica, remote_session(replica.sync)
+        self.replicas[name], self.sessions[name] = replica, remote_session(replica.sync)
 
     async def start_rollouter(self, routable: Callable[[], Sequence[str]]) -> None:
         """A rollouter that resumes the ledger's in-flight groups. ``routable()``: replicas that it may use at first."""
@@ -104,13 +104,13 @@ class Cluster:
         await self._started(list(self.senders.values()), self.ranks.start())
 
     def silent(self, name: str) -> str:
-        """Names of the actors started as ``name`` that have not answered yet, or all if each has."""
+        """Names of the actors started as ``name`` that have not answered yet; all of them if all have."""
         names = self.rank_names if name == "trainer" else [name]
         return ", ".join([n for n in names if n not in self._processes] or names)
 
     async def end(self, name: str, why: str) -> None:
         """Kill an unresponsive actor, so that the supervisor restarts it."""
-        log.warning("supervision: %s %s; it is ended", name, why)
+        log.warning("supervision: %s %s; killing it", name, why)
         await self.kill(name)
 
     async def kill(self, name: str) -> None:
@@ -119,7 +119,7 @@ class Cluster:
             return
         ray.kill(actor.handle)
         node, pid = self._processes.pop(name, ("", 0))
-        if node == ray.get_runtime_context().get_node_id():  # a stopped process obeys Ray only after seconds
+        if node == ray.get_runtime_context().get_node_id():  # Ray needs seconds to kill a stopped process
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -159,7 +159,7 @@ class Cluster:
                 "scheduling_strategy": NodeAffinitySchedulingStrategy(
                     ray.get_runtime_context().get_node_id(), soft=False
                 ),
-                "max_task_retries": -1,  # for calls lost on the way while it lives
+                "max_task_retries": -1,  # repeats calls that were lost in transit
             },
             self._journal,
             derived.groups_per_version,
@@ -186,7 +186,7 @@ class Cluster:
         )
 
     def pool_resources(self) -> tuple[float, float, str]:
-        """CPUs or GPUs of the trainer pool and of the rollout pool, and which of the two."""
+        """(trainer pool's size, rollout pool's size, their unit: CPU or GPU)"""
         trainer, rollout = pools(self._config)
         of = lambda pool, unit: len(pool.actors) * (pool.gpus if unit == "GPU" else pool.cpus)
         unit = "GPU" if trainer.gpus and rollout.gpus else "CPU"
@@ -201,7 +201,7 @@ class Cluster:
     async def close(self) -> None:
         """End every actor, release the bundles, and end a cluster that was started here."""
         await self._placement.settled()
-        if self.rollouter.handle is not None:  # its reward workers, and their children, are its own to end
+        if self.rollouter.handle is not None:  # it must end its reward workers and their children itself
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(self.rollouter.once.close(), CLOSING_S)
         await asyncio.to_thread(self._close)

@@ -1,6 +1,6 @@
 """Python environments of the two pools: required packages, and checks that they are installed.
 
-The packages of a backend and those of an engine may exclude each other, so each pool can have its own interpreter
+The packages of a backend and those of an engine may conflict, so each pool can have its own interpreter
 (``trainer.python``, ``rollout.engine.python``; Ray's ``py_executable``). Only bytes, NumPy arrays and asyncrl's own
 types cross between them.
 """
@@ -30,12 +30,12 @@ class _Pool(NamedTuple):
     python: str
     part_option: str  # names the pool's engine or backend
     part: str
-    distributions: frozenset[str]  # of which one must be installed; empty: none
+    distributions: frozenset[str]  # one of them must be installed; empty: none needed
 
 
 def interpreter(option: str) -> str:
-    """Interpreter that an option names. A path is relative to the driver's working directory, a command is looked up on
-    each machine; empty means the driver's interpreter."""
+    """Interpreter that an option names. A path is relative to the driver's working directory; a command is looked up on
+    each machine; empty is the driver's interpreter."""
     return str(Path(option).absolute()) if "/" in option else option
 
 
@@ -67,7 +67,7 @@ def _problem(pool: _Pool) -> str | None:
             f"Python {found[0]} and Ray {found[1]}"
         )
     expected = f"expected {pool.python_option} to name an interpreter that has it"
-    if ":" not in pool.part:  # an import path has no make target
+    if pool.distributions and pool.part in (*ENGINES.built_in(), *BACKENDS.built_in()):
         expected += f"; `make venv-{pool.part}` makes .venv-{pool.part}/bin/python"
     if "asyncrl" not in packages:
         return f"{pool.python_option}: asyncrl is not installed for {python}; {expected}"

@@ -51,7 +51,7 @@ class ObservedSystem(Protocol):
 
 
 class Monitor:
-    """The training loop's `Observer`. ``run()`` beside the loop keeps spans and counters coming, and calls
+    """The training loop's `Observer`. ``run()`` drains spans and counters beside the loop, and calls
     ``on_unresponsive(actor, why)`` for an actor that has not answered for ``supervision.answer_s``."""
 
     def __init__(
@@ -86,7 +86,7 @@ class Monitor:
     # -- the training loop's observer ------------------------------------------------------------------------------
 
     async def on_version(self, progress: Progress) -> None:
-        """Training begins with the first version: figures of the whole run count from here."""
+        """Starts the figures of the whole run at the first version, where training begins."""
         if self._efficiency is not None:
             return
         self._efficiency = EfficiencyTracker(*self._system.pool_resources())
@@ -142,14 +142,14 @@ class Monitor:
         """Share of the window in which the trainer computes while at least half of the rollouter's slots generate.
 
         A lower bound with several replicas: half of the slots of each must generate, which implies half of all slots.
-        Ranks compute together: any stands for all."""
+        Ranks compute together, so any rank's step counts."""
         both = self._activity.intervals(["trainer/step"], since_s, until_s)
         for replica in self._system.replica_names:
             both = intersect(both, self._activity.intervals(["rollout/half_busy"], since_s, until_s, replica))
         return length(both) / (until_s - since_s) if until_s > since_s else 0.0
 
     async def _window_metrics(self) -> dict[str, float]:
-        """Idle shares, rates and rollout figures of the time since the last step."""
+        """Idle shares, rates and rollout metrics since the last step."""
         await self._drain()
         since, until = self._window_s, now_s()
         counters, self._window, self._window_s = self._window, Counter(), until
@@ -172,7 +172,7 @@ class Monitor:
         return values | {k: v for k, v in self._totals.items() if k.startswith(_TOTALS)}
 
     def _efficiency_metrics(self, metrics: Mapping[str, float], window: Mapping[str, float]) -> dict[str, float]:
-        """Step time against the ideal, see `asyncrl.observability.efficiency`."""
+        """Step time relative to the ideal, see `asyncrl.observability.efficiency`."""
         if self._efficiency is None:
             return {}
         seconds = window["perf/step_s"]
@@ -192,7 +192,7 @@ class Monitor:
         return stats
 
     async def _drain(self) -> None:
-        """Collect every actor's records; one that does not answer holds up neither the others nor the caller."""
+        """Collect every actor's records; an unresponsive actor delays neither the others nor the caller."""
         async with self._draining:
             self._drained_s = now_s()
             for name, drain in self._system.drains().items():

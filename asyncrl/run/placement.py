@@ -1,4 +1,4 @@
-"""Ray side of placement: a cluster joined or started, a bundle for each actor, a transport between the pools."""
+"""Ray side of placement: joins or starts a cluster, reserves a bundle per actor, and resolves devices and transport."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def joins_a_cluster(config: Config) -> bool:
 
 
 def cluster_machines(config: Config) -> list[Machine]:
-    """Machines of the cluster that the run would join. Raises what Ray raises if there is none."""
+    """Machines of the cluster that the run would join. Raises Ray's own error if there is none."""
     ray.init(address=config.ray.address or os.environ["RAY_ADDRESS"], logging_level="ERROR")  # type: ignore[arg-type]
     try:
         return list(_nodes().values())
@@ -89,7 +89,7 @@ class Placement:
             await asyncio.wait([self._init])
 
     def close(self) -> None:
-        """Give the bundles back and disconnect, which ends a cluster that was started here."""
+        """Release the bundles and disconnect, which ends a cluster that was started here."""
         for group in self._groups:
             remove_placement_group(group)
         ray.shutdown()
@@ -103,13 +103,13 @@ class Placement:
             num_cpus=local_cpus(),
             object_store_memory=OBJECT_STORE_BYTES,
             _temp_dir=self.config.ray.temp_dir or None,
-            _system_config={"worker_niceness": 0},  # at Ray's 15, the pools would get what other programs leave
+            _system_config={"worker_niceness": 0},  # Ray's default, 15, would yield the cores to other programs
             **common,
         )
 
     async def _reserve_rollouts(self, pool: Pool, trainers: PlacementGroup, transport: str) -> PlacementGroup:
-        """With strategy ``auto``, on the trainers' machine if it has room, else elsewhere if the transport reaches
-        that far."""
+        """With strategy ``auto``: packed anywhere if the named transport works across machines, else on the trainers'
+        machine. With transport ``auto``: on the trainers' machine if it has room, else packed anywhere."""
         if pool.strategy != "auto":
             return self._reserve(pool, pool.strategy)
         if across_machines(transport):
@@ -135,7 +135,7 @@ class Placement:
             wants = {"CPU": pool.cpus * len(pool.actors), "GPU": pool.gpus * len(pool.actors)}
             wanted = ", ".join(f"{v:g} {kind} (free: {free.get(kind, 0):g})" for kind, v in wants.items() if v)
             raise PlacementError(
-                f"the {pool.name} pool was not placed within {limit_s:g} s: it wants {wanted}, {pool.strategy}; the "
+                f"the {pool.name} pool was not placed within {limit_s:g} s: it needs {wanted}, {pool.strategy}; the "
                 f"cluster has {', '.join(map(str, _nodes().values()))}"
             )
         address = {node: machine.address for node, machine in _nodes().items()}
@@ -162,7 +162,7 @@ def _with_transport(config: Config, trainers: PlacementGroup, rollouts: Placemen
         )
     except TransportError as e:
         raise ConfigError([str(e)]) from None
-    log.info("param_sync: weights travel by %s (%s)", transport, why)
+    log.info("param_sync: weights are sent over %s (%s)", transport, why)
     return replace(config, param_sync=replace(config.param_sync, transport=transport))
 
 

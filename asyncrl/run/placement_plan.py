@@ -1,5 +1,5 @@
-"""Placement plan: machine and memory estimate of each actor, and the figures that follow from the config. Logged
-before a run starts, printed by ``--dry-run``."""
+"""Placement plan: machine and memory estimate of each actor, and figures derived from the config. Logged before a run
+starts, printed by ``--dry-run``."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def _assign(pool: Pool, strategy: str, free: list[Machine], all_machines: Sequen
 def _missing(pool: Pool, strategy: str, machines: Sequence[Machine]) -> str:
     where = {"strict_pack": " on one machine", "strict_spread": " on as many machines as there are actors"}
     wants = f"{pool.cpus * len(pool.actors):g} CPU and {pool.gpus * len(pool.actors)} GPU"
-    return f"it wants {wants}{where.get(strategy, '')}, the cluster has {', '.join(map(str, machines)) or 'no machine'}"
+    return f"it needs {wants}{where.get(strategy, '')}, the cluster has {', '.join(map(str, machines)) or 'no machine'}"
 
 
 def make_plan(config: Config, found: Preflight, machines: Mapping[str, str]) -> Plan:
@@ -195,7 +195,7 @@ def _memory(config: Config, found: Preflight) -> dict[str, str]:
         generates["KV cache"] = kv_cache_bytes(found.model, engine.slots, found.context_tokens, dtype, drafts)
     rollout = _itemized(generates) + (f", over {shared} GPUs" if shared > 1 else "")
     if not preallocates:
-        rollout += f", and what {engine.name} takes for its KV cache"
+        rollout += f", plus the KV cache of {engine.name}"
     return {"trainer": _itemized(held), "rollout": rollout}
 
 
@@ -220,8 +220,8 @@ def _figures(config: Config, found: Preflight) -> dict[str, str]:
         "staleness bound": f"{d.staleness_bound} versions (threshold {float(d.staleness_threshold):g})",
         "groups started ahead": f"at most {ahead} beyond those trained when their version was published",
         "queue memory": f"at most {_size(ahead * group_bytes)}, {_size(group_bytes)} for a group",
-        "samples at once": f"{d.slots} in {config.rollout.engine.slots} slots per replica, and some that wait for one",
+        "samples at once": f"{d.slots} in {config.rollout.engine.slots} slots per replica, plus some waiting for one",
         "context": f"{found.context_tokens} tokens, of which a prompt may have {found.max_prompt_tokens}",
         "sync": f"{sync.transport} transport, pause {d.pause}, KV {sync.kv}, staging {sync.staging}",
-        "buckets": f"2 a side of {' or '.join(_size(size) for size in buckets)}",
+        "buckets": f"2 per side, each {' or '.join(_size(size) for size in buckets)}",
     }

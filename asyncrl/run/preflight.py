@@ -121,8 +121,8 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
 
 
 def with_overridden_model(config: Config) -> Config:
-    """Config whose model.path is a folder in the run's own that has model.overrides applied; the same config without
-    overrides. Raises ConfigError."""
+    """Config whose model.path is a folder in run_dir with model.overrides applied; unchanged without overrides. Raises
+    ConfigError."""
     if not config.model.overrides:
         return config
     try:
@@ -180,7 +180,7 @@ def _reference_problems(path: str, policy: ModelConfig | None, native: bool) -> 
 
 
 def _memory_problems(config: Config, model: ModelConfig, context_tokens: int) -> list[str]:
-    """KV caches that exceed this machine's memory; those on a GPU take none of it."""
+    """KV caches that exceed this machine's memory; KV caches on a GPU do not count."""
     engine, replicas = config.rollout.engine, config.rollout.replicas
     if engine.device == "cuda" or (engine.device == "auto" and torch.cuda.is_available()):
         return []

@@ -1,4 +1,4 @@
-"""Rollouter and trainer ranks as the run's two loops use them: restarted whenever they die."""
+"""Rollouter and trainer ranks for the run's two loops, restarted whenever they die."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ DEATH_NOTICE_S = 2.0  # wait for the notice of a death after a call failed
 
 
 class RestartableRollouter:
-    """The rollout loop and its actor. ``run()`` starts the actor, restarts it when it dies, and rolls out from the
-    moment that `start_groups` is called. ``routable()``: replicas that a new rollouter may use at first."""
+    """The rollout loop and its actor. ``run()`` starts the actor, restarts it when it dies, and rolls out once
+    `start_groups` is called. ``routable()``: replicas that a new rollouter may use at first."""
 
     def __init__(
         self, cluster: SupervisedCluster, supervisor: Supervisor, routable: Callable[[], Sequence[str]]
@@ -24,7 +24,7 @@ class RestartableRollouter:
         self._up, self._may_start = asyncio.Event(), asyncio.Event()
 
     async def run(self) -> None:
-        """Raises DiedTooOften, or what the rollout loop raised."""
+        """Raises DiedTooOften, or the exception of the rollout loop."""
         why: str | None = None
         while True:
             await self._supervisor.start("rollouter", lambda: self._cluster.start_rollouter(self._routable), why)
@@ -34,7 +34,6 @@ class RestartableRollouter:
                 if not self._may_start.is_set():
                     await _unless_dead(rollouter, self._may_start.wait())
                 await rollouter.run()
-                await rollouter.alive()  # its router still serves validation
             except ActorDied as died:
                 if died.name != "rollouter":
                     raise
@@ -45,7 +44,7 @@ class RestartableRollouter:
         await self._up.wait()
 
     def start_groups(self) -> None:
-        """Ranks and queue have their place in training: let groups start."""
+        """Let groups start; called when ranks and queue are at the run's checkpoint."""
         self._may_start.set()
 
     async def reset(self) -> None:
@@ -73,7 +72,7 @@ class RestartableRanks:
 
     async def lost(self, error: BaseException) -> str | None:
         """Why a rank is dead; None if all live. Waits up to `DEATH_NOTICE_S`: a rank may fail with ``error`` because
-        another died, before the notice of that death arrives."""
+        another one died, before that death is reported."""
         if (died := rank_death(error)) is not None:
             return str(died)
         living = [asyncio.ensure_future(rank.alive()) for rank in self._cluster.senders.values()]

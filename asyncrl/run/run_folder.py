@@ -50,8 +50,8 @@ class RunFolder:
 
     @classmethod
     def open(cls, config: Config, resume: str | None, found: Preflight) -> RunFolder:
-        """A new folder (see `create`), or with ``resume`` that of an earlier run. ``auto`` resumes from the newest
-        checkpoint in ``config.run_dir``, or starts a new run if the folder has none; a path names a checkpoint.
+        """A new folder (see `create`), or with ``resume`` the folder of an earlier run. ``auto`` resumes from the
+        newest checkpoint in ``config.run_dir``, or starts a new run if the folder has none; a path names a checkpoint.
 
         ``found``: the preflight's findings, which must fit the earlier run. Waits for the processes of a killed run to
         end. Raises ConfigError."""
@@ -81,15 +81,15 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: Config) -> RunFolder:
-        """Make ``config.run_dir``, or beside it ``…-2``, ``…-3`` if a run is there already: nothing is overwritten.
+        """Create ``config.run_dir``, or ``…-2``, ``…-3`` beside it if it holds a run already: nothing is overwritten.
 
-        Raises ConfigError if the folder cannot be made or written."""
+        Raises ConfigError if the folder cannot be created or written."""
         wanted, number = Path(config.run_dir), 1
         if "working_dir_files" in wanted.resolve().parts:
             raise ConfigError(
                 [
                     f"run_dir: {wanted} is in the copy of the working directory that Ray makes for a job and deletes "
-                    "after it; expected a folder that lasts: ASYNCRL_RUNS of the runtime environment, or run_dir"
+                    "after it; expected a permanent folder: ASYNCRL_RUNS of the runtime environment, or run_dir"
                 ]
             )
         path = wanted
@@ -102,7 +102,7 @@ class RunFolder:
             folder.journal.mkdir(parents=True, exist_ok=True)
             if (folder.journal / LEDGER).exists():
                 raise ConfigError(
-                    [f"journal_dir: {folder.journal} is of an earlier run in {path}; delete it, or use another run_dir"]
+                    [f"journal_dir: {folder.journal} is from an old run in {path}; delete it, or use another run_dir"]
                 )
             folder._write_config(config)
         except OSError as e:
@@ -124,7 +124,7 @@ class RunFolder:
         print(f"run folder:  {self.path}", flush=True)
 
     def _check_writable(self) -> None:
-        """Raises ConfigError now; else an actor would fail long after the start."""
+        """Raises ConfigError at once, where otherwise an actor would fail long after the start."""
         for path in (self.path, self.journal / LEDGER, self.journal / "spool", self.checkpoints.folder):
             if path.exists() and not os.access(path, os.W_OK):
                 raise ConfigError([_unwritable(path, "no write access")])
@@ -187,7 +187,7 @@ class RunFolder:
         if (step := self.checkpoint.metadata.step if self.checkpoint else 0) < covered:
             where = f"{self.checkpoint.path} is of step {step}" if self.checkpoint else "no checkpoint is left"
             raise CheckpointError(
-                f"{where}, but the groups trained up to step {covered} are kept no longer; resume from a later "
+                f"{where}, but the groups trained up to step {covered} are no longer kept; resume from a later "
                 "checkpoint, or start a new run from its weights"
             )
         for other in found:
@@ -195,7 +195,7 @@ class RunFolder:
                 other.path.rename(other.path.with_name(f"abandoned_{other.path.name}_{time.time_ns()}"))
 
     def _write_config(self, config: Config) -> None:
-        """Write the current config; keep the previous one beside it."""
+        """Write the current config; keep the previous one under another name."""
         text, path = to_yaml(config), self.path / CONFIG
         if path.exists():
             if path.read_text() == text:
@@ -208,7 +208,7 @@ class RunFolder:
 
 
 def journal_folder(run: Path, journal_dir: str) -> Path:
-    """Folder of a run's ledger and spool: the run's own, or a folder of its own in ``journal_dir``."""
+    """Folder of a run's ledger and spool: the run's own, or a folder in ``journal_dir``."""
     if not journal_dir:
         return run
     return Path(journal_dir) / f"{run.name}-{xxhash.xxh3_64_hexdigest(str(run).encode())}"
@@ -231,6 +231,6 @@ def _locked(path: Path, patience_s: float) -> int:
                 with contextlib.suppress(OSError):
                     os.close(fd)
                 raise ConfigError(
-                    [f"run_dir: {path} is in use by a run that goes on; end it first, or choose another run_dir"]
+                    [f"run_dir: {path} is in use by another run; end it first, or choose another run_dir"]
                 ) from None
-            time.sleep(0.2)  # flock itself cannot wait with a deadline
+            time.sleep(0.2)  # flock has no timeout

@@ -23,7 +23,7 @@ class Interrupted(Exception):
 
 
 class Shutdown:
-    """Collects the reasons for the run's end. The first signal asks for an orderly end after the step under way, the
+    """Collects the reasons for the run's end. The first signal asks for an orderly end after the current step, the
     second abandons that step. ``failure``: one line about the first failure; ``stopped``: any other reason for an early
     end."""
 
@@ -41,7 +41,7 @@ class Shutdown:
             return
         self.signal = signal.Signals(signum)
         self.stopped = self.signal.name
-        print(f"{self.signal.name}: finishing the step under way, then saving; once more abandons it", flush=True)
+        print(f"{self.signal.name}: finishing the current step, then saving; a second signal abandons it", flush=True)
         self._interrupted.set()
         for callback in self._callbacks:
             callback(self.signal.name)
@@ -85,7 +85,7 @@ class Shutdown:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record an exception of one closing step as a failure of the run, so that the other steps still happen."""
+        """Record an exception of one closing step as a failure of the run, so that the other steps still run."""
         try:
             yield
         except Exception as e:

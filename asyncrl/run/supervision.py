@@ -1,4 +1,4 @@
-"""Starts the actors of a run and restarts those that die, within limits; what follows each death:
+"""Starts the actors of a run and restarts those that die, within limits. Consequences of each death:
 
     replica died ──► its samples migrate ──► new replica ──► joins at the next sync, or at once if the trainer waits
     rollouter died ──► new rollouter resumes the in-flight groups from the ledger
@@ -56,12 +56,12 @@ class RestartPolicy:
 
 
 class SupervisedCluster(Protocol):
-    """The actors of a run, as their supervisor starts and watches them. A start first ends the actor's predecessor, and
-    raises ActorDied if a process dies before it is up."""
+    """The actors of a run, as their supervisor starts and watches them. A start first kills the actor's predecessor;
+    it raises ActorDied if a process dies before it is up."""
 
     replica_names: list[str]
     replicas: dict[str, ActorClient]  # those that have started
-    receivers: dict[str, Any]  # their ends of a sync session
+    sessions: dict[str, Any]  # their ends of a sync session
     rollouter: Any  # RestartableClient: run(), reset(), silence_s(), replace_queue(), replace_replica()
     queue: Any  # RestartableClient: alive(), where()
     ranks: Any  # the current rank group
@@ -125,7 +125,7 @@ class Supervisor:
         ``why``: the reason for this start, if it follows a death.
 
         ``lost`` returns why a process is dead after a failed start, None if none is; by default only ActorDied is a
-        death. Raises DiedTooOften, or what else the actor raised: it would raise that again."""
+        death. Raises DiedTooOften, or any other exception of the actor, which it would raise again."""
         limit_s = self._config.start_s
         while True:
             if why is not None:
@@ -144,9 +144,9 @@ class Supervisor:
                     raise
 
     async def _pause(self, name: str, why: str) -> None:
-        """Log the restart of ``name`` and wait as long as the policy asks. Raises DiedTooOften."""
+        """Log the restart of ``name`` and wait for its back-off. Raises DiedTooOften."""
         pause_s = self._policy.next_backoff_s(name, why)
-        log.warning("supervision: %s; starting it again in %g s", why, pause_s)
+        log.warning("supervision: %s; restarting it in %g s", why, pause_s)
         self._recorder.count(f"supervision/restarts/{name.split('/')[0]}")
         await asyncio.sleep(pause_s)
 
@@ -156,7 +156,7 @@ class Supervisor:
         why: str | None = None
         while True:
             await self.start("queue", self._cluster.start_queue, why)
-            # beside watching the queue: a stopped rollouter answers only once it is restarted
+            # concurrent, because a stopped rollouter answers only after its own restart
             tasks.create_task(self._cluster.rollouter.replace_queue(self._cluster.queue.handle))
             self._up["queue"].set()
             try:
@@ -165,7 +165,7 @@ class Supervisor:
                 why = str(died)
 
     async def _queue_death(self) -> None:
-        """Wait until the queue dies, or end it if it does not answer; raises ActorDied."""
+        """Wait until the queue dies, or kill it if it does not answer; raises ActorDied."""
         queue, limit_s = self._cluster.queue.once, self._config.answer_s
         living = asyncio.ensure_future(queue.alive())
         try:
@@ -189,11 +189,11 @@ class Supervisor:
             except DiedTooOften as e:
                 if not self._up[name].is_set() or not self._membership.fleet.sessions:
                     raise
-                log.warning("supervision: %s; the run goes on without it", e)
-                await self._cluster.end(name, "is not started again")  # it may hang, and hold memory and a bundle
+                log.warning("supervision: %s; the run continues without it", e)
+                await self._cluster.end(name, "is not restarted")  # it may hang, and hold memory and a bundle
                 return
             await self._cluster.rollouter.replace_replica(name, self._cluster.replicas[name].handle)
-            self._membership.join(name, self._cluster.receivers[name])
+            self._membership.join(name, self._cluster.sessions[name])
             self._up[name].set()
             why = await self._death(name)
             await self._membership.leave(name)
@@ -207,7 +207,7 @@ class Supervisor:
         raise RuntimeError(f"{name}: alive() returned, which it never does")
 
     async def _progress(self) -> None:
-        """End routable replicas that have work but have given no token for ``progress_s``, outside of syncs."""
+        """Kill routable replicas that have work but produced no token for ``progress_s``, outside of syncs."""
         while True:
             await asyncio.sleep(CHECK_EVERY_S)
             since_sync_s = time.monotonic() - self._membership.last_sync_s
@@ -215,4 +215,4 @@ class Supervisor:
                 continue
             for name, silence_s in (await self._cluster.rollouter.silence_s()).items():
                 if silence_s > self._config.progress_s and name in self._membership.routable():
-                    await self._cluster.end(name, f"has work and gave no token for {silence_s:.0f} s")
+                    await self._cluster.end(name, f"has work but produced no token for {silence_s:.0f} s")

@@ -1,1 +1,1 @@
-"""The pipe from rollouter to trainer: admission by staleness budget, the bounded queue, the ledger of every group."""
+"""Pipe from rollouter to trainer: admission by staleness budget, a bounded durable queue, a ledger of all groups."""

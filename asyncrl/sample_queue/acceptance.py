@@ -9,16 +9,19 @@ import numpy as np
 
 from asyncrl.types.groups import Group
 
-Defect = Literal["logprob_not_finite", "token_out_of_vocabulary", "unknown_version"]
+Defect = Literal["no_trained_token", "logprob_not_finite", "token_out_of_vocabulary", "unknown_version"]
 
 
 def defect(group: Group, vocab_size: int, versions: Container[tuple[int, int]]) -> Defect | None:
     """Reason why the group must not be trained, or None.
 
+    - ``no_trained_token``: the loss mask is set nowhere.
     - ``logprob_not_finite``: a trained token has a behaviour logprob that is NaN or infinite.
     - ``token_out_of_vocabulary``: a token, trained or not, is not in 0 ≤ token < ``vocab_size``.
     - ``unknown_version``: a span has a policy version that was never announced; ``versions`` holds those that were, as
       (lineage, number)."""
+    if not group.loss_mask.any():
+        return "no_trained_token"
     if not np.isfinite(group.logprobs).all() and not np.isfinite(group.logprobs[group.loss_mask]).all():
         return "logprob_not_finite"
     for tokens in (group.prompt_tokens, group.tokens):

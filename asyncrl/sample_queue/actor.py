@@ -1,4 +1,4 @@
-"""Ray actor around the sample queue; payloads of a lease are passed on by reference."""
+"""Ray actor around the sample queue."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ GONE_WITHIN_S = 20.0  # a killed queue process releases its lock within this tim
 
 @ray.remote
 class SampleQueueActor(SupervisedActor):
-    """``lease`` returns two objects, so that the driver can pass the payload on to the ranks without reading it.
-    ``about``: facts about the run, for readers of the ledger.
+    """The queue's actor. ``lease`` returns two objects, so that the driver can pass the payload on to the ranks without
+    reading it. ``about``: facts about the run, for readers of the ledger.
 
-    All state is in the journal in ``folder``: after a crash, another actor with the same arguments continues, and calls
-    that got no answer are made again."""
+    All state is in the journal in ``folder``: after a crash, another actor with the same arguments continues, and
+    callers repeat unanswered calls."""
 
     def __init__(
         self,
@@ -38,10 +38,10 @@ class SampleQueueActor(SupervisedActor):
         groups_per_version: int,
         threshold: tuple[int, int],
         total_groups: int,
-        order: Order = "fifo",
-        overdue: Overdue = "wait",
-        vocab_size: int = 2**31,
-        max_attempts: int = 3,
+        order: Order,
+        overdue: Overdue,
+        vocab_size: int,
+        max_attempts: int,
         about: Mapping[str, str] | None = None,
         logs: LogConfig | None = None,
     ) -> None:
@@ -102,8 +102,8 @@ class SampleQueueActor(SupervisedActor):
     async def rollback(self, step: int) -> Any:
         return await self._queue.rollback(step)
 
-    async def announce(self, version: Any, trained: int) -> None:
-        await self._queue.announce(version, trained)
+    async def announce(self, version: Any) -> None:
+        await self._queue.announce(version)
 
     async def publish(self, version: Any, trained: int | None = None, rolling: bool = False) -> dict[str, int]:
         return await self._queue.publish(version, trained, rolling)
@@ -133,4 +133,4 @@ async def _opened(folder: Path, meta: Mapping[str, str | int | float]) -> Journa
         except JournalError:
             if time.monotonic() > deadline:
                 raise
-            await asyncio.sleep(0.2)  # flock can wait, but not for a limited time
+            await asyncio.sleep(0.2)  # flock has no timeout

@@ -4,16 +4,16 @@
     recover, issue, put, drop, snapshot, overdue             lease, trained, release, covered, rollback,
                                                              announce, publish, retire_before
 
-Group states are `asyncrl.sample_queue.group_state`, policy is `asyncrl.sample_queue.schedule`, files are
-`asyncrl.sample_queue.journal`. A call applies its transitions in one go, wakes all waiters, and returns once the
-changed rows are on disk. The journal writes in the order of the calls, so a call that builds on another one is never
-durable before it.
+Group states are in `asyncrl.sample_queue.group_state`, policy in `asyncrl.sample_queue.schedule`, files in
+`asyncrl.sample_queue.journal`. A call applies its transitions at once, wakes all waiters, and returns when the changed
+rows are on disk. The journal writes in the order of the calls, so a call that builds on another one is never durable
+before it.
 
-The queue is bounded where groups start, not where they end: `issue` admits no group beyond the staleness budget, so a
-finished group always has a place, and a full queue cannot shut out the group that the trainer waits for.
+The queue is bounded where groups start, not where they end: `issue` admits no group beyond the staleness budget, so
+there is always room for a finished group, and a full queue cannot block the group that the trainer waits for.
 
-All state is durable: after a crash the queue is rebuilt from the journal, and calls that got no answer are made again.
-Every call may be repeated.
+All state is durable: after a crash the queue is rebuilt from the journal, and callers repeat unanswered calls. Every
+call is safe to repeat.
 """
 
 from __future__ import annotations
@@ -27,15 +27,12 @@ from typing import Protocol
 from asyncrl.sample_queue.acceptance import defect
 from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.group_state import GroupTable, QueueError
-from asyncrl.sample_queue.messages import InFlight, Lease, LeasedGroup, Recovery, Refusal, Ticket
+from asyncrl.sample_queue.messages import OVERDUE, POISON, InFlight, Lease, LeasedGroup, Recovery, Refusal, Ticket
 from asyncrl.sample_queue.records import DROPPED, IN_FLIGHT, TRAINED, Changes, GroupRecord, JournalError, Recovered
 from asyncrl.sample_queue.schedule import Order, Overdue, Schedule
 from asyncrl.sample_queue.versions import VersionTable
 from asyncrl.types.groups import Group
 from asyncrl.types.versions import PolicyVersion
-
-OVERDUE = "overdue"  # drop reason: past the staleness bound
-POISON = "poison"  # drop reason: refused too often
 
 
 class Records(Protocol):
@@ -47,7 +44,7 @@ class Records(Protocol):
         ...
 
     def write(self, changes: Changes) -> Awaitable[None]:
-        """Queues ``changes`` at once; the result is done when they, and all before them, are on disk."""
+        """Queues ``changes`` at once; the result is done when they and all earlier ones are on disk."""
         ...
 
     def recover(self) -> Recovered: ...
@@ -74,11 +71,11 @@ class SampleQueue:
         self._vocab_size, self._max_attempts = vocab_size, max_attempts
         self._changed = asyncio.Condition()
         self._payloads: dict[str, bytes] = {}  # of queued and leased groups; after a restart they are read from disk
-        self._to_cancel: list[str] = []  # dropped as overdue while in flight; the rollouter does not know yet
-        self._given_up: set[str] = set()  # all of these ever: the rollouter may still issue them again
+        self._to_cancel: list[str] = []  # dropped as overdue while in flight, and not reported to the rollouter yet
+        self._given_up: set[str] = set()  # all ever dropped so; the rollouter may still issue them again
         self._rollbacks = 0
         self._starved_s = 0.0  # time that leases waited for groups
-        self._waits: list[float] = []  # start times of the waits under way
+        self._waits: list[float] = []  # start times of current waits
         self._closed: str | None = None
         self._failure: str | None = None
         self._over = False
@@ -88,10 +85,10 @@ class SampleQueue:
     # -- the rollouter's side --------------------------------------------------------------------------------------
 
     async def recover(self) -> Recovery:
-        """State for a new rollouter: the last group issued, and the groups in flight, which it must `issue` again,
-        first and in this order."""
+        """State for a new rollouter: the last group issued, and the groups in flight, which it must `issue` again, in
+        this order and before any others."""
         in_flight = None
-        while (found := self._table.in_state(IN_FLIGHT)) != in_flight:  # calls of the one before it may still arrive
+        while (found := self._table.in_state(IN_FLIGHT)) != in_flight:  # the previous one's calls may still arrive
             in_flight = found
             await self._commit()
         return Recovery(
@@ -102,14 +99,14 @@ class SampleQueue:
     async def issue(self, tickets: Sequence[Ticket]) -> int:
         """Starts as many of these groups, from the front, as may start now; waits until at least one may.
 
-        Groups in flight may be issued again, before new ones: they keep their place, and the earlier deadline, as they
-        may continue their tokens. One dropped as overdue in the meantime counts as started and stays dropped.
+        Groups in flight may be issued again, before new ones: they keep their place and the earlier deadline, since
+        they may continue their tokens. A group dropped as overdue meanwhile counts as started and stays dropped.
 
         Returns the number of groups started; 0 once the queue is closed. Raises QueueError for a group that is
         finished, or if the run failed."""
         if not tickets:
             raise QueueError("issue: expected at least one group, found none")
-        if self._reopened:  # drops by the process before this one are only on disk
+        if self._reopened:  # drops of earlier processes are only on disk
             new = [ticket.uid for ticket in tickets if self._table.state(ticket.uid) is None]
             self._given_up.update(uid for uid, state in self._records.states(new).items() if state == DROPPED)
         async with self._changed:
@@ -128,7 +125,7 @@ class SampleQueue:
         return count
 
     async def put(self, groups: Sequence[bytes]) -> list[Refusal]:
-        """Hands over finished groups, one buffer each.
+        """Queues finished groups, one buffer each.
 
         A group that must not be trained is refused: it stays in flight, in its place, to be sampled again; after the
         last attempt it is dropped as poison."""
@@ -154,7 +151,7 @@ class SampleQueue:
         return refusals
 
     async def drop(self, drops: Sequence[tuple[str, str]]) -> None:
-        """Gives up groups in flight: (uid, reason) each. Their places in the staleness budget are free again."""
+        """Drops groups in flight, given as (uid, reason), and frees their places in the staleness budget."""
         if self._over:
             return
         expected = self._in_flight("drop", [uid for uid, _ in drops])
@@ -176,14 +173,15 @@ class SampleQueue:
         async with self._changed:
             await self._wait_until(lambda: bool(self._to_cancel) or self._closed is not None)
             uids, self._to_cancel = self._to_cancel, []
-            return uids
+        await self._commit()  # the drops are durable before the rollouter cancels the groups
+        return uids
 
     # -- the trainer's side ----------------------------------------------------------------------------------------
 
     async def lease(self, step: int, count: int) -> tuple[Lease, list[bytes]]:
-        """Leases the next ``count`` groups to ``step``, once all of them are finished. Returns them and their payloads.
+        """Leases the next ``count`` groups to ``step`` once all of them are finished. Returns them and their payloads.
 
-        The lease is empty, with the reason, if the queue was closed and they will never be, or after a rollback."""
+        The lease is empty, with the reason, after a rollback, or if the queue was closed and they cannot finish."""
         async with self._changed:
             rollbacks = self._rollbacks
             if not self._leased_to(step):
@@ -191,7 +189,7 @@ class SampleQueue:
                     await self._wait_until(
                         lambda: (
                             self._schedule.next_batch(count) is not None
-                            or bool(self._table.leased_to(step))  # by the same call, made twice
+                            or bool(self._table.leased_to(step))  # by a repeated call
                             or self._closed is not None
                             or self._rollbacks != rollbacks
                         )
@@ -207,7 +205,7 @@ class SampleQueue:
         return Lease(tuple(map(_leased, groups)), mask_before=mask_before), [self._payload(g.uid) for g in groups]
 
     async def trained(self, step: int) -> None:
-        """The groups leased to ``step`` are in the weights."""
+        """Records that the groups leased to ``step`` are in the weights."""
         groups = self._leased_to(step)
         if not groups and not self._table.has_trained(step):
             raise QueueError(f"trained: step {step} has no lease")
@@ -218,36 +216,36 @@ class SampleQueue:
             self._payloads.pop(group.uid, None)
 
     async def covered(self, step: int) -> None:
-        """No restore goes back before ``step``: groups trained up to it are final."""
+        """Declares that no restore goes back before ``step``: groups trained up to it become final."""
         self._table.cover(step)
         await self._commit()
 
     async def release(self, step: int) -> None:
-        """The step was abandoned: its groups return to their places."""
+        """Returns the groups of an abandoned step to their places."""
         self._table.release(step)
         await self._commit()
 
     async def rollback(self, step: int) -> PolicyVersion | None:
-        """The weights are those after ``step`` again: groups leased, or trained later, are queued in order, and nothing
+        """Goes back to the state after ``step``: groups leased, or trained later, are queued in order, and no group
         starts before the next `publish`. Returns the last version announced, in any lineage."""
         self._table.roll_back(step)
         self._versions.withdraw()
         self._close_because(None)
-        self._rollbacks += 1  # ends leases that wait: the step they are for will be another one
+        self._rollbacks += 1  # ends waiting leases, whose step is obsolete
         await self._commit()
         return max(self._versions.announced, default=None)
 
-    async def announce(self, version: PolicyVersion, trained: int) -> None:
-        """Replicas may serve ``version`` from now on, so groups that hold its tokens are accepted. ``trained``: as in
-        `publish`. A version is announced once and never reused for other weights."""
-        self._versions.announce(version, trained)
+    async def announce(self, version: PolicyVersion) -> None:
+        """Accepts groups with tokens of ``version`` from now on, as replicas may soon serve it. A version is never
+        reused for other weights."""
+        self._versions.announce(version)
         await self._commit()
 
     async def publish(
         self, version: PolicyVersion, trained: int | None = None, rolling: bool = False
     ) -> dict[str, int]:
-        """Replicas serve ``version`` from now on; all of them, unless ``rolling``. ``trained``: number of groups
-        trained when this version's number was first published; needed after a `rollback`.
+        """Declares that replicas serve ``version`` from now on; all of them, unless ``rolling``. ``trained``: number of
+        groups trained when this version's number was first published; needed after a `rollback`.
 
         Drops groups that are overdue now. Returns the balance; raises ConservationError if it is off."""
         current = self._versions.current
@@ -263,17 +261,19 @@ class SampleQueue:
         return self.balance()
 
     async def retire_before(self, version: PolicyVersion) -> None:
-        """No replica serves a version before ``version`` any more, after a rolling `publish`."""
+        """Declares, after a rolling `publish`, that no replica serves a version before ``version`` any more."""
         self._versions.retire_before(version)
         await self._commit()
 
     # -- both sides ------------------------------------------------------------------------------------------------
 
     async def close(self, reason: str, failed: bool = False) -> None:
-        """Starts no more groups; the first reason stays. With ``failed``, all waiting calls raise QueueError."""
+        """Stops issuing groups; the first reason is kept. With ``failed``, all waiting calls raise QueueError."""
         if failed:
             self._failure = reason
             return await self._wake()
+        if self._over:
+            return
         if self._closed is None:
             self._close_because(reason)
         await self._commit()
@@ -304,7 +304,7 @@ class SampleQueue:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _load(self) -> None:
-        """Takes over the durable state."""
+        """Loads the durable state."""
         found = self._records.recover()
         self._changes = Changes()
         self._table = GroupTable(found, self._changes)
@@ -319,7 +319,7 @@ class SampleQueue:
             await self._wake()
             await durable
         except JournalError:
-            if self._records.failed:  # the first of the calls that failed takes the state back to that on disk
+            if self._records.failed:  # the first failed call reloads the state from disk
                 self._load()
                 await self._wake()
             raise
@@ -365,12 +365,12 @@ class SampleQueue:
         return self._payloads[uid]
 
     def _in_flight(self, verb: str, uids: Sequence[str]) -> set[str]:
-        """Those of the groups that are in flight. The others are ignored if they ended before: a repeated call, or a
-        group that was overdue. Raises QueueError for one that was never issued, or can no longer be dropped."""
+        """The subset of ``uids`` in flight. Groups that have ended are left out: the call is a repeat, or the group was
+        overdue. Raises QueueError for a group that was never issued, or can no longer be dropped."""
         found = {uid: self._table.state(uid) for uid in uids}
         ended = self._records.states(gone) if (gone := [uid for uid, state in found.items() if state is None]) else {}
         for uid, state in found.items():
-            if state is None and uid in ended:  # a drop that is not on disk yet has its earlier state there
+            if state is None and uid in ended:  # a drop not yet on disk still has its earlier state there
                 state = TRAINED if ended[uid] == TRAINED else DROPPED
             if state is None or (verb == "drop" and state not in (IN_FLIGHT, DROPPED)):
                 raise QueueError(f"{verb}: group {uid} is {state or 'unknown'}, expected {IN_FLIGHT}")
@@ -390,9 +390,10 @@ def _leased(group: GroupRecord) -> LeasedGroup:
     assert group.oldest is not None
     assert group.finished_s is not None
     assert group.leased_s is not None
+    assert group.processing_s is not None
     return LeasedGroup(
         group.uid,
         group.oldest,
-        processing_s=group.finished_s - group.issued_s,
+        processing_s=group.processing_s,
         in_queue_s=max(0.0, group.leased_s - group.finished_s),
     )

@@ -7,9 +7,8 @@
                │   ⟲ refuse          │ └── roll_back ───┴─────────────────┘
                └────────drop─────────┴──► dropped
 
-`GroupTable` checks and applies a transition, and notes the rows that it changes; the journal persists those rows as
-they are. Pure: no files, no threads, an injected clock. Groups that are dropped or final leave the table and stay in
-the ledger.
+`GroupTable` checks and applies a transition, and collects the changed rows, which the journal persists. Pure: no files,
+no threads, an injected clock. Groups that are dropped or final leave the table and stay in the ledger.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class QueueError(RuntimeError):
 
 
 class ConservationError(QueueError):
-    """Groups are not all accounted for: a bug, and a reason to stop at once."""
+    """Groups are unaccounted for: a bug, and the run must stop."""
 
 
 class GroupTable:
@@ -112,7 +111,7 @@ class GroupTable:
             raise QueueError(f"finish: group {group.uid} has no trained token; drop it instead")
         oldest, newest = versions
         at_s, times = self._clock(), group.times
-        # the group's times are of the rollouter's clock: only their distances to its end mean anything here
+        # the group's times are on the rollouter's clock: only differences to its end are meaningful here
         ago = {name: times["finished_s"] - then for name, then in times.items()} if "finished_s" in times else {}
         self._changes.payloads[group.uid] = record(KIND_GROUP, payload)
         self._set(
@@ -128,6 +127,7 @@ class GroupTable:
             started_s=at_s - ago["started_s"] if "started_s" in ago else None,
             generated_s=at_s - ago["generated_s"] if "generated_s" in ago else None,
             finished_s=at_s,
+            processing_s=ago.get("issued_s", at_s - known.issued_s),
         )
 
     def refuse(self, uid: str, reason: str) -> None:
@@ -157,7 +157,7 @@ class GroupTable:
             self._set(group, state=LEASED, step=step, leased_s=at_s)
 
     def train(self, step: int, version: PolicyVersion | None) -> None:
-        """The groups leased to ``step`` are in the weights; ``version`` was the last one published before."""
+        """Marks the groups leased to ``step`` as trained; ``version`` was the last one published before."""
         self._expect_uncovered("train", step)
         at_s = self._clock()
         lineage, number = version or (None, None)
@@ -170,7 +170,7 @@ class GroupTable:
             self._requeue(group)
 
     def cover(self, step: int) -> None:
-        """No restore goes back before ``step``: what was trained up to it is final, and its payloads may go."""
+        """Makes the groups trained up to ``step`` final and deletes their payloads: no restore goes back before it."""
         if step > self.covered_step:
             self.covered_step = self._changes.meta["covered_step"] = step
         for group in [group for group in self._trained.values() if group.step is not None and group.step <= step]:
@@ -178,11 +178,11 @@ class GroupTable:
             self._set(group, final=1)
 
     def roll_back(self, step: int) -> None:
-        """The weights are those after ``step`` again: groups leased, or trained later, are queued in their places."""
+        """Goes back to the state after ``step``: groups leased, or trained later, are queued in their places."""
         if step < self.covered_step:
             raise QueueError(
                 f"cannot go back to step {step}: the groups trained up to step {self.covered_step} are final "
-                "and their payloads may be gone; report a step as covered when no older checkpoint will be restored"
+                "and their payloads may be deleted; cover a step only when no older checkpoint will be restored"
             )
         for group in self._undone_by_rollback(step):
             self._requeue(group)
@@ -213,7 +213,7 @@ class GroupTable:
         self._put(group._replace(**fields))  # type: ignore[arg-type]
 
     def _put(self, group: GroupRecord) -> None:
-        """Files the record where its state belongs."""
+        """Stores the record where its state belongs."""
         uid = group.uid
         self._changes.groups[uid] = group
         if group.final:

@@ -2,12 +2,11 @@
 
     write(changes) ──► pending ──► writer thread: spool append, fdatasync ──► SQLite commit ──► all callers return
                           ▲                                                        │
-                          └────── all that arrives meanwhile is the next commit ───┘
+                          └── changes that arrive meanwhile form the next commit ──┘
 
-One flush and one transaction serve all callers of a moment (group commit). The spool always comes first: a crash in
-between leaves a record that nothing refers to, never a row without its payload. The changes of one `write` are in the
-ledger together or not at all. The writer thread persists what `asyncrl.sample_queue.group_state` gave it and checks
-nothing::
+One flush and one transaction serve all concurrent callers (group commit). The spool always comes first: a crash in
+between leaves a record without a reference, never a row without its payload. The changes of one `write` are committed
+atomically. The writer thread persists the rows of `asyncrl.sample_queue.group_state` without checking them::
 
     journal = Journal(run_dir, meta={"run": "a", "groups_per_version": 16})
     changes = Changes()
@@ -56,7 +55,7 @@ class _Write:
 
 
 class Journal:
-    """Owns and locks ``spool/`` and ``ledger.sqlite`` in ``folder``, the run's, on a local disk. For one asyncio loop.
+    """Owns and locks ``spool/`` and ``ledger.sqlite`` in ``folder``, on a local disk. For one asyncio loop.
 
     Raises JournalError if another process has it open, SpoolError or LedgerError for damage, OSError if the folder
     cannot be written; nothing is overwritten then. ``torn``: half-written record that a crash left in the spool."""
@@ -104,7 +103,7 @@ class Journal:
         return self._error is not None
 
     def recover(self) -> Recovered:
-        """State of all committed changes. After a failed write, the state to continue from: writes are taken again."""
+        """State of all committed changes. After a failed write, callers continue from it and may write again."""
         with reading(self._ledger.path, thorough=False) as db:
             found = recover(db)
         with self._arrived:
@@ -114,8 +113,8 @@ class Journal:
     def write(self, changes: Changes) -> asyncio.Future[None]:
         """Queues ``changes`` at once, in the order of the calls; the future is done when they are on disk.
 
-        A failed write, such as on a full disk, is a JournalError to all calls that wait: what was acknowledged before
-        is safe, and writing may go on after `recover`. A call that is cancelled may have been written."""
+        A failed write, such as on a full disk, raises JournalError in all waiting calls: everything acknowledged before
+        is safe, and writing may continue after `recover`. A cancelled call may have been written."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         with self._arrived:
             if self._closed:
@@ -132,8 +131,8 @@ class Journal:
             return states(db, uids)
 
     def read(self, uid: str) -> bytes | None:
-        """Payload of a group that is queued, leased or provisionally trained, or the newest snapshot of one in flight;
-        None if there is none on disk. From any thread. Raises SpoolError."""
+        """Payload of a group that is queued, leased or provisionally trained, or newest snapshot of one in flight; None
+        if there is none on disk. Thread-safe. Raises SpoolError."""
         location = self._locations.get(uid)
         return None if location is None else self._spool.read(location)
 
@@ -141,7 +140,7 @@ class Journal:
         return self._stats
 
     async def copy_to(self, folder: Path) -> None:
-        """Replaces ``folder`` with a copy of ledger and spool as of one moment, while writing goes on.
+        """Replaces ``folder`` with a consistent copy of ledger and spool, while writing continues.
 
         ``folder`` may be on another file system, and a journal can be opened on the copy. A crash leaves the previous
         copy, at ``folder`` or beside it (see `found_copy`)."""
@@ -185,12 +184,12 @@ class Journal:
                 _settle(batch, lambda: None)
 
     def _commit(self, batch: Sequence[_Write]) -> None:
-        """Makes a batch durable; raises if it could not be written, and then nothing of it happened."""
+        """Makes a batch durable; raises if it could not be written, in which case no part of it is committed."""
         changes = Changes()
         for write in batch:
             changes.add(write.changes)
         if not changes:
-            return  # calls that only wait for those before them
+            return  # calls that only wait for earlier ones
         end = self._spool.end
         locations = self._append(changes)
         meta: dict[str, str | int | float] = {**changes.meta}
@@ -213,7 +212,7 @@ class Journal:
         )
 
     def _append(self, changes: Changes) -> dict[str, RecordLocation | None]:
-        """Payloads of ``changes`` to disk. Returns the new location of each, None for one that is deleted."""
+        """Writes the payloads of ``changes`` to disk. Returns the new location of each, None for a deleted one."""
         records = {uid: record for uid, record in changes.payloads.items() if record is not None}
         locations: dict[str, RecordLocation | None] = {}
         if records:
@@ -223,7 +222,7 @@ class Journal:
         return locations | dict.fromkeys(deleted)
 
     def _freeze(self, folder: Path, taken: asyncio.Future[tuple[int, int]]) -> None:
-        """Copies the ledger and links the segments, which only grow, as they are now."""
+        """Copies the ledger and hard-links the segments, which only grow."""
         try:
             shutil.rmtree(folder, ignore_errors=True)
             (folder / "spool").mkdir(parents=True)
@@ -239,7 +238,7 @@ class Journal:
             taken.get_loop().call_soon_threadsafe(lambda: None if taken.done() else outcome())
 
     def _sweep(self) -> None:
-        """Deletes segments that hold no live payload. After the commit, so that no row ever misses its payload."""
+        """Deletes segments without a live payload. Called after the commit, so that no row ever lacks its payload."""
         needed = {location.segment for location in self._locations.values()}
         for segment in self._spool.segments[:-1]:
             if segment not in needed:
@@ -247,7 +246,7 @@ class Journal:
         self._swept = self._spool.end[0]
 
     def _fail(self, batch: Sequence[_Write], error: Exception) -> None:
-        """Fails the batch, and all calls that arrived meanwhile: they may build on it."""
+        """Fails the batch, and all calls that arrived meanwhile, as they may build on it."""
         with self._arrived:
             self._error = error
             batch = [*batch, *self._pending]
@@ -256,7 +255,7 @@ class Journal:
 
 
 def found_copy(folder: Path) -> Path | None:
-    """Newest whole copy that `Journal.copy_to` made at ``folder``."""
+    """Newest complete copy that `Journal.copy_to` made at ``folder``."""
     return next((path for path in (folder, folder.with_suffix(_BEFORE)) if (path / FILE).is_file()), None)
 
 
@@ -281,7 +280,7 @@ def _copy(frozen: Path, folder: Path, end: tuple[int, int]) -> None:
 
 
 def _failed_write(folder: Path, error: Exception) -> JournalError:
-    """A new exception for each caller: one that several tasks raise would collect all their tracebacks."""
+    """A new exception for each caller: an exception raised by several tasks would accumulate their tracebacks."""
     advice = "; make room or restore write access, then resume the run" if _of_the_disk(error) else ""
     failure = JournalError(
         f"{folder}: the journal could not be written: {error}. All acknowledged groups are safe{advice}"
@@ -295,7 +294,7 @@ def _of_the_disk(error: Exception) -> bool:
 
 
 def _settle(batch: Sequence[_Write], error: Callable[[], Exception | None]) -> None:
-    """Wakes all callers with one call into their loop; ``error`` makes the exception that each raises, if any."""
+    """Wakes all callers with one call into their loop; ``error`` creates the exception that each raises, if any."""
 
     def wake() -> None:
         for write in batch:
@@ -306,7 +305,7 @@ def _settle(batch: Sequence[_Write], error: Callable[[], Exception | None]) -> N
             else:
                 write.done.set_exception(failure)
 
-    with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+    with contextlib.suppress(RuntimeError):  # the loop was closed, so nobody waits any more
         batch[0].done.get_loop().call_soon_threadsafe(wake)
 
 

@@ -1,4 +1,4 @@
-"""Ledger: one SQLite row per group of a run, readable by any client while the run goes on.
+"""Ledger: one SQLite row per group of a run, readable by any client during the run.
 
 One process writes, through `asyncrl.sample_queue.journal`; a commit survives `kill -9` and power loss (WAL,
 ``synchronous=FULL``). A damaged or foreign file is refused before anything is written to it. The WAL needs a local
@@ -19,7 +19,7 @@ from asyncrl.types.versions import PolicyVersion
 
 FILE = "ledger.sqlite"
 SCHEMA_VERSION = 4
-_APPLICATION_ID = 0x41524C4C  # "ARLL": tells an asyncrl ledger from other SQLite files
+_APPLICATION_ID = 0x41524C4C  # "ARLL": marks an SQLite file as an asyncrl ledger
 _ROWS_PER_STATEMENT = 32
 _KEYS_PER_STATEMENT = 512
 _BUSY_TIMEOUT_MS = 30_000  # a client that holds the write lock longer than this fails the run
@@ -49,6 +49,7 @@ CREATE TABLE groups (
   started_s REAL,
   generated_s REAL,
   finished_s REAL,
+  processing_s REAL,
   leased_s REAL,
   trained_s REAL,
   dropped_s REAL,
@@ -73,11 +74,11 @@ CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 
 
 class LedgerError(RuntimeError):
-    """The ledger is missing, damaged, foreign or not writable; the message says which, and what to do."""
+    """The ledger is missing, damaged, foreign or not writable; the message says which, and how to continue."""
 
 
 class Ledger:
-    """Writing end. ``meta`` describes the run (its id, G, the threshold, …) and is written at every opening.
+    """Write access to the ledger. ``meta`` describes the run (its id, G, the threshold, …) and is written on opening.
 
     Raises LedgerError if the file is not a whole ledger of this schema, or cannot be written."""
 
@@ -106,8 +107,8 @@ class Ledger:
         payloads: Mapping[str, RecordLocation | None] | None = None,
         meta: Mapping[str, str | int | float] | None = None,
     ) -> None:
-        """One transaction, on disk when this returns. ``payloads``: the location of each by uid, None to delete it.
-        Raises sqlite3.Error; nothing was written then."""
+        """Writes one transaction, on disk on return. ``payloads``: location of each by uid, None to delete it. Raises
+        sqlite3.Error if nothing was written."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             _upsert(self._db, "groups", "seq", GroupRecord._fields, groups)
@@ -125,7 +126,7 @@ class Ledger:
             raise
 
     def copy_to(self, path: Path) -> None:
-        """Everything committed so far, as one file."""
+        """Copies everything committed so far into one file."""
         with closing(sqlite3.connect(path)) as copy:
             self._db.backup(copy)
 
@@ -145,7 +146,7 @@ class Ledger:
 
 @contextmanager
 def reading(path: Path, thorough: bool = True) -> Iterator[sqlite3.Connection]:
-    """Read-only view of one moment of the ledger, also while another process writes it.
+    """Read-only snapshot of the ledger, also while another process writes it.
 
     Raises LedgerError if it is missing, of another schema, or damaged; ``thorough`` checks the whole file for damage,
     not just the pages that are read."""
@@ -189,7 +190,7 @@ def recover(db: sqlite3.Connection) -> Recovered:
 
 
 def payload_locations(db: sqlite3.Connection) -> dict[str, RecordLocation]:
-    """Where the spool holds the payload of each finished group, and the newest snapshot of each group in flight."""
+    """Location of each finished group's payload and each in-flight group's newest snapshot, by uid."""
     rows = db.execute("SELECT uid, segment, offset, length FROM payloads")
     return {uid: RecordLocation(*location) for uid, *location in rows}
 
@@ -241,11 +242,11 @@ def _connect_readonly(path: Path) -> sqlite3.Connection:
             db.close()
             if path.with_name(path.name + "-wal").exists():
                 raise
-            # a folder that cannot be written: SQLite has no place for its shared memory, and needs none
+            # read-only folder: SQLite cannot create its shared memory there, and needs none without a WAL
             db = sqlite3.connect(f"{uri}&immutable=1", uri=True, isolation_level=None)
             db.execute("SELECT 1 FROM sqlite_master").fetchone()
     except sqlite3.DatabaseError as e:
-        raise LedgerError(f"{path} cannot be read as a ledger: {e}; it was left as it is") from e
+        raise LedgerError(f"{path} cannot be read as a ledger: {e}; it was not changed") from e
     return db
 
 
@@ -257,13 +258,13 @@ def _check(db: sqlite3.Connection, path: Path, thorough: bool, may_be_empty: boo
         empty = not db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
         found = [row[0] for row in db.execute("PRAGMA quick_check(3)")] if thorough else ["ok"]
     except sqlite3.DatabaseError as e:
-        raise LedgerError(f"{path} is damaged: {e}; it was left as it is, restore it from a copy") from e
+        raise LedgerError(f"{path} is damaged: {e}; it was not changed, restore it from a copy") from e
     if empty and may_be_empty and not application:
         return  # a crash before its schema was written
     if application != _APPLICATION_ID:
-        raise LedgerError(f"{path} is an SQLite file of something else, not a ledger of asyncrl; it was left as it is")
+        raise LedgerError(f"{path} is an SQLite file of another program, not an asyncrl ledger; it was not changed")
     if schema != SCHEMA_VERSION:
         raise LedgerError(f"{path} has schema {schema}, expected {SCHEMA_VERSION}: use the release that wrote it")
     if found != ["ok"]:
         what = "; ".join(" ".join(found).splitlines())
-        raise LedgerError(f"{path} is damaged: {what}; it was left as it is, restore it from a copy")
+        raise LedgerError(f"{path} is damaged: {what}; it was not changed, restore it from a copy")

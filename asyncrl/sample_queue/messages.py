@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from asyncrl.types.versions import PolicyVersion
 
+OVERDUE = "overdue"  # drop reason: past the staleness bound
+POISON = "poison"  # drop reason: refused too often
+
 
 class Ticket(NamedTuple):
     """Admission request for a group."""
@@ -46,7 +49,7 @@ class Recovery(NamedTuple):
 @dataclass(frozen=True)
 class LeasedGroup:
     """One group of a lease, without its payload. ``oldest``: version that its staleness counts from. ``processing_s``:
-    from issue until it was queued; ``in_queue_s``: from there to the lease."""
+    duration of the attempt that finished it, in the rollouter; ``in_queue_s``: from then to the lease."""
 
     uid: str
     oldest: PolicyVersion
@@ -56,9 +59,9 @@ class LeasedGroup:
 
 @dataclass(frozen=True)
 class Lease:
-    """``groups`` in the order of their payloads; empty, with the reason in ``closed``, when there will be none.
+    """``groups`` in the order of their payloads; empty, with the reason in ``closed``, if there will be none.
 
-    Tokens of versions numbered below ``mask_before`` are too old to be trained; None: none is too old."""
+    Tokens of versions numbered below ``mask_before`` are too old to be trained; None: no token is too old."""
 
     groups: tuple[LeasedGroup, ...]
     closed: str | None = None

@@ -1,4 +1,4 @@
-"""Values that the state machine hands to the journal, and that the journal gives back after a restart."""
+"""Records that the state machine passes to the journal, and that the journal returns after a restart."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ class GroupRecord(NamedTuple):
     started_s: float | None = None  # first token sampled
     generated_s: float | None = None  # all samples generated; rewards follow
     finished_s: float | None = None
+    processing_s: float | None = None  # duration of the attempt that finished it, by the rollouter's clock
     leased_s: float | None = None
     trained_s: float | None = None
     dropped_s: float | None = None
@@ -70,7 +71,7 @@ class VersionRecord(NamedTuple):
 
     lineage: int
     number: int
-    trained: int  # groups in the weights when this number was first published
+    trained: int  # groups in the weights when this number was first published; 0 until then
     published_s: float | None  # None: announced only
 
 
@@ -87,7 +88,7 @@ class Changes:
         return bool(self.groups or self.payloads or self.versions or self.meta)
 
     def take(self) -> Changes:
-        """Returns the changes so far and starts over."""
+        """Returns the changes so far and clears them."""
         taken = replace(self)
         self.groups, self.payloads, self.versions, self.meta = {}, {}, {}, {}
         return taken
@@ -119,8 +120,3 @@ class Recovered:
     covered_step: int = 0
     last_uid: str | None = None
     closed: str | None = None
-
-    @property
-    def trained(self) -> int:
-        """Groups in the weights, provisionally or for good."""
-        return self.final + sum(group.state == TRAINED for group in self.groups)

@@ -1,4 +1,4 @@
-"""Scheduling policy: which groups may start, which are trained next, and which are too late."""
+"""Scheduling policy: selects the groups that may start, those to train next, and those that are too late."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Overdue = Literal["wait", "mask", "drop"]
 
 
 class Schedule:
-    """Decisions over the groups and versions of a run; it changes neither.
+    """Read-only decisions over the groups and versions of a run.
 
     ``order``: ``fifo`` trains in the order of issue; ``ready_first`` trains finished groups first, the earliest
-    deadline first. ``overdue``: what happens to a group past the staleness bound. ``wait`` holds the trainer back for
-    groups that must come first, so that none is past it (except when G shrank on resume: such groups are dropped);
-    ``mask`` takes tokens that are too old out of the loss; ``drop`` drops the group."""
+    deadline first. ``overdue``: treatment of groups past the staleness bound. With ``wait`` the trainer waits for
+    groups that must come first, so that none passes the bound (unless G shrank on resume: such groups are dropped);
+    ``mask`` excludes tokens that are too old from the loss; ``drop`` drops the group."""
 
     def __init__(
         self, table: GroupTable, versions: VersionTable, admission: Admission, order: Order, overdue: Overdue
@@ -34,8 +34,8 @@ class Schedule:
     # -- starting --------------------------------------------------------------------------------------------------
 
     def startable(self, tickets: Sequence[Ticket], given_up: Collection[str]) -> int:
-        """Number of tickets, from the front, that may start now. ``given_up``: groups dropped as overdue, which take no
-        place. Raises QueueError for a group that is already finished."""
+        """Number of tickets, from the front, that may start now. ``given_up``: groups dropped as overdue, which use no
+        budget. Raises QueueError for a group that is already finished."""
         if (oldest := self._versions.oldest) is None:
             return 0
         for uid, *_ in tickets:
@@ -69,7 +69,7 @@ class Schedule:
     # -- training --------------------------------------------------------------------------------------------------
 
     def next_batch(self, count: int) -> list[GroupRecord] | None:
-        """Groups that the next step of ``count`` trains; None until all of them are finished."""
+        """The ``count`` groups of the next step; None until all of them are finished."""
         waiting = self._table.waiting()  # in the order of issue
         if self._order == "fifo":
             taken = waiting[:count]
@@ -96,7 +96,7 @@ class Schedule:
         return current.number - self._admission.bound if self._overdue == "mask" and current is not None else None
 
     def overdue(self) -> list[GroupRecord]:
-        """Groups that no step holds and that can no longer be trained in time."""
+        """Unleased groups that can no longer be trained in time."""
         if (current := self._versions.current) is None:
             return []
         waiting = self.in_training_order(self._table.waiting())
@@ -126,7 +126,7 @@ class Schedule:
         return self._admission.deadline(group.version)
 
     def _fits(self, deadlines: Sequence[int], taken: int = 0) -> bool:
-        """``taken``: groups about to be leased, beside those that are."""
+        """``taken``: number of groups about to be leased, beside those leased already."""
         if (current := self._versions.current) is None:
             return False
         leased = len(self._table.in_state(LEASED))

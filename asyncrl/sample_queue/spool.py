@@ -39,7 +39,7 @@ _MOST_BUFFERS = 1024  # per writev (IOV_MAX on Linux)
 
 
 class SpoolError(RuntimeError):
-    """The spool is damaged or cannot be written; the message names file, offset, what was expected and found."""
+    """The spool is damaged or cannot be written; the message names file and offset, and expected and found values."""
 
 
 class RecordLocation(NamedTuple):
@@ -135,7 +135,7 @@ class Spool:
 
     def append_all(self, records: Sequence[Record]) -> list[RecordLocation]:
         """Appends records without copying their payloads, in few system calls; nothing is durable before `flush`.
-        After an OSError (disk full, …) all earlier records are whole, and appending may go on."""
+        After an OSError (disk full, …) all earlier records are intact, and appending may continue."""
         if self._failed is not None:
             raise SpoolError(f"{self.folder}: an earlier flush failed ({self._failed}); reopen the spool")
         locations: list[RecordLocation] = []
@@ -157,8 +157,8 @@ class Spool:
     def flush(self) -> None:
         """Makes all appended records durable: they survive a power loss when this returns.
 
-        After an error the kernel may have discarded the unwritten pages, and the next flush would succeed without them:
-        the spool takes no more records then."""
+        After an error the kernel may have discarded the unwritten pages, and the next flush would succeed without them,
+        so the spool refuses further records."""
         try:
             self._disk.sync(self._fd)
         except OSError as e:
@@ -182,7 +182,7 @@ class Spool:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def read(self, location: RecordLocation) -> bytes:
-        """Payload at ``location``, checksum verified. From any thread. Raises SpoolError."""
+        """Payload at ``location``, checksum verified. Thread-safe. Raises SpoolError."""
         path = self._path(location.segment)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

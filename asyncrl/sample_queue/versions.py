@@ -5,7 +5,7 @@
     retire_before(v)       no replica serves a version before v
     withdraw()             the weights went back to a checkpoint: nothing is served until the next publish
 
-Pure, like `asyncrl.sample_queue.group_state`: the rows to persist are noted in ``changes``.
+Pure, like `asyncrl.sample_queue.group_state`: ``changes`` collects the rows to persist.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class VersionTable:
         """Oldest version served: new groups count from it, as their replica may still serve it."""
         return next(iter(self.served), None)
 
-    def announce(self, version: PolicyVersion, trained: int) -> None:
+    def announce(self, version: PolicyVersion) -> None:
         if version not in self.announced:
             self.announced.add(version)
-            self._changes.versions[version] = VersionRecord(*version, trained, None)
+            self._changes.versions[version] = VersionRecord(*version, 0, None)
 
     def publish(self, version: PolicyVersion, trained: int, rolling: bool = False) -> None:
         """``trained`` is T. Raises QueueError unless ``version`` is the highest so far."""
@@ -54,7 +54,7 @@ class VersionTable:
         self._note_oldest()
 
     def retire_before(self, version: PolicyVersion) -> None:
-        """The current version stays."""
+        """Stops serving versions before ``version``, except the current one."""
         for older in [served for served in self.served if served < version and served != self.current]:
             del self.served[older]
         self._note_oldest()

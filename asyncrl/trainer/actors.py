@@ -1,4 +1,4 @@
-"""Trainer ranks as Ray actors, and the group of them that the training loop calls."""
+"""Trainer ranks as Ray actors, and the rank group that the training loop calls."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 @ray.remote
 class TrainerRankActor(SupervisedActor):
-    """One rank. A dedicated thread does all computing, so that telemetry calls are answered; another writes checkpoints
-    while training goes on."""
+    """One rank. One thread does all computation, so the actor keeps answering telemetry calls; another writes
+    checkpoints while training continues."""
 
     def __init__(self, config: Config, rank: int, world_size: int, logs: LogConfig | None = None) -> None:
         super().__init__(f"trainer/{rank}", logs)
@@ -45,8 +45,8 @@ class TrainerRankActor(SupervisedActor):
         self._payload: Sequence[bytes] = []
 
     async def rendezvous(self) -> str:
-        """Address on this rank's node at which the ranks meet. It listens from now on: a port that is merely free may
-        be taken by another program before the ranks are ready."""
+        """Rendezvous address of the ranks, on this rank's node. It listens from now on, because another program could
+        take a free port before the ranks are ready."""
         from asyncrl.param_sync.transports.process_group import host_store
 
         host = ray.util.get_node_ip_address()
@@ -64,9 +64,8 @@ class TrainerRankActor(SupervisedActor):
             sync, host = self._config.param_sync, ray.util.get_node_ip_address()
             writer = make_writer(sync.transport, 0, sync.bucket_bytes, host) if self._rank == 0 else None
             self._sender = Sender(self.name, writer)
-            log.info(
-                "trains with the %s backend, rank %d of %d", self._config.trainer.backend, self._rank, self._world_size
-            )
+            backend = self._config.trainer.backend
+            log.info("training with the %s backend, rank %d of %d", backend, self._rank, self._world_size)
 
         await self._compute(build)
 
@@ -147,16 +146,12 @@ class RankGroup:
         return await self._ranks[0].first_groups(count)
 
     async def stage(self) -> None:
-        """Copy the state of all ranks; training may go on after the return."""
+        """Copy the state of all ranks; training may continue after the return."""
         await self._all(lambda rank: rank.stage())
 
     async def write(self, path: Path) -> None:
         """Write the last staged state while the ranks train; the next `stage` must wait for the return."""
         await self._all(lambda rank: rank.write(path))
-
-    async def save(self, path: Path) -> None:
-        await self.stage()
-        await self.write(path)
 
     async def load(self, path: Path) -> None:
         await self._all(lambda rank: rank.load(path))

@@ -22,7 +22,7 @@ def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> Trai
 
     Columns: ``behaviour_logprobs``. Sequence columns, [B] each: ``group`` int64 (index in ``groups``), ``rewards``
     float32, ``finish`` uint8 (FinishReason), ``versions`` and ``version_span`` int64 (number of policy versions that
-    sampled it, and the newest number less the oldest). Raises ValueError for no groups, and for a group without prompt
+    sampled it, and the newest number minus the oldest). Raises ValueError for no groups, and for a group without prompt
     tokens: no position's logits would predict its first response token.
     """
     if not groups:
@@ -65,7 +65,7 @@ def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> Trai
 
 
 def version_span(versions: set[PolicyVersion]) -> int:
-    """Highest version number less the lowest, across lineages; 0 for none."""
+    """Highest version number minus the lowest, across lineages; 0 for none."""
     numbers = [version.number for version in versions]
     return max(numbers, default=0) - min(numbers, default=0)
 

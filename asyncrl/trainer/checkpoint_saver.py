@@ -1,4 +1,4 @@
-"""Saves checkpoints of a run while it trains on: stage → write → complete → cover."""
+"""Saves checkpoints while training continues: stage → write → complete → cover."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncrl.trainer.protocols import QueueClient, Ranks
 
 log = logging.getLogger(__name__)
 
-RESTORABLE = 2  # newest checkpoints a resumed run can restore; the queue keeps what was trained after them
+RESTORABLE = 2  # number of newest checkpoints a resumed run can restore; the queue keeps the groups trained after them
 
 
 class CheckpointSaver:
@@ -42,9 +42,9 @@ class CheckpointSaver:
         self._newest = (step if step is not None else -1, False)
 
     async def save(self, progress: Progress, last: bool = False) -> None:
-        """Save a checkpoint of ``progress``, unless there is one. Training waits while the state is copied and while a
-        Hugging Face folder is exported; the write runs beside it, except for the ``last`` checkpoint and with
-        asynchronous saving off."""
+        """Save a checkpoint of ``progress``, unless it exists. Training waits while the state is staged and a Hugging
+        Face folder is exported; the write overlaps with training, except for the ``last`` checkpoint and with
+        ``checkpoint.asynchronous`` off."""
         await self.finish()
         options = self._config
         if self._newest >= (progress.step, last):
@@ -67,12 +67,13 @@ class CheckpointSaver:
             await writing
 
     async def check(self) -> None:
-        """Raise the failure of a write that has ended, without waiting for one in progress."""
+        """Raise the failure of a write that has ended; does not wait for a running one."""
         if self._writing is not None and self._writing.done():
             await self.finish()
 
     async def settle(self) -> None:
-        """After a rank died: wait until the write in progress has failed, or has become the checkpoint to restore."""
+        """After a rank's death: wait until the write in progress has failed, or has produced the checkpoint to
+        restore."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -82,8 +83,8 @@ class CheckpointSaver:
         await cancelled([writing])
 
     async def rate(self, progress: Progress, metrics: Mapping[str, float]) -> None:
-        """Rate the checkpoint of exactly these weights by ``metrics``, if they have the metric that decides the best;
-        it may be saved already, later or never."""
+        """Rate the checkpoint of exactly these weights if ``metrics`` has ``checkpoint.best_metric``. The checkpoint
+        may be saved already, later or never."""
         if self._config.best_metric in metrics:
             await asyncio.to_thread(self._checkpoints.rate, progress.taken, metrics)
 

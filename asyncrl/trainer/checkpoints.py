@@ -1,4 +1,4 @@
-"""Checkpoints of a run: folders that appear whole, with a checksum of every file, retained by age and rating.
+"""Checkpoints of a run: folders that appear atomically, with a checksum of every file, retained by age and rating.
 
     checkpoints/step_000012/            metadata.json, checksums.json, state/ (the ranks'), hf/ (if exported),
                                         rating.json (may be measured later, so without a checksum)
@@ -10,11 +10,11 @@
 One process writes, any may read::
 
     store = CheckpointStore(run_dir / "checkpoints", config.checkpoint)
-    store.sweep()                                   # once, before a run continues here: removes what a crash left
+    store.sweep()                                   # once, before a run continues here: removes a crash's leftovers
     newest = store.newest()                         # store.open(newest.path) verifies every file
     partial = store.begin(step)                     # write into it
-    checkpoint = store.complete(partial, metadata)  # whole and on disk from here on
-    store.rate(checkpoint.taken, metrics)           # measured of its weights, before or after the save
+    checkpoint = store.complete(partial, metadata)  # complete and on disk from here on
+    store.rate(checkpoint.taken, metrics)           # measured with its weights, before or after the save
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class CheckpointMetadata:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint. ``rating``: the metric that decides which are best, once measured of its weights."""
+    """A complete checkpoint. ``rating``: the metric that decides which are best, once measured with its weights."""
 
     path: Path
     metadata: CheckpointMetadata
@@ -67,8 +67,8 @@ class Checkpoint:
 
     @property
     def taken(self) -> tuple[int, int]:
-        """Sort key by time: after a rollback to step 9, the new lineage's step 10 is later than the old lineage's step
-        12, whose later checkpoints are obsolete."""
+        """Sort key by time: after a rollback to step 9, the new lineage's step 10 is later than step 12 of the old
+        lineage, whose later checkpoints are obsolete."""
         return self.metadata.version.lineage, self.metadata.step
 
 
@@ -84,7 +84,7 @@ class CheckpointStore:
         self._naming = threading.Lock()  # one thread writes checkpoints while another rates them
 
     def sweep(self) -> None:
-        """Remove what an interrupted save or deletion left. Only for the run that writes here, before it writes.
+        """Remove leftovers of interrupted saves and deletions. Only for the run that writes here, before it writes.
 
         A checkpoint that was about to be replaced by a new one of its step gets its name back."""
         for path in sorted(self.folder.glob("*")):
@@ -94,7 +94,7 @@ class CheckpointStore:
                 _remove(path)
 
     def begin(self, step: int) -> Path:
-        """An empty folder for this step's checkpoint; remains of an earlier attempt are removed."""
+        """Create an empty folder for this step's checkpoint; removes leftovers of an earlier attempt."""
         partial = self.folder / f"step_{step:06d}{PARTIAL}"
         _remove(partial)
         partial.mkdir(parents=True)
@@ -107,7 +107,7 @@ class CheckpointStore:
         renamed away first, and deleted afterwards; a crash in between leaves the preceding checkpoint as the newest,
         and `sweep` restores the old one of this step."""
         if partial.name != f"step_{metadata.step:06d}{PARTIAL}":
-            raise ValueError(f"expected the folder that begin({metadata.step}) gave, found {partial}")
+            raise ValueError(f"expected the folder that begin({metadata.step}) returned, found {partial}")
         _write_json(partial / _METADATA, asdict(metadata))
         sums = {str(p.relative_to(partial)): _measured(p, sync=True)._asdict() for p in _files(partial)}
         _write_json(partial / _CHECKSUMS, {"files": sums})
@@ -116,24 +116,26 @@ class CheckpointStore:
 
         whole = partial.with_suffix("")
         replaced = whole.with_suffix(_REPLACED)
+        checkpoint = Checkpoint(whole, metadata)
         with self._naming:
+            if rating := self._ratings.get(checkpoint.taken, {}):
+                _write_rating(partial, rating)
             if whole.exists():
                 _remove(replaced)
                 whole.rename(replaced)
             partial.rename(whole)
             _sync(self.folder)
-            _remove(replaced)
-            checkpoint = Checkpoint(whole, metadata)
-            checkpoint = self._rated(checkpoint, self._ratings.get(checkpoint.taken, {}))
-            self._rotate()
-        return checkpoint
+            trash = self._rotate()
+        for folder in (replaced, *trash):
+            _remove(folder)
+        return replace(checkpoint, rating=rating)
 
     def await_rating(self, taken: tuple[int, int]) -> None:
         """The weights of `Checkpoint.taken` are being measured: their checkpoint is kept until `rate` is called."""
         self._awaited.add(taken)
 
     def rate(self, taken: tuple[int, int], metrics: Mapping[str, float]) -> None:
-        """Record ``metrics`` measured of the weights of `Checkpoint.taken`, whether or not these are saved yet; then
+        """Record ``metrics`` measured with the weights of `Checkpoint.taken`, whether or not these are saved yet; then
         delete the checkpoints not kept."""
         name = self._config.best_metric
         with self._naming:
@@ -142,8 +144,10 @@ class CheckpointStore:
                 self._ratings[taken] = {name: metrics[name]}
                 for checkpoint in self.all():
                     if checkpoint.taken == taken:
-                        self._rated(checkpoint, self._ratings[taken])
-            self._rotate()
+                        _write_rating(checkpoint.path, self._ratings[taken])
+            trash = self._rotate()
+        for folder in trash:
+            _remove(folder)
 
     def all(self) -> list[Checkpoint]:
         """Whole checkpoints in the order in which they were taken. Files are not verified; `open` does that.
@@ -186,37 +190,32 @@ class CheckpointStore:
         link.replace(self.folder / FINAL)
         _sync(self.folder)
 
-    def _rated(self, checkpoint: Checkpoint, rating: dict[str, float]) -> Checkpoint:
-        """The checkpoint with this rating, which is also written to disk."""
-        if rating:
-            staged = checkpoint.path / f"{_RATING}{PARTIAL}"
-            _write_json(staged, rating)
-            staged.replace(checkpoint.path / _RATING)
-        return replace(checkpoint, rating=rating)
-
-    def _rotate(self) -> None:
-        """Delete all but the newest ``keep_last`` (0: keep all), the best ``keep_best``, and those still being rated.
-        Of equals the newer one is better; a checkpoint without a finite rating is never among the best."""
+    def _rotate(self) -> list[Path]:
+        """Rename the checkpoints to delete, and return their new paths: removal may take minutes, so the caller does it
+        without the lock. Keeps the newest ``keep_last`` (0: all), the best ``keep_best``, and those still being rated.
+        Of equal ratings the newer checkpoint wins; one without a finite rating is never among the best."""
         found, config = self.all(), self._config
         if not config.keep_last:
-            return
+            return []
         sign = 1.0 if config.best_is == "highest" else -1.0
         values = {c.path: sign * c.rating.get(config.best_metric, math.nan) for c in found}
         rated = sorted((c for c in found if math.isfinite(values[c.path])), key=lambda c: (values[c.path], c.taken))
         best = rated[-config.keep_best :] if config.keep_best else []
-        for checkpoint in found[: -config.keep_last]:
-            if checkpoint not in best and not (config.keep_best and checkpoint.taken in self._awaited):
-                self._delete(checkpoint.path)
+        return [
+            self._discarded(checkpoint.path)
+            for checkpoint in found[: -config.keep_last]
+            if checkpoint not in best and not (config.keep_best and checkpoint.taken in self._awaited)
+        ]
 
-    def _delete(self, path: Path) -> None:
-        """Renamed first, so that a half-deleted one does not look whole."""
+    def _discarded(self, path: Path) -> Path:
+        """Rename a checkpoint's folder, so that a half-deleted one does not look complete; returns the new path."""
         final = self.folder / FINAL
         if final.is_symlink() and os.readlink(final) == path.name:
             final.unlink()
         trash = path.with_suffix(_TRASH)
         _remove(trash)
         path.rename(trash)
-        _remove(trash)
+        return trash
 
     def _paths(self) -> list[Path]:
         return [path for path in self.folder.glob("step_*") if _NAME.fullmatch(path.name)]
@@ -274,6 +273,13 @@ def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
+def _write_rating(checkpoint: Path, rating: dict[str, float]) -> None:
+    staged = checkpoint / f"{_RATING}{PARTIAL}"
+    _write_json(staged, rating)
+    _sync(staged)
+    staged.replace(checkpoint / _RATING)
+
+
 def _read_json(path: Path, read: Callable[[Any], T]) -> T | None:
     """Parse a JSON file with ``read``; None if it does not exist. Raises CheckpointError if it is damaged."""
     try:
@@ -286,7 +292,11 @@ def _read_json(path: Path, read: Callable[[Any], T]) -> T | None:
 
 
 def _rating(path: Path) -> dict[str, float]:
-    return _read_json(path / _RATING, dict) or {}
+    """Empty if damaged: a checkpoint is usable without its rating."""
+    try:
+        return _read_json(path / _RATING, dict) or {}
+    except CheckpointError:
+        return {}
 
 
 def _metadata(value: Any) -> CheckpointMetadata:

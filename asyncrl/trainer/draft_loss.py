@@ -8,15 +8,14 @@ the policy's distributions of such a token, both at its sampling temperature::
     L = loss_scaling_factor / depths · Σ over d of loss_d          (DeepSeek-V3 2024, section 2.2)
 
 The sum in the acceptance loss is the probability that a drafted token is accepted. This loss learns from whole
-distributions, as in Zhou et al. 2024, "DistillSpec" (arXiv 2310.08461), and directs a draft that is too small to equal
-the policy at acceptance. exp(−loss_d) is the geometric mean of those probabilities.
+distributions, as in Zhou et al. 2024, "DistillSpec" (arXiv 2310.08461), and makes a draft that is too small to match
+the policy optimize acceptance itself. exp(−loss_d) is the geometric mean of those probabilities.
 
-|S_d| is independent of the policy loss's denominator: advantages and sequence weights do not bear on how often the
-draft should have been right.
+|S_d| is independent of the policy loss's denominator: advantages and sequence weights do not apply to the draft.
 
-A batch teaches the draft far more than the policy, since the draft has labels, and it must follow a policy that moves
-with every step. With ``detach_encoder`` the batch is therefore cut into equal shares and the draft takes an optimizer
-step on each, ``passes`` times over; |S_d| is then that of a share.
+The draft has labels, so it can learn far more from a batch than the policy, and it must keep up with a policy that
+changes at every step. With ``detach_encoder`` the batch is therefore split into equal shares and the draft takes an
+optimizer step on each, ``passes`` times; |S_d| then counts the tokens of one share.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The training loop: lease → train → sync → save → validate; back to the last checkpoint when ranks die.
+"""The training loop: lease → train → sync → validate → publish → save; back to the last checkpoint when ranks die.
 
 queue ──lease──► ranks.train ──► every trigger_parameter_sync_step steps: sync → validate → publish
   ▲                   │    └───► every checkpoint.every_steps steps: save
@@ -20,6 +20,7 @@ from asyncrl.config.schema import Config
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.processes.tasks import cancelled
 from asyncrl.sample_queue.messages import Lease
+from asyncrl.trainer.algorithms.base import ALGORITHMS
 from asyncrl.trainer.checkpoint_saver import CheckpointSaver
 from asyncrl.trainer.checkpoints import Checkpoint, CheckpointMetadata, CheckpointStore
 from asyncrl.trainer.progress import Progress, TrainingState
@@ -34,8 +35,8 @@ log = logging.getLogger(__name__)
 
 
 class TrainLoop:
-    """One per run, in the driver. ``begin()``, then ``run()`` to the end; ``stop(reason)`` ends it after the step under
-    way. ``journal_copy``: see `CheckpointSaver`."""
+    """One per run, in the driver. ``begin()``, then ``run()`` to the end; ``stop(reason)`` ends it after the current
+    step. ``journal_copy``: see `CheckpointSaver`."""
 
     def __init__(
         self,
@@ -64,19 +65,20 @@ class TrainLoop:
         self._state.stop(reason)
 
     async def begin(self, checkpoint: Checkpoint | None) -> None:
-        """Bring ranks and queue to a checkpoint, or to the start, before anything is rolled out."""
+        """Set ranks and queue to a checkpoint, or to the start, before any rollout."""
         await self._with_ranks(lambda: self._go_to(checkpoint), lambda: self._go_to(checkpoint))
 
     async def run(self) -> Progress:
         """Publish the first version, train up to ``trainer.total_steps``, save, publish the final weights. When ranks
         die, restore the last checkpoint with new ones.
 
-        Raises what any part raised. Stopped by `stop`, saves and returns; at the end of the prompts, also publishes."""
+        Propagates the exceptions of all parts. After `stop` saves and returns; when the prompts end also publishes."""
         algorithm = self._config.algorithm
-        if algorithm.anchor == "proximal" and self._config.async_training.require_batches * algorithm.epochs == 1:
+        one_step = self._config.async_training.require_batches * algorithm.epochs == 1
+        if one_step and ALGORITHMS.find(algorithm.name).reads_proximal(algorithm):
             log.warning(
-                "algorithm: a batch takes one optimizer step, in which the ratio to algorithm.anchor=proximal is 1: "
-                "clip_low and clip_high have no effect. Expected anchor=behaviour, or more steps per batch"
+                "algorithm: a batch takes one optimizer step, in which the ratio to the proximal policy is 1: clip_low "
+                "and clip_high have no effect. Expected algorithm.anchor=behaviour, or more steps per batch"
             )
 
         async def train_again() -> Progress:
@@ -123,7 +125,7 @@ class TrainLoop:
             leasing = self._queue.lease(step, self._derived.groups_per_step)
             found = await self._publisher.while_replicas_join(leasing)
         if found is None:
-            await self._queue.release(step)  # it may have been granted at the same moment
+            await self._queue.release(step)  # the lease may have been granted at the same moment
             return Lease(()), None
         return found
 
@@ -142,7 +144,7 @@ class TrainLoop:
         if self._reporting is not None:
             await self._reporting
         self._reporting = asyncio.create_task(self._observe(self._state.progress, metrics))
-        await asyncio.sleep(0)  # its first calls leave before the next step's
+        await asyncio.sleep(0)  # lets its first calls go out before the next step's
 
     async def _observe(self, progress: Progress, metrics: Mapping[str, float]) -> None:
         await self._saver.rate(progress, await self._observer.on_step(progress, metrics))
@@ -174,7 +176,7 @@ class TrainLoop:
             work = again
 
     async def _settle(self) -> None:
-        """End everything still under way with the old ranks."""
+        """End everything that still runs on the old ranks."""
         reporting, self._reporting = self._reporting, None
         await self._saver.settle()
         await cancelled([reporting] if reporting is not None else [])
@@ -192,7 +194,7 @@ class TrainLoop:
         newest = await self._queue.rollback(metadata.step)
         lineage = newest.lineage + 1 if newest is not None else 0
         of_version = metadata.trained - metadata.trained_at_publish
-        # if steps or versions changed size, the version starts over, which makes it younger
+        # if the size of steps or versions changed, the version starts over, with newer weights under its number
         within = of_version < self._derived.groups_per_version and of_version % self._derived.groups_per_step == 0
         self._state.progress = Progress(
             metadata.step,
@@ -203,6 +205,6 @@ class TrainLoop:
         )
         if lineage:
             before, now = metadata.version, self._state.progress.version
-            log.info("back at step %d: the weights are those of version %s, now %s", metadata.step, before, now)
+            log.info("back at step %d: the weights of version %s are now version %s", metadata.step, before, now)
         self._saver.restored(metadata.step if checkpoint is not None else None)
         self._publisher.restored()

@@ -22,7 +22,7 @@ class Progress:
 
     @property
     def taken(self) -> tuple[int, int]:
-        """Identifies the weights: `asyncrl.trainer.checkpoints.Checkpoint.taken` of a checkpoint saved now."""
+        """`asyncrl.trainer.checkpoints.Checkpoint.taken` of a checkpoint saved now: identifies its weights."""
         return self.version.lineage, self.step
 
     @property
@@ -39,7 +39,7 @@ class TrainingState:
         self.stopping = asyncio.Event()
 
     def stop(self, reason: str) -> None:
-        """Ask for the end after the step under way; the first reason counts."""
+        """Request the end of training after the current step; the first reason is kept."""
         if not self.stopping.is_set():
             self.progress = replace(self.progress, stopped=reason)
         self.stopping.set()

@@ -13,14 +13,14 @@ from asyncrl.types.versions import PolicyVersion
 
 
 class QueueClient(Protocol):
-    """The trainer's side of the sample queue. ``lease`` returns a payload that goes to `Ranks.train` unread."""
+    """The trainer's side of the sample queue. ``lease`` returns a payload that is passed to `Ranks.train` unread."""
 
     async def lease(self, step: int, count: int) -> tuple[Lease, Any]: ...
     async def trained(self, step: int) -> None: ...
     async def covered(self, step: int) -> None: ...
     async def release(self, step: int) -> None: ...
     async def rollback(self, step: int) -> PolicyVersion | None: ...
-    async def announce(self, version: PolicyVersion, trained: int) -> None: ...
+    async def announce(self, version: PolicyVersion) -> None: ...
     async def publish(
         self, version: PolicyVersion, trained: int | None = None, rolling: bool = False
     ) -> dict[str, int]: ...
@@ -30,7 +30,7 @@ class QueueClient(Protocol):
 
 
 class Ranks(Protocol):
-    """All trainer ranks at once. ``stage`` copies their state, ``write`` writes the copy while they train on."""
+    """All trainer ranks at once. ``stage`` copies their state; ``write`` writes the copy while training continues."""
 
     async def train(self, step: int, payload: Any, mask_before: int | None) -> dict[str, float]: ...
     async def stage(self) -> None: ...
@@ -50,7 +50,7 @@ class Sync(Protocol):
 
     async def __call__(self, version: PolicyVersion, on_sent: Callable[[], None]) -> Mapping[str, float]:
         """Move all replicas to a version; returns the session's metrics. Calls ``on_sent`` as soon as the ranks may
-        train on."""
+        continue training."""
         ...
 
     async def rejoin(self, version: PolicyVersion) -> None:
@@ -76,21 +76,21 @@ class Validation(Protocol):
     """Validation of published versions, see `asyncrl.trainer.validation.ValidationSchedule`."""
 
     async def finished(self) -> None:
-        """Wait until no validation runs beside training: each must see one version."""
+        """Wait until no validation is running: each must see one version."""
 
     async def validate(self, progress: Progress) -> None:
-        """Validate ``progress.version`` if it is due. All replicas serve it, no group has started under it."""
+        """Validate ``progress.version`` if it is due. All replicas serve it; no group has started under it."""
 
 
 class Observer(Protocol):
-    """Reporting of the run. Observes only: nothing that it does changes the run."""
+    """Reports the run; the metrics that it returns may rate checkpoints."""
 
     async def on_version(self, progress: Progress) -> None:
         """All replicas serve ``progress.version``, and it is validated if that was due."""
 
     async def on_step(self, progress: Progress, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """A step is in the weights; ``metrics`` includes those of the sync before it. Runs beside the next step.
-        Returns all metrics reported for the step."""
+        """A step is in the weights; ``metrics`` includes those of the sync before it. Runs concurrently with the next
+        step. Returns all metrics reported for the step."""
         ...
 
     async def on_end(self, progress: Progress, queue: Mapping[str, float]) -> None:

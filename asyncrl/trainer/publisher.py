@@ -1,4 +1,4 @@
-"""Publishes policy versions: announce → sync → validate → publish, and brings restarted replicas back in between."""
+"""Publishes policy versions: announce → sync → validate → publish. In between, syncs restarted replicas."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 
 
 class Publisher:
-    """Gives the current version of ``state`` to all replicas, then to the queue: groups start under it from then on.
+    """Syncs the current version of ``state`` to all replicas, then publishes it to the queue: groups start under it.
 
-    ``overlapped``: the ranks hold a host copy of the weights (``param_sync.staging: full``), so that training may go on
-    while replicas change over."""
+    ``overlapped``: replicas first receive a host copy of the weights (``param_sync.staging: full``), so training
+    continues while they change over."""
 
     def __init__(
         self,
@@ -39,27 +39,27 @@ class Publisher:
         self._validation, self._observer = validation, observer
         self._overlapped = overlapped
         self._rolling = RollingUpdate(queue, self._synced, self._served)
-        self._published = False  # a version, since the start or the last restore
+        self._published = False  # True once a version was published since the start or the last restore
         self._sync_metrics: Mapping[str, float] = {}
 
     async def publish(self) -> None:
-        """Sync the version to all replicas, validate it, then let groups start under it. Waits for the change-over to
-        the version before; if stopped while no replica lives, publishes nothing.
+        """Sync the version to all replicas, validate it, then let groups start under it. Waits for the previous
+        version's change-over first; publishes nothing if stopped while no replica is alive.
 
-        Overlapped, returns as soon as the weights have left the ranks, except for the first and the last version and
+        When overlapped, returns as soon as the weights have left the ranks, except for the first and last versions and
         after a restore."""
         state = self._state
         await self._rolling.finish()
         await self.while_replicas_join(self._validation.finished(), self._none_routable)
-        # before any replica can serve it: its tokens may reach the queue before `publish` does
-        await self._queue.announce(state.progress.version, state.progress.trained_at_publish)
+        # announced before any replica can serve it: its tokens may reach the queue before `publish` does
+        await self._queue.announce(state.progress.version)
         if self._overlapped and self._published and not state.progress.last:
             await self._rolling.start(state.progress)
             return
         if not await self._synced(state.progress.version):
             return
         await self.while_replicas_join(self._served(state.progress))
-        # no group starts under the last version: a run that resumes this one may train what is left
+        # no group starts under the last version; a run that resumes this one may train the groups left over
         if not state.progress.last:
             await self._queue.publish(state.progress.version, state.progress.trained_at_publish)
         self._published = True
@@ -67,9 +67,9 @@ class Publisher:
     async def while_replicas_join(
         self, work: Awaitable[T], on_join: Callable[[], Awaitable[bool]] | None = None
     ) -> T | None:
-        """Result of ``work``; None if a stop comes first. Whenever a replica comes back meanwhile, and no change-over
-        is under way, calls ``on_join`` (default: bring it to the version served); if it returns True, gives ``work``
-        up and returns None."""
+        """Result of ``work``; None if a stop comes first. Meanwhile, whenever a replica comes back and no change-over
+        is running, calls ``on_join`` (default: sync it to the served version); if that returns True, cancels ``work``
+        and returns None."""
         joined, stopping = on_join or self._rejoin, self._state.stopping
         working = asyncio.ensure_future(work)
         try:
@@ -96,19 +96,19 @@ class Publisher:
         self._published = False
 
     async def cancel(self) -> None:
-        """Give up a change-over that is under way."""
+        """Cancel a running change-over."""
         await self._rolling.cancel()
 
     async def _synced(self, version: PolicyVersion, on_sent: Callable[[], None] = lambda: None) -> bool:
-        """Sync the version; False if stopped while no replica lives. A session that fails for want of replicas is
-        repeated when there is one: the weights, and so the version, are the same."""
+        """Sync the version; False if stopped while no replica is alive. A session that failed because no replica was
+        left is repeated once there is one; weights and version have not changed."""
         while True:
             try:
                 self._sync_metrics = metrics = await self._sync(version, on_sent)
             except SyncError as e:
                 if e.who != ALL_REPLICAS or await self._ranks.lost(e) is not None:
                     raise
-                log.warning("%s; it is repeated with new ones", e)
+                log.warning("%s; repeating the sync with new replicas", e)
             else:
                 log.debug("version %s is served", version, extra=dict(metrics))
                 return True
@@ -122,22 +122,24 @@ class Publisher:
         await self._observer.on_version(progress)
 
     async def _none_routable(self) -> bool:
-        """True if no replica is routable: then only the next sync can bring one back, and must not be waited for."""
+        """True if no replica is routable: only the next sync can bring one back, so it must not wait."""
         return not self._sync.routable()
 
     async def _rejoin(self) -> bool:
         """Sync restarted replicas now, so that they need not wait for the next version; returns False.
 
-        Weights ahead of the published version get a version of their own, the same number in a new lineage; but only if
-        no replica is routable: others would have to change over for nothing."""
+        If the weights are ahead of the published version, publishes them as the same number in a new lineage, but only
+        if no replica is routable: live replicas would have to change over for nothing."""
         progress = self._state.progress
         if progress.trained == progress.trained_at_publish:
             try:
                 await self._sync.rejoin(progress.version)
             except SyncError as e:
-                if await self._ranks.lost(e) is not None:  # all else may wait for this replica
+                if await self._ranks.lost(e) is not None:
                     raise
                 log.warning("%s; restarted replicas join at the next sync", e)
+            if not self._sync.routable():  # no group could start, so the next sync would never come
+                await self._sync.renew()
         elif not self._sync.routable():
             self._state.next_lineage()
             await self.publish()

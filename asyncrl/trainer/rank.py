@@ -15,7 +15,7 @@ from asyncrl.param_sync.manifest import Manifest
 from asyncrl.trainer.algorithms.advantages import apply_overlong
 from asyncrl.trainer.algorithms.base import ALGORITHMS
 from asyncrl.trainer.algorithms.losses import token_weights
-from asyncrl.trainer.backends.base import BACKENDS, NonFiniteError, TrainBatch
+from asyncrl.trainer.backends.base import BACKENDS, Backend, NonFiniteError, TrainBatch
 from asyncrl.trainer.batches import build_batch, cut_mini_batches, partition
 from asyncrl.types.groups import Group
 from asyncrl.types.samples import FinishReason
@@ -35,7 +35,8 @@ class TrainerRank:
         self._algorithm = ALGORITHMS.find(config.algorithm.name)
         self._loss = self._algorithm.loss(config.algorithm)
         spec = BACKENDS.find(config.trainer.backend)
-        self._backend = spec.make(config, rank, world_size, init_method, recorder)
+        backend = spec.make(config, rank, world_size, init_method, recorder)
+        self._backend = BACKENDS.checked(backend, Backend, config.trainer.backend)
 
     def train(
         self,
@@ -80,11 +81,10 @@ class TrainerRank:
     def _score(self, mini_batch: TrainBatch, several_steps: bool) -> None:
         """Add the logprobs that the loss needs beside those of the current policy.
 
-        Only the proximal anchor reads proximal ones. A batch consumed in a single optimizer step needs none: the
-        current policy is the proximal one, so the loss uses its detached logprobs. They are exactly equal, and save a
-        forward pass."""
+        In a batch's only optimizer step the current policy is the proximal one, so the loss uses its detached logprobs:
+        exactly equal, without another forward pass."""
         temperature = self._config.rollout.temperature
-        if several_steps and self._config.algorithm.anchor == "proximal":
+        if several_steps and self._algorithm.reads_proximal(self._config.algorithm):
             mini_batch.columns["proximal_logprobs"] = self._backend.logprobs(mini_batch, temperature).logprobs
         if self._config.algorithm.kl_coef > 0:
             mini_batch.columns["reference_logprobs"] = self._backend.reference_logprobs(mini_batch, temperature)
@@ -114,7 +114,7 @@ class TrainerRank:
         return self._backend.export(base)
 
     def stage(self) -> None:
-        """Copy the state for `write`, which may run in another thread while training goes on."""
+        """Copy the state for `write`, which may run in another thread while training continues."""
         self._backend.stage()
 
     def write(self, path: str | Path) -> None:
@@ -136,8 +136,8 @@ class TrainerRank:
 
 
 def batch_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Figures of the samples before any overlong policy. A sample is partial if its tokens were sampled under several
-    versions; its span is the newest version number less the oldest."""
+    """Metrics of the samples, before the overlong policy is applied. A sample is partial if its tokens were sampled
+    under several versions; its span is the newest version number minus the oldest."""
     rewards, group = batch.sequence_columns["rewards"].astype(np.float64), batch.sequence_columns["group"]
     lengths = np.diff(batch.row_offsets)
     partial, version_span = batch.sequence_columns["versions"] > 1, batch.sequence_columns["version_span"]
@@ -172,8 +172,8 @@ def quantiles(name: str, values: np.ndarray, percents: Sequence[int]) -> dict[st
 
 
 def step_metrics(figures: dict[str, list[float]]) -> dict[str, float]:
-    """Figures of several optimizer steps as ``actor/...``, or as ``mtp/...`` where named so: means, except for extremes
-    and the last ``lr``."""
+    """Metrics of several optimizer steps as ``actor/...``, or unchanged if named ``mtp/...``: means, except for
+    extremes and the last ``lr``."""
     metrics: dict[str, float] = {}
     for name, values in figures.items():
         if name.endswith("ratio_min_negated"):

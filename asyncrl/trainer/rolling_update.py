@@ -1,4 +1,4 @@
-"""Change-over of the replicas to a version, one after the other, while training goes on."""
+"""Change-over of the replicas to a new version while training continues."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from asyncrl.types.versions import PolicyVersion
 
 
 class RollingUpdate:
-    """At most one change-over at a time. Until the last replica has the version, groups count as started under the
-    version before.
+    """At most one change-over at a time. Until every replica serves the version, groups count as started under the
+    previous one.
 
     ``sync(version, on_sent)`` moves the replicas, calls ``on_sent`` when the weights have left the ranks, and returns
     False if stopped. ``served(progress)`` is awaited when all replicas serve the version."""
@@ -28,7 +28,7 @@ class RollingUpdate:
         self._changing: asyncio.Task[None] | None = None
 
     async def start(self, progress: Progress) -> None:
-        """Start the change-over to ``progress.version``; returns when the ranks may train on."""
+        """Start the change-over to ``progress.version``; returns when the ranks may continue training."""
         sent = asyncio.Event()
         self._changing = asyncio.create_task(self._change_over(progress, sent))
         await first_of(sent.wait(), beside=self._changing)

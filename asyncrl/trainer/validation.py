@@ -11,7 +11,7 @@ from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.trainer.checkpoints import CheckpointStore
 from asyncrl.trainer.progress import Progress
 
-REPEAT_EVERY_S = 1.0  # the request for priority: a restarted rollouter does not know of it
+REPEAT_EVERY_S = 1.0  # interval of the request for priority, which a restarted rollouter has not received
 
 
 class ValidatingRollouter(Protocol):
@@ -20,7 +20,7 @@ class ValidatingRollouter(Protocol):
 
 
 class ValidationSchedule:
-    """One per run. ``run()`` beside the training loop raises failures of concurrent validations.
+    """One per run. ``run()`` runs beside the training loop and raises the failures of concurrent validations.
 
     ``report(progress, metrics, when)`` receives every result, measured at ``progress``; ``when`` is "before" or
     "after" training, or None. Results also rate the checkpoint of the same weights."""
@@ -35,10 +35,10 @@ class ValidationSchedule:
     ) -> None:
         self._has_prompts, self._every = bool(config.data.validation_files), config.validation.every_versions
         self._rollouter, self._checkpoints, self._recorder, self._report = rollouter, checkpoints, recorder, report
-        self._training = False  # the first version is out
+        self._training = False  # True once the first validation is over
         self._concurrent: asyncio.Task[None] | None = None
         self._scheduled: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
-        self._usual_order: asyncio.Task[None] | None = None  # restoring it after a sync that waited
+        self._usual_order: asyncio.Task[None] | None = None  # resets the priority after a sync that waited
 
     async def run(self) -> None:
         while True:
@@ -54,23 +54,23 @@ class ValidationSchedule:
             return
         with self._recorder.span("validation/holds_sync"):
             try:
-                while not validation.done():  # it continues if this wait is given up
+                while not validation.done():  # it continues if this wait is cancelled
                     await self._rollouter.set_validation_first(True)
                     await asyncio.wait([validation], timeout=REPEAT_EVERY_S)
-            finally:  # not awaited: a dead rollouter would hold up a caller that gives up
+            finally:  # not awaited: a dead rollouter would block a cancelled caller
                 self._usual_order = asyncio.ensure_future(self._rollouter.set_validation_first(False))
-                # its supervisor reports the rollouter's failures
+                # the supervisor reports the rollouter's failures
                 self._usual_order.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
 
     async def validate(self, progress: Progress) -> None:
         """Validate ``progress.version`` if it is the first, the last, or one of every ``validation.every_versions``.
-        Returns when the first or last validation is over; any other runs beside training."""
-        first, self._training = not self._training, True
+        Waits for the first and the last validation; others run concurrently with training."""
         due = bool(self._every) and progress.version.number % self._every == 0
         if not self._has_prompts:
             return
-        if first or progress.last:
+        if progress.last or not self._training:
             await self._validate(progress, "after" if progress.last else "before")
+            self._training = True
         elif due:
             self._checkpoints.await_rating(progress.taken)
             self._concurrent = asyncio.create_task(self._validate(progress))
@@ -79,4 +79,7 @@ class ValidationSchedule:
     async def _validate(self, progress: Progress, when: str | None = None) -> None:
         metrics = await self._rollouter.validate()
         self._report(progress, metrics, when)
-        await asyncio.to_thread(self._checkpoints.rate, progress.taken, metrics)
+        # the rollouter may have repeated the validation under a later version
+        measured = metrics.get("validation/lineage"), metrics.get("validation/version")
+        rating = metrics if measured == progress.version else {}
+        await asyncio.to_thread(self._checkpoints.rate, progress.taken, rating)

@@ -41,7 +41,7 @@ class Layout:
     def from_buffer(self, data: Buffer) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Returns (meta, columns); the columns are views that keep ``data`` alive.
 
-        Raises ValueError for a buffer with other contents or of another format, and for one that is cut short."""
+        Raises ValueError for a buffer with other contents or another format, and for a truncated one."""
         view = memoryview(data).cast("B")  # type: ignore[arg-type]
         if len(view) < _PREFIX.size:
             raise ValueError(f"not a {self.what}: expected at least {_PREFIX.size} bytes, found {len(view)}")

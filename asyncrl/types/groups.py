@@ -158,8 +158,8 @@ class Group:
     def trained_versions(self) -> tuple[PolicyVersion, PolicyVersion] | None:
         """Oldest and newest version that sampled a trained token; None if no token is trained.
 
-        Ordered by number first: a new lineage continues from the number of its checkpoint, so the number is the place
-        in training. Staleness counts from the oldest."""
+        Ordered by number first: a new lineage continues from the number of its checkpoint, so the number is the
+        position in training. Staleness counts from the oldest."""
         lineages, numbers = self.span_lineage, self.span_number
         if not len(numbers):
             return None
@@ -207,7 +207,7 @@ class Group:
     def from_buffer(cls, data: Buffer) -> Group:
         """Reads a group without copying: its columns are views that keep ``data`` alive.
 
-        Raises ValueError for a buffer that is not a group, is of another format, or is cut short."""
+        Raises ValueError for a buffer that is not a group, has another format, or is truncated."""
         meta, arrays = _GROUP.from_buffer(data)
         columns = {name: arrays.pop(name) for name in cls._COLUMNS}
         metrics = {k.split("/", 1)[1]: v for k, v in arrays.items() if k.startswith("metrics/")}

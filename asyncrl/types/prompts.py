@@ -11,9 +11,9 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One task instance, as the data source gives it.
+    """One task instance, as read from the data source.
 
-    ``uid`` is unique in a run (epoch and row); ``prompt_id`` names the row in its data set, in every epoch."""
+    ``uid`` is unique in a run (epoch and row); ``prompt_id`` identifies the row of its data set in every epoch."""
 
     uid: str
     prompt_id: str

@@ -20,11 +20,11 @@ class FinishReason(enum.IntEnum):
 
 
 def effective_reward(reward: float, finish: int, overlong: str, penalty: float) -> float | None:
-    """Reward that the advantages are computed from, in float32 as in a group; None for a masked sample. ``finish`` is a
+    """Reward from which advantages are computed, in float32 as in a group; None for a masked sample. ``finish`` is a
     FinishReason; ``overlong`` and ``penalty`` are algorithm.overlong and algorithm.overlong_penalty.
 
-    Shared by both pools, which must agree: a group whose effective rewards are all equal has no gradient, so the
-    rollouter drops it based on the values that the trainer would use."""
+    Shared by both pools: a group whose effective rewards are all equal has no gradient, so the rollouter drops it,
+    judging by the values that the trainer would use."""
     if finish == FinishReason.LENGTH and overlong == "mask":
         return None
     taken = penalty if finish == FinishReason.LENGTH and overlong == "penalize" else 0.0

@@ -19,8 +19,8 @@ class PolicyVersion(NamedTuple):
 class VersionSpan(NamedTuple):
     """Tokens from ``start`` to the next span's start were sampled under ``version``.
 
-    ``mixed_kv`` marks tokens sampled over KV that an older version computed (pause mode ``keep`` with KV kept): their
-    behaviour logprobs belong to no single version."""
+    ``mixed_kv`` marks tokens sampled over a KV cache that an older version computed (pause mode ``keep`` with KV kept):
+    their behaviour logprobs belong to no single version."""
 
     start: int
     version: PolicyVersion

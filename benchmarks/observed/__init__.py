@@ -1,3 +1,3 @@
-"""Clocks of `benchmarks.observability`, which `sitecustomize` in this folder puts into every process."""
+"""CPU clocks of `benchmarks.observability`; this folder's `sitecustomize` installs them in every process."""
 
 FOLDER = "ASYNCRL_OBSERVED"  # where each process writes its CPU seconds

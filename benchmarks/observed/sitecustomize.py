@@ -1,4 +1,4 @@
-"""Clocks of the observability calls of a process, which the calls know nothing about.
+"""Measures the CPU time of a process's observability calls by wrapping them at import.
 
 Python imports this file at the start of every process that has this folder on its PYTHONPATH. Each process writes its
 seconds to its own file in ASYNCRL_OBSERVED."""
@@ -16,7 +16,7 @@ from collections import Counter
 
 FOLDER = os.environ.get("ASYNCRL_OBSERVED")
 seconds: Counter[str] = Counter()
-inside = threading.local()  # nested calls count once, in the outermost
+inside = threading.local()  # nested calls count once, for the outermost call
 
 #: module → (class, or "" for a function; name; key in `seconds`)
 CLOCKED = {
@@ -60,7 +60,7 @@ def clocked(function, kind: str):
 
 
 def write() -> None:
-    """Called repeatedly, since actors are killed at the end."""
+    """Write this process's seconds; called repeatedly, since actors are killed at the end."""
     threads_s = 0.0
     for thread in threading.enumerate():
         if "wandb" in thread.name.lower() or "asyncio" in thread.name.lower():
@@ -74,7 +74,7 @@ def write() -> None:
 
 
 class Patcher(importlib.abc.MetaPathFinder):
-    """Adds the clocks when a module is imported."""
+    """Import hook that wraps the calls in `CLOCKED` when their module is imported."""
 
     def find_spec(self, name, path, target=None):
         if name not in CLOCKED:

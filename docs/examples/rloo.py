@@ -21,8 +21,11 @@ class RLOO:
         if config.algorithm.kl_coef > 0:
             yield "algorithm.kl_coef: rloo has no KL term, expected 0"
 
+    def reads_proximal(self, config: AlgorithmConfig) -> bool:
+        return False
+
     def advantages(self, batch: TrainBatch, config: AlgorithmConfig) -> np.ndarray:
-        """float32 [R]: each sample's reward less the mean reward of the other samples of its group."""
+        """float32 [R]: each sample's reward minus the mean reward of the other samples of its group."""
         rewards = batch.sequence_columns["rewards"].astype(np.float64)
         group = batch.sequence_columns["group"]
         others = np.maximum(np.bincount(group) - 1, 1)[group]

@@ -1,7 +1,7 @@
 """A transport through files: `param_sync.transport=docs.examples.toy_transport:TRANSPORT`.
 
-Every writer owns a folder, with a folder SESSION/READER in it for each reader that has joined. The writer puts one
-bucket at a time there; the reader deletes it once it is taken. Either side leaves by deleting the reader's folder.
+Every writer owns a folder, with a subfolder "SESSION READER" for each reader that has joined. The writer puts one
+bucket at a time there; the reader deletes it after reading. Either side leaves by deleting the reader's folder.
 """
 
 import pickle

@@ -1,4 +1,4 @@
-"""A page in a real browser: headless Chromium, asked over its DevTools protocol."""
+"""A page in a real browser: headless Chromium, driven over its DevTools protocol."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ READY_S = 60.0
 
 
 class Page:
-    """``errors``: what went to the console as an error, exceptions included."""
+    """A browser page. ``errors``: messages that the console logged as errors, exceptions included."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket, self._ids = socket, itertools.count(1)
@@ -28,7 +28,7 @@ class Page:
         self._listening = asyncio.create_task(self._listen())
 
     async def show(self, url: str, width: int, height: int = 900) -> None:
-        """Load it in a window of this size, phones' touch and scale below 600 px, and wait until it is drawn."""
+        """Load ``url`` in a window of this size (as a phone if narrower than 600 px) and wait until it is drawn."""
         await self.call("Runtime.enable")
         await self.call("Log.enable")
         await self.call("Page.enable")
@@ -39,14 +39,14 @@ class Page:
         while await self.value("document.readyState") != "complete":
             assert asyncio.get_running_loop().time() < deadline
             await asyncio.sleep(0.2)
-        await asyncio.sleep(1.0)  # plots fit themselves to their cards
+        await asyncio.sleep(1.0)  # plots resize to their cards
 
     async def value(self, expression: str) -> Any:
         done = await self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         return done["result"].get("value")
 
     async def picture(self, path: Path) -> None:
-        """Of the whole page."""
+        """Save a PNG of the whole page."""
         height = await self.value("document.documentElement.scrollHeight")
         width = await self.value("window.innerWidth")
         clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
@@ -60,20 +60,20 @@ class Page:
 
     async def _listen(self) -> None:
         async for message in self._socket:
-            said = message.json()
-            if "id" in said:
-                self._answers.pop(said["id"]).set_result(said.get("result", {}))
-            elif said["method"] == "Runtime.exceptionThrown":
-                self.errors.append(str(said["params"]["exceptionDetails"]))
-            elif said["method"] == "Runtime.consoleAPICalled" and said["params"]["type"] == "error":
-                self.errors.append(str(said["params"]["args"]))
-            elif said["method"] == "Log.entryAdded" and said["params"]["entry"]["level"] == "error":
-                self.errors.append(said["params"]["entry"]["text"])
+            event = message.json()
+            if "id" in event:
+                self._answers.pop(event["id"]).set_result(event.get("result", {}))
+            elif event["method"] == "Runtime.exceptionThrown":
+                self.errors.append(str(event["params"]["exceptionDetails"]))
+            elif event["method"] == "Runtime.consoleAPICalled" and event["params"]["type"] == "error":
+                self.errors.append(str(event["params"]["args"]))
+            elif event["method"] == "Log.entryAdded" and event["params"]["entry"]["level"] == "error":
+                self.errors.append(event["params"]["entry"]["text"])
 
 
 @contextlib.asynccontextmanager
 async def browser(profile: Path) -> AsyncIterator[Page]:
-    """A page of a browser of its own, whose profile is in that folder."""
+    """A page in a new browser with its profile in the folder ``profile``."""
     command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
     command += [f"--user-data-dir={profile}", "--remote-debugging-port=0", "about:blank"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""Senders and readers of the collective transport in processes of their own."""
+"""Senders and readers of the collective transport, to run in separate processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def payload(seed: int, buckets: int) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def payload_digest(seed: int, buckets: int) -> str:
-    """Digest that `ReaderProcess.read` returns for a sender whose bytes arrived once each, in order."""
+    """Digest that `ReaderProcess.read` returns for a sender if each byte arrived once and in order."""
     h = hashlib.sha256()
     for _, tensor in payload(seed, buckets):
         h.update(tensor.numpy())
@@ -41,7 +41,7 @@ def payload_digest(seed: int, buckets: int) -> str:
 
 
 class Gated:
-    """Blocks at one bucket, once, until `release`."""
+    """Blocks once at a chosen bucket, until `release`."""
 
     def __init__(self) -> None:
         self.hold_at = -1
@@ -53,7 +53,7 @@ class Gated:
         self.hold_at = at
 
     async def held(self) -> None:
-        """Returns when it blocks there."""
+        """Wait until it blocks there."""
         await asyncio.to_thread(self._reached.wait)
 
     async def release(self) -> None:
@@ -109,8 +109,7 @@ class SenderProcess(Gated):
 
 
 class ReaderProcess(Gated):
-    """Reads sessions; ``linger_s``: time spent on each bucket. Every other zero-copy tensor is received into ``live``
-    memory, which is kept."""
+    """Reads sessions. Every other zero-copy tensor is received into live memory, which is kept between sessions."""
 
     def __init__(self, who: str) -> None:
         super().__init__()
@@ -121,7 +120,7 @@ class ReaderProcess(Gated):
         self._stop_at = -1
 
     async def linger(self, seconds: dict[int, float]) -> None:
-        """Time to spend on each bucket."""
+        """Set the seconds to spend on each bucket, by its sequence number."""
         self._linger_s = seconds
 
     async def connect(self, session: str, addresses: list[CollectiveAddress]) -> None:
@@ -135,11 +134,11 @@ class ReaderProcess(Gated):
         return resources()
 
     async def stop_at(self, placed: int) -> None:
-        """Stop this process at the given receive into live memory."""
+        """Send SIGSTOP to this process at the given receive into live memory, counted from 1."""
         self._placed, self._stop_at = 0, placed
 
     async def live(self) -> dict[str, str]:
-        """The digest of each tensor in live memory."""
+        """Digest of each tensor in live memory."""
         return {name: hashlib.sha256(tensor.numpy()).hexdigest() for name, tensor in self._live.items()}
 
     def _place(self, session: str, part: TensorPart, device: torch.device) -> torch.Tensor | None:
@@ -147,7 +146,7 @@ class ReaderProcess(Gated):
             return None
         self._placed += 1
         if self._placed == self._stop_at:
-            # a moment later, when the receive is under way
+            # shortly after, so that the receive has begun
             threading.Timer(0.002, os.kill, (os.getpid(), signal.SIGSTOP)).start()
         if part.name not in self._live:
             self._live[part.name] = torch.zeros(BUCKET_BYTES, dtype=torch.uint8)

@@ -17,15 +17,16 @@ EXPERTS = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
 }
-#: names of transformers' classes, less Config and ForCausalLM; and whether it has experts
+#: prefix of the names of transformers' classes (before Config and ForCausalLM), and whether the family has experts
 DELTA_NETS = {"qwen3_next": ("Qwen3Next", True), "qwen3_5": ("Qwen3_5", False), "qwen3_5_moe": ("Qwen3_5Moe", True)}
 EYES = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
 
 
 def make_delta_net(folder, family, mtp=False, sees=False, std=0.05, **options):
-    """A small model with linear and full attention in Hugging Face's own form; with ``mtp`` an MTP layer as published
-    checkpoints have it, whose modules (of transformers' classes) are the attribute ``mtp`` of what is returned;
-    ``sees``: of a Qwen3.5 the whole, of which the text model is a part."""
+    """Saves and returns a small transformers model with linear and full attention.
+
+    With ``mtp`` it has an MTP layer as in published checkpoints, built from transformers' modules in the attribute
+    ``mtp``. With ``sees`` it is a whole Qwen3.5 with a vision tower around the text model."""
     name, has_experts = DELTA_NETS[family]
     torch.manual_seed(0)
     sizes = {
@@ -53,9 +54,9 @@ def make_delta_net(folder, family, mtp=False, sees=False, std=0.05, **options):
             model.mtp[norm] = of_norm(config.hidden_size, eps=config.rms_norm_eps)
         model.mtp["fc"] = torch.nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         model.mtp.float().eval()
-    means = {"linear_attn.norm.weight": 1.0, "A_log": -2.0}  # of which the second keeps a state for some ten tokens
+    means = {"linear_attn.norm.weight": 1.0, "A_log": -2.0}  # A_log = -2 keeps state for about ten tokens
     for parameter_name, p in model.named_parameters():
-        # at a deviation of 0.1 transformers' own logits are 2e-5 from those that it computes in float64
+        # at std 0.1, transformers' own float32 logits are 2e-5 from its float64 ones
         torch.nn.init.normal_(p, next((m for end, m in means.items() if parameter_name.endswith(end)), 0.0), std)
     model.save_pretrained(folder)
     return model

@@ -1,4 +1,4 @@
-"""A group table and the journal that persists it, as the queue uses them, with transitions as values."""
+"""A group table and its journal, as the queue uses them, with transitions as values."""
 
 import time
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Transition = Callable[["DurableTable"], None]
 
 
 class DurableTable:
-    """``clock``: read once for each `write`."""
+    """Group table over a journal on disk. ``clock`` is read once per `write`."""
 
     def __init__(self, folder: Path, meta=None, clock=time.time, **options) -> None:
         self.journal, self._clock, self._now_s = Journal(folder, meta, **options), clock, 0.0
@@ -28,7 +28,7 @@ class DurableTable:
         self.versions = VersionTable(found, self.changes, lambda: self._now_s)
 
     async def write(self, *transitions: Transition) -> None:
-        """Applies the transitions, all at one time, and waits until they are on disk."""
+        """Apply the transitions with one timestamp and wait until they are on disk."""
         self._now_s = self._clock()
         for apply in transitions:
             apply(self)

@@ -3,9 +3,9 @@
 A test module provides a fixture ``replica`` (see `tests.support.engine_replica`) and takes the tests by ``import *``.
 They run in order on that one replica; each syncs the weights that it needs.
 
-Optional: the (pause, KV) pairs, as the engine's `EngineSpec.pause_kv` lists them; but ``abort`` and ``wait`` with
-``unload``, which the other tests sync with, and all of the rest, are required. Adapters, speculation, staging ``full``
-and deterministic decoding are not part of the contract: an engine that declares them has tests of its own.
+``abort`` and ``wait`` with ``unload`` are required, because the other tests sync with them. Other (pause, KV) pairs are
+optional and declared in `EngineSpec.pause_kv`. Everything else here is required. Adapters, speculation, staging
+``full`` and deterministic decoding are not part of the contract: an engine that declares them has its own tests.
 """
 
 from __future__ import annotations
@@ -28,12 +28,24 @@ from asyncrl.types.versions import PolicyVersion
 from tests.support.engine_replica import add, request
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
-LONG = 800  # tokens: several times what the fastest engine generates between two batches of events
+LONG = 800  # tokens; several times what the fastest engine generates between two event batches
+
+
+@pytest.fixture(autouse=True)
+def events_at_once(monkeypatch):
+    """Events are reported as they come: a test interrupts a request after a few tokens, however fast the machine."""
+    for name in (
+        "streaming._EVENTS_EVERY_S",
+        "streaming._FINISHED_EVERY_S",
+        "native.engine._EVENTS_EVERY_S",
+        "native.engine._ENDS_EVERY_S",
+    ):
+        monkeypatch.setattr(f"asyncrl.rollouter.engines.{name}", 0.0)
 
 
 @pytest.fixture(scope="module")
 def long():
-    """Length of a request that is still running when the next batch of events comes. A module with a slow engine
+    """Tokens of a request that is still running when the next event batch arrives. A module with a slow engine
     overrides it, with 90 or more."""
     return LONG
 
@@ -59,7 +71,7 @@ def changed(tensors, seed, scale=0.05):
 
 
 def error_of(reference, weights, prompt, answer, temperature=1.0):
-    """Largest difference between an answer's logprobs and those of Hugging Face under these weights."""
+    """Largest difference between an answer's logprobs and Hugging Face's under these weights."""
     reference.load_state_dict({name: t for name, t in weights.items() if "mtp" not in name})
     with torch.no_grad():
         logits = reference(torch.tensor([prompt + answer.tokens])).logits[0, len(prompt) - 1 : -1]
@@ -69,8 +81,8 @@ def error_of(reference, weights, prompt, answer, temperature=1.0):
 
 
 def perfect_draft(tensors, sharpness=1.0):
-    """Residual branches that add nothing, and an MTP layer that hands the token's embedding on: draft and target
-    both say what follows from the last token alone."""
+    """Weights whose residual branches add nothing and whose MTP layer passes the token's embedding through: draft and
+    target both predict from the last token alone."""
     generator = torch.Generator().manual_seed(3)
     made = {name: t.clone() for name, t in tensors.items()}
     for name, t in made.items():
@@ -88,8 +100,8 @@ def perfect_draft(tensors, sharpness=1.0):
 
 
 def one_after_the_other(tensors, tokens):
-    """Residual branches that add nothing, and a head that knows of each of the tokens which one is next, and the first
-    one after the last."""
+    """Weights under which greedy decoding cycles through ``tokens``: the head maps each token to the next one, and the
+    last to the first."""
     made = perfect_draft(tensors)
     embeddings, head = made["model.embed_tokens.weight"], torch.zeros_like(made["lm_head.weight"])
     for token, following in zip(tokens, [*tokens[1:], tokens[0]], strict=True):
@@ -102,7 +114,7 @@ def tokenizer(checkpoint):
     return AutoTokenizer.from_pretrained(checkpoint)
 
 
-async def test_logprobs_are_those_of_hugging_face_before_and_after_ten_syncs(replica, reference, initial):
+async def test_logprobs_equal_hugging_face_s_before_and_after_syncs(replica, reference, initial):
     for seed in range(12):
         weights = initial if seed == 0 else changed(initial, seed)
         report = await replica.sync(weights)
@@ -130,8 +142,8 @@ async def test_greedy_follows_the_synced_weights_and_not_a_stale_prefix(replica,
     assert answers[0] != answers[1]
 
 
-async def test_a_request_ends_at_its_tokens_and_strings_wherever_it_was_cut_before(replica, tokenizer, initial):
-    """Also at a string that is a special token, and at one whose text begins before the cut."""
+async def test_a_resumed_request_ends_at_its_stop_tokens_and_strings(replica, tokenizer, initial):
+    """Including a string that is a special token, and one whose text begins before the cut."""
     special = tokenizer.eos_token_id
     letters = [i for i in range(len(tokenizer)) if i not in {*PROMPT, special} and tokenizer.decode([i]).isalpha()]
     answer = [*letters[:12], special, *letters[12:20]]
@@ -157,9 +169,7 @@ async def test_a_request_ends_at_its_tokens_and_strings_wherever_it_was_cut_befo
     assert all(len(a.logprobs) == len(a.tokens) for a in answers.values())
 
 
-async def test_a_request_that_is_aborted_at_any_moment_goes_on_to_its_stop_token_and_no_further(
-    replica, tokenizer, initial, long
-):
+async def test_a_request_aborted_at_any_moment_resumes_and_ends_at_its_stop_token(replica, tokenizer, initial, long):
     answer = [i for i in range(len(tokenizer)) if i not in PROMPT][:90]
     await replica.sync(one_after_the_other(initial, [PROMPT[-1], *answer]))
     stop = answer[59]
@@ -169,7 +179,7 @@ async def test_a_request_that_is_aborted_at_any_moment_goes_on_to_its_stop_token
             rest = request(f"{moment}/{part}", PROMPT + tokens, long, temperature=0.0, stop_token_ids=(stop,))
             await replica.engine.submit([dataclasses.replace(rest, position=len(tokens), resumed=len(tokens))])
             if part == 0:
-                await asyncio.sleep(0.002 * moment)  # before its first step, and after up to all of them
+                await asyncio.sleep(0.002 * moment)  # from before its first step to after its last
                 await replica.engine.abort([rest.id])
             ended = (await replica.collect({rest.id}))[rest.id]
             tokens += ended.tokens
@@ -180,7 +190,7 @@ async def test_a_request_that_is_aborted_at_any_moment_goes_on_to_its_stop_token
         assert tokens == answer[:60]
 
 
-async def test_what_can_never_run_is_answered_with_the_reason(replica, initial):
+async def test_a_request_that_can_never_run_is_answered_with_the_reason(replica, initial):
     await replica.sync(initial)
     answers = await replica.generate([request("long", [1] * 1024, 4), request("alien", [10**6], 4)])
     assert answers["long"].finish is FinishReason.ERROR
@@ -206,7 +216,7 @@ async def test_an_aborted_request_keeps_its_tokens(replica, reference, initial, 
     assert error_of(reference, initial, PROMPT, answer) < 1e-4
 
 
-async def test_a_sync_cuts_samples_with_the_tokens_they_have(replica, initial, long):
+async def test_a_sync_aborts_requests_and_keeps_their_tokens(replica, initial, long):
     await replica.sync(initial)
     await replica.engine.submit([request("cut", PROMPT, long)])
     answers = {}
@@ -220,7 +230,7 @@ async def test_a_sync_cuts_samples_with_the_tokens_they_have(replica, initial, l
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
-async def test_kept_samples_go_on_under_the_new_weights(replica, reference, initial, kv, long):
+async def test_kept_samples_continue_under_the_new_weights(replica, reference, initial, kv, long):
     if ("keep", kv) not in ENGINES.find(replica.config.rollout.engine.name).pause_kv:
         pytest.skip("the engine does not offer it")
     await replica.sync(initial)
@@ -236,7 +246,7 @@ async def test_kept_samples_go_on_under_the_new_weights(replica, reference, init
     switch = answer.versions.index(replica.version)
     assert answer.versions == [before] * switch + [replica.version] * (long - switch)
     assert switch > 5
-    # over kept KV no single version's logprobs fit, which the marks say; recomputed, they are the new version's
+    # over kept KV no single version's logprobs match (hence mixed_kv); recomputed, the new version's do
     assert answer.mixed_kv == [kv == "keep" and i >= switch for i in range(long)]
     rest = type(answer)(answer.tokens[switch:], answer.logprobs[switch:])
     error = error_of(reference, weights, PROMPT + answer.tokens[:switch], rest)
@@ -247,7 +257,7 @@ async def test_waiting_lets_samples_finish_and_holds_later_ones_back(replica, in
     await replica.sync(initial)
     await replica.engine.submit([request("first", PROMPT, 120)])
     syncing = asyncio.create_task(replica.sync(changed(initial, 51), pause="wait"))
-    while replica.session._done != "pause (not finished)":
+    while replica.session._done != "pause (not finished)" and not syncing.done():
         await asyncio.sleep(0.001)
     await replica.engine.submit([request("later", PROMPT, 4)])
     answers = await replica.collect({"first", "later"})
@@ -257,26 +267,26 @@ async def test_waiting_lets_samples_finish_and_holds_later_ones_back(replica, in
     assert set(answers["later"].versions) == {replica.version}
 
 
-async def test_waiting_ends_with_more_requests_than_slots(replica, initial):
+async def test_waiting_ends_with_more_requests_than_slots(replica, initial, long):
     await replica.sync(initial)
     ids = [f"{i}" for i in range(2 * replica.config.rollout.engine.slots)]
-    await replica.engine.submit([request(id, PROMPT, 40) for id in ids])
+    await replica.engine.submit([request(id, PROMPT, long) for id in ids])
     assert await replica.engine.pause("wait", 60) == len(ids)
     answers = await replica.collect(set(ids))
-    assert {len(answer.tokens) for answer in answers.values()} == {40}
+    assert {len(answer.tokens) for answer in answers.values()} == {long}
     await replica.engine.resume(replica.version)
 
 
-async def test_a_pause_that_is_not_reached_in_time_changes_nothing(replica, initial, long):
+async def test_a_pause_that_times_out_changes_nothing(replica, initial, long):
     await replica.sync(initial)
     await replica.engine.submit([request("long", PROMPT, long)])
-    with pytest.raises(TimeoutError, match="goes on under version"):
-        await replica.engine.pause("wait", 0.05)
+    with pytest.raises(TimeoutError, match="generation continues under"):
+        await replica.engine.pause("wait", 0.01)
     answer = (await replica.collect({"long"}))["long"]
     assert len(answer.tokens) == long
 
 
-async def test_priority_decides_who_waits(replica, initial):
+async def test_priority_decides_which_requests_wait(replica, initial):
     await replica.sync(initial)
     few = [request(f"train/{i}", PROMPT, 40) for i in range(16)]  # twice the slots
     last = request("validation", PROMPT, 4)
@@ -292,7 +302,7 @@ async def test_priority_decides_who_waits(replica, initial):
     assert order.index("urgent") < order.index("validation") or order.index("validation") < 8
 
 
-async def test_no_more_of_training_generate_at_once_than_the_width_and_none_is_lost(replica, initial, long):
+async def test_max_running_requests_limits_training_and_loses_no_request(replica, initial, long):
     await replica.sync(initial)
     lengths = {f"train/{i}": 60 if i < 6 else long for i in range(10)} | {"validation": 30}
     requests = [request(id, PROMPT, length) for id, length in lengths.items()]
@@ -313,12 +323,12 @@ async def test_no_more_of_training_generate_at_once_than_the_width_and_none_is_l
             assert most <= 2
         else:
             await replica.engine.set_scheduling(Scheduling())
-    assert ended.index("validation") < 4  # it does not wait for room
+    assert ended.index("validation") < 4  # the limit does not apply to it
     assert most > 2
     assert {id: len(a.tokens) for id, a in answers.items()} == lengths
 
 
-async def test_waiting_validation_comes_before_waiting_training_where_it_is_put_first(replica, initial):
+async def test_validation_first_runs_waiting_validation_before_waiting_training(replica, initial):
     await replica.sync(initial)
     await replica.engine.set_scheduling(Scheduling(validation_first=True))
     await replica.engine.submit([request(f"running/{i}", PROMPT, 40) for i in range(8)])  # as many as slots
@@ -348,14 +358,14 @@ async def test_a_manifest_that_does_not_fit_is_refused_before_anything_is_paused
     assert set(answer.versions) == {serving}
 
 
-async def test_a_transfer_that_breaks_leaves_no_half_update_in_service(replica, reference, initial):
+async def test_a_failed_transfer_leaves_no_partial_update_in_service(replica, reference, initial):
     await replica.sync(initial)
     replica.rank.break_at = "model.layers.2.mlp.up_proj.weight"
     with pytest.raises(SyncError, match="ran out of memory"):
         await replica.sync(changed(initial, 61))
     replica.rank.break_at = ""
     assert not replica.fleet.routable
-    with pytest.raises(EngineError, match="broken off amid its transfer"):
+    with pytest.raises(EngineError, match="interrupted during its transfer"):
         await replica.engine.resume(replica.version)
     weights = changed(initial, 62)
     await replica.sync(weights)
@@ -363,7 +373,7 @@ async def test_a_transfer_that_breaks_leaves_no_half_update_in_service(replica, 
     assert error_of(reference, weights, PROMPT, answer) < 1e-4
 
 
-async def test_a_damaged_bucket_is_told_at_once_and_the_next_sync_succeeds(replica, reference, initial):
+async def test_a_damaged_bucket_fails_the_sync_at_once_and_the_next_sync_succeeds(replica, reference, initial):
     await replica.sync(initial)
     replica.rank.writer.damage = True
     async with asyncio.timeout(30):
@@ -375,7 +385,7 @@ async def test_a_damaged_bucket_is_told_at_once_and_the_next_sync_succeeds(repli
     assert error_of(reference, weights, PROMPT, answer) < 1e-4
 
 
-async def test_the_digests_are_the_senders(replica, initial):
+async def test_the_replica_s_digests_equal_the_sender_s(replica, initial):
     report = await replica.sync(changed(initial, 71))
     assert {role: await replica.engine.digest(role) for role in report.digests} == report.digests
     assert report.nbytes == sum(t.nbytes for t in initial.values())

@@ -1,4 +1,4 @@
-"""One replica of a real engine on the CPU, and a sender of this process that syncs whatever weights a test has."""
+"""One replica of a real engine on the CPU, and a sender in this process that syncs a test's weights."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def replica_config(
 
 
 class TensorRank:
-    """Implements `asyncrl.param_sync.session_protocol.SenderSession` for `tensors`, in a thread of this process."""
+    """Implements `asyncrl.param_sync.session_protocol.SenderSession` for `tensors`, in a thread."""
 
     def __init__(self, transport: str) -> None:
         self.writer = DamagingWriter(make_writer(transport, 0, 1 << 20, "127.0.0.1"))
@@ -91,7 +91,7 @@ class TensorRank:
 
 
 class Replica:
-    """A started engine, its session and its sender. ``recorder`` holds what the engine recorded."""
+    """A started engine, its session, its sender and its recorder."""
 
     def __init__(self, engine: Any, config: Config, transport: str, recorder: Recorder) -> None:
         self.engine, self.config, self.recorder = engine, config, recorder
@@ -118,7 +118,7 @@ class Replica:
         return await self.collect({r.id for r in requests})
 
     async def collect(self, ids: set[str], answers: dict[str, Answer] | None = None) -> dict[str, Answer]:
-        """Until all of them have ended."""
+        """Read events until all these requests have ended."""
         answers = answers if answers is not None else {}
         while any(id not in answers or answers[id].finish is None for id in ids):
             add(answers, await self.engine.events())

@@ -1,4 +1,4 @@
-"""Runs that lose processes, and the audit of their ledgers."""
+"""Runs whose processes are killed, and the audit of their ledgers."""
 
 import itertools
 import os
@@ -27,7 +27,7 @@ NAMES = {"replica": "replica/0", "rank": "trainer/0", "rollouter": "rollouter", 
 KILLED = -signal.SIGKILL
 CRASH_SITE = Path(__file__).parent / "crash_site"
 
-#: beside those of `tests.support.tiny`
+#: in addition to those of `tests.support.tiny`
 OPTIONS = (
     "async_training.staleness_threshold=1",
     "checkpoint.every_steps=3",
@@ -42,8 +42,9 @@ OPTIONS = (
 
 
 class FaultyRun(Run):
-    """A run in ``folder`` on a Ray cluster of its own, resumed if there is one: a tiny run over ``inputs``, or a run of
-    ``config``. Adds ways to inspect it and to kill its processes."""
+    """A run on its own Ray cluster whose state can be inspected and whose processes can be killed.
+
+    A tiny run over ``inputs``, or a run of ``config``; resumed if ``folder`` holds one."""
 
     def __init__(self, inputs: Path | None, folder: Path, *more: str, config: str | None = None) -> None:
         self.folder, self.ray_dir = folder, tempfile.mkdtemp(prefix="ray-", dir="/tmp")
@@ -68,7 +69,7 @@ class FaultyRun(Run):
 
     def kill(self, kind: str) -> None:
         """``kill -9`` a process of this kind, and wait until the run has noticed."""
-        noticed = f"supervision: {NAMES[kind].split('/')[0]}"  # of several, whichever it is
+        noticed = f"supervision: {NAMES[kind].split('/')[0]}"  # any of several
         before = self.text.count(noticed)
         self.actor(kind).kill()
         self.until(lambda: self.text.count(noticed) > before, f"noticed the death of the {kind}")
@@ -88,7 +89,7 @@ class FaultyRun(Run):
             time.sleep(0.02)
 
     def close(self) -> None:
-        """Kill every process of the run; fails the test if one survived the run's end by 30 s."""
+        """Kill every process of the run; fails the test if one outlives the run by 30 s."""
         over = self.process.poll() is not None
         if not over:
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -104,7 +105,7 @@ class FaultyRun(Run):
 
 @contextmanager
 def starting(inputs: Path, folder: Path, *options: str) -> Iterator[Callable[..., FaultyRun]]:
-    """Yields a function that starts a run in ``folder`` with these options and more; ends all runs on exit."""
+    """Yields a function that starts a run in ``folder`` with these options and more; kills all runs on exit."""
     with ExitStack() as stack:
 
         def begin(*more: str) -> FaultyRun:
@@ -118,7 +119,7 @@ def starting(inputs: Path, folder: Path, *options: str) -> Iterator[Callable[...
 def run_through(
     inputs: Path, folder: Path, *more: str, points: Sequence[str] = (), monkeypatch: pytest.MonkeyPatch
 ) -> list[FaultyRun]:
-    """Run to the end through all crash ``points`` (see crash_site), resumed as often as the driver dies."""
+    """Run to the end through all crash ``points`` (see crash_site), resuming whenever the driver dies."""
     marks = crash_at(points, folder.parent, monkeypatch)
     runs: list[FaultyRun] = []
     while not runs or runs[-1].process.returncode == KILLED:
@@ -132,7 +133,7 @@ def run_through(
 
 
 def crash_at(points: Sequence[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give these crash points to all processes started from now on; returns the folder of marks of those reached."""
+    """Set crash points for all processes started from now on; returns the folder with a mark per point reached."""
     marks = folder / "marks"
     marks.mkdir()
     monkeypatch.setenv("PYTHONPATH", str(CRASH_SITE), prepend=os.pathsep)
@@ -159,8 +160,8 @@ def audit(
 ) -> None:
     """Check the ledger of a finished run whose steps trained ``batches`` groups each.
 
-    Every group is trained once, within the bound and, unless ``in_order`` is false, in the order of issue, or dropped;
-    the groups issued are the first prompts of the order, each once. ``journal``: folder of the ledger, if not
+    The groups issued are the first prompts of the order, each once. Each is dropped, or trained once, within the
+    staleness bound and, unless ``in_order`` is false, in the order of issue. ``journal``: folder of the ledger, if not
     ``folder``."""
     run, folder = folder, journal or folder
     assert asyncrl.cli.ledger.main([str(folder)]) == 0
@@ -199,5 +200,5 @@ def _query(folder: Path, query: str) -> list[tuple]:
 def _name(process: psutil.Process) -> str:
     try:
         return process.name()
-    except psutil.Error:  # it has just ended
+    except psutil.Error:  # the process has just ended
         return ""

@@ -1,6 +1,6 @@
-"""Records of a queue, in memory: for tests that are not about durability.
+"""In-memory records of a queue, for tests that are not about durability.
 
-A queue built over the same records has what a restarted process would find."""
+A queue built over the same records finds what a restarted process would find."""
 
 import asyncio
 from collections import Counter
@@ -10,7 +10,7 @@ from asyncrl.types.versions import PolicyVersion
 
 
 class InMemoryRecords:
-    """Stands in for `asyncrl.sample_queue.journal.Journal`: what is written is durable at once."""
+    """Stands in for `asyncrl.sample_queue.journal.Journal`; writes are durable at once."""
 
     failed = False
 
@@ -22,7 +22,7 @@ class InMemoryRecords:
 
     @property
     def snapshots(self) -> dict[str, bytes]:
-        """Of groups in flight."""
+        """Snapshots of the groups in flight, by uid."""
         return {uid: data for uid, data in self.payloads.items() if self.groups[uid].state == IN_FLIGHT}
 
     def write(self, changes: Changes):

@@ -1,4 +1,4 @@
-"""A trainer rank with LoRA in this process, the sessions in which it syncs engines, and what both make of a sample."""
+"""A trainer rank with LoRA in this process that syncs engines, and comparisons of both on the same samples."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMPT = [*range(5, 25)] * 8  # more than a block of vLLM's prefix cache
 
 
 def lora_config(checkpoint: str, **options: Any) -> Config:
-    """``options`` as of `make_config`; steps that move the policy far."""
+    """`make_config` with LoRA and a learning rate that moves the policy far; same ``options``."""
     config = make_config(checkpoint, **{"lr": 2e-2, **options})
     config.model.lora = LoraConfig(rank=4, alpha=8.0, target_modules=["q_proj", "v_proj", "o_proj", "gate_proj"])
     config.param_sync.pause = "abort"
@@ -81,17 +81,17 @@ class LoraTrainer:
         self._sender.close()
 
     def learn(self, samples: list[Sample]) -> None:
-        """A step on them, rewarded by their first token; any will do that moves the policy."""
+        """Train one step on the samples. The reward is arbitrary; it only has to move the policy."""
         for s in samples:
             s.reward = float(s.tokens[0] % 7)
         self.rank.train(0, [self._group(samples).to_bytes()])
 
     def error(self, samples: list[Sample], temperature: float) -> float:
-        """Largest difference between the samples' logprobs and those that the trainer gives their tokens now."""
+        """Largest difference between the samples' logprobs and the trainer's current ones."""
         return float(np.abs(self.scores(samples, temperature) - np.concatenate([s.logprobs for s in samples])).max())
 
     def scores(self, samples: list[Sample], temperature: float) -> np.ndarray:
-        """The trainer's logprobs of all their tokens, one sample's after the other's."""
+        """The trainer's logprobs of all their tokens, concatenated."""
         return self.rank._backend.logprobs(build_batch([self._group(samples)]), temperature).logprobs
 
     def _group(self, samples: list[Sample]) -> Group:
@@ -106,21 +106,21 @@ def requests(count: int, new: int = 12, name: str = "r", **sampling: Any) -> lis
 
 
 async def samples_of(engine: Engine, wanted: list[Request]) -> list[Sample]:
-    """Generate them to their end."""
+    """Generate these requests to their end."""
     await engine.submit(wanted)
-    return await Heard(engine).of([r.id for r in wanted])
+    return await ResponseCollector(engine).of([r.id for r in wanted])
 
 
-class Heard:
-    """All that an engine has told so far."""
+class ResponseCollector:
+    """Collects an engine's responses, by request."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._told: dict[str, tuple[list[int], list[float], list[VersionSpan]]] = {}
+        self._responses: dict[str, tuple[list[int], list[float], list[VersionSpan]]] = {}
         self._ended: set[str] = set()
 
     async def of(self, ids: list[str], tokens: int | None = None) -> list[Sample]:
-        """What these requests were told until they ended, or until each has so many tokens."""
+        """These requests' samples, once all have ended or have ``tokens`` tokens."""
         while any(id not in self._ended and (tokens is None or len(self._of(id)[0]) < tokens) for id in ids):
             await self._listen()
         return [
@@ -139,7 +139,7 @@ class Heard:
         return any(id in self._ended for id in ids)
 
     def _of(self, id: str) -> tuple[list[int], list[float], list[VersionSpan]]:
-        return self._told.setdefault(id, ([], [], []))
+        return self._responses.setdefault(id, ([], [], []))
 
     async def _listen(self) -> None:
         events = await asyncio.wait_for(self._engine.events(), 60)

@@ -1,7 +1,7 @@
-"""What every engine that keeps adapters beside its weights must do, over real sessions from a torch trainer.
+"""Contract of engines that keep adapters beside their weights, over real sessions from a torch trainer.
 
-A module derives its test classes from these, with a fixture ``pair``: a `LoraTrainer` and an engine that it has joined.
-The tests of a class go on where the one before ended.
+A module derives its test classes from these and provides a fixture ``pair``: a `LoraTrainer` and an engine that has
+joined it. Each test of a class continues from the state that the previous one left.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.manifest import ManifestError, is_adapter
 from asyncrl.rollouter.engines.base import ENGINES
 from asyncrl.trainer.rank import TrainerRank
-from tests.support.lora import Heard, LoraTrainer, breaking_off, lora_config, requests, samples_of
+from tests.support.engine_contract import events_at_once  # noqa: F401
+from tests.support.lora import LoraTrainer, ResponseCollector, breaking_off, lora_config, requests, samples_of
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def checkpoint(tmp_path_factory):
 async def started(
     name, checkpoint, adapters="adapter", in_flight="move", pause="abort", workers=1, args=None, **options
 ):
-    """A trainer and an engine; the process group of the trainer is the process's."""
+    """A trainer and an engine. The trainer owns the process group, of which a process can hold only one."""
     config = lora_config(str(checkpoint), **options)
     config.param_sync.adapters, config.param_sync.in_flight, config.param_sync.pause = adapters, in_flight, pause
     config.async_training.staleness_threshold = 2
@@ -57,7 +58,7 @@ async def ended(trainer, engine):
 
 
 async def follow(trainer, engine, steps):
-    """Each version's samples have the trainer's logprobs; returns what each sync sent."""
+    """Check that each version's samples have the trainer's logprobs; returns the bytes that each sync sent."""
     sent, before = [], None
     for step in range(steps):
         report = await trainer.sync()
@@ -66,7 +67,7 @@ async def follow(trainer, engine, steps):
         samples = await samples_of(engine, requests(4, temperature=temperature))
         assert trainer.error(samples, temperature) < 1e-4
         assert {span.version for s in samples for span in s.spans} == {trainer.version}
-        assert before is None or trainer.error(before, 1.0) > 1e-2  # it is another policy by now
+        assert before is None or trainer.error(before, 1.0) > 1e-2  # the policy has changed
         trainer.learn(samples)
         before = samples if temperature == 1.0 else None
         sent.append(report.nbytes)
@@ -74,7 +75,7 @@ async def follow(trainer, engine, steps):
 
 
 class AdapterContract:
-    async def test_each_version_is_the_base_with_its_adapter_and_the_base_travels_once(self, pair, checkpoint):
+    async def test_each_version_is_the_base_with_its_adapter_and_the_base_is_sent_once(self, pair, checkpoint):
         trainer, engine = pair
         sent = await follow(trainer, engine, 5)
         manifest = trainer.rank.manifest()
@@ -90,7 +91,7 @@ class AdapterContract:
                 assert trainer.error(samples, 1.0) < 1e-4
             trainer.learn(await samples_of(engine, requests(4)))
 
-    async def test_a_sender_that_breaks_off_leaves_the_old_adapter_serving(self, pair):
+    async def test_a_failed_send_leaves_the_old_adapter_serving(self, pair):
         trainer, engine = pair
         await trainer.sync()
         served, of_served = trainer.version, trainer.rank.manifest()
@@ -118,37 +119,37 @@ class AdapterContract:
             manifest, tensors=tuple(t for t in manifest if not t.name.endswith("lora_A.weight"))
         )
         none = dataclasses.replace(lacks, tensors=tuple(t for t in manifest if not is_adapter(t.name)), adapter=None)
-        for sent, message in ((lacks, "adapter policy .* is not whole"), (none, "the sender's manifest has none")):
+        for sent, message in ((lacks, "adapter policy .* is incomplete"), (none, "the sender's manifest has none")):
             monkeypatch.setattr(trainer.rank, "manifest", lambda sent=sent: sent)
             with pytest.raises(ManifestError, match=message):
                 await trainer.sync()
             assert not engine.paused
         assert trainer.fleet.routable == {"replica/0": served}
 
-    async def test_it_goes_with_the_base_again_where_another_replica_needs_that(self, pair):
-        """The sync is planned for all."""
+    async def test_the_base_is_sent_again_if_any_replica_lacks_it(self, pair):
+        """One plan covers all replicas."""
         trainer, engine = pair
         trainer._sessions[0]._receiver._has_base = False
         assert (await follow(trainer, engine, 2))[0] == trainer.rank.manifest().nbytes
 
 
 class FinishingContract:
-    async def test_kept_requests_end_on_the_adapter_they_began_with(self, pair, tmp_path):
-        """Beside younger ones, over several syncs; in one the base travels too."""
+    async def test_kept_requests_finish_on_the_adapter_they_started_with(self, pair, tmp_path):
+        """Beside newer requests, over several syncs, some of which send the base too."""
         trainer, engine = pair
-        heard, versions = Heard(engine), []
+        collector, versions = ResponseCollector(engine), []
         for n in range(4):
             trainer._sessions[0]._receiver._has_base = n in (1, 3)
             await trainer.sync(pause="keep", kv="keep")
             versions.append(trainer.version)
             trainer.rank.save(tmp_path / str(n))
             old = [f"{m}/{i}" for m in range(n) for i in range(2)]
-            assert not heard.ended(old)
+            assert not collector.ended(old)
             await engine.submit(requests(2, 700 - 150 * n, f"{n}/", temperature=0.7) + requests(2, 12, f"short {n}/"))
-            trainer.learn(await heard.of([f"short {n}/{i}" for i in range(2)]))
-            await heard.of(old, tokens=20 * n)
+            trainer.learn(await collector.of([f"short {n}/{i}" for i in range(2)]))
+            await collector.of(old, tokens=20 * n)
         for n, version in enumerate(versions):
-            samples = await heard.of([f"{n}/0", f"{n}/1"])
+            samples = await collector.of([f"{n}/0", f"{n}/1"])
             trainer.rank.load(tmp_path / str(n))
             assert trainer.error(samples, 0.7) < 1e-4
             assert [span[1:] for s in samples for span in s.spans] == [(version, False)] * 2

@@ -1,4 +1,4 @@
-"""Small models in megatron-core without a trainer, and processes that share one."""
+"""Small megatron-core models without a trainer, in one process or several."""
 
 import contextlib
 import multiprocessing
@@ -15,7 +15,7 @@ from asyncrl.cpu import megatron as megatron_cpu
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.models.layout import PackedLayout
 
-#: of what a step depends on: draft, several epochs, reference, entropy, small micro-batches
+#: turns on everything that a step can depend on: draft, several epochs, reference, entropy, small micro-batches
 OPTIONS = {
     "enable_train": True,
     "loss": "cross_entropy",
@@ -26,8 +26,8 @@ OPTIONS = {
     "temperature": 0.8,
     "max_tokens_per_micro_batch": 64,
 }
-#: the draft's default loss, in steps of its own. Its gradient has a jump wherever q = p: at a rate of 2e-3 these tiny
-#: models part by 8e-3 of it within ten steps whatever trains them, the torch backend with other micro-batches included
+#: The draft's default loss, in separate steps. Its gradient is discontinuous where q = p: at a learning rate of 2e-3
+#: these tiny models diverge by 8e-3 (relative) within ten steps, even on the torch backend with other micro-batches.
 APART = {"loss": "acceptance", "updates_per_pass": 3, "passes": 2, "learning_rate": 3e-4}
 CUTS = {
     "one": {},
@@ -53,7 +53,7 @@ CUTS = {
 
 @contextlib.contextmanager
 def process_group(rank=0, world_size=1, init_method=None, cut="one"):
-    """Context within megatron-core's process groups; one at a time per process."""
+    """Context in which megatron-core's process groups exist; one at a time per process."""
     megatron_cpu.activate()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -78,7 +78,7 @@ def only_where_wanted(patch):
 
 
 def built(path, cut="one", mtp_from_trunk=False, package="megatron_bridge"):
-    """(chunks, conversion) of the folder's model, its weights loaded."""
+    """(chunks, conversion) of the folder's model, with its weights loaded."""
     from asyncrl.trainer.backends.megatron.bridges import bridge_of, read_source
     from asyncrl.trainer.backends.megatron.policy import build_chunks
     from asyncrl.trainer.backends.megatron.weights import Conversion
@@ -94,7 +94,7 @@ def built(path, cut="one", mtp_from_trunk=False, package="megatron_bridge"):
 
 @torch.no_grad()
 def states(model, tokens_BS, depths=0, lengths=None):
-    """(hidden [B, S, M], the draft's states of each depth); ``lengths`` of the sequences, if not one per row."""
+    """(hidden [B, S, M], the draft's states at each depth); ``lengths`` of the sequences, if not one per row."""
     from asyncrl.trainer.backends.megatron.packed import PackedSequences
 
     model.draft_depths = depths
@@ -125,6 +125,6 @@ def random_tokens(vocab_size, shape=(2, 20)):
 
 
 def in_processes(count, work, *arguments):
-    """Run ``work(rank, *arguments)`` in each process, forked from one that has imported Megatron."""
+    """Run ``work(rank, *arguments)`` in ``count`` processes, forked from one that has imported Megatron."""
     multiprocessing.set_forkserver_preload(["asyncrl.trainer.backends.megatron.backend"])
     mp.start_processes(work, arguments, nprocs=count, start_method="forkserver")

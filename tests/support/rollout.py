@@ -75,8 +75,8 @@ class System:
         replicas=None,
         records=None,
     ) -> None:
-        """``judge`` decides the rewards unless ``rewards`` is given. ``replicas`` are clients of engines that
-        outlive the system; None creates one engine. ``records`` are those of an earlier queue."""
+        """``judge`` computes the rewards unless ``rewards`` is given. ``replicas`` are clients of engines that
+        outlive the system; None creates one engine. ``records``: those of an earlier queue."""
         self.config = load_config(None, [*overrides(inputs, inputs / "run"), *more])
         self.engine = None if replicas else NativeEngine(self.config.model.path, self.config.rollout.engine)
         derived = derive(self.config)

@@ -12,12 +12,12 @@ from tests.support import engine_replica
 
 
 def replica_config(checkpoint: Path, **options: Any) -> Config:
-    """Requests may be kept over a sync."""
+    """A replica's config, with requests kept over a sync unless ``pause`` is given."""
     return engine_replica.replica_config("sglang", checkpoint, **({"pause": "keep"} | options))
 
 
 def server_processes(parent: int | None = None) -> list[psutil.Process]:
-    """SGLang's server below this process, and all that it started."""
+    """SGLang's servers among the descendants of ``parent`` (default: this process), with their own descendants."""
     below = psutil.Process(parent).children(recursive=True)
     servers = [p for p in below if "asyncrl.rollouter.engines.sglang.serve" in _command(p)]
     return [*servers, *(child for server in servers for child in server.children(recursive=True))]

@@ -1,4 +1,4 @@
-"""Driving the native engine's stepper by hand: requests in, what was told of them out."""
+"""Steps the native engine's core by hand: requests in, their tokens and logprobs out."""
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ def make_request(id, tokens, new=12, *, key=0, group=None, shared=0, position=0,
 
 
 def run_all(core: Core, requests=()) -> dict[str, tuple[list[int], np.ndarray, FinishReason]]:
-    """Submit these and step until nothing is active."""
+    """Submit the requests, step until none is active, and return what `read` gives."""
     core.submit(requests)
     while core.active:
         core.step()
@@ -24,7 +24,7 @@ def run_all(core: Core, requests=()) -> dict[str, tuple[list[int], np.ndarray, F
 
 
 def full_forward(decoder: Decoder, request: Request, tokens: list[int]) -> np.ndarray:
-    """The logprobs of ``tokens`` in one forward without a cache, computed where the decoder is."""
+    """Logprobs of ``tokens`` from one forward pass without a cache, on the decoder's device."""
     device = decoder.lm_head.weight.device
     row = torch.tensor([*request.tokens.tolist(), *tokens], device=device)
     with torch.no_grad():
@@ -34,14 +34,14 @@ def full_forward(decoder: Decoder, request: Request, tokens: list[int]) -> np.nd
 
 
 def read(events):
-    """By id: the tokens, their logprobs, how it ended (None: not yet)."""
-    told = {}
+    """By request id: tokens, logprobs, finish reason (None: still running)."""
+    collected = {}
     for e, id in enumerate(events.ids):
         part = slice(events.offsets[e], events.offsets[e + 1])
-        tokens, logprobs, _ = told.get(id, ([], np.empty(0, np.float32), None))
-        told[id] = (
+        tokens, logprobs, _ = collected.get(id, ([], np.empty(0, np.float32), None))
+        collected[id] = (
             tokens + events.tokens[part].tolist(),
             np.concatenate([logprobs, events.logprobs[part]]),
             events.finish[e],
         )
-    return told
+    return collected

@@ -1,6 +1,6 @@
-"""Another user of this machine, who connects to abstract sockets and sends anything at all, over and over.
+"""Another user of this machine, who repeatedly connects to abstract sockets and sends malformed bytes.
 
-python -m tests.support.stranger UID SOCKET... < payloads in hexadecimal, a line each; prints a line after each round
+python -m tests.support.stranger UID SOCKET... < payloads in hexadecimal, one per line; prints a line per round
 """
 
 import contextlib
@@ -15,9 +15,8 @@ from pathlib import Path
 from asyncrl.param_sync.transports.messages import framed
 
 NOBODY = 65534
-MUTE = 50  # connections that say nothing, in each round
-
-#: what no reader sends
+MUTE = 50  # connections per round that send nothing
+#: payloads that no reader sends
 PAYLOADS = {
     "noise": b"\xff" * 10_000,
     "huge": struct.pack("<I", 1 << 31) + b" " * 10_000,
@@ -31,7 +30,7 @@ PAYLOADS = {
 
 @contextlib.contextmanager
 def stranger(names: Sequence[str], payloads: Sequence[bytes]) -> Iterator[subprocess.Popen[str]]:
-    """It runs as nobody if this process may become that, else as the same user."""
+    """Runs the attacker as the user ``nobody`` if this process is root, else as the same user."""
     user = NOBODY if os.geteuid() == 0 else os.geteuid()
     with subprocess.Popen(
         [sys.executable, "-m", "tests.support.stranger", str(user), *names],

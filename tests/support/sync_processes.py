@@ -1,4 +1,4 @@
-"""Replicas and trainer ranks for the parameter sync tests: real processes and transports, called over a pipe."""
+"""Replicas and trainer ranks for the parameter sync tests: real processes and transports, called over pipes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from tests.support.collective_processes import HOST, resources
 
 Tensors = dict[str, torch.Tensor]
 BUCKET_BYTES = 4096
-ZERO_COPY_BYTES = 700  # fewer than in production, so that a few of the small weights travel without a copy where any do
+ZERO_COPY_BYTES = 700  # lower than in production, so that a few of the small weights take the zero-copy path
 TIED = {"lm_head.weight": "embed.weight"}
 
 
 def weights(seed: int) -> Tensors:
     """A small model with every awkward case: bf16, an odd size, an empty tensor, one larger than a bucket, slices of a
-    fused parameter, strided tensors (one of them larger than a bucket), a draft."""
+    fused parameter, strided tensors (one larger than a bucket), a draft."""
     g = torch.Generator().manual_seed(seed)
     rand = lambda *shape: torch.randn(*shape, generator=g)
     qkv, gate_up = rand(24, 16), rand(40, 96)
@@ -103,7 +103,7 @@ class WeightsEngine:
 
 
 class ReplicaProcess(EngineSession):
-    """Runs in a replica's process: a replica session that reports what it did."""
+    """A replica session that reports its calls; runs in a replica's process."""
 
     def __init__(self, name: str, transport: str, extra: Tensors) -> None:
         self.engine = WeightsEngine(weights(0) | extra)
@@ -117,9 +117,9 @@ class ReplicaProcess(EngineSession):
         return resources()
 
     async def strike(self, phase: str, number: signal.Signals) -> None:
-        """Send this process a signal during a phase, once."""
+        """Send this process a signal once, during a phase."""
         engine, receiver = self.engine, self.engine.receiver
-        amid: dict[str, list[tuple[Any, str]]] = {
+        methods_of: dict[str, list[tuple[Any, str]]] = {
             "plan": [(receiver, "open")],
             "pause": [(engine, "pause")],
             "unload": [(engine, "release_kv")],
@@ -130,11 +130,11 @@ class ReplicaProcess(EngineSession):
             "reload": [(engine, "restore_kv")],
             "resume": [(engine, "resume")],
         }
-        strike(amid[phase], number)
+        strike(methods_of[phase], number)
 
 
 def strike(methods: Sequence[tuple[Any, str]], number: signal.Signals, at: int = 0) -> None:
-    """Send this process a signal before the call number ``at`` of these methods, then go on with the call."""
+    """Send this process a signal before the call number ``at`` (from 0) of these methods, then make the call."""
     calls = 0
 
     def counted(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,7 +142,7 @@ def strike(methods: Sequence[tuple[Any, str]], number: signal.Signals, at: int =
             nonlocal calls
             calls += 1
             if calls == at + 1:
-                # To this thread: a signal to the process may reach another thread first, while this one goes on.
+                # To this thread: a signal to the process may reach another thread first, while this one continues.
                 signal.pthread_kill(threading.get_ident(), number)
             return method(*args)
 
@@ -153,8 +153,8 @@ def strike(methods: Sequence[tuple[Any, str]], number: signal.Signals, at: int =
 
 
 class DamagingWriter:
-    """A writer that flips one bit of a bucket's buffer, or else of its first zero-copy part, when told to, after its
-    checksum was taken."""
+    """A writer that, if ``damage`` is set, flips one bit of the next bucket after its checksum was taken: in the
+    bucket's buffer, or in its first zero-copy part if it has no others."""
 
     def __init__(self, writer: BucketWriter) -> None:
         self._writer, self.damage = writer, False
@@ -181,9 +181,9 @@ class DamagingWriter:
 
 
 class RankProcess:
-    """Runs in a trainer rank's process: sends `weights(version.number)`.
+    """Sends `weights(version.number)`; runs in a trainer rank's process.
 
-    The export stops before its ``hold_at``-th tensor, once, until ``release``; ``fail_at`` raises there."""
+    The export blocks once before its ``hold_at``-th tensor, until ``release``; before ``fail_at`` it raises."""
 
     def __init__(self, sender: int, transport: str, share: slice) -> None:
         writer = make_writer(transport, sender, BUCKET_BYTES, HOST)
@@ -192,7 +192,7 @@ class RankProcess:
         self._writer = DamagingWriter(writer)
         self._sender = Sender(f"trainer/{sender}", self._writer)
         self._share = share
-        self._thread = ThreadPoolExecutor(1)  # a rank computes and sends in one
+        self._thread = ThreadPoolExecutor(1)  # a rank computes and sends in one thread
         self._gate = context.Event()
         self._reached = asyncio.Event()
         self.hold_at = self.fail_at = self.exported = -1
@@ -204,7 +204,7 @@ class RankProcess:
         self._writer.damage = True
 
     async def held(self) -> None:
-        """Returns when the export stands at ``hold_at``."""
+        """Wait until the export blocks at ``hold_at``."""
         await self._reached.wait()
         self._reached.clear()
 
@@ -218,8 +218,8 @@ class RankProcess:
         return resources()
 
     async def strike(self, call: str, number: signal.Signals) -> None:
-        """Send this process a signal as it is asked for its ``manifest`` or ``address``, or at its part of the
-        transfer: ``open``, ``publish`` of the third bucket, ``finish``."""
+        """Send this process a signal at a call: ``manifest``, ``address``, or in the transfer ``open``, ``publish`` of
+        the third bucket, ``finish``."""
         owner = {"manifest": self, "address": self, "open": self._sender}.get(call, self._writer)
         strike([(owner, call)], number, at=2 if call == "publish" else 0)
 
@@ -264,8 +264,9 @@ async def processes(
     extra: Tensors | None = None,
     transport: str = "shared_memory",
 ) -> AsyncIterator[tuple[list[Remote], dict[str, Remote]]]:
-    """Trainer ranks (each with its share of the tensors) and replicas (the last one with ``extra`` parameters); those
-    that are put into what this yields are ended with them."""
+    """Starts trainer ranks (each with its share of the tensors) and replicas (the last with ``extra`` parameters).
+
+    On exit it ends all processes in the yielded containers, including those that the test added."""
     ranks = [Remote(RankProcess, i, transport, share) for i, share in enumerate(shares)]
     others: dict[str, Remote] = {}
     for i in range(replicas):
@@ -301,12 +302,12 @@ async def sync(
 
 
 def digests(number: int) -> dict[Role, str]:
-    """Of the weights of a version, as a replica's `look` gives them."""
+    """Digests of a version's weights, as a replica's `look` returns them."""
     return {role: digest(weights(number), role) for role in ("target", "draft")}
 
 
 def segments(pid: int) -> list[Any]:
-    """Bucket memory that a process has mapped or open, and names in the folder for shared memory."""
+    """Bucket memory that a process has mapped or open, and its names in /dev/shm."""
     with open(f"/proc/{pid}/maps") as maps:
         mapped = [line for line in maps if "asyncrl-bucket" in line]
     opened = [fd for fd in os.listdir(f"/proc/{pid}/fd") if "asyncrl-bucket" in os.readlink(f"/proc/{pid}/fd/{fd}")]

@@ -1,4 +1,4 @@
-"""A tiny run for tests: a random two-minute-old model, a handful of problems, rewards that any answer can earn."""
+"""A tiny run for tests: a random model, a handful of problems, rewards that any answer can earn."""
 
 import json
 import time
@@ -24,7 +24,7 @@ def make_inputs(folder: Path) -> Path:
 
 
 def overrides(folder: Path, run_dir: Path, *more: str) -> list[str]:
-    """A run of five short steps over `make_inputs`, on halves of a CPU."""
+    """Options of a run of five short steps over `make_inputs`, with half a CPU per rank and replica."""
     return [
         f"model.path={folder / 'checkpoint'}",
         f"data.train_files=[{folder / 'train.jsonl'}]",
@@ -47,7 +47,7 @@ def overrides(folder: Path, run_dir: Path, *more: str) -> list[str]:
 
 
 def length_reward(prompt: Prompt, response: str) -> dict[str, float]:
-    """Anything can earn it, so that a random model has something to learn: the share of digits in the text."""
+    """Share of digits in the text: any answer can earn it, so a random model has something to learn."""
     digits = sum(c.isdigit() for c in response)
     return {"reward": digits / max(len(response), 1), "accuracy": float(digits > 0)}
 
@@ -57,7 +57,7 @@ def failing_reward(prompt: Prompt, response: str) -> float:
 
 
 class BrokenAgentLoop:
-    """An agent loop with a bug; it writes to ``path`` when (Unix seconds) the bug came up first."""
+    """An agent loop that always raises; writes the time of the first error (Unix seconds) to ``path``."""
 
     def __init__(self, tokenizer, max_response_tokens: int, path: str) -> None:
         self._path = Path(path)

@@ -39,15 +39,15 @@ def make_checkpoint(folder, **overrides):
 
 
 def make_config(checkpoint, **options):
-    """Config with ``options`` by the last part of their key, from the sections that concern the trainer."""
+    """Config with ``options``, each named by the last part of its key, from the sections that concern the trainer."""
     config = Config()
     config.model.path = checkpoint
     config.trainer.device = "cpu"
     config.trainer.optimizer.lr = 1e-3
     config.trainer.mini_batch_groups = 64
     for name, value in options.items():
-        rooms = (config.model, config.trainer, config.trainer.optimizer, config.algorithm, config.rollout, config.mtp)
-        owners = [o for o in rooms if hasattr(o, name)]
+        parts = (config.model, config.trainer, config.trainer.optimizer, config.algorithm, config.rollout, config.mtp)
+        owners = [o for o in parts if hasattr(o, name)]
         assert len(owners) == 1, name
         setattr(owners[0], name, value)
     return config
@@ -77,8 +77,8 @@ def make_groups(sizes=(4, 3, 4), seed=0, rewards=None):
 
 
 def started_ranks():
-    """Fixture body: builds trainer ranks of world size 1, one after another, as a process holds one process group at a
-    time."""
+    """Fixture body: builds trainer ranks of world size 1, one at a time, because a process can hold only one process
+    group."""
     alive: list[TrainerRank] = []
 
     def build(config, recorder=None):
@@ -97,7 +97,7 @@ def weights(rank):
 
 
 def first_gradient(rank, groups):
-    """float32, flat. AdamW's first moment after one step is (1 − beta1) times the gradient."""
+    """The first step's gradient, flat, in float32. AdamW's first moment after one step is (1 − beta1) · gradient."""
     rank.train(0, groups)
     moments = rank._backend.state()["optimizer"]["exp_avg"]
     return torch.cat([m.full_tensor().flatten() for m in moments.values()]) * 10

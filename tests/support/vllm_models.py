@@ -1,7 +1,7 @@
-"""Tiny models of the families that vLLM serves: their checkpoints, and vLLM's own models of them in this process.
+"""Tiny checkpoints of the families that vLLM serves, and vLLM's own models of them in this process.
 
-A checkpoint's names are those that transformers gives it when it saves the model, and, for the MTP layer that it does
-not know, those of the family's published checkpoints.
+A checkpoint's names are those under which transformers saves the model; for the MTP layer, which transformers does not
+know, those of the family's published checkpoints.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ def _mimo_draft(block: Shapes) -> Shapes:
 
 
 def _numbered_draft(block: Shapes) -> Shapes:
-    """Of DeepSeek and GLM: one more layer, with copies of the embedding and the head."""
+    """Draft of DeepSeek and GLM: one more layer, with copies of the embedding and the head."""
     extra = {"eh_proj.weight": (H, 2 * H), "embed_tokens.weight": (V, H), "shared_head.head.weight": (V, H)}
     norms = ("enorm", "hnorm", "shared_head.norm")
     return {f"model.layers.{LAYERS}.{n}": s for n, s in (block | _norms(norms) | extra).items()}
 
 
 def _mtp_draft(block: Shapes) -> Shapes:
-    """Of Qwen."""
+    """Draft of Qwen."""
     norms = ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
     names = {f"layers.0.{n}": s for n, s in block.items()} | _norms(norms) | {"fc.weight": (H, 2 * H)}
     return {f"mtp.{n}": s for n, s in names.items()}
@@ -95,14 +95,14 @@ def _norms(names: tuple[str, ...]) -> Shapes:
 
 @dataclass(frozen=True)
 class Family:
-    """``architectures``: vLLM's, of the target and of the draft. ``draft``: from the shapes of the last trunk layer to
-    those of the MTP layer. ``told``: options that transformers' config does not know."""
+    """A model family. ``architectures``: vLLM's, of the target and of the draft. ``draft`` maps the shapes of the last
+    trunk layer to those of the MTP layer. ``extra_config``: options that transformers' config does not know."""
 
     config: type[transformers.PretrainedConfig]
     architectures: tuple[str, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
     draft: Callable[[Shapes], Shapes] | None = None
-    told: Mapping[str, Any] = field(default_factory=dict)
+    extra_config: Mapping[str, Any] = field(default_factory=dict)
 
 
 _ONE_MTP_LAYER = {"num_nextn_predict_layers": 1}
@@ -146,7 +146,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def write_checkpoint(folder: Path, family: Family, dtype: torch.dtype = torch.float32) -> None:
-    """With weights of no meaning: `random_weights` gives them."""
+    """Write the family's config and `random_weights`, MTP layer included."""
     config = family.config(**(_SHARED | dict(family.options)), dtype=dtype)
     transformers.AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(folder)
     tensors = read_tensors(folder)
@@ -155,9 +155,9 @@ def write_checkpoint(folder: Path, family: Family, dtype: torch.dtype = torch.fl
         block = {m[1]: tuple(t.shape) for name, t in tensors.items() if (m := last.fullmatch(name))}
         tensors |= {name: torch.empty(shape, dtype=dtype) for name, shape in family.draft(block).items()}
     write_tensors(folder, random_weights(tensors, 0))
-    said = json.loads((folder / "config.json").read_text())
-    said |= {"architectures": list(family.architectures[:1]), **family.told}
-    (folder / "config.json").write_text(json.dumps(said))
+    raw = json.loads((folder / "config.json").read_text())
+    raw |= {"architectures": list(family.architectures[:1]), **family.extra_config}
+    (folder / "config.json").write_text(json.dumps(raw))
 
 
 def write_tensors(folder: Path, tensors: Tensors) -> None:
@@ -185,7 +185,7 @@ def manifest_of(family: Family, tensors: Mapping[str, torch.Tensor]) -> Manifest
 
 @dataclass(frozen=True)
 class Models:
-    """vLLM's models of one checkpoint, as its worker has them."""
+    """vLLM's models of one checkpoint, as its worker holds them."""
 
     config: VllmConfig
     target: LiveModel
@@ -214,7 +214,7 @@ def engine_config(folder: Path, family: Family, dtype: str = "float32", lora: bo
 
 
 def load_models(config: VllmConfig) -> Models:
-    """From the checkpoint, as a worker and its proposer do it."""
+    """Load target and draft from the checkpoint, as vLLM's worker and proposer do."""
     with set_current_vllm_config(config):
         target = get_model(vllm_config=config)
         if config.lora_config is not None:
@@ -232,7 +232,7 @@ def load_models(config: VllmConfig) -> Models:
 
 
 def _register(architecture: str) -> None:
-    """With its class: vLLM would start a process to look at it."""
+    """Register the architecture by its class; by name vLLM would start a process to inspect it."""
     module, name, *_ = _VLLM_MODELS[architecture]
     with _torchvision():
         cls = getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name)
@@ -241,8 +241,8 @@ def _register(architecture: str) -> None:
 
 @contextlib.contextmanager
 def _torchvision() -> Iterator[None]:
-    """Empty modules where there is none: vLLM's file of Qwen3.5 imports its vision model, which the text model has no
-    part of."""
+    """Empty torchvision modules if it is not installed: vLLM's Qwen3.5 module imports its vision model, which the text
+    model does not use."""
     if importlib.util.find_spec("torchvision") is not None:
         yield
         return

@@ -26,12 +26,12 @@ class Replica(engine_replica.Replica):
         return replica
 
     async def corrections(self) -> list[str]:
-        """What of vLLM's CPU build its worker found broken."""
+        """The defects of vLLM's CPU build that its worker found and corrected."""
         (found,) = await self.receiver.ask("corrected")
         return found
 
 
 def core_pids(parent: int | None = None) -> list[int]:
-    """vLLM's engine processes below this one."""
+    """vLLM's engine processes among the descendants of ``parent`` (default: this process)."""
     children = psutil.Process(parent).children(recursive=True)
     return [child.pid for child in children if child.is_running() and "EngineCor" in child.name()]

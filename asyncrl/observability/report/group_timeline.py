@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import plotly.graph_objects as go
 
-from asyncrl.observability.charts import BLUE, GREEN, GREY, ORANGE, RED, VIOLET, styled
+from asyncrl.observability.charts import BLUE, GREEN, GREY, ORANGE, RED, VIOLET
+from asyncrl.observability.report.lanes import add_bars, styled_lanes
 from asyncrl.sample_queue.journal import found_copy
 from asyncrl.sample_queue.ledger import FILE, LedgerError, reading
 
@@ -78,23 +79,10 @@ def group_timeline_chart(timelines: Sequence[GroupTimeline]) -> go.Figure | None
     for phase, colour in PHASES.items():
         bars = list(_bars(timelines, phase, origin))
         if bars:
-            lanes, starts, seconds, texts = map(list, zip(*bars))
-            figure.add_bar(
-                orientation="h",
-                y=lanes,
-                base=starts,
-                x=seconds,
-                name=phase,
-                text=texts,
-                textposition="none",
-                hovertemplate="%{text}",
-                marker={"color": colour, "line": {"width": 0}},
-            )
-    figure.update_layout(barmode="overlay", bargap=0.15, dragmode="pan")
-    styled(figure, height=90 + 6 * len(timelines), x_title="seconds")
-    figure.update_yaxes(autorange="reversed", showticklabels=False, showgrid=False)
-    figure.update_xaxes(ticksuffix=" s", title=None)
-    figure.update_layout(hovermode="closest")
+            add_bars(figure, phase, colour, *map(list, zip(*bars)))
+    styled_lanes(figure, height=90 + 6 * len(timelines))
+    figure.update_layout(bargap=0.15)
+    figure.update_yaxes(showticklabels=False)
     return figure
 
 

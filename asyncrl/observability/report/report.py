@@ -27,13 +27,13 @@ def write_report(run_dir: Path | str) -> Path:
 
     Reads metrics.jsonl, trajectories.jsonl, spans.jsonl, the ledger, config.yaml (the head of the page shows ``name``,
     ``trainer.total_steps``, ``model.path`` and the modes) and summary.json, all of them optional. summary.json is a
-    flat object: ``status`` (finished | interrupted | failed), ``reason`` (why the run ended before its last step, or
-    null) and ``failed`` (the error, or null; it alone decides if there is no status). Its ``accuracy_before``,
+    flat object: ``status`` (finished | interrupted | failed; derived from ``failed`` if missing), ``reason`` (why the
+    run ended before its last step, or null) and ``failed`` (the error, or null). Its ``accuracy_before``,
     ``accuracy_after``, ``steps``, ``samples``, ``tokens``, ``duration_s``, ``overlap`` and ``fraction_of_ideal`` take
-    precedence over the metrics. Raises FileNotFoundError if ``run_dir`` is no folder."""
+    precedence over the metrics. Raises FileNotFoundError if ``run_dir`` is not a folder."""
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
-        raise FileNotFoundError(f"expected a run folder, which holds {METRICS_FILE}; {run_dir} is no folder")
+        raise FileNotFoundError(f"expected a run folder, which holds {METRICS_FILE}; {run_dir} is not a folder")
     path = run_dir / REPORT_FILE
     unfinished = run_dir / f".{REPORT_FILE}.{os.getpid()}"
     unfinished.write_text(_render(run_dir), encoding="utf-8")
@@ -42,8 +42,8 @@ def write_report(run_dir: Path | str) -> Path:
 
 
 def read_series(run_dir: Path) -> tuple[dict[str, tuple[list[int], list[float | None]]], list[float]]:
-    """(name → (steps, values), Unix times of the first and the last line) of metrics.jsonl. Where a step repeats, the
-    last value of each name counts."""
+    """(name → (steps, values), Unix times of the first and the last line) of metrics.jsonl. If a step repeats, the last
+    value of each name counts."""
     by_step: dict[int, dict[str, Any]] = {}
     times: list[float] = []
     for row in read_jsonl(run_dir / METRICS_FILE):
@@ -174,7 +174,7 @@ def _subtitle(config: Any, times: Sequence[float]) -> str:
 def _key_figures(
     series: charts.Series, times: Sequence[float], summary: Mapping[str, Any], total_steps: int | None
 ) -> dict[str, str]:
-    """label → text of the figures that are known, most interesting first."""
+    """label → text of the known figures, most interesting first."""
     figures: dict[str, str] = {}
     held_out = [value for value in series.get("validation/accuracy", ([], []))[1] if value is not None]
     before = summary.get("accuracy_before", held_out[0] if held_out else None)

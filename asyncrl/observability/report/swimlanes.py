@@ -7,7 +7,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from asyncrl.observability.charts import GREY, colours, styled
+from asyncrl.observability.charts import GREY, colours
+from asyncrl.observability.report.lanes import add_bars, styled_lanes
 
 MAX_BARS = 1_500
 VIEW_S = 60.0  # initial view: this much of the end
@@ -31,33 +32,19 @@ def timeline_chart(rows: Sequence[Mapping[str, Any]]) -> go.Figure | None:
             notes = [f"{seconds:.3f} s"] + ([f"{row['count']} short spans joined"] if "count" in row else [])
             notes += [f"{key} = {value}" for key, value in row.get("args", {}).items()]
             bars.setdefault(str(row["name"]), []).append(
-                (actor, row["start"] - origin, seconds, max(0.2, 0.82 - 0.22 * depth), "<br>".join(notes))
+                (actor, row["start"] - origin, seconds, max(0.2, 0.82 - 0.22 * depth), "<br>".join([actor, *notes]))
             )
     figure = go.Figure()
     # Widest first, so that nested bars are painted over their parents.
     by_width = sorted(bars.items(), key=lambda item: (-max(bar[3] for bar in item[1]), item[0]))
     for (name, spans_of), colour in zip(by_width, colours()):
         actors, starts, seconds_of, widths, texts = map(list, zip(*spans_of))
-        figure.add_bar(
-            orientation="h",
-            y=actors,
-            base=starts,
-            x=seconds_of,
-            width=widths,
-            name=name,
-            text=texts,
-            textposition="none",
-            hovertemplate="%{y}<br>%{text}",
-            marker={"color": GREY if "wait" in name else colour, "line": {"width": 0}},
-        )
-    figure.update_layout(barmode="overlay", dragmode="pan")
-    styled(figure, height=150 + 44 * len(lanes), x_title="seconds")
-    figure.update_yaxes(autorange="reversed", categoryorder="array", categoryarray=sorted(lanes), showgrid=False)
-    figure.update_xaxes(
-        range=[max(end - VIEW_S, min(row["start"] for row in latest) - origin), end], ticksuffix=" s", title=None
-    )
-    figure.update_layout(hovermode="closest")
-    return figure
+        colour = GREY if "wait" in name else colour
+        add_bars(figure, name, colour, actors, starts, seconds_of, texts, width=widths)
+    styled_lanes(figure, height=150 + 44 * len(lanes))
+    figure.update_yaxes(categoryorder="array", categoryarray=sorted(lanes))
+    first = min(row["start"] for row in latest) - origin
+    return figure.update_xaxes(range=[max(end - VIEW_S, first), end])
 
 
 def _depths(spans: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], int]]:

@@ -1,1 +1,1 @@
-"""Destinations of metrics, spans and trajectories while the run goes on."""
+"""Destinations of a run's metrics, spans and trajectories."""

@@ -15,11 +15,11 @@ from asyncrl.plugins.registry import Registry
 class Sink:
     """Destination of a run's metrics, spans and sampled trajectories.
 
-    A sink overrides what it consumes; the default methods do nothing. All calls come from one thread of the driver, in
-    order. A sink that raises is switched off and the run goes on."""
+    A sink overrides what it consumes; the default methods do nothing. All calls come from the driver's event loop, in
+    order: a call that blocks delays the run. A sink that raises is switched off, and the run continues."""
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Metrics of a train step, or validation results measured at ``step``; steps may repeat and go back."""
+        """Metrics of a train step, or validation results measured at ``step``; steps may repeat or go back."""
 
     def spans(self, batch: Batch) -> None:
         """Spans, counters and gauges that one actor recorded since the last call, about every two seconds."""
@@ -36,9 +36,9 @@ class Sink:
 class SinkSpec:
     """Declaration of a sink.
 
-    ``open(config, run_dir)`` returns the sink, and raises ConfigError for problems that only opening shows, such as a
-    port in use. ``enabled``: True if the config's own options turn the sink on; a sink that reporting.sinks names is on
-    anyway. ``problems``: one line per problem with the sink's options, each beginning with the option's key; called
+    ``open(config, run_dir)`` returns the sink; it raises ConfigError for problems that only opening can detect, such as
+    a port in use. ``enabled``: True if the config's own options turn the sink on; a sink named in reporting.sinks is
+    always on. ``problems``: one line per problem with the sink's options, each beginning with the option's key; called
     only for sinks that are on."""
 
     open: Callable[[Config, Path], Sink]
@@ -52,5 +52,5 @@ SINKS: Registry[SinkSpec] = Registry(
     package="asyncrl.observability.sinks",
     attribute="SINK",
     entry_points="asyncrl.sinks",
-    needs=("open", "enabled", "problems"),
+    interface=SinkSpec,
 )

@@ -30,8 +30,8 @@ class ConsoleSink(Sink):
     """Prints to ``stream``, by default stdout: a line for each train step, and one for validation results.
 
     On a terminal, a progress line below them shows steps, time, ETA and the longest open span of each actor. Elsewhere,
-    and with NO_COLOR, output is plain text, with a status line after ``every_s`` without any other. The columns version
-    and sync show the last parameter sync."""
+    and with NO_COLOR, output is plain text, with a status line after ``every_s`` without other output. The columns
+    version and sync show the last parameter sync."""
 
     def __init__(
         self,
@@ -44,14 +44,14 @@ class ConsoleSink(Sink):
         self._stream = stream or sys.stdout
         self._terminal = None
         if self._stream.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb":
-            from asyncrl.observability.sinks.terminal import Terminal  # rich takes time to import
+            from asyncrl.observability.sinks.terminal import Terminal  # rich is slow to import
 
             self._terminal = Terminal(self._stream, total_steps)
         self._began_s = self._printed_s = clock()
         self._rows = 0
         self._step = 0
         self._steps: deque[tuple[int, float]] = deque(maxlen=_PACE_STEPS + 1)  # (step, time of its report)
-        self._synced: dict[str, float] = {}  # metrics of the last parameter sync: not every step has one
+        self._synced: dict[str, float] = {}  # metrics of the last parameter sync; not every step has one
         self._gauges: dict[str, float] = {}
         self._open_spans: dict[str, str] = {}  # actor → its longest open span
 

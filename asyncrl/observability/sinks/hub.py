@@ -22,7 +22,7 @@ class Hub:
         hub.close()                           # or failed="replica/1 is gone", or stopped="SIGINT"
 
     A sink that raises is logged once, with its traceback, and switched off: only its `close` is still called. From then
-    on ``reporting/failed_sinks`` is among the metrics of the others. ``failures``: class name → error message.
+    on the metrics of the other sinks include ``reporting/failed_sinks``. ``failures``: class name → error message.
     """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
@@ -44,7 +44,7 @@ class Hub:
             self._call(sink, "trajectories", rows)
 
     def close(self, failed: str | None = None, stopped: str | None = None) -> None:
-        """Closes every sink, also those switched off; see `Sink.close`. Idempotent."""
+        """Closes every sink, including those switched off; see `Sink.close`. Idempotent."""
         for sink in self._sinks + self._failed:
             self._call(sink, "close", failed, stopped)
         self._sinks, self._failed = [], []
@@ -59,4 +59,4 @@ class Hub:
             self._failed.append(sink)
             name = type(sink).__name__
             message = self.failures[name] = f"{type(error).__name__}: {error}"
-            log.exception("reporting: %s failed in %s and is switched off (%s); the run goes on", name, method, message)
+            log.exception("reporting: %s failed in %s and is switched off (%s)", name, method, message)

@@ -46,7 +46,7 @@ class JsonlFile:
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Objects of a JSON lines file, which may be missing, incomplete, or still being written.
 
-    Lines that hold no JSON object are skipped: a crash leaves one, and a report without it beats no report."""
+    Lines without a JSON object, such as a crash leaves, are skipped."""
     if not path.exists():
         return []
     rows = []
@@ -64,7 +64,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 class JsonlSink(Sink):
     """Appends ``{"step": …, "time": Unix seconds, name: number, …}`` to metrics.jsonl, one object per `metrics` call.
 
-    Values that are no numbers are dropped. A resumed run appends; where a step repeats, the later line counts."""
+    Values other than numbers are dropped. A resumed run appends; if a step repeats, the later line counts."""
 
     def __init__(self, run_dir: Path | str) -> None:
         self._lines = JsonlFile(Path(run_dir) / METRICS_FILE)

@@ -11,14 +11,21 @@ from asyncrl.observability.sinks.base import SINKS, Sink
 from asyncrl.observability.sinks.hub import Hub
 from asyncrl.plugins.registry import UnknownPart
 
-_METHODS = ("metrics", "spans", "trajectories", "close")
-
 
 def open_hub(config: Config, run_dir: Path) -> Hub:
     """Raises ConfigError."""
     if problems := list(sink_problems(config)):
         raise ConfigError(problems)
-    return Hub([_open(name, config, run_dir) for name in _names(config)])
+    sinks: list[Sink] = []
+    try:
+        sinks.extend(SINKS.checked(SINKS.find(name).open(config, run_dir), Sink, name) for name in _names(config))
+    except Exception as e:
+        for sink in sinks:
+            sink.close(failed=str(e))
+        if isinstance(e, UnknownPart):
+            raise ConfigError([str(e)]) from None
+        raise
+    return Hub(sinks)
 
 
 def sink_problems(config: Config) -> Iterator[str]:
@@ -33,15 +40,3 @@ def sink_problems(config: Config) -> Iterator[str]:
 def _names(config: Config) -> list[str]:
     enabled = [name for name in SINKS.built_in() if SINKS.find(name).enabled(config)]
     return list(dict.fromkeys([*enabled, *config.reporting.sinks]))
-
-
-def _open(name: str, config: Config, run_dir: Path) -> Sink:
-    sink = SINKS.find(name).open(config, run_dir)
-    if missing := [method for method in _METHODS if not callable(getattr(sink, method, None))]:
-        raise ConfigError(
-            [
-                f"{SINKS.option}: {name} opened {type(sink).__name__}, which lacks {', '.join(missing)}; subclass "
-                f"{Sink.__module__}.Sink"
-            ]
-        )
-    return sink

@@ -20,15 +20,15 @@ from asyncrl.observability.sinks.base import Sink, SinkSpec
 from asyncrl.observability.telemetry.recorder import Batch, now_s
 
 PREFIX = "asyncrl_"
-SILENT_S = 60.0  # without a batch from any actor, after which the driver counts as stuck
+SILENT_S = 60.0  # time without a batch from any actor after which the driver counts as stuck
 
 
 class PrometheusSink(Sink):
     """Serves from its own threads, so that ``/health`` answers 503 when the driver hangs.
 
     ``/metrics``: the last value of each metric (``fully_async/queue/depth`` → ``asyncrl_fully_async_queue_depth``),
-    counters as ``…_total``, and the seconds since each actor's last batch, all labelled with the run's name. ``port``
-    is the one bound, if 0 was given."""
+    counters as ``…_total``, and the seconds since each actor's last batch, all labelled with the run's name. ``port``:
+    the bound port, also if 0 was given."""
 
     def __init__(self, run: str, host: str, port: int) -> None:
         """Raises OSError if it cannot listen there."""
@@ -84,8 +84,8 @@ class PrometheusSink(Sink):
         """WSGI application."""
         match request["PATH_INFO"]:
             case "/metrics":
-                # Without Accept the library answers in the plain format: OpenMetrics, which scrapers prefer, forbids a
-                # gauge and a counter of one name.
+                # Without Accept the library answers in the plain format. Scrapers prefer OpenMetrics, but that forbids
+                # a gauge and a counter of one name.
                 return self._metrics_app({**request, "HTTP_ACCEPT": ""}, start)
             case "/health":
                 with self._lock:
@@ -110,7 +110,7 @@ def _open(config: Config, run_dir: Path) -> PrometheusSink:
 
 def _problems(config: Config) -> Iterator[str]:
     if not config.reporting.prometheus.port:
-        yield "reporting.prometheus.port: expected a port to serve, found 0, with prometheus in reporting.sinks"
+        yield "reporting.prometheus.port: expected a port to serve, found 0, but reporting.sinks names prometheus"
 
 
 SINK = SinkSpec(open=_open, enabled=lambda config: bool(config.reporting.prometheus.port), problems=_problems)

@@ -15,7 +15,7 @@ REFRESH_PER_SECOND = 1
 
 
 class Terminal:
-    """Output that other code prints to stdout or stderr also scrolls above the progress line."""
+    """Prints lines above a progress line, where other code's output to stdout and stderr scrolls too."""
 
     def __init__(self, stream: TextIO, total_steps: int) -> None:
         self._console = Console(file=stream)
@@ -35,13 +35,13 @@ class Terminal:
         self._task = self._progress.add_task("steps", total=total_steps, eta="", status="")
 
     def line(self, text: str, style: str) -> None:
-        """Prints a line as it is, however narrow the terminal."""
+        """Prints a line without wrapping or cropping it to the terminal's width."""
         self._console.print(Text(text, style), soft_wrap=True)
 
     def show(self, step: int, eta: str, status: str) -> None:
         self._progress.update(self._task, completed=step, eta=eta, status=status)
         if not self._progress.live.is_started:
-            atexit.register(self.close)  # which shows the cursor again
+            atexit.register(self.close)  # restores the cursor
             self._progress.start()
 
     def close(self) -> None:

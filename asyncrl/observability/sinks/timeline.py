@@ -43,8 +43,8 @@ class TimelineSink(Sink):
     """Writes one line per span to spans.jsonl: ``{"actor", "name", "start", "end"}`` in Unix seconds, with ``count``
     for joined spans and ``args`` if there are any.
 
-    At half of ``max_bytes`` the file becomes spans.previous.jsonl, replacing the one before, and a new file begins:
-    however long the run, its end is kept. The first line of the new file says that spans were deleted.
+    At half of ``max_bytes`` the file becomes spans.previous.jsonl, replacing the previous one, and a new file begins,
+    so that the end of the run is kept. If that deleted spans, the new file's first line says so.
     """
 
     def __init__(

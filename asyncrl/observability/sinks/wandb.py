@@ -1,4 +1,4 @@
-"""Metrics and trajectory tables to Weights & Biases, offline by default; prints nothing and needs no login then."""
+"""Sends metrics and trajectory tables to Weights & Biases; by default offline, which needs no login."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class WandbSink(Sink):
     """One wandb run under ``run_dir/wandb``; ``wandb sync`` uploads an offline one later.
 
     The x axis of every metric is the train step: ``step`` is logged as a metric and declared as the x axis, because
-    wandb drops values for a step before its latest, and validation results may come late. Numbers and strings are
-    logged, other values dropped. Every ``table_every_steps`` steps the sampled trajectories since the last table become
-    a table.
+    wandb drops values of earlier steps than its latest, and validation results may be late. Numbers and strings are
+    logged, other values dropped. Every ``table_every_steps`` steps the trajectories sampled since the last table are
+    logged as a table.
 
     A resumed run continues the same wandb run. Steps that a rollback to a checkpoint repeats are not logged again:
     metrics.jsonl has the later values, wandb the earlier ones.
@@ -39,16 +39,16 @@ class WandbSink(Sink):
     def __init__(self, config: WandbConfig, run_name: str, run_dir: Path | str, run_config: Mapping[str, Any]) -> None:
         """``run_config``: the resolved configuration as nested plain values. Raises wandb's own errors when
         ``online``, such as a missing login."""
-        import wandb  # half a second, which runs without it need not spend
+        import wandb  # takes half a second, so only runs that use it import it
 
         Path(run_dir).mkdir(parents=True, exist_ok=True)
         for kind in ("cache", "data"):
-            # The defaults are in the user's home. `wandb sync` reads the files staged there.
+            # The defaults are in the user's home folder. `wandb sync` reads the files staged in these.
             os.environ.setdefault(f"WANDB_{kind.upper()}_DIR", str(Path(run_dir, "wandb", kind).absolute()))
         self._detached = config.mode != "disabled" and _RAY_JOB in os.environ and _SERVICE not in os.environ
         if self._detached:
-            # `ray job stop` signals all descendants of the job's process while the run still logs its last step. The
-            # wandb service is no descendant once the process that started it has exited.
+            # `ray job stop` signals all descendants of the job's process while the run still logs its last step. Once
+            # the process that started the wandb service has exited, the service is not a descendant.
             os.environ[_SERVICE] = _wandb("beta", "core", "start", "--idle-timeout", "60s")
         self._run = wandb.init(
             mode=config.mode,  # type: ignore[arg-type]
@@ -113,7 +113,7 @@ def _wandb(*command: str) -> str:
 
 
 def _run_id(path: Path) -> str:
-    """The wandb id of the run, kept in ``path`` so that a resumed run has the same."""
+    """The run's wandb id, kept in ``path`` for resumed runs."""
     if not path.is_file():
         path.write_text(secrets.token_hex(4))
     return path.read_text()
@@ -134,8 +134,8 @@ def _loggable(value: Any) -> float | str | None:
 
 
 def git_state() -> dict[str, str | bool]:
-    """Commit, branch and dirty flag of the working directory's repository; empty outside a repository, as in the copy
-    that a Ray job gets."""
+    """Commit, branch and dirty flag of the working directory's repository; empty outside a repository, as in a Ray
+    job's copy."""
 
     def git(*command: str) -> str:
         done = subprocess.run(["git", *command], capture_output=True, text=True, check=True, timeout=10)

@@ -75,8 +75,8 @@ class Activity:
     """Intervals of each actor's spans by name, accumulated from drained batches.
 
     A finished span joins the intervals of its (name, actor). An open span counts up to the drain, until the actor's
-    next batch replaces it: query right after draining, with ``until_s`` at the time of the drain. The spans of all
-    actors must be on one clock.
+    next batch replaces it; so query right after a drain, with ``until_s`` at its time. The spans of all actors must be
+    on one clock.
 
     Memory is bounded: at ``max_intervals`` of one (name, actor) the older half is dropped. Queries cover the time from
     ``complete_since_s`` on, before which intervals are missing.
@@ -138,7 +138,7 @@ class Activity:
         return math.fsum(shares) / len(shares)
 
     def overlap(self, a: Iterable[str], b: Iterable[str], since_s: float, until_s: float) -> float:
-        """Fraction of the time of ``a`` in which ``b`` was active, too, 0 to 1; NaN if the window holds no ``a``."""
+        """Fraction of the time of ``a`` in which ``b`` was active too, 0 to 1; NaN if the window has no ``a``."""
         since_s = max(since_s, self.complete_since_s)
         when_a = self.intervals(a, since_s, until_s)
         if not when_a:

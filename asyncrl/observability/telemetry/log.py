@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 LOGS = "logs"  # subfolder of the run folder
-MAX_BYTES = 16 * 1024 * 1024  # per file; a full one becomes FILE.1 and replaces the one before
+MAX_BYTES = 16 * 1024 * 1024  # per file; a full file is renamed to FILE.1, replacing the previous one
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
@@ -27,7 +27,7 @@ class LogConfig(NamedTuple):
 
 
 def configure_logging(actor: str, to: LogConfig) -> None:
-    """Logs this process as ``actor`` (``trainer/0``, …) to ``to``; of libraries, warnings and errors only.
+    """Configures logging of this process as ``actor`` (``trainer/0``, …); libraries log only warnings and errors.
 
     The file is on the process's own machine. A restarted actor appends to it."""
     path = log_file(Path(to.folder), actor)

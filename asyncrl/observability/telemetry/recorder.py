@@ -37,7 +37,7 @@ class Span(NamedTuple):
 
 @dataclass
 class Batch:
-    """Recordings of one process since its last drain. Open spans end at the time of the drain and come again, longer,
+    """Recordings of one process since its last drain. Open spans end at the time of the drain and appear again, longer,
     in later batches, so that a pause in progress never reads as zero."""
 
     actor: str
@@ -78,7 +78,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def span(self, name: str, **args: Any) -> Iterator[dict[str, Any]]:
-        """Records a block as a span; yields its args, to which the block may add."""
+        """Records a block as a span; yields the span's args, which the block may extend."""
         token = self.begin(name, **args)
         try:
             yield self._open[token][2]

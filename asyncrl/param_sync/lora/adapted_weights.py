@@ -1,4 +1,4 @@
-"""Live weights with a LoRA adapter: the adapter is collected whole and applied once, at the commit."""
+"""Live weights with a LoRA adapter, which is collected completely and applied once, at the commit."""
 
 from __future__ import annotations
 
@@ -17,25 +17,24 @@ from asyncrl.types.versions import PolicyVersion
 
 @dataclass(frozen=True)
 class AdapterState:
-    """A whole adapter: host tensors by canonical name. Neither the sync nor the engine writes to them again, because
-    digests are taken of them."""
+    """A complete adapter: host tensors by canonical name. Neither the sync nor the engine may write to them: digests
+    are computed from them."""
 
     spec: AdapterSpec
     tensors: Mapping[str, torch.Tensor]
 
 
 class AdaptedWeights:
-    """`LiveWeights` of base and draft, with an adapter beside them; same calls as `LiveWeights`.
+    """`LiveWeights` of base and draft, plus an adapter; same calls as `LiveWeights`.
 
-    ``modules``: those that an adapter may target, None with LoRA off. ``apply`` gives the engine a whole adapter, once
-    per commit and before the other weights are committed; ``on_commit`` gets the new version, last. ::
+    ``modules``: those that an adapter may target, None with LoRA off. ``apply`` gives the engine a complete adapter,
+    once per commit and before the other weights are committed; ``on_commit`` gets the new version, last. ::
 
         weights = AdaptedWeights(LiveWeights(base, tied, ignore), LiveWeights(draft, {}, ignore), modules,
                                  apply=engine.set_adapter, on_commit=engine.set_version)
 
     Adapter tensors are collected in host memory, so the engine keeps the old adapter until the commit; at most two
-    adapters are held. A manifest may leave out the base, and a frozen draft, once they were committed here:
-    `needs_base`.
+    adapters are held. Once the base and a frozen draft were committed here, a manifest may omit them, see `needs_base`.
     """
 
     def __init__(
@@ -58,26 +57,25 @@ class AdaptedWeights:
 
     @property
     def needs_base(self) -> bool:
-        """True if the next manifest must send the base: none is committed here, or its transfer was cut off (and with
-        it that of a frozen draft, which never travels alone)."""
+        """True if the next manifest must send the base: none was committed here, or its transfer was interrupted (and
+        with it that of a frozen draft, which is never sent alone)."""
         return not self._base_committed or not self._base.intact()
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The adapter's tensors for the target's digest: of a verified session that is about to be committed, else
-        those applied last. The session's digest also covers the base if ``base_travels`` and the draft if
-        ``draft_travels``."""
+        """The adapter's tensors for the target's digest: of a verified session before its commit, else those applied
+        last. The session's digest also covers the base if ``base_travels`` and the draft if ``draft_travels``."""
         state = self._staged if self._verified else self._applied
         return {} if state is None else state.tensors
 
     def open(self, session: str, manifest: Manifest) -> None:
-        """Raises ManifestError for an adapter that is incomplete or not taken here, for a missing base, and for tensors
-        that base or draft refuse."""
+        """Raises ManifestError for an adapter that is incomplete or not accepted here, for a missing base, and for
+        tensors that base or draft refuse."""
         check_lora(manifest, self._modules, self.needs_base)
         base = [t for t in manifest if t.role == "target" and not is_adapter(t.name)]
         draft = [t for t in manifest if t.role == "draft" and not is_adapter(t.name)]
         base_travels = manifest.sends_base
         if self._draft is None and any(t.tied_to is None for t in draft):
-            raise ManifestError(f"the sender sends {len(draft)} draft tensors, the replica was made without a draft")
+            raise ManifestError(f"the sender sends {len(draft)} draft tensors, but the replica has no draft")
         shares: list[tuple[LiveWeights, list[TensorSpec]]] = []
         if base_travels or self._modules is None:  # without an adapter, a target that is not sent is an error
             shares.append((self._base, base))
@@ -99,7 +97,7 @@ class AdaptedWeights:
         return owner.destination(session, part, device)
 
     def take(self, bucket: Bucket) -> None:
-        """Check the whole bucket, its checksum once, then write the parts of base and draft and copy the adapter's.
+        """Check the bucket, its checksum only once, then write the parts of base and draft and copy the adapter's.
         Raises SyncError as `LiveWeights.check` does."""
         shares = self._shares(bucket)
         for weights, share in shares.items():
@@ -111,14 +109,15 @@ class AdaptedWeights:
                 weights.write(share)
 
     def verify(self) -> None:
-        """Raises SyncError unless every byte of the adapter, the base if it travels, and the draft has arrived."""
+        """Raises SyncError unless every byte of the adapter, of the base if it is sent, and of the draft has
+        arrived."""
         for weights in self._weights():
             weights.verify()
         self._verified = True
 
     def commit(self, version: PolicyVersion) -> None:
-        """Raises SyncError if nothing was verified, and the exception of a failed ``apply``, which leaves the replica
-        not intact."""
+        """Raises SyncError if nothing was verified, and the exception of a failed ``apply``, after which `intact` is
+        False."""
         if not self._verified:
             raise SyncError("commit", None, version, None, "nothing verified to commit; verify comes first")
         self._verified = False
@@ -155,14 +154,15 @@ class AdaptedWeights:
         return [self._copies, *self._live]
 
     def _shares(self, bucket: Bucket) -> dict[LiveWeights, Bucket]:
-        """The bucket split by owner: each share has its own parts and no checksum, which covers the whole bucket."""
+        """The bucket split by owner. Each share has its own parts, and no checksum, because that covers the whole
+        bucket."""
         parts: dict[LiveWeights, list[TensorPart]] = {weights: [] for weights in self._weights()}
         for part in bucket.parts:
             parts[self._owner(part.name)].append(part)
         return {weights: bucket._replace(parts=tuple(own), checksum=None) for weights, own in parts.items()}
 
     def _owner(self, name: str) -> LiveWeights:
-        """Unexpected names go to the copies, which refuse them."""
+        """Owner of a tensor. Unexpected names belong to the copies, which refuse them."""
         return next((weights for weights, names in self._live.items() if name in names), self._copies)
 
     def _forget(self) -> None:

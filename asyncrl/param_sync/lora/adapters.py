@@ -25,7 +25,7 @@ def adapter_spec(lora: LoraConfig, modules: ModuleShapes, dtype: str) -> Adapter
     if unknown := [target for target in targets if not any(f".{m}".endswith(f".{target}") for m in modules)]:
         raise ManifestError(
             f"{', '.join(unknown)}: no linear layer of the model's trunk ends with it; they end with "
-            f"{', '.join(leaves)}, or take all-linear"
+            f"{', '.join(leaves)}; or use all-linear"
         )
     return AdapterSpec("policy", lora.rank, lora.alpha, tuple(targets), dtype)
 
@@ -61,16 +61,16 @@ def check_adapter(manifest: Manifest, modules: ModuleShapes, side: str = "the re
     sent = {t.name: t for t in manifest.sent() if is_adapter(t.name)}
     if spec is None:
         raise ManifestError(
-            f"{side} takes a LoRA adapter, the sender's manifest has none (and {len(sent)} adapter tensors); send the "
-            "whole adapter with its name, rank, alpha, target modules and dtype, or turn LoRA off"
+            f"{side} takes a LoRA adapter, but the sender's manifest has none (and {len(sent)} adapter tensors); send "
+            "the whole adapter with its name, rank, alpha, target modules and dtype, or turn LoRA off"
         )
     wanted = {name: shape for pair in target_pairs(manifest, modules).values() for name, shape in pair.items()}
     problems = [
-        f"{target}: a target module of the sender, {side} has none of this name"
+        f"{target}: a target module of the sender, but {side} has none of this name"
         for target in spec.target_modules
         if not any(f".{module}".endswith(f".{target}") for module in modules)
     ]
-    problems += [f"{name}: taken by {side}, not sent" for name in wanted if name not in sent]
+    problems += [f"{name}: expected by {side}, but not sent" for name in wanted if name not in sent]
     problems += [f"{name}: sent, but no target module of {side} takes it" for name in sent if name not in wanted]
     for name, shape in wanted.items():
         takes = TensorSpec(name, spec.dtype, shape)
@@ -79,25 +79,25 @@ def check_adapter(manifest: Manifest, modules: ModuleShapes, side: str = "the re
     if problems:
         more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
         raise ManifestError(
-            f"adapter {spec.name} (r {spec.r}) is not whole or does not fit {side}, {len(problems)} differ: "
+            f"adapter {spec.name} (r {spec.r}) is incomplete or does not fit {side}, {len(problems)} differ: "
             f"{'; '.join(problems[:4])}{more}. Both sides must have the same rank, targets and base model"
         )
 
 
 def check_lora(manifest: Manifest, modules: ModuleShapes | None, needs_base: bool) -> None:
-    """Raises ManifestError for an adapter that is incomplete or that a replica with ``modules`` (None: LoRA off) does
-    not take, and for a missing base."""
+    """Raises ManifestError for an adapter that is incomplete or that a replica with ``modules`` (None: LoRA off)
+    refuses, and for a missing base."""
     if modules is not None:
         check_adapter(manifest, modules)
     elif (count := sum(is_adapter(t.name) for t in manifest)) or manifest.adapter is not None:
         name = "" if manifest.adapter is None else f" of adapter {manifest.adapter.name}"
         raise ManifestError(
-            f"the sender sends {count} adapter tensors{name}, the replica was made with LoRA off; make it with "
-            "LoRA on, or send merged weights"
+            f"the sender sends {count} adapter tensors{name}, but the replica was made with LoRA off; turn LoRA "
+            "on there, or send merged weights"
         )
     if needs_base and not manifest.sends_base:
         raise ManifestError(
-            f"base first: the sender sends {len(manifest.sent())} tensors and none of the base, the replica holds "
+            f"base first: the sender sends {len(manifest.sent())} tensors and none of the base, but the replica holds "
             "no committed base; send the base with a replica's first sync, also after its restart"
         )
 

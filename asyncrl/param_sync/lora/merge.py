@@ -22,14 +22,15 @@ def merge(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha: float, 
 class MergingExport:
     """Turns a backend's export of base and adapter into one of full weights.
 
-    ``manifest`` describes base and adapter, ``merged`` is the one to plan a session with. The three tensors of a target
-    module, its weight and its pair, must come from one sender and one module at a time, in any order within a module
-    and with other tensors between them, so that only one module is held beside the backend's own tensors. ::
+    ``manifest`` describes base and adapter; plan sessions with ``merged``. The three tensors of a target module, its
+    weight and its pair, must come from one sender and one module at a time, in any order within a module and with other
+    tensors between them, so that only one module is held beside the backend's own tensors. ::
 
         merging = MergingExport(backend.manifest())
         sender.send(merging(backend.export()))
 
-    Raises ManifestError for an incomplete adapter, and for one on a weight whose storage another tensor shares.
+    Raises ManifestError for an incomplete adapter, and for one that targets a weight whose storage another tensor
+    shares.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -91,6 +92,6 @@ class _Module(NamedTuple):
 
 def _apart(event: str, held: Mapping[str, torch.Tensor]) -> SyncError:
     message = (
-        f"{event} while {', '.join(held)} waits for the rest of its module; a module's weight, A and B come together"
+        f"{event} while {', '.join(held)} waits for the rest of its module; weight, A and B of one must come together"
     )
     return SyncError("transfer", None, None, None, message)

@@ -14,7 +14,7 @@ class AdapterSlots:
         v1 ── requests end ──► empty, freeable    requests keep adapter, KV cache and version to their end
         v2 ──►                                    new requests begin here
 
-    So every sample is of one version and nothing is recomputed; at most ``capacity`` adapters stay loaded. Slot ids
+    Every sample thus has one version and nothing is recomputed; at most ``capacity`` adapters stay loaded. Slot ids
     start at 1 and are never reused, so caches may be keyed by them. Requests are any hashable ids.
     """
 
@@ -29,8 +29,8 @@ class AdapterSlots:
         self._newest = 0
 
     def publish(self, version: PolicyVersion) -> int:
-        """Give a version the slot on which requests begin from now on, and free idle slots if none is left. Raises
-        ValueError for an older version and RuntimeError if requests hold all slots."""
+        """Assign a slot to a version; later requests begin on it. Frees idle slots if none is left. Raises ValueError
+        for an older version and RuntimeError if requests hold all slots."""
         if self._newest and version < self._versions[self._newest]:
             raise ValueError(f"version {version} is older than {self._versions[self._newest]}, published before it")
         if len(self._versions) == self._capacity:
@@ -47,7 +47,7 @@ class AdapterSlots:
         if not self._newest:
             raise ValueError(f"request {request} began before a first version was published; publish one")
         if request in self._slot_of:
-            raise ValueError(f"request {request} began a second time, it runs on slot {self._slot_of[request]}; end it")
+            raise ValueError(f"request {request} began a second time, it still runs on slot {self._slot_of[request]}")
         self._slot_of[request] = self._newest
         return self._newest
 

@@ -1,1 +1,1 @@
-"""Transports: the ways for buckets to travel from senders to replicas, one module each."""
+"""Transports, one module each: they carry buckets from senders to replicas."""

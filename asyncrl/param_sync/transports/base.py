@@ -1,13 +1,14 @@
-"""Transport seam: how a sender's buckets reach the replicas.
+"""Transport interface: carries buckets from senders to replicas.
 
 A transport is a module in this folder, an entry point or an import path with an object `TRANSPORT`. It makes one
 `BucketWriter` per sending rank and one `BucketReader` per replica. Both live as long as their processes: a session
-opens them, uses them once and leaves them ready for the next one. They are blocking objects of one thread each; only
-``abort`` may be called from another. `tests/test_param_sync_contract.py` is the contract that every transport passes.
+opens them, uses them and leaves them ready for the next one. They block, and belong to one thread each; only ``abort``
+may be called from another. Every transport must pass `tests/test_param_sync_contract.py`.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -20,17 +21,17 @@ from asyncrl.plugins.registry import Registry
 
 MIB = 1024 * 1024
 
-#: where a writer is reached: a small picklable value that only its own transport reads
+#: address of a writer: a small picklable value that only its own transport reads
 Address = Any
 
 
 class NoReaders(Exception):
-    """Every reader of the session is gone; `BucketWriter.dropped` has the reasons. Not an error for the writer's owner,
-    which goes on without sending."""
+    """The session has lost every reader; `BucketWriter.dropped` has the reasons. Not an error for the writer's owner,
+    which continues without sending."""
 
 
 class BucketWriter(Protocol):
-    """The sending end. A reader that dies is dropped at once, a silent one after ``stall_s``; the others go on.
+    """The sending end. A reader that dies is dropped at once, a silent one after ``stall_s``; the others continue.
 
     Calls of a session: ``open``, then ``buffer`` and ``publish`` in turn, then ``finish``. The first three raise
     NoReaders when no reader is left.
@@ -41,27 +42,28 @@ class BucketWriter(Protocol):
 
     @property
     def zero_copy_from(self) -> int | None:
-        """Parts of at least so many bytes are sent from the tensor's own memory (None: none), which must not be written
-        before `finish` returns: see `asyncrl.param_sync.buckets.pack`."""
+        """Minimum bytes of parts that are sent from the tensor's own memory (None: none are), which must not change
+        before `finish` returns, see `asyncrl.param_sync.buckets.pack`."""
         ...
 
     def open(self, session: str, readers: Sequence[str], deadline_s: float, stall_s: float, keep: bool = False) -> None:
-        """Admit these readers, which have called `BucketReader.connect`, and no others. ``keep``: readers want all
-        buckets to stay readable until the next session; a transport that can do so marks them ``kept`` and waits for
-        no reader."""
+        """Admit these readers, which have called `BucketReader.connect`, and no others. ``keep``: readers need all
+        buckets readable until the next session; a transport that can do so marks them ``kept`` and does not wait for
+        readers."""
 
     def buffer(self) -> torch.Tensor:
-        """A free buffer, uint8 [bucket_bytes]; waits until every reader has read its last contents."""
+        """A free buffer, uint8 [bucket_bytes]. Waits until every reader has read its last contents."""
         ...
 
     def publish(self, filled: Filled) -> None:
-        """Send the buffer that `buffer` gave last."""
+        """Send the buffer that `buffer` returned last."""
 
     def finish(self) -> None:
         """Wait until every reader has read everything, then send the end of the session."""
 
     def abort(self, session: str) -> None:
-        """End the session if it is the open one: its readers are dropped, a wait in progress ends. From any thread."""
+        """End the session if it is the open one: drops its readers and ends a wait in progress. May be called from any
+        thread."""
 
     @property
     def dropped(self) -> Mapping[str, str]:
@@ -80,33 +82,33 @@ class BucketReader(Protocol):
     """The receiving end: reads one session's buckets from any number of senders."""
 
     def connect(self, session: str, addresses: Sequence[Address], deadline_s: float) -> None:
-        """Join a session at all its senders and leave the one joined before. The senders need not be at work yet.
-        Raises SyncError of phase plan if a sender is gone."""
+        """Join a session at all its senders and leave any earlier one. The senders need not have opened it yet. Raises
+        SyncError of phase plan if a sender has ended."""
 
     def buckets(self, deadline_s: float, destination: DestinationOf | None = None) -> Iterator[Bucket]:
-        """Every bucket of the session, each sender's in order. Asking for the next bucket acknowledges this one and
-        frees its memory. Large parts may arrive at their ``destination`` directly; when the iterator ends, however it
-        ends, nothing writes there any more. Raises SyncError if a sender goes, at the deadline, or if the receiver kept
-        a view of a bucket; may be read once."""
+        """All buckets of the session, each sender's in order. Requesting the next bucket acknowledges this one and
+        frees its memory. Large parts may arrive directly at their ``destination``; once the iterator has ended, even by
+        an exception, nothing writes there any more. Raises SyncError if a sender disconnects, at the deadline, or if
+        the receiver kept a view of a bucket. Can be iterated once."""
         ...
 
     def abort(self) -> None:
-        """Leave the session: `buckets` ends with SyncError. From any thread."""
+        """Leave the session: `buckets` raises SyncError. May be called from any thread."""
 
     def close(self) -> None: ...
 
 
 class Transport(Protocol):
-    """A way for buckets to travel. Subclasses inherit the defaults below."""
+    """One kind of transport: its limits, and its two ends. Subclasses inherit the defaults below."""
 
     bucket_bytes: int = 4 * MIB
-    """Size of a bucket where ``param_sync.bucket_bytes`` sets none."""
+    """Bucket size if ``param_sync.bucket_bytes`` sets none."""
 
     across_machines: bool = False
     """True if it joins pools on different machines, so that the rollout pool may be placed away from the trainers."""
 
     auto_order: int | None = None
-    """``param_sync.transport: auto`` takes the lowest that fits; None: used only when named."""
+    """``param_sync.transport: auto`` takes the lowest that fits; None: only used if named."""
 
     def unfit(self, senders: Placements, replicas: Placements) -> str | None:
         """None if it can join these placements, else its requirement: "needs all senders and replicas on …"."""
@@ -120,20 +122,22 @@ class Transport(Protocol):
         """One line per option that rules this transport out, beginning with the option."""
         yield from ()
 
+    @abstractmethod
     def writer(self, sender: int, bucket_bytes: int, host: str) -> BucketWriter:
         """The sending end of rank ``sender``. ``host``: its machine's address on the replicas' network."""
         ...
 
+    @abstractmethod
     def reader(self, replica: str) -> BucketReader:
         """The receiving end of ``replica``."""
         ...
 
 
 TRANSPORTS: Registry[Transport] = Registry(
-    "transport",
-    "param_sync.transport",
-    "asyncrl.param_sync.transports",
-    "TRANSPORT",
-    "asyncrl.transports",
-    ("bucket_bytes", "across_machines", "auto_order", "unfit", "route", "problems", "writer", "reader"),
+    kind="transport",
+    option="param_sync.transport",
+    package="asyncrl.param_sync.transports",
+    attribute="TRANSPORT",
+    entry_points="asyncrl.transports",
+    interface=Transport,
 )

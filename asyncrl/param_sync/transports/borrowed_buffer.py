@@ -1,4 +1,4 @@
-"""Bucket buffers lent to a receiver: valid within a block, and checked afterwards for views that were kept."""
+"""Lends bucket buffers to a receiver for one block, and checks afterwards that it kept no view."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.param_sync.errors import BucketKey, SyncError
 @contextlib.contextmanager
 def borrowed(memory: np.ndarray, key: BucketKey, who: str) -> Iterator[memoryview]:
     """Lend ``memory``, an array without other references. Raises SyncError if ``who`` keeps a view of it."""
-    # Every derived view refers to this one array: when it is gone, so are they.
+    # Every derived view references this array: once it is gone, so are they.
     view, held = memoryview(memory.data), weakref.ref(memory)
     del memory
     yield view
@@ -27,7 +27,7 @@ def borrowed(memory: np.ndarray, key: BucketKey, who: str) -> Iterator[memoryvie
 
 @contextlib.contextmanager
 def borrowed_on_device(memory: torch.Tensor, key: BucketKey, who: str) -> Iterator[torch.Tensor]:
-    """The same for memory of a CUDA device, where the receiver's copies may still run when the block ends."""
+    """The same for memory of a CUDA device. Waits at the end for the receiver's copies, which may still run."""
     users = _users(memory)
     yield memory
     torch.cuda.current_stream(memory.device).synchronize()

@@ -1,4 +1,4 @@
-"""Broadcast within a process group, from rank 0 to all others: what a collective backend provides."""
+"""Broadcast from rank 0 of a process group to all other ranks: the interface of a collective backend."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class GroupRendezvous:
-    """One member's entry ticket to one generation of a group. The members find each other at ``store_host`` and
+    """Parameters with which one member joins one generation of a group. The members meet at ``store_host`` and
     ``store_port``; ``timeout_s`` limits every single call. ``chained``: on the CPU each member forwards to the next;
-    False for groups with members other than ours, which use the backend's own broadcast."""
+    False for groups with foreign members, which use the backend's own broadcast."""
 
     generation: str
     rank: int
@@ -27,23 +27,23 @@ class GroupRendezvous:
 
 
 class BroadcastChannel(Protocol):
-    """Broadcasts from rank 0 to all others. Every member goes through the same parts in the same order: it posts the
-    receive of each, and sends the part on once it has arrived."""
+    """Broadcasts from rank 0 to all others. Every member handles the same parts in the same order: it posts the receive
+    of each, and forwards the part once it has arrived."""
 
-    begins_with_sends: bool  # this member receives nothing
+    begins_with_sends: bool  # True if this member receives nothing
 
     def split(self, piece: torch.Tensor) -> Sequence[torch.Tensor]:
         """The parts of a flat tensor."""
 
     def receive(self, part: torch.Tensor) -> Any:
-        """Post the receive; returns a work to wait for."""
+        """Post the receive; returns a work object to wait for."""
 
     def send(self, part: torch.Tensor) -> list[Any]:
         """Post the sends that this member owes to others. May be called from another thread."""
 
     def end_calls(self) -> bool:
-        """Break the connections. True if nothing writes to a tensor from now on; else wait until every posted receive
-        has failed, which is soon. From any thread."""
+        """Break the connections. True if nothing writes to a tensor from now on; otherwise wait until every posted
+        receive has failed, which takes moments. May be called from any thread."""
 
 
 class CollectiveBackend(Protocol):
@@ -52,8 +52,8 @@ class CollectiveBackend(Protocol):
     name: str
 
     def device_for(self, device: torch.device | str | None) -> torch.device:
-        """Where buckets lie in this process; ``device`` None: the backend's default. Raises ValueError if the backend
-        cannot run here."""
+        """Device of the buckets in this process; ``device`` None: the backend's default. Raises ValueError if the
+        backend cannot run here."""
         ...
 
     def open_channel(self, rendezvous: GroupRendezvous, host: str, device: torch.device) -> BroadcastChannel:
@@ -62,7 +62,7 @@ class CollectiveBackend(Protocol):
 
 
 class GroupBroadcast:
-    """Implements `BroadcastChannel` by the group's own collective, which every member "receives"."""
+    """Implements `BroadcastChannel` by the group's own collective: even rank 0 calls ``receive``."""
 
     begins_with_sends = False
 
@@ -86,7 +86,7 @@ class GroupBroadcast:
 
 
 def join_store(rendezvous: GroupRendezvous) -> dist.Store:
-    """A connection of its own: a call that blocks on it holds up no other."""
+    """A separate connection to the store, so that a blocking call on it delays no other."""
     timeout = timedelta(seconds=rendezvous.timeout_s)
     host, port = rendezvous.store_host, rendezvous.store_port
     client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
@@ -94,7 +94,8 @@ def join_store(rendezvous: GroupRendezvous) -> dist.Store:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """A CUDA device without an index becomes this thread's current one, so that it is the same in all threads."""
+    """Give a CUDA device without an index that of this thread's current one, so that it means the same in all
+    threads."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -1,4 +1,4 @@
-"""Choice of the transport that joins senders and replicas, and construction of its two ends by name."""
+"""Chooses the transport between senders and replicas, and makes its two ends by name."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ class TransportError(ValueError):
 def choose(wanted: str, senders: Placements, replicas: Placements) -> Choice:
     """``wanted``: a transport by name or import path, or ``auto`` for the fastest that fits. Raises TransportError if
     it does not fit and UnknownPart if there is none."""
+    unfit = "finds no transport" if wanted == AUTO else TRANSPORTS.find(wanted).unfit(senders, replicas)
+    if unfit is None:
+        return Choice(wanted, "as configured")
     fitting = [
         Choice(name, transport.route(senders, replicas))
         for name, transport in _automatic()
@@ -32,35 +35,32 @@ def choose(wanted: str, senders: Placements, replicas: Placements) -> Choice:
     ]
     if wanted == AUTO and fitting:
         return fitting[0]
-    unfit = "finds no transport" if wanted == AUTO else TRANSPORTS.find(wanted).unfit(senders, replicas)
-    if unfit is None:
-        return Choice(wanted, "as configured")
     others = ", ".join(f"{name} ({route})" for name, route in fitting)
     raise TransportError(
         f"param_sync.transport: {wanted} {unfit}; found senders {_listed(senders)} and replicas {_listed(replicas)}. "
-        f"What fits: {others or 'none'}"
+        f"Transports that fit: {others or 'none'}"
     )
 
 
 def problems(config: Config) -> Iterator[str]:
     """Problems of ``param_sync.transport`` that are known before anything is placed, one line each."""
     wanted = config.param_sync.transport
-    if wanted != AUTO:
-        try:
-            transport = TRANSPORTS.find(wanted)
-        except UnknownPart as e:
-            yield str(e).replace(": expected one of ", f": expected {AUTO}, one of ", 1)
+    try:
+        if wanted == AUTO:
+            _automatic()
         else:
-            yield from transport.problems(config)
+            yield from TRANSPORTS.find(wanted).problems(config)
+    except UnknownPart as e:
+        yield str(e).replace(": expected one of ", f": expected {AUTO}, one of ", 1)
 
 
 def across_machines(wanted: str) -> bool:
-    """True if the named transport joins pools on different machines; False for ``auto``, which takes what fits."""
+    """True if the named transport joins pools on different machines; False for ``auto``, which takes any that fits."""
     return wanted != AUTO and TRANSPORTS.find(wanted).across_machines
 
 
 def bucket_sizes(wanted: str) -> list[int]:
-    """Default bucket sizes, in bytes, of the transports that may come of ``wanted``."""
+    """Default bucket sizes, in bytes, of the transports that ``wanted`` may resolve to."""
     found = [transport for _, transport in _automatic()] if wanted == AUTO else [TRANSPORTS.find(wanted)]
     return sorted({transport.bucket_bytes for transport in found})
 
@@ -69,16 +69,17 @@ def make_writer(name: str, sender: int, bucket_bytes: int, host: str) -> BucketW
     """The sending end of rank ``sender``. ``bucket_bytes`` 0: the transport's own size. ``host``: its machine's address
     on the replicas' network."""
     transport = TRANSPORTS.find(name)
-    return transport.writer(sender, bucket_bytes or transport.bucket_bytes, host)
+    writer = transport.writer(sender, bucket_bytes or transport.bucket_bytes, host)
+    return TRANSPORTS.checked(writer, BucketWriter, name)
 
 
 def make_reader(name: str, replica: str) -> BucketReader:
     """The receiving end of ``replica``."""
-    return TRANSPORTS.find(name).reader(replica)
+    return TRANSPORTS.checked(TRANSPORTS.find(name).reader(replica), BucketReader, name)
 
 
 def _automatic() -> list[tuple[str, Transport]]:
-    """The transports that ``auto`` may take, the preferred one first."""
+    """The transports that ``auto`` may take, in order of preference."""
     found = [(name, TRANSPORTS.find(name)) for name in TRANSPORTS.names()]
     ordered = [(transport.auto_order, name, transport) for name, transport in found if transport.auto_order is not None]
     return [(name, transport) for _, name, transport in sorted(ordered, key=lambda item: item[:2])]

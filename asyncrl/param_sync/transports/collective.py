@@ -1,6 +1,6 @@
-"""Sending end of the collective transports: buckets broadcast from one sender to all its readers in a process group.
+"""Sending end of the collective transports: broadcasts buckets from one sender to all its readers in a process group.
 
-Only the data goes through the group. Control messages take a TCP connection per reader, which lives for one session::
+Only the data goes through the group. Control messages use one TCP connection per reader, for one session::
 
     reader                                                  writer
       token, hello {session, who, holds}      ───────────►
@@ -10,18 +10,18 @@ Only the data goes through the group. Control messages take a TCP connection per
       {read: sequence}                        ───────────►   … its memory is free once all readers have sent this
                                               ◄───────────   end {buckets}
 
-A group outlives its session and serves the next one if that has the same members (``holds``). It works whole or not at
-all: when a member goes, or nothing moves, the writer gives the generation up and asks every reader for a sign of life::
+A group outlives its session and serves the next one if that has the same members (``holds``). A group cannot lose a
+member: if one disconnects, or nothing makes progress, the writer abandons the generation and pings every reader::
 
                                               ◄───────────   stop {generation}
       {stopped: generation}                   ───────────►   … also unasked, when the reader's part of the group failed
                                               ◄───────────   group {next generation}, then all buckets not read by all
 
-A reader that does not answer is dropped. One that answers has left no bucket half taken, and takes none twice.
+A reader that does not answer is dropped. One that answers has no half-received bucket and will not take one twice.
 
-A copy costs core time that the broadcast itself needs. So large parts travel without one: from the sender's own memory
-to the receiver's destination. A member that gives a group up breaks its connections first, because that memory belongs
-to others.
+Copies cost core time that the broadcast itself needs, so large parts are sent without a copy, from the sender's own
+memory to the receiver's destination. That memory belongs to others: a member that abandons a group breaks its
+connections first.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ from asyncrl.param_sync.transports.process_group import (
 )
 from asyncrl.param_sync.transports.selector_loop import SelectorLoop
 
-_ZERO_COPY_BYTES = 1 << 20  # from here on a separate broadcast is cheaper than the copy
-_ATTEMPTS = 3  # generations in a row that may fail with the same members
+_ZERO_COPY_BYTES = 1 << 20  # from this size on a separate broadcast is cheaper than a copy
+_ATTEMPTS = 3  # limit of consecutive failed generations with the same members
 _HELLO = frozenset({"session", "who", "holds"})
 _RECEIVE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class CollectiveAddress:
-    """Where a writer listens; it admits peers that present the ``token``. ``backend``: its name."""
+    """Address of a writer, which admits peers that present the ``token``. ``backend``: the name of its backend."""
 
     sender: int
     backend: str
@@ -72,7 +72,7 @@ class CollectiveAddress:
 
 class CollectiveWriter(SelectorLoop):
     """Implements `BucketWriter`. ``sender`` numbers the sending ranks. ``bucket_bytes`` is rounded down to a multiple
-    of 64; twice that is held here and per sender in every reader, on ``device`` (None: the backend's default).
+    of 64; twice that is held here, and in every reader for each sender, on ``device`` (None: the backend's default).
     ``host``: this machine's address on the readers' network."""
 
     zero_copy_from = _ZERO_COPY_BYTES
@@ -98,17 +98,17 @@ class CollectiveWriter(SelectorLoop):
         self._peers: dict[str, _Peer] = {}
         self._group: Group | None = None
         self._members: set[str] = set()
-        self._generation = ""  # the current one, or the last if it was given up
+        self._generation = ""  # the current one, or the last if abandoned
         self._joined = False  # all members of the session are known
-        self._broken = False  # the group must be given up
-        self._failures, self._why = 0, ""  # generations in a row that failed, and the reason
+        self._broken = False  # the group must be abandoned
+        self._failures, self._why = 0, ""  # consecutive failed generations, and the reason
         self._unread: dict[int, _Unread] = {}  # buckets that a new generation may need again
         self._sequence = 0  # of the bucket being filled
         self.dropped: dict[str, str] = {}
-        self.ceiling: float | None = None  # the link's own speed is not measured
+        self.ceiling: float | None = None  # the link's speed is not measured
 
     def open(self, session: str, readers: Sequence[str], deadline_s: float, stall_s: float, keep: bool = False) -> None:
-        """``keep`` has no effect: no bucket can be kept."""
+        """``keep`` has no effect: buckets cannot be kept."""
         self._leave_session()
         self._session, self._expected, self._sequence, self._unread = session, set(readers), 0, {}
         self._deadline, self._stall_s = now_s() + deadline_s, stall_s
@@ -143,7 +143,7 @@ class CollectiveWriter(SelectorLoop):
         pieces = pieces_of(self._buffers[self._sequence % BUFFERS], packed, filled.zero_copy.values())
         self._unread[self._sequence] = _Unread(message, pieces)
         self._sequence += 1
-        if self._group is not None:  # a new generation gets all that is unread
+        if self._group is not None:  # a new generation gets all unread buckets
             self._send_bucket(self._group, self._sequence - 1)
         self._repair()
         self._need_readers()
@@ -195,7 +195,7 @@ class CollectiveWriter(SelectorLoop):
     def _handle_message(self, peer: _Peer, message: dict[str, Any]) -> bool:
         """False if the peer was dropped. Raises KeyError for a message that no reader sends."""
         if "stopped" in message:
-            # the answer to "stop", or the reader's part of the group failed
+            # the answer to "stop", or unasked because the reader's part of the group failed
             if message["stopped"] == self._generation:
                 peer.stopped = self._broken = True
                 self._why = message["why"] or self._why
@@ -229,7 +229,7 @@ class CollectiveWriter(SelectorLoop):
     def _leave_session(self) -> None:
         for peer in list(self._peers.values()):
             self._remove(peer)
-        if self._session is not None or self._broken:  # members have left the group or will
+        if self._session is not None or self._broken:  # members have left the group, or will
             self._abandon()
         self._session, self._unread = None, {}
 
@@ -242,7 +242,7 @@ class CollectiveWriter(SelectorLoop):
     # -- the group ----------------------------------------------------------------------------------------------------
 
     def _repair(self) -> None:
-        """Give a broken group up, and form the next generation once every remaining reader has given it up too."""
+        """Abandon a broken group, and form the next generation once every remaining reader has left it."""
         while self._joined and self._peers:
             if self._group is not None and self._broken:
                 self._abandon()
@@ -304,8 +304,8 @@ class CollectiveWriter(SelectorLoop):
     def _await_read(self, sequence: int) -> None:
         """Wait until every reader has read bucket ``sequence``.
 
-        One stalled member stops the whole group. So after half of the stall time all readers are asked to leave it, and
-        those that have not answered after the other half are dropped."""
+        One stalled member stops the whole group. After half of the stall time all readers are therefore asked to leave
+        it, and those that have not answered after the other half are dropped."""
         behind = lambda: [p for p in self._peers.values() if p.read <= sequence]
         while behind():
             waited_from = now_s()
@@ -314,15 +314,16 @@ class CollectiveWriter(SelectorLoop):
             self._broken, self._why = True, f"no reader made progress for {self._stall_s / 2:g} s"
             self._repair()
             moving = lambda: self._group is not None or not behind()
-            if self._run_until(moving, min(waited_from + self._stall_s, self._deadline)):
+            limit = min(waited_from + self._stall_s, self._deadline)
+            if self._run_until(moving, limit):
                 continue
             silent = [p for p in self._peers.values() if not p.stopped]
             for peer in behind() if now_s() >= self._deadline else silent:
-                self._drop(peer, f"was silent for {now_s() - waited_from:.1f} s")
+                self._drop(peer, f"was silent for {limit - waited_from:.1f} s")
 
 
 def packed_bytes(parts: Iterable[TensorPart], zero_copy: Container[str]) -> int:
-    """Bytes of a bucket's buffer that its packed parts take, those not in ``zero_copy``."""
+    """Bytes of a bucket's buffer that its packed parts (those not in ``zero_copy``) occupy."""
     return max((part.offset + part.nbytes for part in parts if part.name not in zero_copy), default=0)
 
 
@@ -341,7 +342,7 @@ class _Unread(NamedTuple):
 
 @dataclass(eq=False)
 class _Peer:
-    """A reader as seen by its writer: it has read all buckets before ``read``; ``stopped``: it is in no group."""
+    """A reader, as its writer sees it. It has read all buckets before ``read``. ``stopped``: it is in no group."""
 
     who: str
     sock: socket.socket

@@ -32,8 +32,8 @@ _RECEIVE_BYTES = 1 << 16
 
 
 class CollectiveReader:
-    """Implements `BucketReader`. ``who`` is the replica's name. The bytes arrive on ``device`` (None: the backend's
-    default), where `Bucket.data` is a uint8 tensor unless it is the CPU."""
+    """Implements `BucketReader`. ``who`` is the replica's name. Bytes arrive on ``device`` (None: the backend's
+    default). `Bucket.data` is a uint8 tensor there, unless ``device`` is the CPU."""
 
     def __init__(self, who: str, backend: CollectiveBackend, device: torch.device | str | None = None) -> None:
         self._who, self._backend, self._device = who, backend, backend.device_for(device)
@@ -42,7 +42,7 @@ class CollectiveReader:
         self._held: dict[CollectiveAddress, _Membership] = {}  # groups that the next session may reuse
         self._links: dict[CollectiveAddress, _Link] = {}
         self._destination: DestinationOf | None = None
-        self._writing: list[Group] = []  # given up, but they may still write to a destination
+        self._writing: list[Group] = []  # abandoned, but they may still write to a destination
 
     def connect(self, session: str, addresses: Sequence[CollectiveAddress], deadline_s: float) -> None:
         self._hang_up()
@@ -53,7 +53,7 @@ class CollectiveReader:
         for address in addresses:
             name = self._backend.name
             if address.backend != name:
-                problem = f"sends over {address.backend}, this replica receives over {name}; both must be the same"
+                problem = f"sends over {address.backend}, but this replica receives over {name}; both must be the same"
                 raise self._failed("plan", address, problem)
             try:
                 sock = socket.create_connection((address.host, address.port), max(limit - now_s(), 1e-3))
@@ -69,15 +69,15 @@ class CollectiveReader:
         self._destination, limit = destination, now_s() + deadline_s
         links = list(self._links.values())
         with contextlib.ExitStack() as stack:
-            stack.callback(self._hang_up)  # also when the consumer raises: the writers notice at once
+            stack.callback(self._hang_up)  # even if the consumer raises, so that the writers notice at once
             selector = stack.enter_context(selectors.DefaultSelector())
             selector.register(self._calls.fd, selectors.EVENT_READ)
             for link in links:
                 selector.register(link.sock, selectors.EVENT_READ, link)
             while not all(link.done for link in links):
                 ready = next((link for link in links if link.here), None)
-                # Handle all messages first: the next bucket travels while this one is taken, and nothing is taken from
-                # a sender that is gone.
+                # Handle all messages first: the next bucket is in flight while this one is taken, and no bucket is
+                # taken from a sender that has disconnected.
                 events = selector.select(0 if ready else max(limit - now_s(), 0))
                 if not events and ready is None:
                     link = next(link for link in links if not link.done)
@@ -146,10 +146,10 @@ class CollectiveReader:
         self._held[link.address] = _Membership(group, make_buffers(message["capacity"], self._device))
 
     def _receive(self, link: _Link, message: dict[str, Any]) -> None:
-        """Post the receive."""
+        """Post the receive of the bucket that ``message`` announces."""
         held = self._held.get(link.address)
         if held is None:
-            return  # of a generation that failed here; the bucket will be sent again
+            return  # its generation failed here; the bucket will be sent again
         bucket = held.arriving(message)
         if bucket.sequence >= link.expected:  # earlier ones are repeated for other readers
             for name, part in bucket.zero_copy.items():
@@ -161,7 +161,7 @@ class CollectiveReader:
         held.group.broadcast(bucket.pieces())
 
     def _stop(self, link: _Link, why: str) -> None:
-        """Leave the generation. Buckets that were not taken will be sent again."""
+        """Leave the generation. Buckets not taken yet will be sent again."""
         if (generation := self._abandon(link)) is not None:
             link.sock.sendall(framed({"stopped": generation, "why": why}))
 
@@ -179,7 +179,7 @@ class CollectiveReader:
         """Raises SyncError while a broadcast of an earlier session or generation may still write into the weights."""
         self._writing = [group for group in self._writing if not group.abort()]
         if self._writing:
-            problem = "an aborted broadcast does not end and may still write into the weights; end this process"
+            problem = "an aborted broadcast does not end and may still write into the weights; restart this process"
             raise SyncError(phase, self._who, None, None, problem)
 
     def _group_done(self, group: Group, error: Exception | None) -> None:
@@ -218,8 +218,8 @@ class CollectiveReader:
 
 @dataclass(eq=False)
 class _Membership:
-    """A reader's membership in one generation, with its own buffers. ``writes``: parts were also received directly into
-    their destinations."""
+    """A reader's membership in one generation, with its own buffers. ``writes``: parts may also be received directly
+    into their destinations."""
 
     group: Group
     buffers: list[torch.Tensor]
@@ -235,8 +235,9 @@ class _Membership:
 
 @dataclass(eq=False)
 class _Arriving:
-    """A bucket whose receive is posted: ``packed`` bytes in the ``buffer``, and each ``zero_copy`` part ``in_place`` or
-    in the buffer too. The buffer is free: bucket k is sent after all readers have acknowledged bucket k − 2."""
+    """A bucket whose receive is posted: ``packed`` bytes go into the ``buffer``, each ``zero_copy`` part ``in_place``
+    or into the buffer too. The buffer is free, because bucket k is sent only after all readers have acknowledged bucket
+    k − 2."""
 
     sequence: int
     parts: tuple[TensorPart, ...]
@@ -260,8 +261,8 @@ class _Arriving:
 
 @dataclass(eq=False)
 class _Link:
-    """A sender as seen by its reader. Buckets are ``coming`` once their receive is posted, then ``here`` until they are
-    taken; ``expected``: sequence of the next to take."""
+    """A sender, as its reader sees it. Buckets are ``coming`` once their receive is posted, then ``here`` until they
+    are taken. ``expected``: sequence of the next one to take."""
 
     address: CollectiveAddress
     sock: socket.socket
@@ -274,7 +275,8 @@ class _Link:
 
     @property
     def done(self) -> bool:
-        """True if nothing is left to come, not even repeats for other readers: the next session may reuse the group."""
+        """True if nothing more will come, not even repeats for other readers, so that the next session may reuse the
+        group."""
         return self.ended and not self.coming
 
 

@@ -13,8 +13,8 @@ from asyncrl.param_sync.transports.collective_reader import CollectiveReader
 
 
 class CollectiveTransport(Transport):
-    """Also implements `asyncrl.param_sync.transports.broadcast.CollectiveBackend`; subclasses give ``name``, the device
-    and the channel."""
+    """Also implements `asyncrl.param_sync.transports.broadcast.CollectiveBackend`; subclasses define ``name``, the
+    device and the channel."""
 
     name: str
     bucket_bytes = 32 * MIB  # a broadcast costs half a millisecond however little it carries

@@ -1,7 +1,7 @@
 """Transport through the memory of one GPU, between processes that share it.
 
-It joins ends that are all on the same GPU (colocated pools, small runs). All buffers lie in one allocation of the
-writer's. Its handle is in the welcome; each reader opens it once, for all sessions until the writer ends.
+For senders and replicas that are all on the same GPU (colocated pools, small runs). The writer keeps all buffers in one
+allocation and sends its handle in the welcome; each reader opens it once, for all sessions until the writer ends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CudaIpcTransport(Transport):
 
     def unfit(self, senders: Placements, replicas: Placements) -> str | None:
         fits = share_a_gpu([*senders, *replicas])
-        return None if fits else "needs all senders and replicas on one and the same GPU"
+        return None if fits else "needs all senders and replicas on the same GPU"
 
     def route(self, senders: Placements, replicas: Placements) -> str:
         return f"all on GPU {senders[0].device}"
@@ -55,8 +55,8 @@ TRANSPORT = CudaIpcTransport()
 
 class CudaIpcWriter(LocalWriter):
     """Implements `BucketWriter`. ``sender`` numbers the sending ranks. ``bucket_bytes`` is rounded down to a multiple
-    of 64; ``buffers`` times that is held on ``device`` (None: the current one). Sessions keep nothing: the readers
-    copy. Raises ValueError without a CUDA device."""
+    of 64; ``buffers`` times that is held on ``device`` (None: the current one). Buckets are never kept: readers copy
+    them. Raises ValueError without a CUDA device."""
 
     def __init__(
         self, sender: int, bucket_bytes: int, device: torch.device | str | None = None, buffers: int = BUFFERS
@@ -107,7 +107,8 @@ class DeviceBuckets:
         return self._capacity / max(now_s() - began_s, 1e-9)
 
     def close(self) -> None:
-        """Readers may still have the memory open, as when this process dies; outside a session they do not read it."""
+        """Free the memory. Readers may still have it open, as after this process's death, but read it only in a
+        session."""
         synchronize(self._on)
         self._memory.close()
 
@@ -119,13 +120,13 @@ class OpenedBuckets:
         self._memory = DeviceMemory.open(bytes.fromhex(message["handle"]), message["nbytes"], device)
 
     def borrowed(self, location: Sequence[int], key: BucketKey, who: str) -> AbstractContextManager[torch.Tensor]:
-        """The bucket is acknowledged once the receiver's stream is done with it."""
+        """Lend a bucket's data; waits at the end until the receiver's stream is done with it."""
         start, length = location
         return borrowed_on_device(self._memory.data[start : start + length], key, who)
 
     def kept(self, location: Sequence[int]) -> memoryview:
-        raise NotImplementedError("buckets on a device are not kept, see DeviceBuckets.keeps")
+        raise NotImplementedError("buckets on a device cannot be kept, see DeviceBuckets.keeps")
 
     def close(self) -> None:
-        with contextlib.suppress(CudaError):  # the writer's process may have ended, no failure of the next session
+        with contextlib.suppress(CudaError):  # the writer's process may have ended, which is no error here
             self._memory.close()

@@ -1,8 +1,8 @@
 """Device memory that several processes map, through a few calls of the CUDA runtime over ctypes.
 
-torch's own sharing of CUDA tensors does not serve. It counts the readers of each tensor in a file under /dev/shm, which
-stays there when its owner is killed; it never frees memory whose reader was killed; and it shares whole blocks of the
-caching allocator, which some of its settings forbid. Dedicated memory needs no counting: readers unmap it, and the
+torch's own sharing of CUDA tensors does not work here. It counts the readers of each tensor in a file under /dev/shm,
+which stays behind if its owner is killed; it never frees memory whose reader was killed; and it shares whole blocks of
+the caching allocator, which some of its settings forbid. Dedicated memory needs no counting: readers unmap it, and the
 driver does so for a process that dies.
 """
 
@@ -16,7 +16,7 @@ import torch
 
 _HANDLE_BYTES = 64  # of cudaIpcMemHandle_t
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess, the only flag there is
-_GRANULE = 2 << 20  # smaller allocations may share a block, which would be exported whole
+_GRANULE = 2 << 20  # smaller allocations may share a block, which would then be exported whole
 
 
 class CudaError(RuntimeError):
@@ -60,13 +60,13 @@ class DeviceMemory:
 
 
 class _Handle(ctypes.Structure):
-    """A struct, because the handle is passed by value."""
+    """cudaIpcMemHandle_t; a struct, because it is passed by value."""
 
     _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
 
 
 class _Span:
-    """Memory in the form that torch wraps without a copy."""
+    """Device memory that torch wraps without a copy."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -81,7 +81,7 @@ def cuda_device(device: torch.device | str | None) -> torch.device:
     """A CUDA device with its index; None: this thread's current one. Raises ValueError if there is none."""
     if not torch.cuda.is_available() or torch.version.cuda is None:
         raise ValueError(
-            "expected a CUDA device and a torch built with CUDA, found neither in this process; set "
+            "expected a CUDA device and a torch built with CUDA, found none in this process; set "
             "param_sync.transport=auto"
         )
     found = torch.device("cuda" if device is None else device)
@@ -123,7 +123,7 @@ def _runtime() -> ctypes.CDLL:
         runtime = ctypes.CDLL(name)
     except OSError as e:
         raise ValueError(
-            f"expected {name}, which this torch was built with, found none ({e}); set param_sync.transport=auto"
+            f"could not load {name}, which this torch was built with ({e}); set param_sync.transport=auto"
         ) from e
     runtime.cudaGetErrorString.restype = ctypes.c_char_p
     return runtime

@@ -1,4 +1,4 @@
-"""Transport over gloo: machines on any network, weights on the CPU or copied through it."""
+"""Transport over gloo: any network, weights on the CPU or copied through it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from asyncrl.param_sync.transports.broadcast import (
 from asyncrl.param_sync.transports.collective_transport import CollectiveTransport
 from asyncrl.param_sync.transports.placement import Placements, mixed_gpus
 
-_LINK_BYTES = 4 << 20  # of a part that a chain forwards
+_LINK_BYTES = 4 << 20  # size of a part that a chain forwards
 _TAGS = 1 << 16  # far more than are in flight
 
 
@@ -53,15 +53,15 @@ TRANSPORT = GlooTransport()
 
 
 class _GlooBroadcast(GroupBroadcast):
-    """gloo's own broadcast, which also takes device tensors, through the host."""
+    """gloo's own broadcast, which also sends device tensors, through the host."""
 
     def end_calls(self) -> bool:
         self._close()
         return False
 
     def _close(self) -> bool:
-        """Close all connections; True if they are closed. gloo's abort does nothing. But when a receive times out, gloo
-        closes them all and fails most calls, except sends and receives that have got some of their bytes."""
+        """Close all connections; True if they are closed. gloo's own abort does nothing, but a receive that times out
+        closes all connections and fails most calls: all except sends and receives with some bytes transferred."""
         for rank in self._others():
             with contextlib.suppress(RuntimeError):
                 self._receive_nothing(rank).wait(timedelta(milliseconds=1))
@@ -84,8 +84,8 @@ class _GlooBroadcast(GroupBroadcast):
 class _Chain(_GlooBroadcast):
     """Rank 0 sends to rank 1, which forwards to rank 2 as parts arrive, and so on: no member sends anything twice.
 
-    Any number of sends and receives can be in flight, unlike with gloo's broadcast, which costs half a millisecond
-    however little it carries."""
+    Unlike gloo's broadcast, which costs half a millisecond however small it is, it allows any number of sends and
+    receives in flight."""
 
     def __init__(self, group: Any, rendezvous: GroupRendezvous) -> None:
         super().__init__(group, rendezvous)

@@ -1,8 +1,8 @@
 """Listener that authenticates a writer's readers before it parses anything they send.
 
-Every user of the machine reaches an abstract Unix socket, every host of the network a TCP port. So a thread accepts
-connections at all times: none waits in the backlog, which strangers could fill between two sessions. A peer
-authenticates by its user (Unix) or by the writer's token (TCP), then sends a hello, all within a deadline.
+Every user of the machine can reach an abstract Unix socket, and every host of the network a TCP port. A thread accepts
+connections at all times, so that strangers cannot fill the backlog between two sessions. A peer authenticates by its
+user id (Unix) or the writer's token (TCP), then sends a hello, all within a deadline.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from asyncrl.param_sync.transports.messages import message_in, peer_user
 
 log = logging.getLogger(__name__)
 
-HELLO_BYTES = 4096  # at most, token included
+HELLO_BYTES = 4096  # maximum, including the token
 HELLO_S = 20.0  # deadline of the hello
-_CALLERS = 256  # at most without a hello; a further one evicts the oldest
-_WITHOUT_FILES_S = 0.1  # wait for a free descriptor
+_CALLERS = 256  # maximum without a hello; one more evicts the oldest
+_WITHOUT_FILES_S = 0.1  # wait after running out of descriptors
 
 Hello = Mapping[str, str]
 
@@ -52,7 +52,7 @@ class Listener:
     ) -> None:
         self._sock, self._keys, self._on_hello = sock, keys, on_hello
         self._token, self._hello_s = token.encode(), hello_s
-        self._callers: dict[socket.socket, _Caller] = {}  # the oldest first
+        self._callers: dict[socket.socket, _Caller] = {}  # oldest first
         self._reported = False
         self._closed = threading.Event()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
@@ -77,7 +77,12 @@ class Listener:
         while not self._closed.is_set():
             oldest = next(iter(self._callers.values()), None)
             for key, _ in self._selector.select(None if oldest is None else max(oldest.until_s - now_s(), 0)):
-                key.data()
+                try:
+                    key.data()
+                except Exception:
+                    log.exception("param_sync: a connection failed; the listener continues")
+                    if isinstance(key.fileobj, socket.socket) and key.fileobj in self._callers:
+                        self._remove(self._callers[key.fileobj]).close()  # it may stay readable
             for caller in [c for c in self._callers.values() if c.until_s <= now_s()]:
                 self._refuse(caller, f"no hello within {self._hello_s:g} s")
 
@@ -85,7 +90,7 @@ class Listener:
         try:
             sock, address = self._sock.accept()
         except (BlockingIOError, ConnectionError):
-            return  # the peer is gone already
+            return  # the peer has already disconnected
         except OSError as e:
             self._report("anybody", str(e))
             self._closed.wait(_WITHOUT_FILES_S)
@@ -97,8 +102,9 @@ class Listener:
             sock.close()
             return
         name = address[0] if user is None else f"user {user}"
-        caller = self._callers[sock] = _Caller(sock, name, now_s() + self._hello_s)
+        caller = _Caller(sock, name, now_s() + self._hello_s)
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._on_readable(caller))
+        self._callers[sock] = caller
         if len(self._callers) > _CALLERS:
             self._refuse(next(iter(self._callers.values())), f"{_CALLERS} other connections sent no hello either")
 
@@ -121,7 +127,8 @@ class Listener:
             self._on_hello(self._remove(caller), hello)
 
     def _hello_in(self, received: bytearray) -> Hello | None:
-        """None while it is incomplete. Only what begins with the token is parsed. Raises ValueError."""
+        """The hello, or None while it is incomplete. Parses nothing that does not begin with the token. Raises
+        ValueError."""
         if len(received) < len(self._token):
             return None
         if not hmac.compare_digest(bytes(received[: len(self._token)]), self._token):

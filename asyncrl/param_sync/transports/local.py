@@ -1,7 +1,7 @@
 """Writer and reader for processes of one machine: buckets are written once, into memory that the readers map.
 
-A `BucketMemory` provides that memory, on the host or on a GPU. Control messages take a Unix socket in the abstract
-namespace, which has no name in any folder, so that a killed process leaves nothing behind::
+A `BucketMemory` provides that memory, on the host or on a GPU. Control messages use a Unix socket in the abstract
+namespace, which has no file, so that a killed process leaves nothing behind::
 
     reader                                            writer
       hello {session, who}              ───────────►
@@ -10,11 +10,11 @@ namespace, which has no name in any folder, so that a killed process leaves noth
       acknowledgement (sequence)        ───────────►   … the buffer is free once all readers have sent this
                                         ◄───────────   end {buckets}
 
-Buffers are used in turn. In a session with ``keep``, each bucket has its own buffer, there are no acknowledgements, and
+Buffers are used in turn. In a session with ``keep``, every bucket has its own buffer, nothing is acknowledged, and
 readers may read until the next session.
 
-A dying process closes its socket, which the other end notices at once. A connection lives for one session, so no
-message of an earlier session can arrive. Linux only.
+A dying process closes its socket, which the other end notices at once. A connection lasts one session, so no message
+of an earlier session can arrive. Linux only.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ _WELCOME = b"."  # descriptors travel with it, then a message
 _MAX_FILES = 4
 _BACKLOG = 1024
 _RETRY_S = 1e-3  # between two attempts to connect
-_SPIN_S = 1e-3  # waking a reader that sleeps between two buckets costs its writer a tenth of the bucket's time
+_SPIN_S = 1e-3  # waking a reader that sleeps between buckets takes the writer a tenth of a bucket's time
 
 #: location of a bucket in its memory: a JSON value that only that kind of memory reads
 BufferLocation = Any
 
 
 class LocalAddress(NamedTuple):
-    """Where a writer listens. ``socket`` is unique to the writer; ``machine``: boot id; ``device``: the GPU with its
-    buckets (None: host memory)."""
+    """Address of a writer. ``socket``: its unique name; ``machine``: boot id; ``device``: the GPU with its buckets
+    (None: host memory)."""
 
     sender: int
     socket: str
@@ -67,7 +67,7 @@ class LocalAddress(NamedTuple):
 
 
 class Welcome(NamedTuple):
-    """What a reader needs to open a memory: JSON values and file descriptors."""
+    """Data with which a reader opens a memory: JSON values and file descriptors."""
 
     message: Mapping[str, Any]
     files: Sequence[int] = ()
@@ -149,7 +149,7 @@ class LocalWriter(SelectorLoop):
 
     def buffer(self) -> torch.Tensor:
         if self._keep:
-            self._handle(0)  # readers that went, an abort
+            self._handle(0)  # disconnected readers, an abort
         else:
             self._await_read(self._sequence - self._buffers)
         self._need_readers()
@@ -177,7 +177,7 @@ class LocalWriter(SelectorLoop):
     def abort(self, session: str) -> None:
         self._aborted = session
         self._calls.hand_over(self._abort)
-        if session == self._session:  # the readers must notice even if the writer's own thread waits no more
+        if session == self._session:  # readers must notice even if the writer's thread no longer waits
             for peer in tuple(self._peers.values()):
                 with contextlib.suppress(OSError):
                     peer.sock.shutdown(socket.SHUT_RDWR)
@@ -262,15 +262,15 @@ class LocalWriter(SelectorLoop):
 
     def _await_read(self, sequence: int) -> None:
         """Wait until every reader has read bucket ``sequence``; drop those that do not."""
-        waited_from = now_s()
+        waited_from, limit = now_s(), self._limit()
         behind = lambda: [p for p in self._peers.values() if p.read <= sequence]
-        if not self._run_until(lambda: not behind(), self._limit()):
+        if not self._run_until(lambda: not behind(), limit):
             for peer in behind():
-                self._drop(peer, f"was silent for {now_s() - waited_from:.1f} s")
+                self._drop(peer, f"was silent for {limit - waited_from:.1f} s")
 
 
 class _Peer:
-    """A reader as seen by its writer: it has read all buckets before ``read``."""
+    """A reader, as its writer sees it. It has read all buckets before ``read``."""
 
     def __init__(self, who: str, sock: socket.socket) -> None:
         self.who, self.sock, self.read, self.received = who, sock, 0, bytearray()
@@ -278,7 +278,7 @@ class _Peer:
 
 class LocalReader:
     """Implements `BucketReader`. ``who`` is the replica's name. ``open_memory`` opens a writer's memory on ``device``
-    from its welcome, and owns the descriptors; the memory stays open between sessions."""
+    from its welcome, and takes ownership of the descriptors. The memory stays open between sessions."""
 
     def __init__(
         self,
@@ -301,7 +301,7 @@ class LocalReader:
                 raise self._failed("plan", address, "is on another machine, whose memory cannot be read here")
             if address.device != self._device:
                 theirs, ours = address.device or "host memory", self._device or "host memory"
-                problem = f"has its buckets in {theirs}, this replica reads from {ours}; both must be the same"
+                problem = f"has its buckets in {theirs}, but this replica reads from {ours}; both must be the same"
                 raise self._failed("plan", address, problem)
             link = self._links[address] = socket.socket(socket.AF_UNIX)
             link.settimeout(deadline_s)
@@ -314,12 +314,12 @@ class LocalReader:
                 raise self._failed("plan", address, f"does not listen ({e}): its process has ended") from e
 
     def buckets(self, deadline_s: float, destination: DestinationOf | None = None) -> Iterator[Bucket]:
-        """``destination`` is not used: the writer's memory is mapped here already."""
+        """Ignores ``destination``: the writer's memory is already mapped here."""
         limit = now_s() + deadline_s
         session, links = self._session, dict(self._links)
         expected = dict.fromkeys(links, 0)
         with contextlib.ExitStack() as stack:
-            stack.callback(self._hang_up)  # also when the consumer raises: the writers notice at once
+            stack.callback(self._hang_up)  # even if the consumer raises, so that the writers notice at once
             selector = stack.enter_context(selectors.DefaultSelector())
             for address, link in links.items():
                 selector.register(link, selectors.EVENT_READ, address)
@@ -347,7 +347,7 @@ class LocalReader:
                         which = BucketKey(session, address.sender, message["sequence"])
                         memory, location, checksum = self._opened[address], message["location"], message["checksum"]
                         if message["keep"]:
-                            spin_s = 0.0  # no writer waits for this reader, and its engine generates meanwhile
+                            spin_s = 0.0  # no writer waits for this reader, and its engine is generating
                             yield Bucket(*which, parts, memory.kept(location), checksum, kept=True)
                         else:
                             with memory.borrowed(location, which, self._who) as data:
@@ -360,7 +360,7 @@ class LocalReader:
 
     def abort(self) -> None:
         for link in list(self._links.values()):
-            with contextlib.suppress(OSError):  # it may be closed, or never have been connected
+            with contextlib.suppress(OSError):  # it may be closed, or was never connected
                 link.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -393,8 +393,8 @@ class LocalReader:
 
 
 def _connect(link: socket.socket, name: str, deadline_s: float) -> None:
-    """Connect by the deadline. A full backlog of the listener is waited out: with a time limit on the socket, Linux
-    refuses at once then."""
+    """Connect by the deadline. Retries while the listener's backlog is full: with a timeout on the socket, Linux then
+    fails at once."""
     limit = now_s() + deadline_s
     while True:
         try:

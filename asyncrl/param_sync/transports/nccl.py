@@ -33,10 +33,10 @@ class NcclTransport(CollectiveTransport):
     def unfit(self, senders: Placements, replicas: Placements) -> str | None:
         """NCCL refuses two members on one GPU."""
         fits = have_own_gpus([*senders, *replicas])
-        return None if fits else "needs each sender and replica on a GPU of its own"
+        return None if fits else "needs each sender and replica on its own GPU"
 
     def route(self, senders: Placements, replicas: Placements) -> str:
-        return f"{len(senders)} + {len(replicas)} GPUs of their own"
+        return f"{len(senders)} + {len(replicas)} separate GPUs"
 
     def problems(self, config: Config) -> Iterator[str]:
         yield from needs_gpus(self.name, config)
@@ -53,7 +53,7 @@ class NcclTransport(CollectiveTransport):
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=rendezvous.timeout_s)
         store = join_store(rendezvous)
-        # By default a watchdog thread ends the process when a collective fails. A group reads this when it is made.
+        # By default a watchdog thread kills the process when a collective fails. A group reads this when it is created.
         with _FORMING, _environment(_NO_WATCHDOG, "1"):
             return GroupBroadcast(dist.ProcessGroupNCCL(store, rendezvous.rank, rendezvous.size, options), rendezvous)
 

@@ -35,10 +35,10 @@ def have_own_gpus(placements: Placements) -> bool:
 
 
 def mixed_gpus(placements: Placements) -> str:
-    """Note for routes through host memory that some GPUs take: those where no direct route exists."""
+    """Note for a route that takes GPUs through host memory because no direct route exists."""
     direct = share_a_gpu(placements) or have_own_gpus(placements)
     on_gpus = any(placement.device for placement in placements)
-    return "; their GPUs are neither one for all nor one for each" if on_gpus and not direct else ""
+    return "; their GPUs are neither one shared GPU nor one GPU each" if on_gpus and not direct else ""
 
 
 def needs_gpus(transport: str, config: Config) -> Iterator[str]:

@@ -1,8 +1,8 @@
-"""A process group of its own beside the trainer's default one, used in threads that can be abandoned.
+"""A process group separate from the trainer's default one, driven by threads that can be abandoned.
 
-Any call of a process group may block until its timeout. So each generation of a group has its own threads for the
-calls. They are left behind when the generation is given up and end by themselves, at the latest when their calls time
-out; once `Group.abort` has returned True, none of them writes to a tensor.
+Any call of a process group may block until its timeout, so each generation of a group has its own threads for calls.
+When the generation is abandoned, they end by themselves, at the latest when their calls time out. Once `Group.abort`
+has returned True, none of them writes to a tensor.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from asyncrl.param_sync.transports.broadcast import BroadcastChannel, Collective
 
 BUFFERS = 2  # filling one overlaps sending the other
 
-_ENDING_S = 5.0  # for calls in progress to end after `end_calls`
+_ENDING_S = 5.0  # for pending calls to end after `end_calls`
 
 
 class Group:
-    """One generation of a group, in which rank 0 sends to all others. ``host``: this member's address on the data's
-    network.
+    """One generation of a group: rank 0 sends to all others. ``host``: this member's address on the data network.
 
     ``on_done(group, error)`` is called in a thread of the group after each `broadcast`, in order, and with the error
-    that ended the group. It may still be called after `abort`: compare the group with the current one."""
+    that ended the group. It may still be called after `abort`, so compare the group with the current one."""
 
     def __init__(
         self,
@@ -47,20 +46,20 @@ class Group:
         self._sending: queue.SimpleQueue[_Sending | None] = queue.SimpleQueue()
         self._changed = threading.Condition()  # guards the fields below
         self._aborted = self._failed = False
-        self._receipts = 0  # posted and not ended
-        # A call is posted before earlier ones have ended; and waiting for a receive must not wait for a send, because
+        self._receipts = 0  # posted and not yet ended
+        # Calls are posted before earlier ones have ended, and waiting for a receive must not wait for a send, because
         # gloo does not fail a send whose connection was closed.
         threading.Thread(target=self._post_calls, args=(rendezvous, host, backend), daemon=True).start()
         threading.Thread(target=self._await_receipts, daemon=True).start()
         threading.Thread(target=self._await_sends, daemon=True).start()
 
     def broadcast(self, pieces: Sequence[torch.Tensor]) -> None:
-        """Send these flat byte tensors from rank 0, or receive into them elsewhere. On a device they must already be
-        free for use."""
+        """Send these flat byte tensors from rank 0, or receive into them on other ranks. On a device, earlier work on
+        them must have finished."""
         self._requested.put(pieces)
 
     def abort(self) -> bool:
-        """Give the group up, also after an error. True if nothing writes to its tensors any more; if False, a later
+        """Abandon the group, also after an error. True if nothing writes to its tensors any more; after False, a later
         call may return True."""
         with self._changed:
             self._aborted = True
@@ -76,7 +75,7 @@ class Group:
             with _own_stream(self._device):
                 while (pieces := self._requested.get()) is not None:
                     self._post(self._channel, pieces)
-                    del pieces  # tensors of others: hold none longer than needed
+                    del pieces  # belong to others: hold none longer than needed
         except _Aborted:
             pass
         except Exception as error:
@@ -123,13 +122,12 @@ class Group:
                 if sending.last and not self._failed:
                     self._on_done(self, None)
             del sending
-        # Destroyed here, where no call is in progress: its destructor waits for calls while it holds the interpreter's
-        # lock.
+        # Destroyed here, with no call pending: its destructor waits for calls while it holds the GIL.
         self._channel = None
 
     @contextlib.contextmanager
     def _receipt(self) -> Iterator[None]:
-        """Guards the post of a receive, which counts as posted until `_end_receipt` unless this raises."""
+        """Count a receive as posted until `_end_receipt`, unless posting it raises."""
         with self._changed:
             if self._aborted:
                 raise _Aborted
@@ -165,13 +163,13 @@ class _Sending(NamedTuple):
 
 
 class _Aborted(Exception):
-    """The group was given up before the call was posted."""
+    """The group was abandoned before the call was posted."""
 
 
 def host_store(host: str, shared: bool = False) -> dist.TCPStore:
     """A rendezvous store that listens on ``host`` only; by default torch listens on every interface.
 
-    ``shared``: a later request in this process for a store at this address, as an ``init_method`` makes, gets this one.
+    ``shared``: a later store of this process at this address, as an ``init_method`` creates, shares this one.
     """
     listener = listen(host)
     port, fd = listener.getsockname()[1], listener.detach()
@@ -193,7 +191,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def make_buffers(capacity: int, device: torch.device) -> list[torch.Tensor]:
-    """uint8 [capacity] each, written once so that the transfer causes no page fault."""
+    """`BUFFERS` buffers, uint8 [capacity], written once so that the transfer causes no page faults."""
     return [torch.empty(capacity, dtype=torch.uint8, device=device).zero_() for _ in range(BUFFERS)]
 
 

@@ -1,4 +1,4 @@
-"""Selector loop of a bucket writer: events of its sockets and calls of other threads, all within limits."""
+"""Selector loop of a bucket writer: handles socket events and calls from other threads, within time limits."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class CallQueue:
         self._closed = False
 
     def hand_over(self, call: Callable[[], None]) -> None:
-        """From any thread. Dropped after `close`."""
+        """Queue a call, from any thread. Dropped after `close`."""
         with self._lock:
             if not self._closed:
                 self._calls.put(call)
                 os.eventfd_write(self.fd, 1)
 
     def run(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # an earlier run made the call of this wake-up
+        with contextlib.suppress(BlockingIOError):  # an earlier run has already consumed this wake-up
             os.eventfd_read(self.fd)
         while not self._calls.empty():
             self._calls.get()()
@@ -50,9 +50,9 @@ class Peer(Protocol):
 
 
 class SelectorLoop(ABC):
-    """Base of a `BucketWriter` that waits on sockets. The data of a file registered with ``_selector`` is the call to
-    make when it is ready. ``_deadline``: of the session, on the node's clock; ``_stall_s``: the longest wait for one
-    reader."""
+    """Base of a `BucketWriter` that waits on sockets. A file is registered with ``_selector`` together with the
+    function to call when it is ready. ``_deadline``: the session's, on the node's clock; ``_stall_s``: the longest wait
+    for one reader."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -64,7 +64,7 @@ class SelectorLoop(ABC):
         return min(now_s() + self._stall_s, self._deadline)
 
     def _run_until(self, done: Callable[[], bool], limit: float) -> bool:
-        """Handle events until ``done``; False at ``limit``."""
+        """Handle events until ``done()``. False if ``limit`` comes first."""
         while not done():
             left = limit - now_s()
             if left <= 0:
@@ -83,15 +83,15 @@ class SelectorLoop(ABC):
         """Continue without this reader."""
 
     def _send(self, peers: Iterable[Peer], message: Mapping[str, Any]) -> None:
-        """Send a message to each peer; drop those that do not take it."""
+        """Send a message to each peer; drop peers that do not accept it in time."""
         data, limit = framed(message), self._limit()
         for peer in list(peers):
             try:
-                # A reader takes messages at once unless its process is stopped; few of them fill the socket's buffer.
+                # A reader accepts messages at once unless its process is stopped: they rarely fill the socket's buffer.
                 peer.sock.settimeout(max(limit - now_s(), 1e-3))
                 peer.sock.sendall(data)
                 peer.sock.setblocking(False)
             except TimeoutError:
-                self._drop(peer, f"was silent for {self._stall_s:g} s, taking no message")
+                self._drop(peer, f"was silent for {self._stall_s:g} s and accepted no message")
             except OSError as e:
                 self._drop(peer, f"went away ({e})")

@@ -1,7 +1,6 @@
 """Transport through host memory, between processes of one machine.
 
-The memory is a file of the writer's (memfd), mapped and touched once per run. It has no name in any folder: its readers
-receive its descriptor.
+The memory is an anonymous file (memfd) of the writer, mapped and touched once per run. Readers receive its descriptor.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from asyncrl.param_sync.transports.placement import Placements, mixed_gpus, shar
 
 
 class SharedMemoryTransport(Transport):
-    bucket_bytes = 4 * MIB  # two of them stay in the cache between the two ends
+    bucket_bytes = 4 * MIB  # two of them stay in the cache that both ends share
     auto_order = 30
 
     def unfit(self, senders: Placements, replicas: Placements) -> str | None:
@@ -47,8 +46,8 @@ TRANSPORT = SharedMemoryTransport()
 
 class SharedMemoryWriter(LocalWriter):
     """Implements `BucketWriter`. ``sender`` numbers the sending ranks. ``bucket_bytes`` is rounded down to a multiple
-    of 64; that much is mapped here and in every reader for each of ``buffers``, and for every bucket of a session that
-    kept them."""
+    of 64; that much is mapped here and in every reader for each of ``buffers``, and for every bucket of a session with
+    ``keep``."""
 
     def __init__(self, sender: int, bucket_bytes: int, buffers: int = BUFFERS) -> None:
         super().__init__(sender, MemoryFile(bucket_bytes, buffers), buffers)
@@ -88,7 +87,7 @@ class MemoryFile:
         return index * self._stride, self._capacity
 
     def synchronize(self) -> None:
-        """Written bytes are visible at once."""
+        """Nothing to do: written bytes are visible at once."""
 
     @functools.cached_property
     def ceiling(self) -> float:
@@ -129,5 +128,5 @@ class MappedFile:
 
 
 def _map(file: int, start: int, length: int, protection: int = mmap.PROT_READ | mmap.PROT_WRITE) -> mmap.mmap:
-    """Map a part of a file with all its pages present, so that the transfer causes no page fault."""
+    """Map a part of a file with all its pages present, so that the transfer causes no page faults."""
     return mmap.mmap(file, length, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=protection, offset=start)

@@ -79,7 +79,8 @@ AGENT_LOOPS: Registry[type[AgentLoop]] = Registry(
     package="asyncrl.rollouter.agents",
     attribute="AGENT_LOOP",
     entry_points="asyncrl.agent_loops",
-    needs=("run",),
+    interface=AgentLoop,
+    instances=False,
 )
 
 

@@ -1,1 +1,1 @@
-"""What generates: engines behind the one interface of `asyncrl.rollouter.engines.base`."""
+"""Inference engines, behind the interface of `asyncrl.rollouter.engines.base`."""

@@ -1,4 +1,4 @@
-"""Checks of requests that can never run."""
+"""Detects requests that can never run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def why_impossible(request: Request, context_tokens: int, vocabulary: int, has_t
     if p.temperature < 0 or not 0 < p.top_p <= 1 or p.top_k < 0 or not 0 <= p.min_p <= 1:
         return f"expected temperature ≥ 0, 0 < top_p ≤ 1, top_k ≥ 0 and 0 ≤ min_p ≤ 1, found {p}"
     if p.stop_strings and not has_tokenizer:
-        return "the request has stop strings, but the engine was built without a tokenizer to find them with"
+        return "the request has stop strings, but the engine was built without a tokenizer to find them"
     if "" in p.stop_strings:
         return "a stop string is empty: it would end every sample at once"
     return None

@@ -1,14 +1,15 @@
-"""Engine interface: generation by one replica, and the declaration of an engine's limits.
+"""Engine interface: generation by one replica, and a spec that declares an engine's limits.
 
-An engine is asynchronous and batched: ``submit`` takes many requests and returns at once, ``events`` returns everything
-since the last call. Tokens, logprobs and versions are columns, so one call carries hundreds of requests.
+An engine is asynchronous and batched: ``submit`` queues many requests and returns at once; ``events`` returns
+everything since the last call. Tokens, logprobs and versions are columns, so one call carries hundreds of requests.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -16,17 +17,15 @@ from asyncrl.config.checks import derive, sends_adapters
 from asyncrl.config.schema import Config
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.manifest import Role
+from asyncrl.param_sync.session_protocol import KVMode, PauseMode
 from asyncrl.param_sync.weight_receiver import WeightReceiver
 from asyncrl.plugins.registry import Registry
 from asyncrl.types.samples import FinishReason
 from asyncrl.types.versions import PolicyVersion
 
-PauseMode = Literal["abort", "keep", "wait"]
-KVMode = Literal["keep", "recompute", "unload"]
-
 
 class EngineError(RuntimeError):
-    """A call that the engine refuses; the message says what it accepts."""
+    """The engine refuses a call; the message says what it accepts."""
 
 
 class EngineDied(EngineError):
@@ -49,11 +48,11 @@ class SamplingParams:
 class Request:
     """A request to continue ``tokens``. ``tokens`` int32 [P + done]: prompt, then tokens that were already sampled.
 
-    ``key`` (64 bits) and ``position`` (how many tokens of this sample were drawn before) are the counter of its random
-    numbers: a sample that is aborted and continued elsewhere draws the same numbers as one that was not.
-    ``shared_prefix`` leading tokens are the same in all requests of ``group``: an engine prefills them once. The last
-    ``resumed`` tokens were sampled by an earlier part of this very request; those that ``position`` counts beyond them
-    belong to earlier turns.
+    ``key`` (64 bits) and ``position`` (the number of tokens of this sample drawn before) key its random numbers: a
+    sample that is aborted and continued elsewhere draws the same numbers as an uninterrupted one. ``shared_prefix``
+    leading tokens are the same in all requests of ``group``, so an engine prefills them once. The last ``resumed``
+    tokens were sampled by an earlier part of this request; any further ones that ``position`` counts belong to earlier
+    turns.
     """
 
     id: str
@@ -76,7 +75,7 @@ class Request:
 @dataclass(frozen=True)
 class Scheduling:
     """Order of service. ``max_running_requests``: cap on training requests that generate at once (None: one per slot).
-    ``validation_first``: others are served before training requests, whatever their priority."""
+    ``validation_first``: serve validation before training requests, whatever their priority."""
 
     max_running_requests: int | None = None
     validation_first: bool = False
@@ -87,7 +86,7 @@ class EventBatch:
     """``E`` events of requests since the last call, in columns.
 
     Event e gave request ``ids[e]`` the tokens ``tokens[offsets[e]:offsets[e+1]]`` (int32) with their behaviour
-    ``logprobs`` (float32), all sampled under ``versions[e]``; ``finish[e]`` is None while the request goes on.
+    ``logprobs`` (float32), all sampled under ``versions[e]``; ``finish[e]`` is None while the request continues.
     ``mixed_kv[e]`` marks tokens sampled over an older version's KV. A request may appear more than once.
     """
 
@@ -108,24 +107,25 @@ class Engine(Protocol):
     """One replica's generator. All methods but ``weight_receiver`` are coroutines of one event loop."""
 
     async def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests. One that can never run (longer than the context) ends with an ERROR event."""
+        """Queue requests. One that can never run (longer than the context, say) ends with an ERROR event."""
 
     async def events(self) -> EventBatch:
-        """Wait until something happened (at most a fraction of a second while tokens flow), then return all of it.
-        Raises the engine's own exception if its loop died."""
+        """Wait for events (at most a fraction of a second while tokens flow), then return all of them. Raises the
+        engine's own exception if its loop died."""
         ...
 
     async def abort(self, ids: Sequence[str]) -> None:
-        """End these requests; their tokens so far come as an ABORT event. Unknown ids are ignored."""
+        """End these requests, each with an ABORT event that has its unreported tokens. Unknown ids are ignored."""
 
     async def set_scheduling(self, scheduling: Scheduling) -> None:
-        """Reorder the waiting requests. They wait in the engine, so that a slot is refilled at once. Running requests
-        continue."""
+        """Change how waiting requests are served. They wait in the engine, so that a freed slot is refilled at once.
+        Running requests continue."""
         ...
 
     async def pause(self, mode: PauseMode, deadline_s: float) -> int:
         """Stop generating. ``abort``: every request ends with an ABORT event; ``keep``: requests stay; ``wait``: they
-        finish first. Returns how many requests were cut, kept or waited for; raises TimeoutError at the deadline."""
+        finish first. Returns how many requests were aborted, kept or waited for. Raises TimeoutError at the
+        deadline."""
         ...
 
     async def resume(self, version: PolicyVersion) -> None:
@@ -141,7 +141,7 @@ class Engine(Protocol):
         """Discard all cached KV (KV mode ``recompute``): kept requests are prefilled again under the new weights."""
 
     def weight_receiver(self, name: str, transport: str) -> WeightReceiver:
-        """Where the weights of replica ``name`` arrive, over this transport: asked for once."""
+        """The weight receiver of replica ``name`` over this transport. Called once."""
         ...
 
     async def digest(self, role: Role) -> str:
@@ -151,8 +151,8 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
 
-#: The (pause, KV) pairs of an engine that keeps, recomputes and unloads its KV cache, but does not key cached prefixes
-#: by version: with ``abort`` they would outlive their weights.
+#: Legal (pause, KV) pairs of an engine that can keep, recompute and unload its KV cache but does not key cached
+#: prefixes by version. (abort, keep) is not among them: cached prefixes would outlive their weights.
 PAUSE_KV: frozenset[tuple[PauseMode, KVMode]] = frozenset(
     {
         ("abort", "recompute"),
@@ -169,16 +169,15 @@ PAUSE_KV: frozenset[tuple[PauseMode, KVMode]] = frozenset(
 class EngineSpec(Protocol):
     """Declares an engine's limits and starts it. Subclasses override the defaults that their engine exceeds.
 
-    The module that defines one is imported by the driver, whose environment may lack the engine's packages: only
-    `start` imports them."""
+    The driver imports the defining module and may lack the engine's packages, so only `start` may import them."""
 
-    #: packages of which one must be installed for the replicas' interpreter; empty: none beside asyncrl's own
+    #: packages of which the replicas' environment needs one; empty: none besides asyncrl's own
     distributions: frozenset[str] = frozenset()
     #: legal pairs of param_sync.pause and param_sync.kv
     pause_kv: frozenset[tuple[PauseMode, KVMode]] = PAUSE_KV
     #: legal values of param_sync.staging
     staging: frozenset[str] = frozenset({"bucket"})
-    #: takes LoRA adapters beside its weights, not only merged into them
+    #: takes LoRA adapters, not only weights with adapters merged into them
     takes_adapters: bool = False
     #: requests may finish on the adapter they began with while later ones run on another
     finishes_on_adapter: bool = False
@@ -188,27 +187,27 @@ class EngineSpec(Protocol):
     multi_device: bool = False
     #: legal values of rollout.engine.delivery
     deliveries: frozenset[str] = frozenset({"memory"})
-    #: with top_p, top_k or min_p, reports the logprobs that the whole vocabulary has
+    #: reports logprobs over the whole vocabulary even with top_p, top_k or min_p
     logprobs_before_truncation: bool = False
-    #: drafts and verifies, see mtp.enable_rollout
+    #: supports speculative decoding, see mtp.enable_rollout
     speculates: bool = False
-    #: has further arguments, see rollout.engine.args
+    #: takes further arguments, see rollout.engine.args
     takes_args: bool = False
-    #: runs asyncrl's own decoder, which must be able to build the checkpoint
+    #: runs asyncrl's own decoder, which must support the checkpoint
     native_decoder: bool = False
-    #: allocates its KV cache at the start, for every slot up to the end of the context
+    #: allocates its KV cache at the start, a full context for every slot
     preallocates_kv: bool = False
 
     def problems(self, config: Config) -> Iterator[str]:
-        """One line for each option that does not fit this engine; each begins with the option's key. These follow from
-        the attributes: an engine with further limits yields them first or after."""
+        """One line for each option that does not fit this engine; each begins with the option's key. This base checks
+        the attributes; engines with further limits add their own lines."""
         engine, sync = config.rollout.engine, config.param_sync
         name, pause = engine.name, derive(config).pause
         if (pause, sync.kv) not in self.pause_kv:
             fitting = sorted(kv for legal, kv in self.pause_kv if legal == pause)
             if fitting:
                 yield (
-                    f"param_sync.kv: {sync.kv} does not go with pause {pause} in the {name} engine; expected one of "
+                    f"param_sync.kv: {sync.kv} does not work with pause {pause} in the {name} engine; expected one of "
                     f"{', '.join(fitting)}"
                 )
             else:
@@ -244,9 +243,10 @@ class EngineSpec(Protocol):
                 if (found := getattr(engine, key)) > 1:
                     yield f"rollout.engine.{key}: the {name} engine has one device a replica; expected 1, found {found}"
 
+    @abstractmethod
     async def start(self, config: Config, recorder: Recorder) -> Engine:
-        """One replica's engine, ready and paused. Raises what the engine raises for a checkpoint or options that do not
-        fit it."""
+        """Start one replica's engine, paused. Raises the engine's own errors for a checkpoint or options that it
+        refuses."""
         ...
 
 
@@ -256,21 +256,5 @@ ENGINES: Registry[EngineSpec] = Registry(
     package="asyncrl.rollouter.engines",
     attribute="ENGINE",
     entry_points="asyncrl.engines",
-    needs=(
-        "distributions",
-        "pause_kv",
-        "staging",
-        "takes_adapters",
-        "finishes_on_adapter",
-        "deterministic",
-        "multi_device",
-        "deliveries",
-        "logprobs_before_truncation",
-        "speculates",
-        "takes_args",
-        "native_decoder",
-        "preallocates_kv",
-        "problems",
-        "start",
-    ),
+    interface=EngineSpec,
 )

@@ -1,4 +1,4 @@
-"""Events of requests, collected between two calls of `Engine.events` into the columns of an EventBatch."""
+"""Collects request events between two calls of `Engine.events` into the columns of an EventBatch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncrl.types.versions import PolicyVersion
 
 
 class Event(NamedTuple):
-    """New tokens of one request with their ``logprobs``, all sampled under ``version``, its end, or both. ``error``:
+    """New tokens of one request with their ``logprobs``, all sampled under ``version``; or its end; or both. ``error``:
     why it finished with ERROR."""
 
     id: str

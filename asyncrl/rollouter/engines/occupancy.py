@@ -1,5 +1,5 @@
-"""Occupancy of the slots, recorded as spans: ``rollout/generate`` while any request is worked on, ``rollout/half_busy``
-while at least half of the slots generate."""
+"""Slot occupancy as spans: ``rollout/generate`` while any request is unfinished, ``rollout/half_busy`` while at least
+half of the slots generate."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ class Occupancy:
     def __init__(self, recorder: Recorder, slots: int) -> None:
         self._recorder, self._slots = recorder, slots
         self._open: dict[str, int] = {}
-        self.generating = 0
 
     def observe(self, generating: int, active: int) -> None:
-        """``generating`` sequences take part in the step that begins, ``active`` requests are unfinished. (0, 0) when
-        the engine pauses or has nothing to do."""
-        self.generating = generating
+        """Record that ``generating`` sequences take part in the next step and ``active`` requests are unfinished; (0,
+        0) if the engine pauses or is idle."""
         self._hold("rollout/generate", active > 0)
         self._hold("rollout/half_busy", 2 * generating >= self._slots)
 

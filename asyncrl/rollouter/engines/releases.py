@@ -1,4 +1,4 @@
-"""Releases of the packages that engines run on."""
+"""Installed releases of the packages that engines run on."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def installed_release(title: str, distributions: Iterable[str], oldest: Version)
         except importlib.metadata.PackageNotFoundError:
             continue
         if found.release < oldest.release:
-            raise EngineError(f"{title} {found}: expected at least {oldest}, which reports versions of weights")
+            raise EngineError(f"{title} {found}: expected at least {oldest}, which reports weight versions")
         return found
-    raise EngineError(f"{title} is not installed in this environment; runtime_env/ has one for its replicas")
+    raise EngineError(f"{title} is not installed in this environment; runtime_env/ has an environment for its replicas")

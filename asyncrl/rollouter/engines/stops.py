@@ -7,7 +7,7 @@ from typing import Protocol
 
 from asyncrl.rollouter.engines.base import Request
 
-_BROKEN = "\ufffd"  # shown by a decoder for part of a character
+_BROKEN = "\ufffd"  # what a decoder shows for part of a character
 
 
 class Tokenizer(Protocol):
@@ -15,10 +15,10 @@ class Tokenizer(Protocol):
 
 
 class StopStrings:
-    """Finds stop strings with one tokenizer call per token that may matter, and none for the others.
+    """Finds stop strings. Calls the tokenizer only for tokens that may complete one.
 
-    A stop string can only be completed by a token whose own text holds its last character, or part of a character;
-    this is cached per token id.
+    Only a token whose own text contains the string's last character, or part of a character, can complete it; token
+    texts are cached by id.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -26,18 +26,18 @@ class StopStrings:
         self._text_of: dict[int, str] = {}
 
     def found(self, tokens: Sequence[int], start: int, stops: Sequence[str]) -> bool:
-        """Whether the last of ``tokens`` completes one of ``stops`` in the text of ``tokens[start:]``."""
+        """True if the last of ``tokens`` completes one of ``stops`` in the text of ``tokens[start:]``."""
         last = self._alone(tokens[-1])
         return any(self._completes(tokens, start, stop) for stop in stops if self._may_end(stop, last))
 
     def _completes(self, tokens: Sequence[int], start: int, stop: str) -> bool:
-        # every token decodes to at least one byte, and the first of the window may be a part of a character
+        # every token decodes to at least one byte; the window's first may be part of a character
         window = list(tokens[max(start, len(tokens) - len(stop.encode()) - 4) :])
         text, before = self._decode(window), self._decode(window[:-1]).rstrip(_BROKEN)
         return text.rfind(stop) + len(stop) > len(before) if stop in text else False
 
     def _may_end(self, stop: str, last: str) -> bool:
-        # a token decoded alone may lose a leading space, so a stop string that ends with one is always looked for
+        # a token decoded alone may lose a leading space, so stop strings that end with one are always searched for
         return stop[-1].isspace() or stop[-1] in last or _BROKEN in last
 
     def _alone(self, token: int) -> str:
@@ -50,8 +50,8 @@ class StopStrings:
 
 
 class RequestEnd:
-    """Finds the token at which one request ends. ``strings`` is called only for a request with stop strings. In a
-    request that was cut and continued, a stop string may begin in the tokens drawn before."""
+    """Finds the token at which one request ends. ``strings`` is called only if the request has stop strings. If the
+    request was interrupted and continued, a stop string may begin in its earlier tokens."""
 
     def __init__(self, request: Request, strings: Callable[[], StopStrings]) -> None:
         self._stop_tokens = frozenset(request.sampling.stop_token_ids)

@@ -1,12 +1,12 @@
-"""Base class of engines that generate in processes of their own and stream tokens back.
+"""Base class of engines that generate in their own processes and stream tokens back.
 
 One task per request reads the engine's stream; its tokens become the columns of `StreamingEngine.events`. Requests are
-held back here, not in the engine, while it is paused and while `Scheduling` leaves no room for them: the engine frees
-its KV cache only when it holds none.
+held back here, not in the engine, while it is paused or `Scheduling` leaves no room for them: the engine frees its KV
+cache only when it holds no requests.
 
-One rule for all engines decides where a request ends: at its first stop token, or at the token that completes a stop
-string, also where the string began before the request was cut and continued. An engine that generates beyond that
-point is asked to abort the request; a request that the engine aborts at its stop token has finished with STOP.
+All engines share one rule for the end of a request: its first stop token, or the token that completes a stop string,
+even if the string began before the request was interrupted and continued. If the engine generates beyond that point,
+the request is aborted there. A request that the engine aborts right at its stop token has finished with STOP.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from asyncrl.config.schema import Config
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.lora.slots import AdapterSlots
-from asyncrl.param_sync.manifest import AdapterSpec, Role
-from asyncrl.param_sync.weight_receiver import WeightReceiver
+from asyncrl.param_sync.manifest import Role
 from asyncrl.rollouter.engines.admission import why_impossible
 from asyncrl.rollouter.engines.base import EngineDied, EngineError, EventBatch, PauseMode, Request, Scheduling
 from asyncrl.rollouter.engines.events import Event, EventLog
 from asyncrl.rollouter.engines.occupancy import Occupancy
+from asyncrl.rollouter.engines.remote_receiver import RemoteReceiver
 from asyncrl.rollouter.engines.stops import RequestEnd, StopStrings
 from asyncrl.rollouter.tokenizer import PromptTokenizer
 from asyncrl.types.samples import FinishReason
@@ -36,11 +36,11 @@ from asyncrl.types.versions import PolicyVersion
 
 log = logging.getLogger(__name__)
 
-_EVENTS_EVERY_S = 0.2  # while tokens flow: each call costs both its ends a millisecond or two
-_FINISHED_EVERY_S = 0.03  # while requests finish and none is held back to take their slots
-_NO_VERSION = PolicyVersion(0, 0)  # of events without tokens before any version
+_EVENTS_EVERY_S = 0.2  # while tokens flow: a call costs both ends a millisecond or two
+_FINISHED_EVERY_S = 0.03  # while requests finish and none is held back for their slots
+_NO_VERSION = PolicyVersion(0, 0)  # for events without tokens before the first version
 
-#: finish reasons by the engines' names; any other is an error
+#: finish reasons by the engines' names for them; any other is an error
 FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 #: consecutive tokens by version: (version, number of tokens)
@@ -57,26 +57,17 @@ class StreamedRequest:
         self.mixed_kv = False
         self.received = 0  # tokens
         self.end: RequestEnd
-        self.last: Event | None = None  # held until the engine has ended the request too
+        self.last: Event | None = None  # held back until the engine has ended the request
         self.task: asyncio.Task[None] | None = None
-
-
-class RemoteReceiver(WeightReceiver, Protocol):
-    """A weight receiver that hands the weights on to the engine's processes. ``committed``: their version;
-    ``adapter``: the one that requests run with."""
-
-    committed: PolicyVersion | None
-    adapter: AdapterSpec | None
-
-    async def digest(self, role: Role) -> str: ...
 
 
 R = TypeVar("R", bound=StreamedRequest)
 
 
 class StreamingEngine(ABC, Generic[R]):
-    """Implements `asyncrl.rollouter.engines.base.Engine`, but `weight_receiver` and `close`, over the abstract methods
-    below. Paused until the first `resume`. ``adapters``: set where requests finish on the adapter they started with."""
+    """Implements `asyncrl.rollouter.engines.base.Engine`, except `weight_receiver` and `close`, over the abstract
+    methods below. Paused until the first `resume`. ``adapters``: set if requests finish on the adapter they started
+    with."""
 
     title: str  # the engine's name in messages
     request_type: type[R]
@@ -97,8 +88,8 @@ class StreamingEngine(ABC, Generic[R]):
         self._version: PolicyVersion | None = None
         self._running: dict[str, R] = {}
         self._scheduling = Scheduling()
-        self._held: dict[str, Request] = {}  # not submitted yet: paused, or no room; in order of arrival
-        self.paused = True  # or pausing: requests are held back
+        self._held: dict[str, Request] = {}  # not submitted yet (paused, or no room), in order of arrival
+        self.paused = True  # or pausing; requests are held back
         self._kept_kv = False  # this pause keeps requests with their KV
         self._released = False  # the KV cache
         self._log = EventLog()
@@ -107,14 +98,14 @@ class StreamingEngine(ABC, Generic[R]):
         self._occupancy = Occupancy(recorder, self._slots)
         self._warned_of_cpu = False
         if config.rollout.stop_strings:
-            _ = self._stop_strings  # loading its tokenizer takes a moment: not between requests
+            _ = self._stop_strings  # load its tokenizer now: it takes a moment
 
     # -- to be implemented by an engine --------------------------------------------------------------------------------
 
     @abstractmethod
     async def _stream(self, running: R) -> None:
         """Submit the request, pass all of its tokens to `_received`, and abort it when that returns True. EngineDied
-        ends the engine, any other exception this request."""
+        ends the engine, any other exception only this request."""
 
     @abstractmethod
     async def _abort(self, running: Sequence[R]) -> None:
@@ -126,11 +117,11 @@ class StreamingEngine(ABC, Generic[R]):
 
     @abstractmethod
     async def _continue(self) -> None:
-        """Generate again after `_stop`, or after a `_stop` that was cancelled."""
+        """Generate again after `_stop`, even a cancelled one."""
 
     @abstractmethod
     async def _set_version(self, version: PolicyVersion) -> None:
-        """Name the version of the checkpoint's own weights."""
+        """Tag the checkpoint's own weights with their version."""
 
     @abstractmethod
     async def _release_kv(self) -> None: ...
@@ -166,8 +157,8 @@ class StreamingEngine(ABC, Generic[R]):
         await self._abort([running for id in ids if (running := self._running.get(id)) is not None])
 
     async def events(self) -> EventBatch:
-        """Returns about five times a second while tokens flow, and sooner when requests have finished and none is held
-        back. One caller at a time."""
+        """Returns about five times a second while tokens flow, sooner if requests finished and none is held back. One
+        caller at a time."""
         await self._has_events.wait()
         self._check_alive()
         if len(self._running) + len(self._held) > (self._scheduling.max_running_requests or self._slots):
@@ -203,26 +194,26 @@ class StreamingEngine(ABC, Generic[R]):
             self.paused = was_paused
             self._submit_held()
             raise TimeoutError(
-                f"{self.title}: pause({mode!r}) was not reached within {deadline_s:g} s, {len(self._running)} requests "
-                f"run; it goes on under version {self._version}"
+                f"{self.title}: pause({mode!r}) did not complete within {deadline_s:g} s, {len(self._running)} "
+                f"requests run; generation continues under {self._version}"
             ) from None
         self._check_alive()
-        if mode == "abort":  # after the running ones, so that they are continued in the same order
+        if mode == "abort":  # after the running ones, so that they continue in the same order
             self._abort_held(waiting)
         self._kept_kv = mode == "keep"
         self._occupancy.observe(0, 0)
         return len(running)
 
     async def resume(self, version: PolicyVersion) -> None:
-        """Raises EngineError when the weights are not those of ``version``, or the KV cache is released."""
+        """Raises EngineError if the weights are not those of ``version`` or the KV cache is released."""
         self._check_alive()
         committed = self._receiver.committed if self._receiver is not None else None
         if self._receiver is not None and not self._receiver.intact():
-            raise EngineError(f"resume({version}): a sync was broken off amid its transfer; send all again first")
+            raise EngineError(f"resume({version}): a sync was interrupted during its transfer; send everything again")
         if committed not in (None, version):
-            raise EngineError(f"resume({version}): the weights committed last are those of version {committed}")
+            raise EngineError(f"resume({version}): the last committed weights are of version {committed}")
         if self._released:
-            raise EngineError(f"resume({version}): the KV cache is released, restore_kv first")
+            raise EngineError(f"resume({version}): the KV cache is released; call restore_kv first")
         if committed is None:
             await self._set_version(version)
         before = {id: self._version_of(running) for id, running in self._running.items()}
@@ -236,7 +227,7 @@ class StreamingEngine(ABC, Generic[R]):
         self._observe()
 
     async def release_kv(self) -> int:
-        """Returns 0 on the CPU, where engines keep the memory: their cache is only emptied."""
+        """Returns 0 on the CPU, where engines only empty the cache and keep its memory."""
         self._check_paused("release_kv")
         if self._device == "cpu":
             if not self._warned_of_cpu:
@@ -258,9 +249,10 @@ class StreamingEngine(ABC, Generic[R]):
         self._kept_kv = False
 
     async def digest(self, role: Role) -> str:
-        """Of the tensors received in the last session: an engine's own layout of them has no digest to compare."""
+        """Digest of the tensors received in the last session. The engine's own layout of them would give no comparable
+        digest."""
         if self._receiver is None:
-            raise EngineError("digest: no sync session has brought weights yet")
+            raise EngineError("digest: no sync session has sent weights yet")
         return await self._receiver.digest(role)
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -272,7 +264,7 @@ class StreamingEngine(ABC, Generic[R]):
         most, first = self._scheduling.max_running_requests, self._scheduling.validation_first
         room = math.inf if most is None else most - sum(r.request.trains for r in self._running.values())
         for request in sorted(self._held.values(), key=lambda r: first and r.trains):
-            # the engine's own priorities serve training first: it gets no more of it than it has free slots
+            # the engine prefers training, so with validation_first it gets no more training than it has free slots
             if not request.trains or (room > 0 and not (first and len(self._running) >= self._slots)):
                 room -= request.trains
                 self._start(self._held.pop(request.id))
@@ -292,8 +284,14 @@ class StreamingEngine(ABC, Generic[R]):
         except EngineDied as death:
             self._die(death)
         except Exception as e:
+            if self._running.get(running.request.id) is not running:  # its end was emitted
+                log.warning("%s: %s failed after the request's end: %s", running.request.id, self.title, e)
+                return
+            if running.last is not None:  # the request is over, only aborting it in the engine failed
+                self._emit_counted(running.last)
+            else:
+                self._fail(running.request, f"{self.title}: {e}")
             self._end(running)
-            self._fail(running.request, f"{self.title}: {e}")
 
     def _received(
         self,
@@ -304,9 +302,9 @@ class StreamingEngine(ABC, Generic[R]):
         spans: Spans,
         error: str = "",
     ) -> bool:
-        """Record new tokens, the end of the request, or both. ``spans``: at the end, the engine's own account of the
-        versions of all its tokens, which must equal ours. Returns True where the request is over but the engine goes
-        on: it must abort the request, whose last event is held back until then."""
+        """Record new tokens, the end of the request, or both. ``spans``: at the end, the versions of all its tokens as
+        the engine reports them, which must equal ours. Returns True if the request is over but the engine still
+        generates: it must be aborted there, and its last event is held back until then."""
         running.received += len(tokens)
         version = self._version_of(running)
         if tokens:
@@ -316,7 +314,6 @@ class StreamingEngine(ABC, Generic[R]):
         if looks and (own := running.end.within(tokens)) is not None:
             running.last = event._replace(tokens=tokens[:own], logprobs=logprobs[:own], finish=FinishReason.STOP)
         if finish is not None:
-            self._end(running)
             theirs = _comparable([span for span in spans if span[1]], running)
             if theirs and theirs != running.spans:
                 who = running.request.id
@@ -324,19 +321,19 @@ class StreamingEngine(ABC, Generic[R]):
             event = running.last or event
         elif running.last is not None:
             return True
-        self._recorder.count("rollout/tokens", len(event.tokens))
-        if event.tokens or finish is not None:
-            self._emit(event)
+        self._emit_counted(event)
+        if finish is not None:
+            self._end(running)
         return False
 
     def _version_of(self, running: R) -> PolicyVersion:
-        """Version that the request's next tokens are sampled under."""
+        """Version under which the request's next tokens are sampled."""
         assert self._version is not None
         return running.version if running.slot else self._version
 
     def _end(self, running: R) -> None:
         id = running.request.id
-        if self._running.get(id) is running:  # not a later request with the same id
+        if self._running.get(id) is running:  # and not a later request with the same id
             del self._running[id]
             if running.slot and self._adapters is not None:
                 self._adapters.end(id)
@@ -350,6 +347,11 @@ class StreamingEngine(ABC, Generic[R]):
 
     def _fail(self, request: Request, why: str) -> None:
         self._emit(Event(request.id, [], [], self._version or _NO_VERSION, FinishReason.ERROR, error=why))
+
+    def _emit_counted(self, event: Event) -> None:
+        self._recorder.count("rollout/tokens", len(event.tokens))
+        if event.tokens or event.finish is not None:
+            self._emit(event)
 
     def _emit(self, event: Event) -> None:
         self._log.add(event)
@@ -375,7 +377,7 @@ class StreamingEngine(ABC, Generic[R]):
     def _check_paused(self, call: str) -> None:
         self._check_alive()
         if not self.paused:
-            raise EngineError(f"{call} while the engine is running: pause it first")
+            raise EngineError(f"{call} while the engine is running; pause it first")
 
     def _die(self, death: EngineDied) -> None:
         self._death = self._death or death
@@ -401,8 +403,8 @@ async def all_ended(running: Iterable[StreamedRequest]) -> None:
 
 
 def _comparable(spans: Spans, running: StreamedRequest) -> Spans:
-    """The engine's spans as ours count them. Where a request finishes on its adapter, the engine's version only says
-    when a token was sampled: the first one is the version that the request started with."""
+    """The engine's spans, comparable with ours. If a request finishes on its adapter, the engine's versions only show
+    when tokens were sampled: all of them belong to the first version, with which the request started."""
     if not running.slot or not spans:
         return spans
     return [(spans[0][0], sum(count for _, count in spans))]

@@ -1,4 +1,4 @@
-"""Limits shared by the engines behind `asyncrl.rollouter.engines.streaming`."""
+"""Limits common to the engines built on `asyncrl.rollouter.engines.streaming`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ class StreamingSpec(EngineSpec):
         name = config.rollout.engine.name
         if config.mtp.init_from_trunk and config.mtp.enable_rollout:
             yield (
-                f"mtp.init_from_trunk: {name} reads the draft's layers from the checkpoint, which has none then; "
+                f"mtp.init_from_trunk: {name} reads the draft's layers from the checkpoint, which then has none; "
                 "expected false, or a checkpoint into which the draft was exported"
             )

@@ -1,4 +1,4 @@
-"""Reward of the arithmetic task: 1 for the right final answer, whatever the steps to it."""
+"""Reward of the arithmetic task: 1 for the correct final answer, whatever the steps."""
 
 from __future__ import annotations
 

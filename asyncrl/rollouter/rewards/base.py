@@ -26,7 +26,8 @@ REWARDS: Registry[RewardFunction] = Registry(
     package="asyncrl.rollouter.rewards",
     attribute="REWARD",
     entry_points="asyncrl.rewards",
-    needs=(),
+    interface=RewardFunction,
+    instances=False,
 )
 
 

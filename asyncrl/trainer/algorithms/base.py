@@ -19,6 +19,12 @@ class Algorithm(Protocol):
         """One line per problem with the options, each beginning with an option's key."""
         ...
 
+    def reads_proximal(self, config: AlgorithmConfig) -> bool:
+        """True if the loss reads the column ``proximal_logprobs``: those of the policy at the start of the batch. It
+        costs a forward pass per batch of several optimizer steps; it is absent in a batch's only step, where the
+        current policy is the proximal one."""
+        ...
+
     def advantages(self, batch: TrainBatch, config: AlgorithmConfig) -> np.ndarray:
         """float32 [R] from the whole batch (all ranks' sequences, overlong policy applied). Called once per train step,
         on every rank; the loss finds the result as the column ``advantages``."""
@@ -35,5 +41,5 @@ ALGORITHMS: Registry[Algorithm] = Registry(
     package="asyncrl.trainer.algorithms",
     attribute="ALGORITHM",
     entry_points="asyncrl.algorithms",
-    needs=("problems", "advantages", "loss"),
+    interface=Algorithm,
 )

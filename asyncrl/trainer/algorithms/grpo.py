@@ -26,6 +26,9 @@ class GRPO:
             yield f"rollout.n: grpo compares the samples of a group and needs at least 2, found {config.rollout.n}"
         yield from clipped_loss_problems(config)
 
+    def reads_proximal(self, config: AlgorithmConfig) -> bool:
+        return config.anchor == "proximal"
+
     def advantages(self, batch: TrainBatch, config: AlgorithmConfig) -> np.ndarray:
         """Each sample's group advantage at all of its response tokens (outcome supervision). Samples without a trained
         token do not count."""

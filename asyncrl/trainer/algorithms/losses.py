@@ -46,7 +46,7 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
     """KL(policy ‖ reference) per token [R], from tokens of the policy (Schulman 2020, "Approximating KL Divergence").
 
     With d = reference − logprobs: k1 = −d, unbiased but noisy (as a loss its gradient is zero in the mean); k2 = d²/2,
-    biased but with the right gradient; k3 = e^d − 1 − d, unbiased and never negative. Raises ValueError for another."""
+    biased but with the right gradient; k3 = e^d − 1 − d, unbiased and never negative. Raises ValueError for others."""
     d = reference - logprobs
     if estimator == "k1":
         return -d
@@ -63,13 +63,13 @@ def clipped_loss_problems(config: Config) -> Iterator[str]:
     options, training = config.algorithm, config.async_training
     if 0 < options.importance_cap < 1:
         yield (
-            "algorithm.importance_cap: expected 0 or at least 1 (less cuts fresh tokens), found "
+            "algorithm.importance_cap: expected 0 or at least 1 (a smaller cap would truncate fresh tokens too), found "
             f"{options.importance_cap}"
         )
     if options.anchor == "behaviour" and options.importance_cap:
         yield (
-            "algorithm.importance_cap: the ratio to algorithm.anchor=behaviour corrects stale tokens already, a weight "
-            f"would count that twice; expected 0, or algorithm.anchor=proximal, found {options.importance_cap}"
+            "algorithm.importance_cap: the ratio to algorithm.anchor=behaviour already corrects stale tokens, and a "
+            f"weight would correct them twice; expected 0, or algorithm.anchor=proximal, found {options.importance_cap}"
         )
     off_policy = training.staleness_threshold > 0 or training.trigger_parameter_sync_step > 1
     if options.anchor == "proximal" and not options.importance_cap and off_policy:
@@ -99,7 +99,7 @@ def clipped_policy_loss(config: AlgorithmConfig) -> LossFunction:
     - ``proximal``: the trainer's policy at the start of the batch, with w = min(exp(proximal − behaviour),
       importance_cap); with a cap of 0, w = 1. This is decoupled PPO (Hilton et al. 2021, "Batch size-invariance for
       policy optimization") with truncated importance sampling (Ionides 2008). In the first optimizer step of a batch
-      the ratio is 1, so the clip acts only if a batch takes several.
+      the ratio is 1, so the clip has an effect only if a batch takes several steps.
 
     Reads the columns ``weights``, ``advantages``, ``behaviour_logprobs``, and where present ``proximal_logprobs`` and
     ``reference_logprobs``. Without ``proximal_logprobs`` the current policy stands for the proximal one, which is exact

@@ -71,7 +71,7 @@ class TrainBatch:
 
 @dataclass
 class LossOutput:
-    """A micro-batch's loss and figures.
+    """A micro-batch's loss and metrics.
 
     ``loss``: weighted sum over its tokens; the sum over all micro-batches and ranks, divided by the global denominator,
     is the batch's loss. ``sums``: scalars that add up likewise; ``extremes``: scalars reduced by maximum."""
@@ -101,7 +101,7 @@ class Backend(Protocol):
     """One rank of the trainer.
 
     ``export``, ``logprobs``, ``train_step`` and ``load`` are collective: all ranks call them in the same order.
-    ``write`` is collective too, in an order of its own."""
+    ``write`` is collective too, but ordered separately."""
 
     rank: int
     world_size: int
@@ -112,9 +112,9 @@ class Backend(Protocol):
     def manifest(self) -> Manifest: ...
 
     def export(self, base: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors in the manifest's order, those that are sent; without ``base`` those of
-        `Manifest.without_base`. Collective on all ranks, yields on senders only. A yielded tensor keeps its values
-        until the send is over, so it may be sent without a copy."""
+        """The sent tensors of the manifest, whole, in its order; without ``base`` those of `Manifest.without_base`.
+        Collective over all ranks, yields on senders only. A yielded tensor keeps its values until the send is over, so
+        it may be sent without a copy."""
         ...
 
     def logprobs(self, batch: TrainBatch, temperature: float) -> Scores:
@@ -129,25 +129,23 @@ class Backend(Protocol):
         self, batch: TrainBatch, loss: LossFunction, global_denominator: float, temperature: float
     ) -> Mapping[str, float]:
         """One optimizer step on this rank's batch, which the backend cuts into micro-batches. The gradient is that of
-        (sum of losses over all ranks) / global_denominator. Returns global figures: sums divided by the denominator,
+        (sum of losses over all ranks) / global_denominator. Returns global metrics: sums divided by the denominator,
         extremes, ``loss``, ``grad_norm``, ``lr``. Raises NonFiniteError, without a step, if loss or gradient norm is
         not finite."""
         ...
 
-    def state(self) -> Mapping[str, Any]: ...
-
     def stage(self) -> None:
         """Copy this rank's weights, optimizer, schedule and random state into host memory, allocated once. Training may
-        go on after the return. Raises RuntimeError during a `write`."""
+        continue after the return. Raises RuntimeError during a `write`."""
 
     def write(self, path: Path) -> None:
-        """Write the last `stage` into a folder, synced to disk; collective. May run in another thread while training
-        goes on. Raises CheckpointError on every rank if one cannot write, RuntimeError if nothing was staged or another
-        write is running."""
+        """Write the last staged state into a folder, synced to disk; collective. May run in another thread while
+        training continues. Raises CheckpointError on every rank if one cannot write, RuntimeError if nothing was staged
+        or another write is running."""
 
     def load(self, path: Path) -> None:
-        """Restore what `write` wrote from any number of ranks; collective. With the same number, training goes on bit
-        for bit. Raises CheckpointError if the folder is incomplete, or holds another model."""
+        """Restore a state that `write` wrote at any number of ranks; collective. With the same number, training
+        continues bit for bit. Raises CheckpointError if the folder is incomplete, or holds another model."""
 
     def export_hf(self, path: Path) -> None:
         """Write a Hugging Face checkpoint; collective, files from rank 0."""
@@ -159,19 +157,19 @@ class Backend(Protocol):
 class BackendSpec(Protocol):
     """A training framework as the run sees it before any of its packages is imported."""
 
-    #: PyPI names of which one must be installed beside asyncrl; empty: none
+    #: PyPI names of which at least one must be installed beside asyncrl; empty: none needed
     distributions: frozenset[str]
     #: dotted keys of options and sections that only this backend reads; with another one they must keep their defaults
     options: frozenset[str]
-    #: trains `asyncrl.models.decoder.Decoder`, and so only models that it builds
+    #: True if it trains `asyncrl.models.decoder.Decoder`, and so only models that this class can build
     native_decoder: bool
 
     def ranks_per_copy(self, config: Config) -> int:
-        """Trainer ranks that hold one copy of the model together, and train on the same sequences."""
+        """Number of trainer ranks that together hold one copy of the model, and train on the same sequences."""
         ...
 
     def weight_shards(self, config: Config) -> int:
-        """Parts of the model's weights and optimizer state, of which a rank holds one; for memory estimates."""
+        """Number of shards of weights and optimizer state, one per rank; for memory estimates."""
         ...
 
     def problems(self, config: Config) -> Iterator[str]:
@@ -193,14 +191,5 @@ BACKENDS: Registry[BackendSpec] = Registry(
     package="asyncrl.trainer.backends",
     attribute="BACKEND",
     entry_points="asyncrl.backends",
-    needs=(
-        "distributions",
-        "options",
-        "native_decoder",
-        "ranks_per_copy",
-        "weight_shards",
-        "problems",
-        "model_problems",
-        "make",
-    ),
+    interface=BackendSpec,
 )

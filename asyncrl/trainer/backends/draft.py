@@ -1,4 +1,4 @@
-"""Training of the MTP draft that is common to all backends; `asyncrl.trainer.draft_loss` defines the loss."""
+"""MTP draft training, as far as all backends share it; `asyncrl.trainer.draft_loss` defines the loss."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ MicroBatches = Callable[[TrainBatch, np.ndarray | None], list[MicroBatch]]
 
 
 class DraftTraining(ABC):
-    """The draft's optimizer steps, with ``options`` of their own; ``steps`` counts those taken.
+    """The draft's optimizer steps, with their own ``options``; ``steps`` counts those taken.
 
-    ``copies``: the ranks that train on different sequences; ``peers``: the ranks whose figures add up (None: all
+    ``copies``: the ranks that train on different sequences; ``peers``: the ranks whose metrics are summed (None: all
     ranks)."""
 
     def __init__(
@@ -43,7 +43,7 @@ class DraftTraining(ABC):
         self.steps = 0
 
     def counts(self, updates: Sequence[Sequence[MicroBatch]]) -> list[list[float]]:
-        """Tokens that each update teaches the draft at each depth, over all ranks."""
+        """Number of tokens that teach each depth in each update, over all ranks."""
         depths = range(1, self.depths + 1)
         own = {
             f"{u}/{depth}": torch.tensor(float(sum(len(draft_targets(m.batch, depth)[0]) for m in micros)))
@@ -54,7 +54,7 @@ class DraftTraining(ABC):
         return [[found[f"{u}/{depth}"] for depth in depths] for u in range(len(updates))]
 
     def figures(self, sums: Mapping[str, Tensor], counts: Sequence[Sequence[float]]) -> dict[str, float]:
-        """``mtp/loss_1`` and so on: means over the tokens taught at each depth. Empty where ``sums`` is."""
+        """Metrics ``mtp/loss_1`` and so on: means over the tokens of each depth. Empty if ``sums`` is."""
         taught = [max(sum(count), 1.0) for count in zip(*counts, strict=True)]
         found = reduce_scalars(sums, dist.ReduceOp.SUM, self._device, self._peers)
         return {name: value / taught[int(name.rpartition("_")[2]) - 1] for name, value in found.items()}
@@ -62,8 +62,8 @@ class DraftTraining(ABC):
     def learn(
         self, batch: TrainBatch, hidden: Mapping[int, Tensor], temperature: float, update: Callable[[], float]
     ) -> dict[str, float]:
-        """Teach a detached draft: `draft_updates` optimizer steps, each on an equal share of every rank's sequences,
-        ``mtp.passes`` times over. Returns the first pass's figures, and the mean gradient norm of all.
+        """Train a detached draft: `draft_updates` optimizer steps, each on an equal share of every rank's sequences,
+        ``mtp.passes`` times. Returns the first pass's metrics, and the mean gradient norm of all passes.
 
         ``hidden``: the trunk's states [t, M] of each sequence, as far as this rank has them; the trunk does not run
         again. ``update`` takes an optimizer step and returns the gradient norm."""
@@ -88,4 +88,4 @@ class DraftTraining(ABC):
         temperature: float,
         sums: dict[str, Tensor],
     ) -> None:
-        """Gradient of one update, which teaches ``counts`` tokens at each depth; adds the figures to ``sums``."""
+        """Gradient of one update, with ``counts`` tokens at each depth; adds the metrics to ``sums``."""

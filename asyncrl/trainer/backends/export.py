@@ -22,7 +22,7 @@ Tensors = Iterator[tuple[str, Tensor]]
 
 
 class ModelConfig(Protocol):
-    """A config.json: ``raw`` is all of it, ``dtype`` the one that it names."""
+    """A config.json: ``raw`` is its content, ``dtype`` the dtype that it names."""
 
     @property
     def raw(self) -> dict[str, Any]: ...
@@ -52,16 +52,16 @@ class Weights(Protocol):
         ...
 
     def whole(self, dtype: torch.dtype, wanted: Callable[[str], bool], exact: bool) -> Tensors:
-        """(name, whole tensor as ``dtype``) of those ``wanted``, one at a time: the weights that the model computes
-        with, or with ``exact`` those that the optimizer steps. Collective over all ranks, yields on rank 0 only."""
+        """(name, whole tensor as ``dtype``) of the tensors ``wanted``, one at a time: the weights that the model
+        computes with, or with ``exact`` the optimizer's master weights. Collective over all ranks, yields on rank 0
+        only."""
         ...
 
 
 class Export:
-    """Sends and writes a model; ``adapter`` is merged into it for engines that take no adapters.
+    """Exports a model to engines and to disk; ``adapter`` is merged into it for engines that take no adapters.
 
-    Collective: all ranks make the same calls and exhaust the iterators that they get; rank 0 gets the tensors, and
-    writes."""
+    Collective: all ranks make the same calls and exhaust the returned iterators; rank 0 gets the tensors and writes."""
 
     def __init__(self, weights: Weights, adapter: AdapterSpec | None, config: Config, rank: int) -> None:
         self._weights, self._adapter, self._config, self._rank = weights, adapter, config, rank
@@ -74,7 +74,7 @@ class Export:
 
     def manifest(self) -> Manifest:
         """All tensors of the model in the order of its parameters, in the engine's dtype, which may differ from the
-        checkpoint's. A tied head is listed last, and not sent."""
+        checkpoint's. A tied head is listed last but not sent."""
         manifest = self._listed(self._dtype)
         return MergingExport(manifest).merged if self._merges else manifest
 

@@ -21,8 +21,8 @@ PADDING = -1  # index of a placeholder's sequence
 class MicroBatch:
     """Some sequences of a batch on the device: ``tokens``, int64 [T], ``rows`` and ``targets``, int64 [R].
 
-    ``sequences``: their indices in the whole batch (``[PADDING]`` for a placeholder); ``places`` int64 [R]: the whole
-    batch's response rows that these are (empty for a placeholder)."""
+    ``sequences``: their indices in the whole batch (``[PADDING]`` for a placeholder); ``places`` int64 [R]: their
+    response rows in the whole batch (empty for a placeholder)."""
 
     batch: TrainBatch
     sequences: list[int]

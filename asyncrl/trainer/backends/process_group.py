@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def join(rank: int, world_size: int, device: torch.device, init_method: str | None, timeout_s: float) -> None:
-    """Join as rank ``rank`` of ``world_size``; the ranks meet at ``init_method``, which a single rank does not need.
+    """Join as rank ``rank`` of ``world_size``. ``init_method``: where the ranks meet; a single rank needs none.
 
     CUDA uses NCCL, with gloo beside it for host tensors: offloaded gradients and optimizer state, and checkpoints.
     Raises ValueError for several ranks without ``init_method``."""

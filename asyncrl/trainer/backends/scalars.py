@@ -1,4 +1,4 @@
-"""Figures of a training step: scalars that add up over micro-batches and over ranks."""
+"""Metrics of a training step: scalars that are summed over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def reduce_scalars(
     group: dist.ProcessGroup | None = None,
     scale: float = 1.0,
 ) -> dict[str, float]:
-    """``values``, scaled, over a group (None: all ranks): one collective on ``device``, one copy to the host."""
+    """Reduce ``values`` over a group (None: all ranks) and scale them: one collective on ``device``, one copy to the
+    host."""
     if not values:
         return {}
     packed = torch.stack([value.double() for value in values.values()])

@@ -1,4 +1,4 @@
-"""Training state as backends write and read it, at any number of ranks."""
+"""Writing and reading of training state, at any number of ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from asyncrl.param_sync.manifest import is_adapter
 
 
 def checkpoint_dtype(dtype: str) -> torch.dtype:
-    """dtype of a Hugging Face export: the floating one that the checkpoint's config names, or float32."""
+    """dtype of a Hugging Face export: the 16-bit one that the checkpoint's config names, else float32."""
     return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(dtype, torch.float32)
 
 
@@ -32,11 +32,11 @@ def digest_bytes(digest: str) -> Tensor:
 
 
 class StagedState:
-    """Host copy of a nested dict of tensors and DTensors, which can be written while training goes on.
+    """Host copy of a nested dict of tensors and DTensors, which can be written while training continues.
 
-    The buffers are allocated once, as large as the state, and reused; pinned if the state is on a GPU. ``group``: a
-    gloo group of all ranks for this alone, as the collectives of `write` run in another thread than those of
-    training."""
+    The buffers are as large as the state, allocated once and reused; pinned if the state is on a GPU. ``group``: a gloo
+    group of all ranks, used for nothing else, because the collectives of `write` and of training run in different
+    threads."""
 
     def __init__(self, state: Mapping[str, Any], group: dist.ProcessGroup) -> None:
         self._group = group
@@ -47,7 +47,7 @@ class StagedState:
 
     @torch.no_grad()
     def fill(self, state: Mapping[str, Any]) -> None:
-        """Copy the state; complete on return. Raises RuntimeError during a `write`, which would tear it."""
+        """Copy the state; complete on return. Raises RuntimeError during a `write`, which would read a torn copy."""
         with self._exclusive("stage"):
             _copy(self._state, state)
             self.filled = True
@@ -59,7 +59,7 @@ class StagedState:
 
         Raises CheckpointError on every rank if one cannot write. The copy remains, and may be written elsewhere."""
         with self._exclusive("write"):
-            # per_thread_copy_ahead is for state on a GPU and waits for its stream, which here is training's
+            # per_thread_copy_ahead is for state on a GPU; it waits for the current stream, on which training runs
             files = dcp.FileSystemWriter(path, per_thread_copy_ahead=0)
             try:
                 dcp.save(self._state, storage_writer=files, process_group=self._group)
@@ -79,7 +79,7 @@ class StagedState:
 def load_state(path: Path, state: dict[str, Any]) -> None:
     """Fill the tensors of ``state`` in place from a state saved at any number of ranks; collective.
 
-    Raises CheckpointError if ``path`` holds no complete state, or that of another model."""
+    Raises CheckpointError if ``path`` holds no complete state, or the state of another model."""
     _expect_whole(path)
     try:
         dcp.load(state, checkpoint_id=path)
@@ -163,6 +163,6 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _error(path: Path, done: str, error: CheckpointException) -> CheckpointError:
-    """The first failed rank's error in one line. CheckpointException is no Exception, so most handlers miss it."""
+    """The first failed rank's error in one line. CheckpointException is not an Exception, so most handlers miss it."""
     rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
     return CheckpointError(f"{path} cannot be {done}: trainer/{rank}: {type(cause).__name__}: {cause}")

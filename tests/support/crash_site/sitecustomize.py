@@ -1,9 +1,9 @@
-"""Ends processes of a run as `kill -9` does, or lets the disk be full, at chosen calls, without a hook in what is
-tested: with this folder on PYTHONPATH, Python imports this file whenever a process starts.
+"""Kills processes of a run with SIGKILL, or simulates a full disk, at chosen calls, without hooks in the tested code:
+with this folder on PYTHONPATH, Python imports this file whenever a process starts.
 
-CRASH_POINTS: ``module:Class.method:before|after|full:n``, separated by commas. Each is where the next process dies, or
-finds no space: at the n-th call since the one before was reached. CRASH_MARKS: a folder with one file for each that was
-reached.
+CRASH_POINTS: comma-separated ``module:Class.method:before|after|full:n``, taken in order. A process dies (``full``:
+gets ENOSPC) at its n-th such call since the previous point was reached.
+CRASH_MARKS: a folder with one file per point reached.
 """
 
 import errno
@@ -21,7 +21,7 @@ calls: Counter[int] = Counter()
 
 
 def reach(method: str, when: str) -> None:
-    """Die here, if it is time to."""
+    """Die here if this call is the next crash point."""
     now = len(os.listdir(os.environ["CRASH_MARKS"]))
     if now == len(POINTS) or f"{POINTS[now][0]}:{POINTS[now][1]}" != method:
         return
@@ -37,7 +37,7 @@ def reach(method: str, when: str) -> None:
 
 
 def dying(method: str, function):
-    """``function``, which may be a coroutine function, with its crash points."""
+    """Wraps ``function`` (coroutine functions too) with its crash points."""
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
@@ -59,7 +59,7 @@ def dying(method: str, function):
 
 
 class Patcher(importlib.abc.MetaPathFinder):
-    """Finds the modules with crash points, and puts these in as soon as one is imported."""
+    """Import hook that wraps the methods with crash points as soon as their module is imported."""
 
     def find_spec(self, name, path, target=None):
         methods = {method for module, method, *_ in POINTS if module == name}

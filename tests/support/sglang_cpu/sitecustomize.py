@@ -1,14 +1,14 @@
-"""On the path of processes that run SGLang without a GPU: see README.md of this folder."""
+"""Imported by processes that run SGLang without a GPU; see this folder's README.md."""
 
 import importlib.abc
 import sys
 
 
 class BeforeTorchvision(importlib.abc.MetaPathFinder):
-    """torchvision's own operators are in a library that is linked against CUDA and does not load here; its Python part
-    registers implementations of two of them all the same. Declared by hand they have somewhere to go."""
+    """Declares two of torchvision's operators before it is imported. Its library is linked against CUDA and does not
+    load here, but its Python part registers implementations of them, which fails for undeclared operators."""
 
-    library = None  # lives as long as the process: with it, its operators would go
+    library = None  # kept for the life of the process: its operators are deleted with it
 
     def find_spec(self, fullname, path=None, target=None):
         if fullname == "torchvision":
@@ -18,7 +18,7 @@ class BeforeTorchvision(importlib.abc.MetaPathFinder):
             BeforeTorchvision.library = torch.library.Library("torchvision", "FRAGMENT")
             for operator in ("nms", "qnms"):
                 self.library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        return None  # the real one is found as ever
+        return None  # let the other finders find the real one
 
 
 sys.meta_path.insert(0, BeforeTorchvision())

@@ -1,1 +1,1 @@
-"""The embedded engine: slots of KV cache, continuous batching, exact behaviour logprobs, CPU and CUDA."""
+"""The native engine: KV slots, continuous batching, exact behaviour logprobs, on CPU and CUDA."""

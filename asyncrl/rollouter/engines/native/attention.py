@@ -1,4 +1,4 @@
-"""Attention of rows with a slot each: one position per row in decode, several when drafts are verified.
+"""Attention over KV slots, one slot per row: one position per row in decode, several when drafts are verified.
 
 Shape suffixes: N rows (slots), J positions of each row, X = N·J of them row by row, L KV length attended, H heads, K
 key/value heads, G heads per key/value head, D head_dim.
@@ -16,8 +16,8 @@ from asyncrl.rollouter.engines.native.kv import KVCache
 
 
 class DecodePositions:
-    """Cache positions of one pass's rows: writes their keys and values, and attends each to its own slot up to itself.
-    Row n has slot ``first + n``; the first ``length`` ≥ every position + 1 entries are attended."""
+    """Cache positions of one pass's rows. Writes their keys and values; each position attends to its own slot up to
+    itself. Row n has slot ``first + n``. The first ``length`` ≥ every position + 1 entries are attended."""
 
     def __init__(self, c: DecoderConfig, kv: KVCache, positions_NJ: Tensor, length: int, first: int = 0) -> None:
         self._c, self._kv, self._length = c, kv, length
@@ -37,7 +37,7 @@ class DecodePositions:
         self._kv.values[layer].view(-1, d).index_copy_(0, self._into, v_XKD.reshape(-1, d))
 
     def attend(self, layer: int, q_XHD: Tensor) -> Tensor:
-        """[X, H·D], over the cache as it is now."""
+        """[X, H·D], over the current cache."""
         c, n, j = self._c, self._n, self._j
         groups = c.num_heads // c.num_kv_heads
         keys = self._kv.keys[layer].view(-1, self._kv.context_tokens, c.head_dim)[self._heads, : self._length]
@@ -46,7 +46,7 @@ class DecodePositions:
             q = q_XHD.reshape(-1, groups, c.head_dim)
         else:
             q = q_XHD.reshape(n, j, -1, groups * c.head_dim).transpose(1, 2).reshape(-1, j * groups, c.head_dim)
-        # two batched products beat the fused kernel at few queries a row on CPU, and equal it on a GPU
+        # with few queries per row, two batched products beat the fused kernel on CPU and equal it on a GPU
         scores = torch.baddbmm(self._biased(q.dtype), q, keys.transpose(1, 2), alpha=self._scale)  # [N·K, J·G, L]
         weights = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
         out = torch.bmm(weights, values)

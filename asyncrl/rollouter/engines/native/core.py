@@ -1,7 +1,7 @@
-"""The stepper: continuous batching over slots, without threads, asyncio or Ray.
+"""The engine core: continuous batching over slots, without threads, asyncio or Ray.
 
 One `Core.step` places waiting requests, prefills up to a chunk of prompt tokens and decodes one token for every running
-sequence, or several where it speculates. `Core.drain` returns the events::
+sequence, or several when it speculates. `Core.drain` returns the events::
 
     core = Core(model, slots=32, context_tokens=1024, prefill_chunk_tokens=512)
     core.start(PolicyVersion(0, 0))
@@ -37,15 +37,15 @@ from asyncrl.rollouter.engines.stops import StopStrings, Tokenizer
 from asyncrl.types.samples import FinishReason
 from asyncrl.types.versions import PolicyVersion
 
-_FIXED_CHUNK_TOKENS = 64  # prompts of deterministic mode are padded to it, so that it must be small
-_Ended = tuple[Sequence, FinishReason, str]  # and why, for an ERROR
-NO_VERSION = PolicyVersion(0, -1)  # on events of requests that ended before any version was started, without tokens
+_FIXED_CHUNK_TOKENS = 64  # small: deterministic mode pads prompts to a multiple of it
+_Ended = tuple[Sequence, FinishReason, str]  # the last: reason of an ERROR
+NO_VERSION = PolicyVersion(0, -1)  # for events without tokens before the first version
 
 
 class Core:
-    """Deterministic mode: decode always runs all slots over the whole context, prompts are prefilled in chunks of one
-    shape, and tokens that were sampled before (an aborted request that goes on) are replayed in decode steps. Then the
-    bits of a token depend only on the weights, the request's tokens, key and position."""
+    """Steps one model. In deterministic mode, decode always runs all slots over the whole context, prompts are
+    prefilled in chunks of one shape, and the tokens that an interrupted request already has are replayed in decode
+    steps: the bits of a token then depend only on the weights and the request's tokens, key and position."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class Core:
     ) -> None:
         if speculation is not None and deterministic:
             raise EngineError(
-                "deterministic mode does not speculate: how many drafted tokens hold decides which shapes are "
-                "computed; use rollout.engine.deterministic=false or mtp.enable_rollout=false"
+                "deterministic mode does not speculate: the number of accepted tokens changes the computed shapes; use "
+                "rollout.engine.deterministic=false or mtp.enable_rollout=false"
             )
         self.model, self.slots, self.context_tokens = model, slots, context_tokens
         self.deterministic = deterministic
@@ -79,10 +79,10 @@ class Core:
         self._stops = StopStrings(tokenizer) if tokenizer is not None else None
         self._vocabulary = model.config.vocab_size
         self._log = EventLog()
-        # the next decode step's input, by slot; a row that is not decoding writes where its own KV will be written over
+        # the next decode step's input, by slot; a row that does not decode writes where its KV will be overwritten
         self._tokens = np.zeros(slots, dtype=np.int64)
         self._positions = np.zeros(slots, dtype=np.int64)
-        self._uniforms = np.zeros((slots, context_tokens), dtype=np.float32)  # by the position that is fed
+        self._uniforms = np.zeros((slots, context_tokens), dtype=np.float32)  # by input position
         self._columns: SamplingColumns | None = None
         self._poisoned: set[int] = set()  # slots whose KV may hold NaN, see `KVCache`
         self._speculator: Speculator | None = None
@@ -94,12 +94,8 @@ class Core:
 
     @property
     def active(self) -> int:
-        """Requests that run or wait; those behind a closed gate do not count."""
+        """Number of requests that run or wait, without those behind a closed gate."""
         return len(self._scheduler.by_id)
-
-    @property
-    def speculates(self) -> bool:
-        return self._speculator is not None
 
     @property
     def running(self) -> int:
@@ -110,8 +106,8 @@ class Core:
         return self._scheduler.waiting + len(self._held or ())
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Queue requests; one that can never run is answered with an ERROR event. Raises EngineError, having queued
-        none of them, for an id that an unfinished request already has."""
+        """Queue requests; one that can never run ends with an ERROR event. Raises EngineError and queues none if an id
+        is already used by an unfinished request."""
         requests = list(requests)
         count = Counter(r.id for r in [*requests, *(self._held or ())])
         if twice := sorted(i for i, n in count.items() if n > 1 or i in self._scheduler.by_id):
@@ -125,7 +121,8 @@ class Core:
                 self._scheduler.add(self._sequence(request))
 
     def abort(self, ids: Iterable[str] | None = None) -> int:
-        """End these requests (None: all); their tokens so far come as an ABORT event. Returns how many there were."""
+        """End these requests (None: all), each with an ABORT event that has its unreported tokens. Returns their
+        number."""
         wanted = None if ids is None else set(ids)
         ended = [s for s in self._scheduler.all() if wanted is None or s.request.id in wanted]
         for sequence in ended:
@@ -138,7 +135,7 @@ class Core:
         return len(ended) + len(held)
 
     def set_scheduling(self, scheduling: Scheduling) -> None:
-        """From the next step on."""
+        """Applies from the next step on."""
         self._scheduler.max_training = (
             self.slots if scheduling.max_running_requests is None else scheduling.max_running_requests
         )
@@ -180,7 +177,7 @@ class Core:
         self.version = version
 
     def flush_kv(self) -> None:
-        """Discard all KV: sequences with a slot are prefilled again."""
+        """Discard all KV; placed sequences are prefilled again."""
         self._emit_all()
         for sequence in self._scheduler.forget_kv():
             self._heal(sequence.slot)
@@ -191,33 +188,31 @@ class Core:
     def release_kv(self) -> int:
         """Free the cache's memory; returns its bytes. Raises EngineError while requests hold slots."""
         if self._scheduler.running:
-            raise EngineError(
-                f"{self._scheduler.running} requests still hold KV: abort them or let them finish before it is released"
-            )
+            raise EngineError(f"{self._scheduler.running} requests still hold KV: abort them or let them finish first")
         return self.kv.release()
 
     def _require_equal_rows(self) -> None:
-        """Deterministic mode requires kernels that compute a row alike at any index: try once, with the real weights
-        and shapes."""
+        """Check that kernels compute the same bits for a row at any batch index, as deterministic mode requires. Runs
+        once, with the real weights and shapes."""
         for position in range(min(3, self.context_tokens)):
             tokens = torch.full((self.slots,), (position + 1) % self._vocabulary, device=self.model.device)
             positions = torch.full((self.slots,), position, device=self.model.device)
             logits_SV = self.model.decode(tokens, positions, self.kv, self.context_tokens)
             if not torch.equal(logits_SV, logits_SV[:1].expand_as(logits_SV)):
                 raise EngineError(
-                    f"this machine's kernels give other bits in other rows of a batch of {self.slots}, so "
-                    f"deterministic mode cannot be kept: use another number of slots, or deterministic=false"
+                    f"this machine's kernels give different bits in different rows of a batch of {self.slots}, so "
+                    f"deterministic mode is impossible: use another number of slots, or deterministic=false"
                 )
 
     # -- the step --------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Place, prefill up to one chunk's tokens, decode one token a running sequence. Raises EngineError when the KV
-        cache is released or no version was started."""
+        """Place, prefill up to one chunk of tokens, and decode one token per running sequence. Raises EngineError if
+        the KV cache is released or no version was started."""
         if not self.kv.allocated:
-            raise EngineError("the KV cache is released: restore_kv before generating")
+            raise EngineError("the KV cache is released; call restore_kv first")
         if self.version is None:
-            raise EngineError("no version was started: the version of the weights is unknown")
+            raise EngineError("no version was started, so the version of the weights is unknown")
         for sequence in self._scheduler.place():
             self._place(sequence)
         self._prefill()
@@ -239,7 +234,7 @@ class Core:
         self._columns = None
 
     def _heal(self, slot: int) -> None:
-        """Before the slot's KV is written from its start."""
+        """Clear NaN from the slot before its KV is written from the start."""
         if slot in self._poisoned:
             self.kv.clear(slot)
             self._poisoned.remove(slot)
@@ -298,7 +293,7 @@ class Core:
             self._compact()
 
     def _draw_next(self, decoding: SequenceOf[Sequence], rows: int, length: int) -> list[_Ended]:
-        """One token for each of the first ``rows`` slots; returns those that end with it."""
+        """Draw one token for each decoding sequence, among the first ``rows`` slots. Returns the sequences that end."""
         assert self._columns is not None
         device, positions = self.model.device, self._positions[:rows]
         tokens_N, positions_N = on_device(self._tokens[:rows], device), on_device(positions, device)
@@ -314,7 +309,7 @@ class Core:
         ended: list[_Ended] = []
         for sequence in decoding:
             sequence.computed += 1
-            if sequence.computed == len(sequence.tokens):  # else a token that was drawn before is replayed
+            if sequence.computed == len(sequence.tokens):  # else an earlier token was replayed
                 slot = sequence.slot
                 if (end := self._append(sequence, drawn[slot], logprobs[slot])) is not None:
                     ended.append(end)
@@ -323,8 +318,8 @@ class Core:
         return ended
 
     def _verify(self, decoding: SequenceOf[Sequence], rows: int, length: int, k: int) -> tuple[list[_Ended], list[int]]:
-        """Between one and ``k`` + 1 tokens for each sequence; returns those that end with them, and for each how many
-        more than one it took."""
+        """Draft and verify: one to ``k`` + 1 tokens for each sequence. Returns the sequences that end, and how many
+        tokens beyond one each sequence took."""
         assert self._speculator is not None
         assert self._columns is not None
         slots = np.array([sequence.slot for sequence in decoding])
@@ -336,7 +331,7 @@ class Core:
             slot = sequence.slot
             for j in range(verified.accepted[slot] + 1):
                 end = self._append(sequence, verified.tokens[slot][j], verified.logprobs[slot][j])
-                if end is not None:  # drafted tokens accepted after it are dropped
+                if end is not None:  # accepted tokens after the end are dropped
                     ended.append(end)
                     rooms[i] = min(k, len(sequence.tokens) - sizes[i])
                     break
@@ -351,7 +346,7 @@ class Core:
     def _append(self, sequence: Sequence, token: int, logprob: float) -> _Ended | None:
         """Append a drawn token; returns the sequence's end if it is the last one."""
         if math.isnan(logprob):
-            self._poisoned.update(range(self.slots))  # idle rows were computed too
+            self._poisoned.update(range(self.slots))  # idle rows were computed too, so any slot may hold NaN
             return sequence, FinishReason.ERROR, self._diverged()
         if self._speculator is not None:
             self._speculator.append(sequence.slot, len(sequence.tokens), token)
@@ -362,7 +357,7 @@ class Core:
         return None if reason is None else (sequence, reason, "")
 
     def _reached(self, sequence: Sequence) -> FinishReason | None:
-        """Reason that the token just drawn is the last one, or None."""
+        """Why the token just drawn is the last one, or None."""
         if sequence.tokens[-1] in sequence.stop_tokens:
             return FinishReason.STOP
         if (strings := sequence.request.sampling.stop_strings) and self._stops is not None:
@@ -372,7 +367,7 @@ class Core:
         return FinishReason.LENGTH if len(sequence.tokens) >= sequence.limit else None
 
     def _diverged(self) -> str:
-        return f"the logits under version {self.version} are not numbers: the weights have diverged"
+        return f"the logits under version {self.version} are NaN: the weights have diverged"
 
     def _finish(self, sequence: Sequence, finish: FinishReason, error: str = "") -> None:
         self._emit(sequence, finish, error)
@@ -384,7 +379,8 @@ class Core:
                 self._speculator.forget(sequence.slot)
 
     def _compact(self) -> None:
-        """Fill the holes with the last slots: with nothing left to place, fewer rows are to be decoded."""
+        """Move sequences from the last slots into free ones, so that fewer rows are decoded. Only useful when nothing
+        waits."""
         while moved := self._scheduler.move_down():
             sequence, source = moved
             self._heal(sequence.slot)
@@ -418,7 +414,7 @@ class Core:
         return self._log.take()
 
     def rest(self) -> None:
-        """Idle until the next step: the time does not count as generation."""
+        """Mark the engine idle until the next step, so that the time does not count as generation."""
         self.occupancy.observe(0, 0)
 
     def _emit_all(self) -> None:

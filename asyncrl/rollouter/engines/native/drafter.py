@@ -1,13 +1,11 @@
-"""The draft at work: MiMo's MTP layers propose the tokens that the target then verifies.
+"""Drafting: MiMo's MTP layers propose the tokens that the target then verifies.
 
-At place i the first MTP layer reads the target's hidden state of i (after the final norm) and the embedding of token
-i+1, and what it gives, through the shared head, predicts token i+2. A further step takes the layer's own output as
-hidden state and the drafted token, at the next place, in the next MTP layer (the last one again when there are no
-more). Each layer has its keys and values by place; those of places that a verification passed are written again from
-the target's true hidden states.
+At place i the first MTP layer reads the target's hidden state at i (after the final norm) and the embedding of token
+i+1; its output predicts token i+2 through the shared head. Each further step runs at the next place, in the next MTP
+layer (the last one repeats), on the previous output as hidden state and the drafted token. Each layer keeps keys and
+values by place. Places that a verification accepted are recomputed from the target's true hidden states.
 
-Shape suffixes: N rows (slots), W places of each that are caught up, X = N·W of them row by row, M hidden size, V
-vocabulary.
+Shape suffixes: N rows (slots), W places per row to catch up, X = N·W of them row by row, M hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,22 +26,22 @@ Draw = Callable[[int, Tensor], Tensor]
 
 
 class Drafter:
-    """``kv`` must have been made with ``draft=True`` and hold the target's hidden states of every place that is
+    """Runs the MTP layers. ``kv`` must be made with ``draft=True`` and hold the target's hidden states of every place
     read."""
 
     def __init__(self, model: NativeModel, kv: KVCache) -> None:
         self._model, self._kv = model, kv
 
     def catch_up(self, places_NW: np.ndarray, next_NW: np.ndarray, first: int = 0) -> None:
-        """Write keys and values of these places (int64), the tokens after which are ``next_NW``, of slots ``first``
-        …"""
+        """Write keys and values at these places (int64) of slots ``first`` …; ``next_NW``: the token after each
+        place."""
         places = self._places(places_NW, int(places_NW.max()) + 1, first)
         for layer in range(len(self._model.draft)):
             self._enter(layer, places_NW, next_NW, places, first, whole=True)
 
     def propose(self, places_NW: np.ndarray, next_NW: np.ndarray, last_N: np.ndarray, k: int, draw: Draw) -> None:
-        """Catch up with these places, then draft ``k`` tokens a row: after what follows place ``places[n, last_N[n]]``.
-        ``draw`` is called k times."""
+        """Catch up on these places, then draft ``k`` tokens per row, after the next token of the row's place number
+        ``last_N``. Calls ``draw`` k times."""
         model, n, rows = self._model, len(places_NW), np.arange(len(places_NW))
         at_N = places_NW[rows, last_N]
         top = self._kv.context_tokens - 1
@@ -73,11 +71,11 @@ class Drafter:
     def _enter(
         self, layer: int, places_NW: np.ndarray, next_NW: np.ndarray, places: DecodePositions, first: int, whole: bool
     ) -> tuple[Tensor, Tensor]:
-        """Write the layer's keys and values; with ``whole``, its outputs too, which the next layer reads. Returns the
+        """Write the layer's keys and values and, with ``whole``, its outputs, which the next layer reads. Returns the
         block's input [X, M] and its queries [X, H, D]."""
         model, kv, block = self._model, self._kv, self._model.draft[layer]
         at_X = (places_NW + np.arange(first, first + len(places_NW))[:, None] * kv.context_tokens).ravel()
-        # MTP layer i > 0 goes on from what the layer before said of the place before
+        # MTP layer i > 0 reads the previous layer's output at the previous place
         read_X = self._tensor(at_X - (layer > 0) * (places_NW.ravel() > 0))
         hidden_XM = kv.hidden[layer].view(-1, model.config.hidden_size).index_select(0, read_X)
         embed_XM = model.embed.index_select(0, self._tensor(next_NW.ravel()))

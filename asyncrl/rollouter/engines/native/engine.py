@@ -1,11 +1,11 @@
-"""The native engine behind the engine seam: one worker thread steps the core, asyncio talks to it.
+"""The native engine's asyncio interface: a worker thread steps the core.
 
-Everything that touches the core runs in that thread, between two steps: a method puts a command in its inbox and awaits
-the answer. The thread sleeps on a condition while idle::
+Everything that touches the core runs in that thread, between two steps: a method puts a command into its inbox and
+awaits the answer. The thread sleeps on a condition while idle::
 
     engine = NativeEngine("checkpoint", EngineConfig(slots=32))
     await engine.submit(requests)
-    await engine.resume(PolicyVersion(0, 0))     # an engine starts paused: only now are its weights a version
+    await engine.resume(PolicyVersion(0, 0))     # an engine starts paused, with weights of no version yet
     batch = await engine.events()
 """
 
@@ -45,16 +45,16 @@ from asyncrl.rollouter.engines.native.weights import NativeAdaptedWeights, Nativ
 from asyncrl.rollouter.engines.stops import Tokenizer
 from asyncrl.types.versions import PolicyVersion
 
-_EVENTS_EVERY_S = 0.2  # while tokens flow: each call costs both its ends a millisecond or two
-_ENDS_EVERY_S = 0.03  # while requests finish and none waits to take their slots
+_EVENTS_EVERY_S = 0.2  # while tokens flow: a call costs both ends a millisecond or two
+_ENDS_EVERY_S = 0.03  # while requests finish and none waits for their slots
 
 T = TypeVar("T")
 
 
 class NativeEngine:
-    """Implements `asyncrl.rollouter.engines.base.Engine`. ``tokenizer`` is needed for stop strings only; with
-    ``load_weights=False`` the weights are zeros and must be synced before the first `resume`. ``mtp``
-    says whether it speculates; with ``lora`` it is sent these adapters, and its base once.
+    """Implements `asyncrl.rollouter.engines.base.Engine`. ``tokenizer`` is needed only for stop strings. With
+    ``load_weights=False`` the weights are zeros and must be synced before the first `resume`. ``mtp`` decides whether
+    it speculates. With ``lora`` syncs send such adapters, and the base only once.
 
     Raises CheckpointError for a checkpoint that cannot be built or read, EngineError for options that do not fit it.
     """
@@ -101,24 +101,24 @@ class NativeEngine:
 
         self._state: Literal["running", "draining", "paused"] = "paused"
         self._drained: concurrent.futures.Future[int] | None = None
-        self._waited_for = 0  # requests that were to finish before the pause
+        self._waited_for = 0  # requests that must finish before the pause
         self._wake = threading.Condition()  # guards the four below
         self._inbox: deque[tuple[concurrent.futures.Future[Any], Callable[[], Any]]] = deque()
         self._listener: concurrent.futures.Future[None] | None = None  # `events` waits on it
         self._outbox: deque[EventBatch] = deque()
-        self._end: BaseException | None = None  # reason that the thread has ended, or is to end
+        self._end: BaseException | None = None  # why the thread has ended or must end
         self._published_s = 0.0
         self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
         self._thread.start()
 
-    # -- the seam --------------------------------------------------------------------------------------------------
+    # -- Engine ----------------------------------------------------------------------------------------------------
 
     async def submit(self, requests: Sequence[Request]) -> None:
         await self._call(lambda: self._core.submit(requests))
 
     async def events(self) -> EventBatch:
-        """Wakes about five times a second while tokens flow, and sooner when requests have ended and none is left that
-        waits for a slot. One caller at a time."""
+        """Returns about five times a second while tokens flow, sooner if requests ended and none waits for a slot. One
+        caller at a time."""
         while True:
             with self._wake:
                 if self._outbox:
@@ -137,7 +137,7 @@ class NativeEngine:
         await self._call(lambda: self._core.set_scheduling(scheduling))
 
     async def pause(self, mode: PauseMode, deadline_s: float) -> int:
-        """``wait`` finishes the requests submitted before; later ones stay queued, in any mode. At the deadline the
+        """``wait`` finishes the requests submitted before. Later ones stay queued in every mode. At the deadline the
         engine continues as before."""
         if mode not in get_args(PauseMode):
             raise EngineError(f"pause mode {mode!r} is not one of {', '.join(get_args(PauseMode))}")
@@ -148,11 +148,11 @@ class NativeEngine:
         except TimeoutError:
             left = await self._call(lambda: self._unpause(before))
             raise TimeoutError(
-                f"native engine: pause({mode!r}) was not reached within {deadline_s:g} s, {left}"
+                f"native engine: pause({mode!r}) did not complete within {deadline_s:g} s, {left}"
             ) from None
 
     async def resume(self, version: PolicyVersion) -> None:
-        """Raises EngineError when the weights are not those of ``version``, or the KV cache is not there."""
+        """Raises EngineError if the weights are not those of ``version`` or the KV cache is released."""
         await self._call(lambda: self._resume(version))
 
     async def release_kv(self) -> int:
@@ -177,10 +177,6 @@ class NativeEngine:
             self._wake.notify()
         await asyncio.to_thread(self._thread.join)
 
-    @property
-    def speculates(self) -> bool:
-        return self._core.speculates
-
     # -- commands, run by the worker thread ------------------------------------------------------------------------
 
     def _pause(self, mode: PauseMode) -> int | concurrent.futures.Future[int]:
@@ -201,7 +197,7 @@ class NativeEngine:
         self._state = before
         self._open_gate()
         core = self._core
-        return f"{core.running} requests run and {core.waiting} wait; it goes on under version {core.version}"
+        return f"{core.running} requests run and {core.waiting} wait; generation continues under {core.version}"
 
     def _open_gate(self) -> None:
         drained, self._drained = self._drained, None
@@ -212,22 +208,22 @@ class NativeEngine:
     def _resume(self, version: PolicyVersion) -> None:
         if not self._weights.intact():
             raise EngineError(
-                f"resume({version}): a sync was broken off amid its transfer, so the weights belong to no version: "
-                f"send all of them again first"
+                f"resume({version}): a sync was interrupted during its transfer, so the weights are of no version; "
+                f"send everything again"
             )
         if self._committed not in (None, version):
-            raise EngineError(f"resume({version}): the weights committed last are those of version {self._committed}")
+            raise EngineError(f"resume({version}): the last committed weights are of version {self._committed}")
         if self._committed is None and not self._weights_loaded:
-            raise EngineError(f"resume({version}): built with load_weights=False and nothing was committed yet")
+            raise EngineError(f"resume({version}): built with load_weights=False, and nothing was committed yet")
         if not self._core.kv.allocated:
-            raise EngineError(f"resume({version}): the KV cache is released, restore_kv first")
+            raise EngineError(f"resume({version}): the KV cache is released; call restore_kv first")
         self._core.start(version)
         self._open_gate()
         self._state = "running"
 
     def _paused(self, what: str, command: Callable[[], T]) -> T:
         if self._state != "paused":
-            raise EngineError(f"{what} while the engine is {self._state}: pause it first")
+            raise EngineError(f"{what} while the engine is {self._state}; pause it first")
         return command()
 
     def _on_commit(self, version: PolicyVersion) -> None:
@@ -250,8 +246,8 @@ class NativeEngine:
     def _run(self) -> None:
         torch.set_num_threads(self._threads)  # OpenMP keeps this per thread
         if self._model.device.type == "cpu":
-            # Generation runs ahead of training, so the trainer, the queue and short tasks come first. Where everything
-            # waits for generation, other processes need little.
+            # Generation runs ahead of training, so the trainer, the queue and short tasks come first. When all of them
+            # wait for generation, they need little of the core.
             give_way(self._priority)
         try:
             with torch.inference_mode():
@@ -264,7 +260,7 @@ class NativeEngine:
                         self._core.rest()
                         self._open_gate()
                     self._publish()
-        except BaseException as problem:  # any failure must reach the waiting callers
+        except BaseException as problem:  # every failure must reach the waiting callers
             self._end = problem
         self._fail_all()
 
@@ -272,7 +268,7 @@ class NativeEngine:
         return self._state != "paused" and self._core.active > 0
 
     def _wait_for_work(self) -> bool:
-        """Sleep until there is work; False when the engine was closed."""
+        """Sleep until there is work; False once the engine is closed."""
         with self._wake:
             while self._end is None and not (self._inbox or self._stepping() or self._should_publish()):
                 self._core.rest()
@@ -287,7 +283,7 @@ class NativeEngine:
                 continue
             try:
                 result = command()
-            except Exception as problem:  # the caller's to handle; the engine goes on
+            except Exception as problem:  # for the caller to handle; the engine continues
                 answer.set_exception(problem)
             else:
                 if isinstance(result, concurrent.futures.Future):
@@ -296,7 +292,7 @@ class NativeEngine:
                     answer.set_result(result)
 
     def _should_publish(self) -> bool:
-        """True if `events` is being awaited and the events are due."""
+        """True if a call of `events` waits and events are due."""
         if self._listener is None or not self._core.has_events:
             return False
         wanting = self._core.has_finished and not self._core.waiting

@@ -1,15 +1,14 @@
-"""How many tokens to draft, 0 included: decided by what steps are measured to cost and drafts to bring.
+"""Chooses how many tokens to draft, possibly none, from measured step times and acceptance.
 
-Pure logic, without a clock: the core asks `choose` before a step and says in `observe` what it took. Speed is tokens
-per second of generation steps::
+Pure logic, without a clock: the core calls `choose` before a step and reports the result to `observe`. The rate is
+tokens per second of generation steps::
 
     rate(k) = rows · (1 + A₁ + … + A_k) / seconds(k)
 
-with A_j the share of verifications that give more than j tokens (what is accepted behind a sample's end is not given)
-and seconds(k) the median step. Costs
-depend on the number of rows, so each power of two of rows has its own k. Every now and then a few steps are made with
-another k (0 and the neighbours take turns); it is taken when its rate beats that of the steps just before by the
-hysteresis. Between probes that change nothing the time doubles.
+with A_j the share of verifications that yield more than j tokens (tokens accepted after a sample's end do not count)
+and seconds(k) the median step time. Costs depend on the number of rows, so each power of two of rows has its own k. Now
+and then a probe runs a few steps with another k (0 and the neighbours take turns), which is adopted if its rate beats
+that of the preceding steps by the hysteresis. The time between probes doubles while they change nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-PROBE_STEPS = 8  # at least, and as many as verify PROBE_ROWS rows
+PROBE_STEPS = 8  # minimum; more if fewer than PROBE_ROWS rows would be verified
 PROBE_ROWS = 48
-FIRST_WAIT, LONGEST_WAIT = 4, 64  # times a probe's length, between two probes
+FIRST_WAIT, LONGEST_WAIT = 4, 64  # between two probes, in probe lengths
 HYSTERESIS = 0.03
 _MEMORY = 1000.0  # verified rows after which a measurement counts for 1/e
-_STALE = 8.0  # rows that all before counts for when speculation begins again
+_STALE = 8.0  # rows that older acceptance counts for when speculation is probed again
 
 
 @dataclass
@@ -41,19 +40,20 @@ class _Rows:
 
 
 class Guard:
-    """``most`` tokens are drafted at most; without ``active`` always that many. ``switches`` collects one line for each
-    time that speculation stops or begins again, for the log."""
+    """Drafts at most ``most`` tokens, always that many unless ``active``. ``switches`` collects a log line for each
+    time that speculation stops or restarts."""
 
     def __init__(self, most: int, active: bool = True) -> None:
         self._most, self._active = most, active
         self._by_rows: dict[int, _Rows] = {}
-        self._gave, self._seen = [0.0] * most, [0.0] * most  # verified rows by place, with decay
+        # by place j, decaying: rows that took more than j tokens, rows verified
+        self._gave, self._seen = [0.0] * most, [0.0] * most
         self._before: int | None = None
-        self.latest = most  # the k of the last choice that was no probe
+        self.latest = most  # k of the last choice that was not a probe
         self.switches: list[str] = []
 
     def choose(self, rows: int) -> int:
-        """How many tokens to draft in the step that begins, with ``rows`` sequences."""
+        """Number of tokens to draft in the next step, for ``rows`` sequences."""
         if not self._active:
             return self._most
         state = self._state(rows)
@@ -64,8 +64,8 @@ class Guard:
         return state.k if state.probing is None else state.probing
 
     def observe(self, k: int, rows: int, gained: Sequence[int], seconds: float) -> None:
-        """A step that drafted ``k`` tokens for each of ``rows`` sequences took ``seconds``; by row, how many tokens it
-        gave beside the first."""
+        """Report a step of ``k`` drafted tokens per row: its ``seconds``, and how many tokens beyond one each row
+        ``gained``."""
         if not self._active:
             return
         state = self._state(rows)
@@ -75,7 +75,7 @@ class Guard:
             return
         if state.probing is None:
             state.steps += 1
-            if same:  # the first step of another kind catches up, and finds its shapes
+            if same:  # the first step after a change also catches up and meets new shapes
                 state.own_s.append(seconds)
         elif same:
             state.probe_s.append(seconds)
@@ -83,7 +83,7 @@ class Guard:
                 self._judge(state, rows)
 
     def tokens(self, k: int) -> float:
-        """Per row and step, as measured: 1 … k + 1."""
+        """Measured tokens per row and step: 1 … k + 1."""
         share, total = 1.0, 1.0
         for j in range(k):
             if self._seen[j]:

@@ -1,4 +1,4 @@
-"""What generation spends its time in: matrix products and norms."""
+"""Hot kernels of generation: matrix products and norms."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# At a few rows a product takes as long as its weight takes to be read. oneDNN reads a weight in blocks that it laid out
-# for itself 1.4 to 1.9 times as fast as either library reads it row by row; a small weight does not repay oneDNN's
-# dearer call. Measured on AMD Zen 4, 8 to 32 rows.
+# With few rows, a product takes as long as reading its weight. oneDNN reads a weight in its own blocked layout 1.4 to
+# 1.9 times as fast as either library reads it row by row. Small weights do not repay the cost of its call. Measured on
+# AMD Zen 4, 8 to 32 rows.
 _WORTH_PACKING = 1 << 17  # elements
 _CAN_PACK = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
-# every new shape costs the kernels some preparation
+# every new shape costs kernels some setup
 LENGTH_STEP = 32  # attended KV lengths are rounded up to a multiple of this
-ROWS_STEP = 16  # and so are the rows of a prefill
+ROWS_STEP = 16  # and so are a prefill's rows, to this
 
 
 def round_up(count: int, step: int) -> int:
@@ -22,10 +22,10 @@ def round_up(count: int, step: int) -> int:
 
 
 class Linear:
-    """``x @ weight.T + bias``, [N, I] → [N, O], over a weight whose live views others write.
+    """``x @ weight.T + bias``, [N, I] → [N, O], over a weight that syncs write through live views.
 
-    A large weight is also kept as the kernel wants it, so `refresh` must follow every write to ``weight``. The kernel
-    depends on shape, dtype and machine alone, never on values.
+    A large weight is also kept in the kernel's layout, so call `refresh` after every write to ``weight``. The choice of
+    kernel depends only on shape, dtype and machine.
     """
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
@@ -36,7 +36,7 @@ class Linear:
         self.refresh()
 
     def refresh(self) -> None:
-        """Copy the weight's current values."""
+        """Copy the weight's current values into the kernel's layout."""
         if self._pack:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
 
@@ -49,7 +49,7 @@ class Linear:
 def unit_rms(x: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x²) + eps)`` over the last dimension: RMS norm without its weight, a new tensor.
 
-    torch's own ``rms_norm`` is nine small operations on CPU; these are six, with the same result to the bit.
+    On CPU torch's ``rms_norm`` runs nine small operations; this runs six, with bitwise equal results.
     """
     if x.dtype is not torch.float32 or x.device.type != "cpu":
         return F.rms_norm(x, x.shape[-1:], None, eps)  # sums in float32

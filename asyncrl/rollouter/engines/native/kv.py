@@ -1,4 +1,4 @@
-"""The KV cache: one slot per running sequence, allocated once, really freed when asked.
+"""KV cache: one slot per running sequence, in one allocation that can be freed.
 
 Shape suffixes: S slots, K key/value heads, L context tokens, D head_dim, M hidden size.
 """
@@ -15,9 +15,9 @@ class KVCache:
     """Keys and values of all layers, ``[layers, 2, S, K, L, D]`` in one allocation.
 
     ``keys[i]`` and ``values[i]`` are layer i's ``[S, K, L, D]``. With ``draft`` the MTP layers follow the trunk's, and
-    ``hidden[i]`` [S, L, M] is what MTP layer i reads beside the tokens: the trunk's hidden states, then the outputs of
-    the MTP layer before. `release` gives the memory back to the system, `restore` takes it again, empty. Fresh memory
-    is zero: attention multiplies what is masked by zero, so it must be finite.
+    ``hidden[i]`` [S, L, M] is the hidden-state input of MTP layer i: the trunk's hidden states, then the outputs of the
+    previous MTP layer. `release` returns the memory to the system, `restore` allocates it again, empty. Fresh memory is
+    zero: attention multiplies masked values by zero, so they must be finite.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held now: 0 after `release`."""
+        """Bytes held; 0 after `release`."""
         return sum(held.nbytes for held in (self._data, self._hidden) if held is not None)
 
     def release(self) -> int:
-        """Free the memory; returns its bytes (0 if it was free already)."""
+        """Free the memory; returns its bytes, 0 if it was already free."""
         freed = self.nbytes
         self._data = self._hidden = None
         self.keys, self.values, self.hidden = [], [], []
@@ -61,7 +61,7 @@ class KVCache:
         return freed
 
     def restore(self) -> None:
-        """Allocate again, with nothing cached; does nothing when the memory is there."""
+        """Allocate again, with nothing cached; no effect if allocated."""
         if self._data is not None:
             return
         data = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
@@ -71,7 +71,7 @@ class KVCache:
         self.hidden = list(hidden.unbind(0))
 
     def clear(self, slot: int) -> None:
-        """Zero a slot, in all layers."""
+        """Zero a slot in all layers."""
         assert self._data is not None
         assert self._hidden is not None
         self._data[:, :, slot].zero_()

@@ -1,6 +1,6 @@
-"""The decoder as generation wants it: fused weights, a KV cache, no autograd, and live views under the file's names.
+"""The decoder for generation: fused weights, a KV cache, no autograd, and live views under checkpoint names.
 
-Shape suffixes: N rows (slots), J places of each in one pass, T tokens of one prefill chunk, S slots, L KV length
+Shape suffixes: N rows (slots), J places per row in one pass, T tokens of one prefill chunk, S slots, L KV length
 attended, H heads, K key/value heads, D head_dim, M hidden size, V vocabulary.
 """
 
@@ -20,24 +20,23 @@ from asyncrl.rollouter.engines.native.attention import DecodePositions
 from asyncrl.rollouter.engines.native.kernels import Linear, unit_rms
 from asyncrl.rollouter.engines.native.kv import KVCache
 
-#: (layer, queries [N, H, D], keys [N, K, D], values [N, K, D]) → attended [N, H·D], or None if it is not read
+#: (layer, queries [N, H, D], keys [N, K, D], values [N, K, D]) → attended [N, H·D], or None if unused
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor | None]
 
 
 class NativeModel:
-    """Weights of one decoder and the two passes that generation needs: `prefill` a chunk, `decode` one token a row
+    """Weights of one decoder and the two passes that generation needs: `prefill` a chunk, `decode` one token per row
     (`hidden_states`: several).
 
-    Projections that read the same input are one matrix; `named_views` are the parts of it under the names of the
-    safetensors files: after writing them (in place), `refresh`, and the next step computes with them. Weights start as
-    zeros until `load`.
+    Projections with the same input are fused into one matrix. `named_views` are its parts under the safetensors names;
+    call `refresh` after writing to them in place. Weights are zeros until `load`.
     """
 
     def __init__(
         self, config: DecoderConfig, context_tokens: int, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
         self.config, self.dtype = config, dtype
-        # with its number: "cuda" is another one in a thread whose current device is another
+        # with its index: "cuda" means each thread's current device
         self.device = torch.empty(0, device=device).device
         self._empty = lambda *shape: torch.zeros(shape, dtype=dtype, device=self.device)
         self.embed = self._empty(config.vocab_size, config.hidden_size)
@@ -46,7 +45,7 @@ class NativeModel:
         self.head = Linear(self.embed if config.tie_word_embeddings else self._empty(*self.embed.shape))
         self.draft = [DraftLayer(config, self._empty) for _ in range(config.num_mtp_layers)]
         cos_T1D, sin_T1D = rope_table(config, torch.arange(context_tokens))
-        # rotate(x) = x·cos + swap(x)·sin, the sign of the swapped half kept in the table
+        # rotate(x) = x·cos + swap(x)·sin, with the sign of the swapped half in the table
         sin_T1D[..., : config.head_dim // 2].neg_()
         self._rope = torch.stack([cos_T1D, sin_T1D], 1).to(self.device, dtype)  # [context, 2, 1, D]
         self._places = torch.arange(context_tokens, device=self.device)
@@ -60,12 +59,12 @@ class NativeModel:
         self.refresh()
 
     def refresh(self) -> None:
-        """Must be called after the views were written to: large matrices are also kept in the kernel's own layout."""
+        """Must be called after writing to the views: large matrices are also kept in the kernel's layout."""
         for matrix in (self.head, *(m for layer in [*self.layers, *self.draft] for m in layer.matrices())):
             matrix.refresh()
 
     def named_views(self) -> dict[str, Tensor]:
-        """Name in the safetensors files → live view, target and draft; a tied head is not among them, see `tied`."""
+        """Safetensors name → live view, of target and draft; without a tied head, see `tied`."""
         views = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.norm}
         for i, layer in enumerate(self.layers):
             views |= dict(layer.views(f"model.layers.{i}."))
@@ -80,12 +79,12 @@ class NativeModel:
         return {"lm_head.weight": "model.embed_tokens.weight"} if self.config.tie_word_embeddings else {}
 
     def decode(self, tokens_N: Tensor, positions_N: Tensor, kv: KVCache, length: int) -> Tensor:
-        """Logits [N, V] after row n's token (int64) at its position, for slots 0 … N−1, attending ``length`` ≥ every
-        position + 1 of the cache. Keys and values go to the row's slot at its position."""
+        """Logits [N, V] after row n's token (int64) at its position, for slots 0 … N−1. Attends to the cache's first
+        ``length`` entries, at least every position + 1, and writes keys and values to each row's slot and position."""
         return self.head(self.hidden_states(tokens_N.unsqueeze(1), positions_N.unsqueeze(1), kv, length))
 
     def hidden_states(self, tokens_NJ: Tensor, positions_NJ: Tensor, kv: KVCache, length: int) -> Tensor:
-        """Hidden states [N·J, M] after the final norm, of J tokens a row at consecutive positions; as `decode`."""
+        """Like `decode` for J tokens per row at consecutive positions: hidden states [N·J, M] after the final norm."""
         return self._trunk(
             tokens_NJ.view(-1), positions_NJ.view(-1), DecodePositions(self.config, kv, positions_NJ, length)
         )
@@ -93,10 +92,9 @@ class NativeModel:
     def prefill(
         self, tokens_T: Tensor, slot: int, start: int, kv: KVCache, valid: int, length: int, keep_hidden: bool = False
     ) -> None:
-        """Compute keys and values of ``tokens_T`` (int64) at positions ``start`` … of ``slot``; the first ``valid`` of
-        them are stored. ``length`` ≥ start + valid places of the cache are attended: padding tokens and a fixed length
-        give every prompt the same shapes. With ``keep_hidden``, the hidden states that the draft reads are stored
-        too."""
+        """Compute keys and values of ``tokens_T`` (int64) at positions ``start`` … of ``slot`` and store the first
+        ``valid`` of them. Attends to the cache's first ``length`` ≥ start + valid places: padding tokens and a fixed
+        length give every prompt the same shapes. With ``keep_hidden``, also stores the hidden states for the draft."""
         c = self.config
         positions_T = torch.arange(start, start + len(tokens_T), device=self.device).clamp_(max=len(self._places) - 1)
         causal = start == 0 and length == len(tokens_T)
@@ -107,7 +105,7 @@ class NativeModel:
             keys_KLD[:, start : start + valid] = k_TKD[:valid].transpose(0, 1)
             values_KLD[:, start : start + valid] = v_TKD[:valid].transpose(0, 1)
             if i == c.num_layers - 1 and not keep_hidden:
-                return None  # the cache is all that a prefill is for
+                return None  # a prefill only fills the cache
             out_HTD = F.scaled_dot_product_attention(
                 q_THD.transpose(0, 1)[None],
                 keys_KLD[None, :, :length],
@@ -201,7 +199,7 @@ class DraftLayer(_Layer):
 
     def __init__(self, c: DecoderConfig, empty: Callable[..., Tensor]) -> None:
         super().__init__(c, empty)
-        self._entry_norms = empty(2, c.hidden_size)  # of hidden and token: both are normed at once
+        self._entry_norms = empty(2, c.hidden_size)  # of hidden state and token, applied at once
         self.hidden_norm, self.token_norm = self._entry_norms
         self.input_proj = Linear(empty(c.hidden_size, 2 * c.hidden_size))
         self.final_norm = empty(c.hidden_size)

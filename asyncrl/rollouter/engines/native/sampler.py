@@ -1,4 +1,4 @@
-"""Drawing tokens: counter-based random numbers, exact filters, inverse-CDF sampling.
+"""Sampling of tokens: counter-based random numbers, exact filters, inverse CDF.
 
 Pure functions of values. Shape suffixes: N rows (slots), V vocabulary.
 """
@@ -28,11 +28,10 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 
 def uniforms(key: int, position: int, count: int, purpose: int = 0) -> np.ndarray:
-    """float32 [count] in [0, 1): the numbers that draw tokens ``position`` … ``position + count - 1`` of ``key``.
+    """float32 [count] in [0, 1): uniforms for tokens ``position`` … ``position + count - 1`` of ``key``.
 
-    A function of (key, position, purpose) alone, with 24 random bits; each purpose has a stream of its own, 0 is the
-    draw of the token itself. The key is mixed first, so that keys which differ by a multiple of the counter's stride
-    do not share a stream.
+    Depends only on (key, position, purpose); 24 random bits. Each purpose has its own stream; 0 draws the token itself.
+    The key is mixed first, so that keys which differ by a multiple of the counter's stride do not share a stream.
     """
     stream = _mix(np.array([key & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64))
     if purpose:
@@ -42,11 +41,10 @@ def uniforms(key: int, position: int, count: int, purpose: int = 0) -> np.ndarra
 
 
 class SamplingColumns(NamedTuple):
-    """Sampling parameters of N rows; a column that would change nothing is None, which is the fast path.
+    """Sampling parameters of N rows. A column without effect is None, which is the fast path.
 
-    ``temperature`` float32 [N, 1] (1 where greedy), ``greedy`` bool [N], ``filters`` (top_k int64 [N, 1],
-    top_p float64 [N, 1], min_p float32 [N, 1]). ``all_greedy``: ``greedy`` for all rows, known without asking the
-    device."""
+    ``temperature`` float32 [N, 1] (1 where greedy), ``greedy`` bool [N], ``filters`` (top_k int64 [N, 1], top_p float64
+    [N, 1], min_p float32 [N, 1]). ``all_greedy``: True if all rows are greedy, known without a device sync."""
 
     temperature: Tensor | None
     greedy: Tensor | None
@@ -55,7 +53,7 @@ class SamplingColumns(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[SamplingParams | None], device: torch.device | str = "cpu") -> SamplingColumns:
-        """Columns for these rows; None stands for a row whose token is not read."""
+        """Columns for these rows. None: a row whose token is not read."""
         params = [row or SamplingParams() for row in rows]
 
         def column(values: list[float], dtype: torch.dtype) -> Tensor:
@@ -75,7 +73,7 @@ class SamplingColumns(NamedTuple):
         return cls(temperature, greedy, filters, all(p.temperature == 0.0 for p in params))
 
     def repeated(self, times: int) -> SamplingColumns:
-        """Each row ``times`` times in a row."""
+        """Each row repeated ``times`` times, consecutively."""
 
         def repeat(column: Tensor | None) -> Tensor | None:
             return None if column is None else column.repeat_interleave(times, 0)
@@ -85,9 +83,9 @@ class SamplingColumns(NamedTuple):
 
 
 def sample(logits_NV: Tensor, columns: SamplingColumns, uniforms_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw one token a row: (tokens int64 [N], behaviour logprobs float32 [N]).
+    """Draw one token per row: (tokens int64 [N], behaviour logprobs float32 [N]).
 
-    The logprob is that of ``softmax(logits / temperature)`` over the full vocabulary, whatever the filters cut off; a
+    The logprob is that of ``softmax(logits / temperature)`` over the full vocabulary, whatever the filters remove. A
     greedy row reports it at temperature 1.
     """
     scaled_NV = logits_NV.float()
@@ -102,8 +100,8 @@ def sample(logits_NV: Tensor, columns: SamplingColumns, uniforms_N: Tensor) -> t
 
 
 def distributions(logits_NV: Tensor, columns: SamplingColumns) -> tuple[Tensor, Tensor]:
-    """What `sample` draws from, whole: (softmax(logits / temperature) [N, V], whose logarithm is the behaviour logprob;
-    the same after the filters, renormalised, or all on the most likely token where a row is greedy)."""
+    """Two distributions [N, V]: softmax(logits / temperature), whose logarithm is the behaviour logprob; and the one
+    that `sample` draws from: filtered and renormalised, or all on the most likely token of a greedy row."""
     scaled_NV = logits_NV.float()
     if columns.temperature is not None:
         scaled_NV = scaled_NV / columns.temperature
@@ -118,32 +116,32 @@ def distributions(logits_NV: Tensor, columns: SamplingColumns) -> tuple[Tensor, 
 
 
 def keep_likely(probs_NV: Tensor, top_k_N1: Tensor, top_p_N1: Tensor, min_p_N1: Tensor) -> Tensor:
-    """``probs`` with zeros for the tokens that the filters cut off; not renormalised.
+    """``probs`` with zeros for tokens that the filters remove, not renormalised.
 
-    min-p keeps tokens of at least min_p times the largest probability, top-k those at least as likely as the k-th; of
-    what is left, renormalised, top-p keeps the fewest most likely tokens (the lower id first among equals) that
-    together reach top_p. This is vLLM's order.
+    min-p keeps tokens of at least min_p times the largest probability, top-k those at least as likely as the k-th. Of
+    the rest, renormalised, top-p keeps the smallest set of most likely tokens (ties: lower id first) that reaches
+    top_p. This is vLLM's order.
     """
     size = probs_NV.shape[-1]
     kept_NV = probs_NV.masked_fill(probs_NV < min_p_N1 * probs_NV.amax(-1, keepdim=True), 0.0)
     ordered_NV, order_NV = kept_NV.sort(dim=-1, descending=True, stable=True)
     last_N1 = torch.where((top_k_N1 > 0) & (top_k_N1 < size), top_k_N1, size) - 1
     ordered_NV = ordered_NV.masked_fill(ordered_NV < ordered_NV.gather(1, last_N1), 0.0)
-    reached_NV = ordered_NV.double().cumsum(-1)  # float32 sums over a large vocabulary would blur the border
+    reached_NV = ordered_NV.double().cumsum(-1)  # float32 sums over a large vocabulary are too coarse
     enough_NV = (reached_NV - ordered_NV >= top_p_N1 * reached_NV[:, -1:]) & (top_p_N1 < 1.0)
     return torch.zeros_like(probs_NV).scatter_(1, order_NV, ordered_NV.masked_fill_(enough_NV, 0.0))
 
 
 def inverse_cdf(weights_NV: Tensor, uniforms_N1: Tensor) -> Tensor:
-    """int64 [N, 1]: the first token whose cumulative weight exceeds u · total; never one of zero weight.
+    """int64 [N, 1]: the first token whose cumulative weight exceeds u · total. Its weight is never zero.
 
-    A large vocabulary is searched in two levels, blocks and then tokens: a sum is several times cheaper than a running
-    sum, and the float32 rounding of a long running sum is avoided. ``torch.multinomial`` costs more than the head.
+    A large vocabulary is searched in two levels, blocks then tokens: sums are several times cheaper than running sums,
+    and no long running sum is rounded in float32. ``torch.multinomial`` costs more than the head.
     """
     size = weights_NV.shape[-1]
     if size <= 16 * _BLOCK:
         cdf_NV = _running_sum(weights_NV)
-        # the clamp only matters for rows of NaN, here and below
+        # clamp: only for rows of NaN, here and below
         return torch.searchsorted(cdf_NV, cdf_NV[:, -1:] * uniforms_N1, right=True).clamp_(max=size - 1)
     if size % _BLOCK:
         weights_NV = F.pad(weights_NV, (0, -size % _BLOCK))
@@ -151,23 +149,22 @@ def inverse_cdf(weights_NV: Tensor, uniforms_N1: Tensor) -> Tensor:
     block_N1, rest_N1 = _search(_running_sum(blocks_NXB.sum(-1)), uniforms_N1)
     chosen_NB = blocks_NXB.gather(1, block_N1.unsqueeze(2).expand(-1, 1, _BLOCK)).squeeze(1)
     cdf_NB = _running_sum(chosen_NB)
-    # the block's weight may be rounded differently here: stay below it
+    # the block's sum may be rounded differently here: stay below it
     rest_N1 = torch.minimum(rest_N1, cdf_NB[:, -1:] * _BELOW_ONE)
     inner_N1 = torch.searchsorted(cdf_NB, rest_N1, right=True)
     return (block_N1 * _BLOCK + inner_N1).clamp_(max=size - 1)  # the last block is padded
 
 
 def _running_sum(weights_NX: Tensor) -> Tensor:
-    """Along the last dimension. On CUDA in float64: sums of a long row are put together in another order at each place
-    there, so that in float32 they go up or down by their rounding where nothing is added, and a token of zero weight
-    could be found."""
+    """Cumulative sum along the last dimension. float64 on CUDA, where each place sums in another order: in float32,
+    rounding would move the sum up or down between tokens of zero weight, and one of them could be drawn."""
     return weights_NX.cumsum(-1, dtype=torch.float64 if weights_NX.is_cuda else None)
 
 
 def _search(cdf_NX: Tensor, uniforms_N1: Tensor) -> tuple[Tensor, Tensor]:
-    """(index [N, 1] of the first entry above u · total, what of u · total lies past the entries before it [N, 1]).
+    """(index [N, 1] of the first entry above u · total, u · total minus the entry before it [N, 1]).
 
-    The clamp only matters for rows of NaN, whose tokens the core refuses by their logprob."""
+    The clamp is only for rows of NaN; the core rejects their tokens by the logprob."""
     target_N1 = cdf_NX[:, -1:] * uniforms_N1
     index_N1 = torch.searchsorted(cdf_NX, target_N1, right=True).clamp_(max=cdf_NX.shape[-1] - 1)
     before_N1 = cdf_NX.gather(1, (index_N1 - 1).clamp_(min=0)).mul_(index_N1 > 0)

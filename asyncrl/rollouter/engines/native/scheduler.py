@@ -1,13 +1,13 @@
 """Scheduler of slots and prefill: pure decisions, no tensors.
 
-A sequence's life: waiting → placed in a slot, prefilling → decoding → removed. Prefill computes all its tokens but the
-last, which the first decode step takes; so sampling happens in decode steps only::
+A sequence is waiting → placed in a slot, prefilling → decoding → removed. Prefill computes all its tokens but the last,
+which is the input of the first decode step, so only decode steps sample::
 
     scheduler.add(sequence)
     scheduler.place()                      # waiting sequences → free slots
     while work := scheduler.next_prefill(budget):
-        ...                                # copy KV from another slot, or compute a chunk; then sequence.computed grows
-    scheduler.decoding()                   # those whose next step samples
+        ...                                # copy KV from another slot or compute a chunk, then advance computed
+    scheduler.decoding()                   # sequences that the next step samples
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from asyncrl.rollouter.engines.base import Request
 
 @dataclass(eq=False)
 class Sequence:
-    """A request as it runs. ``tokens`` are all of it so far, ``computed`` of them have their KV in ``slot``.
+    """A request in the engine. ``tokens``: all of them so far; the first ``computed`` have their KV in ``slot``.
 
-    ``prefillable`` leading tokens may be computed in chunks, those after it one by one in decode steps; at ``limit``
-    tokens it ends. ``logprobs`` belong to the last ``len(logprobs)`` tokens: those not reported yet.
+    The first ``prefillable`` tokens may be computed in chunks, later ones only one by one in decode steps. It ends at
+    ``limit`` tokens. ``logprobs`` belong to the last ``len(logprobs)`` tokens, which are not reported yet.
     """
 
     request: Request
@@ -43,12 +43,12 @@ class Sequence:
 
     @property
     def prefill_target(self) -> int:
-        """KV that must be there before the first decode step."""
+        """Number of tokens whose KV the first decode step needs."""
         return min(self.prefillable, len(self.tokens)) - 1
 
 
 class CopyPrefix(NamedTuple):
-    """The first ``tokens`` positions of ``source``'s KV serve ``sequence`` too."""
+    """Copy the first ``tokens`` positions of ``source``'s KV to ``sequence``."""
 
     sequence: Sequence
     source: Sequence
@@ -64,16 +64,16 @@ class Chunk(NamedTuple):
 
 
 class Scheduler:
-    """Assigns ``slots`` to sequences, at most ``max_training`` of them to training requests; with ``validation_first``
-    others are placed before these, whatever their priority. With ``aligned``, chunks start at multiples of
-    ``chunk_tokens`` only, so that a token is computed at the same row of the same chunk whatever was shared before."""
+    """Assigns ``slots`` to sequences, at most ``max_training`` of them to training requests. With ``validation_first``,
+    validation is placed before training, whatever the priority. With ``aligned``, chunks start only at multiples of
+    ``chunk_tokens``, so that a token is always computed in the same row of the same chunk, however much was shared."""
 
     def __init__(self, slots: int, chunk_tokens: int, aligned: bool) -> None:
         self.max_training, self.validation_first = slots, False
         self.placed: list[Sequence | None] = [None] * slots
         self.by_id: dict[str, Sequence] = {}
         self._chunk_tokens, self._aligned = chunk_tokens, aligned
-        self._waiting: dict[bool, list[tuple[int, int, Sequence]]] = {True: [], False: []}  # for training or not
+        self._waiting: dict[bool, list[tuple[int, int, Sequence]]] = {True: [], False: []}  # by whether they train
         self._arrivals = itertools.count()
         self._prefilling: list[Sequence] = []
         self._groups: dict[str, list[Sequence]] = {}  # placed ones
@@ -91,17 +91,17 @@ class Scheduler:
         return [s for s in self.placed if s is not None and id(s) not in prefilling]
 
     def highest(self) -> int:
-        """One more than the last taken slot."""
+        """Last occupied slot plus one."""
         return max((s.slot + 1 for s in self.placed if s is not None), default=0)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue it: lower priority numbers first, then in order of arrival."""
+        """Queue a sequence: lower priority numbers first, then order of arrival."""
         self.by_id[sequence.request.id] = sequence
         request = sequence.request
         heapq.heappush(self._waiting[request.trains], (request.priority, next(self._arrivals), sequence))
 
     def place(self) -> list[Sequence]:
-        """Give free slots, lowest first, to waiting sequences; returns those placed now."""
+        """Assign free slots, lowest first, to waiting sequences; returns the sequences placed."""
         placed: list[Sequence] = []
         for slot in (i for i, taken in enumerate(self.placed) if taken is None):
             if not (line := self._next_line()):
@@ -115,19 +115,19 @@ class Scheduler:
 
     @property
     def would_place(self) -> bool:
-        """True if a waiting sequence takes the next free slot."""
+        """True if a waiting sequence would take the next free slot."""
         return bool(self._next_line())
 
     def _next_line(self) -> list[tuple[int, int, Sequence]]:
-        """Queue whose first sequence comes next; empty if none may."""
+        """Queue whose first sequence is next; empty if none may be placed."""
         others, training = self._waiting[False], self._waiting[True]
         if not training or (others and (self.validation_first or others[0] < training[0])):
             return others
         return training if sum(s is not None and s.request.trains for s in self.placed) < self.max_training else others
 
     def next_prefill(self, budget_tokens: int) -> CopyPrefix | Chunk | None:
-        """Next piece of prefill for the first sequence that is not ready to decode; None when there is none, or the
-        budget is used up. The sequence's ``computed`` must be advanced before the next call."""
+        """Next piece of prefill, for the first sequence that is not ready to decode; None if there is none or the
+        budget is used up. Advance the sequence's ``computed`` before the next call."""
         while self._prefilling:
             sequence = self._prefilling[0]
             target = sequence.prefill_target
@@ -145,13 +145,13 @@ class Scheduler:
         return None
 
     def _shared(self, sequence: Sequence, target: int) -> CopyPrefix | None:
-        """The longest prefix that a live slot of the same group already holds under the same weights."""
+        """Copy of the longest shared prefix that another slot of the group holds, computed under the same weights."""
         best: CopyPrefix | None = None
         request = sequence.request
         for other in self._groups[request.group]:
             tokens = min(request.shared_prefix, other.request.shared_prefix, other.computed, target)
             if self._aligned:
-                # KV bits of a prefilled token depend on its place in its chunk alone, those of a decoded one differ
+                # only prefilled KV, in whole chunks: bits depend on the place in the chunk, and decoded ones differ
                 tokens = min(tokens, other.prefill_target)
                 tokens -= tokens % self._chunk_tokens if tokens < target else 0
             if other is sequence or other.mixed_kv or tokens <= (best.tokens if best else 0):
@@ -177,8 +177,8 @@ class Scheduler:
             self._prefilling.remove(sequence)
 
     def move_down(self) -> tuple[Sequence, int] | None:
-        """Take the last sequence to the lowest free slot, if that is before it: (the sequence, its slot until now).
-        Decode steps cost what the highest slot costs."""
+        """Move the last sequence to the lowest free slot if that is lower, because the highest slot determines the cost
+        of a decode step. Returns the sequence and its old slot."""
         last = self.highest() - 1
         hole = next((i for i in range(last) if self.placed[i] is None), None)
         if hole is None:
@@ -189,7 +189,7 @@ class Scheduler:
         return sequence, last
 
     def forget_kv(self) -> SequenceOf[Sequence]:
-        """Every placed sequence is to be prefilled again, in the order of its slots; returns them."""
+        """Schedule every placed sequence for prefill again, in slot order; returns them."""
         self._prefilling = [s for s in self.placed if s is not None]
         for sequence in self._prefilling:
             sequence.computed, sequence.mixed_kv = 0, False

@@ -1,4 +1,4 @@
-"""The native engine's limits, and its start."""
+"""The native engine's spec: its limits and how it starts."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class NativeSpec(EngineSpec):
         yield from super().problems(config)
         if config.mtp.enable_rollout and config.rollout.engine.deterministic:
             yield (
-                "mtp.enable_rollout: does not go with rollout.engine.deterministic: the number of accepted draft "
-                "tokens changes the shapes that are computed; expected one of the two to be false"
+                "mtp.enable_rollout: does not work with rollout.engine.deterministic: the number of accepted draft "
+                "tokens changes the computed shapes; expected one of the two to be false"
             )
 
     async def start(self, config: Config, recorder: Recorder) -> Engine:

@@ -1,10 +1,10 @@
-"""Speculative decoding: the draft proposes k tokens a row, one pass of the target judges them all.
+"""Speculative decoding: the draft proposes k tokens per row, one pass of the target verifies them all.
 
-The rule is that of Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding" (2023,
-arXiv 2211.17192) and Chen et al., "Accelerating Large Language Model Decoding with Speculative Sampling" (2023,
+The acceptance rule is that of Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding"
+(2023, arXiv 2211.17192) and Chen et al., "Accelerating Large Language Model Decoding with Speculative Sampling" (2023,
 arXiv 2302.01318): whatever the draft proposes, the tokens follow the target's own distribution. The draft is sampled
-with the request's temperature and filters: then a draft that equals the target has every token accepted, while its
-most likely token alone would be accepted only as often as the target draws it.
+with the request's temperature and filters. A draft that equals the target then has every token accepted; a greedy one
+would be accepted only as often as the target draws its most likely token.
 
 Shape suffixes: N rows (slots), k drafted tokens, J = k + 1 places verified, X = N·J of them row by row, V vocabulary.
 """
@@ -28,24 +28,24 @@ from asyncrl.rollouter.engines.native.kernels import ROWS_STEP, round_up
 from asyncrl.rollouter.engines.native.kv import KVCache
 from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.rollouter.engines.native.sampler import SamplingColumns, distributions, inverse_cdf, uniforms
-from asyncrl.rollouter.spec_metrics import ZERO_ACCEPTANCE_TOKENS
+from asyncrl.rollouter.spec_metrics import ZERO_ACCEPTANCE_TOKENS, count_speculation
 
 log = logging.getLogger(__name__)
 
-_DRAFT, _ACCEPT = 1, 2  # purposes of random numbers; the redraw is the token's own draw, purpose 0
-_WIDE = 64  # places caught up at once after steps without speculation
+_DRAFT, _ACCEPT = 1, 2  # purposes of random numbers; the redraw uses the token's own, 0
+_WIDE = 64  # places to catch up at once after steps without speculation
 
 
 class Speculation(NamedTuple):
-    """``tokens`` are drafted per step at most; with ``guard``, fewer or none where that is faster."""
+    """Draft at most ``tokens`` per step; with ``guard``, fewer or none if that is faster."""
 
     tokens: int
     guard: bool = True
 
 
 class Verified(NamedTuple):
-    """By row: how many drafted tokens were accepted; those and the one drawn after them, with their behaviour logprobs,
-    in the first ``accepted + 1`` of k + 1 columns."""
+    """By row: the number of accepted drafted tokens; these and the token drawn after them, with behaviour logprobs, in
+    the first ``accepted + 1`` of k + 1 columns."""
 
     accepted: list[int]
     tokens: list[list[int]]
@@ -55,11 +55,11 @@ class Verified(NamedTuple):
 def judge(
     target_NJV: Tensor, draft_NkV: Tensor, drafted_Nk: Tensor, accept_Nk: Tensor, redraw_NJ: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(how many of the drafted tokens hold, int64 [N]; the token after them, int64 [N]).
+    """(number of accepted drafted tokens, int64 [N]; the token after them, int64 [N]).
 
-    ``target`` and ``draft`` are the distributions p and q that each place's token is, or was, drawn from; ``accept``
-    and ``redraw`` are uniforms. Token x holds with probability min(1, p(x) / q(x)). The first that does not is drawn
-    again, from max(p − q, 0) renormalised; after k that hold, one more is drawn from p.
+    ``target`` and ``draft`` are the distributions p and q at each place; ``accept`` and ``redraw`` are uniforms. Token
+    x is accepted with probability min(1, p(x) / q(x)). The first rejected one is redrawn from max(p − q, 0)
+    renormalised; if all k are accepted, one more is drawn from p.
     """
     n, k, size = draft_NkV.shape
     drafted_Nk1 = drafted_Nk.unsqueeze(2)
@@ -69,17 +69,17 @@ def judge(
     p_NV = target_NJV.view(-1, size).index_select(0, rows_N * (k + 1) + accepted_N)
     q_NV = draft_NkV.view(-1, size).index_select(0, rows_N * k + accepted_N.clamp(max=k - 1))
     rest_NV = p_NV.addcmul(q_NV, (accepted_N < k).to(q_NV.dtype).unsqueeze(1), value=-1).clamp_(min=0)
-    # p = q but for rounding, or a draft of NaN: nothing is left of p − q
+    # if p = q up to rounding, or the draft is NaN, nothing is left of p − q
     rest_NV = rest_NV.where(rest_NV.sum(-1, keepdim=True) > 0, p_NV)
     return accepted_N, inverse_cdf(rest_NV, redraw_NJ.gather(1, accepted_N.unsqueeze(1))).squeeze(1)
 
 
 class Speculator:
-    """Drafting for a `Core`: each row's drafted tokens and random numbers, and acceptance figures.
+    """Drafts and verifies for a `Core`: keeps each slot's draft state and random numbers, and counts acceptance.
 
-    The core reports changes of its slots (`begin`, `copied`, `prefilled`, `append`, `move`, `forget`) and asks
-    for `step`s of as many tokens as `guard` advises. Raises EngineError for a model without MTP layers and for a
-    context in which so many tokens have no place.
+    The core reports changes of its slots (`begin`, `copied`, `prefilled`, `append`, `move`, `forget`) and calls `step`
+    with as many tokens as `guard` chooses. Raises EngineError for a model without MTP layers and for a context too
+    short for ``tokens``.
     """
 
     def __init__(self, model: NativeModel, kv: KVCache, tokens: int, guarded: bool, recorder: Recorder) -> None:
@@ -97,11 +97,11 @@ class Speculator:
         self._model, self._kv, self._most, self._top = model, kv, tokens, context - 1
         self._drafter = Drafter(model, kv)
         self._recorder = recorder
-        self._tokens = np.zeros((slots, context), dtype=np.int64)  # of each slot's sequence, all that are known
-        self._drafted = np.zeros(slots, dtype=np.int64)  # leading places whose draft KV is right
-        self._draft_uniforms = np.zeros((slots, context), dtype=np.float32)  # by the position before the token, as
-        self._accept_uniforms = np.zeros((slots, context), dtype=np.float32)  # the core's
-        self._base_S1 = np.arange(slots)[:, None] * context  # of each slot, in columns laid end to end
+        self._tokens = np.zeros((slots, context), dtype=np.int64)  # of each slot's sequence
+        self._drafted = np.zeros(slots, dtype=np.int64)  # leading places whose draft KV is valid
+        self._draft_uniforms = np.zeros((slots, context), dtype=np.float32)  # both by the position before the
+        self._accept_uniforms = np.zeros((slots, context), dtype=np.float32)  # token, like the core's
+        self._base_S1 = np.arange(slots)[:, None] * context  # offset of each slot in flattened columns
         self._repeated: tuple[SamplingColumns, int, SamplingColumns] | None = None
         self._verifications = self._produced = 0
         self._drafts, self._accepts = np.zeros(tokens, dtype=np.int64), np.zeros(tokens, dtype=np.int64)  # by place
@@ -110,24 +110,25 @@ class Speculator:
     # -- changes of the slots --------------------------------------------------------------------------------------
 
     def begin(self, slot: int, tokens: SequenceOf[int], key: int, position: int, count: int) -> None:
-        """A sequence of these tokens was placed; ``count`` more will be drawn, from ``position`` on."""
+        """A sequence of these tokens was placed, and at most ``count`` more will be drawn, from ``position`` on."""
         size = len(tokens)
         self._tokens[slot, :size], self._drafted[slot] = tokens, 0
         drawn = slice(size - 1, size - 1 + count)
         self._draft_uniforms[slot, drawn] = uniforms(key, position, count, _DRAFT)
         self._accept_uniforms[slot, drawn] = uniforms(key, position, count, _ACCEPT)
         if size == 1:
-            self._kv.hidden[0][slot, 0].zero_()  # nothing to draft from yet: at least the same nothing each time
+            self._kv.hidden[0][slot, 0].zero_()  # no hidden state yet: make it deterministic
 
     def append(self, slot: int, place: int, token: int) -> None:
         self._tokens[slot, place] = token
 
     def copied(self, source: int, target: int, tokens: int) -> None:
-        """The first ``tokens`` places were copied; the draft at the last of them had read the source's next token."""
+        """The first ``tokens`` places were copied. The draft's KV at the last one is invalid: it read the source's next
+        token."""
         self._drafted[target] = max(min(self._drafted[source], tokens - 1), 0)
 
     def prefilled(self, slot: int, end: int) -> None:
-        """The target's places before ``end`` are there: the draft's follow."""
+        """The target has computed the places before ``end``: compute the draft's too."""
         start = int(self._drafted[slot])
         rows = round_up(end - start, ROWS_STEP)
         places_W = np.arange(start, start + rows)
@@ -142,11 +143,11 @@ class Speculator:
         self._drafted[source] = 0
 
     def forget(self, slot: int) -> None:
-        """Invalidate the slot's KV."""
+        """Invalidate the slot's draft KV."""
         self._drafted[slot] = 0
 
     def keep_hidden(self, positions_NJ: np.ndarray, hidden_XM: Tensor) -> None:
-        """Store the target's hidden states of these positions of slots 0 … N−1, which the draft will read."""
+        """Store the target's hidden states at these positions of slots 0 … N−1, for the draft."""
         self._keep_hidden((positions_NJ + self._base_S1[: len(positions_NJ)]).ravel(), hidden_XM)
 
     def _keep_hidden(self, into_X: np.ndarray, hidden_XM: Tensor) -> None:
@@ -163,12 +164,12 @@ class Speculator:
         k: int,
         length: int,
     ) -> Verified:
-        """Draft and verify ``k`` tokens for the first N slots; ``slots`` of them decode, the other rows are computed
-        and not read. ``positions`` int64 [N] are those of the last tokens, ``draws`` float32 [slots, context] the
-        uniforms by position. ``length`` ≥ every position + k + 1, within the context, is attended.
+        """Draft and verify ``k`` tokens for the first N slots, of which only ``slots`` decode; the other rows' results
+        are not read. ``positions``: int64 [N], of the last tokens. ``draws``: float32 [slots, context], uniforms by
+        position. ``length``: attended cache entries, at least every position + k + 1, within the context.
 
-        Rows near the end of the context write unread values to its last position: no sequence has KV there, because its
-        last token is drawn and not computed."""
+        Rows near the end of the context write unread values to its last position. No sequence has KV there: its last
+        token is drawn but never computed."""
         n, base_N1 = len(positions), self._base_S1[: len(positions)]
         drafts: list[Tensor] = []
         drafted: list[Tensor] = []
@@ -199,8 +200,8 @@ class Speculator:
         return Verified(accepted_N.tolist(), tokens_NJ.tolist(), logprobs_NJ.tolist())
 
     def _behind(self, slots: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The places [N, W] that the draft has to compute before it can go on from the last tokens, the tokens after
-        them [N, W], and which of the W is each row's last one [N]; what is far behind is computed here."""
+        """Places that the draft must compute before it can continue from the last tokens [N, W], the tokens after them
+        [N, W], and the index of each row's last place among the W [N]. Places far behind are computed here."""
         last = np.maximum(positions - 1, 0)
         while True:
             start = np.minimum(self._drafted[: len(positions)], last)
@@ -226,8 +227,8 @@ class Speculator:
     # -- figures ---------------------------------------------------------------------------------------------------
 
     def count(self, k: int, drafted: SequenceOf[int], accepted: SequenceOf[int], produced: int) -> None:
-        """Of one step of ``k``: by row, the drafted tokens that had a place before the sequence's end and those of them
-        accepted; ``produced`` tokens came of it."""
+        """Count one step of ``k``. By row: ``drafted`` tokens within the sequence's limit, and ``accepted`` ones of
+        them. ``produced``: tokens of all rows."""
         places = np.arange(k)[:, None]
         accepts = (np.asarray(accepted) > places).sum(1)
         self._drafts[:k] += (np.asarray(drafted) > places).sum(1)
@@ -237,8 +238,8 @@ class Speculator:
         self._barren = 0 if accepts[0] else self._barren + sum(drafted)
         if self._barren >= ZERO_ACCEPTANCE_TOKENS and not self._warned:
             log.warning(
-                "%s: none of the last %d drafted tokens was accepted: the draft does not belong to these weights (was "
-                "it ever trained?). Expected mtp.enable_train, or a checkpoint with a trained draft, or "
+                "%s: none of the last %d drafted tokens was accepted: the draft does not match these weights (was it "
+                "ever trained?). Expected mtp.enable_train, or a checkpoint with a trained draft, or "
                 "mtp.enable_rollout=false",
                 self._recorder.actor,
                 self._barren,
@@ -246,20 +247,16 @@ class Speculator:
         self._warned = self._barren >= ZERO_ACCEPTANCE_TOKENS
 
     def took(self, k: int, rows: int, gained: SequenceOf[int], seconds: float) -> None:
-        """A step of ``k`` drafted tokens, 0 included, for ``rows`` sequences; a switch of the guard is logged."""
+        """Report a step of ``k`` drafted tokens (possibly 0) for ``rows`` sequences to the guard; logs its switches."""
         self.guard.observe(k, rows, gained, seconds)
         while self.guard.switches:
             log.info("%s", self.guard.switches.pop(0))
 
     def report(self) -> None:
-        """Counters since the last call, from which `asyncrl.rollouter.spec_metrics` makes rates, and a gauge."""
-        count = self._recorder.count
-        if self._verifications:
-            count("rollout/spec/verifications", self._verifications)
-            count("rollout/spec/tokens", self._produced)
-            for place in range(self._most):
-                count(f"rollout/spec/drafted/{place + 1}", int(self._drafts[place]))
-                count(f"rollout/spec/accepted/{place + 1}", int(self._accepts[place]))
+        """Record the counters since the last call, from which `asyncrl.rollouter.spec_metrics` derives rates, and a
+        gauge."""
+        drafted, accepted = self._drafts.tolist(), self._accepts.tolist()
+        count_speculation(self._recorder, self._verifications, self._produced, drafted, accepted)
         self._verifications = self._produced = 0
         self._drafts[:] = 0
         self._accepts[:] = 0

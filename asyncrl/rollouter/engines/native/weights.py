@@ -1,4 +1,4 @@
-"""Live weights of the native engine: written in place as they arrive, or merged with LoRA adapters."""
+"""Live weights of the native engine: overwritten in place, or merged with LoRA adapters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OnCommit = Callable[[PolicyVersion], None]
 
 
 class NativeWeights(LiveWeights):
-    """Writes into the model's named views, target and draft alike, so a committed version is whole by construction."""
+    """Writes into the model's named views, of target and draft."""
 
     def __init__(self, model: NativeModel, on_commit: OnCommit) -> None:
         super().__init__(model.named_views(), model.tied(), on_commit)
@@ -34,10 +34,10 @@ class NativeWeights(LiveWeights):
 
 
 class NativeAdaptedWeights(AdaptedWeights):
-    """Merges each adapter into the live weights at its commit, from a copy of the base kept beside them.
+    """Merges each adapter into the live weights at its commit, from a copy of the base.
 
-    The engine computes as without LoRA, in the same kernels and at the same speed, at the cost of a second copy of the
-    targeted weights and a merge per version. ``model`` holds the base."""
+    The engine runs the same kernels at the same speed as without LoRA, at the cost of a second copy of the targeted
+    weights and a merge per version. ``model`` must hold the base."""
 
     def __init__(self, model: NativeModel, lora: LoraConfig, on_commit: OnCommit) -> None:
         shapes = linear_shapes(model.config)
@@ -52,7 +52,7 @@ class NativeAdaptedWeights(AdaptedWeights):
         super().__init__(LiveWeights(self._frozen, model.tied(), ignore), draft, shapes, self._merge, on_commit)
 
     def held(self, role: Role) -> Mapping[str, Tensor]:
-        """Tensors that the digest of a role covers: those that the session sends."""
+        """Tensors that the digest of a role covers: those that the session sent."""
         if role == "draft":
             return self._drafting if self.draft_travels else {}
         return {**(self._frozen if self.base_travels else {}), **self.tensors()}

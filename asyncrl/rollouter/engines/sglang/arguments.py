@@ -14,13 +14,13 @@ from asyncrl.rollouter.engines.adapters import adapted_leaves, adapter_slots
 from asyncrl.rollouter.engines.base import Request
 from asyncrl.rollouter.engines.sglang.serve import UNPINNED
 
-#: arguments with which the server keeps weights of fewer bits than it is sent
+#: arguments that make the server quantise the weights it receives
 QUANTIZING = frozenset({"quantization", "torchao_config", "modelopt_quant"})
 _SLACK_TOKENS = 8  # SGLang ends a request a little before its context is full
 
 
 def server_arguments(config: Config, device: str) -> dict[str, Any]:
-    """By SGLang's names."""
+    """SGLang's server arguments, by its names. `spec` refuses those that a user may not set."""
     engine, mtp = config.rollout.engine, config.mtp
     model = ModelConfig.load(config.model.path)
     arguments: dict[str, Any] = {
@@ -37,14 +37,14 @@ def server_arguments(config: Config, device: str) -> dict[str, Any]:
         "schedule_low_priority_values_first": True,
         "enable_memory_saver": device == "cuda" and config.param_sync.kv == "unload",  # needed to free the KV cache
         "log_level": "error",
-        "skip_server_warmup": True,  # its request might still run when the first sync comes
+        "skip_server_warmup": True,  # its request might still run during the first sync
     }
     if mtp.enable_rollout:
         arguments |= {
             "speculative_algorithm": "NEXTN",
             "speculative_num_steps": mtp.num_speculative_tokens,
             "speculative_eagle_topk": 1,  # a chain
-            "speculative_num_draft_tokens": mtp.num_speculative_tokens + 1,  # and the token that they follow
+            "speculative_num_draft_tokens": mtp.num_speculative_tokens + 1,  # and the token before them
         }
     if sends_adapters(config):
         arguments |= {
@@ -56,12 +56,12 @@ def server_arguments(config: Config, device: str) -> dict[str, Any]:
         if device == "cpu":
             arguments["lora_backend"] = "torch_native"
     if engine.delivery == "nccl":
-        arguments["base_gpu_id"] = 1  # the first one is this process's
+        arguments["base_gpu_id"] = 1  # GPU 0 is this process's
     sync = config.param_sync
     if (sync.pause, sync.kv) == ("keep", "keep") and sync.in_flight != "finish":
-        # With it a pause leaves a step in flight: it would run on while weights arrive, and its tokens, drawn from the
-        # old ones, would be counted to the new version. Only this pair pays for that: all others drain the step, and
-        # requests that finish on their adapter do not change version.
+        # With overlap, a pause leaves a step in flight. It would run while weights arrive, and its tokens, sampled from
+        # the old weights, would be attributed to the new version. Only this pair needs it off: the others drain the
+        # step, and requests that finish on their adapter do not change version.
         arguments["disable_overlap_schedule"] = True
     if device == "cpu":
         arguments |= {
@@ -69,15 +69,15 @@ def server_arguments(config: Config, device: str) -> dict[str, Any]:
             "sampling_backend": "pytorch",
             "disable_overlap_schedule": True,
             "disable_cuda_graph": True,
-            # as much as every slot's whole context takes
+            # a full context in every slot
             "max_total_tokens": engine.slots * (context_tokens(config) + _SLACK_TOKENS),
-            "mem_fraction_static": 0.2,  # of the machine's memory may the cache take, if it had no bound
+            "mem_fraction_static": 0.2,  # of the machine's memory, if the cache had no bound
         }
     return arguments | engine.args
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:
-    """As SGLang's parser reads them; False and None are left out."""
+    """The arguments as SGLang's parser reads them. False and None are left out."""
     words: list[str] = []
     for name, value in arguments.items():
         option = f"--{name.replace('_', '-')}"
@@ -86,7 +86,7 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
         elif isinstance(value, (list, tuple)):
             words += [option, *map(str, value)]
         elif value is not None and value is not False:
-            # in one word: a value may begin with a dash
+            # one word, because a value may begin with a dash
             words.append(f"{option}={json.dumps(value) if isinstance(value, Mapping) else value}")
     return words
 
@@ -95,14 +95,14 @@ def server_environment(config: Config, device: str) -> dict[str, str]:
     """Environment of the server's processes, in addition to this one's."""
     engine = config.rollout.engine
     wanted = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-    wanted["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # by the slack
-    wanted["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"  # the behaviour logprob is that after temperature
+    wanted["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # for the slack
+    wanted["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"  # behaviour logprobs are after temperature
     if engine.delivery == "gloo":
-        wanted["GLOO_SOCKET_IFNAME"] = "lo"  # where this process is in the group
+        wanted["GLOO_SOCKET_IFNAME"] = "lo"  # the interface that this process joins the group on
     if device == "cpu" and sends_adapters(config):
         wanted[UNPINNED] = "1"
     if device == "cpu":
-        # every worker may run on every core; bound, those of all replicas would be on the same ones
+        # no binding: it would put the workers of all replicas on the same cores
         cores = "|".join([f"0-{(os.cpu_count() or 1) - 1}"] * engine.tensor_parallel_size)
         wanted |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": cores}
         wanted["OMP_NUM_THREADS"] = str(engine.threads)
@@ -119,14 +119,14 @@ def sampling_parameters(request: Request, stream_interval: int) -> dict[str, Any
         "min_p": s.min_p,
         "stop_token_ids": list(s.stop_token_ids) or None,
         "stop": list(s.stop_strings) or None,
-        # it ignores the request's own stop tokens too; `stops` hides the model's
+        # would ignore the request's own stop tokens too; `stops` hides the model's
         "ignore_eos": not s.stop_token_ids,
         "stream_interval": stream_interval,
     }
 
 
 def lora_slots(config: Config) -> int:
-    """SGLang never replaces an adapter in place, so there is always room for two."""
+    """Number of adapter slots: at least two, because SGLang never replaces an adapter in place."""
     return max(2, adapter_slots(config))
 
 

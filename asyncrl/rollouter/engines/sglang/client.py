@@ -11,12 +11,12 @@ import aiohttp
 
 from asyncrl.rollouter.engines.base import EngineDied, EngineError
 
-_LONGEST_LINE = 1 << 24  # bytes: an event of a stream is one line
-_IDLE_S = 2.0  # the server drops connections that idle for 5 s, maybe just as one is used again
+_LONGEST_LINE = 1 << 24  # bytes; an event of a stream is one line
+_IDLE_S = 2.0  # below the server's 5 s, so that it never closes a connection just as we reuse it
 
 
 class ServerRefusal(EngineError):
-    """The server refused a call; the message is its own."""
+    """The server refused a call; the message is the server's."""
 
 
 class Client:
@@ -33,7 +33,7 @@ class Client:
         return await self._call("POST", path, body)
 
     async def generate(self, **body: Any) -> AsyncIterator[dict[str, Any]]:
-        """The events of a stream, until its end."""
+        """Events of one generation stream, to its end."""
         with self._errors_translated("/generate"):
             async with self._session.post("/generate", json={**body, "stream": True}) as answer:
                 if answer.status != 200:

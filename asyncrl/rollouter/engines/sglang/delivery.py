@@ -1,7 +1,7 @@
-"""Delivery of tensors from the replica's process to SGLang's: in shared memory, announced over HTTP.
+"""Delivery of tensors from the replica's process to SGLang's workers: in shared memory, announced over HTTP.
 
-SGLang calls it a flattened bucket: one uint8 tensor, and for each tensor in it where it lies. Every worker is sent a
-handle of its own to the same memory, as a handle may be opened once. `group_delivery` is the other way.
+A parcel has SGLang's "flattened bucket" format: one uint8 tensor, and the location of each tensor in it. Every worker
+gets its own handle to the same memory, because a handle can be opened only once. `group_delivery` is the alternative.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from asyncrl.param_sync.manifest import DTYPE_BYTES, Role, TensorSpec
 from asyncrl.rollouter.engines.sglang.client import Client
 from asyncrl.rollouter.engines.sglang.fused import loaded_together
 
-#: a tensor that has come whole
+#: a tensor that has arrived completely
 Arrived = tuple[TensorSpec, torch.Tensor]
 
 ALIGN_BYTES = 64
@@ -28,13 +28,13 @@ CAPACITY_BYTES = 64 * 1024 * 1024
 
 
 class Parcel:
-    """Tensors of one role on their way, see `parcels`. Each begins at a multiple of ``align_bytes``, and of its
-    element."""
+    """A buffer with tensors of one role, see `parcels`. Each begins at a multiple of ``align_bytes`` and of its element
+    size."""
 
     def __init__(self, device: str, capacity_bytes: int = CAPACITY_BYTES, align_bytes: int = 1) -> None:
         self._device, self._capacity, self._align_bytes = device, capacity_bytes, align_bytes
-        self._memory: torch.Tensor | None = None  # as large as the largest tensor needs, from then on
-        self.places: list[SimpleNamespace] = []  # as SGLang describes them
+        self._memory: torch.Tensor | None = None  # grows with the largest tensor so far
+        self.places: list[SimpleNamespace] = []  # locations, in SGLang's format
         self._end = 0
         self.role: Role = "target"
 
@@ -42,14 +42,14 @@ class Parcel:
         return len(self.places)
 
     def takes(self, *specs: TensorSpec) -> bool:
-        """Whether there is room for all of these, of one role and dtype, one behind the other."""
+        """True if these tensors, of one role and dtype, all fit one after the other."""
         if not self.places:
             return True
         fits = self._end + self._bytes_of(specs) <= self._memory_bytes and self._end % DTYPE_BYTES[specs[0].dtype] == 0
         return fits and specs[0].role == self.role
 
     def add(self, *tensors: Arrived) -> None:
-        """Copy them in; `takes` said that they fit."""
+        """Copy tensors for which `takes` was True."""
         if not self.places:
             self.role = tensors[0][0].role
             if (nbytes := self._bytes_of([spec for spec, _ in tensors])) > self._memory_bytes:
@@ -63,18 +63,18 @@ class Parcel:
             self._end = end + -spec.nbytes % self._align_bytes
 
     def clear(self) -> None:
-        """The memory may be filled again: the delivery has ended, so SGLang has read it."""
+        """Make the memory free to fill again. Call only after the delivery has ended: SGLang has then read it."""
         self.places, self._end = [], 0
 
     def flat(self) -> torch.Tensor:
-        """All of it, uint8 [bytes], free for use by others."""
+        """The contents, uint8 [bytes], once the device has written them."""
         assert self._memory is not None
         if self._device != "cpu":
             torch.cuda.synchronize()
         return self._memory[: self._end]
 
     def _bytes_of(self, specs: Sequence[TensorSpec]) -> int:
-        """Up to the end of the last one."""
+        """Bytes up to the end of the last tensor."""
         return sum(spec.nbytes + -spec.nbytes % self._align_bytes for spec in specs[:-1]) + specs[-1].nbytes
 
     @property
@@ -86,13 +86,13 @@ class Parcel:
 
 
 class SharedParcel(Parcel):
-    """In memory that another process can open."""
+    """A parcel in memory that another process can open."""
 
     def __init__(self, device: str, capacity_bytes: int = CAPACITY_BYTES) -> None:
         super().__init__(device, capacity_bytes, ALIGN_BYTES)
 
     def payload(self, workers: int) -> list[str]:
-        """One for each worker."""
+        """One handle for each worker."""
         bucket = {"flattened_tensor": self.flat(), "metadata": self.places}
         with _shared_by_name():
             return [_handle(bucket) for _ in range(workers)]
@@ -101,29 +101,30 @@ class SharedParcel(Parcel):
         if self._device != "cpu":
             from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
-            monkey_patch_torch_reductions()  # handles name their GPU by its UUID
+            monkey_patch_torch_reductions()  # handles then name their GPU by UUID
             return super()._allocate(nbytes)
         with _shared_by_name():
             return super()._allocate(nbytes).share_memory_()
 
 
 class Delivery(Protocol):
-    """``parcels``: the two that are filled in turn."""
+    """Moves parcels into the server. ``parcels``: two, filled in turn."""
 
     parcels: tuple[Parcel, Parcel]
 
     async def open(self, deadline_s: float) -> None:
-        """Be ready for a session. Generation goes on meanwhile."""
+        """Prepare for a session, while generation continues."""
 
     async def deliver(self, parcel: Parcel, selector: str) -> None:
-        """Returns when the models that the selector names have loaded it and read all of it. Raises EngineError."""
+        """Load the parcel into the models that ``selector`` names; returns when they have read all of it. Raises
+        EngineError."""
 
     def abort(self) -> None:
         """End a delivery in progress, so that neither end waits for the other."""
 
 
 class ByMemory:
-    """Implements `Delivery`: the workers read the parcel where it is."""
+    """Implements `Delivery`: the workers map the parcel's memory."""
 
     def __init__(self, client: Client, device: str, workers: int) -> None:
         self._client, self._device, self._workers = client, device, workers
@@ -138,12 +139,12 @@ class ByMemory:
             "/update_weights_from_tensor",
             serialized_named_tensors=parcel.payload(self._workers),
             load_format="flattened_bucket",
-            flush_cache=False,  # the session has done so, where it is wanted
+            flush_cache=False,  # the session flushes if param_sync.kv asks for it
             selector=selector,
         )
         if self._device != "cpu":
-            # It answers when its copies are queued. Checksums, here of none, are taken when all workers' GPUs have done
-            # what they were asked: only then may the memory be filled again.
+            # SGLang answers once its copies are queued. Checksums (here of no tensor) wait for all queued work on the
+            # workers' GPUs; only then may the memory be filled again.
             await self._client.post("/weights_checker", action="checksum", skip_tensor_list=[""], selector=selector)
 
     def abort(self) -> None:
@@ -157,7 +158,8 @@ def _handle(bucket: dict[str, object]) -> str:
 
 
 class _shared_by_name:
-    """torch's other way, to pass file descriptors on, works between a process and its children alone."""
+    """Shares memory by name: torch's default, passing file descriptors, only works between a process and its
+    children."""
 
     def __enter__(self) -> None:
         self._before = torch.multiprocessing.get_sharing_strategy()
@@ -168,8 +170,8 @@ class _shared_by_name:
 
 
 def parcels(tensors: Iterator[Arrived], pair: tuple[Parcel, Parcel], sent: Collection[str]) -> Iterator[Parcel]:
-    """The two in turn, filled again and again until all tensors have gone: who asks for the next may still be sending
-    one, and has sent the one before. ``sent``: the names of all that will come."""
+    """Fill the two parcels in turn until all tensors are packed. When the caller asks for the next one, it may still be
+    delivering the last parcel, but must have delivered the one before. ``sent``: names of all tensors to come."""
     parcel, other = pair
     parcel.clear()
     for together in _complete(tensors, sent):
@@ -183,7 +185,7 @@ def parcels(tensors: Iterator[Arrived], pair: tuple[Parcel, Parcel], sent: Colle
 
 
 def _complete(tensors: Iterator[Arrived], sent: Collection[str]) -> Iterator[list[Arrived]]:
-    """Each tensor with those that it must be loaded with: it is held back until the last of them is here."""
+    """Groups of tensors that must be loaded in one call, each held back until its last tensor is here."""
     waiting: dict[str, Arrived] = {}
     for spec, tensor in tensors:
         waiting[spec.name] = spec, tensor

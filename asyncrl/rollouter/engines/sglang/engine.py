@@ -1,4 +1,4 @@
-"""SGLang behind the engine seam: a server process below the replica's, spoken to over HTTP."""
+"""SGLang as an engine: a server, child process of the replica's, driven over HTTP."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from asyncrl.rollouter.engines.sglang.arguments import (
 from asyncrl.rollouter.engines.sglang.delivery import ByMemory, Delivery
 from asyncrl.rollouter.engines.sglang.group_delivery import ByGroup
 from asyncrl.rollouter.engines.sglang.lora import adapter_name
-from asyncrl.rollouter.engines.sglang.metrics import count_speculation
+from asyncrl.rollouter.engines.sglang.metrics import count_finished
 from asyncrl.rollouter.engines.sglang.receiver import ServerReceiver
 from asyncrl.rollouter.engines.sglang.release import SESSIONS_SINCE, check_release
 from asyncrl.rollouter.engines.sglang.server import Server
@@ -39,15 +39,15 @@ from asyncrl.rollouter.engines.streaming import FINISH, StreamedRequest, Streami
 from asyncrl.types.samples import FinishReason
 from asyncrl.types.versions import PolicyVersion
 
-_ABORT_AGAIN_S = 0.5  # SGLang loses an abort that overtakes its request
-#: the stop that SGLang reports where it replaced an invalid token by a stop token
+_ABORT_AGAIN_S = 0.5  # retry interval: SGLang drops an abort that overtakes its request
+#: what SGLang reports as matched stop if it replaced an invalid token by a stop token
 _NO_TOKEN = "NaN happened"
 #: tokens per event of a stream; an event costs each side a tenth of a millisecond
 _STREAM_INTERVAL = 16
 
 
 class _Running(StreamedRequest):
-    """``rid``: its id in SGLang, which aborts all requests whose ids begin with the given one, so ours will not do."""
+    """``rid``: the request's id in SGLang. Not ours, because SGLang's abort matches ids by prefix."""
 
     def __init__(self, request: Request, version: PolicyVersion, slot: int) -> None:
         super().__init__(request, version, slot)
@@ -67,14 +67,14 @@ class SGLangEngine(StreamingEngine[_Running]):
         super().__init__(config, device, recorder, context_tokens(config), vocabulary, adapters)
         self._server, self._client = server, server.client
         self._drafts_greedily = device == "cpu" and config.mtp.enable_rollout
-        # Only kept requests see two versions. With an event per step, all tokens of an event have the same one.
+        # Only kept requests see two versions. One event per step, so that an event's tokens share a version.
         self._stream_interval = 1 if config.param_sync.pause == "keep" else _STREAM_INTERVAL
         server.ended.add_done_callback(lambda _: self._die(EngineDied(server.account())))
 
     @classmethod
     async def start(cls, config: Config, *, recorder: Recorder) -> SGLangEngine:
-        """Start the server, which loads the checkpoint; takes a minute or two. Raises EngineError for options that do
-        not fit."""
+        """Start the server, which loads the checkpoint; takes a minute or two. Raises EngineError for options that
+        SGLang refuses."""
         check_release()
         device = resolve_device(config.rollout.engine.device)
         server = await Server.start(server_arguments(config, device), server_environment(config, device))
@@ -84,7 +84,7 @@ class SGLangEngine(StreamingEngine[_Running]):
 
     async def pause(self, mode: PauseMode, deadline_s: float) -> int:
         if mode == "keep" and self._stream_interval > 1:
-            raise EngineError("pause('keep'): SGLang was started for another param_sync.pause and reports no spans")
+            raise EngineError("pause('keep'): SGLang was started for another param_sync.pause: events may mix versions")
         return await super().pause(mode, deadline_s)
 
     def weight_receiver(self, name: str, transport: str) -> WeightReceiver:
@@ -99,7 +99,7 @@ class SGLangEngine(StreamingEngine[_Running]):
             device=self._device,
             workers=engine.tensor_parallel_size,
             draft=self._config.mtp.enable_rollout,
-            sessions=check_release() >= SESSIONS_SINCE,
+            sessions=check_release().release >= SESSIONS_SINCE.release,
             quantized=not QUANTIZING.isdisjoint(engine.args),
             modules=adapted_modules(self._config),
             slots=self._adapters,
@@ -121,7 +121,7 @@ class SGLangEngine(StreamingEngine[_Running]):
 
     def _why_impossible(self, request: Request) -> str | None:
         if self._drafts_greedily and request.sampling.temperature > 0:
-            return "SGLang's speculation on the CPU takes the likeliest token whatever the temperature; expected 0"
+            return "SGLang's speculation on the CPU is always greedy; expected temperature 0"
         return super()._why_impossible(request)
 
     async def _stream(self, running: _Running) -> None:
@@ -133,21 +133,21 @@ class SGLangEngine(StreamingEngine[_Running]):
             return_logprob=True,
             priority=request.priority,
             lora_path=self._adapter_of(running),
-            # KV that an older version computed of the same prompt must not be reused
+            # the same prompt's KV of an older version must not be reused
             extra_key=str(running.version),
         )
         async for event in events:
             if self._take(running, event):
                 await self._client.post("/abort_request", rid=running.rid)
         if self._running.get(request.id) is running:
-            raise EngineError("its stream ended before the request did")
+            raise EngineError("the stream ended before the request did")
 
     def _adapter_of(self, running: _Running) -> str | None:
         adapter = self._receiver.adapter if self._receiver is not None else None
         return None if adapter is None else adapter_name(adapter, running.slot)
 
     async def _abort(self, running: Sequence[_Running]) -> None:
-        """Returns when they have ended."""
+        """Returns when the requests have ended."""
         tasks = {r.task: r.rid for r in running if r.task is not None}
         while waiting := [task for task in tasks if not task.done()]:
             await asyncio.gather(*(self._client.post("/abort_request", rid=tasks[task]) for task in waiting))
@@ -156,7 +156,7 @@ class SGLangEngine(StreamingEngine[_Running]):
 
     def _take(self, running: _Running, event: dict[str, Any]) -> bool:
         meta = event["meta_info"]
-        # by the count: an abort of a waiting request repeats its last token
+        # by count: aborting a waiting request repeats its last token
         new = meta["completion_tokens"] - running.received
         tokens = event["output_ids"][-new:] if new > 0 else []
         logprobs = [entry[0] for entry in meta["output_token_logprobs"][-new:]] if new > 0 else []
@@ -166,13 +166,13 @@ class SGLangEngine(StreamingEngine[_Running]):
         if finish is FinishReason.ERROR or reason.get("status_code"):
             finish, error = FinishReason.ERROR, f"SGLang ended the request: {reason.get('message', reason)}"
         if reason.get("matched") == _NO_TOKEN:
-            finish, error = FinishReason.ERROR, "SGLang drew no token of the vocabulary: its logits are not numbers"
+            finish, error = FinishReason.ERROR, "SGLang sampled no valid token: its logits are NaN"
         if len(tokens) != new or len(logprobs) != new:
             message = f"{new} new tokens, {len(tokens)} ids and {len(logprobs)} logprobs"
-            self._die(EngineDied(f"{running.request.id}: SGLang's stream is not whole: {message}"))
+            self._die(EngineDied(f"{running.request.id}: SGLang's stream is inconsistent: {message}"))
             return False
         if finish is not None:
-            count_speculation(self._recorder, meta)
+            count_finished(self._recorder, meta)
         spans = [(span["version"], span["end"] - span["start"]) for span in meta.get("weight_versions") or ()]
         return self._received(running, tokens, logprobs, finish, spans, error)
 
@@ -183,7 +183,7 @@ class SGLangEngine(StreamingEngine[_Running]):
             await self._abort(running)
         elif mode == "wait":
             await all_ended(running)
-        # with nothing running "retract" stops as "in_place" does; running requests keep their KV until `flush_kv`
+        # without running requests "retract" equals "in_place"; kept requests hold their KV until `flush_kv`
         await self._client.post("/pause_generation", mode="in_place" if mode == "keep" else "retract")
 
     async def _continue(self) -> None:
@@ -193,8 +193,8 @@ class SGLangEngine(StreamingEngine[_Running]):
         await self._client.post("/update_weight_version", new_version=str(version), abort_all_requests=False)
 
     async def _release_kv(self) -> None:
-        if self._running:  # SGLang's scheduler would end itself
-            raise EngineError(f"release_kv: {len(self._running)} requests stay over this pause, with KV of theirs")
+        if self._running:  # SGLang's scheduler would exit
+            raise EngineError(f"release_kv: {len(self._running)} requests are kept during this pause and hold KV")
         await self._client.post("/release_memory_occupation", tags=["kv_cache"])
 
     async def _restore_kv(self) -> None:
@@ -202,7 +202,7 @@ class SGLangEngine(StreamingEngine[_Running]):
 
     async def _flush_kv(self) -> None:
         if self._running:
-            await self._client.post("/pause_generation", mode="retract")  # they release their KV and queue again
+            await self._client.post("/pause_generation", mode="retract")  # requests release their KV and queue again
         await self._client.post("/flush_cache")
 
     async def _free_bytes(self) -> int:

@@ -1,9 +1,9 @@
 """Delivery of weights to SGLang's server over a process group: one broadcast per parcel.
 
-For replicas whose two ends share no memory: GPUs without peer access, containers without shared memory. SGLang calls it
-a distributed update. This process is rank 0, the server's workers are the others. The group forms in the first session
-and lasts until something in it fails; then its connections are closed, so that no member waits, and the next session
-forms another. The server starts to receive only once a parcel is here.
+For replicas whose two ends share no memory: GPUs without peer access, containers without shared memory. Uses SGLang's
+distributed update: this process is rank 0, the server's workers are the other ranks. The group forms in the first
+session and lasts until a call in it fails; its connections are then closed, so that no member waits, and the next
+session forms a new one. The server is asked to receive only once a parcel is here.
 """
 
 from __future__ import annotations
@@ -27,44 +27,41 @@ from asyncrl.rollouter.engines.sglang.delivery import CAPACITY_BYTES, Parcel
 Backend = Literal["gloo", "nccl"]
 
 _HOST = "127.0.0.1"  # the server is a child of this process
-_CALL_S = 120.0  # of one broadcast
+_CALL_S = 120.0  # timeout of one broadcast
 _LAST_WORDS_S = 5.0  # for the server to say why a broadcast failed
 
 
 class ByGroup:
-    """Implements `asyncrl.rollouter.engines.sglang.delivery.Delivery`. ``backend`` nccl needs this process on a GPU of
-    its own: NCCL refuses two members on one."""
+    """Implements `asyncrl.rollouter.engines.sglang.delivery.Delivery`. With ``backend`` nccl this process needs its own
+    GPU: NCCL refuses two members on one."""
 
-    def __init__(
-        self, client: Client, backend: Literal["gloo", "nccl"], workers: int, capacity_bytes: int = CAPACITY_BYTES
-    ) -> None:
+    def __init__(self, client: Client, backend: Backend, workers: int, capacity_bytes: int = CAPACITY_BYTES) -> None:
         self._client, self._backend, self._workers = client, backend, workers
-        self._device = "cuda" if backend == "nccl" else "cpu"  # SGLang's ends of gloo copy to theirs
+        self._device = "cuda" if backend == "nccl" else "cpu"  # over gloo, SGLang's members copy to their GPUs
         self.parcels = Parcel(self._device, capacity_bytes), Parcel(self._device, capacity_bytes)
         self._name = ""  # of the group, or of the last one
-        self._way: BroadcastChannel | None = None
+        self._channel: BroadcastChannel | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._store: dist.TCPStore | None = None
         self._delivering = False
 
     async def open(self, deadline_s: float) -> None:
-        """Form the group if there is none. Raises EngineDied when the workers do not join: they wait for it then, and
-        for nothing else."""
-        if self._way is not None:
+        """Form the group if there is none. Raises EngineDied if the workers do not join: they are then stuck waiting
+        for it."""
+        if self._channel is not None:
             return
         try:
             async with asyncio.timeout(deadline_s):
                 await self._form()
         except TimeoutError:
             raise EngineDied(
-                f"SGLang's workers did not join a {self._backend} group within {deadline_s:g} s; the replica has to be "
-                "started again"
+                f"SGLang's workers did not join a {self._backend} group within {deadline_s:g} s; restart the replica"
             ) from None
 
     async def deliver(self, parcel: Parcel, selector: str) -> None:
-        way, thread = self._way, self._thread
-        if way is None or thread is None:
-            raise EngineError("there is no group with SGLang's workers; a session begins with `open`")
+        channel, thread = self._channel, self._thread
+        if channel is None or thread is None:
+            raise EngineError("no group with SGLang's workers: call `open` first")
         flat = parcel.flat()
         posted = asyncio.ensure_future(
             self._client.post(
@@ -74,11 +71,11 @@ class ByGroup:
                 shapes=[list(place.shape) for place in parcel.places],
                 group_name=self._name,
                 load_format="flattened_bucket",
-                flush_cache=False,  # the session has done so, where it is wanted
+                flush_cache=False,  # the session flushes if param_sync.kv asks for it
                 selector=selector,
             )
         )
-        sent = asyncio.get_running_loop().run_in_executor(thread, lambda: way.receive(flat).wait())
+        sent = asyncio.get_running_loop().run_in_executor(thread, lambda: channel.receive(flat).wait())
         sent.add_done_callback(_retrieved)
         self._delivering = True
         try:
@@ -96,19 +93,19 @@ class ByGroup:
                 posted.cancel()
 
     def abort(self) -> None:
-        """Of a delivery in progress: close the group's connections."""
-        way, thread = self._way, self._thread
-        if not self._delivering or way is None or thread is None:
+        """Close the group's connections if a delivery is in progress."""
+        channel, thread = self._channel, self._thread
+        if not self._delivering or channel is None or thread is None:
             return
-        self._delivering, self._way, self._thread, self._store = False, None, None, None
-        way.end_calls()
-        # Destroyed by the thread, when it is in no call any more: its destructor waits for that.
-        thread.submit([way].clear)
+        self._delivering, self._channel, self._thread, self._store = False, None, None, None
+        channel.end_calls()
+        # The thread destroys the channel once its calls have ended: the destructor waits for them.
+        thread.submit([channel].clear)
         thread.shutdown(wait=False)
 
     async def _form(self) -> None:
         if self._name:
-            with contextlib.suppress(ServerRefusal):  # it has none of this name
+            with contextlib.suppress(ServerRefusal):  # it has no group of this name
                 await self._client.post("/destroy_weights_update_group", group_name=self._name)
         self._name = f"asyncrl-{uuid.uuid4().hex}"
         self._store = host_store(_HOST)
@@ -130,15 +127,15 @@ class ByGroup:
                 group_name=self._name,
                 backend=self._backend,
             )
-            self._way, self._thread = await joined, thread
+            self._channel, self._thread = await joined, thread
         finally:
             if self._thread is not thread:
-                self._store = None  # fails those that wait in it
+                self._store = None  # fails members that wait on it
                 thread.shutdown(wait=False)
 
 
 def _keys(group_name: str, device: str) -> str:
-    """Where in the store torch, as SGLang calls it, has the members of a group find each other."""
+    """Key prefix under which torch, as SGLang calls it, runs the group's rendezvous in the store."""
     return f"{group_name}/{group_name}//{device}/"
 
 

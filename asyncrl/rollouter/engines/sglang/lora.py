@@ -1,4 +1,4 @@
-"""LoRA adapters in SGLang's server: loaded from tensors beside its weights, one for each version that is in use."""
+"""LoRA adapters in SGLang's server: loaded from tensors, one for each version in use."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from asyncrl.rollouter.engines.sglang.delivery import ALIGN_BYTES, SharedParcel
 
 
 def adapter_name(adapter: AdapterSpec, slot: int) -> str:
-    """In the server; a new slot has a new name."""
+    """The adapter's name in the server, unique per slot."""
     return f"{adapter.name}-{slot}"
 
 
 async def load_adapter(
     client: Client, adapter: AdapterSpec, slot: int, tensors: Mapping[str, torch.Tensor], workers: int
 ) -> None:
-    """Give the server a whole adapter, in memory of the host that it goes on using. Every worker compares the SHA-256
-    of what it gets with ours. Raises EngineError."""
+    """Load a whole adapter into the server, from host memory that it keeps using. Every worker compares the tensors'
+    SHA-256 with ours. Raises EngineError."""
     parcel = SharedParcel("cpu", sum(tensor.nbytes + ALIGN_BYTES for tensor in tensors.values()))
     for name, tensor in tensors.items():
         parcel.add((TensorSpec(name, dtype_name(tensor), tuple(tensor.shape)), tensor))
@@ -42,7 +42,7 @@ async def load_adapter(
 
 
 async def unload_adapter(client: Client, adapter: AdapterSpec, slot: int) -> None:
-    """It must have no requests: SGLang waits for them to end."""
+    """Unload an adapter, which must have no requests: SGLang would wait for them to end."""
     await client.post("/unload_lora_adapter", lora_name=adapter_name(adapter, slot))
 
 

@@ -1,7 +1,7 @@
 """Weight receiver of an SGLang replica: reads buckets and hands them to the server.
 
-The server writes what it is given into its live weights at once and keeps no copy. Target and draft go to their models
-by SGLang's selector; that all has arrived is known here, that it is alive the server's own checksums say.
+The server writes tensors straight into its live weights and keeps no copy. SGLang's selector routes them to the target
+or the draft. This process checks that everything arrived; the server's own checksums show that it is live.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import torch
 
 from asyncrl.models.checkpoint import is_draft
 from asyncrl.param_sync.errors import SyncError
-from asyncrl.param_sync.lora.adapters import ModuleShapes, check_lora
+from asyncrl.param_sync.lora.adapters import ModuleShapes
 from asyncrl.param_sync.lora.slots import AdapterSlots
 from asyncrl.param_sync.manifest import AdapterSpec, Manifest, ManifestError, Role, TensorSpec, is_adapter
 from asyncrl.param_sync.session_protocol import ReceivePlan
 from asyncrl.param_sync.tensor_assembler import TensorAssembler
 from asyncrl.param_sync.transports.base import BucketReader
-from asyncrl.rollouter.engines.base import EngineDied, EngineError
+from asyncrl.rollouter.engines.base import EngineError
+from asyncrl.rollouter.engines.remote_receiver import RemoteReceiver
 from asyncrl.rollouter.engines.sglang.checksums import SentChecksums, unmoved
 from asyncrl.rollouter.engines.sglang.client import Client, ServerRefusal
 from asyncrl.rollouter.engines.sglang.delivery import Delivery, Parcel, parcels
@@ -31,8 +32,6 @@ from asyncrl.rollouter.engines.sglang.lora import load_adapter, unload_adapter
 from asyncrl.types.versions import PolicyVersion
 
 T = TypeVar("T")
-
-_ENDING_S = 30.0  # for the server to end an update that was given up
 
 
 class _Seen(NamedTuple):
@@ -42,14 +41,14 @@ class _Seen(NamedTuple):
     live: Mapping[str, str]
 
 
-class ServerReceiver:
-    """Implements `asyncrl.param_sync.weight_receiver.WeightReceiver`. Staging ``full`` it has not.
+class ServerReceiver(RemoteReceiver):
+    """Implements `asyncrl.param_sync.weight_receiver.WeightReceiver`, without staging ``full``.
 
-    ``delivery``: how what arrives gets into the server. ``shapes``: of the checkpoint that it has loaded, by name.
-    ``workers``: processes that load, each its part. ``draft``: whether the server speculates. ``sessions``: whether its
-    updates stand between begin and end. ``quantized``: whether its weights may stay the same where little was added to
-    what is sent. ``modules``: those that an adapter may target, None without LoRA; an adapter is collected here and
-    loaded at the commit, beside those whose ``slots`` have requests."""
+    ``delivery``: moves tensors into the server. ``shapes``: of the loaded checkpoint, by name. ``workers``: number of
+    processes that load a shard each. ``draft``: whether the server speculates. ``sessions``: whether updates need a
+    begin and an end call. ``quantized``: whether small changes may leave the live weights unchanged. ``modules``: those
+    that an adapter may target, None without LoRA. An adapter is collected here and loaded at the commit, beside the
+    adapters whose ``slots`` have requests."""
 
     def __init__(
         self,
@@ -68,31 +67,22 @@ class ServerReceiver:
         modules: ModuleShapes | None = None,
         slots: AdapterSlots | None = None,
     ) -> None:
-        self._client, self._name, self._reader, self._delivery = client, name, reader, delivery
+        super().__init__(name, modules, slots)
+        self._client, self._reader, self._delivery = client, reader, delivery
         self._shapes, self._dtype, self._device = shapes, dtype, device
         self._workers, self._draft, self._sessions = workers, draft, sessions
-        self._quantized, self._modules, self._slots = quantized, modules, slots
+        self._quantized = quantized
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="param-sync")
-        self._manifest = Manifest(())  # of the session
-        self._collected: dict[str, torch.Tensor] = {}  # what has arrived of its adapter
-        self._adapters: set[int] = set()  # slots of those that the server holds
+        self._collected: dict[str, torch.Tensor] = {}  # tensors of the adapter so far
+        self._adapters: set[int] = set()  # slots that the server holds
         self._tensors: TensorAssembler | None = None
         self._checksums: SentChecksums | None = None
-        self._loaded: Collection[Role] = ()  # whose weights the session brings
+        self._loaded: Collection[Role] = ()  # roles whose weights the session sends
         self._seen: dict[Role, _Seen] = {}  # verified last
-        self._has_base = False
         self._updating = False  # between the server's begin and end
-        self._intact = True
-        self.committed: PolicyVersion | None = None
-        self.adapter: AdapterSpec | None = None  # the one that requests run with
-
-    def needs_base(self) -> bool:
-        return not self._has_base
 
     async def open(self, plan: ReceivePlan) -> Sequence[str]:
-        if plan.staging != "bucket":
-            raise self._no_copy("plan")
-        check_lora(plan.manifest, self._modules, self.needs_base())
+        self._check(plan)
         weights = replace(plan.manifest, tensors=tuple(t for t in plan.manifest if not is_adapter(t.name)))
         if clashes := list(_clashes(weights, self._shapes, self._dtype)):
             some = "; ".join(clashes[:4]) + (f" and {len(clashes) - 4} more" if len(clashes) > 4 else "")
@@ -124,23 +114,20 @@ class ServerReceiver:
                 await delivering
         except BaseException:
             if delivering is not None:
-                delivering.cancel()  # its server may never answer; `abort` finds out
+                delivering.cancel()  # the server may never answer; `abort` detects that
             raise
         finally:
-            # at once, so that the senders do not wait for this replica
+            # disconnect at once, so that the senders do not wait for this replica
             await self._in_thread(filled.close)  # type: ignore[attr-defined]
             if delivering is not None:
                 await asyncio.gather(delivering, return_exceptions=True)
         await self._end_update()
         return self._tensors.nbytes
 
-    async def load(self) -> None:
-        raise self._no_copy("load")
-
     async def verify(self) -> None:
-        """All has arrived, and the server's own checksums of its live parameters say so too: where they can be compared
-        with what was sent, by their values, and elsewhere in that they changed where what was sent did. What was sent
-        and verified before is not hashed again."""
+        """Check that all tensors arrived, and that the server's checksums of its live parameters match them. Where the
+        two cannot be compared, the checksums must have changed where the sent tensors did. A role whose tensors equal
+        those verified last is skipped."""
         assert self._tensors is not None
         self._tensors.verify()
         roles: list[Role] = ["target", "draft"] if self._draft else ["target"]
@@ -159,54 +146,32 @@ class ServerReceiver:
                 changed = {name for name, h in hashes.items() if seen.hashes.get(name, h) != h}
                 problems = [] if self._quantized else unmoved(changed, seen.live, live)
                 if changed and seen.live == live:
-                    problems = [f"the {role} was sent other weights, and SGLang's are what they were"]
+                    problems = [f"new weights were sent for the {role}, but SGLang's did not change"]
             if problems:
                 raise SyncError("verify", self._name, None, None, "; ".join(problems[:4]))
             self._seen[role] = _Seen(dict(hashes), live)
 
     async def digest(self, role: Role) -> str:
         if self._tensors is None:
-            raise EngineError("digest: no sync session has brought weights yet")
+            raise EngineError("digest: no sync session has sent weights yet")
         return self._tensors.digest(role)
 
     async def live_checksums(self, role: Role) -> dict[str, str]:
-        """The server's own, by its names of the parameters; of all its workers, if it has more than one."""
+        """The server's own checksums, by its parameter names; with several workers, by ``worker: name``."""
         said = await self._client.post("/weights_checker", action="checksum", selector=role)
         ranks = said.get("ranks", [])
         if len(ranks) == 1:
             return dict(ranks[0]["checksums"])
         return {f"{i}: {name}": value for i, rank in enumerate(ranks) for name, value in rank["checksums"].items()}
 
-    async def commit(self, version: PolicyVersion) -> None:
-        if self._manifest.adapter is not None:
-            await self._adopt(self._manifest.adapter, version)
-        await self._client.post("/update_weight_version", new_version=str(version), abort_all_requests=False)
-        named = (await self._client.get("/model_info")).get("weight_version")
-        if named != str(version):
-            raise SyncError(
-                "commit", self._name, version, None, f"SGLang was given version {version}, it reports {named}"
-            )
-        self.committed, self.adapter, self._intact = version, self._manifest.adapter, True
-        self._has_base |= self._manifest.sends_base
-
     async def abort(self) -> None:
-        """Raises EngineDied when the server does not end its update: nothing but its end can help then."""
         self._reader.abort()
         self._delivery.abort()
-        await self._in_thread(lambda: None)  # who reads has heard of it
+        await self._in_thread(lambda: None)  # waits until the reading call has ended
         self._collected = {}
-        try:
-            async with asyncio.timeout(_ENDING_S):
-                with contextlib.suppress(ServerRefusal):  # the update was given up before it began
-                    await self._end_update()
-        except TimeoutError:
-            raise EngineDied(
-                f"SGLang's server did not end an update that was given up within {_ENDING_S:g} s; the replica has to "
-                "be started again"
-            ) from None
-
-    def intact(self) -> bool:
-        return self._intact
+        async with self._ending():
+            with contextlib.suppress(ServerRefusal):  # the update was abandoned before it began
+                await self._end_update()
 
     async def close(self) -> None:
         self._reader.abort()
@@ -217,7 +182,6 @@ class ServerReceiver:
 
     async def _adopt(self, adapter: AdapterSpec, version: PolicyVersion) -> None:
         assert self._slots is not None
-        self._intact = False
         slot, kept = self._slots.publish(version), self._slots.free_idle()
         tensors, self._collected = self._collected, {}
         await load_adapter(self._client, adapter, slot, tensors, self._workers)
@@ -225,6 +189,10 @@ class ServerReceiver:
         for idle in self._adapters.difference(kept):
             await unload_adapter(self._client, adapter, idle)
             self._adapters.remove(idle)
+
+    async def _name_version(self, version: PolicyVersion) -> str | None:
+        await self._client.post("/update_weight_version", new_version=str(version), abort_all_requests=False)
+        return (await self._client.get("/model_info")).get("weight_version")
 
     async def _deliver(self, parcel: Parcel) -> None:
         if parcel.role == "draft" and not self._draft:
@@ -238,12 +206,12 @@ class ServerReceiver:
         self._updating = True
         try:
             await self._client.post("/begin_weight_update")
-        except ServerRefusal:  # the last one was given up just as it began
+        except ServerRefusal:  # the last one was abandoned just as it began
             await self._client.post("/end_weight_update")
             await self._client.post("/begin_weight_update")
 
     async def _end_update(self) -> None:
-        """Returns when the server writes no longer: it handles calls in order."""
+        """Returns when the server has stopped writing: it handles calls in order."""
         if self._updating:
             self._updating = False
             await self._client.post("/end_weight_update")
@@ -260,16 +228,13 @@ class ServerReceiver:
                         self._checksums.add(spec, tensor)
                     yield spec, tensor
 
-    def _no_copy(self, phase: str) -> SyncError:
-        return SyncError(phase, self._name, None, None, "SGLang keeps no copy of what arrives; expected staging bucket")
-
     async def _in_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
 
 def _clashes(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> Iterator[str]:
-    """Where the manifest and the checkpoint that the server has loaded differ, one line each: SGLang passes over names
-    that it does not know."""
+    """Differences between the manifest and the loaded checkpoint, one line each. Checked here because SGLang ignores
+    unknown names."""
     for spec in manifest.sent():
         if spec.name not in shapes:
             yield f"{spec.name}: sent, but unknown to the replica"

@@ -7,8 +7,8 @@ from packaging.version import Version
 from asyncrl.rollouter.engines.releases import installed_release
 
 DISTRIBUTIONS = frozenset({"sglang"})
-OLDEST = Version("0.5.20")  # with the pause modes, and spans of weight versions in the outputs
-SESSIONS_SINCE = Version("0.5.22")  # weight updates stand between begin and end
+OLDEST = Version("0.5.20")  # first with pause modes and weight versions in outputs
+SESSIONS_SINCE = Version("0.5.22")  # weight updates need a begin and an end call
 
 
 def check_release() -> Version:

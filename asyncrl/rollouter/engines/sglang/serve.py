@@ -1,7 +1,7 @@
 """SGLang's server as a child process that ends with its parent.
 
-``python -m asyncrl.rollouter.engines.sglang.serve PARENT`` reads its arguments from standard input, a JSON list of
-words: the API key is among them, and everyone on the machine can read a command line.
+``python -m asyncrl.rollouter.engines.sglang.serve PARENT`` reads its arguments from standard input, as a JSON list of
+words: they contain the API key, and every user of the machine can read a command line.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from asyncrl.processes.parent import end_with_parent
 from asyncrl.rollouter.engines.sglang.stops import applied, stop_at_own_tokens
 
-#: set where LoRA runs without an accelerator
+#: set if LoRA runs without an accelerator
 UNPINNED = "ASYNCRL_SGLANG_UNPINNED"
 
 
@@ -27,13 +27,13 @@ def main() -> None:
     stop_at_own_tokens()
     load_plugins()
     if not applied():
-        sys.exit("this SGLang release checks for stop tokens in a place unknown to asyncrl; use a tested release")
+        sys.exit("asyncrl's stop-token hook does not apply to this SGLang release; use a tested release")
     run_server(prepare_server_args(words))
 
 
-if __name__ == "__mp_main__":  # as SGLang's child processes import this module
-    end_with_parent()  # SGLang does so too, but only once a child has imported all that it needs
-    if os.getsid(os.getppid()) != os.getsid(0):  # the parent ended before: orphans go to a process of another session
+if __name__ == "__mp_main__":  # in SGLang's child processes, which import this module
+    end_with_parent()  # SGLang does so too, but only after the child's slow imports
+    if os.getsid(os.getppid()) != os.getsid(0):  # the parent ended before that: orphans get a parent in another session
         os._exit(1)
     stop_at_own_tokens()
 if os.environ.get(UNPINNED):

@@ -1,4 +1,4 @@
-"""Server process of an SGLang replica: start, readiness, death and end."""
+"""Server process of an SGLang replica: starts it, waits until it is ready, detects its death, and ends it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from asyncrl.rollouter.engines.sglang.arguments import command_line
 from asyncrl.rollouter.engines.sglang.client import Client
 
 _SERVE = "asyncrl.rollouter.engines.sglang.serve"
-_ASK_EVERY_S = 0.25  # whether it is ready; starting takes a minute
-_LISTENING = "0A"  # as /proc/net/tcp says it
-_KEPT = 4000  # characters of its output, of which an error repeats the last line; all of it is relayed
+_ASK_EVERY_S = 0.25  # poll interval until it is ready; starting takes a minute
+_LISTENING = "0A"  # state in /proc/net/tcp
+_KEPT = 4000  # characters of output; an error quotes the last line
 
 
 class Server:
-    """Made by `start`. It listens on this machine alone, on a port and with an API key of its own; its output goes to
-    our standard error."""
+    """Made by `start`. Listens on the loopback interface only, on its own port and with its own API key. Its output is
+    relayed to our standard error."""
 
     def __init__(self, process: asyncio.subprocess.Process, port: int, key: str, device: str) -> None:
         self._process, self._port = process, port
@@ -39,7 +39,8 @@ class Server:
 
     @classmethod
     async def start(cls, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> Server:
-        """Returns when it answers, after a minute or more. Raises EngineError with its last line if it ends before."""
+        """Start the process and return when it answers, after a minute or more. Raises EngineError with its last output
+        line if it ends before."""
         port, key = _free_port(), secrets.token_hex(24)
         words = command_line({**arguments, "host": "127.0.0.1", "port": port, "api_key": key})
         process = await asyncio.create_subprocess_exec(
@@ -49,7 +50,7 @@ class Server:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,  # with its children, to be ended together
+            start_new_session=True,  # its own process group, so that `close` kills its children too
         )
         server = cls(process, port, key, arguments["device"])
         try:
@@ -63,11 +64,11 @@ class Server:
         return server
 
     def account(self) -> str:
-        """How it ended, for an error."""
+        """Error text about its death."""
         return f"SGLang's server process is gone (exit status {self._process.returncode})"
 
     async def close(self) -> None:
-        """Kill it with all its children; nothing of it is left when this returns."""
+        """Kill the server with all its children; returns when nothing of it is left."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await self.ended
@@ -76,7 +77,7 @@ class Server:
 
     async def _until_ready(self) -> None:
         while not self.ended.done():
-            # another process may have taken the port meanwhile: it must not be sent the key
+            # another process may have taken the port meanwhile, and must not get the key
             if _listens(self._process.pid, self._port):
                 with contextlib.suppress(EngineError):
                     await self.client.get("/model_info")
@@ -101,7 +102,7 @@ def _module_path() -> list[str]:
 
 def _listens(pid: int, port: int) -> bool:
     """True if the process itself listens on the port."""
-    with contextlib.suppress(OSError):  # it has ended
+    with contextlib.suppress(OSError):  # the process has ended
         rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
         sockets = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(f":{port:04X}") and row[3] == _LISTENING}
         for file in Path(f"/proc/{pid}/fd").iterdir():

@@ -1,4 +1,4 @@
-"""SGLang's limits, and its start."""
+"""SGLang's engine spec: its limits and how it starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asyncrl.rollouter.engines.base import Engine
 from asyncrl.rollouter.engines.sglang.release import DISTRIBUTIONS
 from asyncrl.rollouter.engines.streaming_spec import StreamingSpec
 
-#: arguments that follow from other options, or do not go with them
+#: arguments that follow from other options or conflict with them
 _DERIVED = frozenset(
     {
         "model_path",
@@ -39,11 +39,10 @@ _DERIVED = frozenset(
         "speculative_num_steps",
         "speculative_eagle_topk",
         "speculative_num_draft_tokens",
-        "speculative_accept_threshold_single",  # below 1 tokens are not of the policy that their logprobs are of
+        "speculative_accept_threshold_single",  # below 1, tokens do not follow the distribution of their logprobs
         "speculative_accept_threshold_acc",
         "preferred_sampling_params",
-        "disable_overlap_schedule",
-        "enable_eplb",  # experts move meanwhile, and an update need not find them
+        "enable_eplb",  # it moves experts, and an update may miss them
         "enable_lora",
         "lora_paths",
         "max_lora_rank",
@@ -62,27 +61,29 @@ class SGLangSpec(StreamingSpec):
         engine = config.rollout.engine
         if taken := sorted(_DERIVED & engine.args.keys()):
             yield (
-                f"rollout.engine.args: {', '.join(taken)} follow from other options or do not go with them; leave them "
+                f"rollout.engine.args: {', '.join(taken)} follow from other options or conflict with them; leave them "
                 "out"
             )
+        if not engine.args.get("disable_overlap_schedule", True):
+            yield "rollout.engine.args: disable_overlap_schedule follows from other options; leave it out"
         if {"dp_size", "data_parallel_size"} & engine.args.keys() and not engine.args.get("enable_dp_attention"):
-            yield "rollout.engine.args: dp_size goes with enable_dp_attention; else raise rollout.replicas"
+            yield "rollout.engine.args: dp_size needs enable_dp_attention; without it, raise rollout.replicas"
         if engine.delivery == "nccl" and engine.device == "cpu":
             yield "rollout.engine.delivery: nccl joins GPUs; expected memory or gloo, or rollout.engine.device=cuda"
         if engine.device == "cpu" and config.mtp.enable_rollout:
             yield (
-                "mtp.enable_rollout: sglang's speculation on the CPU takes the likeliest token whatever the "
-                "temperature; expected false, or rollout.engine.device=cuda"
+                "mtp.enable_rollout: sglang's speculation on the CPU is greedy at any temperature; expected false, or "
+                "rollout.engine.device=cuda"
             )
         if engine.data_parallel_size > 1:
             yield (
-                "rollout.engine.data_parallel_size: sglang takes no weights where its copies are apart; expected 1 and "
-                f"more rollout.replicas, found {engine.data_parallel_size}"
+                "rollout.engine.data_parallel_size: sglang cannot sync separate copies of a model; expected 1 and more "
+                f"rollout.replicas, found {engine.data_parallel_size}"
             )
         if engine.pipeline_parallel_size > 1:
             yield (
-                "rollout.engine.pipeline_parallel_size: sglang gives all stages one handle to what a sync brings, "
-                f"which can be opened once; expected 1, found {engine.pipeline_parallel_size}"
+                "rollout.engine.pipeline_parallel_size: sglang gives all stages one handle to a sync's weights, which "
+                f"can be opened only once; expected 1, found {engine.pipeline_parallel_size}"
             )
         if sends_adapters(config):
             if config.param_sync.pause == "keep" and config.param_sync.in_flight != "finish":
@@ -92,7 +93,7 @@ class SGLangSpec(StreamingSpec):
                 )
             if engine.delivery != "memory":
                 yield (
-                    f"rollout.engine.delivery: sglang's server takes adapters from memory alone; expected memory, or "
+                    f"rollout.engine.delivery: sglang's server takes adapters only from memory; expected memory, or "
                     f"param_sync.adapters=merged, found {engine.delivery}"
                 )
 

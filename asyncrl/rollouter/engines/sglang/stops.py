@@ -1,7 +1,7 @@
 """Patch of SGLang's processes: a request stops at its own stop tokens only.
 
-SGLang also stops at every end that config.json, generation_config.json and the tokenizer name; ``ignore_eos`` ignores
-the request's own tokens too. A request that stops at another token would end where other engines go on.
+SGLang also stops at every EOS token of config.json, generation_config.json and the tokenizer, where other engines would
+continue. Its ``ignore_eos`` is no help: it also ignores the request's own stop tokens.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ _CHECK = "sglang.srt.managers.schedule_batch.Req._check_token_based_finish"
 
 
 def stop_at_own_tokens() -> None:
-    """In each of SGLang's processes before it loads its plugins, which applies this."""
+    """Register the patch. Call in each of SGLang's processes before it loads its plugins, which applies it."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(_CHECK, _without_the_models_own, HookType.AROUND)
 
 
 def applied() -> bool:
-    """SGLang goes on without a hook that it could not apply."""
+    """True if the patch took effect: SGLang ignores a hook that it cannot apply."""
     from sglang.srt.managers.schedule_batch import Req
 
     return hasattr(getattr(Req, _CHECK.rpartition(".")[2], None), "__wrapped__")

@@ -25,11 +25,12 @@ from asyncrl.rollouter.engines.vllm.release import check_release
 
 BACKEND = "asyncrl"  # the name of our weight-transfer engine in vLLM's registry
 _EXTENSION = "asyncrl.rollouter.engines.vllm.worker.WorkerExtension"
-_BLOCK_TOKENS = 128  # a block of KV cache on the CPU
+_BLOCK_TOKENS = 128  # vLLM's KV cache block on the CPU
 
 
 def engine_arguments(config: Config, device: str) -> AsyncEngineArgs:
-    """Raises EngineError for arguments that vLLM does not know; `spec` refuses those that are not the user's to set."""
+    """vLLM's engine arguments. Raises EngineError for ``rollout.engine.args`` that vLLM does not know; `spec` refuses
+    those that a user may not set."""
     engine, mtp, model = config.rollout.engine, config.mtp, ModelConfig.load(config.model.path)
     dtype = str(model.engine_dtype(engine.dtype))
     arguments: dict[str, Any] = {
@@ -46,7 +47,7 @@ def engine_arguments(config: Config, device: str) -> AsyncEngineArgs:
         "worker_extension_cls": _EXTENSION,
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "enable_log_requests": False,
-        "generation_config": "vllm",  # a checkpoint's sampling defaults are not ours
+        "generation_config": "vllm",  # ignore the checkpoint's sampling defaults
     }
     if mtp.enable_rollout:
         arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": mtp.num_speculative_tokens}
@@ -65,7 +66,7 @@ def engine_arguments(config: Config, device: str) -> AsyncEngineArgs:
 
 
 def _lora_arguments(config: Config) -> dict[str, Any]:
-    """Room for adapters beside the modules that they target, and no others."""
+    """Adapter slots, only for the modules that adapters target."""
     return {
         "enable_lora": True,
         "max_loras": adapter_slots(config),
@@ -78,7 +79,7 @@ def prepare_environment(device: str, threads: int) -> None:
     """Set environment variables that vLLM reads when it is first imported."""
     wanted = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", REPLICA_MARK: "1"}
     if device == "cpu":
-        # one thread a core is what the cluster counts; binding would put all replicas on the same cores
+        # the cluster counts one core per thread; binding would put all replicas on the same cores
         wanted |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
     for key, value in wanted.items():
         os.environ.setdefault(key, value)
@@ -94,7 +95,7 @@ def sampling_parameters(request: Request) -> VLLMSamplingParams:
         min_p=s.min_p,
         stop_token_ids=list(s.stop_token_ids),
         ignore_eos=True,  # the request decides where it stops, not the checkpoint
-        logprobs=0,  # of the sampled token alone
+        logprobs=0,  # only of the sampled token
         output_kind=RequestOutputKind.DELTA,
         detokenize=False,  # stop strings are found in `asyncrl.rollouter.engines.streaming`
     )
@@ -105,10 +106,10 @@ def _slots_each(engine: EngineConfig) -> int:
 
 
 def _kv_bytes(config: Config) -> int:
-    """KV cache for the whole context of each of a copy's slots.
+    """Bytes of KV cache that one copy of the model needs for a full context in every slot.
 
-    A layer with linear attention has a state in place of it, for which vLLM takes a block of its own, as large as those
-    of the other layers: these are made no smaller than a state. Two blocks a layer are enough for that and rounding."""
+    A linear attention layer has a state instead. vLLM stores it in a block of the same size as the other layers', which
+    it enlarges to hold a state. Two states per layer cover that and rounding."""
     model, engine = ModelConfig.load(config.model.path), config.rollout.engine
     context = engine.max_context_tokens or model.max_position_embeddings
     layers = model.num_layers + (model.num_mtp_layers if config.mtp.enable_rollout else 0)
@@ -118,8 +119,8 @@ def _kv_bytes(config: Config) -> int:
 
 
 def _state_bytes(raw: Mapping[str, Any]) -> int:
-    """Of a Gated DeltaNet layer of Qwen3-Next or Qwen3.5, in float32: keys × values of each head, and the last tokens
-    of the convolution. 0 for a model that has none."""
+    """Bytes of the float32 state of a Gated DeltaNet layer (Qwen3-Next, Qwen3.5): keys × values per head, and the
+    convolution's last tokens. 0 for models without such layers."""
     text = {**raw, **(raw.get("text_config") or {})}
     if not (heads := int(text.get("linear_num_value_heads") or 0)):
         return 0

@@ -1,4 +1,4 @@
-"""vLLM behind the engine seam: an AsyncLLM in the replica's process, its core and workers in processes of their own."""
+"""vLLM as an engine: an AsyncLLM in the replica's process, with its core and workers in their own processes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _WATCH_EVERY_S = 0.5
 class _Running(StreamedRequest):
     def __init__(self, request: Request, version: PolicyVersion, slot: int) -> None:
         super().__init__(request, version, slot)
-        self.added = asyncio.Event()  # vLLM's core has it: only then do pause and abort reach it there
+        self.added = asyncio.Event()  # set once vLLM's core has it: earlier pauses and aborts would miss it
 
 
 class VLLMEngine(StreamingEngine[_Running]):
@@ -47,7 +47,7 @@ class VLLMEngine(StreamingEngine[_Running]):
     _receiver: WorkerReceiver | None
 
     def __init__(self, llm: AsyncLLM, config: Config, device: str, recorder: Recorder) -> None:
-        # without slots of their own, kept requests move to the replica's new adapter
+        # with one slot, kept requests move to the replica's new adapter
         adapters = AdapterSlots(slots) if (slots := adapter_slots(config)) > 1 else None
         model = llm.model_config
         super().__init__(config, device, recorder, model.max_model_len, model.get_vocab_size(), adapters)
@@ -56,8 +56,8 @@ class VLLMEngine(StreamingEngine[_Running]):
 
     @classmethod
     async def start(cls, config: Config, *, recorder: Recorder) -> VLLMEngine:
-        """Start vLLM's processes and load the checkpoint. Takes a minute and blocks the event loop, because the workers
-        live as long as the thread that started them. Raises EngineError for options that do not fit."""
+        """Start vLLM's processes and load the checkpoint. Takes a minute and blocks the event loop: the workers live
+        only as long as the thread that started them. Raises EngineError for options that vLLM refuses."""
         check_release()
         device = resolve_device(config.rollout.engine.device)
         prepare_environment(device, config.rollout.engine.threads)
@@ -71,7 +71,7 @@ class VLLMEngine(StreamingEngine[_Running]):
     # -- Engine --------------------------------------------------------------------------------------------------------
 
     async def submit(self, requests: Sequence[Request]) -> None:
-        """Returns when vLLM's core has the requests, or they are held back."""
+        """Returns when vLLM's core has the requests that are not held back."""
         await super().submit(requests)
         await self._added(running for r in requests if (running := self._running.get(r.id)) is not None)
 
@@ -84,14 +84,14 @@ class VLLMEngine(StreamingEngine[_Running]):
         self._close_requests()
         self._watching.cancel()
         if self._llm.output_handler is not None:
-            self._llm.output_handler.cancel()  # it would log the end of its engine as an error
+            self._llm.output_handler.cancel()  # it would log the shutdown as an error
         await asyncio.to_thread(self._llm.shutdown)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
     async def _stream(self, running: _Running) -> None:
         request = running.request
-        # salted: KV that an older version computed of the same prompt must not be reused
+        # salted: the same prompt's KV of an older version must not be reused
         prompt = tokens_input(request.tokens.tolist(), cache_salt=str(running.version))
         try:
             outputs = await self._llm.add_request(
@@ -115,8 +115,8 @@ class VLLMEngine(StreamingEngine[_Running]):
             running.added.set()
 
     def _adapter_of(self, running: _Running) -> LoRARequest | None:
-        """The workers hold the adapter, so its path is never read. Where all versions share one slot, kept requests
-        continue under a new adapter as they do under new weights; their prompts' salts differ."""
+        """The request's adapter. The workers hold it, so its path is never read. If all versions share one slot, kept
+        requests continue under a new adapter as they would under new weights; the salts keep their KV apart."""
         adapter, slot = self._receiver.adapter if self._receiver is not None else None, running.slot or THE_SLOT
         return None if adapter is None else LoRARequest(f"{adapter.name}-{slot}", slot, "(sent)")
 
@@ -140,14 +140,14 @@ class VLLMEngine(StreamingEngine[_Running]):
     # -- states --------------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Detect the death of vLLM's processes: vLLM reports it to running requests only, and never answers others."""
+        """Detect the death of vLLM's processes: vLLM raises it only in running requests; other calls never return."""
         while not self._llm.errored:
             await asyncio.sleep(_WATCH_EVERY_S)
         self._die(EngineDied("vLLM's engine process is gone"))
 
     async def _stop(self, mode: PauseMode, running: Sequence[_Running]) -> None:
         await self._added(running)
-        if mode == "wait":  # before the pause: paused, vLLM starts none of those that wait for a slot
+        if mode == "wait":  # before the pause: once paused, vLLM starts no request that waits for a slot
             await all_ended(running)
         await self._llm.pause_generation(mode=mode, clear_cache=False)
         if mode == "abort":
@@ -171,7 +171,7 @@ class VLLMEngine(StreamingEngine[_Running]):
 
     async def _flush_kv(self) -> None:
         if not await self._llm.reset_prefix_cache(reset_running_requests=True):
-            raise EngineError("vLLM did not empty its prefix cache: requests hold blocks of it")
+            raise EngineError("vLLM did not empty its prefix cache: requests still hold blocks of it")
 
     async def _free_bytes(self) -> int:
         assert self._receiver is not None

@@ -14,7 +14,7 @@ from asyncrl.param_sync.manifest import AdapterSpec
 
 
 class LiveAdapters:
-    """``manager``: vLLM's own, of one worker. It drops what it holds when the base is updated, so all are kept here."""
+    """Keeps each slot's adapter, because vLLM's ``manager`` (one per worker) drops all of them on a base update."""
 
     def __init__(self, manager: LoRAModelManager) -> None:
         self._manager = manager
@@ -23,8 +23,8 @@ class LiveAdapters:
     def adopt(
         self, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor], slot: int, keep: Sequence[int]
     ) -> list[str]:
-        """Put an adapter in this slot, and empty all others but those to ``keep``. Returns the modules that it has
-        weights for and that the model does not adapt here: vLLM passes over them."""
+        """Put an adapter into ``slot`` and empty all other slots except those in ``keep``. Returns the modules that the
+        adapter has weights for but that this worker does not adapt: vLLM ignores those weights."""
         mapper: Any = getattr(self._manager.model, "hf_to_vllm_mapper", None)
         lora = LoRAModel.from_lora_tensors(
             slot,
@@ -41,5 +41,5 @@ class LiveAdapters:
         for kept in self._held.values():
             self._manager.add_adapter(kept)
             self._manager.activate_adapter(kept.id)
-        # by now those of packed modules have become one
+        # add_adapter has merged the adapters of packed modules
         return sorted(lora.loras.keys() - self._manager.modules.keys())

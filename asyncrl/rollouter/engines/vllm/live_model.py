@@ -1,4 +1,4 @@
-"""A live vLLM model that takes new weights, whole tensors by their canonical names, under vLLM's layerwise reload."""
+"""Loads new weights, whole tensors by their canonical names, into a live vLLM model through its layerwise reload."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from asyncrl.cpu.vllm import pack_experts_anew
+from asyncrl.cpu.vllm import repack_experts
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.fingerprints import FingerprintCheck, Verdict
 from asyncrl.param_sync.manifest import Manifest, Role, TensorSpec
@@ -17,7 +17,7 @@ from asyncrl.rollouter.engines.vllm.live_names import resolver, ties
 
 
 class LiveModel:
-    """Packed, sharded and quantised parameters come out as they do from a checkpoint. ::
+    """One vLLM model, target or draft. vLLM's loader packs, shards and quantises as it does from a checkpoint. ::
 
         model = LiveModel("target", net, model_config)
         model.plan(manifest)  # before anything is paused
@@ -26,7 +26,7 @@ class LiveModel:
         model.finish()
         model.verdict(fingerprints)  # of what was sent
 
-    vLLM's own config is to be the current one from ``start`` to ``finish``. ``shared_with``: a draft's target.
+    From ``start`` to ``finish``, vLLM's current config must be set. ``shared_with``: the target of a draft.
     """
 
     def __init__(
@@ -36,23 +36,23 @@ class LiveModel:
         config: Any,
         shared_with: torch.nn.Module | None = None,
     ) -> None:
-        pack_experts_anew(net)
+        repack_experts(net)
         self.role, self.net, self._config = role, net, config
         self._resolver = resolver(net, config.dtype, shared_with)
         self.wants = self._resolver.wants
         self._aliases: dict[str, list[str]] = {}
         for alias, owner in ties(net).items():
             self._aliases.setdefault(owner, []).append(alias)
-        #: sent tensor → the names under which vLLM's loader takes it
+        #: sent tensor → its names for vLLM's loader
         self.loads: dict[str, tuple[str, ...]] = {}
         self._filled: frozenset[str] = frozenset()
-        self._feeds: dict[str, list[str]] = {}  # live parameter → the sent tensors that are loaded into it
+        self._feeds: dict[str, list[str]] = {}  # live parameter → sent tensors loaded into it
         self._check = FingerprintCheck()
         self.reloading = False
 
     def plan(self, specs: Iterable[TensorSpec]) -> None:
-        """Assign each tensor to its model. Raises ManifestError unless they are exactly the tensors that the model
-        takes."""
+        """Plan which parameter each tensor is loaded into. Raises ManifestError unless these are exactly the tensors
+        that the model needs."""
         plan = self._resolver.resolve(specs)
         self.loads = plan.loads()
         owners = {t.owner: t for t in plan.tensors if t.load_as is not None and t.owner is not None}
@@ -67,7 +67,7 @@ class LiveModel:
                 self._feeds[t.owner].append(t.source)
 
     def leave_as_it_is(self) -> None:
-        """Settle that the session brings nothing for it."""
+        """Plan a session without tensors for this model."""
         self.loads, self._feeds = {}, {}
 
     def start(self) -> None:
@@ -75,7 +75,8 @@ class LiveModel:
         self.reloading = True
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Raises SyncError if vLLM's loader passed over any of the tensors: it says which parameters it filled."""
+        """Raises SyncError if vLLM's loader left tensors unread, or a planned parameter out of those it reports as
+        filled."""
         filled = self.net.load_weights(tensors)  # type: ignore[operator]
         passed_over = [name for name, _ in tensors]
         if filled is not None:
@@ -85,7 +86,8 @@ class LiveModel:
             raise SyncError("transfer", None, None, None, f"vLLM's loader passed over {some} of the {self.role}")
 
     def finish(self) -> None:
-        """Also of an update that broke off: the weights are of no version then, but can be updated again."""
+        """End the reload, also after a failed update: the weights then match no version, but the model can be updated
+        again."""
         self.reloading = False
         finalize_layerwise_reload(self.net, self._config)
 
@@ -95,10 +97,11 @@ class LiveModel:
 
 
 def plan_loads(manifest: Manifest, target: LiveModel, draft: LiveModel | None, staged: bool = False) -> list[str]:
-    """Settle where each tensor belongs in the target, and in the draft if there is one; where adapters travel, the base
-    and a frozen draft may stay out. Raises ManifestError.
+    """Plan the loads of the target, and of the draft if there is one. Next to an adapter the manifest may omit the base
+    and a frozen draft. Raises ManifestError.
 
-    ``staged``: the target is one of several pipeline stages. Returns the names that are for none of its modules."""
+    ``staged``: the target is one of several pipeline stages. Returns the names of tensors that belong to other stages.
+    """
     of_target = [spec for spec in manifest if spec.role == "target"]
     elsewhere = [spec.name for spec in of_target if staged and not target.wants(spec.name)]
     skipped = set(elsewhere)
@@ -110,6 +113,6 @@ def plan_loads(manifest: Manifest, target: LiveModel, draft: LiveModel | None, s
     if draft is not None and adapter_alone and manifest.frozen_draft:
         draft.leave_as_it_is()
     elif draft is not None:
-        # a draft that does not share the target's embedding or head takes them, too
+        # a draft that does not share the target's embedding or head needs a copy of them
         draft.plan(spec for spec in manifest if spec.role == "draft" or draft.wants(spec.name))
     return elsewhere

@@ -1,4 +1,4 @@
-"""Parameters of a live vLLM model as its loader knows them, and the mapping of canonical names to them."""
+"""Maps canonical tensor names to the parameters of a live vLLM model, in the form that its loader expects."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Rename = Callable[[str], str | None]
 
 
 def resolver(model: torch.nn.Module, dtype: torch.dtype, shared_with: torch.nn.Module | None = None) -> NameResolver:
-    """Resolves names against a loaded model. ``dtype``: the model's. ``shared_with``: the target of a draft model,
-    whose modules this one may use; what they share is loaded there."""
+    """Name resolver for a loaded model. ``dtype``: the model's. ``shared_with``: the target, if ``model`` is its draft;
+    modules that they share are loaded with the target."""
     shared = set() if shared_with is None else {id(module) for module in shared_with.modules()}
     live: dict[str, LiveTensor] = {}
     ignore: set[str] = set()
@@ -58,8 +58,8 @@ def resolver(model: torch.nn.Module, dtype: torch.dtype, shared_with: torch.nn.M
 
 
 def ties(model: torch.nn.Module) -> Mapping[str, str]:
-    """Names of embeddings and heads that hold the same parameter as another: such a name → the first one. Each is
-    loaded all the same, as its kernel may hold the weight in a packed form of its own."""
+    """Embeddings and heads that share a parameter: name → name of the first module that holds it. All of them are
+    loaded, because each kernel may keep its own packed copy of the weight."""
     first: dict[int, str] = {}
     found: dict[str, str] = {}
     for prefix, module in _modules(model):
@@ -71,22 +71,22 @@ def ties(model: torch.nn.Module) -> Mapping[str, str]:
 
 
 def _modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Each module once, by the first of its paths, which is the one that a checkpoint has."""
+    """Each module once, with its first path, which is the checkpoint's."""
     for path, module in model.named_modules():
         yield f"{path}." if path else "", module
 
 
 def _loadable(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """A module's own parameters and persistent buffers in the form in which a checkpoint has them: their kernels may
-    have packed, transposed or quantised them since."""
+    """A module's own parameters and persistent buffers in the checkpoint's layout; the live ones may have been packed,
+    transposed or quantised for a kernel."""
     parameters, buffers = get_layerwise_info(module).restore_metadata
     transient = module._non_persistent_buffers_set
     return parameters, {name: b for name, b in buffers.items() if name not in transient}
 
 
 def _unrecorded(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, torch.Tensor]]:
-    """Parameters that vLLM records nowhere, as they stay what they are: biases, and the routers' corrections, which
-    the experts hold too."""
+    """Parameters that vLLM's reload does not record because their layout never changes: biases, and the routers' score
+    corrections, which the experts hold too."""
     seen: set[int] = set()
     for prefix, module in _modules(model):
         for leaf, parameter in module._parameters.items():
@@ -96,23 +96,23 @@ def _unrecorded(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, 
 
 
 def _described(module: torch.nn.Module, leaf: str, tensor: torch.Tensor, dtype: torch.dtype) -> LiveTensor:
-    """Loaders cast while they copy, and models keep single parameters wider than the rest, whatever the checkpoint
-    has: only a width that the model as a whole has is compared."""
+    """``leaf`` of ``module`` as the name resolver sees it. The dtype is compared only if it is the model's: loaders
+    cast as they copy, and some models keep single parameters wider than the rest."""
     return LiveTensor(dtype_name(tensor) if tensor.dtype == dtype else None, _whole_shape(module, leaf, tensor))
 
 
 def _whole_shape(module: torch.nn.Module, leaf: str, tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Of the checkpoint's tensor, of which tensor-parallel workers hold a part each; None where what is held does not
-    say it."""
+    """Shape of the checkpoint's tensor, of which each tensor-parallel worker may hold a shard; None if the shard does
+    not determine it."""
     shape = tuple(tensor.shape)
     if isinstance(module, VocabParallelEmbedding):
-        return (module.org_vocab_size, *shape[1:])  # the rest is padding
-    # a norm's subclass may have shards of its own
+        return (module.org_vocab_size, *shape[1:])  # the other rows are padding
+    # not isinstance: a norm's subclass may be sharded
     if _sharers() == 1 or type(module) in (RMSNorm, torch.nn.LayerNorm, ReplicatedLinear):
         return shape
     if leaf not in ("weight", "bias") or not isinstance(module, LinearBase):
         return None
-    if isinstance(module, QKVParallelLinear):  # where heads are fewer than workers, some hold the same
+    if isinstance(module, QKVParallelLinear):  # with fewer KV heads than workers, some workers hold the same heads
         keys_and_values = module.total_num_kv_heads * (module.head_size + module.v_head_size)
         return (module.total_num_heads * module.head_size + keys_and_values, *shape[1:])
     if isinstance(module, ColumnParallelLinear):
@@ -123,33 +123,35 @@ def _whole_shape(module: torch.nn.Module, leaf: str, tensor: torch.Tensor) -> tu
 
 
 def _sharers() -> int:
-    """Workers that may hold parts of one tensor; experts are shared out to data-parallel ones, too."""
+    """Number of workers that one tensor may be sharded over; experts are sharded over data-parallel workers too."""
     return get_tp_group().world_size * get_dp_group().world_size
 
 
 def _expects_base_layer(model: torch.nn.Module) -> Callable[[str], bool]:
-    """By live name, for modules that LoRA layers wrap. Those load themselves, under the checkpoint's names; but not
-    where an outer module looks up all parameters by their full names, and not the experts, which expect it."""
+    """True for live names whose loader expects ``base_layer`` in the name of a LoRA-wrapped module. Wrapped modules
+    usually load themselves, under the checkpoint's names. Experts do not, nor does anything inside a module whose
+    loader looks up all parameters by full name."""
     inside = [at for at, module in _modules(model) if getattr(module, "lora_base_layer_prefix", "") or _by_hand(module)]
     return lambda name: name.startswith(tuple(inside))
 
 
 def _by_hand(module: torch.nn.Module) -> bool:
-    """Told by the local variable that vLLM's loaders of this kind have; the others walk down the modules."""
+    """True if the module's loader looks up parameters by full name instead of delegating to its submodules. vLLM's
+    loaders of this kind all have a local variable ``params_dict``."""
     load = getattr(type(module), "load_weights", None)
     return load is not None and "params_dict" in inspect.unwrap(load).__code__.co_varnames
 
 
 def _rename(model: torch.nn.Module, live: Container[str]) -> Rename:
-    """The way from a checkpoint's names to the model's modules that its own loader goes, less what it says of packed
-    ones; None for names that it leaves to another model, or that it would not take for what they are."""
+    """The renaming that the model's own loader applies to a checkpoint's names, without its packing. Maps to None the
+    names that it leaves to another model or would mistake for parts of a packed module."""
     to_modules, packs = _to_modules(model), _packing(model)
 
     def rename(name: str) -> str | None:
         renamed = to_modules(name)
         if renamed is None or renamed not in live:
             return renamed
-        # in_proj_qkvz is not for a loader of in_proj_qkv, which would make in_proj_qkvzz of it
+        # a loader that packs in_proj_qkv must not get in_proj_qkvz: it would rename it to in_proj_qkvzz
         mapped = any(renamed.startswith(at) and mapper.map_name(renamed) != renamed for at, mapper in packs)
         return None if mapped else renamed
 
@@ -157,7 +159,7 @@ def _rename(model: torch.nn.Module, live: Container[str]) -> Rename:
 
 
 def _packing(model: torch.nn.Module) -> list[tuple[str, WeightsMapper]]:
-    """What the loaders of the model and its modules make of the names of packed ones, with the modules' prefixes."""
+    """For each module whose loader renames parts of packed modules: its prefix and that mapping."""
     mappers = ((prefix, getattr(module, "hf_to_vllm_mapper", None)) for prefix, module in _modules(model))
     return [(at, WeightsMapper(orig_to_new_stacked=m.orig_to_new_stacked)) for at, m in mappers if m is not None]
 
@@ -175,7 +177,7 @@ def _to_modules(model: torch.nn.Module) -> Rename:
 
 
 def _in_numbered_draft(model: torch.nn.Module, name: str) -> str | None:
-    """In the MTP models of DeepSeek and GLM, whose layers follow those of the target."""
+    """Rename for the MTP models of DeepSeek and GLM, whose layer numbers follow the target's."""
     layer = get_spec_layer_idx_from_weight_name(model.config, name)
     if layer is not None:
         return str(model._rewrite_spec_layer_name(layer, name))  # type: ignore[operator]
@@ -183,7 +185,7 @@ def _in_numbered_draft(model: torch.nn.Module, name: str) -> str | None:
 
 
 def _in_mtp_draft(model: torch.nn.Module, name: str) -> str | None:
-    """In the MTP models of Qwen, whose names in a checkpoint begin with ``mtp``."""
+    """Rename for the MTP models of Qwen, whose checkpoint names begin with ``mtp``."""
     if model.is_unused_checkpoint_weight(name):  # type: ignore[operator]
         return None
     return "model." + name.removeprefix("mtp.") if name.startswith("mtp.") else name

@@ -1,4 +1,4 @@
-"""vLLM's counters of speculative decoding under our names, see `asyncrl.rollouter.spec_metrics`."""
+"""Reports vLLM's counters of speculative decoding under asyncrl's names, see `asyncrl.rollouter.spec_metrics`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.rollouter.spec_metrics import count_speculation
 
 
 def stat_logger(recorder: Recorder) -> Callable[[VllmConfig, int], StatLoggerBase]:
@@ -32,15 +33,15 @@ class _SpeculationCounters(StatLoggerBase):
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
-        if scheduler_stats is None or (spec := scheduler_stats.spec_decoding_stats) is None or not spec.num_drafts:
+        if scheduler_stats is None or (spec := scheduler_stats.spec_decoding_stats) is None:
             return
-        count = self._recorder.count
-        count("rollout/spec/verifications", spec.num_drafts)
-        count("rollout/spec/tokens", spec.num_accepted_tokens + spec.num_drafts)  # and one of the target's own each
-        for place, accepted in enumerate(spec.num_accepted_tokens_per_pos, 1):
-            count(f"rollout/spec/accepted/{place}", accepted)
-        for place, drafted in enumerate(spec.num_draft_tokens_per_pos, 1):
-            count(f"rollout/spec/drafted/{place}", drafted)
+        count_speculation(
+            self._recorder,
+            spec.num_drafts,
+            spec.num_accepted_tokens + spec.num_drafts,  # each verification adds one of the target's own
+            spec.num_draft_tokens_per_pos,
+            spec.num_accepted_tokens_per_pos,
+        )
 
     def log_engine_initialized(self) -> None:
         pass

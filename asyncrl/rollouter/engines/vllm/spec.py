@@ -1,4 +1,4 @@
-"""vLLM's limits, and its start."""
+"""vLLM's engine spec: its limits and how it starts."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _DERIVED = frozenset(
     }
 )
 
-_OTHER_DISTRIBUTION = "tokens would be sampled from another distribution than the logprobs that are trained on"
-_MOVED_EXPERTS = "it moves experts between workers, and a sync would load them where they were at first"
+_OTHER_DISTRIBUTION = "tokens would come from another distribution than the logprobs that training uses"
+_MOVED_EXPERTS = "it moves experts between workers, and a sync would load them into their original places"
 #: argument → why it is refused
 _REFUSED = {
     "generation_config": _OTHER_DISTRIBUTION,
@@ -70,9 +70,9 @@ class VLLMSpec(StreamingSpec):
             )
         if sends_adapters(config):
             if engine.pipeline_parallel_size > 1:
-                yield "param_sync.adapters: vllm's pipeline stages are not given adapters; expected merged"
+                yield "param_sync.adapters: vllm takes no adapters with pipeline stages; expected merged"
             if config.model.lora.rank > _MAX_LORA_RANK:
-                yield f"model.lora.rank: vllm's adapters have at most {_MAX_LORA_RANK}, found {config.model.lora.rank}"
+                yield f"model.lora.rank: vllm supports ranks up to {_MAX_LORA_RANK}, found {config.model.lora.rank}"
 
     async def start(self, config: Config, recorder: Recorder) -> Engine:
         from asyncrl.rollouter.engines.vllm.engine import VLLMEngine

@@ -1,9 +1,9 @@
-"""Weight receiver inside vLLM's workers: commands of the replica's process, and the engine that vLLM's weight-transfer
-interface runs.
+"""Weight receiver inside vLLM's workers: a backend of vLLM's weight-transfer interface, and the commands of the
+replica's process.
 
-Every worker reads all buckets with a reader of its own and gives whole tensors to vLLM's loader, under its layerwise
-reload: packed, sharded and quantised parameters come out as they do from a checkpoint. The target's tensors are loaded
-as they arrive, those of the draft are kept until vLLM's turn to update the draft has come, in the same session.
+Every worker reads all buckets with its own reader and passes whole tensors to vLLM's loader, during a layerwise reload,
+which packs, shards and quantises as it does from a checkpoint. The target's tensors are loaded as they arrive. The
+draft's are kept until vLLM updates the draft, later in the same session.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from asyncrl.rollouter.engines.vllm.live_model import LiveModel, plan_loads
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker class; it has one method, to stay out of vLLM's names."""
+    """Mixed into vLLM's worker class. It has only one method, to avoid clashes with vLLM's names."""
 
     def asyncrl(self, command: str, arguments: bytes) -> bytes:
-        """Run a command of `BucketTransferEngine` with pickled arguments; returns ("done", what it returned) or
-        ("failed", what it raised), pickled: errors keep their type on the way to the replica's process."""
+        """Run a command of `BucketTransferEngine` with pickled arguments. Returns a pickled ("done", result) or
+        ("failed", exception), so that errors reach the replica's process with their type."""
         try:
             engine: BucketTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
             here = (self,) if command == "attach" else pickle.loads(arguments)
@@ -55,7 +55,7 @@ class WorkerExtension:
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """``name`` of the replica, how its weights travel, and how many workers it has, over all copies of the model."""
+    """The replica's ``name``, its ``transport``, and the number of ``workers`` in all its copies of the model."""
 
     name: str
     transport: str
@@ -68,9 +68,9 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """One per worker. A session: ``open``; then as vLLM has it start, update and finish for the target, and for the
-    draft if there is one; ``verify``; with LoRA ``adopt``; or ``abandon`` at any point instead. Where the target itself
-    does not travel, ``receive`` stands for its update."""
+    """One per worker. A session is ``open``; vLLM's start, update and finish for the target, and again for the draft if
+    there is one; ``verify``; with LoRA ``adopt``. ``abandon`` ends it at any point. If only an adapter is sent,
+    ``receive`` replaces the target's update."""
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
 
@@ -81,11 +81,11 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._draft: LiveModel | None = None
         self._tensors: TensorAssembler | None = None
         self._kept: list[tuple[str, torch.Tensor]] = []  # for the draft
-        self._adapter: dict[str, torch.Tensor] = {}  # what has arrived of it
-        self._sent: dict[str, torch.Tensor] = {}  # fingerprints of the rest
+        self._adapter: dict[str, torch.Tensor] = {}  # its tensors so far
+        self._sent: dict[str, torch.Tensor] = {}  # fingerprints of the other tensors
         self._adapters: LiveAdapters | None = None
         self._corrected: list[str] = []
-        self.problem: BaseException | None = None  # what broke the update
+        self.problem: BaseException | None = None  # the error that ended the update
 
     # -- vLLM's interface ----------------------------------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     # -- the replica's commands ----------------------------------------------------------------------------------------
 
     def attach(self, worker: Any) -> dict[str, Any]:
-        """Inspect the loaded models. Returns facts about them that the replica needs."""
+        """Inspect the loaded models. Returns what the replica must know about them."""
         self._worker = worker
         self._corrected = correct_cpu_build(self.vllm_config)
         target, draft = worker.get_model(), worker.get_draft_model()
@@ -129,7 +129,7 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def open(self, plan: ReceivePlan) -> tuple[str, list[str], bool]:
         """Check the manifest against the live models, and connect. Returns the reader's name, the names of tensors that
-        are for another pipeline stage, if they are for any, and whether the draft takes any of the target's."""
+        no module of this pipeline stage needs, and whether the draft needs any of the target's tensors."""
         assert self._reader is not None
         assert self._target is not None
         self.abandon()
@@ -142,26 +142,26 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self._name, elsewhere, takes_base
 
     def receive(self, deadline_s: float) -> None:
-        """Take adapter and draft; generation is paused, the target stays as it is."""
+        """Receive the adapter, and the draft if it is sent, while generation is paused; the target does not change."""
         with self._giving_up():
-            list(self._arriving(deadline_s))  # nothing of the target is among it
+            list(self._arriving(deadline_s))  # yields nothing: no tensor is the target's
 
     def verify(self) -> tuple[dict[Role, str], dict[Role, bool | None]]:
-        """Returns the digests of all that arrived and was loaded, and whether the models may still be what they were,
-        see `Verdict`. Raises SyncError for those that are not what was sent."""
+        """Returns the digests of the tensors that arrived and were loaded, and for each model `Verdict.stale`. Raises
+        SyncError for live parameters that differ from the tensors sent."""
         if self._tensors is None or self._kept or any(model.reloading for model in self._models()):
-            raise SyncError("verify", None, None, None, "no weight update has gone to its end in this session")
+            raise SyncError("verify", None, None, None, "no weight update was completed in this session")
         self._tensors.verify()
         verdicts = {model.role: model.verdict(self._sent) for model in self._models()}
         if wrong := [name for verdict in verdicts.values() for name in verdict.wrong]:
             some = ", ".join(wrong[:4]) + (" …" if len(wrong) > 4 else "")
-            raise SyncError("verify", self._name, None, None, f"live parameters that are not what was sent: {some}")
+            raise SyncError("verify", self._name, None, None, f"live parameters differ from the tensors sent: {some}")
         digests = {role: self._tensors.digest(role) for role in ROLES}
         return digests, {role: verdict.stale for role, verdict in verdicts.items()}
 
     def adopt(self, spec: AdapterSpec, slot: int, keep: Sequence[int]) -> list[str]:
-        """Put the adapter that has arrived in this slot, and empty all others but those to ``keep``; vLLM has emptied
-        them, if the base was updated too. Returns the modules that this worker does not have."""
+        """Put the adapter that arrived into ``slot``, and empty all other slots except those in ``keep`` (vLLM empties
+        all of them when the base is updated). Returns the adapter's modules that this worker does not have."""
         if self._adapters is None:
             self._adapters = LiveAdapters(self._worker.model_runner.lora_manager._adapter_manager)
         arrived, self._adapter = self._adapter, {}
@@ -171,21 +171,21 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return 0 if self._tensors is None else self._tensors.nbytes
 
     def corrected(self) -> list[str]:
-        """vLLM's defects that were found and corrected here."""
+        """Names of vLLM's defects that this worker found and corrected."""
         return self._corrected
 
     def free_bytes(self) -> int:
-        """Of this worker's GPU."""
+        """Free memory of this worker's GPU."""
         return int(torch.cuda.mem_get_info(self.device)[0])
 
     def failure(self) -> None:
-        """Raises what broke the last update."""
+        """Raises the error that ended the last update."""
         if self.problem is not None:
             raise self.problem
 
     def abandon(self) -> None:
-        """Leave the session. An update that was cut off leaves weights of no version behind, but a model that can be
-        updated again."""
+        """Leave the session. After an interrupted update the weights match no version, but the model can be updated
+        again."""
         assert self._reader is not None
         self._reader.abort()
         self._tensors, self._kept, self._adapter, self._sent, self.problem = None, [], {}, {}, None
@@ -194,13 +194,13 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 if model.reloading:
                     model.finish()
         self.reset_weight_update_target()
-        self._worker._weight_update_active = False  # vLLM ends an update that fails, not one that is given up
+        self._worker._weight_update_active = False  # vLLM resets it when an update fails, not when it is abandoned
 
     # -- within --------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """When it fails, the senders do not wait for this worker."""
+        """On an error, disconnect at once, so that the senders do not wait for this worker."""
         try:
             yield
         except BaseException as problem:
@@ -213,11 +213,12 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return [model for model in (self._target, self._draft) if model is not None]
 
     def _updated(self) -> LiveModel:
-        """The one that vLLM has chosen for its update."""
+        """The model that vLLM currently updates."""
         return next(model for model in self._models() if model.net is self.model)
 
     def _arriving(self, deadline_s: float) -> Iterator[tuple[str, torch.Tensor]]:
-        """The target's tensors under the names that its loader takes; those of draft and adapter are put by."""
+        """The target's tensors, under the names that its loader expects; keeps those of the draft and the adapter for
+        later."""
         assert self._reader is not None
         assert self._tensors is not None
         assert self._target is not None
@@ -232,7 +233,7 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 yield from ((name, tensor) for name in self._target.loads.get(spec.name, ()))
 
 
-# vLLM warns of every module without weights of its own; whether all have arrived is checked here.
+# vLLM warns about every module without weights of its own. The resolver and `LiveModel.load` check completeness.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-# This module is imported in vLLM's workers alone, where the engine must be known before they load their model.
+# Only vLLM's workers import this module. The backend must be registered before they load their model.
 WeightTransferEngineFactory.register_engine(BACKEND, BucketTransferEngine)

@@ -20,7 +20,6 @@ from asyncrl.models.mtp_from_trunk import draft_from_trunk
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.manifest import is_adapter
 from asyncrl.trainer.backends import process_group
-from asyncrl.trainer.backends.backend import BaseBackend, GradientPass, reference_path
 from asyncrl.trainer.backends.base import Scores, TrainBatch
 from asyncrl.trainer.backends.export import Export
 from asyncrl.trainer.backends.megatron.bridges import Bridge, bridge_of, read_source
@@ -35,6 +34,7 @@ from asyncrl.trainer.backends.megatron.state import ModelState, base_digest
 from asyncrl.trainer.backends.megatron.vocab_parallel import VocabParallelScores
 from asyncrl.trainer.backends.megatron.weights import Conversion, ModelWeights
 from asyncrl.trainer.backends.packing import MicroBatch
+from asyncrl.trainer.backends.template import BaseBackend, GradientPass, reference_path
 
 from megatron.core import parallel_state  # isort: skip (after what makes it run without CUDA)
 from megatron.core.distributed import (  # isort: skip
@@ -53,14 +53,14 @@ MicroBatchLoss = Callable[[PolicyModel, MicroBatch, PackedSequences, tuple[Tenso
 class MegatronBackend(BaseBackend):
     """One rank; see `asyncrl.trainer.backends.base.Backend`.
 
-    ``init_method`` and ``timeout_s``: as in torch.distributed, the latter bounds every collective. ``trainer.megatron``
-    says how many ranks hold one copy of the model; further ranks are data parallel copies, over which the optimizer
-    state is sharded. Gradient sums, optimizer state and master weights are float32. The model computes in float32 or
-    bfloat16 (``trainer.mixed_precision``), and engines receive the weights that it computes with. Every rank of a copy
-    gets the same batch. Context parallel ranks each have a part of every sequence (see `packed`), and the last pipeline
-    stage computes the losses, with the head's vocabulary sharded.
+    ``init_method`` is torch.distributed's; ``timeout_s`` bounds every collective. ``trainer.megatron`` sets how many
+    ranks hold one copy of the model; further ranks are data parallel copies, over which the optimizer state is sharded.
+    Gradient sums, optimizer state and master weights are float32. The model computes in float32 or bfloat16
+    (``trainer.mixed_precision``), and engines receive the weights that it computes with. Every rank of a copy gets the
+    same batch. Context parallel ranks each have a part of every sequence (see `packed`), and the last pipeline stage
+    computes the losses, with the head's vocabulary sharded.
 
-    A checkpoint holds whole tensors under their Hugging Face names, each written by one rank, in the same form as the
+    A checkpoint holds whole tensors under their Hugging Face names, each written by one rank, in the same format as the
     torch backend's: it loads at any parallel layout, and in that backend."""
 
     _draft: MegatronDraftTraining | None
@@ -208,7 +208,7 @@ class MegatronBackend(BaseBackend):
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=chunks if len(chunks) > 1 else chunks[0],
             num_microbatches=len(micro_batches),
-            seq_length=1,  # unused, as is the next: each micro-batch's tensors have shapes of their own
+            seq_length=1,  # unused, like the next: tensor shapes vary by micro-batch
             micro_batch_size=1,
             forward_only=forward_only,
         )
@@ -238,7 +238,7 @@ class MegatronBackend(BaseBackend):
             dist.broadcast(tensor, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
 
     def _shared(self, figures: dict[str, float]) -> dict[str, float]:
-        """Those of the last stage, which computes the losses."""
+        """The metrics of the last stage, which computes the losses."""
         group, found = parallel_state.get_pipeline_model_parallel_group(), [figures]
         if dist.get_world_size(group) > 1:
             dist.broadcast_object_list(found, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
@@ -247,11 +247,11 @@ class MegatronBackend(BaseBackend):
     # -- weights out, and state ------------------------------------------------------------------------------------
 
     def export(self, base: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Rank 0 sends. Ranks that hold what it lacks take part and yield nothing; others have nothing to do."""
+        """Rank 0 sends. Ranks with parts that it lacks take part and yield nothing; the others do nothing."""
         layout = self._options.megatron
         in_stage = self.rank % (self.world_size // layout.pipeline_model_parallel_size)
         if in_stage < math.lcm(layout.tensor_model_parallel_size, layout.expert_model_parallel_size):
-            # an offloaded parameter may be gone before it is sent
+            # an offloaded parameter may leave the device before it is sent
             with self._resident("parameters"):
                 for name, tensor in super().export(base):
                     yield name, tensor.clone() if layout.param_offload else tensor
@@ -311,7 +311,7 @@ class MegatronBackend(BaseBackend):
         self._conversion.attach(adapters)
         for chunk in self._chunks:
             if chunk.pre_process:
-                # else no gradient reaches a recomputed layer, or a stage without adapters, and no error is raised
+                # else no gradient reaches a recomputed layer or a stage without adapters, without any error
                 chunk.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
         return adapters
 
@@ -333,7 +333,7 @@ class MegatronBackend(BaseBackend):
             parameter.requires_grad_(True)
         if not self._config.mtp.enable_train:
             return wrapped, None
-        # stages without MTP layers get a module too, since building its optimizer is collective
+        # stages without MTP layers get an empty module, since building its optimizer is collective
         draft = chunks[-1].mtp if learning else torch.nn.ModuleList()
         return wrapped, DistributedDataParallel(provider, settings, draft)
 
@@ -352,7 +352,7 @@ class MegatronBackend(BaseBackend):
 
 
 def _finalize_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **groups: Any) -> None:
-    """megatron-core's function without its division by a token count, which the losses include."""
+    """megatron-core's function without its division by a token count, which the losses already include."""
     finalize_model_grads(chunks, None, **groups)
 
 

@@ -2,7 +2,7 @@
 
 A bridge converts a model family: its config.json into a configuration of megatron-core, and its tensors into
 parameters. Megatron-Bridge has bridges for many families, but none with MiMo's MTP layers, which are added here to any
-trunk. Qwen3-Next and Qwen3.5 have a bridge of our own (`qwen3_next`).
+trunk. For Qwen3-Next and Qwen3.5 this package has its own bridge (`qwen3_next`).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ HF_MTP, HF_TRUNK = "model.mtp_layers.*.", "model.layers.*."
 
 @MegatronModelBridge.register_bridge(source="MiMoForCausalLM", target=GPTModel, model_type="mimo")
 class MiMoBridge(Qwen2Bridge):
-    """MiMo as Qwen2, to which `bridge_of` adds MTP layers. Replaces Megatron-Bridge's own (since 0.4), so that MiMo is
-    the same with every release."""
+    """MiMo as Qwen2, to which `bridge_of` adds MTP layers. Replaces Megatron-Bridge's own bridge (since 0.4), so that
+    MiMo is converted alike with every release."""
 
 
 class SwappedHalves(AutoMapping):
@@ -71,9 +71,9 @@ def _swapped(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Source:
-    """A Hugging Face folder as this backend reads it. ``raw``: all of config.json; ``text``: with its text part merged
-    in. ``shapes``: every tensor that the model has, including drafts to be made from the trunk; ``carried``: those of
-    the vision tower, which is not trained but exported with the model."""
+    """A Hugging Face folder as this backend reads it. ``raw``: content of config.json; ``text``: the same with its text
+    part merged in. ``shapes``: all tensors of the model, including a draft to be made from the trunk; ``carried``:
+    those of the vision tower, which is not trained but exported with the model."""
 
     path: Path
     raw: dict[str, Any]
@@ -123,14 +123,14 @@ def read_source(path: str | Path, mtp_from_trunk: bool = False, needs_draft: boo
     if needs_draft and not source.num_mtp_layers:
         raise without_draft(path)
     if source.tied:
-        shapes.pop("lm_head.weight", None)  # some folders contain the embedding twice
+        shapes.pop("lm_head.weight", None)  # some folders store a tied head too
     return source
 
 
 @dataclass(frozen=True)
 class Bridge:
-    """``provider``: the configuration of megatron-core, yet to be completed (`finalize`) with settings that are no
-    properties of the model. ``converter``: Megatron-Bridge's converter of weights, or mbridge's."""
+    """``provider``: the model's configuration of megatron-core, still without sharding, precision and kernels.
+    ``converter``: weight converter of Megatron-Bridge or mbridge."""
 
     source: Source
     provider: GPTModelProvider
@@ -138,8 +138,8 @@ class Bridge:
 
     @property
     def draft_starts_blank(self) -> bool:
-        """True if the draft reads zeros for the embedding at a sequence's first position, like MiMo's. Qwen's reads the
-        token's."""
+        """True if the draft reads zeros for the embedding at a sequence's first position, like MiMo's; Qwen's draft
+        reads the token's embedding."""
         return self.source.architecture not in ARCHITECTURES
 
 
@@ -173,7 +173,7 @@ def _expect_same_layers(provider: GPTModelProvider, source: Source) -> None:
     if name in ACT2FN and not torch.allclose(ACT2FN[name](points), provider.activation_func(points), atol=1e-6):
         found = getattr(provider.activation_func, "__name__", provider.activation_func)
         raise CheckpointError(
-            f"{source.path}: hidden_act is {name!r}, but the bridge of {source.architecture} makes it {found}; use "
+            f"{source.path}: hidden_act is {name!r}, but the bridge of {source.architecture} uses {found}; use "
             "another model"
         )
 
@@ -212,7 +212,7 @@ def _of_qwen3_next(source: Source) -> tuple[GPTModelProvider, MegatronModelBridg
     if source.num_mtp_layers > 1:
         raise CheckpointError(
             f"{source.path}: config.json says {source.num_mtp_layers} MTP layers, which in {source.architecture} share "
-            "norms and projection; megatron-core has them in each layer, so expected at most 1"
+            "norms and projection; megatron-core cannot share them between layers, so expected at most 1"
         )
     converter = Qwen3NextBridge(source.text, source.shapes)
     try:
@@ -222,24 +222,24 @@ def _of_qwen3_next(source: Source) -> tuple[GPTModelProvider, MegatronModelBridg
 
 
 def _hf_config(source: Source) -> Any:
-    """The transformers config that bridges read. MiMo's own would run code from its folder; Qwen2's with one more field
-    is equivalent."""
+    """The transformers config that bridges read. MiMo's own class would run code from its folder; Qwen2's, with one
+    more field, is equivalent."""
     if source.architecture == "MiMoForCausalLM":
         config = transformers.Qwen2Config(**{k: v for k, v in source.text.items() if k != "model_type"})
     else:
         config = transformers.AutoConfig.from_pretrained(source.path)
-    config.dtype = torch.float32  # of Megatron's weights, not of the folder's
+    config.dtype = torch.float32  # dtype of Megatron's weights, not of the folder's
     return config
 
 
 def _with_mtp(trunk: MegatronMappingRegistry) -> MegatronMappingRegistry:
-    # some bridges, more in newer releases, map MTP layers themselves; MiMo's kind is mapped here
+    # some bridges, more of them in newer releases, map their own MTP layers; these are replaced by MiMo's
     of_trunk = [mapping for mapping in trunk.mappings if not mapping.megatron_param.startswith("mtp.")]
     return MegatronMappingRegistry(*of_trunk, *_mtp_mappings(trunk))
 
 
 def _mtp_mappings(trunk: MegatronMappingRegistry) -> Iterator[MegatronParamMapping]:
-    """Mappings of MiMo's MTP layer: a trunk layer with norms and a projection before it and a norm after it."""
+    """Mappings of MiMo's MTP layer: a trunk layer, with norms and a projection before it and a norm after it."""
     for mapping in trunk.mappings:
         if mapping.megatron_param.startswith(TRUNK):
             of_mtp = copy.copy(mapping)
@@ -257,7 +257,7 @@ def _mtp_mappings(trunk: MegatronMappingRegistry) -> Iterator[MegatronParamMappi
 def _with_draft(
     raw: dict[str, Any], shapes: dict[str, tuple[int, ...]]
 ) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
-    """Configuration and shapes with the MTP layer that `asyncrl.models.mtp_from_trunk` makes."""
+    """Configuration and shapes, with the MTP layer that `asyncrl.models.mtp_from_trunk` creates."""
     from asyncrl.models.config import DecoderConfig
     from asyncrl.models.mtp_from_trunk import draft_from_trunk
 
@@ -271,8 +271,9 @@ def _with_draft(
 
 
 def _rope(source: Source) -> tuple[float, dict[str, Any] | None]:
-    """(base, scaling) from config.json itself: transformers 4 writes rope_theta and rope_scaling, 5 rope_parameters.
-    The bridge reads rope_theta of its config object, which transformers 5 lacks, and then defaults to 10000."""
+    """(base, scaling), read from config.json itself: transformers 4 writes rope_theta and rope_scaling, transformers 5
+    rope_parameters. The bridge reads rope_theta of its config object, which transformers 5 lacks, and would default to
+    10000."""
     rope = dict(source.text.get("rope_parameters") or source.text.get("rope_scaling") or {})
     base = float(rope.get("rope_theta", source.text.get("rope_theta", 10000.0)))
     kind = rope.get("rope_type", rope.get("type", "default"))

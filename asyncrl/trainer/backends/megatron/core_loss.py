@@ -2,9 +2,9 @@
 
 It rolls the labels to the positions from which each depth predicts them, within packed sequences and across context
 parallel ranks, and attaches the losses to the trunk's states. The caller supplies head and loss, as its signature
-permits, so no depth's logits are ever whole, and the temperature is that of the samples.
+permits, so no depth materializes all logits, and the temperature is that of sampling.
 
-Shape suffixes: T this rank's tokens, M hidden size, r the tokens that are taught.
+Shape suffixes: T this rank's tokens, M hidden size, r the trained ones of them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _GIVEN = frozenset(
 
 
 def process_mtp_loss() -> ProcessMTPLoss | None:
-    """megatron-core's function, if the installed release has one that supports packed sequences and requires no unknown
-    argument."""
+    """megatron-core's function; None if the installed release has none that supports packed sequences without requiring
+    an unknown argument."""
     process: ProcessMTPLoss | None = getattr(multi_token_prediction, "process_mtp_loss", None)
     parameters = inspect.signature(process).parameters if process else {}
     needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
@@ -57,9 +57,9 @@ def through_core(
     states: Sequence[Tensor],
     loss: DepthLoss,
 ) -> Tensor:
-    """A zero whose gradient is that of ``scaling_factor`` times the mean over depths of ``loss``, for the taught
+    """A zero whose gradient is that of ``scaling_factor`` times the mean over depths of ``loss``, for the trained
     positions of this rank's share. ``hidden_T1M``: the trunk's states, ``states``: the draft's, by depth."""
-    # Labels are row numbers from 1: megatron-core fills with 0 after the end of a sequence.
+    # Labels are row numbers from 1, because megatron-core fills with 0 after the end of a sequence.
     trained = np.flatnonzero(micro.batch.loss_mask)
     places_r, mine = share.here(micro.rows[on_device(trained, micro.rows.device)])
     numbers_1T = micro.rows.new_zeros(1, len(hidden_T1M))
@@ -69,18 +69,18 @@ def through_core(
     def of_next_depth(labels_1T: Tensor, draft_T1M: Tensor) -> Tensor:
         taught_r = labels_1T[0].nonzero().squeeze(1)
         tokens_r = micro.targets[labels_1T[0, taught_r] - 1]
-        # This scalar covers all positions. megatron-core broadcasts it and takes the mean: the same scalar.
+        # This scalar covers all positions. megatron-core broadcasts it and takes the mean, which is the same scalar.
         return loss(next(depths), draft_T1M.squeeze(1).index_select(0, taught_r), tokens_r)
 
     aligned: list[Tensor] = []
     for depth, state in enumerate(states):
-        # Our state at position p predicts token p + 2 at each depth; megatron-core's of depth d, p + 1 + d.
+        # Our state at position p predicts token p + 2 at every depth; megatron-core's at depth d predicts p + 1 + d.
         for _ in range(depth):
             state = share.after(state)
         aligned.append(state)
     settings = copy.copy(config)
     settings.mtp_num_layers, settings.mtp_loss_scaling_factor = len(states), scaling_factor
-    settings.mtp_detach_heads = False  # ``loss`` has detached its head if needed
+    settings.mtp_detach_heads = False  # ``loss`` detaches its head if needed
     settings.calculate_per_token_loss = False  # else a rank weights by its labels before the roll
     on_host = copy.copy(share)
     on_host.cu_seqlens_q = share.cu_seqlens_q.cpu()  # it reads single elements
@@ -91,7 +91,7 @@ def through_core(
         "output_layer": lambda draft_T1M, **_: (draft_T1M, None),
         "output_weight": None,
         "runtime_gather_output": None,
-        "is_training": False,  # would record figures from our non-logits
+        "is_training": False,  # True would record metrics computed from states instead of logits
         "compute_language_model_loss": of_next_depth,
         "config": settings,
         "cp_group": share.group,

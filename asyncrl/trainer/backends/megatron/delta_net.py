@@ -1,7 +1,7 @@
 """Gated DeltaNet over packed sequences: linear attention of Qwen3-Next and Qwen3.5, with tensor parallelism.
 
-megatron-core 0.16 has the layer for one sequence per row, and only with flash-linear-attention. This one has the same
-parameters under the same names. Each sequence starts with an empty state and an empty convolution.
+megatron-core 0.16's layer takes one sequence per row and needs flash-linear-attention. This one has the same parameters
+under the same names. Each sequence starts with an empty state and an empty convolution.
 
 Shape suffixes: T packed tokens, M hidden size, C channels of q, k and v, B sequences, L padded length, N chunks of
 S tokens, H value heads, K and V the sizes of a key and of a value; heads and channels are those of this rank.
@@ -35,7 +35,7 @@ except ImportError:  # a package for GPUs
 
 
 class DeltaNet(MegatronModule):
-    """Replaces self attention in a megatron-core layer, built of the same linear modules."""
+    """Replaces self attention in a megatron-core layer, using its linear modules."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class DeltaNet(MegatronModule):
             out, _ = kernel(q, k, v, g=decay_TH[None], beta=write_TH[None], cu_seqlens=bounds)
             return out[0]
         layout = sequences.layout
-        # a single gather, since all are padded alike
+        # one gather for all three, which are padded alike
         packed = torch.cat([qkv_TC.float(), write_TH, decay_TH], -1)
         qkv_BLC, write_BLH, decay_BLH = layout.pad(packed).split([qkv_TC.shape[1], *self._rows[2:]], -1)
         out_BLHV = gated_delta_rule(*self._heads(qkv_BLC), decay_BLH, write_BLH)
@@ -124,7 +124,7 @@ class DeltaNet(MegatronModule):
         return q, k, v.unflatten(-1, (-1, self.value_dim))
 
     def _gated(self, out_THV: Tensor, gate: Tensor) -> Tensor:
-        # every rank has the whole norm and applies it to its own heads, so its gradients are summed
+        # every rank applies the whole norm to its own heads, so the norm's gradients are summed
         weight = copy_to_tensor_model_parallel_region(self.out_norm.weight)
         normed = F.rms_norm(out_THV.float(), (self.value_dim,), eps=self.out_norm.eps).to(out_THV.dtype)
         gate_THV = gate.unflatten(-1, (-1, self.value_dim))

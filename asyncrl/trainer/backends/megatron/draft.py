@@ -1,6 +1,6 @@
 """The draft's losses and updates on the last pipeline stage.
 
-The MTP layers have gradient buffers and an optimizer of their own, so their steps are independent of the policy's.
+The MTP layers have their own gradient buffers and optimizer, so their steps are independent of the policy's.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # is
 
 
 class MegatronDraftTraining(DraftTraining):
-    """``model``: this rank's last chunk; ``parallel``: the data parallel module around its MTP layers, which are on the
-    last stage. Other stages take part in the collectives."""
+    """``model``: this rank's last chunk; ``parallel``: the data parallel module around its MTP layers. Only the last
+    stage has MTP layers; other stages take part in the collectives."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class MegatronDraftTraining(DraftTraining):
         optimizer: ShardedAdamW,
     ) -> None:
         copies = parallel_state.get_data_parallel_group()
-        # context parallel ranks each have figures of their own places
+        # each context parallel rank has the metrics of its own positions
         peers = parallel_state.get_data_parallel_group(with_context_parallel=True)
         super().__init__(config, device, micro_batches, copies, peers)
         self._model, self._parallel, self._optimizer = model, parallel, optimizer
@@ -61,8 +61,8 @@ class MegatronDraftTraining(DraftTraining):
         temperature: float,
         sums: dict[str, Tensor],
     ) -> Tensor:
-        """A micro-batch's share of an update that teaches ``counts`` tokens at each depth: a scalar of which only the
-        gradient is meaningful. Adds figures to ``sums``.
+        """A micro-batch's share of an update with ``counts`` tokens at each depth: a scalar of which only the gradient
+        is meaningful. Adds metrics to ``sums``.
 
         ``hidden_T1M``: the trunk's states, ``states``: the draft's, by depth."""
         head_WM = self._model.head_weight
@@ -83,7 +83,7 @@ class MegatronDraftTraining(DraftTraining):
         total = hidden_T1M.new_zeros((), dtype=torch.float32)
         for depth, (draft_T1M, (places, tokens)) in enumerate(zip(states, micro.drafts(self.depths), strict=True), 1):
             if self._mtp.loss == "acceptance":
-                # the trunk predicts the token one position later: the draft's state moves to the rank that has it
+                # the trunk predicts the token one position later; the draft's state moves to that position's rank
                 target_rM, mine = share.rows(hidden_T1M.detach(), places + 1)
                 draft_rM, _ = share.rows(share.before(draft_T1M), places + 1)
                 found = VocabParallelAcceptance.apply(draft_rM, head_WM, target_rM, tokens[mine], *how)
@@ -116,7 +116,7 @@ class MegatronDraftTraining(DraftTraining):
         self._parallel.finish_grad_sync()
 
     def _joined(self, micro: MicroBatch, share: PackedSequences, hidden: Mapping[int, Tensor]) -> Tensor:
-        """[T, 1, M]: kept states of the micro-batch's sequences; zeros for a placeholder."""
+        """[T, 1, M]: the kept trunk states of the micro-batch's sequences; zeros for a placeholder."""
         if micro.sequences == [PADDING]:
             return torch.zeros(share.tokens.shape[1], 1, self._model.config.hidden_size, device=micro.tokens.device)
         return torch.cat([hidden[b] for b in micro.sequences]).unsqueeze(1)

@@ -1,5 +1,5 @@
-"""Replacement modules in megatron-core's layers: DeltaNet over packed sequences, and others without Transformer
-Engine."""
+"""Replacement modules for megatron-core's layers: DeltaNet over packed sequences, and modules for layers without
+Transformer Engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ZeroCenteredNorm(torch.nn.RMSNorm):
 
 class SharedNorm:
     """torch's norm with two features that megatron-core's wrapper lacks: zero-centered weights, and sequence
-    parallelism, for which the weight's gradients are marked to be summed over tensor parallel ranks."""
+    parallelism, which marks the weight's gradients to be summed over tensor parallel ranks."""
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> torch.nn.Module:  # type: ignore[misc]
         plain = copy.copy(config)
@@ -68,7 +68,7 @@ def without_transformer_engine(spec: Any) -> Any:
 
 
 def with_delta_net(spec: TransformerBlockSubmodules, linear: Sequence[int]) -> TransformerBlockSubmodules:
-    """A stage's spec with DeltaNet as self attention of its ``linear`` layers, built of the same linear modules."""
+    """A stage's spec with DeltaNet as self attention of its ``linear`` layers, using their linear modules."""
     layers = []
     for layer, is_linear in zip(spec.layer_specs or [], linear, strict=False):
         if is_linear:

@@ -1,6 +1,6 @@
 """Checks that a model can be sharded and trained as configured, before anything is built.
 
-Imports none of Megatron's packages, which the checking process need not have."""
+Imports none of Megatron's packages, because the checking process may lack them."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """LoRA in a megatron-core model: a low-rank pair for each linear layer of the checkpoint, at any parallel layout.
 
 megatron-core fuses several of a checkpoint's layers: q_proj, k_proj and v_proj into ``linear_qkv``, gate_proj and
-up_proj into ``linear_fc1``, and the inputs of linear attention into ``in_proj``. Each of them has its own pair here, as
-in PEFT and the torch backend, or none. A rank's rows of them and their places in its layer are found by letting the
-bridge convert weights whose entries are their row numbers.
+up_proj into ``linear_fc1``, and the input projections of linear attention into ``in_proj``. Each of them has its own
+pair here, as in PEFT and the torch backend, or none. To find where a rank's layer has which rows, the bridge converts
+weights whose entries are their row numbers.
 
-Megatron-Bridge's PEFT cannot train that: its LoRA gives a fused layer a single A. Its CanonicalLoRA has one for each,
-but calls missing ones if only q_proj is targeted, and with two tensor parallel ranks it needs an even rank, and an even
-number of tokens in every micro-batch.
+Megatron-Bridge's PEFT cannot train such pairs: its LoRA has a single A per fused layer. Its CanonicalLoRA has one per
+module, but calls missing ones if only q_proj is targeted, and with two tensor parallel ranks needs an even LoRA rank
+and an even number of tokens in every micro-batch.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes  
 _LAYER = re.compile(
     r"decoder\.layers\.\d+\.(?:self_attention|mlp)\.(linear_(?:qkv|proj|fc1|fc2)|in_proj|out_proj)\.weight"
 )
-_ALL = "all"  # the only module of a layer that is not fused
+_ALL = "all"  # key of the only module of a layer that is not fused
 _ROW_SHARDED = ("linear_qkv", "linear_fc1", "in_proj")
 
 
 class Pair(nn.Module):
-    """A [r, in] and B [out, r] of one module of the checkpoint; this rank's rows of B, or columns of A."""
+    """A [r, in] and B [out, r] of one module of the checkpoint: this rank's rows of B, or columns of A."""
 
     def __init__(self, a: Tensor, rows: int) -> None:
         super().__init__()
@@ -52,12 +52,12 @@ class Pair(nn.Module):
 
 
 class LayerAdapter(nn.Module):
-    """Adapter pairs (``pairs``) of one megatron-core layer. It is the layer's submodule ``adapter``, a name under which
-    Megatron-Bridge looks for no tensors.
+    """Adapter pairs (``pairs``) of one megatron-core layer. It is the layer's submodule ``adapter``, a name that
+    Megatron-Bridge ignores.
 
     ``rows``, for a layer whose rows are sharded over the tensor parallel ranks: for each of this rank's rows, the row
-    of the pairs' concatenated B to add; one past the end for none. ``shared``: sequence parallelism, so that these
-    ranks have parts of the tokens before and after the layer."""
+    of the pairs' concatenated B to add; one past the end for none. ``shared``: sequence parallelism, in which each of
+    these ranks has a part of the tokens before and after the layer."""
 
     rows: Tensor
 
@@ -72,7 +72,7 @@ class LayerAdapter(nn.Module):
         """Addend to the output of a row-sharded layer; ``x`` is the whole input, or this rank's tokens."""
         pairs: list[Any] = list(self.pairs.values())
         inner = F.linear(x, torch.cat([pair.lora_A for pair in pairs]))
-        # each rank's rows of B give a part of the gradient of A x, summed in the backward pass
+        # each rank's rows of B yield a part of the gradient of A x, summed in the backward pass
         if self._shared:
             inner = tensor_parallel.gather_from_sequence_parallel_region(inner)
         else:
@@ -93,8 +93,8 @@ class LayerAdapter(nn.Module):
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Sharding of a pair's tensor over the tensor parallel ranks: along ``dim``, or replicated (None). ``rows``: the
-    row numbers of all ranks concatenated, where their order is not the tensor's."""
+    """Sharding of a pair's tensor over the tensor parallel ranks: along ``dim``, or replicated (None). ``rows``: row
+    numbers of all ranks concatenated, if the order differs from the tensor's."""
 
     dim: int | None = None
     rows: Tensor | None = None
@@ -168,7 +168,7 @@ class Adapters:
     def pair(
         self, weight: str, of: Callable[[nn.Parameter], Tensor], dtype: torch.dtype, wanted: Callable[[str], bool]
     ) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor) of those ``wanted`` in the pair of ``weight``, if it has one; see
+        """(name, whole tensor) of the tensors ``wanted`` in the pair of ``weight``, if it has one; see
         `asyncrl.trainer.backends.megatron.weights.Conversion.whole`."""
         for name, shape in self.pairs.get(weight, {}).items():
             if wanted(name):
@@ -206,7 +206,7 @@ class Adapters:
                 for name, parameter, shard in zip(pair_names(module), (pair.lora_A, pair.lora_B), shards, strict=True):
                     self._parts[name] = parameter, shard
                     set_tensor_model_parallel_attributes(parameter, shard.dim is not None, shard.dim or 0, 1)
-                    # a replicated tensor then sees this rank's tokens only, so its gradients are summed over the ranks
+                    # a replicated tensor then sees only this rank's tokens, so its gradients are summed over the ranks
                     parameter.sequence_parallel = shared and shard.dim is None  # type: ignore[attr-defined]
             first += rows
         beside[beside < 0] = put
@@ -217,8 +217,8 @@ class Adapters:
         layer.register_forward_hook(_with_rows if by_rows else _with_columns)
 
     def _numbers(self, task: Any, parts: Mapping[str, tuple[str, tuple[int, int]]]) -> Tensor:
-        """For each row of this rank's layer its row number in the concatenated modules; collective over the tensor
-        parallel ranks. (float32 is exact for integers up to 2²⁴.)"""
+        """Row number in the concatenated modules of each row of this rank's layer; collective over the tensor parallel
+        ranks. (float32 is exact for integers up to 2²⁴.)"""
         numbered, first = {}, 0
         for part, (_, (rows, columns)) in parts.items():
             counted = torch.arange(first, first + rows, dtype=torch.float32, device=self._device)
@@ -242,8 +242,8 @@ class Adapters:
 
 
 def _modules(task: Any) -> tuple[str, dict[str, str]] | None:
-    """(kind of layer, the checkpoint's modules in it in the order of its rows) for a task that loads the weight of a
-    layer that may be targeted, else None."""
+    """(kind of layer, the checkpoint's modules in the order of its rows) for a task that loads the weight of a layer
+    that may be targeted, else None."""
     if (found := _LAYER.fullmatch(task.global_param_name)) is None:
         return None
     names = task.mapping.hf_param

@@ -1,6 +1,6 @@
-"""mbridge in place of Megatron-Bridge (``model.bridge: mbridge``), for its knowledge of model families alone.
+"""mbridge in place of Megatron-Bridge (``model.bridge: mbridge``).
 
-It turns config.json into a configuration of megatron-core, and maps, joins, splits and shards tensors. mbridge could
+mbridge turns config.json into a configuration of megatron-core, and maps, joins, splits and shards tensors. It could
 also build and load models, but only with Transformer Engine; here they are built as with the other bridge, and layers
 without Transformer Engine are presented to mbridge under the names of those with it.
 """
@@ -44,7 +44,7 @@ MTP_ONLY = {
     "final_layernorm.weight": "final_layernorm.weight",
     "eh_proj.weight": "input_proj.weight",
 }
-#: sharding settings that mbridge makes; they are made where models are built
+#: sharding settings of mbridge's configuration, left to the code that builds models
 PLACEMENT = {"sequence_parallel", "overlap_p2p_comm", "batch_p2p_comm", "expert_tensor_parallel_size"}
 
 
@@ -65,7 +65,7 @@ def mbridge_of(hf_config: Any, path: Any) -> tuple[GPTModelProvider, MBridgeConv
             "(it runs megatron-core's plain GPT model); use another model"
         )
     bridge = family(hf_config, dtype=torch.float32)
-    # a model with a tied head changes this for its whole family
+    # a copy, because a model with a tied head changes the mapping of its whole family
     bridge._DIRECT_MAPPING = {**bridge._DIRECT_MAPPING, "output_layer.weight": "lm_head.weight"}
     facts = {f.name: value for f in fields(TransformerConfig) if (value := getattr(bridge.config, f.name)) != _unset(f)}
     provider = GPTModelProvider(
@@ -83,13 +83,14 @@ def _unset(field: Any) -> Any:
 
 
 class MBridgeConverter:
-    """The interface of Megatron-Bridge's converters that `asyncrl.trainer.backends.megatron.weights` uses."""
+    """mbridge behind the part of Megatron-Bridge's converter interface that
+    `asyncrl.trainer.backends.megatron.weights` uses."""
 
     def __init__(self, bridge: LLMBridge, provider: GPTModelProvider) -> None:
         self._bridge, self._tied = bridge, provider.share_embeddings_and_output_weights
 
     def build_conversion_tasks(self, folder: Any, chunks: Sequence[Any]) -> list[Task]:
-        """A task for each parameter of the model, other stages' included, in the order of layers; collective."""
+        """A task for each parameter of the model, including other stages', in the order of layers; collective."""
         here = {
             _global(name, chunk): (chunk, name, p)
             for chunk in chunks
@@ -132,12 +133,12 @@ class Mapping:
         self._swapped = name.endswith(".eh_proj.weight")
         self._name, names = self._names(name, dense)
         self.hf_param: Any = names[0] if len(names) == 1 else {str(i): hf_name for i, hf_name in enumerate(names)}
-        if self.is_expert:  # its name has its number among this rank's experts
+        if self.is_expert:  # its name has the expert's number on this rank
             rank = parallel_state.get_expert_model_parallel_rank()
             self.hf_param = of_rank(rank, self._experts_of_rank, self.hf_param)
 
     def hf_to_megatron(self, tensors: Tensor | dict[str, Tensor], module: Any) -> Tensor:
-        """This rank's part of the parameter made of the tensors."""
+        """This rank's part of the parameter that the tensors make up."""
         parts = [tensors] if isinstance(tensors, Tensor) else list(tensors.values())
         whole, group = self._halves(self._bridge._weight_to_mcore_format(self._name, parts)), self._group()
         cut = self._bridge._weight_split_across_tp(self._name, whole, self._parameter, group.size())
@@ -180,8 +181,8 @@ class Mapping:
         return weight.roll(weight.shape[1] // 2, 1) if self._swapped else weight
 
     def _names(self, name: str, dense: bool) -> tuple[str, list[str]]:
-        """(mbridge's name of the parameter, names of its tensors). MTP layers have MiMo's names on any trunk; each
-        contains a trunk layer, which is mapped under that layer's name."""
+        """(mbridge's name of the parameter, names of its tensors). MTP layers have MiMo's names on any trunk; the trunk
+        layer that each contains is mapped under the name of a layer of the trunk."""
         hf_layers = "model.layers."
         if mtp := re.match(r"mtp\.layers\.(\d+)\.", name):
             number, rest = mtp[1], name[mtp.end() :]

@@ -4,7 +4,7 @@
     with away.here("parameters"):                       # on the device, read only
         ...
     with away.here("parameters", "gradients", written=True):
-        ...                                             # may be nested: nothing moves twice
+        ...                                             # may be nested; nothing moves twice
 
 Unknown kinds are not offloaded, and stay on the device. Whole storages move, so all views stay valid: megatron-core's
 parameters and gradients are slices of a few large buffers.
@@ -21,11 +21,11 @@ from torch import Tensor
 
 
 class Offload:
-    """Keeps each kind of state on the device inside `here`, else in host memory, starting with the first `here` or
-    `send_all`. A tensor has no memory after its `here`: copy it to keep it.
+    """Keeps each kind of state on the device inside `here`, else in host memory. All state is on the device until the
+    first `here` or `send_all`. A tensor has no memory after its `here`: copy it to keep its values.
 
     ``kinds``: tensors by kind; no storage belongs to two kinds. ``discarded``: kinds whose values are not kept outside
-    `here`; their memory is released and reallocated."""
+    `here`; their memory is freed and allocated again."""
 
     def __init__(self, kinds: Mapping[str, Iterable[Tensor]], discarded: Set[str] = frozenset()) -> None:
         self._storages: dict[str, list[_Storage]] = {}
@@ -40,7 +40,8 @@ class Offload:
 
     @contextlib.contextmanager
     def here(self, *kinds: str, written: bool = False) -> Iterator[None]:
-        """``written``: the values may change; else the host copy stays valid."""
+        """Context in which these kinds are on the device. ``written``: their values may change; else the host copy
+        stays valid."""
         known = [kind for kind in kinds if kind in self._storages]
         missing = [kind for kind in known if kind not in self._here]
         for storage in chain.from_iterable(self._storages[kind] for kind in missing):

@@ -27,7 +27,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 @dataclass(frozen=True)
 class Shard:
     """The slice ``start``:``end`` of a flattened parameter that this rank's optimizer steps. ``counts``: it enters the
-    gradient norm; false for a duplicate of another rank's (a tensor parallel peer's norm, the first stage's
+    gradient norm; False for a duplicate of another rank's parameter (a tensor parallel peer's norm, the first stage's
     embedding)."""
 
     parameter: torch.nn.Parameter
@@ -66,7 +66,7 @@ class ShardedAdamW:
             params_dtype=torch.bfloat16 if half else torch.float32,
             use_distributed_optimizer=True,
         )
-        # no overrides: weights decay alike, norms and biases included, as in the torch backend
+        # no overrides: weight decay applies to all parameters, norms and biases included, as in the torch backend
         self._optimizers = {
             draft: get_megatron_optimizer(settings, modules, config_overrides={}, use_gloo_process_groups=False)
             for draft, modules in self._modules.items()
@@ -88,7 +88,7 @@ class ShardedAdamW:
             self._optimizers[draft].prepare_grads()
 
     def clip(self, draft: bool) -> float:
-        """Clip the gradient of policy or draft to ``grad_clip``; returns its norm before, over all ranks."""
+        """Clip the gradient of policy or draft to norm ``grad_clip``; returns its norm before, over all ranks."""
         shards = [shard for shard in self.shards if shard.draft == draft]
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         for shard in shards:
@@ -109,7 +109,7 @@ class ShardedAdamW:
             self._optimizers[draft].step_with_ready_grads()
 
     def set_steps(self, steps: int, draft: bool) -> None:
-        """Set the number of steps that the moments stand for."""
+        """Set the number of steps that the moments cover."""
         for shard in self.shards:
             if shard.draft == draft:
                 shard.state["step"].fill_(steps)

@@ -15,25 +15,25 @@ SUPPORTED = {
     "megatron-bridge": ">=0.3.1,<0.7",
     "mbridge": ">=0.15.1,<0.16",
 }
-#: release of Megatron-Bridge → the release of megatron-core that it was made for: it imports names that others lack.
-#: 0.5, made for 0.18, is absent: it registers a model that our transformers already has, and so does not import
+#: release of Megatron-Bridge → the release of megatron-core that it was made for; it imports names that others lack.
+#: 0.5, made for 0.18, is absent because its import fails: it registers a model that our transformers already has
 MADE_FOR = {"0.3": "0.16", "0.4": "0.17", "0.6": "0.19"}
 NEEDED = ("megatron-core", "megatron-bridge")
 
 
 class UnsupportedPackage(RuntimeError):
-    """A package of this backend is missing, or a release that it does not support."""
+    """A package of this backend is missing, or its release is not supported."""
 
 
 def prepare() -> None:
-    """Check the packages, then make them usable on a machine without a GPU. Call it before anything imports them."""
+    """Check the packages, then make them usable on a machine without a GPU. Call before anything imports them."""
     check_packages()
     megatron_cpu.activate()
 
 
 def check_packages(*packages: str) -> None:
-    """Raise UnsupportedPackage, in one line, for every package that is missing or unsupported; without arguments check
-    those that are always needed, and that they fit each other."""
+    """Raise UnsupportedPackage, in one line, for every package that is missing or unsupported. Without arguments,
+    checks the packages that are always needed, and that their releases go together."""
     problems = []
     for package in packages or NEEDED:
         wanted = SUPPORTED[package]
@@ -65,10 +65,10 @@ def _misfits() -> list[str]:
 
 
 def layer_in_mtp() -> str:
-    """The name that an MTP layer of megatron-core gives to the transformer layer in it."""
+    """Name of the transformer layer inside an MTP layer of megatron-core."""
     return "transformer_layer" if _installed("megatron-core") < Version("0.17") else "mtp_model_layer"
 
 
 def _installed(package: str) -> Version:
-    """The installed release, without marks of a pre-release or a local build. Raises PackageNotFoundError."""
+    """The installed release, without pre-release and local build suffixes. Raises PackageNotFoundError."""
     return Version(Version(version(package)).base_version)

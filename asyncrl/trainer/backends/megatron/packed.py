@@ -1,7 +1,7 @@
-"""Packed sequences in megatron-core: a rank's share of a micro-batch's tokens, and attention over them without CUDA.
+"""Packed sequences in megatron-core: a rank's share of a micro-batch, and attention without Transformer Engine.
 
 Context parallel ranks share every sequence in zigzag, as Transformer Engine expects: padded at its end to a multiple of
-2 · ranks, it is split into that many chunks, and rank i has the i-th from either end. This balances causal attention.
+2 · ranks, it is split into 2 · ranks chunks, and rank i has the i-th from either end. This balances causal attention.
 
 Shape suffixes: T this rank's tokens, P packed positions of the whole micro-batch, R some of these, G the padded tokens
 of all ranks concatenated, B sequences, L padded length, H heads, K key/value heads, D head_dim, M hidden size.
@@ -33,9 +33,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 
 class Zigzag(NamedTuple):
-    """Zigzag layout. For each place of the padded sequences in order: the packed position of its token (padding: of the
-    last token), whether it is real, its position in its sequence, the rank that owns it, and its index among that
-    rank's tokens. ``lengths`` [B]: with padding."""
+    """Zigzag layout. For each place of the padded sequences in order: the packed position of its token (padding has the
+    last token's), whether it is real, its position in its sequence, the rank that owns it, and its index among that
+    rank's tokens. ``lengths`` [B] include padding."""
 
     source: np.ndarray
     real: np.ndarray
@@ -76,7 +76,7 @@ class Across(NamedTuple):
 
     @classmethod
     def of(cls, cut: Zigzag, mine: np.ndarray, layout: PackedLayout, positions: Tensor) -> Across:
-        """``mine``: this rank's places in the zigzag; ``layout`` and ``positions``: those of its tokens."""
+        """``mine``: this rank's places in the zigzag; ``layout`` and ``positions`` of its tokens."""
         put = lambda array: on_device(array, positions.device)
         whole, gathered = PackedLayout.from_lengths(cut.lengths), cut.owner * len(mine) + cut.local
         keys = replace(
@@ -119,8 +119,8 @@ class PackedSequences(PackedSeqParams):
         group: dist.ProcessGroup,
         multiple: int = 1,
     ) -> PackedSequences:
-        """This rank's share of sequences of ``lengths_B``, a multiple of ``multiple`` tokens of each; ``layout``: that
-        of the whole sequences."""
+        """This rank's share of sequences of ``lengths_B``: a multiple of ``multiple`` tokens of each. ``layout``: of
+        the whole sequences."""
         device, following_P, positions = tokens_P.device, tokens_P.roll(-1), layout.positions
         local, across = None, None
         if group.size() > 1 or multiple > 1:
@@ -149,21 +149,21 @@ class PackedSequences(PackedSeqParams):
         )
 
     def before(self, states_T1M: Tensor) -> Tensor:
-        """[T, 1, M]: the state of the position before each; meaningless at first positions."""
+        """[T, 1, M]: the state of each position's predecessor; meaningless at first positions."""
         if self.across is None:
             return states_T1M.roll(1, 0)
         gathered = gather_from_sequence_parallel_region(states_T1M, group=self.group)
         return gathered.index_select(0, self.across.previous)
 
     def after(self, states_T1M: Tensor) -> Tensor:
-        """[T, 1, M]: the state of the position after each; meaningless at last positions."""
+        """[T, 1, M]: the state of each position's successor; meaningless at last positions."""
         if self.across is None:
             return states_T1M.roll(-1, 0)
         gathered = gather_from_sequence_parallel_region(states_T1M, group=self.group)
         return gathered.index_select(0, self.across.next)
 
     def rows(self, states_T1M: Tensor, places_R: Tensor) -> tuple[Tensor, Tensor | slice]:
-        """(states [r, M] of those packed positions that this rank has, their indices in ``places_R``)"""
+        """(states [r, M] of the packed positions that this rank has, their indices in ``places_R``)"""
         places_r, mine_r = self.here(places_R)
         return states_T1M.squeeze(1).index_select(0, places_r), mine_r
 
@@ -182,7 +182,7 @@ class PackedSequences(PackedSeqParams):
 
 
 class _OfAll(torch.autograd.Function):
-    """All-gather by position. All ranks compute the same from the result, so the backward pass needs no sum."""
+    """All-gather by position. All ranks compute the same function of the result, so the backward pass needs no sum."""
 
     @staticmethod
     def forward(ctx: Any, values_Xr: Tensor, mine_r: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
@@ -228,7 +228,7 @@ class PackedAttention(MegatronModule):
         layout, across = packed_seq_params.layout, packed_seq_params.across
         heads, groups = query_THD.shape[1], key_TKD.shape[1]
         if across is None:
-            # a single gather, since all three are padded alike
+            # one gather for all three, which are padded alike
             qkv_BXLD = layout.pad(torch.cat([query_THD, key_TKD, value_TKD], 1)).transpose(1, 2)
             q, k, v = qkv_BXLD.split([heads, groups, groups], 1)
         else:

@@ -37,12 +37,12 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 
 class PolicyModel(GPTModel):
-    """Forward passes of the last stage return (hidden [T, 1, M], depth 1's hidden, depth 2's …), each after its final
-    norm, so that the head runs on selected positions only. A forward pass needs no labels; the draft's loss is computed
+    """GPT model whose last stage returns (hidden [T, 1, M], depth 1's hidden, depth 2's …), each after its final norm,
+    so that the head runs on selected positions only. A forward pass needs no labels; the draft's loss is computed
     outside, with asyncrl's temperature and global count.
 
-    ``draft_depths``: draft depths of the next forward pass; ``detach_draft``: no gradient from them to trunk and
-    embedding; ``draft_starts_blank``: see `Bridge`. The draft's states are those of
+    ``draft_depths``: number of draft depths in the next forward pass; ``detach_draft``: no gradient from them reaches
+    trunk and embedding; ``draft_starts_blank``: see `Bridge`. The draft's states are those of
     `asyncrl.models.decoder.Decoder.draft_states`, for at most as many depths as there are MTP layers."""
 
     draft_depths = 0
@@ -72,8 +72,8 @@ class PolicyModel(GPTModel):
         for layer in self.mtp.layers[: self.draft_depths]:
             if states:
                 hidden_T1M = self._of_this_rank(sequences.before(states[-1]) * started_T11)
-            # not the layer's own forward, which cannot recompute packed sequences, and embeds the shifted tokens
-            # itself, without zeros at position 0
+            # not the layer's `forward`: it cannot recompute packed sequences, and embeds the shifted tokens without
+            # zeros at position 0
             run = partial(layer._proj_and_transformer_layer, **options)
             if self.config.recompute_granularity and torch.is_grad_enabled():
                 run = partial(checkpoint, run, use_reentrant=False)
@@ -82,8 +82,8 @@ class PolicyModel(GPTModel):
         return tuple(states)
 
     def _of_all_tokens(self, states: Tensor) -> Tensor:
-        """[t, …] → [T, …] under sequence parallelism. All tensor parallel ranks then compute the same, each with the
-        whole gradient."""
+        """[t, …] → [T, …] under sequence parallelism. From there on all tensor parallel ranks compute the same, each
+        with the whole gradient."""
         if not self.config.sequence_parallel:
             return states
         return tensor_parallel.gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=False)
@@ -197,7 +197,7 @@ def _complete(provider: GPTModelProvider, options: TrainerConfig) -> None:
         "expert_model_parallel_size": cut.expert_model_parallel_size,
         "expert_tensor_parallel_size": 1,  # experts are not sharded
         "sequence_parallel": cut.sequence_parallel,
-        "params_dtype": torch.float32,  # while it is built and loaded; `in_precision` changes it
+        "params_dtype": torch.float32,  # until the model is built and loaded; `in_precision` then changes it
         "pipeline_dtype": torch.bfloat16 if half else torch.float32,
         "bf16": half,
         "fp16": False,
@@ -206,10 +206,10 @@ def _complete(provider: GPTModelProvider, options: TrainerConfig) -> None:
         "variable_seq_lengths": cut.pipeline_model_parallel_size > 1,
         "calculate_per_token_loss": True,  # sums gradients, as losses are already divided by the global count
         "attention_softmax_in_fp32": True,
-        # a token's logprob must be reproducible
+        # logprobs must be reproducible
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        # the algorithm alone defines the loss, without load-balancing terms, and only the optimizer changes weights
+        # no load-balancing terms: only the algorithm defines the loss, and only the optimizer changes weights
         "moe_aux_loss_coeff": 0.0,
         "moe_z_loss_coeff": None,
         "moe_router_load_balancing_type": "none",

@@ -1,7 +1,7 @@
 """Bridge for Qwen3-Next and Qwen3.5, models with Gated DeltaNet layers: configuration and tensors.
 
 Megatron-Bridge 0.3 supports only Qwen3-Next, only under Transformer Engine's names, and reads config fields that
-transformers 5 has moved. This bridge covers both, with the MTP layer of their checkpoints, alike for every release.
+transformers 5 has moved. This bridge converts both, including the MTP layer, alike for every release.
 
 megatron-core's DeltaNet has one matrix, ``in_proj``, with rows q, k, v, z (output gate), b (write strength) and a
 (decay); each tensor parallel rank has those of its heads. Qwen3-Next has two, ``in_proj_qkvz`` and ``in_proj_ba``,

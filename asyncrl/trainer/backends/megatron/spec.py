@@ -1,4 +1,4 @@
-"""The Megatron backend as a part: its limits, and how a rank of it starts. Imports none of Megatron's packages."""
+"""Spec of the Megatron backend: its limits, and how to start a rank. Imports none of Megatron's packages."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ class MegatronSpec:
             )
         if cut.sequence_parallel and cut.tensor_model_parallel_size == 1:
             yield (
-                "trainer.megatron.sequence_parallel: it is for tensor parallel ranks; expected false with "
+                "trainer.megatron.sequence_parallel: needs tensor parallel ranks; expected false with "
                 "trainer.megatron.tensor_model_parallel_size=1"
             )
         virtual, stages = cut.virtual_pipeline_model_parallel_size, cut.pipeline_model_parallel_size
-        if virtual > 1 and stages < 3:  # two stages are each before and after the other: their messages would mix
+        if virtual > 1 and stages < 3:  # of two stages each precedes and follows the other: messages would mix
             yield (
                 f"trainer.megatron.virtual_pipeline_model_parallel_size: {virtual} chunks per stage need "
                 f"trainer.megatron.pipeline_model_parallel_size of at least 3, found {stages}"
             )
         if trainer.cpu_offload:
             yield (
-                "trainer.cpu_offload: expected false; the Megatron backend has trainer.megatron.param_offload and "
-                "others"
+                "trainer.cpu_offload: expected false; the Megatron backend has trainer.megatron.param_offload, "
+                "grad_offload and optimizer_offload instead"
             )
 
     def model_problems(self, config: Config, text: Mapping[str, Any]) -> Iterator[str]:

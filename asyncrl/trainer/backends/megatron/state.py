@@ -23,7 +23,7 @@ from asyncrl.trainer.backends.state import (
     saved_names,
 )
 
-LOAD_BLOCK = 32  # parameters whose whole tensors are in memory at once while a checkpoint loads
+LOAD_BLOCK = 32  # number of parameters whose whole tensors are in memory at once while a checkpoint loads
 
 
 def base_digest(conversion: Conversion) -> Tensor:
@@ -32,8 +32,8 @@ def base_digest(conversion: Conversion) -> Tensor:
 
 
 class ModelState:
-    """Master weights, and moments of the ``trained`` ones; with ``adapters`` only these, and the digest of their
-    ``base``, the model of ``model_path``. All methods are collective."""
+    """Master weights, and moments of the ``trained`` ones. With ``adapters`` only the trained ones, and the digest of
+    their ``base``, the model of ``model_path``. All methods are collective."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class ModelState:
         }
 
     def load(self, path: Path) -> None:
-        """Load the state of any number of ranks. Raises CheckpointError for another model or kind of training."""
+        """Load a state saved at any number of ranks. Raises CheckpointError for another model or kind of training."""
         shapes, saved = self._conversion.shapes, saved_names(path)
         kept = list(filter(self._is_kept, shapes))
         expect_same_adapters(path, saved, {"model": kept})

@@ -1,8 +1,8 @@
 """Log-probabilities, entropies and draft losses from a vocabulary-parallel head, a chunk of rows at a time.
 
-The same figures as in `asyncrl.models.chunked`. Every rank of the group has the same rows, and gets the same figures
-and the same gradients of them. Rows of the head that pad the vocabulary to an even division enter no sum. Shape
-suffixes: R rows, C a chunk of them, M hidden size, W this rank's tokens.
+Computes the same as `asyncrl.models.chunked`. Every rank of the group has the same rows, and gets the same results and
+gradients. Rows of the head that pad the vocabulary to an even division enter no sum. Shape suffixes: R rows, C a chunk
+of them, M hidden size, W this rank's part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class VocabularyPart:
         return tensor
 
     def place(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(row of the head, whether this rank has it) for each token; row 0 if not."""
+        """(row of the head, whether this rank has it) for each token; row 0 if it does not."""
         here = (tokens >= self.first) & (tokens < self.end)
         return (tokens - self.first).where(here, 0), here
 
@@ -135,8 +135,7 @@ class _Gradients:
 
 
 class VocabParallelCrossEntropy(SumOverRows):
-    """Sum over rows of −log softmax(z)[target], and the number of targets that are the likeliest token; float32
-    scalars."""
+    """Sum over rows of −log softmax(z)[target], and number of targets that are the likeliest token; float32 scalars."""
 
     @staticmethod
     def forward(
@@ -157,8 +156,8 @@ class VocabParallelCrossEntropy(SumOverRows):
 
 
 class VocabParallelAcceptance(SumOverRows):
-    """Sum over rows of −log α, and the number of ``targets`` that are the draft's likeliest token; float32 scalars. For
-    α, its gradient and ``target_hidden`` see `asyncrl.models.chunked.ChunkedAcceptance`."""
+    """Sum over rows of −log α, and number of ``targets`` that are the draft's likeliest token; float32 scalars. For α,
+    its gradient and ``target_hidden`` see `asyncrl.models.chunked.ChunkedAcceptance`."""
 
     @staticmethod
     def forward(
@@ -190,7 +189,7 @@ class VocabParallelAcceptance(SumOverRows):
 
 
 def _likeliest(part: VocabularyPart, found: _Chunk) -> Tensor:
-    """Number of targets to which no token has a higher logit."""
+    """Number of targets with the highest logit."""
     likelier_C = part.sum((found.logits_CW > found.target_C[:, None]).sum(1))
     return (likelier_C == 0).sum()
 

@@ -1,4 +1,4 @@
-"""Conversion of weights from and to Hugging Face names, one parameter of megatron-core at a time, at any layout."""
+"""Conversion of weights from and to Hugging Face names, one megatron-core parameter at a time, at any layout."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ VOCABULARY_ROWS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 class Conversion:
-    """Plan of a model's conversion: the tensors that make up each parameter, and the ranks that have it. Built once, by
-    a collective, and used for loading, export and checkpoints. All methods are collective over the ranks that hold one
-    copy of the model (tensor, pipeline and expert parallel).
+    """Plan of a model's conversion: the tensors that make up each parameter, and the ranks that have it. Used for
+    loading, export and checkpoints. Construction and all methods are collective over the ranks that hold one copy of
+    the model (tensor, pipeline and expert parallel).
 
     ``shapes``: every converted tensor by its safetensors name, in the order in which `whole` yields them. Raises
     CheckpointError if they are not exactly the folder's tensors. ``tasks``: Megatron-Bridge's, each with a module on
@@ -63,9 +63,9 @@ class Conversion:
         self, of: Callable[[torch.nn.Parameter], Tensor], put: Callable[[torch.nn.Parameter, Tensor], Any]
     ) -> None:
         """Fill a tied head on another stage than the embedding. It duplicates the embedding's rows under a name for
-        which the bridge has no tensor: ``put`` stores there what ``of`` returns for the embedding, in the parameter's
+        which the bridge has no tensor: ``put`` stores there the result of ``of`` for the embedding, in the parameter's
         shape. As when the model is built, the first stage's values and the last stage's zeros are summed. With MTP
-        layers the last stage's copy has the embedding's own name, and there is nothing to do."""
+        layers the last stage's copy has the embedding's own name, so nothing is done."""
         provider = self._bridge.provider
         first, last = self._chunks[0].pre_process, self._chunks[-1].post_process
         if provider.share_embeddings_and_output_weights and not provider.mtp_num_layers and first != last:
@@ -82,8 +82,8 @@ class Conversion:
         dtype: torch.dtype = torch.float32,
         wanted: Callable[[str], bool] = _all,
     ) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor) of those ``wanted``, made from what ``of`` returns for each parameter: itself, or a
-        moment of it, in its shape. (The tensors of one parameter are wanted all or none.)
+        """(name, whole tensor) of the tensors ``wanted``, converted from ``of(parameter)``: the parameter itself or one
+        of its moments, in its shape. (The tensors of one parameter are wanted all or none.)
 
         ``of`` is called on the ranks that have the parameter; every rank yields."""
         for task in self._plan(dtype):
@@ -99,7 +99,7 @@ class Conversion:
         self, task: Any, of: Callable[[torch.nn.Parameter], Tensor], dtype: torch.dtype
     ) -> dict[str, Tensor]:
         mine = task.param_weight
-        # the last stage's copy of the embedding, for head or draft, is no separate tensor
+        # the last stage's copy of the embedding, for head or draft, is not a separate tensor
         here = mine is not None and not getattr(mine, "shared", False)
         part = of(mine).detach().to(dtype) if here else None
         found = task.mapping.megatron_to_hf(part, task.megatron_module)
@@ -115,9 +115,9 @@ class Conversion:
 
     def _plan(self, dtype: torch.dtype | None) -> list[Any]:
         """Tasks of Megatron-Bridge in the order of layers, the same on all ranks; one set for loading (None) and one
-        for each exported dtype. Tasks cache facts about a parameter: its kind, learned by its owner alone while
-        loading, and the dtype that the owner sends. A task used for two purposes would wait for messages that never
-        come."""
+        for each exported dtype. They are separate because a task caches facts about its parameter: the kind, known only
+        to the owner while loading, and the dtype that the owner sends. A task used for two purposes would wait for
+        messages that never come."""
         if dtype not in self._plans:
             names = SimpleNamespace(get_all_keys=lambda: list(self._bridge.source.shapes))
             folder = SimpleNamespace(state=SimpleNamespace(source=names))
@@ -125,7 +125,7 @@ class Conversion:
             rank, each = parallel_state.get_expert_model_parallel_rank(), self._experts_of_rank
             for task in filter(None, self._plans[dtype]):
                 if ".local_experts." in task.global_param_name:
-                    # the bridge takes the expert's number among this rank's for its number among all
+                    # the bridge mistakes the expert's number on this rank for its global number
                     task.mapping.hf_param = of_rank(rank, each, task.mapping.hf_param)
         return self._plans[dtype]
 
@@ -223,8 +223,8 @@ class ModelWeights:
 
 @contextlib.contextmanager
 def _as_float32(task: Any) -> Iterator[None]:
-    """Let the bridge convert in float32 what it would convert in the dtype of a 16-bit parameter, too coarse for master
-    weights, by a stand-in parameter. (Replacing the parameter's own data would silently drop its gradient hooks.)"""
+    """Make the bridge convert in float32 by a stand-in parameter: the dtype of a 16-bit parameter is too coarse for
+    master weights. (Replacing the parameter's own data would silently drop its gradient hooks.)"""
     if task.param_weight.dtype == torch.float32:
         yield
         return

@@ -1,4 +1,4 @@
-"""The torch backend: the native decoder trained with FSDP2, on CPU (gloo) and CUDA (NCCL) alike."""
+"""The torch backend: trains the native decoder with FSDP2, on CPU (gloo) or CUDA (NCCL)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ from asyncrl.param_sync.digest import digest_tensors
 from asyncrl.param_sync.lora.adapters import adapter_spec
 from asyncrl.param_sync.manifest import AdapterSpec, is_adapter
 from asyncrl.trainer.backends import process_group
-from asyncrl.trainer.backends.backend import BaseBackend, GradientPass, reference_path
 from asyncrl.trainer.backends.base import Scores, TrainBatch
 from asyncrl.trainer.backends.export import Export
 from asyncrl.trainer.backends.packing import MicroBatch
@@ -42,6 +41,7 @@ from asyncrl.trainer.backends.state import (
     expect_same_draft,
     load_state,
 )
+from asyncrl.trainer.backends.template import BaseBackend, GradientPass, reference_path
 from asyncrl.trainer.backends.torch.draft import TorchDraftTraining
 from asyncrl.trainer.backends.torch.export import ShardedWeights
 
@@ -51,17 +51,16 @@ class TorchFSDPBackend(BaseBackend):
 
     ``init_method`` is torch.distributed's, such as ``tcp://127.0.0.1:29500`` or ``file:///some/file``; a single rank
     needs none. ``timeout_s`` bounds every collective, so a hung peer raises. A process holds one backend at a time
-    (`close` leaves the process group). A single rank is sharded too: one code path costs it 3 to 8 % on a CPU with a
-    million parameters, less with more.
+    (`close` leaves the process group). A single rank is sharded too: the single code path costs it 3 to 8 % on a CPU
+    with a million parameters, less with more.
 
-    The MTP layers belong to the model, so they are saved, exported and listed as ``draft``. The policy loss does not
-    reach them: they are frozen and have no optimizer state, unless ``mtp.enable_train`` adds a loss of their own (see
-    `asyncrl.trainer.draft_loss`), with an optimizer of their own. With ``mtp.detach_encoder`` they learn in several
-    smaller steps from the hidden states [T, M] of the policy's forward passes; else in the policy's step, with the
-    trunk.
+    The MTP layers are part of the model, so they are saved, exported and listed as ``draft``. The policy loss does not
+    reach them: they are frozen without optimizer state, unless ``mtp.enable_train`` gives them their own loss (see
+    `asyncrl.trainer.draft_loss`) and optimizer. With ``mtp.detach_encoder`` they learn in several smaller steps from
+    the hidden states [T, M] of the policy's forward passes; else in the policy's step, with the trunk.
 
-    With ``model.lora`` everything else is frozen: optimizer and state hold the adapters, and a draft that is trained.
-    The base, without its adapters, is the reference model.
+    With ``model.lora`` everything else is frozen: optimizer and state hold the adapters, and the draft if it is
+    trained. The base, without its adapters, is the reference model.
     """
 
     _draft: TorchDraftTraining | None
@@ -122,7 +121,7 @@ class TorchFSDPBackend(BaseBackend):
                 logprobs[micro.places] = scores.logprobs.cpu().numpy()
                 entropy[micro.places] = scores.entropy.cpu().numpy()
         # FSDP2 keeps the root's weights gathered after a forward pass, for the backward pass that usually follows. None
-        # does here: `named_parameters` would give the gathered copy, stale after an optimizer step.
+        # follows here, and `named_parameters` would return the gathered copy, stale after an optimizer step.
         cast(FSDPModule, model).reshard()
         return Scores(logprobs, entropy)
 
@@ -131,7 +130,7 @@ class TorchFSDPBackend(BaseBackend):
 
     def _accumulate_gradients(self, micros: list[MicroBatch], step: GradientPass) -> None:
         for optimizer in self._optimizers.values():
-            optimizer.zero_grad()  # a step that was not finite leaves its gradient
+            optimizer.zero_grad()  # a rejected non-finite step leaves its gradient
         draft = self._draft
         joint = draft if draft is not None and not draft.detached else None
         for micro in micros:
@@ -163,7 +162,7 @@ class TorchFSDPBackend(BaseBackend):
         )
 
     def _micro_batch_count(self, own: int) -> int:
-        """As many as the busiest rank has."""
+        """The highest number on any rank."""
         return int(self._over_data_ranks({"count": torch.tensor(float(own))}, dist.ReduceOp.MAX)["count"])
 
     def _clip_gradients(self, draft: bool) -> float:
@@ -224,7 +223,7 @@ class TorchFSDPBackend(BaseBackend):
 
     def _sharded(self, model: Decoder) -> Decoder:
         """Shard layer by layer; the root's own group is embedding, final norm and head."""
-        # host memory to offload to is elsewhere only with CUDA
+        # without CUDA the state is in host memory already
         offload = self._options.cpu_offload and self._device.type == "cuda"
         shared: dict[str, Any] = {
             "mesh": self._mesh,
@@ -249,7 +248,7 @@ def _make_optimizer(parameters: Sequence[Tensor], options: OptimizerConfig) -> t
         weight_decay=options.weight_decay,
         fused=True,
     )
-    # AdamW makes its state at the first step; made now, a checkpoint has the same tensors at every step
+    # AdamW creates its state at the first step; created now, so that checkpoints have the same tensors at every step
     for p in parameters:
         optimizer.state[p] = {
             "step": torch.zeros((), dtype=torch.float32, device=p.device),

@@ -25,7 +25,7 @@ class TorchDraftTraining(DraftTraining):
         self._model, self._world_size = model, world_size
 
     def loss(self, drafts: Sequence[DraftScores], counts: Sequence[float], sums: dict[str, Tensor]) -> Tensor:
-        """A micro-batch's share of an update that teaches ``counts`` tokens at each depth; adds figures to ``sums``."""
+        """A micro-batch's share of an update with ``counts`` tokens at each depth; adds metrics to ``sums``."""
         # FSDP averages gradients over ranks, but the losses are sums over them
         scale = self._world_size * self._mtp.loss_scaling_factor / self.depths
         for depth, draft in enumerate(drafts, 1):

@@ -1,4 +1,4 @@
-"""The weights of the torch backend's model, gathered from their shards."""
+"""Whole weights of the torch backend's model, gathered from shards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from asyncrl.models.decoder import Decoder
 
 
 class ShardedWeights:
-    """See `asyncrl.trainer.backends.export.Weights`. What the optimizer steps is float32, and there is nothing else."""
+    """See `asyncrl.trainer.backends.export.Weights`. The float32 parameters are the master weights, so ``exact`` makes
+    no difference."""
 
     def __init__(self, model: Decoder, rank: int) -> None:
         self._decoder, self._rank = model, rank

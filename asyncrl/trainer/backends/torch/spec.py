@@ -1,4 +1,4 @@
-"""The torch backend as a part: its limits, and how a rank of it starts."""
+"""Spec of the torch backend: its limits, and how to start a rank."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What SGLang imports from its kernel package where there is no GPU: stand-ins for tests, for drafts that are chains.
+"""Stand-ins for SGLang's kernel package on machines without a GPU, for tests; drafts must be chains.
 
-They do what SGLang's kernels do, one sequence after the other. Names that nothing here needs are there with nothing
-behind them.
+They compute the same as SGLang's kernels, one sequence at a time. All other names can be imported, but raise
+NotImplementedError when called.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, scaling: float, causal: bool) -> Tensor:
-    """q [n, Hq, D] over keys and values [m, Hk, D], of which the last n are the queries' own."""
+    """Attention of q [n, Hq, D] over keys and values [m, Hk, D]; the last n are the queries' own."""
     n, m = len(q), len(keys)
     mask = torch.ones(n, m, dtype=torch.bool).tril(m - n) if causal else None
     q, keys, values = (t.transpose(0, 1).unsqueeze(0) for t in (q, keys, values))
@@ -51,7 +51,7 @@ torch.ops.sgl_kernel.decode_attention_cpu = _decode_attention
 torch.ops.sgl_kernel.extend_attention_cpu = _extend_attention
 
 
-# -- places in the cache -----------------------------------------------------------------------------------------------
+# -- cache locations ---------------------------------------------------------------------------------------------------
 
 
 def assign_req_to_token_pool_cpu(requests, req_to_token, starts, ends, places, _stride):
@@ -74,13 +74,13 @@ def assign_draft_cache_locs_contiguous_cpu(requests, req_to_token, lengths, out,
 
 
 def build_draft_decode_metadata_cpu(req_to_token, requests, lengths, topk, steps, _pool):
-    """A chain's own rows: its tokens lie behind its request's."""
+    """The requests' own rows: a chain's tokens follow those of its request."""
     assert topk == 1
     return req_to_token[requests]
 
 
 def copy_all_layer_kv_cache_cpu(addresses, strides, targets, sources):
-    """Rows of every layer's cache, ``strides`` bytes each."""
+    """Copy rows of every layer's cache, ``strides`` bytes each."""
     for address, stride in zip(addresses.tolist(), strides.tolist()):
         rows = [ctypes.string_at(address + place * stride, stride) for place in sources.tolist()]
         for place, row in zip(targets.tolist(), rows):
@@ -93,9 +93,9 @@ def copy_all_layer_kv_cache_cpu(addresses, strides, targets, sources):
 def build_tree_kernel_efficient_cpu(
     _parents, _scores, lengths, tree_mask, positions, index, next_token, next_sibling, topk, _steps, n, mask_mode
 ):
-    """index, next_token and next_sibling [B, n]: the token that each is followed by, and where it is in the batch."""
+    """Fills index (each token's position in the batch), next_token (its successor) and next_sibling, each [B, n]."""
     assert topk == 1
-    assert mask_mode == 1, "of the drafted tokens alone"
+    assert mask_mode == 1, "the mask must cover only the drafted tokens"
     batch = len(lengths)
     tree_mask.view(-1)[: batch * n * n] = torch.ones(n, n).tril().repeat(batch, 1, 1).view(-1).to(tree_mask.dtype)
     positions.copy_((lengths[:, None] + torch.arange(n)).view(-1))
@@ -108,15 +108,15 @@ def verify_tree_greedy_cpu(
     predicts, accept_index, accept_token_num, candidates, retrive_index, retrive_next_token, retrive_next_sibling,
     target_predict,
 ):  # fmt: skip
-    """Accept what the target would have said itself, as far as it goes, and a token of the target's behind it."""
-    for i, (drafted, said) in enumerate(zip(candidates.tolist(), target_predict.tolist())):
+    """Accept the longest prefix that the target predicts too, then add one token of the target's."""
+    for i, (drafted, predicted) in enumerate(zip(candidates.tolist(), target_predict.tolist())):
         accepted = 0
-        while accepted + 1 < min(len(drafted), accept_index.shape[1]) and drafted[accepted + 1] == said[accepted]:
+        while accepted + 1 < min(len(drafted), accept_index.shape[1]) and drafted[accepted + 1] == predicted[accepted]:
             accepted += 1
         for place in range(accepted + 1):
             at = int(retrive_index[i, place])
             accept_index[i, place] = at
-            predicts[at] = said[place]
+            predicts[at] = predicted[place]
         accept_token_num[i] = accepted
 
 
@@ -142,6 +142,6 @@ def __getattr__(name: str) -> Callable[..., Any]:
         raise AttributeError(name)
 
     def missing(*args: Any, **options: Any) -> Any:
-        raise NotImplementedError(f"sgl_kernel.{name}: the stand-in of SGLang's CPU tests has none")
+        raise NotImplementedError(f"sgl_kernel.{name}: the stand-in for SGLang's CPU tests does not implement it")
 
     return missing

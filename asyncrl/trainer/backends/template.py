@@ -1,4 +1,4 @@
-"""The part of a backend that does not depend on its framework: a train step, its draft, checkpoints, exports."""
+"""Framework-independent part of a backend: train step, draft steps, checkpoints, exports."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from asyncrl.trainer.batches import cut_micro_batches
 
 @dataclass
 class GradientPass:
-    """Forward and backward passes of one optimizer step: what the micro-batches' losses read, and their totals.
+    """Forward and backward passes of one optimizer step: inputs of the micro-batches' losses, and their totals.
 
-    ``draft_counts``: tokens taught at each depth where the draft learns in the policy's own step, else empty.
+    ``draft_counts``: number of tokens that teach each depth if the draft learns in the policy's own step, else empty.
     ``hidden``: the trunk's states of each sequence, kept for a detached draft."""
 
     loss: LossFunction
@@ -46,7 +46,7 @@ class GradientPass:
     hidden: dict[int, Tensor] = field(default_factory=dict)
 
     def policy_loss(self, logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> Tensor:
-        """A micro-batch's loss, not yet divided by the denominator; adds its figures to the totals."""
+        """A micro-batch's loss, not yet divided by the denominator; adds its metrics to the totals."""
         output = self.loss(logprobs, entropy, batch)
         add_scalars(self.sums, {"loss": output.loss.detach(), **output.sums})
         for name, value in output.extremes.items():
@@ -58,12 +58,12 @@ class BaseBackend(ABC):
     """Template for `asyncrl.trainer.backends.base.Backend`, which documents the public methods.
 
     A subclass builds model and optimizers, sets the attributes declared below, and calls `_prepare_checkpoints` last.
-    Policy and draft have an optimizer each; methods that take ``draft`` act on the one or the other."""
+    Policy and draft have an optimizer each; a method's argument ``draft`` selects one."""
 
     data_rank: int
     data_ranks: int
-    _policy: Any  #: the model that is trained, as `_score` takes it
-    _reference: Any | None  #: likewise the frozen reference model, if one is held
+    _policy: Any  #: the trained model, in the form that `_score` takes
+    _reference: Any | None  #: the frozen reference model in the same form, if one is held
     _draft: DraftTraining | None
     _export: Export
     _data_group: dist.ProcessGroup | None = None  #: the ranks that train on different sequences; None: all ranks
@@ -82,7 +82,7 @@ class BaseBackend(ABC):
 
     def _prepare_checkpoints(self, timeout_s: float) -> None:
         self._checkpoint_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        # allocated at the start where checkpoints are part of training: that takes longer than filling it
+        # with periodic checkpoints allocated at the start, because allocation takes longer than a copy
         periodic = self._config.checkpoint.every_steps > 0
         self._staged = StagedState(self.state(), self._checkpoint_group) if periodic else None
 
@@ -104,8 +104,8 @@ class BaseBackend(ABC):
     def train_step(
         self, batch: TrainBatch, loss: LossFunction, global_denominator: float, temperature: float
     ) -> Mapping[str, float]:
-        """Checks that loss and gradient are finite before the policy's weights change, and the draft's gradient before
-        each of its steps."""
+        """Checks that loss and gradient are finite before the policy's weights change, and that the draft's gradient is
+        before each of its steps."""
         draft = self._draft
         joint = draft if draft is not None and not draft.detached else None
         with self._resident("parameters", "gradients", written=True):
@@ -134,8 +134,8 @@ class BaseBackend(ABC):
         return figures
 
     def _update_draft(self) -> float:
-        """Step the draft, its gradient clipped apart so that it cannot shorten the policy's step. Returns the gradient
-        norm before clipping."""
+        """Step the draft. Its gradient is clipped separately, so that it cannot shorten the policy's step. Returns the
+        gradient norm before clipping."""
         assert self._draft is not None
         norm = self._clip_gradients(draft=True)
         self._expect_finite({"mtp/grad_norm": norm})
@@ -144,7 +144,7 @@ class BaseBackend(ABC):
         return norm
 
     def _learning_rate(self, options: OptimizerConfig) -> float:
-        """Of the current step of the policy, which the draft's schedule follows too."""
+        """Learning rate at the policy's current step, which the draft's schedule follows too."""
         return learning_rate(options, self._optimizer_steps, self._total_optimizer_steps)
 
     def _expect_finite(self, figures: Mapping[str, float]) -> None:
@@ -152,12 +152,12 @@ class BaseBackend(ABC):
             if not math.isfinite(figures.get(name, 0.0)):
                 raise NonFiniteError(
                     f"optimizer step {self._optimizer_steps}: {name} is {figures[name]}, expected a finite number; "
-                    f"the policy's weights were left as they are (look at this step's logprobs, advantages and lr)"
+                    f"the policy's weights are unchanged (look at this step's logprobs, advantages and lr)"
                 )
 
     def _micro_batches(self, batch: TrainBatch, share: np.ndarray | None = None) -> list[MicroBatch]:
-        """Micro-batches of this rank's sequences, or of those in ``share``, then placeholders up to the number that all
-        ranks must have."""
+        """Micro-batches of this rank's sequences, or of those in ``share``, padded with placeholders to the number that
+        all ranks must run."""
         sequences = np.arange(len(batch)) if share is None else share
         cuts = cut_micro_batches(batch.lengths[sequences], self._options.max_tokens_per_micro_batch)
         count = self._micro_batch_count(len(cuts))
@@ -185,8 +185,7 @@ class BaseBackend(ABC):
     # -- state -----------------------------------------------------------------------------------------------------
 
     def state(self) -> Mapping[str, Any]:
-        """This rank's part of the training state. A LoRA run keeps the trained tensors, and the digest of the base that
-        they belong to."""
+        """This rank's part of the training state. With LoRA: the trained tensors and the digest of their base."""
         with self._resident("parameters", "optimizer"):
             return {
                 **self._model_state(),
@@ -209,8 +208,8 @@ class BaseBackend(ABC):
             self._staged.write(Path(path))
 
     def load(self, path: Path) -> None:
-        """A rank that did not exist when the state was saved takes the random state of rank 0; a device whose random
-        state was not saved keeps its own."""
+        """A rank that did not exist when the state was saved takes rank 0's random state; a device whose random state
+        was not saved keeps its own."""
         path = Path(path)
         with self._resident("parameters", "optimizer", written=True):
             saved = saved_names(path)
@@ -244,14 +243,15 @@ class BaseBackend(ABC):
         return states
 
     def close(self) -> None:
-        """Leave the process groups; collective. No `write` may be under way."""
-        # gloo's threads outlive the group (DTensor's caches hold it), and one that has yet to release a collective's
-        # tensor aborts an interpreter that is shutting down. During a barrier, which has no tensor, they get the GIL.
+        """Leave the process groups; collective. No `write` may be running."""
+        # gloo's threads outlive the group (DTensor's caches hold it), and a thread that has yet to release a
+        # collective's tensor aborts an interpreter that is shutting down. During a barrier, which has no tensor, these
+        # threads get the GIL.
         dist.barrier(self._checkpoint_group)
         dist.barrier()
         self._destroy_groups()
 
-    # -- what a framework does its own way -------------------------------------------------------------------------
+    # -- framework-specific ----------------------------------------------------------------------------------------
 
     @abstractmethod
     def _score(self, model: Any, batch: TrainBatch, temperature: float) -> Scores:
@@ -259,7 +259,7 @@ class BaseBackend(ABC):
 
     @abstractmethod
     def _without_adapters(self) -> AbstractContextManager[None]:
-        """The policy computes as its LoRA base meanwhile."""
+        """Context in which the policy computes as its LoRA base."""
 
     @abstractmethod
     def _accumulate_gradients(self, micros: list[MicroBatch], step: GradientPass) -> None:
@@ -267,7 +267,7 @@ class BaseBackend(ABC):
 
     @abstractmethod
     def _clip_gradients(self, draft: bool) -> float:
-        """Scale the gradient down to ``grad_clip``; returns its norm before, over all ranks."""
+        """Clip the gradient to norm ``grad_clip``; returns its norm before, over all ranks."""
 
     @abstractmethod
     def _step(self, lr: float, draft: bool) -> None:
@@ -275,11 +275,11 @@ class BaseBackend(ABC):
 
     @abstractmethod
     def _set_steps(self, steps: int, draft: bool) -> None:
-        """Tell an optimizer how many steps its moments stand for."""
+        """Set the number of steps that an optimizer's moments cover."""
 
     @abstractmethod
     def _micro_batch_count(self, own: int) -> int:
-        """Micro-batches that this rank must run, given how many it has."""
+        """Number of micro-batches that this rank must run, given the number of its ``own``."""
 
     @abstractmethod
     def _model_state(self) -> dict[str, Any]:
@@ -290,11 +290,12 @@ class BaseBackend(ABC):
         """Restore `_model_state` from ``path``, which holds the tensors ``saved``. Raises CheckpointError."""
 
     def _shared(self, figures: dict[str, float]) -> dict[str, float]:
-        """The figures on every rank, where only some have computed them."""
+        """Distribute metrics that only some ranks have computed."""
         return figures
 
     def _resident(self, *kinds: str, written: bool = False) -> AbstractContextManager[None]:
-        """Kinds of state are on the device meanwhile; for backends that offload them. ``written``: they may change."""
+        """Context in which these kinds of state are on the device, for backends that offload them. ``written``: they
+        may change."""
         return nullcontext()
 
     def _destroy_groups(self) -> None:
@@ -302,7 +303,7 @@ class BaseBackend(ABC):
 
 
 def reference_path(config: Config) -> str | None:
-    """The checkpoint to load as a frozen reference model; None if the run needs none beside the policy."""
+    """The checkpoint to load as a frozen reference model; None if the run needs no separate one."""
     algorithm = config.algorithm
     if algorithm.kl_coef > 0 and (algorithm.reference_path or not config.model.lora.rank):
         return algorithm.reference_path or config.model.path
@@ -310,7 +311,7 @@ def reference_path(config: Config) -> str | None:
 
 
 def choose_device(name: str, rank: int) -> torch.device:
-    """``auto`` takes CUDA where there is a device; several visible ones are dealt to the ranks in turn."""
+    """Device of a rank. ``auto`` takes CUDA if available; ranks take the visible devices in turn."""
     if name not in ("auto", "cpu", "cuda"):
         raise ValueError(f"trainer.device is {name!r}; expected auto, cpu or cuda")
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
