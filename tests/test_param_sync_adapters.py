@@ -313,7 +313,7 @@ async def test_a_sender_without_its_adapter_is_refused_before_anything_is_paused
         with pytest.raises(ManifestError, match=message):
             await sync(ranks, fleet, 2)
         await ranks[0].set(lacks="all")
-        with pytest.raises(ManifestError, match="the replica takes a LoRA adapter, the sender's manifest has none"):
+        with pytest.raises(ManifestError, match="the replica takes a LoRA adapter, but the sender's manifest has none"):
             await sync(ranks, fleet, 2)
         assert (await replicas["replica/0"].look())["calls"] == calls
         assert fleet.routable == {"replica/0": version(1)}
@@ -544,7 +544,7 @@ def refused(replica, manifest, message):
 
 def test_lora_must_be_on_or_off_at_both_sides():
     plain = manifest_of(base(1) | draft(1), None)
-    none = "the replica takes a LoRA adapter, the sender's manifest has none"
+    none = "the replica takes a LoRA adapter, but the sender's manifest has none"
     refused(Replica(), plain, f"{none} .and 0 adapter tensors")
     refused(Replica(), manifest_of(payload(1, True), None), f"{none} .and 8 adapter tensors")
     off = Replica(modules=None)
@@ -554,7 +554,9 @@ def test_lora_must_be_on_or_off_at_both_sides():
         "8 adapter tensors of adapter policy, but the replica was made with LoRA off",
     )
     refused(off, manifest_of(payload(1, True), None), "8 adapter tensors, but the replica was made with LoRA off")
-    refused(off, manifest_of(base(1) | draft(1)), "0 adapter tensors of adapter policy, the replica was made with LoRA")
+    refused(
+        off, manifest_of(base(1) | draft(1)), "0 adapter tensors of adapter policy, but the replica was made with LoRA"
+    )
 
 
 def test_without_lora_the_receiver_behaves_like_base_and_draft():
@@ -607,7 +609,7 @@ def test_an_incomplete_adapter_is_refused_with_both_sides_named():
         (q_a((8, 16), "float16"), MODULES, rf"{Q_A}: sent as target float16\[8, 16\], {takes}"),
         (q_a((8, 16), role="draft"), MODULES, rf"{Q_A}: sent as draft float32\[8, 16\], {takes}"),
         (whole, all_but("0.q_proj"), f"{Q_A}: sent, but no target module of the replica takes it"),
-        (whole, all_but("up_proj"), "up_proj: a target module of the sender, the replica has none of this name"),
+        (whole, all_but("up_proj"), "up_proj: a target module of the sender, but the replica has none of this name"),
         (adapted(target_modules=("q_proj",)), MODULES, "up_proj.lora_A.weight: sent, but no target module"),
         (adapted(r=4), MODULES, r"adapter policy \(r 4\) .* the replica, 8 differ: .*; and 4 more. Both sides must"),
     ]
@@ -850,7 +852,7 @@ def test_merging_refuses_an_incomplete_adapter_a_tied_weight_and_no_adapter():
     tensors = payload(1, True)
     with pytest.raises(ManifestError, match=f"{Q_B}: expected by the base, but not sent"):
         MergingExport(manifest_of({n: t for n, t in tensors.items() if n != Q_B}))
-    with pytest.raises(ManifestError, match="the base takes a LoRA adapter, the sender's manifest has none"):
+    with pytest.raises(ManifestError, match="the base takes a LoRA adapter, but the sender's manifest has none"):
         MergingExport(manifest_of(base(1), None))
     weights, pairs, spec = embedding_case()
     tied = TensorSpec("lm_head.weight", "float32", (11, 5), "target", "model.embed.weight")

@@ -55,7 +55,7 @@ def test_adapters_for_modules_that_the_model_lacks_are_refused(inputs):
     (problem,) = problems(inputs, lora, "model.lora.target_modules=[q_proj,w1,lm_head]")
     assert problem == (
         "model.lora.target_modules: w1, lm_head: no linear layer of the model's trunk ends with it; they end with "
-        "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, or take all-linear"
+        "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; or use all-linear"
     )
     preflight(load_config(None, overrides(inputs, inputs / "run", lora)), cpus=4)
 
@@ -83,7 +83,7 @@ def test_a_model_that_the_native_decoder_does_not_support_may_use_other_backends
     section = ("trainer.megatron.context_parallel_size=2", "trainer.ranks=2", "model.lora.target_modules=[q_proj,gate]")
     lora, context = problems(inputs, *others, *section, cpus=None)
     assert lora.startswith("model.lora.target_modules: gate: no linear layer of the model's trunk ends with it")
-    assert "they end with in_proj_qkv, q_proj, or take all-linear" in lora
+    assert "they end with in_proj_qkv, q_proj; or use all-linear" in lora
     assert context.startswith(
         "trainer.megatron.context_parallel_size: expected 1, found 2: the model has linear attention"
     )

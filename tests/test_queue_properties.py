@@ -222,7 +222,8 @@ class History:
             "in_flight": states[IN_FLIGHT],
             "dropped": self.dropped.total(),
         }
-        assert found.trained == self.trained == states[TRAINED] + self.final
+        trained = found.final + sum(group.state == TRAINED for group in found.groups)
+        assert trained == self.trained == states[TRAINED] + self.final
 
     # -- events: each returns whether it could happen ---------------------------------------------------------------
 

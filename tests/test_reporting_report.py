@@ -212,5 +212,5 @@ def test_the_command_rewrites_the_report_and_prints_its_path(tmp_path):
     assert done.stdout.split() == [str(tmp_path / REPORT_FILE), str(tmp_path / TRACE_FILE)]
     assert (tmp_path / REPORT_FILE).exists()
     assert subprocess.run(command, capture_output=True, text=True).returncode == 2
-    with pytest.raises(FileNotFoundError, match="no folder"):
+    with pytest.raises(FileNotFoundError, match="is not a folder"):
         write_report(tmp_path / "missing")

@@ -56,6 +56,9 @@ class NoSpec:
     enabled = None
 
 
+NO_SPEC = NoSpec()
+
+
 def test_built_in_sinks_are_enabled_by_their_own_options():
     assert enabled() == PLAIN
     assert enabled("reporting.prometheus.port=9400") == sorted([*PLAIN, "prometheus"])
@@ -77,7 +80,8 @@ def test_a_sink_given_by_its_import_path_is_opened_beside_the_built_in_ones(tmp_
     [
         ("slack", rf"^reporting.sinks: expected one of .*{', '.join(PLAIN[:2])}, .*import path .*; found 'slack'$"),
         ("no_such:SINK", r"^reporting.sinks: no_such:SINK: module no_such does not import"),
-        (f"{__name__}:NoSpec", r"^reporting.sinks: .*:NoSpec lacks problems, which every sink has$"),
+        (f"{__name__}:NO_SPEC", r"^reporting.sinks: .*:NO_SPEC lacks problems, which every sink has$"),
+        (f"{__name__}:NoSpec", r"^reporting.sinks: .*:NoSpec is a class; expected an instance, such as SINK = NoSpec"),
         (
             f"{__name__}:NO_SINK",
             r"^reporting.sinks: .*:NO_SINK made object, which lacks close, metrics, spans, trajectories; ",

@@ -205,7 +205,7 @@ async def test_a_corrupt_group_is_refused_and_sampled_again_under_the_same_uid(i
 
 async def test_a_corrupt_group_with_equal_rewards_is_refused_before_it_is_filtered(inputs):
     """Weights that yield NaN yield equal rewards too: the engine is at fault, not the task."""
-    more = ("data.epochs=1", "async_training.staleness_threshold=50")
+    more = ("data.epochs=1", "async_training.staleness_threshold=50", "algorithm.filter_zero_variance=true")
     judge = lambda prompt, i: fine(0.0 if prompt.uid == Damaged.uid else float(i))
     async with System(inputs, judge, *more, agent_loop=Damaged) as system:
         await asyncio.wait_for(system.tasks[1], 60)

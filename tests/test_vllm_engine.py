@@ -111,7 +111,7 @@ async def test_an_unchanged_model_fails_the_sync_unless_another_worker_has_the_c
             await say({"target": False, "draft": False} | {stale: True}, {stale: True})
 
 
-async def test_workers_that_do_not_end_an_abandoned_update_are_given_up_in_time(monkeypatch):
+async def test_an_abandoned_update_that_does_not_end_raises_in_time(monkeypatch):
     config = SimpleNamespace(parallel_config=SimpleNamespace(world_size_across_dp=1))
     receiver = WorkerReceiver(SimpleNamespace(vllm_config=config), "replica/0", "gloo")
     receiver._attached = True

@@ -173,7 +173,8 @@ class SampleQueue:
         async with self._changed:
             await self._wait_until(lambda: bool(self._to_cancel) or self._closed is not None)
             uids, self._to_cancel = self._to_cancel, []
-        await self._commit()  # the drops are durable before the rollouter cancels the groups
+        if uids:
+            await self._commit()  # the drops are durable before the rollouter cancels the groups
         return uids
 
     # -- the trainer's side ----------------------------------------------------------------------------------------

@@ -50,6 +50,8 @@ class ServerReceiver(RemoteReceiver):
     that an adapter may target, None without LoRA. An adapter is collected here and loaded at the commit, beside the
     adapters whose ``slots`` have requests."""
 
+    title = "SGLang"
+
     def __init__(
         self,
         client: Client,

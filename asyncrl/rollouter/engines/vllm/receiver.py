@@ -28,6 +28,8 @@ class WorkerReceiver(RemoteReceiver):
     ``modules``: those that an adapter may target, None without LoRA. The workers collect an adapter and at the commit
     replace the last one with it or, with ``slots``, put it beside those that still have requests."""
 
+    title = "vLLM"
+
     def __init__(
         self,
         llm: AsyncLLM,
