@@ -222,7 +222,7 @@ class LocalWriter(SelectorLoop):
             data = b""
         if not data:
             gone = "went away (its end of the connection is closed)"
-            self._drop(peer, "the session was aborted" if self._aborted == self._session else gone)
+            self._drop(peer, gone)
             return
         peer.received += data
         while len(peer.received) >= _SEQUENCE.size:
@@ -241,6 +241,8 @@ class LocalWriter(SelectorLoop):
                 self._drop(peer, "the session was aborted")
 
     def _drop(self, peer: _Peer, why: str) -> None:
+        if self._aborted == self._session:  # which shut down the sockets: any call may be the first to notice
+            why = "the session was aborted"
         self._remove(peer)
         self.dropped[peer.who] = f"{why}; buckets it had read: {peer.read}"
 
