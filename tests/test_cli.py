@@ -1,6 +1,7 @@
 """The command ``asyncrl``, and the modules that its subcommands run."""
 
 import importlib
+import os
 import subprocess
 import sys
 import tomllib
@@ -31,6 +32,17 @@ def test_train_takes_the_arguments_of_the_main_module(tmp_path, capsys):
     plan = capsys.readouterr().out
     assert "trainer/1  this machine" in plan
     assert not (tmp_path / "run").exists()
+
+
+def test_a_part_may_be_a_module_of_the_working_directory(tmp_path):
+    (tmp_path / "mine.py").write_text("ALGORITHM = object()\n")
+    script = "import sys; from asyncrl.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    options = ["algorithm.name=mine:ALGORITHM", "model.path=m", "reward.function=arithmetic"]
+    command = [sys.executable, "-P", "-c", script, "train", *options]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "config: algorithm.name: mine:ALGORITHM lacks advantages" in done.stderr
 
 
 def test_the_exit_status_is_the_subcommand_s(tmp_path, capsys):

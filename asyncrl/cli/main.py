@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -28,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=_COMMANDS, metavar="{" + ",".join(_COMMANDS) + "}")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the command's own; see `asyncrl COMMAND --help`")
     args = parser.parse_args(argv)
+    if (here := os.getcwd()) not in sys.path:  # as with `python -m`: parts may be modules of the working directory
+        sys.path.insert(0, here)
     module, _ = _COMMANDS[args.command]
     return importlib.import_module(module).main(args.arguments)  # imports the chosen command only
 
