@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -385,6 +386,31 @@ async def test_a_replica_that_fails_two_syncs_in_a_row_is_restarted():
         ((name, why),) = unfit
         assert name == "replica/1"
         assert why.startswith("failed two syncs in a row (")
+
+
+async def test_a_replica_that_was_replaced_during_a_sync_is_not_restarted(monkeypatch):
+    unfit = []
+
+    async def routable(names): ...
+
+    async def restart(name, why):
+        unfit.append(name)
+
+    class Evicting:
+        def __init__(self, *_): ...
+
+        async def run(self, version):
+            if version.number == 2:  # the supervisor found it dead and started another one
+                await group.leave("replica/0")
+                group.join("replica/0", "its successor")
+            return SimpleNamespace(evicted={"replica/0": "stuck"})
+
+    monkeypatch.setattr("asyncrl.param_sync.coordinator.SyncSession", Evicting)
+    group = ParameterSyncCoordinator(config(), {}, {}, routable, Recorder("driver"), restart)
+    group.join("replica/0", "a replica")
+    for number, restarted in ((1, []), (2, []), (3, []), (4, ["replica/0"])):
+        await group.rejoin(version(number))
+        assert unfit == restarted
 
 
 async def test_a_session_needs_replicas_and_a_resolved_pause():

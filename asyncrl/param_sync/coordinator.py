@@ -37,7 +37,7 @@ class ParameterSyncCoordinator:
         self._routable: frozenset[str] = frozenset(replicas)  # the router's initial set
         self._joined = asyncio.Event()
         self._one_session = asyncio.Lock()
-        self._evicted: set[str] = set()  # in the last session
+        self._evicted: set[str] = set()  # in the last session, and still in the fleet
         self.last_sync_s = now_s()
         self.fleet = Fleet()
         for name, session in replicas.items():
@@ -93,6 +93,7 @@ class ParameterSyncCoordinator:
         self, version: PolicyVersion, only: Sequence[str] | None, on_sent: Callable[[], None] = lambda: None
     ) -> SyncReport:
         async with self._one_session:
+            before = dict(self.fleet.sessions)
             session = SyncSession(self._senders, self.fleet, self._config, self._recorder, only, on_sent)
             try:
                 report = await session.run(version)
@@ -101,7 +102,9 @@ class ParameterSyncCoordinator:
                 await self._report_routable()
         for error in report.evicted.values():
             log.warning("evicted until the next sync: %s", error)
-        again, self._evicted = self._evicted & report.evicted.keys(), set(report.evicted)
+        # a replica that was replaced meanwhile starts over
+        evicted = {name for name in report.evicted if self.fleet.sessions.get(name) is before[name]}
+        again, self._evicted = self._evicted & evicted, evicted
         for name in sorted(again):
             if self._on_unfit is not None:
                 await self._on_unfit(name, f"failed two syncs in a row ({report.evicted[name]})")

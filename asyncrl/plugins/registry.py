@@ -114,4 +114,5 @@ def lacking(part: object, interface: type) -> list[str]:
     """Public attributes and methods of ``interface`` that ``part`` lacks."""
     classes = [c for c in interface.__mro__ if c.__module__ not in ("builtins", "typing", "abc")]
     names = {name for c in classes for name in (*c.__dict__, *inspect.get_annotations(c))}
-    return sorted(name for name in names if not name.startswith("_") and not hasattr(part, name))
+    has = lambda name: name in dir(part) or hasattr(part, name)  # properties are not evaluated, delegates are asked
+    return sorted(name for name in names if not name.startswith("_") and not has(name))

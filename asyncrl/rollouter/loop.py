@@ -244,8 +244,8 @@ class RolloutLoop:
             times["started_s"] = min(first_token_s)
         attempt = group.samples[0].attempt
         whole = Group.from_samples(prompt.uid, prompt.prompt_id, prompt.epoch, tokens, samples, times, attempt)
-        if (refusal := await self._hand_over(whole)) is None:
-            assert intact, f"the queue accepted group {prompt.uid}, which has no rewards"
+        # the queue also answers None for a group that it ignores: a repeated call, or one that was overdue
+        if (refusal := await self._hand_over(whole)) is None and intact:
             self._count(samples)
             self._drop_policy.accepted()
         return refusal
@@ -286,7 +286,8 @@ class RolloutLoop:
 
 def _finite(made: Sequence[Sample | FailedSample]) -> bool:
     """True if every trained token has a finite behaviour logprob."""
-    return all(np.isfinite(s.logprobs[s.loss_mask]).all() for s in made if isinstance(s, Sample))
+    whole = [s for s in made if isinstance(s, Sample) and len(s.logprobs) == len(s.loss_mask)]  # others fail as groups
+    return all(np.isfinite(np.where(s.loss_mask, s.logprobs, 0)).all() for s in whole)
 
 
 def _without_untrained(sample: Sample | FailedSample) -> Sample | FailedSample:

@@ -135,7 +135,7 @@ class Publisher:
             try:
                 await self._sync.rejoin(progress.version)
             except SyncError as e:
-                if await self._ranks.lost(e) is not None:
+                if not self._sync.routable() or await self._ranks.lost(e) is not None:
                     raise
                 log.warning("%s; restarted replicas join at the next sync", e)
             if not self._sync.routable():  # no group could start, so the next sync would never come

@@ -20,8 +20,7 @@ def open_hub(config: Config, run_dir: Path) -> Hub:
     try:
         sinks.extend(SINKS.checked(SINKS.find(name).open(config, run_dir), Sink, name) for name in _names(config))
     except Exception as e:
-        for sink in sinks:
-            sink.close(failed=str(e))
+        Hub(sinks).close(failed=str(e))
         if isinstance(e, UnknownPart):
             raise ConfigError([str(e)]) from None
         raise
