@@ -172,7 +172,7 @@ def expect_like_one(runs, cut):
         assert metrics.keys() == expected.keys()
         for name in ("actor/entropy", "mtp/loss_1", "mtp/grad_norm") if half else expected:
             tolerance = 5e-3 if half else 1e-4
-            # the loss's terms, ratio · advantage with ratios of up to 18, nearly cancel: 1e-5 of their mean size, about 1
+            # the loss's terms, ratio · advantage with ratios up to 18, nearly cancel: 1e-5 of their mean size, about 1
             least = 1e-5 if name == "actor/loss" else 2e-6
             assert metrics[name] == pytest.approx(expected[name], rel=tolerance, abs=least), (step, name)
         # due to rounding: the first norm is 1.46 in float32, 1.64 in bfloat16, 1.58 in the torch backend's bfloat16
