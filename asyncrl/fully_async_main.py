@@ -103,6 +103,7 @@ async def run(config: Config, resume: str | None = None) -> int:
                         supervisor.run(),  # restarts queue and replicas
                         validation.run(),  # validations beside training
                         monitor.run(),  # metrics and spans
+                        folder.epoch.run(),  # ends the run if another driver takes it over
                     ],
                 )
             )

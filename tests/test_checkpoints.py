@@ -176,7 +176,7 @@ def test_an_interrupted_save_is_never_chosen(tmp_path):
     for whole in ("metadata.json", "checksums.json"):  # even one that is complete except for its name
         shutil.copy(store.folder / "step_000003" / whole, partial)
     assert steps(store) == [3]
-    with pytest.raises(CheckpointError, match=r"step_000006.partial.*interrupted.*step_000003"):
+    with pytest.raises(CheckpointError, match=r"step_000006.0.partial.*interrupted.*step_000003"):
         store.open(partial)
     assert not any(store.begin(6).iterdir())  # its old contents are deleted
     store.sweep()

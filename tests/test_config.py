@@ -203,6 +203,7 @@ def test_missing_values_and_files_are_reported(tmp_path):
             "model.bridge=mbridge",
             "model.bridge: only the megatron backend reads it; expected its default",
         ),
+        ("checkpoint.keep_last=1", "checkpoint.keep_last: expected at least 2"),
         ("checkpoint.keep_best=1", "checkpoint.keep_best: no checkpoint but the last would have a validation/reward"),
         ("name=a/b", "name: expected a word that can name a folder, found 'a/b'"),
         ("name=''", "name: expected a word that can name a folder, found ''"),

@@ -31,7 +31,7 @@ def test_every_actor_call_that_carries_sampled_tokens_is_a_listed_crossing():
                     if isinstance(call, ast.AsyncFunctionDef):
                         annotated = [a.annotation for a in call.args.args] + [call.returns]
                         types = " ".join(ast.unparse(a) for a in annotated if a is not None)
-                        if "bytes" in types or "EventBatch" in types:
+                        if any(carrier in types for carrier in ("bytes", "EventBatch", "Snapshot")):
                             found.add(f"{module}:{cls.name}.{call.name}")
     assert found == {*house.CROSSINGS, *house.ASIDE}
 

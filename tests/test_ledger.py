@@ -38,7 +38,6 @@ from tests.support.durable import (
     refuse,
     release,
     roll_back,
-    snapshot,
     train,
 )
 from tests.test_spool import FaultyDisk, flip, in_child
@@ -89,11 +88,6 @@ def assert_payloads(journal: Journal, found: Recovered) -> None:
     for group in found.groups:
         if group.state != "in_flight":
             assert Group.from_buffer(journal.read(group.uid)).uid == group.uid
-
-
-def snapshots(journal: Journal) -> dict[str, bytes]:
-    in_flight = [group.uid for group in journal.recover().groups if group.state == "in_flight"]
-    return {uid: data for uid in in_flight if (data := journal.read(uid)) is not None}
 
 
 # -- transitions -------------------------------------------------------------------------------------------------------
@@ -151,22 +145,6 @@ async def test_segments_are_deleted_once_they_hold_only_final_and_dropped_groups
     assert segments() == [1, 2, 3, 4]
     await table.write(cover(1))
     assert segments() == [4]
-    await table.close()
-
-
-async def test_the_newest_snapshot_of_a_group_survives_a_restart_and_ends_with_its_attempt(tmp_path):
-    table = DurableTable(tmp_path)
-    await table.write(*issued(1, 3))
-    await table.write(snapshot("1", b"old"), snapshot("2", b"two"), snapshot("3", b"three"))
-    await table.write(snapshot("1", b"new"))
-    await table.close()
-    table = DurableTable(tmp_path)
-    assert snapshots(table.journal) == {"1": b"new", "2": b"two", "3": b"three"}
-    await table.write(finish(payload("1")))
-    await table.write(snapshot("1", b"late"), drop("2", "failed"), refuse("3", "unknown_version"))
-    assert snapshots(table.journal) == {}
-    assert table.journal.read("1") == payload("1")
-    assert (table.journal.read("2"), table.journal.read("never issued")) == (None, None)
     await table.close()
 
 
@@ -257,7 +235,6 @@ class Model:
     def __init__(self) -> None:
         self.groups: dict[str, list] = {}  # uid → [state, step], in the order of issue
         self.dropped: Counter[str] = Counter()
-        self.snapshots: dict[str, bytes] = {}
         self.covered = 0
         self.version = -1
 
@@ -276,14 +253,12 @@ class Model:
             uids = self.some("in_flight", seed)
             for uid in uids:
                 groups[uid][0] = "queued"
-                self.snapshots.pop(uid, None)
             return [finish(payload(uid)) for uid in uids]
         if kind == 3:
             uids = self.some(("in_flight", "queued")[seed % 2], seed)[:1]
             for uid in uids:
                 groups[uid] = ["dropped", None]
                 self.dropped[f"r{seed % 2}"] += 1
-                self.snapshots.pop(uid, None)
             return [drop(uid, f"r{seed % 2}") for uid in uids]
         if kind == 4:
             step, uids = self.covered + 1 + seed % 4, self.some("queued", seed)
@@ -315,12 +290,8 @@ class Model:
                 if group[0] == "leased" or (group[0] == "trained" and group[1] > step):
                     group[:] = ["queued", None]
             return [roll_back(step)]
-        if kind == 9:
-            self.version += 1
-            return [publish(PolicyVersion(0, self.version), 0)]
-        uids = self.some("in_flight", seed)
-        self.snapshots |= {uid: b"%d" % seed for uid in uids}
-        return [snapshot(uid, b"%d" % seed) for uid in uids]
+        self.version += 1
+        return [publish(PolicyVersion(0, self.version), 0)]
 
     def check(self, journal: Journal) -> None:
         found = journal.recover()
@@ -329,14 +300,13 @@ class Model:
         assert found.issued == len(self.groups)
         assert found.final == sum(g[0] == "final" for g in self.groups.values())
         assert found.dropped == self.dropped
-        assert snapshots(journal) == self.snapshots
         assert found.version == (PolicyVersion(0, self.version) if self.version >= 0 else None)
         assert found.covered_step == self.covered
         assert_balanced(found)
         assert_payloads(journal, found)
 
 
-REOPEN, WAIT = 11, 12
+REOPEN, WAIT = 10, 11
 
 
 @settings(max_examples=40, deadline=None)

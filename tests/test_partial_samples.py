@@ -12,6 +12,7 @@ from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.rollouter.agents.base import SampleRestarts
 from asyncrl.rollouter.agents.single_turn import SingleTurn
 from asyncrl.rollouter.engines.base import SamplingParams
+from asyncrl.rollouter.in_flight import InFlightGroup, Snapshotter
 from asyncrl.rollouter.partial import PartialSample, pack, unpack
 from asyncrl.rollouter.router import Router
 from asyncrl.rollouter.samples import GroupTask, SampleMaker
@@ -55,15 +56,82 @@ def contents(sample: PartialSample):
 @given(st.lists(samples, max_size=4))
 def test_unpack_inverts_pack(group):
     before = [built(*sample) for sample in group]
-    assert [contents(s) for s in unpack(pack("e0-000000", before))] == [contents(s) for s in before]
+    assert [contents(s) for s in unpack([pack("e0-000000", before)])] == [contents(s) for s in before]
+
+
+class Chains:
+    """The queue's store of snapshots, in memory."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, list[bytes]] = {}
+        self.bytes = 0
+
+    async def snapshot(self, parts) -> None:
+        for part in parts:
+            before = self.parts[part.uid][: part.part] if part.part else []
+            assert len(before) == part.part
+            self.parts[part.uid] = [*before, part.data]
+            self.bytes += len(part.data)
+
+
+BEGIN, ADD, ADD_MANY, FINISH, DISCARD, SAVE, RESTART, SNAPSHOT, LOST_ANSWER = range(9)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(BEGIN, LOST_ANSWER)), max_size=80))
+def test_the_parts_of_a_snapshot_together_are_the_group_as_it_was(plan):
+    """Agent loops call, save, fail and start again; each snapshot has what is new since the one before."""
+    group = InFlightGroup([PartialSample() for _ in range(3)])
+    store = Chains()
+    snapshotter = Snapshotter({"g": group}, store, 1.0)
+    for i, (index, action) in enumerate(plan):
+        sample = group.samples[index]
+        call = sample.calls[-1] if sample.calls and sample.calls[-1].finish is None else None
+        if action == BEGIN and call is None:
+            sample.begin(i)
+        elif action in (ADD, ADD_MANY) and call is not None:
+            tokens = np.arange(i, i + (3 if action == ADD else 3000), dtype=np.int32)
+            call.output.add(tokens, -tokens.astype(np.float32), PolicyVersion(0, i // 5), i % 2 == 0)
+        elif action == FINISH and call is not None:
+            sample.finish(call, FinishReason.STOP)
+        elif action == DISCARD and call is not None:
+            sample.discard(call)
+        elif action == SAVE and call is None:
+            sample.save(b"state %d" % i, len(sample.calls))
+        elif action == RESTART:
+            group.restart(group.samples[0].attempt + 1)
+        elif action == SNAPSHOT:
+            asyncio.run(snapshotter.store_changed())
+        elif action == LOST_ANSWER and group.positions != group.stored.positions:
+            asyncio.run(store.snapshot([group.next_part("g")]))
+    asyncio.run(snapshotter.store_changed())
+    if "g" in store.parts:
+        restored = unpack(store.parts["g"])
+        assert [contents(s) for s in restored] == [contents(s) for s in group.samples]
+        assert {s.attempt for s in restored} == {group.samples[0].attempt}
+    else:
+        assert not any(s.started or s.calls for s in group.samples)
+
+
+async def test_the_snapshots_of_a_long_sample_cost_what_it_grows():
+    """The state that it saved is stored once, and a chain of many small parts is replaced by a whole snapshot."""
+    sample = PartialSample()
+    sample.save(bytes(100_000), 0)
+    store, call = Chains(), sample.begin(0)
+    snapshotter = Snapshotter({"g": InFlightGroup([sample])}, store, 1.0)
+    for i in range(1000):
+        call.output.add(np.full(100, i, np.int32), np.zeros(100, np.float32), PolicyVersion(0, 0), False)
+        await snapshotter.store_changed()
+        assert sum(map(len, store.parts["g"])) <= 2 * sample.size + 20_000
+    assert contents(unpack(store.parts["g"])[0]) == contents(sample)
+    assert store.bytes <= 4 * sample.size
 
 
 def test_buffers_that_are_not_snapshots_are_refused():
     data = pack("e0-000000", [built(b"state", 0, [(1, [(4, (0, 0, False))], None)])])
     with pytest.raises(ValueError, match="cut short"):
-        unpack(data[:-64])
+        unpack([data[:-64]])
     with pytest.raises(ValueError, match="not a snapshot"):
-        unpack(b"ARLG" + data[4:])
+        unpack([b"ARLG" + data[4:]])
 
 
 class TwoTurns:
@@ -118,14 +186,14 @@ async def test_a_sample_continues_in_another_process_with_its_tokens():
     a = first.replicas["a"]
     a.emit("e0-000000/0/1#0", [11, 12])
     await settle()
-    revision = partial.revision
+    position = partial.position
     data = pack(PROMPT.uid, [partial])
     a.emit("e0-000000/0/1#0", [13])  # after the snapshot
     await settle()
-    assert partial.revision != revision
+    assert partial.position != position
     await first.stop()
 
-    second = await Rollouter(SingleTurn(None, 9)).begin(unpack(data)[0])
+    second = await Rollouter(SingleTurn(None, 9)).begin(unpack([data])[0])
     a = second.replicas["a"]
     (request,) = a.requests.values()
     assert (request.tokens.tolist(), request.position, request.max_new_tokens) == ([1, 2, 11, 12], 2, 7)
@@ -150,7 +218,7 @@ async def test_earlier_calls_are_replayed(saves):
 
     asked_tool = []
     loop = TwoTurns(saves, tool=lambda: asked_tool.append(1) or TOOL)
-    second = await Rollouter(loop).begin(unpack(data)[0])
+    second = await Rollouter(loop).begin(unpack([data])[0])
     (request,) = second.replicas["a"].requests.values()
     assert (request.tokens.tolist(), request.position) == ([1, 2, 11, 90, 91, 12], 2)  # two tokens were sampled
     assert request.resumed == 1  # one of them in this turn
@@ -171,7 +239,7 @@ async def test_a_loop_that_calls_generate_with_other_arguments_restarts_its_samp
     await first.stop()
 
     fickle = TwoTurns(saves=False, tool=lambda: TOOL + 1)
-    second = await Rollouter(fickle).begin(unpack(data)[0])
+    second = await Rollouter(fickle).begin(unpack([data])[0])
     (request,) = second.replicas["a"].requests.values()
     assert (request.tokens.tolist(), request.position) == ([1, 2], 0)
     assert second.counter("rollout/restarted_samples") == 1

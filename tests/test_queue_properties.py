@@ -24,7 +24,7 @@ from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.core import SampleQueue
 from asyncrl.sample_queue.group_state import GroupTable, QueueError
 from asyncrl.sample_queue.journal import Journal
-from asyncrl.sample_queue.messages import Refusal, Ticket
+from asyncrl.sample_queue.messages import Refusal, Snapshot, Ticket
 from asyncrl.sample_queue.records import IN_FLIGHT, LEASED, QUEUED, TRAINED, JournalError
 from asyncrl.sample_queue.schedule import Schedule
 from asyncrl.sample_queue.versions import VersionTable
@@ -318,7 +318,8 @@ class History:
         if not self.in_flight:
             return False
         group = self.made[self.random.choice(self.in_flight)]
-        await self.call("snapshot", [(group.uid, b"tokens so far"), *((uid, b"late") for uid in self.gone[:1])])
+        late = [Snapshot(uid, 0, 0, b"late") for uid in self.gone[:1]]
+        await self.call("snapshot", [Snapshot(group.uid, group.attempt, 0, b"tokens so far"), *late])
         group.snapshot = list(group.spans)
         return True
 
@@ -453,7 +454,7 @@ class History:
     async def restart_rollouter(self) -> bool:
         found = await self.queue.recover()
         self.again, self.gone = self.uids(IN_FLIGHT), []
-        assert [(g.uid, g.snapshot is not None) for g in found.in_flight] == [
+        assert [(g.uid, bool(g.snapshot)) for g in found.in_flight] == [
             (uid, self.made[uid].snapshot is not None) for uid in self.again
         ]
         assert found.last_uid == (f"g{len(self.made) - 1}" if self.made else None)

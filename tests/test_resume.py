@@ -5,6 +5,7 @@ A folder that cannot be resumed is refused with the reason, before anything star
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -104,7 +105,7 @@ def test_a_killed_run_resumes_with_other_pools_and_batches_and_again_after_an_in
     newest_segment = max((folder / "spool").iterdir())
     with newest_segment.open("ab") as file:
         file.write(b"the beginning of a record")
-    interrupted = folder / "checkpoints/step_000009.partial"
+    interrupted = folder / "checkpoints/step_000009.1.partial"
     shutil.copytree(folder / "checkpoints/step_000006", interrupted)
 
     larger = "trainer.mini_batch_groups=4"
@@ -182,12 +183,83 @@ def test_other_prompts_in_the_same_file_are_refused(inputs, folder, capfd):
     assert "found 24 prompts" in output
 
 
-def test_a_damaged_shard_of_the_newest_checkpoint_is_reported(inputs, folder, capfd):
+@pytest.mark.faults
+def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_used(inputs, begin, folder):
     shard = max((folder / "checkpoints/step_000006/state").glob("*.distcp"))
-    shard.write_bytes(shard.read_bytes()[:-1] + b"!")
-    output = refused(inputs, folder, capfd)
+    damage(shard)
+    damage(folder / "checkpoints/step_000006/metadata.json", at=2)
+    run = begin(inputs, folder, "trainer.total_steps=9")
+    assert run.wait() == 0, run.text
+    assert "step_000006/metadata.json is damaged" in run.text
+    assert "back at step 3:" in run.text
+    audit(folder, [2] * 9)
+
+
+def test_a_damaged_checkpoint_that_is_named_is_refused(inputs, folder, capfd):
+    shard = max((folder / "checkpoints/step_000006/state").glob("*.distcp"))
+    damage(shard)
+    output = refused(inputs, folder, capfd, resume=folder / "checkpoints/step_000006")
     assert f"{shard} is damaged" in output
     assert "step_000003" in output  # the other checkpoint
+
+
+@pytest.mark.faults
+def test_a_bad_byte_in_an_older_checkpoint_does_not_matter(inputs, begin, folder):
+    damage(folder / "checkpoints/step_000003/metadata.json", at=2)
+    run = begin(inputs, folder, "trainer.total_steps=9")
+    assert run.wait() == 0, run.text
+    assert "back at step 6:" in run.text
+    audit(folder, [2] * 9)
+
+
+def test_a_ledger_older_than_the_checkpoint_is_refused_with_the_checkpoint_that_fits(inputs, folder, capfd):
+    """As on a machine where the run was before it went on elsewhere."""
+    with closing(sqlite3.connect(folder / "ledger.sqlite")) as db:
+        db.execute("DELETE FROM versions WHERE number >= 5")
+        db.execute("UPDATE groups SET state = 'queued', step = NULL WHERE step > 4")
+        db.commit()
+    output = refused(inputs, folder, capfd)
+    assert "step_000006 was taken with another ledger than" in output
+    assert "it holds 12 groups, there are 8 up to its step 6" in output
+    assert f"--resume {folder / 'checkpoints/step_000003'}" in output
+
+
+def test_a_ledger_with_as_many_but_other_groups_is_refused(inputs, folder, capfd):
+    with closing(sqlite3.connect(folder / "ledger.sqlite")) as db:
+        db.execute("UPDATE groups SET uid = uid || 'x' WHERE step = 6")
+        db.commit()
+    assert "12 groups are trained up to its step 6 in both, but not the same" in refused(inputs, folder, capfd)
+
+
+def test_a_ledger_without_the_version_of_the_checkpoint_is_refused(inputs, folder, capfd):
+    lineage, number = json.loads((folder / "checkpoints/step_000006/metadata.json").read_bytes())["version"]
+    with closing(sqlite3.connect(folder / "ledger.sqlite")) as db:
+        db.execute("DELETE FROM versions WHERE number = ?", (number,))
+        db.commit()
+    assert f"that one has no version {lineage}.{number}" in refused(inputs, folder, capfd)
+
+
+@pytest.mark.faults
+def test_a_driver_that_was_stopped_while_another_took_over_ends_and_changes_nothing(inputs, begin, tmp_path):
+    """On a disk whose locks do not reach other machines. The second driver has another local disk for the journal."""
+    folder = tmp_path / "runs" / "run"
+    first = begin(inputs, folder, "trainer.total_steps=1000", f"journal_dir={tmp_path / 'disk of the first'}")
+    first.until(lambda: (folder / "checkpoints/step_000006").exists(), "saved step 6")
+    first.process.send_signal(signal.SIGSTOP)
+    disk = tmp_path / "disk of the second"
+    options = ("trainer.total_steps=15", f"journal_dir={disk}")
+    second = begin(inputs, folder, *options, module="tests.support.other_machine")
+    second.until_printed("back at step")
+    first.process.send_signal(signal.SIGCONT)
+    assert first.wait(60) == 1, first.text
+    assert "has taken over this run" in first.text
+    assert second.wait() == 0, second.text
+    journal = run_folder.journal_folder(folder.resolve(), str(disk))
+    audit(folder, [2] * 15, journal=journal)
+    third = begin(inputs, folder, "trainer.total_steps=18", f"journal_dir={disk}")
+    assert third.wait() == 0, third.text
+    assert "back at step 15:" in third.text
+    audit(folder, [2] * 18, journal=journal)
 
 
 def test_a_damaged_ledger_is_reported(inputs, folder, capfd):
@@ -239,6 +311,12 @@ def refused(inputs: Path, folder: Path, capfd, *more: str, resume: str | Path = 
     assert all(line.startswith("config: ") for line in output.splitlines()), output
     assert contents(folder) == before
     return output
+
+
+def damage(file: Path, at: int = -1) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 0xFF
+    file.write_bytes(content)
 
 
 def contents(folder: Path) -> dict[str, str]:

@@ -17,7 +17,7 @@ from asyncrl.rollouter.engines.native.engine import NativeEngine
 from asyncrl.rollouter.loop import RolloutLoop
 from asyncrl.rollouter.partial import PartialSample, pack, unpack
 from asyncrl.rollouter.validation import ROUNDS
-from asyncrl.sample_queue.messages import InFlight, Recovery
+from asyncrl.sample_queue.messages import InFlight, Recovery, Snapshot
 from asyncrl.types.groups import Group
 from asyncrl.types.samples import FinishReason, Sample
 from asyncrl.types.versions import PolicyVersion, VersionSpan
@@ -138,10 +138,10 @@ async def test_a_killed_rollouter_loses_no_group_and_its_samples_keep_their_toke
         async with System(
             inputs, judge, *EPOCH, OFTEN, replicas={"r": LeasedEngine(lease, 1)}, records=records
         ) as first:
-            await until(lambda: first.queue.balance()["queued"] >= 2 and len(records.snapshots) >= 2)
+            await until(lambda: first.queue.balance()["queued"] >= 2 and len(records.snapshots()) >= 2)
             await asyncio.sleep(0.1)
         recovery = await first.queue.recover()
-        had = {i.uid: unpack(i.snapshot) for i in recovery.in_flight if i.snapshot is not None}
+        had = {i.uid: unpack(i.snapshot) for i in recovery.in_flight if i.snapshot}
         tokens = sum(s.token_count for samples in had.values() for s in samples)
         assert tokens > 0
 
@@ -169,11 +169,12 @@ async def test_in_deterministic_mode_a_killed_rollouter_changes_no_bit(inputs, u
         lease = EngineLease(engine)
         async with System(inputs, judge, *more, replicas={"r": LeasedEngine(lease, 1)}, records=records) as first:
             await until(lambda: first.queue.balance()["queued"] >= 2 and engine._core.active > 2)
-        assert not records.snapshots  # they would not be used
+        assert not records.snapshots()  # they would not be used
         left = PartialSample()
         left.begin(arguments=1).output.add(np.ones(3, np.int32), -np.ones(3, np.float32), PolicyVersion(0, 0), False)
         uid = (await first.queue.recover()).in_flight[0].uid
-        await first.queue.snapshot([(uid, pack(uid, [left, *(PartialSample() for _ in range(3))]))])
+        data = pack(uid, [left, *(PartialSample() for _ in range(3))])
+        await first.queue.snapshot([Snapshot(uid, 0, 0, data)])
         async with System(inputs, judge, *more, replicas={"r": LeasedEngine(lease, 2)}, records=records) as second:
             assert_equal_bits(await everything(second), undisturbed)
             counters = second.recorder.drain().counters
@@ -230,11 +231,11 @@ async def test_only_changed_in_flight_groups_are_snapshotted(inputs):
         )
         keep = system.queue.snapshot
 
-        async def snapshot(items):
-            uids = [uid for uid, _ in items]
+        async def snapshot(parts):
+            uids = [part.uid for part in parts]
             taken.append(uids)
             assert len(set(uids)) == len(uids)
-            await keep(items)
+            await keep(parts)
 
         system.queue.snapshot = snapshot
         async with system:
@@ -257,9 +258,9 @@ async def test_an_interrupted_snapshot_is_repeated(inputs):
         )
         keep, calls = system.queue.snapshot, []
 
-        async def snapshot(items):
-            calls.append({uid for uid, _ in items})
-            await (asyncio.Event().wait() if len(calls) == 1 else keep(items))
+        async def snapshot(parts):
+            calls.append({part.uid for part in parts})
+            await (asyncio.Event().wait() if len(calls) == 1 else keep(parts))
 
         system.queue.snapshot = snapshot
         async with system:

@@ -25,11 +25,11 @@ ROOT = Path(__file__).parent.parent
 
 
 class Run:
-    """``python -m asyncrl.fully_async_main`` with options, and its output."""
+    """``python -m asyncrl.fully_async_main``, or another ``module``, with options, and its output."""
 
-    def __init__(self, options: list[str], log: Path) -> None:
+    def __init__(self, options: list[str], log: Path, module: str = "asyncrl.fully_async_main") -> None:
         self.log = log
-        command = [os.environ.get("ASYNCRL_PYTHON", sys.executable), "-u", "-m", "asyncrl.fully_async_main", *options]
+        command = [os.environ.get("ASYNCRL_PYTHON", sys.executable), "-u", "-m", module, *options]
         with log.open("w") as out:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True

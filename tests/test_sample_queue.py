@@ -12,12 +12,13 @@ from asyncrl.sample_queue.core import SampleQueue
 from asyncrl.sample_queue.group_state import QueueError
 from asyncrl.sample_queue.journal import Journal
 from asyncrl.sample_queue.ledger import FILE, reading
-from asyncrl.sample_queue.messages import InFlight, Recovery, Refusal, Ticket
+from asyncrl.sample_queue.messages import InFlight, Recovery, Refusal, Snapshot, Ticket
 from asyncrl.sample_queue.records import JournalError
 from asyncrl.types.groups import Group
 from asyncrl.types.samples import FinishReason, Sample
 from asyncrl.types.versions import PolicyVersion, VersionSpan
 from tests.support.in_memory import InMemoryRecords
+from tests.support.scripted import settle
 from tests.test_spool import FaultyDisk
 
 
@@ -274,13 +275,37 @@ async def test_a_restarted_rollouter_gets_the_groups_in_flight_and_the_last_uid(
     assert await q.recover() == Recovery(None, [])
     await q.publish(PolicyVersion(0, 0))
     await started(q, "abcd")
-    await q.snapshot([("c", b"old"), ("b", b"half of b")])
-    await q.snapshot([("c", b"half of c")])
+    await q.snapshot([Snapshot("c", 0, 0, b"c0"), Snapshot("b", 0, 0, b"half of b")])
+    await q.snapshot([Snapshot("c", 0, 1, b"c1"), Snapshot("a", 1, 0, b"of an attempt that never was")])
     await q.put([payload("b", 0)])
     await q.drop([("d", "zero_variance")])
-    await q.snapshot([("b", b"too late")])
+    await q.snapshot([Snapshot("b", 0, 0, b"too late")])
     found = await q.recover()
-    assert found == Recovery("d", [InFlight("a", "a", 0, None), InFlight("c", "c", 0, b"half of c")])
+    assert found == Recovery("d", [InFlight("a", "a", 0, []), InFlight("c", "c", 0, [b"c0", b"c1"])])
+
+
+async def test_calls_of_a_rollouter_that_was_replaced_are_refused_even_those_that_wait(tmp_path):
+    journal = Journal(tmp_path)
+    q = queue(per_version=2, records=journal)
+    await q.recover(1)
+    await q.publish(PolicyVersion(0, 0))
+    assert await q.issue(tickets("ab"), 1) == 2
+    waiting = [asyncio.create_task(q.issue(tickets("c"), 1)), asyncio.create_task(q.overdue(1))]
+    await settle()
+    assert [g.uid for g in (await q.recover(2)).in_flight] == ["a", "b"]
+    late = [q.put([payload("a", 0)], 1), q.drop([("b", "failed")], 1), q.issue(tickets("d"), 1), q.recover(1)]
+    late.append(q.snapshot([Snapshot("a", 0, 0, b"late")], 1))
+    for call in [*waiting, *late]:
+        with pytest.raises(QueueError, match="a call of rollouter 1 came after rollouter 2 had taken over"):
+            await asyncio.wait_for(call, 30)
+    assert await q.issue(tickets("ab"), 2) == 2
+    await journal.close()
+    q = queue(per_version=2, records=(journal := Journal(tmp_path)))  # a restarted queue knows its holder
+    with pytest.raises(QueueError, match="rollouter 2 had taken over"):
+        await q.put([payload("a", 0)], 1)
+    assert await q.put([payload("a", 0)], 2) == []
+    assert q.balance()["queued"] == 1
+    await journal.close()
 
 
 async def test_a_closed_queue_stays_closed_over_a_restart_until_a_rollback():
@@ -628,12 +653,12 @@ async def test_attempts_survive_a_restart_and_a_repeated_call_counts_once(tmp_pa
     q = queue(records=journal)
     await q.publish(PolicyVersion(0, 0))
     await started(q, "ab")
-    await q.snapshot([("a", b"of the attempt that is refused")])
+    await q.snapshot([Snapshot("a", 0, 0, b"of the attempt that is refused")])
     assert await q.put([damaged("a", logprobs=NAN)]) == [Refusal("a", "logprob_not_finite", 1)]
     await journal.close()
     q = queue(records=(journal := Journal(tmp_path)))  # died before the answer arrived
     assert await q.put([damaged("a", logprobs=NAN)]) == [Refusal("a", "logprob_not_finite", 1)]
-    assert await q.recover() == Recovery("b", [InFlight("a", "a", 0, None, 1), InFlight("b", "b", 0, None, 0)])
+    assert await q.recover() == Recovery("b", [InFlight("a", "a", 0, [], 1), InFlight("b", "b", 0, [], 0)])
     assert await q.put([damaged("a", 1, logprobs=NAN)]) == [Refusal("a", "logprob_not_finite", 2)]
     assert await q.put([damaged("a", 2, logprobs=NAN)]) == [Refusal("a", "logprob_not_finite", None)]
     assert (await q.stats())["fully_async/dropped/poison"] == 1

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from asyncrl.sample_queue.spool import (
     HEADER_BYTES,
-    KIND_GROUP,
-    KIND_PARTIAL,
     Disk,
     RecordLocation,
     Spool,
@@ -36,7 +34,7 @@ def in_child(body) -> int:
 
 def filled(folder, payloads, **options) -> list[RecordLocation]:
     spool = Spool(folder, **options)
-    locations = [spool.append(KIND_GROUP, payload) for payload in payloads]
+    locations = [spool.append(payload) for payload in payloads]
     spool.flush()
     spool.close()
     return locations
@@ -59,12 +57,12 @@ def test_records_are_read_back_in_order_even_after_reopening(tmp_path_factory, b
     for batch in batches:
         spool = Spool(folder, segment_bytes)
         assert spool.torn is None
-        locations += spool.append_all([record(KIND_GROUP, memoryview(payload)) for payload in batch])
+        locations += spool.append_all([record(memoryview(payload)) for payload in batch])
         spool.flush()
         spool.close()
     payloads = [payload for batch in batches for payload in batch]
     spool = Spool(folder, segment_bytes)
-    assert list(spool.records()) == [(location, KIND_GROUP, p) for location, p in zip(locations, payloads, strict=True)]
+    assert list(spool.records()) == [(location, p) for location, p in zip(locations, payloads, strict=True)]
     assert [spool.read(location) for location in locations] == payloads
     sizes = [path.stat().st_size for path in folder.glob("*.seg")]
     assert all(size <= max(segment_bytes, HEADER_BYTES + 90) for size in sizes)
@@ -74,9 +72,9 @@ def test_records_are_read_back_in_order_even_after_reopening(tmp_path_factory, b
 def test_a_batch_larger_than_one_system_call_is_written_whole(tmp_path):
     spool = Spool(tmp_path / "spool")
     payloads = [b"%d" % i for i in range(3000)]
-    locations = spool.append_all([record(KIND_PARTIAL, p) for p in payloads])
+    locations = spool.append_all([record(p) for p in payloads])
     assert [spool.read(location) for location in locations[::500]] == payloads[::500]
-    assert [p for _, _, p in spool.records()] == payloads
+    assert [p for _, p in spool.records()] == payloads
 
 
 @pytest.mark.parametrize("cut_bytes", [1, 10, 30, HEADER_BYTES + 39])
@@ -90,11 +88,11 @@ def test_a_torn_tail_is_cut_off_after_the_last_whole_record_and_reported(tmp_pat
     assert (spool.torn.path, spool.torn.offset) == (path, locations[1].offset)
     assert spool.torn.cut_bytes == HEADER_BYTES + 40 - cut_bytes
     assert spool.read(locations[0]) == b"a" * 40
-    assert spool.append(KIND_GROUP, b"c") == RecordLocation(1, locations[1].offset, 1)
-    assert [p for _, _, p in spool.records()] == [b"a" * 40, b"c"]
+    assert spool.append(b"c") == RecordLocation(1, locations[1].offset, 1)
+    assert [p for _, p in spool.records()] == [b"a" * 40, b"c"]
 
 
-@pytest.mark.parametrize("at", [0, 5, 9, 17, HEADER_BYTES + 3])  # magic, kind, length, checksum, payload
+@pytest.mark.parametrize("at", [0, 9, 17, HEADER_BYTES + 3])  # magic, length, checksum, payload
 @pytest.mark.parametrize("segment_bytes", [100_000, 100])
 def test_damage_in_the_middle_is_refused_and_nothing_is_cut(tmp_path, at, segment_bytes):
     folder = tmp_path / "spool"
@@ -123,7 +121,7 @@ def test_a_hole_before_unacknowledged_records_is_a_torn_tail(tmp_path):
     locations = filled(folder, [b"a" * 40, b"b" * 40, b"c" * 40])
     flip(folder / "000001.seg", locations[1].offset)
     spool = Spool(folder, acknowledged=(1, locations[1].offset))
-    assert [p for _, _, p in spool.records()] == [b"a" * 40]
+    assert [p for _, p in spool.records()] == [b"a" * 40]
 
 
 def test_missing_acknowledged_records_are_refused(tmp_path):
@@ -138,7 +136,7 @@ def test_missing_acknowledged_records_are_refused(tmp_path):
 def test_reading_verifies_checksum_and_location(tmp_path):
     folder = tmp_path / "spool"
     spool = Spool(folder)
-    location = spool.append(KIND_GROUP, b"a" * 40)
+    location = spool.append(b"a" * 40)
     with pytest.raises(SpoolError, match="expected a record of 39 bytes, found one of 40"):
         spool.read(location._replace(length=39))
     with pytest.raises(SpoolError, match=r"000007\.seg is missing"):
@@ -150,7 +148,7 @@ def test_reading_verifies_checksum_and_location(tmp_path):
 
 def test_finished_segments_can_be_deleted_but_not_the_active_one(tmp_path):
     spool = Spool(tmp_path / "spool", segment_bytes=100)
-    locations = [spool.append(KIND_GROUP, b"x" * 60) for _ in range(3)]
+    locations = [spool.append(b"x" * 60) for _ in range(3)]
     assert spool.segments == (1, 2, 3)
     spool.release(1)
     assert spool.segments == (2, 3)
@@ -160,7 +158,7 @@ def test_finished_segments_can_be_deleted_but_not_the_active_one(tmp_path):
     spool.close()
     again = Spool(tmp_path / "spool", segment_bytes=100)
     assert again.read(locations[1]) == b"x" * 60
-    assert again.append(KIND_GROUP, b"x" * 60).segment == 4  # numbers are never reused
+    assert again.append(b"x" * 60).segment == 4  # numbers are never reused
 
 
 class FaultyDisk(Disk):
@@ -187,14 +185,14 @@ class FaultyDisk(Disk):
 def test_a_full_disk_loses_no_earlier_record_and_appending_continues_later(tmp_path, room):
     disk = FaultyDisk(10_000)
     spool = Spool(tmp_path / "spool", disk=disk)
-    first = spool.append(KIND_GROUP, b"a" * 40)
+    first = spool.append(b"a" * 40)
     size = (tmp_path / "spool" / "000001.seg").stat().st_size
     disk.room_bytes = room
     with pytest.raises(OSError, match="No space left"):
-        spool.append_all([record(KIND_GROUP, b"b" * 40)] * 3)
+        spool.append_all([record(b"b" * 40)] * 3)
     assert (tmp_path / "spool" / "000001.seg").stat().st_size == size
     disk.room_bytes = 10_000
-    second = spool.append(KIND_GROUP, b"c")
+    second = spool.append(b"c")
     assert [spool.read(first), spool.read(second)] == [b"a" * 40, b"c"]
     assert Spool(tmp_path / "spool").torn is None
 
@@ -202,13 +200,13 @@ def test_a_full_disk_loses_no_earlier_record_and_appending_continues_later(tmp_p
 def test_after_a_failed_flush_the_spool_must_be_reopened(tmp_path):
     disk = FaultyDisk(10_000)
     spool = Spool(tmp_path / "spool", disk=disk)
-    spool.append(KIND_GROUP, b"a")
+    spool.append(b"a")
     disk.sync_fails = True
     with pytest.raises(OSError, match="Input/output error"):
         spool.flush()
     disk.sync_fails = False
     with pytest.raises(SpoolError, match="reopen the spool"):
-        spool.append(KIND_GROUP, b"b")
+        spool.append(b"b")
 
 
 def test_a_file_size_limit_during_a_write_leaves_whole_records(tmp_path):
@@ -221,7 +219,7 @@ def test_a_file_size_limit_during_a_write_leaves_whole_records(tmp_path):
         written = 0
         try:
             while True:
-                spool.append(KIND_GROUP, b"x" * 3000)
+                spool.append(b"x" * 3000)
                 written += 1
         except OSError as e:
             return written if e.errno == errno.EFBIG else 98
@@ -229,4 +227,4 @@ def test_a_file_size_limit_during_a_write_leaves_whole_records(tmp_path):
     assert in_child(body) == 3
     spool = Spool(folder)
     assert spool.torn is None
-    assert [len(p) for _, _, p in spool.records()] == [3000] * 3
+    assert [len(p) for _, p in spool.records()] == [3000] * 3

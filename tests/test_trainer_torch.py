@@ -257,7 +257,7 @@ def test_a_rank_killed_during_a_write_leaves_the_preceding_checkpoint(checkpoint
     while not (tmp_path / "held").exists():
         assert process.is_alive()
         time.sleep(0.05)
-    reader = os.open(tmp_path / f"step_000002{PARTIAL}" / "state" / "__0_0.distcp", os.O_RDONLY)  # a writer is here
+    reader = os.open(tmp_path / f"step_000002.0{PARTIAL}" / "state" / "__0_0.distcp", os.O_RDONLY)  # a writer is here
     process.kill()
     process.join()
     os.close(reader)

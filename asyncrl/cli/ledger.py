@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncrl.sample_queue.journal import found_copy
+from asyncrl.sample_queue.journal import newest_copy
 from asyncrl.sample_queue.ledger import FILE, LedgerError, read_meta, reading
 from asyncrl.sample_queue.records import STATES
 
 _LAST_VERSIONS = 10
 _BAR = 40  # characters
-_HIDDEN_META = ("spool_segment", "spool_offset", "served_from")
+_HIDDEN_META = ("spool_segment", "spool_offset", "served_from", "holder", "driver_epoch")
 
 
 def balance(db: sqlite3.Connection) -> dict[str, int]:
@@ -148,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run_dir", type=Path, help="folder of the run; it is not changed")
     run_dir = parser.parse_args(arguments).run_dir
     path = run_dir / FILE
-    if not path.is_file() and (copy := found_copy(run_dir / "journal")) is not None:
+    if not path.is_file() and (copy := newest_copy(run_dir / "journal")) is not None:
         path = copy / FILE
         print(f"as of the last checkpoint: read from the copy {path}; the live ledger is in journal_dir\n")
     try:

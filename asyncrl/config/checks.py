@@ -105,6 +105,8 @@ def _speculation_problems(c: Config) -> Iterator[str]:
 
 def _checkpoint_problems(c: Config) -> Iterator[str]:
     """A validation metric rates a checkpoint only if it was measured on the checkpoint's own weights."""
+    if c.checkpoint.keep_last == 1:
+        yield "checkpoint.keep_last: expected at least 2, as one may be damaged, or 0 for all; found 1"
     if not c.checkpoint.keep_best or not c.checkpoint.best_metric.startswith("validation/"):
         return
     saves = c.checkpoint.every_steps

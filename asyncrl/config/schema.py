@@ -320,7 +320,7 @@ class CheckpointConfig(Section):
     # steps between checkpoints; the death of a rank loses the steps since the last one; 0: only at the end
     every_steps: NonNegativeInt = 100
     asynchronous: bool = True  # training blocks only while the state is copied, not while the copy is written
-    keep_last: NonNegativeInt = 2  # 0: all
+    keep_last: NonNegativeInt = 2  # at least 2; 0: all
     keep_best: NonNegativeInt = 0  # number kept in addition, the best by best_metric
     best_metric: str = "validation/reward"  # must be measured on the checkpoint's own weights, else it has no rating
     best_is: Literal["highest", "lowest"] = "highest"

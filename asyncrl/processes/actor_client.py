@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from asyncrl.observability.telemetry.log import LogConfig, configure_logging
+from asyncrl.processes.identity import Process
 
 
 def start_ray(**options: Any) -> None:
@@ -38,9 +39,9 @@ class SupervisedActor:
         """Never returns; fails as soon as the actor dies, which notifies the caller."""
         await asyncio.Event().wait()
 
-    async def where(self) -> tuple[str, int]:
-        """Node id and process id."""
-        return ray.get_runtime_context().get_node_id(), os.getpid()
+    async def where(self) -> tuple[str, Process]:
+        """Node id and process."""
+        return ray.get_runtime_context().get_node_id(), Process.of(os.getpid())
 
 
 class ActorClient:

@@ -98,7 +98,7 @@ class RollouterActor(SupervisedActor):
     """The rollout loop with its router and reward workers: ``start()``, then ``run()``.
 
     ``queue`` (None: not started yet) and ``replicas`` are the current actors; `replace_queue` and `replace_replica`
-    name their successors. ``fencing_token`` grows with each rollouter of a run, see asyncrl.rollouter.engine_lease."""
+    name their successors. ``fencing_token`` grows with each rollouter of a run: engines and queue serve the newest."""
 
     def __init__(
         self,
@@ -126,6 +126,7 @@ class RollouterActor(SupervisedActor):
         from asyncrl.data.order import PromptOrder
         from asyncrl.data.prompts import load_prompts
         from asyncrl.rollouter.agents.base import find_agent_loop
+        from asyncrl.rollouter.held_queue import HeldQueue
         from asyncrl.rollouter.loop import RolloutLoop
         from asyncrl.rollouter.rewards.pool import RewardPool
         from asyncrl.rollouter.router import Router
@@ -150,9 +151,11 @@ class RollouterActor(SupervisedActor):
         )
         self._validation = Validation(config, maker, self._recorder)
 
+        self._held_queue = HeldQueue(self._queue, self._fencing_token)
+
         def new_loop() -> RolloutLoop:
             order = PromptOrder(prompts, config.seed, config.data.shuffle, config.data.epochs)
-            return RolloutLoop(config, self._derived, order, maker, self._queue, self._recorder)  # type: ignore[arg-type]
+            return RolloutLoop(config, self._derived, order, maker, self._held_queue, self._recorder)
 
         self._new_loop = new_loop
         self._serving = asyncio.create_task(_unwrapped(self._router.run()))
@@ -212,7 +215,7 @@ class RollouterActor(SupervisedActor):
 
     async def _roll_out(self) -> None:
         """Run one rollout loop, from the queue's current state until `reset`: a rollback may reopen a closed queue."""
-        recovery = await self._queue.recover()
+        recovery = await self._held_queue.recover()
         self._loop = self._new_loop()
         async with asyncio.TaskGroup() as tasks:
             pacing = tasks.create_task(self._pace()) if self._config.rollout.pacing else None

@@ -4,33 +4,65 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from asyncrl.observability.telemetry.recorder import Recorder, now_s
-from asyncrl.rollouter.partial import PartialSample, pack, unpack
-from asyncrl.sample_queue.messages import InFlight
+from asyncrl.rollouter.partial import PartialSample, Position, pack, unpack
+from asyncrl.sample_queue.messages import InFlight, Snapshot
+
+_WASTE = 2  # a snapshot whose parts have this many times the bytes of a whole one is replaced by a whole one
+_SMALL_BYTES = 16 * 1024  # unless they are this small
+
+
+@dataclass(eq=False)
+class StoredSnapshot:
+    """What the queue has of a group: ``parts``, with ``size`` bytes, up to these positions of its samples."""
+
+    positions: Sequence[Position]
+    parts: int = 0
+    size: int = 0
+
+    def added(self, part: Snapshot, positions: Sequence[Position]) -> None:
+        self.positions, self.parts = positions, part.part + 1
+        self.size = len(part.data) + (self.size if part.part else 0)
 
 
 @dataclass(eq=False)
 class InFlightGroup:
-    """A group that was issued and is not finished. ``generating`` counts its samples that have not ended;
-    ``snapshotted`` holds their revisions in the newest snapshot."""
+    """A group that was issued and is not finished. ``generating`` counts its samples that have not ended. Samples that
+    were just recovered are ``stored`` already, but the next snapshot is whole."""
 
     samples: list[PartialSample]
-    snapshotted: list[tuple[int, int]]
     generating: int = 0
     task: asyncio.Task[None] | None = None
+    stored: StoredSnapshot = field(init=False)
 
-    @classmethod
-    def of(cls, samples: list[PartialSample]) -> InFlightGroup:
-        """A group whose samples are as the queue last stored them."""
-        return cls(samples, [s.revision for s in samples])
+    def __post_init__(self) -> None:
+        self.stored = StoredSnapshot(self.positions)
+
+    @property
+    def positions(self) -> list[Position]:
+        return [s.position for s in self.samples]
+
+    def restart(self, attempt: int) -> None:
+        """Discard all progress; the next snapshot is whole."""
+        for sample in self.samples:
+            sample.restart(attempt)
+        self.stored = StoredSnapshot(self.stored.positions)
+
+    def next_part(self, uid: str) -> Snapshot:
+        """What the queue does not have yet, or the whole snapshot if that saves space."""
+        stored = self.stored
+        if stored.size > max(_SMALL_BYTES, _WASTE * sum(s.size for s in self.samples)):
+            stored.parts = 0
+        data = pack(uid, self.samples, stored.positions if stored.parts else None)
+        return Snapshot(uid, self.samples[0].attempt, stored.parts, data)
 
 
 class SnapshotStore(Protocol):
-    async def snapshot(self, items: Sequence[tuple[str, bytes]]) -> None:
-        """Replace the snapshots of these (uid, snapshot) groups; those of groups not in flight are ignored."""
+    async def snapshot(self, parts: Sequence[Snapshot]) -> None:
+        """Store parts of snapshots; those of groups not in flight are ignored."""
 
 
 class Snapshotter:
@@ -56,18 +88,16 @@ class Snapshotter:
         await self.store_changed()
 
     async def store_changed(self) -> None:
-        items: list[tuple[str, bytes]] = []
-        stored: list[tuple[InFlightGroup, list[tuple[int, int]]]] = []
+        """A part that was sent without an answer is sent again, with what is new since: it replaces the first."""
+        sent: list[tuple[StoredSnapshot, Snapshot, list[Position]]] = []
         for uid, group in list(self._groups.items()):
-            revisions = [s.revision for s in group.samples]
-            if revisions != group.snapshotted:
-                items.append((uid, pack(uid, group.samples)))
-                stored.append((group, revisions))
+            if (positions := group.positions) != group.stored.positions:
+                sent.append((group.stored, group.next_part(uid), positions))
                 await asyncio.sleep(0)  # packing many groups must not delay tasks that wait for tokens
-        if items:
-            await self._store.snapshot(items)
-            for group, revisions in stored:
-                group.snapshotted = revisions
+        if sent:
+            await self._store.snapshot([part for _, part, _ in sent])
+            for stored, part, positions in sent:
+                stored.added(part, positions)
 
 
 def recovered_samples(item: InFlight, n: int, deterministic: bool, recorder: Recorder) -> list[PartialSample]:
@@ -76,7 +106,7 @@ def recovered_samples(item: InFlight, n: int, deterministic: bool, recorder: Rec
     Restores the snapshot if it matches ``n`` and the attempt. Deterministic mode always restarts, since prefill and
     decode differ bitwise."""
     fresh = [PartialSample(attempt=item.attempt) for _ in range(n)]
-    samples = fresh if item.snapshot is None else unpack(item.snapshot)
+    samples = unpack(item.snapshot) if item.snapshot else fresh
     matches = len(samples) == n and all(s.attempt == item.attempt for s in samples)
     if deterministic or not matches:
         recorder.count("rollout/restarted_samples", sum(s.started for s in samples))

@@ -172,7 +172,7 @@ class RolloutLoop:
                     self._start(groups, prompt, samples)
 
     def _start(self, groups: asyncio.TaskGroup, prompt: Prompt, samples: list[PartialSample]) -> None:
-        group = self.in_flight[prompt.uid] = InFlightGroup.of(samples)
+        group = self.in_flight[prompt.uid] = InFlightGroup(samples)
         self._acquire(group)
         group.task = groups.create_task(self._roll_out(prompt, group))
         group.task.add_done_callback(lambda _: self._end(prompt.uid))
@@ -218,8 +218,7 @@ class RolloutLoop:
                 prompt.uid,
                 refusal.reason,
             )
-            for sample in group.samples:
-                sample.restart(refusal.attempt)
+            group.restart(refusal.attempt)
             self._acquire(group)
 
     async def _attempt(self, prompt: Prompt, tokens: np.ndarray, group: InFlightGroup) -> Refusal | None:

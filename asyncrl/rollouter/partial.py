@@ -1,13 +1,15 @@
 """Partial samples: all progress of a sample in flight, so that it can resume on another replica or in another process.
 
 A partial sample holds the state that its agent loop saved last and the calls of ``generate`` made since. A snapshot
-stores both. When the loop runs again, those calls are replayed, see `asyncrl.rollouter.replay`.
+stores both, in parts: the first is whole, and each further one holds what is new. When the loop runs again, those calls
+are replayed, see `asyncrl.rollouter.replay`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from asyncrl.types.samples import FinishReason
 from asyncrl.types.versions import PolicyVersion, VersionSpan
 
 _SNAPSHOT = Layout("snapshot", b"ARLP")
+_TOKEN_BYTES = 8  # with its logprob
 _NONE = -1  # stands for a missing finish reason, lineage of a version, or length of a state
 
 
@@ -67,6 +70,22 @@ class GenerateCall:
     finish: FinishReason | None = None
 
 
+class Position(NamedTuple):
+    """How far a sample is: all that it had at this position it still has, unless ``replaced`` differs.
+
+    ``replaced`` counts the changes other than additions. ``tokens``, ``spans`` and ``finished`` are those of the last
+    of its ``calls``."""
+
+    replaced: int
+    calls: int
+    tokens: int
+    spans: int
+    finished: bool
+
+
+_NOWHERE = Position(_NONE, 0, 0, 0, finished=False)  # of a sample that no part has
+
+
 @dataclass(eq=False)
 class PartialSample:
     """``state`` is what the agent loop saved last, ``calls`` what it called since.
@@ -82,7 +101,7 @@ class PartialSample:
     calls: list[GenerateCall] = field(default_factory=list)
     attempt: int = 0
     requests: int = 0  # made by this process; numbers the requests' ids
-    _changes: int = 0  # other than generated tokens
+    _replaced: int = 0
 
     @property
     def token_count(self) -> int:
@@ -99,27 +118,35 @@ class PartialSample:
         return self.calls[-1].output.first_token_s if self.calls else self.saved_first_token_s
 
     @property
+    def size(self) -> int:
+        """Bytes of its state and of the tokens since."""
+        return len(self.state or b"") + _TOKEN_BYTES * (self.token_count - self.saved_tokens)
+
+    @property
     def started(self) -> bool:
         return self.state is not None or self.token_count > 0
 
     @property
-    def revision(self) -> tuple[int, int]:
+    def position(self) -> Position:
         """Differs between two moments if their snapshots would differ."""
-        return self._changes, self.token_count
+        if not self.calls:
+            return Position(self._replaced, 0, 0, 0, finished=False)
+        last = self.calls[-1]
+        return Position(
+            self._replaced, len(self.calls), last.output.count, len(last.output.spans), last.finish is not None
+        )
 
     def begin(self, arguments: int) -> GenerateCall:
         self.calls.append(GenerateCall(arguments, GeneratedTokens(self.first_version, self.first_token_s)))
-        self._changes += 1
         return self.calls[-1]
 
     def finish(self, call: GenerateCall, reason: FinishReason) -> None:
         call.finish = reason
-        self._changes += 1
 
     def discard(self, call: GenerateCall) -> None:
         """Remove a call that was cancelled or failed; the loop may call again."""
         self.calls.remove(call)
-        self._changes += 1
+        self._replaced += 1
 
     def save(self, state: bytes, calls: int) -> None:
         """Replace the earlier state and the first ``calls`` calls by ``state``."""
@@ -129,23 +156,25 @@ class PartialSample:
             self.saved_version, self.saved_first_token_s = first.first_version, first.first_token_s
         self.saved_tokens += sum(call.output.count for call in covered)
         self.state = state
-        self._changes += 1
+        self._replaced += 1
 
     def restart(self, attempt: int | None = None) -> None:
         """Discard all progress. A new ``attempt`` draws other random numbers."""
         self.state, self.saved_tokens, self.saved_version, self.saved_first_token_s = None, 0, None, None
         self.calls = []
         self.attempt = self.attempt if attempt is None else attempt
-        self._changes += 1
+        self._replaced += 1
 
 
-def pack(uid: str, samples: Sequence[PartialSample]) -> bytes:
-    """Snapshot of a group's samples in one buffer. Columns, for ``S`` samples, ``C`` calls, ``T`` tokens, ``V`` spans:
+def pack(uid: str, samples: Sequence[PartialSample], since: Sequence[Position] | None = None) -> bytes:
+    """One part of a group's snapshot, in one buffer: what its samples have in addition to their positions ``since``, or
+    all that they have (None). Columns, for ``S`` changed samples, ``C`` calls, ``T`` tokens, ``V`` spans:
 
     =============  =======  =======  ===================================================================================
     column         dtype    shape    meaning
     =============  =======  =======  ===================================================================================
-    ``samples``    int64    [S, 6]   calls, saved_tokens, saved_version's lineage and number, attempt, bytes of state
+    ``samples``    int64    [S, 9]   index in the group, 1 if nothing of earlier parts is kept, calls before these,
+                                     calls, saved_tokens, saved_version's lineage and number, attempt, bytes of state
     ``states``     uint8    [B]      of all samples
     ``arguments``  uint64   [C]
     ``calls``      int64    [C, 3]   finish, tokens, spans
@@ -154,60 +183,97 @@ def pack(uid: str, samples: Sequence[PartialSample]) -> bytes:
     ``spans``      int64    [V, 4]   start, lineage, number, mixed_kv
     =============  =======  =======  ===================================================================================
     """
-    calls = [call for s in samples for call in s.calls]
+    rows: list[tuple[int, ...]] = []
+    states: list[bytes] = []
+    news: list[_News] = []
+    for index, sample in enumerate(samples):
+        before, now = since[index] if since is not None else _NOWHERE, sample.position
+        if before == now:
+            continue
+        whole = before.replaced != now.replaced
+        if whole:
+            before = _NOWHERE
+        first = before.calls - (before.calls > 0 and not before.finished)  # a call in progress goes on
+        state = sample.state if whole else None
+        version = sample.saved_version or PolicyVersion(_NONE, _NONE)
+        state_bytes = _NONE if state is None else len(state)
+        position = index, whole, first, now.calls - first
+        rows.append((*position, sample.saved_tokens, *version, sample.attempt, state_bytes))
+        states.append(state or b"")
+        for number, call in enumerate(sample.calls[first:], first):
+            goes_on = number < before.calls
+            tokens = call.output.count - (before.tokens if goes_on else 0)
+            news.append(_News(call, tokens, call.output.spans[before.spans if goes_on else 0 :]))
     return _SNAPSHOT.to_bytes(
         {"uid": uid},
         {
-            "samples": _table([_sample_row(s) for s in samples], 6),
-            "states": np.frombuffer(b"".join(s.state or b"" for s in samples), np.uint8),
-            "arguments": np.array([call.arguments for call in calls], np.uint64),
-            "calls": _table(
-                [(_NONE if c.finish is None else c.finish, c.output.count, len(c.output.spans)) for c in calls], 3
-            ),
-            "tokens": _joined([part for c in calls for part in c.output.tokens], np.int32),
-            "logprobs": _joined([part for c in calls for part in c.output.logprobs], np.float32),
-            "spans": _table([(x.start, *x.version, x.mixed_kv) for c in calls for x in c.output.spans], 4),
+            "samples": _table(rows, 9),
+            "states": np.frombuffer(b"".join(states), np.uint8),
+            "arguments": np.array([new.call.arguments for new in news], np.uint64),
+            "calls": _table([(_NONE if (f := n.call.finish) is None else f, n.tokens, len(n.spans)) for n in news], 3),
+            "tokens": _joined([part for n in news for part in _last(n.call.output.tokens, n.tokens)], np.int32),
+            "logprobs": _joined([part for n in news for part in _last(n.call.output.logprobs, n.tokens)], np.float32),
+            "spans": _table([(x.start, *x.version, x.mixed_kv) for n in news for x in n.spans], 4),
         },
     )
 
 
-def unpack(data: Buffer) -> list[PartialSample]:
-    """The samples of a snapshot; their tokens are views into ``data``. Raises ValueError for a buffer that is not a
-    snapshot or is truncated."""
+def unpack(parts: Sequence[Buffer]) -> list[PartialSample]:
+    """The samples of a snapshot, from all its parts; their tokens are views into these. Raises ValueError for a buffer
+    that is not part of a snapshot or is truncated."""
+    samples: dict[int, PartialSample] = {}
+    for data in parts:
+        _unpack_part(data, samples)
+    return [samples[index] for index in range(len(samples))]
+
+
+def _unpack_part(data: Buffer, samples: dict[int, PartialSample]) -> None:
     _, columns = _SNAPSHOT.from_buffer(data)
     calls = zip(columns["arguments"].tolist(), columns["calls"].tolist(), strict=True)
     states, spans = columns["states"].tobytes(), columns["spans"].tolist()
     state_at = token_at = span_at = 0
-    samples: list[PartialSample] = []
-    for count, saved_tokens, lineage, number, attempt, state_bytes in columns["samples"].tolist():
-        version = None if lineage == _NONE else PolicyVersion(lineage, number)
-        sample = PartialSample(None, saved_tokens, version, attempt=attempt)
+    for index, whole, first, count, saved_tokens, lineage, number, attempt, state_bytes in columns["samples"].tolist():
+        if whole:
+            version = None if lineage == _NONE else PolicyVersion(lineage, number)
+            samples[index] = PartialSample(None, saved_tokens, version, attempt=attempt)
+        sample = samples[index]
         if state_bytes != _NONE:
             sample.state = states[state_at : state_at + state_bytes]
             state_at += state_bytes
-        for _ in range(count):
+        for number in range(first, first + count):
             arguments, (finish, tokens, span_count) = next(calls)
-            call = sample.begin(arguments)
+            call = sample.calls[number] if number < len(sample.calls) else sample.begin(arguments)
             output = call.output
-            output.spans = [
+            output.spans += [
                 VersionSpan(start, PolicyVersion(lineage, number), bool(mixed))
                 for start, lineage, number, mixed in spans[span_at : span_at + span_count]
             ]
             if tokens:
                 output.first_version = output.first_version or output.spans[0].version
-                output.tokens = [columns["tokens"][token_at : token_at + tokens]]
-                output.logprobs = [columns["logprobs"][token_at : token_at + tokens]]
-            output.count = tokens
+                output.tokens.append(columns["tokens"][token_at : token_at + tokens])
+                output.logprobs.append(columns["logprobs"][token_at : token_at + tokens])
+            output.count += tokens
             call.finish = None if finish == _NONE else FinishReason(finish)
             token_at, span_at = token_at + tokens, span_at + span_count
-        samples.append(sample)
-    return samples
 
 
-def _sample_row(sample: PartialSample) -> tuple[int, ...]:
-    version = sample.saved_version or PolicyVersion(_NONE, _NONE)
-    state_bytes = _NONE if sample.state is None else len(sample.state)
-    return len(sample.calls), sample.saved_tokens, *version, sample.attempt, state_bytes
+class _News(NamedTuple):
+    """What a part adds to a call."""
+
+    call: GenerateCall
+    tokens: int
+    spans: Sequence[VersionSpan]
+
+
+def _last(parts: Sequence[np.ndarray], count: int) -> list[np.ndarray]:
+    """The last ``count`` elements of the concatenated parts."""
+    found: list[np.ndarray] = []
+    for part in reversed(parts):
+        if count <= 0:
+            break
+        found.append(part[-count:])
+        count -= len(part)
+    return found[::-1]
 
 
 def _table(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:

@@ -6,17 +6,18 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.config.schema import Config
 from asyncrl.observability.telemetry.recorder import Batch
 from asyncrl.param_sync.session_protocol import ReplicaSession, remote_session
 from asyncrl.processes.actor_client import ActorClient, RestartableClient
+from asyncrl.processes.identity import Process
 from asyncrl.processes.tasks import cancelled
 from asyncrl.rollouter.actors import EngineReplicaActor, RollouterActor
 from asyncrl.run.environments import interpreter
@@ -32,7 +33,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CALLS_AT_ONCE = 1000  # per actor; most calls wait on a condition
+REMOTE_KILL_S = 20.0  # for an actor on another machine
 CLOSING_S = 3.0  # for the rollouter to close by itself
+_ACTORS_PER_DRIVER = 10**6  # more than a driver ever starts
 
 
 class Cluster:
@@ -51,8 +54,9 @@ class Cluster:
             steps_left = max(0, config.trainer.total_steps - begun.step)
             self._total_groups = begun.trained + steps_left * preflight.derived.groups_per_step
         self._actors: dict[str, ActorClient] = {}  # the newest of each name
-        self._processes: dict[str, tuple[str, int]] = {}  # actor → node id and process id, once it answers
-        self._made = 0  # actors so far
+        self._processes: dict[str, tuple[str, Process]] = {}  # actor → node id and process, once it answers
+        self._epoch = folder.epoch.number
+        self._made = self._epoch * _ACTORS_PER_DRIVER  # number of the newest actor
         self.rank_names: list[str] = []
         self.replica_names: list[str] = []
         self.senders: dict[str, Any] = {}
@@ -118,10 +122,17 @@ class Cluster:
         if (actor := self._actors.get(name)) is None:
             return
         ray.kill(actor.handle)
-        node, pid = self._processes.pop(name, ("", 0))
-        if node == ray.get_runtime_context().get_node_id():  # Ray needs seconds to kill a stopped process
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        if (located := self._processes.pop(name, None)) is None:
+            return
+        node, process = located  # Ray needs seconds to kill a stopped process, or does not
+        if node == ray.get_runtime_context().get_node_id():
+            process.kill()
+            return
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        try:
+            await asyncio.wait_for(_kill.options(scheduling_strategy=there).remote(process), REMOTE_KILL_S)
+        except (RayError, TimeoutError) as e:
+            log.warning("supervision: %s could not be killed on its machine (%s), which may be gone", name, e)
 
     async def _started(self, actors: Sequence[ActorClient], starting: Awaitable[T]) -> T:
         """Result of ``starting``, which waits for these actors, or their first failure. Locates each as soon as it
@@ -169,6 +180,7 @@ class Cluster:
             options.overdue,
             self._preflight.model.vocab_size,
             self._config.rollout.max_attempts,
+            self._epoch,
             {"prompts": self._preflight.prompts_fingerprint},
         )
 
@@ -182,7 +194,7 @@ class Cluster:
             self._preflight.max_prompt_tokens,
             self.queue.handle,
             {name: client.handle for name, client in self.replicas.items()},
-            self._made,  # grows with each actor: the fencing token of the newest rollouter is the highest
+            self._made,  # the fencing token of the newest rollouter is the highest, also over drivers
         )
 
     def pool_resources(self) -> tuple[float, float, str]:
@@ -226,6 +238,12 @@ class Cluster:
     def _actor_name(self, role: str) -> str:
         """Readable in Ray's dashboard, and unique among the runs of a cluster."""
         return f"asyncrl/{self._config.name}/{os.getpid()}/{role}"
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _kill(process: Process) -> None:
+    """Runs on the machine of the process."""
+    process.kill()
 
 
 def _runtime(threads: int, python: str) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import shutil
-import sqlite3
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,43 +18,50 @@ import xxhash
 from asyncrl.config.load import ConfigError, load_config, to_yaml
 from asyncrl.config.resume import refused_changes
 from asyncrl.config.schema import Config
+from asyncrl.disk.files import write_whole
 from asyncrl.models.config import CheckpointError
 from asyncrl.observability.telemetry.log import LOGS, LogConfig
+from asyncrl.run.driver_epoch import DriverEpoch, InUse, wait_for_previous
 from asyncrl.run.preflight import Preflight
+from asyncrl.run.resume import ResumePoint, resume_point, valid_checkpoints
 from asyncrl.run.shutdown import Shutdown
-from asyncrl.sample_queue.journal import found_copy
+from asyncrl.sample_queue.journal import newest_copy
 from asyncrl.sample_queue.ledger import FILE as LEDGER
 from asyncrl.sample_queue.ledger import LedgerError, read_meta, reading
+from asyncrl.sample_queue.snapshots import FILE as SNAPSHOTS
 from asyncrl.trainer.checkpoints import Checkpoint, CheckpointStore
 
 AUTO = "auto"
 CONFIG = "config.yaml"
-JOURNAL_COPY = "journal"
+JOURNAL_COPIES = "journal"
 LOCK_PATIENCE_S = 30.0  # for the processes of a killed run to end
 
 
 class RunFolder:
-    """``path`` holds config.yaml, metrics.jsonl, spans.jsonl, trajectories.jsonl, logs/, checkpoints/, wandb/,
-    summary.json, report.html and trace.json.gz. ``journal`` holds ledger.sqlite and spool/: the same folder, unless
-    ``config.journal_dir`` names another disk; then each checkpoint copies them to ``journal_copy``. ``checkpoint``: the
-    verified checkpoint to resume from, None at the start. Locked against other runs while the process lives."""
+    """``path`` holds config.yaml, metrics.jsonl, spans.jsonl, trajectories.jsonl, logs/, checkpoints/, drivers/,
+    wandb/, summary.json, report.html and trace.json.gz. ``journal`` holds ledger.sqlite, snapshots.sqlite and spool/:
+    the same folder, unless ``config.journal_dir`` names another disk; then each checkpoint copies them to
+    ``journal_copy``. ``checkpoint``: the verified checkpoint to resume from, None at the start. Locked against other
+    runs while the process lives; ``epoch`` shows whether it is still the run's driver."""
+
+    checkpoint: Checkpoint | None
+    checkpoints: CheckpointStore
+    epoch: DriverEpoch
 
     def __init__(self, path: Path, config: Config, lock_patience_s: float = 0.0) -> None:
-        self.path = path
-        self.checkpoint: Checkpoint | None = None
-        self.checkpoints = CheckpointStore(path / "checkpoints", config.checkpoint)
+        self.path, self._config = path, config
         self.logs = LogConfig(str(path / LOGS), config.reporting.log_level)
         self.journal = journal_folder(path, config.journal_dir)
-        self.journal_copy = path / JOURNAL_COPY if config.journal_dir else None
         self._lock = _locked(path, lock_patience_s)
 
     @classmethod
     def open(cls, config: Config, resume: str | None, found: Preflight) -> RunFolder:
         """A new folder (see `create`), or with ``resume`` the folder of an earlier run. ``auto`` resumes from the
-        newest checkpoint in ``config.run_dir``, or starts a new run if the folder has none; a path names a checkpoint.
+        newest intact checkpoint in ``config.run_dir``, or starts a new run if the folder has none; a path names a
+        checkpoint.
 
         ``found``: the preflight's findings, which must fit the earlier run. Waits for the processes of a killed run to
-        end. Raises ConfigError."""
+        end. Raises ConfigError; a refused resume changes nothing."""
         if resume is None:
             return cls.create(config)
         if resume != AUTO and not (Path(resume) / "metadata.json").is_file():
@@ -66,15 +73,24 @@ class RunFolder:
             return cls.create(config)
         if problems := refused_changes(load_config(path / CONFIG), config):
             raise ConfigError(problems)
+        wanted = None if resume == AUTO else Path(resume).resolve()
         folder = cls(path.resolve(), config, LOCK_PATIENCE_S)
         try:
             folder._check_writable()
-            folder._fetch_journal()
-            folder._check_prompts(found.prompts_fingerprint)
-            folder._find_checkpoint(None if resume == AUTO else Path(resume).resolve())
-            folder._write_config(config)
+            wait_for_previous(folder.path, LOCK_PATIENCE_S)
+            valid = folder._valid_checkpoints()
+            point = folder._resume_point(wanted, valid)
+            folder._check_prompts(point, found.prompts_fingerprint)
+            folder._begin(LOCK_PATIENCE_S)
+            folder.checkpoints.sweep()
+            if (valid_now := folder._valid_checkpoints()) != valid:
+                valid, point = valid_now, folder._resume_point(wanted, valid_now)
+            folder._continue_from(point, valid)
+            folder._write_config()
         except (CheckpointError, LedgerError) as e:
             raise ConfigError([f"--resume: {e}"]) from None
+        except InUse as e:
+            raise ConfigError([f"run_dir: {e}; end it first, or choose another run_dir"]) from None
         except OSError as e:
             raise ConfigError([_unwritable(Path(e.filename or path), e.strerror)]) from None
         return folder
@@ -104,13 +120,22 @@ class RunFolder:
                 raise ConfigError(
                     [f"journal_dir: {folder.journal} is from an old run in {path}; delete it, or use another run_dir"]
                 )
-            folder._write_config(config)
+            folder._begin(0.0)
+            folder._write_config()
+        except InUse as e:  # it was created on two machines at once
+            raise ConfigError([f"run_dir: {e}; choose another run_dir"]) from None
         except OSError as e:
             raise ConfigError([_unwritable(path, e.strerror)]) from None
         return folder
 
+    @property
+    def journal_copy(self) -> Path | None:
+        """A driver that lost its epoch never replaces the copy of the next one."""
+        return self.path / JOURNAL_COPIES / f"{self.epoch.number:06d}" if self._config.journal_dir else None
+
     def finish(self, shutdown: Shutdown, figures: Mapping[str, Any], report: bool) -> None:
-        """Write summary.json, then the report, and print the paths of the results."""
+        """Write summary.json, then the report, and print the paths of the results. Raises EpochOver."""
+        self.epoch.check()
         how = {"status": shutdown.status, "reason": shutdown.stopped, "failed": shutdown.failure}
         (self.path / "summary.json").write_text(json.dumps({**figures, **how}, indent=2) + "\n")
         if report:
@@ -122,89 +147,85 @@ class RunFolder:
         if newest := self.checkpoints.newest():
             print(f"checkpoint:  {newest.path}")
         print(f"run folder:  {self.path}", flush=True)
+        self.epoch.end()
 
     def _check_writable(self) -> None:
         """Raises ConfigError at once, where otherwise an actor would fail long after the start."""
-        for path in (self.path, self.journal / LEDGER, self.journal / "spool", self.checkpoints.folder):
+        for path in (self.path, self.journal / LEDGER, self.journal / "spool", self.path / "checkpoints"):
             if path.exists() and not os.access(path, os.W_OK):
                 raise ConfigError([_unwritable(path, "no write access")])
 
-    def _fetch_journal(self) -> None:
-        """On another machine, or with another journal_dir: restore ledger and spool from the copy in the run folder."""
-        home = self.journal_copy or self.path / JOURNAL_COPY
-        if not (self.journal / LEDGER).is_file() and (copy := found_copy(home)) is not None:
-            partial = self.journal.with_suffix(".partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            shutil.copytree(copy, partial)
-            if self.journal == self.path:
-                for item in partial.iterdir():  # the ledger last: its presence makes the journal valid
-                    if item.name != LEDGER:
-                        item.replace(self.journal / item.name)
-                (partial / LEDGER).replace(self.journal / LEDGER)
-                partial.rmdir()
-            else:
-                shutil.rmtree(self.journal, ignore_errors=True)
-                partial.rename(self.journal)
+    def _begin(self, patience_s: float) -> None:
+        """Become the run's driver."""
+        self.epoch = DriverEpoch.take(self.path, patience_s)
+        self.checkpoint, self.checkpoints = None, self._store(self.epoch.number, self.epoch.check)
 
-    def _check_prompts(self, fingerprint: str) -> None:
+    def _store(self, epoch: int = 0, check: Callable[[], None] = lambda: None) -> CheckpointStore:
+        return CheckpointStore(self.path / "checkpoints", self._config.checkpoint, epoch, check)
+
+    def _valid_checkpoints(self) -> dict[str, str]:
+        """Name → digest, in the order in which they were taken."""
+        store = self._store()
+        return {c.path.name: store.digest(c) for c in valid_checkpoints(self.path, store)}
+
+    def _resume_point(self, wanted: Path | None, valid: Mapping[str, str]) -> ResumePoint:
+        """``wanted``: a checkpoint; None for the newest intact one. Raises CheckpointError, LedgerError."""
+        store = self._store()
+        among = [checkpoint for checkpoint in store.all() if checkpoint.path.name in valid]
+        checkpoint = store.newest_intact(among) if wanted is None else store.open(wanted)
+        if checkpoint is not None and checkpoint.path.name not in valid:
+            raise CheckpointError(
+                f"{checkpoint.path} was written after another driver had taken over the run; resume from one of "
+                f"{', '.join(valid)}"
+            )
+        older = [c for c in among if checkpoint is not None and c.taken < checkpoint.taken]
+        return resume_point(checkpoint, older, [self.journal, *filter(None, [newest_copy(self.path / JOURNAL_COPIES)])])
+
+    def _continue_from(self, point: ResumePoint, valid: Mapping[str, str]) -> None:
+        """Restore the journal that fits, and put aside the checkpoints that do not count."""
+        self.epoch.found(valid)
+        self.checkpoint = point.checkpoint
+        for other in self.checkpoints.all():
+            later = self.checkpoint is not None and other.taken > self.checkpoint.taken
+            if later or other.path.name not in valid:
+                other.path.rename(other.path.with_name(f"abandoned_{other.path.name}_{time.time_ns()}"))
+        if point.journal is not None and point.journal != self.journal:
+            self._restore_journal(point.journal)
+
+    def _restore_journal(self, copy: Path) -> None:
+        """Replace ledger, snapshots and spool by a copy of them."""
+        partial = self.journal.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(copy, partial)
+        if self.journal == self.path:  # the ledger goes first and comes last: the journal is valid with it only
+            for old in (*_database(self.path / LEDGER), *_database(self.path / SNAPSHOTS)):
+                old.unlink(missing_ok=True)
+            shutil.rmtree(self.path / "spool", ignore_errors=True)
+            for name in sorted(os.listdir(partial), key=lambda name: name == LEDGER):
+                (partial / name).rename(self.path / name)
+            partial.rmdir()
+        else:
+            shutil.rmtree(self.journal, ignore_errors=True)
+            partial.rename(self.journal)
+
+    def _check_prompts(self, point: ResumePoint, fingerprint: str) -> None:
         """Raises ConfigError if the prompts differ from those of the earlier run, whose order could not continue."""
-        if not (self.journal / LEDGER).is_file():
+        if point.journal is None:
             return  # killed before it began
-        with reading(self.journal / LEDGER) as db:
+        with reading(point.journal / LEDGER) as db:
             before = read_meta(db).get("prompts", fingerprint)
         if before != fingerprint:
             raise ConfigError([f"data.train_files: the run to resume has {before}; found {fingerprint}"])
 
-    def _check_ledger(self, db: sqlite3.Connection) -> None:
-        """Raises LedgerError if the ledger is older than the checkpoint, whose groups would be trained again."""
-        if self.checkpoint is None:
-            return
-        metadata = self.checkpoint.metadata
-        query = "SELECT COUNT(*) FROM groups WHERE state = 'trained' AND step <= ?"
-        if (trained := db.execute(query, (metadata.step,)).fetchone()[0]) != metadata.trained:
-            raise LedgerError(
-                f"{self.checkpoint.path} holds {metadata.trained} groups, the ledger {self.journal / LEDGER} has "
-                f"{trained} as trained up to its step {metadata.step}: they belong to different runs; resume from an "
-                "older checkpoint"
-            )
-
-    def _find_checkpoint(self, wanted: Path | None) -> None:
-        """Set `checkpoint`; rename those later than a ``wanted`` one, which belong to an abandoned lineage."""
-        self.checkpoints.sweep()
-        found = self.checkpoints.all()
-        if wanted is not None or found:
-            self.checkpoint = self.checkpoints.open(wanted or found[-1].path)
-        covered = 0
-        if (self.journal / LEDGER).is_file():
-            with reading(self.journal / LEDGER, thorough=False) as db:
-                covered = int(read_meta(db).get("covered_step", 0))
-                self._check_ledger(db)
-        elif self.checkpoint is not None:
-            raise LedgerError(
-                f"{self.checkpoint.path} needs its ledger, but there is none at {self.journal / LEDGER}; restore it "
-                "from a copy, set its journal_dir, or start a new run from the checkpoint's weights"
-            )
-        if (step := self.checkpoint.metadata.step if self.checkpoint else 0) < covered:
-            where = f"{self.checkpoint.path} is of step {step}" if self.checkpoint else "no checkpoint is left"
-            raise CheckpointError(
-                f"{where}, but the groups trained up to step {covered} are no longer kept; resume from a later "
-                "checkpoint, or start a new run from its weights"
-            )
-        for other in found:
-            if self.checkpoint and other.taken > self.checkpoint.taken:
-                other.path.rename(other.path.with_name(f"abandoned_{other.path.name}_{time.time_ns()}"))
-
-    def _write_config(self, config: Config) -> None:
+    def _write_config(self) -> None:
         """Write the current config; keep the previous one under another name."""
-        text, path = to_yaml(config), self.path / CONFIG
+        text, path = to_yaml(self._config), self.path / CONFIG
         if path.exists():
             if path.read_text() == text:
                 return
             number = len(list(self.path.glob("config.*.yaml"))) + 1
             shutil.copyfile(path, self.path / f"config.{number}.yaml")
-        new = path.with_suffix(".partial")
-        new.write_text(text)
-        new.replace(path)  # atomic: resume finds a run by its config
+        write_whole(path, text)  # resume finds a run by its config
 
 
 def journal_folder(run: Path, journal_dir: str) -> Path:
@@ -212,6 +233,11 @@ def journal_folder(run: Path, journal_dir: str) -> Path:
     if not journal_dir:
         return run
     return Path(journal_dir) / f"{run.name}-{xxhash.xxh3_64_hexdigest(str(run).encode())}"
+
+
+def _database(path: Path) -> list[Path]:
+    """An SQLite file and the two beside it that belong to it."""
+    return [path.with_name(path.name + suffix) for suffix in ("", "-wal", "-shm")]
 
 
 def _unwritable(path: Path, why: str | None) -> str:
@@ -234,3 +260,7 @@ def _locked(path: Path, patience_s: float) -> int:
                     [f"run_dir: {path} is in use by another run; end it first, or choose another run_dir"]
                 ) from None
             time.sleep(0.2)  # flock has no timeout
+        except OSError as e:
+            if e.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise
+            return fd  # a disk without locks: the epochs of the drivers have to do

@@ -17,7 +17,7 @@ from asyncrl.processes.actor_client import SupervisedActor
 from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.core import SampleQueue
 from asyncrl.sample_queue.journal import Journal
-from asyncrl.sample_queue.messages import Lease, Recovery, Refusal, Ticket
+from asyncrl.sample_queue.messages import Lease, Recovery, Refusal, Snapshot, Ticket
 from asyncrl.sample_queue.records import JournalError
 from asyncrl.sample_queue.schedule import Order, Overdue
 
@@ -42,13 +42,14 @@ class SampleQueueActor(SupervisedActor):
         overdue: Overdue,
         vocab_size: int,
         max_attempts: int,
+        driver_epoch: int,
         about: Mapping[str, str] | None = None,
         logs: LogConfig | None = None,
     ) -> None:
         super().__init__("queue", logs)
         never_interrupt()
         self._folder, self._order, self._overdue = folder, order, overdue
-        self._vocab_size, self._max_attempts = vocab_size, max_attempts
+        self._vocab_size, self._max_attempts, self._driver_epoch = vocab_size, max_attempts, driver_epoch
         self._admission = Admission(groups_per_version, Fraction(*threshold), total_groups)
         self._meta: dict[str, str | int | float] = {
             "groups_per_version": groups_per_version,
@@ -59,28 +60,28 @@ class SampleQueueActor(SupervisedActor):
     async def start(self) -> None:
         """Opens the journal; called once, before all other methods. Raises SpoolError or LedgerError for damage,
         JournalError if another process keeps it locked, OSError if it cannot be written."""
-        self._journal = await _opened(self._folder, self._meta)
+        self._journal = await _opened(self._folder, self._meta, self._driver_epoch)
         self._queue = SampleQueue(
             self._admission, self._journal, self._order, self._overdue, self._vocab_size, self._max_attempts
         )
 
-    async def recover(self) -> Recovery:
-        return await self._queue.recover()
+    async def recover(self, holder: int) -> Recovery:
+        return await self._queue.recover(holder)
 
-    async def issue(self, tickets: list[Ticket]) -> int:
-        return await self._queue.issue(tickets)
+    async def issue(self, tickets: list[Ticket], holder: int) -> int:
+        return await self._queue.issue(tickets, holder)
 
-    async def put(self, groups: list[bytes]) -> list[Refusal]:
-        return await self._queue.put(groups)
+    async def put(self, groups: list[bytes], holder: int) -> list[Refusal]:
+        return await self._queue.put(groups, holder)
 
-    async def drop(self, drops: list[tuple[str, str]]) -> None:
-        await self._queue.drop(drops)
+    async def drop(self, drops: list[tuple[str, str]], holder: int) -> None:
+        await self._queue.drop(drops, holder)
 
-    async def snapshot(self, snapshots: list[tuple[str, bytes]]) -> None:
-        await self._queue.snapshot(snapshots)
+    async def snapshot(self, parts: list[Snapshot], holder: int) -> None:
+        await self._queue.snapshot(parts, holder)
 
-    async def overdue(self) -> list[str]:
-        return await self._queue.overdue()
+    async def overdue(self, holder: int) -> list[str]:
+        return await self._queue.overdue(holder)
 
     @ray.method(num_returns=2)
     async def lease(self, step: int, count: int) -> tuple[Lease, list[bytes]]:
@@ -124,12 +125,12 @@ class SampleQueueActor(SupervisedActor):
         return stats
 
 
-async def _opened(folder: Path, meta: Mapping[str, str | int | float]) -> Journal:
+async def _opened(folder: Path, meta: Mapping[str, str | int | float], driver_epoch: int) -> Journal:
     """Opens the journal as soon as the previous process has released it."""
     deadline = time.monotonic() + GONE_WITHIN_S
     while True:
         try:
-            return Journal(folder, meta)
+            return Journal(folder, meta, driver_epoch=driver_epoch)
         except JournalError:
             if time.monotonic() > deadline:
                 raise

@@ -21,13 +21,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from asyncrl.sample_queue.acceptance import defect
 from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.group_state import GroupTable, QueueError
-from asyncrl.sample_queue.messages import OVERDUE, POISON, InFlight, Lease, LeasedGroup, Recovery, Refusal, Ticket
+from asyncrl.sample_queue.messages import (
+    OVERDUE,
+    POISON,
+    InFlight,
+    Lease,
+    LeasedGroup,
+    Recovery,
+    Refusal,
+    Snapshot,
+    Ticket,
+)
 from asyncrl.sample_queue.records import DROPPED, IN_FLIGHT, TRAINED, Changes, GroupRecord, JournalError, Recovered
 from asyncrl.sample_queue.schedule import Order, Overdue, Schedule
 from asyncrl.sample_queue.versions import VersionTable
@@ -49,6 +59,8 @@ class Records(Protocol):
 
     def recover(self) -> Recovered: ...
     def read(self, uid: str) -> bytes | None: ...
+    async def snapshot(self, parts: Sequence[Snapshot]) -> None: ...
+    def snapshots(self, in_flight: Mapping[str, int]) -> dict[str, list[bytes]]: ...
     def states(self, uids: Sequence[str]) -> dict[str, str]: ...
 
 
@@ -84,19 +96,24 @@ class SampleQueue:
 
     # -- the rollouter's side --------------------------------------------------------------------------------------
 
-    async def recover(self) -> Recovery:
-        """State for a new rollouter: the last group issued, and the groups in flight, which it must `issue` again, in
-        this order and before any others."""
-        in_flight = None
-        while (found := self._table.in_state(IN_FLIGHT)) != in_flight:  # the previous one's calls may still arrive
-            in_flight = found
-            await self._commit()
+    # ``holder`` is the fencing token of the calling rollouter; the queue serves the one that recovered last.
+
+    async def recover(self, holder: int = 0) -> Recovery:
+        """State for a new rollouter, which holds the queue from now on: the last group issued, and the groups in
+        flight, which it must `issue` again, in this order and before any others.
+
+        Raises QueueError, like all calls of this side, if a newer rollouter holds the queue."""
+        self._check_holder(holder)
+        self._holder = self._changes.meta["holder"] = holder
+        await self._commit()  # also wakes calls of the previous holder, which fail
+        in_flight = self._table.in_state(IN_FLIGHT)
+        snapshots = self._records.snapshots({group.uid: group.attempt for group in in_flight})
         return Recovery(
             self._table.last_uid,
-            [InFlight(g.uid, g.prompt_id, g.epoch, self._records.read(g.uid), g.attempt) for g in in_flight],
+            [InFlight(g.uid, g.prompt_id, g.epoch, snapshots.get(g.uid, []), g.attempt) for g in in_flight],
         )
 
-    async def issue(self, tickets: Sequence[Ticket]) -> int:
+    async def issue(self, tickets: Sequence[Ticket], holder: int = 0) -> int:
         """Starts as many of these groups, from the front, as may start now; waits until at least one may.
 
         Groups in flight may be issued again, before new ones: they keep their place and the earlier deadline, since
@@ -111,8 +128,13 @@ class SampleQueue:
             self._given_up.update(uid for uid, state in self._records.states(new).items() if state == DROPPED)
         async with self._changed:
             await self._wait_until(
-                lambda: self._closed is not None or self._schedule.startable(tickets, self._given_up) > 0
+                lambda: (
+                    self._holder != holder
+                    or self._closed is not None
+                    or self._schedule.startable(tickets, self._given_up) > 0
+                )
             )
+            self._check_holder(holder)
             if self._closed is not None:
                 return 0
             count = self._schedule.startable(tickets, self._given_up)
@@ -124,13 +146,14 @@ class SampleQueue:
         await self._commit()
         return count
 
-    async def put(self, groups: Sequence[bytes]) -> list[Refusal]:
+    async def put(self, groups: Sequence[bytes], holder: int = 0) -> list[Refusal]:
         """Queues finished groups, one buffer each.
 
         A group that must not be trained is refused: it stays in flight, in its place, to be sampled again; after the
         last attempt it is dropped as poison."""
         if self._over:
             return []  # they stay in flight, for a run that resumes this one
+        self._check_holder(holder)
         decoded = [(Group.from_buffer(buffer), buffer) for buffer in groups]
         expected = self._in_flight("put", [group.uid for group, _ in decoded])
         refusals: list[Refusal] = []
@@ -150,28 +173,31 @@ class SampleQueue:
         await self._commit()
         return refusals
 
-    async def drop(self, drops: Sequence[tuple[str, str]]) -> None:
+    async def drop(self, drops: Sequence[tuple[str, str]], holder: int = 0) -> None:
         """Drops groups in flight, given as (uid, reason), and frees their places in the staleness budget."""
         if self._over:
             return
+        self._check_holder(holder)
         expected = self._in_flight("drop", [uid for uid, _ in drops])
         for uid, reason in drops:
             if uid in expected:
                 self._table.drop(uid, reason)
         await self._commit()
 
-    async def snapshot(self, snapshots: Sequence[tuple[str, bytes]]) -> None:
-        """Stores (uid, snapshot) of groups in flight, the newest of each; other groups are ignored."""
+    async def snapshot(self, parts: Sequence[Snapshot], holder: int = 0) -> None:
+        """Stores parts of the snapshots of groups in flight; those of other groups and attempts are ignored."""
         if self._over:
             return
-        for uid, payload in snapshots:
-            self._table.snapshot(uid, payload)
-        await self._commit()
+        self._check_holder(holder)
+        current = {group.uid: group.attempt for group in self._table.in_state(IN_FLIGHT)}
+        if parts := [part for part in parts if current.get(part.uid) == part.attempt]:
+            await self._records.snapshot(parts)
 
-    async def overdue(self) -> list[str]:
+    async def overdue(self, holder: int = 0) -> list[str]:
         """Waits for groups in flight that were dropped as overdue; empty once the queue is closed."""
         async with self._changed:
-            await self._wait_until(lambda: bool(self._to_cancel) or self._closed is not None)
+            await self._wait_until(lambda: self._holder != holder or bool(self._to_cancel) or self._closed is not None)
+            self._check_holder(holder)
             uids, self._to_cancel = self._to_cancel, []
         if uids:
             await self._commit()  # the drops are durable before the rollouter cancels the groups
@@ -311,7 +337,7 @@ class SampleQueue:
         self._table = GroupTable(found, self._changes)
         self._versions = VersionTable(found, self._changes)
         self._schedule = Schedule(self._table, self._versions, self._admission, self._order, self._overdue)
-        self._closed = found.closed
+        self._closed, self._holder = found.closed, found.holder
 
     async def _commit(self) -> None:
         """Wakes all waiters; returns once all changes so far, of this call and of earlier ones, are on disk."""
@@ -333,6 +359,10 @@ class SampleQueue:
         await self._changed.wait_for(lambda: self._failure is not None or predicate())
         if self._failure is not None:
             raise QueueError(f"the run failed: {self._failure}")
+
+    def _check_holder(self, holder: int) -> None:
+        if holder < self._holder:
+            raise QueueError(f"a call of rollouter {holder} came after rollouter {self._holder} had taken over")
 
     def _close_because(self, reason: str | None) -> None:
         self._closed = reason

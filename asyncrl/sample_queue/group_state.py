@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from asyncrl.sample_queue.records import DROPPED, IN_FLIGHT, LEASED, QUEUED, TRAINED, Changes, GroupRecord, Recovered
-from asyncrl.sample_queue.spool import KIND_GROUP, KIND_PARTIAL, Buffer, record
+from asyncrl.sample_queue.spool import Buffer, record
 from asyncrl.types.groups import Group
 from asyncrl.types.versions import PolicyVersion
 
@@ -113,7 +113,7 @@ class GroupTable:
         at_s, times = self._clock(), group.times
         # the group's times are on the rollouter's clock: only differences to its end are meaningful here
         ago = {name: times["finished_s"] - then for name, then in times.items()} if "finished_s" in times else {}
-        self._changes.payloads[group.uid] = record(KIND_GROUP, payload)
+        self._changes.payloads[group.uid] = record(payload)
         self._set(
             known,
             state=QUEUED,
@@ -133,7 +133,6 @@ class GroupTable:
     def refuse(self, uid: str, reason: str) -> None:
         """Counts a failed attempt; the group stays in flight, to be sampled again from its beginning."""
         known = self._expect("refuse", uid, IN_FLIGHT)
-        self._changes.payloads[uid] = None
         self._set(known, attempt=known.attempt + 1, refusal=reason)
 
     def drop(self, uid: str, reason: str) -> None:
@@ -141,11 +140,6 @@ class GroupTable:
         self._changes.payloads[uid] = None
         self.dropped[reason] += 1
         self._set(known, state=DROPPED, reason=reason, dropped_s=self._clock())
-
-    def snapshot(self, uid: str, payload: Buffer) -> None:
-        """Replaces the snapshot of a group in flight; ignored for any other group."""
-        if self.state(uid) == IN_FLIGHT:
-            self._changes.payloads[uid] = record(KIND_PARTIAL, payload)
 
     # -- the trainer's transitions ---------------------------------------------------------------------------------
 

@@ -1,4 +1,5 @@
-"""Durable storage of the queue's state: payloads in the spool, rows in the ledger, one writer thread.
+"""Durable storage of the queue's state: payloads in the spool, rows in the ledger, one writer thread. Snapshots of
+groups in flight are in a store of their own.
 
     write(changes) ──► pending ──► writer thread: spool append, fdatasync ──► SQLite commit ──► all callers return
                           ▲                                                        │
@@ -31,8 +32,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from asyncrl.disk.files import rename, sync
 from asyncrl.sample_queue.ledger import FILE, Ledger, payload_locations, read_meta, reading, recover, states
-from asyncrl.sample_queue.records import Changes, JournalError, Recovered
+from asyncrl.sample_queue.messages import Snapshot
+from asyncrl.sample_queue.records import IN_FLIGHT, Changes, JournalError, Recovered
+from asyncrl.sample_queue.snapshots import FILE as SNAPSHOTS
+from asyncrl.sample_queue.snapshots import SnapshotStore
 from asyncrl.sample_queue.spool import SEGMENT_BYTES, Disk, RecordLocation, Spool, Torn, segment_name
 
 _PARTIAL, _BEFORE = ".partial", ".before"  # a copy being written, and the previous one
@@ -55,16 +60,19 @@ class _Write:
 
 
 class Journal:
-    """Owns and locks ``spool/`` and ``ledger.sqlite`` in ``folder``, on a local disk. For one asyncio loop.
+    """Owns and locks ``spool/``, ``ledger.sqlite`` and ``snapshots.sqlite`` in ``folder``, on a local disk. For one
+    asyncio loop.
 
-    Raises JournalError if another process has it open, SpoolError or LedgerError for damage, OSError if the folder
-    cannot be written; nothing is overwritten then. ``torn``: half-written record that a crash left in the spool."""
+    Raises JournalError if another process has it open, LedgerError if a newer driver than that of ``driver_epoch`` has
+    written it, SpoolError or LedgerError for damage, OSError if the folder cannot be written; nothing is overwritten
+    then. ``torn``: half-written record that a crash left in the spool."""
 
     def __init__(
         self,
         folder: Path,
         meta: Mapping[str, str | int | float] | None = None,
         *,
+        driver_epoch: int = 0,
         segment_bytes: int = SEGMENT_BYTES,
         disk: Disk | None = None,
     ) -> None:
@@ -75,14 +83,17 @@ class Journal:
         with contextlib.ExitStack() as undo:
             lock = _lock(spool)
             undo.callback(os.close, lock)
-            self._ledger = Ledger(folder / FILE, meta)
+            self._ledger = Ledger(folder / FILE, meta, driver_epoch)
             undo.callback(self._ledger.close)
             with reading(self._ledger.path, thorough=False) as db:
                 known = read_meta(db)
                 self._locations = payload_locations(db)  # of every payload that may still be read, by uid
+                in_flight = {group.uid: group.attempt for group in recover(db).groups if group.state == IN_FLIGHT}
             acknowledged = int(known.get("spool_segment", 1)), int(known.get("spool_offset", 0))
             self._spool = Spool(spool, segment_bytes, acknowledged, disk)
             undo.callback(self._spool.close)
+            self._snapshots = SnapshotStore(folder, in_flight)
+            undo.callback(self._snapshots.close)
             self._files = undo.pop_all()
         self._swept = self._spool.end[0]
         self._pending: list[_Write] = []
@@ -131,10 +142,21 @@ class Journal:
             return states(db, uids)
 
     def read(self, uid: str) -> bytes | None:
-        """Payload of a group that is queued, leased or provisionally trained, or newest snapshot of one in flight; None
-        if there is none on disk. Thread-safe. Raises SpoolError."""
+        """Payload of a group that is queued, leased or provisionally trained; None if there is none on disk.
+        Thread-safe. Raises SpoolError."""
         location = self._locations.get(uid)
         return None if location is None else self._spool.read(location)
+
+    async def snapshot(self, parts: Sequence[Snapshot]) -> None:
+        """Stores parts of snapshots of groups in flight; returns when they are on disk. Raises JournalError."""
+        try:
+            await asyncio.wrap_future(self._snapshots.store(parts))
+        except sqlite3.Error as e:
+            raise _failed_write(self.folder, e) from None
+
+    def snapshots(self, in_flight: Mapping[str, int]) -> dict[str, list[bytes]]:
+        """Parts of the snapshot of each of these groups (uid → attempt) that has one of this attempt."""
+        return self._snapshots.read(in_flight)
 
     def stats(self) -> JournalStats:
         return self._stats
@@ -201,6 +223,7 @@ class Journal:
                 del self._locations[uid]
             else:
                 self._locations[uid] = location
+        self._snapshots.end(uid for uid, group in changes.groups.items() if group.state != IN_FLIGHT)
         if "covered_step" in meta or self._spool.end[0] != self._swept:
             self._sweep()
         self._stats = replace(
@@ -226,6 +249,7 @@ class Journal:
         try:
             shutil.rmtree(folder, ignore_errors=True)
             (folder / "spool").mkdir(parents=True)
+            self._snapshots.copy_to(folder / SNAPSHOTS)  # before the ledger, which tells which groups are in flight
             self._ledger.copy_to(folder / FILE)
             for segment in self._spool.segments:
                 name = segment_name(segment)
@@ -259,23 +283,27 @@ def found_copy(folder: Path) -> Path | None:
     return next((path for path in (folder, folder.with_suffix(_BEFORE)) if (path / FILE).is_file()), None)
 
 
+def newest_copy(copies: Path) -> Path | None:
+    """Copy of the newest driver among the folders of ``copies``, named by their epochs."""
+    epochs = sorted({path.with_suffix("") for path in copies.glob("[0-9]*")}, reverse=True)
+    return next((copy for epoch in epochs if (copy := found_copy(epoch)) is not None), None)
+
+
 def _copy(frozen: Path, folder: Path, end: tuple[int, int]) -> None:
     """Moves the frozen files to another disk, up to the spool's ``end`` at that moment."""
     partial, before = folder.with_suffix(_PARTIAL), folder.with_suffix(_BEFORE)
     shutil.rmtree(partial, ignore_errors=True)
+    with contextlib.suppress(FileExistsError):
+        folder.parent.mkdir()
     shutil.copytree(frozen, partial)
     os.truncate(partial / "spool" / segment_name(end[0]), end[1])
     shutil.rmtree(frozen)
     for path in [*partial.rglob("*"), partial]:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync(path)
     if folder.exists():
         shutil.rmtree(before, ignore_errors=True)
-        folder.rename(before)
-    partial.rename(folder)
+        rename(folder, before)
+    rename(partial, folder)
     shutil.rmtree(before, ignore_errors=True)
 
 

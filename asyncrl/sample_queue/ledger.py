@@ -18,7 +18,7 @@ from asyncrl.sample_queue.spool import RecordLocation
 from asyncrl.types.versions import PolicyVersion
 
 FILE = "ledger.sqlite"
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 _APPLICATION_ID = 0x41524C4C  # "ARLL": marks an SQLite file as an asyncrl ledger
 _ROWS_PER_STATEMENT = 32
 _KEYS_PER_STATEMENT = 512
@@ -79,11 +79,12 @@ class LedgerError(RuntimeError):
 
 class Ledger:
     """Write access to the ledger. ``meta`` describes the run (its id, G, the threshold, …) and is written on opening.
+    ``driver_epoch``: of the run's driver; a ledger that a newer driver has opened takes no more writes.
 
     Raises LedgerError if the file is not a whole ledger of this schema, or cannot be written."""
 
-    def __init__(self, path: Path, meta: Mapping[str, str | int | float] | None = None) -> None:
-        self.path = path
+    def __init__(self, path: Path, meta: Mapping[str, str | int | float] | None = None, driver_epoch: int = 0) -> None:
+        self.path, self._driver_epoch = path, driver_epoch
         if path.exists() and path.stat().st_size:
             with closing(_connect_readonly(path)) as reader:
                 _check(reader, path, thorough=True, may_be_empty=True)
@@ -108,9 +109,10 @@ class Ledger:
         meta: Mapping[str, str | int | float] | None = None,
     ) -> None:
         """Writes one transaction, on disk on return. ``payloads``: location of each by uid, None to delete it. Raises
-        sqlite3.Error if nothing was written."""
+        sqlite3.Error, or LedgerError after a newer driver, if nothing was written."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
+            self._check_driver()
             _upsert(self._db, "groups", "seq", GroupRecord._fields, groups)
             _upsert(self._db, "versions", "lineage, number", VersionRecord._fields, versions)
             written = [(uid, *location) for uid, location in (payloads or {}).items() if location is not None]
@@ -140,8 +142,15 @@ class Ledger:
                 f"BEGIN IMMEDIATE; PRAGMA application_id = {_APPLICATION_ID};"
                 f"PRAGMA user_version = {SCHEMA_VERSION}; {_SCHEMA} COMMIT;"
             )
-        if meta:
-            self.commit(meta=meta)
+        self.commit(meta={**meta, "driver_epoch": self._driver_epoch})
+
+    def _check_driver(self) -> None:
+        found = self._db.execute("SELECT value FROM meta WHERE key = 'driver_epoch'").fetchone()
+        if found is not None and found[0] > self._driver_epoch:
+            raise LedgerError(
+                f"{self.path} belongs to a newer driver of the run (epoch {found[0]}); this one (epoch "
+                f"{self._driver_epoch}) must not write it"
+            )
 
 
 @contextmanager
@@ -186,11 +195,12 @@ def recover(db: sqlite3.Connection) -> Recovered:
         covered_step=meta.get("covered_step", 0),  # type: ignore[arg-type]
         last_uid=last_issued[0] if last_issued else None,
         closed=str(meta.get("closed", "")) or None,
+        holder=int(meta.get("holder", 0)),
     )
 
 
 def payload_locations(db: sqlite3.Connection) -> dict[str, RecordLocation]:
-    """Location of each finished group's payload and each in-flight group's newest snapshot, by uid."""
+    """Location of each finished group's payload, by uid."""
     rows = db.execute("SELECT uid, segment, offset, length FROM payloads")
     return {uid: RecordLocation(*location) for uid, *location in rows}
 

@@ -20,14 +20,24 @@ class Ticket(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """A group that was issued and is not finished. ``snapshot``: its samples so far, as the rollouter last packed them;
-    ``attempt``: refusals so far."""
+    """A group that was issued and is not finished. ``snapshot``: its samples so far, as the rollouter last packed them:
+    data of all parts, empty if there is none. ``attempt``: refusals so far."""
 
     uid: str
     prompt_id: str
     epoch: int
-    snapshot: bytes | None
+    snapshot: list[bytes]
     attempt: int = 0
+
+
+class Snapshot(NamedTuple):
+    """One part of the snapshot of a group in flight. Part 0 is the whole snapshot and replaces an earlier one; each
+    further part holds what is new since the one before. ``attempt``: the group's refusals so far."""
+
+    uid: str
+    attempt: int
+    part: int
+    data: bytes
 
 
 class Refusal(NamedTuple):

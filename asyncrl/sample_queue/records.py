@@ -108,7 +108,7 @@ class Recovered:
     groups whose training no restore can undo; ``dropped``: by reason. ``version``: last one published; ``versions``:
     all ever announced, in order; ``served``: those that replicas serve, oldest first, each with the number of groups
     trained when it was published; empty between a rollback and the next publication. ``last_uid``: group issued last.
-    ``closed``: why no more groups are issued, if so."""
+    ``closed``: why no more groups are issued, if so. ``holder``: fencing token of the newest rollouter."""
 
     groups: list[GroupRecord] = field(default_factory=list)
     issued: int = 0
@@ -120,3 +120,4 @@ class Recovered:
     covered_step: int = 0
     last_uid: str | None = None
     closed: str | None = None
+    holder: int = 0

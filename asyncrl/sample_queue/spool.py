@@ -1,13 +1,13 @@
 """Spool: payloads in append-only segment files with checksums; deleted a segment at a time.
 
     spool/000001.seg    record | record | record | …
-    record              magic, kind, payload length, xxh3_64 of these and the payload (24 bytes) | payload
+    record              magic, payload length, xxh3_64 of these and the payload (24 bytes) | payload
 
 A crash during a write leaves a torn tail, which opening cuts off and reports. Damage anywhere else is an error: a spool
 that lost an acknowledged record must not look intact. One process writes, any may read::
 
     spool = Spool(Path("run/spool"))
-    location = spool.append(KIND_GROUP, payload)
+    location = spool.append(payload)
     spool.flush()                   # on disk from here on
     assert spool.read(location) == payload
 """
@@ -26,13 +26,10 @@ import xxhash
 
 Buffer = bytes | bytearray | memoryview
 
-KIND_GROUP = 1  # finished group (`asyncrl.types.groups.Group.to_bytes`)
-KIND_PARTIAL = 2  # snapshot of a group in flight
-
 SEGMENT_BYTES = 64 * 1024 * 1024
 
-_MAGIC = b"ASP1"
-_FIELDS = struct.Struct("<4sIQ")  # magic, kind, payload bytes
+_MAGIC = b"ASP2"
+_FIELDS = struct.Struct("<4s4xQ")  # magic, payload bytes
 _CHECKSUM = struct.Struct("<Q")
 HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
 _MOST_BUFFERS = 1024  # per writev (IOV_MAX on Linux)
@@ -57,9 +54,9 @@ class Record(NamedTuple):
     payload: memoryview
 
 
-def record(kind: int, payload: Buffer) -> Record:
+def record(payload: Buffer) -> Record:
     view = memoryview(payload).cast("B")
-    fields = _FIELDS.pack(_MAGIC, kind, len(view))
+    fields = _FIELDS.pack(_MAGIC, len(view))
     return Record(fields + _CHECKSUM.pack(_checksum(fields, view)), view)
 
 
@@ -130,8 +127,8 @@ class Spool:
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def append(self, kind: int, payload: Buffer) -> RecordLocation:
-        return self.append_all([record(kind, payload)])[0]
+    def append(self, payload: Buffer) -> RecordLocation:
+        return self.append_all([record(payload)])[0]
 
     def append_all(self, records: Sequence[Record]) -> list[RecordLocation]:
         """Appends records without copying their payloads, in few system calls; nothing is durable before `flush`.
@@ -201,17 +198,17 @@ class Spool:
             raise SpoolError(f"{path} is damaged at offset {location.offset}: {why}")
         return payload
 
-    def records(self) -> Iterator[tuple[RecordLocation, int, bytes]]:
-        """All records in the order of their appends: (location, kind, payload). Raises SpoolError."""
+    def records(self) -> Iterator[tuple[RecordLocation, bytes]]:
+        """All records in the order of their appends: (location, payload). Raises SpoolError."""
         for segment in self._segments:
             with _mapped(self._path(segment)) as data:
                 offset = 0
                 while offset < len(data):
                     if why := _broken(data, offset):
                         raise SpoolError(f"{self._path(segment)} is damaged at offset {offset}: {why}")
-                    _, kind, length = _FIELDS.unpack_from(data, offset)
+                    _, length = _FIELDS.unpack_from(data, offset)
                     start = offset + HEADER_BYTES
-                    yield RecordLocation(segment, offset, length), kind, bytes(data[start : start + length])
+                    yield RecordLocation(segment, offset, length), bytes(data[start : start + length])
                     offset = start + length
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -254,7 +251,7 @@ class Spool:
         with _mapped(path) as data:
             size = len(data)
             while offset < size and not (why := _broken(data, offset)):
-                offset += HEADER_BYTES + _FIELDS.unpack_from(data, offset)[2]
+                offset += HEADER_BYTES + _FIELDS.unpack_from(data, offset)[1]
             followed = bool(why) and acknowledged is None and _whole_record_after(data, offset)
         if acknowledged is not None and segment == acknowledged[0] and offset < acknowledged[1]:
             why = why or "the file ends here"
@@ -277,7 +274,7 @@ def _fault(header: Buffer, length: int | None = None) -> str | None:
     """Error in a header, including its payload length if ``length`` is given; None if there is none."""
     if len(header) < HEADER_BYTES:
         return f"expected a header of {HEADER_BYTES} bytes, found {len(header)}"
-    magic, _, found = _FIELDS.unpack_from(header)
+    magic, found = _FIELDS.unpack_from(header)
     if magic != _MAGIC:
         return f"expected a record that starts with {_MAGIC!r}, found {magic!r}"
     if length is not None and found != length:
@@ -296,7 +293,7 @@ def _broken(data: memoryview, offset: int) -> str | None:
     header = data[offset : offset + HEADER_BYTES]
     if why := _fault(header):
         return why
-    length = _FIELDS.unpack_from(header)[2]
+    length = _FIELDS.unpack_from(header)[1]
     payload = data[offset + HEADER_BYTES : offset + HEADER_BYTES + length]
     if len(payload) < length:
         return f"expected {length} bytes of payload, found {len(payload)} to the end of the file"

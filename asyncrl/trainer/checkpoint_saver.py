@@ -49,7 +49,14 @@ class CheckpointSaver:
         options = self._config
         if self._newest >= (progress.step, last):
             return
-        metadata = CheckpointMetadata(progress.step, progress.version, progress.trained, progress.trained_at_publish)
+        metadata = CheckpointMetadata(
+            progress.step,
+            progress.version,
+            progress.trained,
+            progress.trained_at_publish,
+            progress.groups_digest,
+            self._checkpoints.driver_epoch,
+        )
         with self._recorder.span("trainer/checkpoint_wait", step=progress.step):
             partial = self._checkpoints.begin(progress.step)
             await self._ranks.stage()

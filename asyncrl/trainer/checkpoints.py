@@ -2,7 +2,7 @@
 
     checkpoints/step_000012/            metadata.json, checksums.json, state/ (the ranks'), hf/ (if exported),
                                         rating.json (may be measured later, so without a checksum)
-    checkpoints/step_000015.partial/    being written; left by a crash, never read
+    checkpoints/step_000015.1.partial/  being written by the first driver; left by a crash, never read
     checkpoints/step_000009.trash/      being deleted
     checkpoints/step_000012.replaced/   the old one, while a new one of the same step takes its name
     checkpoints/final                   → step_000020, a relative link
@@ -20,12 +20,13 @@ One process writes, any may read::
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -33,10 +34,13 @@ from typing import Any, NamedTuple, TypeVar
 import xxhash
 
 from asyncrl.config.schema import CheckpointConfig
+from asyncrl.disk.files import rename, sync, write_whole
 from asyncrl.models.config import CheckpointError
 from asyncrl.types.versions import PolicyVersion
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 PARTIAL = ".partial"  # suffix of an incomplete checkpoint
 FINAL = "final"
@@ -55,6 +59,8 @@ class CheckpointMetadata:
     version: PolicyVersion  # the last one published when the checkpoint was taken
     trained: int  # groups trained into its weights
     trained_at_publish: int  # groups trained into the weights when ``version`` was published
+    groups_digest: int = 0  # of the groups trained, see `asyncrl.types.groups.groups_digest`
+    driver_epoch: int = 0  # of the driver that wrote it
 
 
 @dataclass(frozen=True)
@@ -73,12 +79,19 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """Checkpoints in ``folder``; ``config`` decides which are kept. Raises OSError if the folder cannot be written;
-    existing checkpoints then stay whole."""
+    """Checkpoints in ``folder``; ``config`` decides which are kept. ``driver_epoch``: of the driver that writes here;
+    ``check`` raises once a newer one does. Raises OSError if the folder cannot be written; existing checkpoints then
+    stay whole."""
 
-    def __init__(self, folder: Path, config: CheckpointConfig) -> None:
-        self.folder = folder
-        self._config = config
+    def __init__(
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        driver_epoch: int = 0,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.folder, self.driver_epoch = folder, driver_epoch
+        self._config, self._check = config, check
         self._ratings: dict[tuple[int, int], dict[str, float]] = {}
         self._awaited: set[tuple[int, int]] = set()
         self._naming = threading.Lock()  # one thread writes checkpoints while another rates them
@@ -95,7 +108,7 @@ class CheckpointStore:
 
     def begin(self, step: int) -> Path:
         """Create an empty folder for this step's checkpoint; removes leftovers of an earlier attempt."""
-        partial = self.folder / f"step_{step:06d}{PARTIAL}"
+        partial = self._partial(step)
         _remove(partial)
         partial.mkdir(parents=True)
         return partial
@@ -105,26 +118,28 @@ class CheckpointStore:
 
         Everything is on disk before the folder gets its name in one rename. An existing checkpoint of the step is
         renamed away first, and deleted afterwards; a crash in between leaves the preceding checkpoint as the newest,
-        and `sweep` restores the old one of this step."""
-        if partial.name != f"step_{metadata.step:06d}{PARTIAL}":
+        and `sweep` restores the old one of this step. If a newer driver began meanwhile, the checkpoint may have got
+        its name, but the newer driver ignores it."""
+        if partial != self._partial(metadata.step):
             raise ValueError(f"expected the folder that begin({metadata.step}) returned, found {partial}")
-        _write_json(partial / _METADATA, asdict(metadata))
+        (partial / _METADATA).write_text(_json(asdict(metadata)))
         sums = {str(p.relative_to(partial)): _measured(p, sync=True)._asdict() for p in _files(partial)}
-        _write_json(partial / _CHECKSUMS, {"files": sums})
+        (partial / _CHECKSUMS).write_text(_json({"files": sums}))
         for path in (partial / _CHECKSUMS, *(p for p in partial.rglob("*") if p.is_dir()), partial):
-            _sync(path)
+            sync(path)
 
-        whole = partial.with_suffix("")
+        whole = self.folder / f"step_{metadata.step:06d}"
         replaced = whole.with_suffix(_REPLACED)
         checkpoint = Checkpoint(whole, metadata)
+        self._check()
         with self._naming:
             if rating := self._ratings.get(checkpoint.taken, {}):
                 _write_rating(partial, rating)
             if whole.exists():
                 _remove(replaced)
                 whole.rename(replaced)
-            partial.rename(whole)
-            _sync(self.folder)
+            rename(partial, whole)
+            self._check()
             trash = self._rotate()
         for folder in (replaced, *trash):
             _remove(folder)
@@ -152,13 +167,34 @@ class CheckpointStore:
     def all(self) -> list[Checkpoint]:
         """Whole checkpoints in the order in which they were taken. Files are not verified; `open` does that.
 
-        A folder without metadata.json is being deleted and left out. Raises CheckpointError for a damaged one."""
-        all_metadata = [(path, _read_json(path / _METADATA, _metadata)) for path in self._paths()]
-        found = (Checkpoint(path, metadata, _rating(path)) for path, metadata in all_metadata if metadata is not None)
+        A folder without metadata.json is being deleted and left out, and so is one whose metadata cannot be read."""
+        found = []
+        for path in self._paths():
+            try:
+                metadata = _read_json(path / _METADATA, _metadata)
+            except CheckpointError as e:
+                log.warning("%s", e)
+                continue
+            if metadata is not None:
+                found.append(Checkpoint(path, metadata, _rating(path)))
         return sorted(found, key=lambda c: c.taken)
 
     def newest(self) -> Checkpoint | None:
         return found[-1] if (found := self.all()) else None
+
+    def newest_intact(self, among: Sequence[Checkpoint] | None = None) -> Checkpoint | None:
+        """The newest checkpoint, of these or of all, whose files are as they were written; warns of damaged ones."""
+        for checkpoint in reversed(self.all() if among is None else among):
+            try:
+                return self.open(checkpoint.path)
+            except CheckpointError as e:
+                log.warning("%s. Trying the checkpoint before", e)
+        return None
+
+    def digest(self, checkpoint: Checkpoint) -> str:
+        """Identifies its content, by the checksums of its files as they were written."""
+        path = checkpoint.path / _CHECKSUMS
+        return xxhash.xxh3_64_hexdigest(path.read_bytes() if path.is_file() else b"")
 
     def open(self, path: Path) -> Checkpoint:
         """The checkpoint at ``path`` (or at the target of a link), with every file verified.
@@ -187,8 +223,10 @@ class CheckpointStore:
         link = self.folder / f"{FINAL}{PARTIAL}"
         _remove(link)
         link.symlink_to(checkpoint.path.name)
-        link.replace(self.folder / FINAL)
-        _sync(self.folder)
+        rename(link, self.folder / FINAL)
+
+    def _partial(self, step: int) -> Path:
+        return self.folder / f"step_{step:06d}.{self.driver_epoch}{PARTIAL}"
 
     def _rotate(self) -> list[Path]:
         """Rename the checkpoints to delete, and return their new paths: removal may take minutes, so the caller does it
@@ -252,15 +290,6 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def _sync(path: Path) -> None:
-    """Sync a file's bytes, or a folder's names, to disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _remove(path: Path) -> None:
     """Remove a link, or a folder with its contents, if it exists."""
     if path.is_symlink():
@@ -269,15 +298,12 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2) + "\n"
 
 
 def _write_rating(checkpoint: Path, rating: dict[str, float]) -> None:
-    staged = checkpoint / f"{_RATING}{PARTIAL}"
-    _write_json(staged, rating)
-    _sync(staged)
-    staged.replace(checkpoint / _RATING)
+    write_whole(checkpoint / _RATING, _json(rating))
 
 
 def _read_json(path: Path, read: Callable[[Any], T]) -> T | None:

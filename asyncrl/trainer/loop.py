@@ -135,7 +135,7 @@ class TrainLoop:
         metrics |= await self._ranks.train(step, payload, lease.mask_before)
         metrics |= self._publisher.take_sync_metrics()
         await self._queue.trained(step)
-        self._state.step_done(step, len(lease.groups))
+        self._state.step_done(step, [group.uid for group in lease.groups])
         log.debug("step %d is trained", step, extra=metrics)
         await self._report(metrics)
 
@@ -183,8 +183,7 @@ class TrainLoop:
 
     async def _restore(self) -> None:
         """Restore the last checkpoint in a new lineage."""
-        newest = self._checkpoints.newest()
-        await self._go_to(self._checkpoints.open(newest.path) if newest is not None else None)
+        await self._go_to(await asyncio.to_thread(self._checkpoints.newest_intact))
         await self._rollouter.reset()
 
     async def _go_to(self, checkpoint: Checkpoint | None) -> None:
@@ -192,7 +191,7 @@ class TrainLoop:
             await self._ranks.load(checkpoint.path / "state")
         metadata = checkpoint.metadata if checkpoint is not None else CheckpointMetadata(0, PolicyVersion(0, 0), 0, 0)
         newest = await self._queue.rollback(metadata.step)
-        lineage = newest.lineage + 1 if newest is not None else 0
+        lineage = max(newest.lineage, metadata.version.lineage) + 1 if newest is not None else 0
         of_version = metadata.trained - metadata.trained_at_publish
         # if the size of steps or versions changed, the version starts over, with newer weights under its number
         within = of_version < self._derived.groups_per_version and of_version % self._derived.groups_per_step == 0
@@ -201,6 +200,7 @@ class TrainLoop:
             PolicyVersion(lineage, metadata.version.number),
             metadata.trained,
             metadata.trained_at_publish if within else metadata.trained,
+            metadata.groups_digest,
             stopped=self._state.progress.stopped,
         )
         if lineage:

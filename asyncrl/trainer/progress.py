@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from asyncrl.types.groups import groups_digest
 from asyncrl.types.versions import PolicyVersion
 
 
 @dataclass(frozen=True)
 class Progress:
     """Position in training at one moment. ``trained``: groups in the weights; ``trained_at_publish``: the same when
-    ``version``'s number was published. ``last``: no step follows. ``stopped``: why training ended early."""
+    ``version``'s number was published. ``groups_digest``: `asyncrl.types.groups.groups_digest` of those in the weights.
+    ``last``: no step follows. ``stopped``: why training ended early."""
 
     step: int = 0
     version: PolicyVersion = PolicyVersion(0, 0)
     trained: int = 0
     trained_at_publish: int = 0
+    groups_digest: int = 0
     last: bool = False
     stopped: str | None = None
 
@@ -44,8 +48,10 @@ class TrainingState:
             self.progress = replace(self.progress, stopped=reason)
         self.stopping.set()
 
-    def step_done(self, step: int, groups: int) -> None:
-        self.progress = replace(self.progress, step=step, trained=self.progress.trained + groups)
+    def step_done(self, step: int, uids: Sequence[str]) -> None:
+        p = self.progress
+        digest = groups_digest(uids, p.groups_digest)
+        self.progress = replace(p, step=step, trained=p.trained + len(uids), groups_digest=digest)
 
     def next_version(self) -> None:
         """The weights become the next version."""

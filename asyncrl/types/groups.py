@@ -8,11 +8,12 @@ A group crosses processes and Python environments as one flat buffer of aligned 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from asyncrl.types.columns import Buffer, Layout
 from asyncrl.types.samples import Sample
@@ -223,3 +224,8 @@ def _offsets(lengths: Sequence[int]) -> np.ndarray:
 
 def _concat(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
     return np.concatenate([np.asarray(p, dtype=dtype) for p in parts]) if parts else np.empty(0, dtype)
+
+
+def groups_digest(uids: Iterable[str], before: int = 0) -> int:
+    """64-bit digest of a set of groups, in any order. ``before``: digest of those to which ``uids`` are added."""
+    return (before + sum(xxhash.xxh3_64_intdigest(uid.encode()) for uid in uids)) % 2**64

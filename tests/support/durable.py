@@ -54,10 +54,6 @@ def finish(payload: bytes) -> Transition:
     return lambda table: table.groups.finish(Group.from_buffer(payload), payload)
 
 
-def snapshot(uid: str, payload: bytes) -> Transition:
-    return lambda table: table.groups.snapshot(uid, payload)
-
-
 def refuse(uid: str, reason: str) -> Transition:
     return lambda table: table.groups.refuse(uid, reason)
 

@@ -46,7 +46,7 @@ class FaultyRun(Run):
 
     A tiny run over ``inputs``, or a run of ``config``; resumed if ``folder`` holds one."""
 
-    def __init__(self, inputs: Path | None, folder: Path, *more: str, config: str | None = None) -> None:
+    def __init__(self, inputs: Path | None, folder: Path, *more: str, config: str | None = None, **kwargs: str) -> None:
         self.folder, self.ray_dir = folder, tempfile.mkdtemp(prefix="ray-", dir="/tmp")
         if inputs is not None:
             options = overrides(inputs, folder, *OPTIONS)
@@ -56,6 +56,7 @@ class FaultyRun(Run):
         super().__init__(
             ["--resume", "auto", *options, f"ray.temp_dir={self.ray_dir}", *more],
             folder.parent / f"{Path(self.ray_dir).name}.log",
+            **kwargs,
         )
 
     def actor(self, kind: str) -> psutil.Process:

@@ -17,13 +17,22 @@ class InMemoryRecords:
     def __init__(self) -> None:
         self.groups: dict[str, GroupRecord] = {}  # all ever issued
         self.payloads: dict[str, bytes] = {}
+        self._parts: dict[str, tuple[int, list[bytes]]] = {}  # attempt and data of a group's snapshot, by uid
         self.versions: dict[PolicyVersion, VersionRecord] = {}
         self.meta: dict = {}
 
-    @property
-    def snapshots(self) -> dict[str, bytes]:
-        """Snapshots of the groups in flight, by uid."""
-        return {uid: data for uid, data in self.payloads.items() if self.groups[uid].state == IN_FLIGHT}
+    async def snapshot(self, parts) -> None:
+        for uid, attempt, part, data in parts:
+            before = self._parts[uid][1][:part] if part else []
+            assert len(before) == part
+            self._parts[uid] = attempt, [*before, data]
+
+    def snapshots(self, in_flight=None) -> dict[str, list[bytes]]:
+        """Of these groups (uid → attempt), or of all in flight."""
+        if in_flight is None:
+            in_flight = {uid: group.attempt for uid, group in self.groups.items() if group.state == IN_FLIGHT}
+        found = {uid: self._parts[uid] for uid in in_flight if uid in self._parts}
+        return {uid: parts for uid, (attempt, parts) in found.items() if attempt == in_flight[uid]}
 
     def write(self, changes: Changes):
         for uid, group in changes.groups.items():
@@ -57,6 +66,7 @@ class InMemoryRecords:
             covered_step=self.meta.get("covered_step", 0),
             last_uid=groups[-1].uid if groups else None,
             closed=self.meta.get("closed") or None,
+            holder=self.meta.get("holder", 0),
         )
 
     def read(self, uid: str) -> bytes | None:

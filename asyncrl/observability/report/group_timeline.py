@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 
 from asyncrl.observability.charts import BLUE, GREEN, GREY, ORANGE, RED, VIOLET
 from asyncrl.observability.report.lanes import add_bars, styled_lanes
-from asyncrl.sample_queue.journal import found_copy
+from asyncrl.sample_queue.journal import newest_copy
 from asyncrl.sample_queue.ledger import FILE, LedgerError, reading
 
 MAX_GROUPS = 72
@@ -42,7 +42,7 @@ def read_group_timelines(run_dir: Path | str, last: int) -> list[GroupTimeline]:
     """The ``last`` issued groups, oldest first; none without a readable ledger."""
     path = Path(run_dir) / FILE
     if not path.is_file():
-        copy = found_copy(Path(run_dir) / "journal")
+        copy = newest_copy(Path(run_dir) / "journal")
         if copy is None:
             return []
         path = copy / FILE

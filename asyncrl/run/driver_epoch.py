@@ -1,0 +1,153 @@
+"""Epochs of a run's drivers: only the newest driver of a run folder adds to its history.
+
+    drivers/000001.json          the first driver, by exclusive creation; its time changes while the driver lives
+    drivers/000001.ended         it ended in order
+    drivers/000002.found.json    the checkpoints that the second driver found after it had begun
+
+A file lock excludes a second driver on one machine; on a network disk each machine may have its own locks. So a driver
+also takes the next epoch number. One that was stopped, or lost its disk, finds on waking that its epoch is over, and
+ends. A checkpoint that it completed meanwhile is not among those that the next driver found, so every resume ignores
+it. Exclusive creation by a hard link is atomic on network disks, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from asyncrl.disk.files import sync, write_whole
+from asyncrl.processes.identity import Process, machine
+
+FOLDER = "drivers"
+BEAT_S = 5.0
+SILENT_S = 4 * BEAT_S  # a driver of another machine whose file does not change for this long is dead
+_POLL_S = 0.2
+
+
+class EpochOver(RuntimeError):
+    """A newer driver has taken over the run."""
+
+
+class InUse(RuntimeError):
+    """Another driver of the run is alive."""
+
+
+@dataclass(frozen=True)
+class _Driver:
+    """Content of an epoch's file."""
+
+    host: str
+    machine: str
+    process: int
+    process_started: int
+
+    @classmethod
+    def this(cls) -> _Driver:
+        me = Process.of(os.getpid())
+        return cls(socket.gethostname(), machine(), me.pid, me.started)
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host}"
+
+
+class DriverEpoch:
+    """Epoch ``number`` of the run in ``run``, made by `take`."""
+
+    def __init__(self, run: Path, number: int) -> None:
+        self._folder, self.number = run / FOLDER, number
+
+    @classmethod
+    def take(cls, run: Path, patience_s: float) -> DriverEpoch:
+        """The epoch after the newest one. Raises InUse, see `wait_for_previous`."""
+        folder = run / FOLDER
+        folder.mkdir(exist_ok=True)
+        while True:
+            wait_for_previous(run, patience_s)
+            number = _newest(folder) + 1
+            if _created(_file(folder, number), asdict(_Driver.this())):
+                return cls(run, number)
+
+    def check(self) -> None:
+        """Raises EpochOver if a newer driver has begun."""
+        if (newest := _newest(self._folder)) > self.number:
+            driver = _Driver(**json.loads(_file(self._folder, newest).read_bytes()))
+            raise EpochOver(f"another driver ({driver}) has taken over this run; this one, epoch {self.number}, ends")
+
+    async def run(self) -> None:
+        """Shows that the driver is alive, until cancelled. Raises EpochOver."""
+        while True:
+            await asyncio.to_thread(self._beat)
+            await asyncio.sleep(BEAT_S)
+
+    def found(self, checkpoints: Mapping[str, str]) -> None:
+        """Records the checkpoints (name → digest) at the beginning of this epoch."""
+        write_whole(self._folder / f"{self.number:06d}.found.json", json.dumps(checkpoints, indent=2))
+
+    def end(self) -> None:
+        """The driver ends: the next one need not wait."""
+        with contextlib.suppress(OSError):  # then it waits
+            (self._folder / f"{self.number:06d}.ended").touch()
+
+    def _beat(self) -> None:
+        self.check()
+        os.utime(_file(self._folder, self.number))
+
+
+def wait_for_previous(run: Path, patience_s: float) -> None:
+    """Waits for the end of the run's newest driver. Raises InUse if it is still alive after ``patience_s``, or after
+    `SILENT_S` if it is on another machine."""
+    folder = run / FOLDER
+    if not (number := _newest(folder)):
+        return
+    path = _file(folder, number)
+    driver = _Driver(**json.loads(path.read_bytes()))
+    elsewhere = driver.machine != machine()
+    beats, began_s = {path.stat().st_mtime_ns}, time.monotonic()
+    while not path.with_suffix(".ended").exists():
+        waited_s = time.monotonic() - began_s
+        if elsewhere:
+            beats.add(path.stat().st_mtime_ns)
+            if len(beats) == 1 and waited_s > SILENT_S:
+                return
+        elif not Process(driver.process, driver.process_started).alive:
+            return
+        if waited_s > max(patience_s, SILENT_S if elsewhere else 0):
+            raise InUse(f"{run} is in use by another driver, {driver}")
+        time.sleep(_POLL_S)
+
+
+def written_too_late(run: Path, epoch: int, name: str, digest: str) -> bool:
+    """True for a checkpoint of driver ``epoch`` that a later driver did not find when it began."""
+    later = sorted(path for path in (run / FOLDER).glob("*.found.json") if int(path.name[:6]) > epoch)
+    return bool(later) and json.loads(later[0].read_bytes()).get(name) != digest
+
+
+def _file(folder: Path, number: int) -> Path:
+    return folder / f"{number:06d}.json"
+
+
+def _newest(folder: Path) -> int:
+    """Highest epoch taken, 0 if there is none."""
+    return max((int(path.stem) for path in folder.glob("[0-9]*.json") if path.stem.isdigit()), default=0)
+
+
+def _created(path: Path, content: Mapping[str, object]) -> bool:
+    """Creates a file with its content; False if it exists."""
+    own = path.with_suffix(f".{uuid.uuid4().hex}")
+    write_whole(own, json.dumps(content, indent=2))
+    try:
+        os.link(own, path)
+    except FileExistsError:
+        return False
+    finally:
+        own.unlink()
+    sync(path.parent)
+    return True

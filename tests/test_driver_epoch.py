@@ -1,0 +1,153 @@
+"""Epochs of drivers: each is taken once, by a driver whose predecessor is gone, and ends when the next one begins."""
+
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+import threading
+
+import pytest
+
+from asyncrl.config.schema import CheckpointConfig
+from asyncrl.processes.identity import Process
+from asyncrl.run import driver_epoch
+from asyncrl.run.driver_epoch import FOLDER, DriverEpoch, EpochOver, InUse, _created
+from asyncrl.run.resume import valid_checkpoints
+from asyncrl.trainer.checkpoints import CheckpointMetadata, CheckpointStore
+from asyncrl.types.versions import PolicyVersion
+from tests.test_spool import in_child
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Later calls come from another machine, which considers a driver dead after half a second."""
+
+    def elsewhere() -> None:
+        monkeypatch.setattr(driver_epoch, "machine", lambda: "another machine")
+        monkeypatch.setattr(driver_epoch, "SILENT_S", 0.5)
+
+    return elsewhere
+
+
+def test_the_next_driver_begins_when_the_one_before_has_ended_in_order(tmp_path):
+    first = DriverEpoch.take(tmp_path, 0)
+    first.end()
+    assert (first.number, DriverEpoch.take(tmp_path, 0).number) == (1, 2)
+
+
+def test_the_next_driver_begins_when_the_process_of_the_one_before_is_gone(tmp_path):
+    def body() -> None:
+        DriverEpoch.take(tmp_path, 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_child(body) == -signal.SIGKILL
+    assert DriverEpoch.take(tmp_path, 0).number == 2
+
+
+def test_a_process_that_has_the_number_of_a_dead_driver_is_not_that_driver(tmp_path):
+    DriverEpoch.take(tmp_path, 0)
+    path = tmp_path / FOLDER / "000001.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "process_started": 1}))
+    assert DriverEpoch.take(tmp_path, 0).number == 2
+
+
+def test_a_second_driver_is_refused_while_the_first_is_alive(tmp_path):
+    DriverEpoch.take(tmp_path, 0)
+    with pytest.raises(InUse, match=rf"in use by another driver, process {os.getpid()} on "):
+        DriverEpoch.take(tmp_path, 0.3)
+
+
+def test_a_driver_of_another_machine_is_dead_when_its_file_no_longer_changes(tmp_path, elsewhere):
+    first = DriverEpoch.take(tmp_path, 0)
+    elsewhere()
+    stop = threading.Event()
+
+    def beat() -> None:
+        while not stop.wait(0.02):
+            first._beat()
+
+    beating = threading.Thread(target=beat)
+    beating.start()
+    with pytest.raises(InUse):
+        DriverEpoch.take(tmp_path, 1.0)
+    stop.set()
+    beating.join()
+    assert DriverEpoch.take(tmp_path, 1.0).number == 2
+    with pytest.raises(EpochOver, match="has taken over this run; this one, epoch 1, ends"):
+        first.check()
+
+
+async def test_a_driver_that_wakes_up_after_another_has_begun_ends(tmp_path, elsewhere, monkeypatch):
+    monkeypatch.setattr(driver_epoch, "BEAT_S", 0.02)
+    first = DriverEpoch.take(tmp_path, 0)
+    first.end()  # as its file says nothing about a stopped process
+    running = asyncio.create_task(first.run())
+    await asyncio.sleep(0.1)
+    assert not running.done()
+    DriverEpoch.take(tmp_path, 0)
+    with pytest.raises(EpochOver):
+        await asyncio.wait_for(running, 30)
+
+
+def _take(path, start, results) -> None:
+    start.wait()
+    results.put(_created(path, {"process": os.getpid()}))
+
+
+def test_of_many_that_create_an_epoch_at_once_one_succeeds(tmp_path):
+    context = multiprocessing.get_context("fork")
+    start, results = context.Event(), context.Queue()
+    path = tmp_path / "000001.json"
+    processes = [context.Process(target=_take, args=(path, start, results)) for _ in range(6)]
+    for process in processes:
+        process.start()
+    start.set()
+    found = [results.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join()
+    assert sorted(found) == [False] * 5 + [True]
+    assert [p.name for p in tmp_path.iterdir()] == ["000001.json"]
+
+
+def test_a_checkpoint_that_a_driver_completes_after_its_epoch_does_not_count(tmp_path):
+    def store(epoch: DriverEpoch) -> CheckpointStore:
+        return CheckpointStore(tmp_path / "checkpoints", CheckpointConfig(keep_last=0), epoch.number, epoch.check)
+
+    def save(store: CheckpointStore, step: int) -> None:
+        metadata = CheckpointMetadata(step, PolicyVersion(0, step), step, step, driver_epoch=store.driver_epoch)
+        store.complete(store.begin(step), metadata)
+
+    def valid() -> dict[str, str]:
+        found = CheckpointStore(tmp_path / "checkpoints", CheckpointConfig())
+        return {c.path.name: found.digest(c) for c in valid_checkpoints(tmp_path, found)}
+
+    first = DriverEpoch.take(tmp_path, 0)
+    stopped = store(first)
+    save(stopped, 3)
+    began = stopped.begin(6)
+    first.end()
+    second = DriverEpoch.take(tmp_path, 0)
+    second.found(valid())
+    with pytest.raises(EpochOver):
+        stopped.complete(began, CheckpointMetadata(6, PolicyVersion(0, 6), 6, 6, driver_epoch=1))
+    stopped._check = lambda: None  # it was stopped after it had looked
+    save(stopped, 9)
+    save(store(second), 4)
+    assert list(valid()) == ["step_000003", "step_000004"]
+
+
+def test_a_process_is_told_from_another_that_gets_its_number():
+    me = Process.of(os.getpid())
+    assert me.alive
+    assert not Process(me.pid, me.started + 1).alive
+    assert not Process(me.pid, me.started + 1).kill()
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+    child = Process.of(pid)
+    assert child.alive
+    assert child.kill()
+    os.waitpid(pid, 0)
+    assert not child.alive
+    assert not child.kill()
