@@ -7,18 +7,24 @@ long form, ``make test-faults``, kills more often and sweeps the points between 
 import contextlib
 import importlib
 import inspect
+import itertools
 import json
 import os
 import random
 import re
+import sqlite3
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import psutil
 import pytest
 
 from asyncrl.config.load import load_config
+from asyncrl.config.schema import DataConfig
+from asyncrl.data.order import PromptOrder
+from asyncrl.data.prompts import load_prompts
 from tests.support.faults import ACTORS, NAMES, FaultyRun, audit, crash_at, restores, run_through, trained_steps
 
 BATCH = 2
@@ -146,6 +152,36 @@ def test_a_run_survives_the_death_of_each_process(start, tmp_path):
         assert f"supervision: {NAMES[kind]} died" in run.text
     audit(tmp_path / "run", [BATCH] * steps)
     assert restores(tmp_path / "run") >= 1  # for the rank; a replica that died may have got its own version
+
+
+def test_parts_that_fail_while_their_processes_live_are_replaced_and_poison_is_dropped(
+    start, inputs, tmp_path, monkeypatch
+):
+    """A replica whose engine raises, a rank that loses its device, a request that kills its engine, an agent loop that
+    raises."""
+    (tmp_path / "marks").mkdir()
+    order = PromptOrder(load_prompts([str(inputs / "train.jsonl")], DataConfig()), seed=0)
+    uids = [prompt.uid for prompt in itertools.islice(order, 10)]
+    for variable, value in (("MARKS", str(tmp_path / "marks")), ("PROMPT", uids[5]), ("TOOL", uids[9])):
+        monkeypatch.setenv(f"BROKEN_{variable}", value)
+    steps, broken = 12, "tests.support.broken"
+    run = start(
+        f"trainer.total_steps={steps}",
+        f"rollout.engine.name={broken}:ENGINE",
+        f"rollout.agent_loop={broken}:Raises",
+        f"algorithm.name={broken}:ALGORITHM",
+        "rollout.replicas=2",
+        "ray.cpus_per_replica=0.25",
+    )
+    assert run.wait(300) == 0, run.text
+    assert {path.name for path in (tmp_path / "marks").iterdir()} == {"engine", "device"}
+    assert "answers with errors (ValueError: the engine is confused)" in run.text
+    assert "trainer/0 is broken: RuntimeError: CUDA error: an illegal memory access" in run.text
+    assert "KeyError: 'no such tool'" in run.text
+    with closing(sqlite3.connect(tmp_path / "run/ledger.sqlite")) as db:
+        dropped = dict(db.execute("SELECT uid, reason FROM groups WHERE state = 'dropped'"))
+    assert dropped == {uids[5]: "poison", uids[9]: "agent_error"}
+    audit(tmp_path / "run", [BATCH] * steps)
 
 
 def test_a_run_survives_the_death_of_each_process_during_startup(start, tmp_path):

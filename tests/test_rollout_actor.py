@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 from fractions import Fraction
 
-import pytest
-
 from asyncrl.config.checks import derive
 from asyncrl.config.load import load_config
 from asyncrl.models.config import ModelConfig
@@ -99,9 +97,11 @@ async def test_run_survives_a_reset_without_losing_a_group(inputs, monkeypatch):
         assert queue.balance()["queued"] == PROMPTS
 
 
-async def test_alive_raises_an_engine_s_exception(inputs, monkeypatch):
+async def test_a_replica_that_answers_with_errors_is_reported(inputs, monkeypatch):
     replica = ScriptedReplica()
     async with rollouter(inputs, monkeypatch, replica) as (actor, _):
         replica.die(ValueError("out of memory"))
-        with pytest.raises(ValueError, match="out of memory"):
-            await asyncio.wait_for(actor.alive(), 30)
+        async with asyncio.timeout(30):
+            while not (unfit := await actor.unfit(None)):
+                await asyncio.sleep(0.01)
+        assert list(unfit.values()) == ["answers with errors (ValueError: out of memory)"]

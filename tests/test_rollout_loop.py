@@ -142,6 +142,21 @@ async def test_an_agent_loop_that_raises_cancelled_error_fails_its_sample_alone(
         assert system.recorder.drain().counters["rollout/failed_samples/agent_cancelled"] >= 2
 
 
+class FirstOneRaises(SingleTurn):
+    async def run(self, prompt, index, generate):
+        if index == 0:
+            raise KeyError("no such tool")
+        return await super().run(prompt, index, generate)
+
+
+async def test_an_agent_loop_that_raises_fails_its_sample_alone_and_says_so_once(inputs, caplog):
+    async with System(inputs, lambda p, i: fine(float(i)), agent_loop=FirstOneRaises) as system:
+        (group, _) = await system.groups(2)
+        assert group.sample_index.tolist() == [1, 2, 3]
+        assert system.recorder.drain().counters["rollout/failed_samples/agent_error"] >= 2
+    assert caplog.text.count("KeyError: 'no such tool'") == 1
+
+
 class Damaged(SingleTurn):
     """Damages the sample in the first ``times`` attempts at the prompt of ``uid``."""
 

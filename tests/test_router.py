@@ -155,12 +155,61 @@ async def test_a_refused_request_raises_with_the_reason(two):
         await task
 
 
-async def test_an_engine_s_exception_ends_the_router(two):
-    _, a, _, running = two
-    a.die(ValueError("out of memory"))
-    with pytest.raises(ExceptionGroup) as e:
-        await running
-    assert e.group_contains(ValueError, match="out of memory")
+async def test_a_replica_that_answers_with_errors_serves_nothing_until_it_is_replaced(two, caplog):
+    router, a, b, running = two
+    task = asyncio.create_task(complete(router, request("g/0")))
+    await settle()
+    a.die(ValueError("index out of range"))
+    await settle()
+    assert router.unfit(None) == {"a": "answers with errors (ValueError: index out of range)"}
+    assert "ValueError: index out of range" in caplog.text
+    b.emit("g/0#1", [11], FinishReason.STOP)
+    assert (await task).tokens.tolist() == [11]
+    router.replace("a", again := ScriptedReplica())
+    await router.set_routable(["a"])
+    assert router.unfit(None) == {}
+    task = asyncio.create_task(complete(router, request("h/0")))
+    await settle()
+    again.emit("h/0#0", [12], FinishReason.STOP)
+    assert (await task).tokens.tolist() == [12]
+    assert not running.done()
+
+
+async def test_a_request_that_kills_its_replicas_fails_and_those_beside_it_do_not(two):
+    """Groups that were on two dead replicas are served one at a time, so that the next death tells which of them it
+    was."""
+    router, a, _, _ = two
+
+    async def replaced(name: str) -> ScriptedReplica:
+        router.replace(name, new := ScriptedReplica())
+        await router.set_routable([name])
+        await settle()
+        return new
+
+    await router.set_routable(["a"])
+    poison, beside = (asyncio.create_task(complete(router, request(f"{g}/0", g))) for g in ("poison", "beside"))
+    await settle()
+    assert len(a.requests) == 2
+    a.die(Death("killed"))
+    await settle()
+    a = await replaced("a")
+    assert len(a.requests) == 2
+    a.die(Death("killed"))
+    await settle()
+    a = await replaced("a")
+    assert [id.split("/")[0] for id in a.requests] == ["poison"]
+    late = asyncio.create_task(complete(router, request("late/0", "late")))  # not a suspect
+    await settle()
+    assert len(a.requests) == 2
+    a.die(Death("killed"))
+    with pytest.raises(GenerationFailed, match="3 replicas died while they served its group") as failed:
+        await poison
+    assert failed.value.reason == "poison"
+    a = await replaced("a")
+    assert sorted(id.split("/")[0] for id in a.requests) == ["beside", "late"]
+    for id in a.requests:
+        a.emit(id, [11], FinishReason.STOP)
+    assert (await beside).tokens.tolist() == (await late).tokens.tolist() == [11]
 
 
 async def test_unknown_replicas_are_refused_by_name(two):
@@ -248,18 +297,19 @@ async def test_silence_counts_from_the_last_event_while_there_is_work(two, monke
     router, a, _, _ = two
     now = [100.0]
     monkeypatch.setattr("asyncrl.rollouter.router.now_s", lambda: now[0])
-    assert router.silence_s() == {}
+    assert router.unfit(4.0) == {}
     task = asyncio.create_task(complete(router, request("g/0")))
     await settle()
     now[0] += 5.0
-    assert router.silence_s()["a"] == 5.0
-    assert "b" not in router.silence_s()
+    assert router.unfit(4.0) == {"a": "has work but produced no token for 5 s"}
+    assert router.unfit(None) == router.unfit(6.0) == {}
     a.emit("g/0#0", [11])
     await settle()
-    assert router.silence_s()["a"] == 0.0
+    assert router.unfit(4.0) == {}
     a.emit("g/0#0", [], FinishReason.STOP)
     await task
-    assert router.silence_s() == {}
+    now[0] += 5.0
+    assert router.unfit(4.0) == {}
 
 
 async def test_a_request_continues_from_its_earlier_tokens(two):

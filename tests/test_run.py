@@ -192,22 +192,20 @@ def test_an_interrupted_run_finishes_its_step_saves_and_reports_it(start, tmp_pa
     assert processes_of(ray_dir) == []
 
 
-def test_an_exception_in_a_worker_is_reported_once_and_ends_the_run(start, tmp_path, ray_dir):
+def test_an_agent_loop_that_always_raises_is_reported_once_and_ends_the_run(start, tmp_path, ray_dir):
     bug = tmp_path / "bug"
     run = start(
         "rollout.agent_loop=tests.support.tiny:BrokenAgentLoop",
         f"rollout.agent_loop_args.path={bug}",
+        "rollout.max_consecutive_drops=20",
         "data.validation_files=[]",
     )
     run.until_printed("a bug in the agent loop")
     assert time.time() - float(bug.read_text()) < 5
     assert run.wait(120) == 1, run.text
-    assert run.text.count("ZeroDivisionError: a bug in the agent loop") == 2, (
-        run.text
-    )  # the traceback's last line, and the console's last line
-    assert run.text.count("Traceback") == 1, run.text
-    assert "tiny.py" in run.text  # where it happened
-    assert "ZeroDivisionError" in json.loads((tmp_path / "run/summary.json").read_text())["failed"]
+    assert run.text.count("tiny.py") == 1, run.text  # where it happened, in the traceback of the first one
+    why = "all dropped (20 × agent_error); the last one: ZeroDivisionError: a bug in the agent loop"
+    assert why in json.loads((tmp_path / "run/summary.json").read_text())["failed"]
     assert processes_of(ray_dir) == []
 
 

@@ -6,10 +6,13 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from asyncrl.config.schema import SupervisionConfig
 from asyncrl.observability.telemetry.recorder import Recorder
-from asyncrl.processes.actor_client import ActorDied, ActorStartFailed, RestartableClient
+from asyncrl.param_sync.errors import SyncError
+from asyncrl.processes.actor_client import ActorBroken, ActorDied, ActorStartFailed, RestartableClient
+from asyncrl.processes.device_errors import is_device_error
 from asyncrl.run.restartable import RestartableRanks, RestartableRollouter
 from asyncrl.run.supervision import DiedTooOften, RestartPolicy, Supervisor
 
@@ -67,18 +70,20 @@ class World:
         self.starts: dict[str, list[Exception | asyncio.Event]] = {}
         self.log: list[str] = []
         self.last_sync_s = 0.0
+        self.unfit: dict[str, str] = {}  # reported once
         self._joined: dict[str, Replica] = {}
         self.fleet = SimpleNamespace(sessions=self._joined)
         self.queue = RestartableClient(None, "queue", once=lambda handle, name: handle)
         self.rollouter = SimpleNamespace(
             once=None,
-            silence_s=self._silence_s,
+            unfit=self._unfit,
             replace_queue=self._replace_queue,
             replace_replica=self._replace,
         )
 
-    async def _silence_s(self):
-        return {}
+    async def _unfit(self, silent_s):
+        unfit, self.unfit = self.unfit, {}
+        return unfit
 
     async def _replace_queue(self, handle):
         self.log.append("replaced queue")
@@ -114,6 +119,8 @@ class World:
 
     async def end(self, name, why):
         self.log.append(f"ended {name}")
+        if name in self.replicas:
+            self.replicas[name].death.set()
 
     def silent(self, name):
         return name
@@ -314,6 +321,50 @@ async def test_all_ranks_are_restarted_if_one_dies_during_startup(caplog):
     await RestartableRanks(world, supervisor(world)).start()
     assert world.log == ["starting trainer"] * 2
     assert "supervision: trainer/1 died" in caplog.text
+
+
+async def test_a_replica_that_answers_with_errors_is_replaced_as_a_dead_one_is(caplog, monkeypatch):
+    monkeypatch.setattr("asyncrl.run.supervision.CHECK_EVERY_S", 0.01)
+    world = World()
+    async with started(world):
+        world.unfit = {"replica/1": "answers with errors (CUDA error: misaligned address)"}
+        await until(lambda: len(world.of("joined replica/1")) == 2)
+    assert world.of("ended replica/1")
+    assert "supervision: replica/1 answers with errors (CUDA error: misaligned address); restarting it" in caplog.text
+
+
+async def test_a_rank_that_fails_a_sync_counts_as_dead():
+    world = World()
+    await world.start_ranks()
+    ranks = RestartableRanks(world, supervisor(world))
+    late = SyncError("plan", "trainer/1", None, None, "no answer within the deadline of 60 s")
+    assert await ranks.lost(late) == "sync phase plan, trainer/1: no answer within the deadline of 60 s"
+    assert world.of("ended trainer/1")
+    of_a_replica = SyncError("pause", "replica/0", None, None, "no answer within the deadline of 60 s")
+    assert await ranks.lost(of_a_replica) is None
+
+
+async def test_a_rank_that_lost_its_device_counts_as_dead():
+    world = World()
+    await world.start_ranks()
+    broken = ActorBroken("trainer/0", "RuntimeError: CUDA error: an illegal memory access was encountered")
+    assert await RestartableRanks(world, supervisor(world)).lost(broken) == str(broken)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_fatal"),
+    [
+        (RuntimeError("CUDA error: device-side assert triggered"), True),
+        (ExceptionGroup("several", [ValueError(), RuntimeError("NCCL error in: x.cpp, unhandled system error")]), True),
+        (RuntimeError("expected a tensor on cuda"), False),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
+        (ValueError("CUDA error: not from torch"), False),
+    ],
+)
+def test_only_errors_that_cost_the_device_make_a_process_useless(error, is_fatal):
+    outer = RuntimeError("training failed")
+    outer.__cause__ = error
+    assert is_device_error(error) == is_device_error(outer) == is_fatal
 
 
 async def test_ranks_that_raise_while_all_are_alive_end_the_run_at_once():

@@ -19,6 +19,7 @@ MAY_CHANGE = (
     "rollout.max_concurrent_groups",
     "rollout.max_consecutive_drops",
     "rollout.max_attempts",
+    "rollout.agent_timeout_s",
     "rollout.pacing",
     "rollout.snapshot_every_s",
     "rollout.engine.",

@@ -93,6 +93,8 @@ class RolloutConfig(Section):
     # single_turn, the name of an installed agent loop, or an import path, package.module:Class
     agent_loop: str = "single_turn"
     agent_loop_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the agent loop
+    # a sample fails if its agent loop spends this long without generating, such as in a tool
+    agent_timeout_s: PositiveFloat = 600.0
     max_concurrent_groups: NonNegativeInt = 0  # 0: enough to fill every slot, plus one per replica
     max_consecutive_drops: PositiveInt = 1000  # the run fails after this many consecutive dropped groups
     # when generation is faster than training, generate fewer samples concurrently instead of stopping and restarting

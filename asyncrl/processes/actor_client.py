@@ -119,6 +119,13 @@ class ActorDied(RuntimeError):
         return f"{self.name} died: {self.why}"
 
 
+class ActorBroken(ActorDied):
+    """The process of actor ``name`` lives, but it, its device or its engine is of no more use: it counts as dead."""
+
+    def __str__(self) -> str:
+        return f"{self.name} is broken: {self.why}"
+
+
 class ActorStartFailed(RuntimeError):
     """The constructor of an actor raised, and would raise again."""
 

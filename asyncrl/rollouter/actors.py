@@ -18,6 +18,7 @@ from asyncrl.observability.telemetry.log import LogConfig
 from asyncrl.observability.telemetry.recorder import Batch, Recorder
 from asyncrl.param_sync.session_protocol import answer
 from asyncrl.processes.actor_client import ActorClient, ActorDied, RestartableClient, SupervisedActor, first_leaf
+from asyncrl.processes.device_errors import is_device_error
 from asyncrl.rollouter.engine_lease import LeasedEngine
 from asyncrl.rollouter.engines.base import EngineDied, EventBatch, Request, Scheduling
 from asyncrl.rollouter.pacing import GenerationPacer, run_pacer
@@ -85,12 +86,18 @@ class EngineReplicaActor(SupervisedActor):
 
     @contextlib.contextmanager
     def _exiting_if_engine_dies(self) -> Iterator[None]:
-        """Exit when the engine has lost one of its processes, so that the supervisor restarts the whole replica."""
+        """Exit when the engine has lost one of its processes or its device, so that the supervisor restarts the whole
+        replica."""
         try:
             yield
         except EngineDied as death:
             log.error("%s", death)
             os._exit(1)
+        except Exception as e:
+            if is_device_error(e):
+                log.exception("lost its device")
+                os._exit(1)
+            raise
 
 
 @ray.remote
@@ -143,7 +150,8 @@ class RollouterActor(SupervisedActor):
         if config.data.validation_files:
             held_out = load_prompts(config.data.validation_files, config.data)
             self._validation_prompts = held_out[: config.validation.max_prompts or None]
-        self._router = Router(self._replicas, is_death=lambda error: isinstance(error, ActorDied))
+        is_death = lambda error: isinstance(error, ActorDied)
+        self._router = Router(self._replicas, is_death, config.rollout.max_attempts)
         self._rewards = RewardPool(config.reward)
         await self._rewards.start()
         maker = SampleMaker(
@@ -203,9 +211,9 @@ class RollouterActor(SupervisedActor):
         """Use a new or restarted replica; it gets work once `set_routable` names it."""
         self._router.replace(name, self._leased(name, handle))
 
-    async def silence_s(self) -> dict[str, float]:
-        """See `asyncrl.rollouter.router.Router.silence_s`."""
-        return self._router.silence_s()
+    async def unfit(self, silent_s: float | None) -> dict[str, str]:
+        """See `asyncrl.rollouter.router.Router.unfit`."""
+        return self._router.unfit(silent_s)
 
     async def drain(self) -> Batch:
         return self._recorder.drain()

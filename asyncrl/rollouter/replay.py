@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 
 from asyncrl.rollouter.agents.base import Completion, SampleRestarts
+from asyncrl.rollouter.agents.watch import AgentWatch
 from asyncrl.rollouter.engines.base import Request
 from asyncrl.rollouter.partial import PartialSample
 from asyncrl.rollouter.router import Router
@@ -23,8 +24,11 @@ class ReplayedGenerate:
     ``prompt`` is a request with the prompt's tokens only, whose id names the sample. With ``one_version`` the sample
     restarts rather than mix tokens of two policy versions."""
 
-    def __init__(self, router: Router, sample: PartialSample, prompt: Request, one_version: bool) -> None:
+    def __init__(
+        self, router: Router, sample: PartialSample, prompt: Request, one_version: bool, watch: AgentWatch
+    ) -> None:
         self._router, self._sample, self._prompt, self._one_version = router, sample, prompt, one_version
+        self._watch = watch
         self._next_call = 0  # in the record
         self._in_flight = False
 
@@ -59,6 +63,7 @@ class ReplayedGenerate:
                 max_new_tokens=max_new_tokens,
             )
             self._in_flight = True
+            self._watch.generating(True)
             try:
                 sample.finish(call, await self._router.generate(request, call.output, self._one_version))
             except BaseException:
@@ -66,6 +71,7 @@ class ReplayedGenerate:
                 raise
             finally:
                 self._in_flight = False
+                self._watch.generating(False)
         self._next_call += 1
         assert call.finish is not None
         return call.output.completion(call.finish)

@@ -11,16 +11,22 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from asyncrl.observability.telemetry.recorder import now_s
-from asyncrl.rollouter.agents.base import GenerationFailed, SampleRestarts
+from asyncrl.rollouter.agents.base import GenerationFailed, Poison, SampleRestarts
 from asyncrl.rollouter.engines.base import EventBatch, Request, Scheduling
 from asyncrl.rollouter.partial import GeneratedTokens
 from asyncrl.types.samples import FinishReason
+
+log = logging.getLogger(__name__)
+
+_SUSPECT_DEATHS = 2  # of replicas that served a group, after which it is served apart from other such groups
 
 
 class ReplicaClient(Protocol):
@@ -87,22 +93,34 @@ class _ActiveRequest:
 class Router:
     """``run()`` is a task that lives as long as requests are served; call ``await generate(request, output)`` anywhere.
 
-    ``is_death`` distinguishes the death of a replica's process, which the router survives, from an engine's errors."""
+    ``is_death`` distinguishes the death of a replica's process from errors of its engine. The router survives both:
+    the replica serves nothing until it is replaced.
 
-    def __init__(self, replicas: Mapping[str, ReplicaClient], is_death: Callable[[BaseException], bool]) -> None:
+    A request may be what kills its replica. A group whose requests were on two replicas when they died is served while
+    no other such group is, and fails as poison after ``max_deaths``."""
+
+    def __init__(
+        self,
+        replicas: Mapping[str, ReplicaClient],
+        is_death: Callable[[BaseException], bool],
+        max_deaths: int = 3,
+    ) -> None:
         self._replicas = {name: _Replica(name, client) for name, client in replicas.items()}
-        self._is_death = is_death
+        self._is_death, self._max_deaths = is_death, max_deaths
         self._routable = set(replicas)
         self._assigned: dict[str, _ActiveRequest] = {}  # to a replica, by the id sent there
         self._waiting: dict[_ActiveRequest, None] = {}  # for a routable replica, in order
         self._scheduling = Scheduling()
         self._group_replica: dict[str, str] = {}
         self._group_requests: dict[str, int] = {}  # number in flight
+        self._group_deaths: Counter[str] = Counter()  # of replicas that served the group
+        self._suspect: str | None = None  # the group that is served alone among those with two deaths
         self.lost: dict[str, str] = {}  # replica → why it died, until it is replaced
+        self._broken: dict[str, str] = {}  # replica → error of its engine, while its process lives
         self._tasks: asyncio.TaskGroup | None = None
 
     async def run(self) -> None:
-        """Send requests and receive events until cancelled. Raises an engine's errors."""
+        """Send requests and receive events until cancelled."""
         async with asyncio.TaskGroup() as self._tasks:
             for replica in self._replicas.values():
                 self._start(replica)
@@ -126,8 +144,7 @@ class Router:
             self._detach(active, abort=True)
             self._group_requests[request.group] -= 1
             if not self._group_requests[request.group]:
-                del self._group_requests[request.group]
-                self._group_replica.pop(request.group, None)
+                self._forget(request.group)
 
     def set_max_running_requests(self, limit: int | None) -> None:
         """Cap the training requests that each replica generates for at once (None: no cap); the others wait there."""
@@ -153,6 +170,7 @@ class Router:
             return
         replica.lost = True
         self._routable.discard(name)
+        self._group_deaths.update({a.request.group for a in self._assigned.values() if a.replica is replica})
         if replica.task is not None and replica.task is not asyncio.current_task():
             replica.task.cancel()
         self.lost[name] = why
@@ -163,14 +181,20 @@ class Router:
         if name in self._replicas:
             self.mark_lost(name, "replaced")
             del self.lost[name]
+            self._broken.pop(name, None)
         self._replicas[name] = _Replica(name, client)
         self._start(self._replicas[name])
 
-    def silence_s(self) -> dict[str, float]:
-        """Seconds since each routable replica with work sent its last event, or received work while idle."""
-        at = now_s()
-        routable = (self._replicas[name] for name in sorted(self._routable))
-        return {r.name: at - r.last_event_s for r in routable if r.assigned}
+    def unfit(self, silent_s: float | None) -> dict[str, str]:
+        """Replicas that must be restarted though their process lives, and why: the engine raised, or with work it sent
+        no event for ``silent_s`` (None: not checked)."""
+        found = {name: f"answers with errors ({error})" for name, error in self._broken.items()}
+        if silent_s is not None:
+            for replica in (self._replicas[name] for name in sorted(self._routable)):
+                silence_s = now_s() - replica.last_event_s
+                if replica.assigned and silence_s > silent_s:
+                    found[replica.name] = f"has work but produced no token for {silence_s:.0f} s"
+        return found
 
     @property
     def outstanding_tokens(self) -> dict[str, int]:
@@ -185,14 +209,24 @@ class Router:
 
     def _assign(self, active: _ActiveRequest) -> None:
         """Assign the request to its group's replica, else to the least loaded one."""
-        name = self._group_replica.get(active.request.group)
+        group = active.request.group
+        if (deaths := self._group_deaths[group]) >= self._max_deaths:
+            if not active.finished.done():
+                active.finished.set_exception(Poison(f"{deaths} replicas died while they served its group"))
+            return
+        if deaths >= _SUSPECT_DEATHS:
+            if self._suspect not in (None, group):
+                self._waiting[active] = None
+                return
+            self._suspect = group
+        name = self._group_replica.get(group)
         if name not in self._routable:
             if not self._routable:
                 self._waiting[active] = None
                 return
             name = min(sorted(self._routable), key=lambda name: self._replicas[name].outstanding_tokens)
         replica = self._replicas[name]
-        self._group_replica[active.request.group] = replica.name
+        self._group_replica[group] = replica.name
         active.replica = replica
         if not replica.assigned:
             replica.last_event_s = now_s()
@@ -214,6 +248,15 @@ class Router:
         if abort:
             replica.aborts.append(active.id)
             replica.unsent.set()
+
+    def _forget(self, group: str) -> None:
+        """The group has no request in flight."""
+        del self._group_requests[group]
+        self._group_replica.pop(group, None)
+        self._group_deaths.pop(group, None)
+        if self._suspect == group:
+            self._suspect = None
+            self._reroute()  # the next one may be waiting
 
     def _migrate(self, active: _ActiveRequest, abort: bool) -> None:
         self._detach(active, abort)
@@ -239,17 +282,19 @@ class Router:
             replica.task = self._tasks.create_task(self._serve(replica))
 
     async def _serve(self, replica: _Replica) -> None:
-        """Exchange requests and events until the replica is lost. Raises its engine's errors."""
+        """Exchange requests and events until the replica is lost or its engine raises."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 await replica.client.attach()
                 tasks.create_task(self._send(replica))
                 tasks.create_task(self._receive(replica))
         except ExceptionGroup as errors:
-            deaths, others = errors.split(self._is_death)
-            if deaths is None or others is not None:
-                raise
-            self.mark_lost(replica.name, str(deaths.exceptions[0]))
+            deaths, _ = errors.split(self._is_death)
+            error = (deaths or errors).exceptions[0]
+            if deaths is None:
+                log.error("%s answers with errors", replica.name, exc_info=error)
+                self._broken[replica.name] = f"{type(error).__name__}: {error}"
+            self.mark_lost(replica.name, str(error))
 
     async def _send(self, replica: _Replica) -> None:
         while True:

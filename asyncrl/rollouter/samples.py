@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,6 +13,7 @@ import numpy as np
 from asyncrl.config.schema import Config
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.rollouter.agents.base import AgentLoop, GenerationFailed, SampleRestarts
+from asyncrl.rollouter.agents.watch import AgentWatch
 from asyncrl.rollouter.engines.base import Request, SamplingParams
 from asyncrl.rollouter.partial import PartialSample
 from asyncrl.rollouter.replay import ReplayedGenerate
@@ -21,6 +23,8 @@ from asyncrl.rollouter.sampling import random_key
 from asyncrl.rollouter.tokenizer import PromptTokenizer
 from asyncrl.types.prompts import Prompt
 from asyncrl.types.samples import Sample
+
+log = logging.getLogger(__name__)
 
 
 class Rewards(Protocol):
@@ -64,13 +68,14 @@ class SampleMaker:
         rewards: Rewards,
         recorder: Recorder,
     ) -> None:
-        self._seed, self._reward = config.seed, config.reward
+        self._seed, self._reward, self._agent_timeout_s = config.seed, config.reward, config.rollout.agent_timeout_s
         self.tokenizer = tokenizer
         self._agent_loop = agent_loop
         self._max_prompt_tokens = max_prompt_tokens
         self._router = router
         self._rewards = rewards
         self._recorder = recorder
+        self._reported: set[str] = set()  # types of agent errors
 
     async def make(
         self, task: GroupTask, partials: Sequence[PartialSample], ended: Callable[[], None] = lambda: None
@@ -145,11 +150,34 @@ class SampleMaker:
             priority=task.priority,
         )
         while True:
-            generate = ReplayedGenerate(self._router, partial, request, task.one_version)
+            watch = AgentWatch(self._agent_timeout_s)
+            generate = ReplayedGenerate(self._router, partial, request, task.one_version, watch)
             try:
                 return await self._agent_loop.run(task.prompt, index, generate)
             except GenerationFailed as e:
-                return FailedSample("generation_failed", str(e))
+                return FailedSample(e.reason, str(e))
             except SampleRestarts:
                 self._recorder.count("rollout/restarted_samples")
                 partial.restart()
+            except asyncio.CancelledError:
+                if not watch.expired:
+                    raise
+                message = f"no call of generate within rollout.agent_timeout_s = {self._agent_timeout_s:g} s"
+                return FailedSample("agent_timeout", message)
+            except Exception as e:
+                return self._agent_error(task.prompt, e)
+            finally:
+                watch.close()
+
+    def _agent_error(self, prompt: Prompt, error: Exception) -> FailedSample:
+        """Logs the first error of each type with its traceback; `rollout/failed_samples/agent_error` counts all."""
+        kind = type(error).__name__
+        if kind not in self._reported:
+            self._reported.add(kind)
+            log.warning(
+                "the agent loop failed on prompt %s; further %s are counted without a message",
+                prompt.prompt_id,
+                kind,
+                exc_info=error,
+            )
+        return FailedSample("agent_error", f"{kind}: {error}")

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from asyncrl.param_sync.errors import SyncError
 from asyncrl.processes.actor_client import ActorDied, first_leaf
 from asyncrl.processes.tasks import cancelled
 from asyncrl.run.supervision import SupervisedCluster, Supervisor
@@ -72,9 +73,12 @@ class RestartableRanks:
 
     async def lost(self, error: BaseException) -> str | None:
         """Why a rank is dead; None if all live. Waits up to `DEATH_NOTICE_S`: a rank may fail with ``error`` because
-        another one died, before that death is reported."""
+        another one died, before that death is reported. A rank that failed a sync counts as dead."""
         if (died := rank_death(error)) is not None:
             return str(died)
+        if isinstance(error, SyncError) and error.who in self._cluster.senders:
+            await self._cluster.end(error.who, f"failed a sync ({error})")
+            return str(error)
         living = [asyncio.ensure_future(rank.alive()) for rank in self._cluster.senders.values()]
         if not living:  # none could be created
             return None

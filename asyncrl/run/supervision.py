@@ -62,7 +62,7 @@ class SupervisedCluster(Protocol):
     replica_names: list[str]
     replicas: dict[str, ActorClient]  # those that have started
     sessions: dict[str, Any]  # their ends of a sync session
-    rollouter: Any  # RestartableClient: run(), reset(), silence_s(), replace_queue(), replace_replica()
+    rollouter: Any  # RestartableClient: run(), reset(), unfit(), replace_queue(), replace_replica()
     queue: Any  # RestartableClient: alive(), where()
     ranks: Any  # the current rank group
     senders: dict[str, Any]  # its ranks
@@ -101,12 +101,13 @@ class Supervisor:
     ) -> None:
         self._config, self._policy, self._cluster, self._membership = config, policy, cluster, membership
         self._recorder = recorder
+        self._ended: dict[str, str] = {}  # replica → why it was killed
         self._up = {name: asyncio.Event() for name in ("queue", *cluster.replica_names)}
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._queue(tasks))
-            tasks.create_task(self._progress())
+            tasks.create_task(self._fitness())
             for name in self._cluster.replica_names:
                 tasks.create_task(self._replica(name))
 
@@ -203,16 +204,16 @@ class Supervisor:
         try:
             await self._cluster.replicas[name].alive()
         except ActorDied as died:
-            return str(died)
+            return f"{name} {ended}" if (ended := self._ended.pop(name, None)) is not None else str(died)
         raise RuntimeError(f"{name}: alive() returned, which it never does")
 
-    async def _progress(self) -> None:
-        """Kill routable replicas that have work but produced no token for ``progress_s``, outside of syncs."""
+    async def _fitness(self) -> None:
+        """Kill replicas that answer with errors, and outside of syncs those that have work but produced no token for
+        ``progress_s``."""
+        progress_s = self._config.progress_s
         while True:
             await asyncio.sleep(CHECK_EVERY_S)
-            since_sync_s = time.monotonic() - self._membership.last_sync_s
-            if since_sync_s < self._config.progress_s:
-                continue
-            for name, silence_s in (await self._cluster.rollouter.silence_s()).items():
-                if silence_s > self._config.progress_s and name in self._membership.routable():
-                    await self._cluster.end(name, f"has work but produced no token for {silence_s:.0f} s")
+            in_sync = time.monotonic() - self._membership.last_sync_s < progress_s
+            for name, why in (await self._cluster.rollouter.unfit(None if in_sync else progress_s)).items():
+                self._ended[name] = why
+                await self._cluster.end(name, why)

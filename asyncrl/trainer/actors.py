@@ -17,7 +17,8 @@ from asyncrl.observability.telemetry.recorder import Batch, Recorder
 from asyncrl.param_sync.manifest import Manifest
 from asyncrl.param_sync.sender import SendPlan, SendReport
 from asyncrl.param_sync.transports.base import Address
-from asyncrl.processes.actor_client import ActorClient, SupervisedActor
+from asyncrl.processes.actor_client import ActorBroken, ActorClient, SupervisedActor
+from asyncrl.processes.device_errors import is_device_error
 from asyncrl.sample_queue.messages import Lease
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class TrainerRankActor(SupervisedActor):
         await self._compute(lambda: self._core.stage())
 
     async def write(self, path: Path) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._writer, lambda: self._core.write(path))
+        await self._in(self._writer, lambda: self._core.write(path))
 
     async def load(self, path: Path) -> None:
         await self._compute(lambda: self._core.load(path))
@@ -112,7 +113,17 @@ class TrainerRankActor(SupervisedActor):
         return self._recorder.drain()
 
     async def _compute(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return await self._in(self._thread, work)
+
+    async def _in(self, thread: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+        """Result of ``work``. Raises ActorBroken if it lost the device."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(thread, work)
+        except Exception as e:
+            if not is_device_error(e):
+                raise
+            log.exception("lost its device")
+            raise ActorBroken(self.name, f"{type(e).__name__}: {e}") from None
 
 
 class SampleQueueClient(ActorClient):

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from asyncrl.plugins.registry import Registry, UnknownPart
+from asyncrl.sample_queue.messages import POISON
 from asyncrl.types.prompts import Prompt
 from asyncrl.types.samples import FinishReason, Sample
 from asyncrl.types.versions import VersionSpan
@@ -25,7 +26,15 @@ class Completion:
 
 
 class GenerationFailed(RuntimeError):
-    """The engine could not serve a request; the sample is dropped and counted."""
+    """The engine could not serve a request; the sample is dropped and counted under ``reason``."""
+
+    reason = "generation_failed"
+
+
+class Poison(GenerationFailed):
+    """Replicas died again and again while they served the request's group."""
+
+    reason = POISON
 
 
 class SampleRestarts(BaseException):
