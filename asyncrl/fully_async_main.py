@@ -23,9 +23,9 @@ from asyncrl.run.shutdown import Shutdown, on_signals, together
 EXIT_CONFIG = 2
 
 
-async def run(config: Config, resume: str | None = None) -> int:
-    """Start a run, or resume one (see `RunFolder.open`); returns the exit status. Raises ConfigError before any actor
-    starts."""
+async def run(config: Config, resume: str | None = None, skip: Sequence[str] = ()) -> int:
+    """Start a run, or resume one (see `RunFolder.open`), without the groups ``skip``; returns the exit status. Raises
+    ConfigError before any actor starts."""
     shutdown = Shutdown()
     with on_signals(shutdown.interrupt):
         # heavy imports, after the handlers, so that a signal during them ends the run in order
@@ -46,7 +46,7 @@ async def run(config: Config, resume: str | None = None) -> int:
 
         config = with_overridden_model(config)
         found = preflight(config, cpus=None if joins_a_cluster(config) else local_cpus())
-        folder = await asyncio.to_thread(RunFolder.open, config, resume, found)
+        folder = await asyncio.to_thread(RunFolder.open, config, resume, found, skip)
         configure_logging("driver", folder.logs)
         hub, recorder = open_hub(config, folder.path), Recorder("driver")
         cluster = Cluster(config, found, folder)
@@ -91,7 +91,7 @@ async def run(config: Config, resume: str | None = None) -> int:
             async def train() -> Progress:
                 await shutdown.unless_interrupted(start_actors())
                 shutdown.on_interrupt(trainer.stop)
-                await trainer.begin(folder.checkpoint)  # ranks and queue are at the checkpoint: groups may start
+                await trainer.begin(folder.checkpoint, skip)  # ranks and queue are at the checkpoint: groups may start
                 rollouter.start_groups()
                 return await trainer.run()
 
@@ -149,6 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--config", help="YAML file of options, see configs/")
     parser.add_argument("--resume", metavar="auto|CHECKPOINT", help="resume the run in run_dir, or from a checkpoint")
+    parser.add_argument("--skip", metavar="UID", action="append", default=[], help="with --resume: drop this group")
     parser.add_argument("--print-config", action="store_true", help="print the whole configuration and exit")
     parser.add_argument("--dry-run", action="store_true", help="print the placement plan and exit")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="such as rollout.n=8")
@@ -160,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if args.dry_run:
             return dry_run(config)
-        return asyncio.run(run(config, args.resume))
+        return asyncio.run(run(config, args.resume, args.skip))
     except ConfigError as e:
         for problem in e.problems:
             print(f"config: {problem}", file=sys.stderr)

@@ -17,7 +17,7 @@ from asyncrl.models.config import CheckpointError
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.sample_queue.messages import Lease, LeasedGroup
 from asyncrl.trainer.checkpoints import PARTIAL, CheckpointMetadata, CheckpointStore
-from asyncrl.trainer.loop import TrainLoop
+from asyncrl.trainer.loop import NoNewStep, TrainLoop
 from asyncrl.trainer.progress import Progress
 from asyncrl.trainer.validation import ValidationSchedule
 from asyncrl.types.versions import PolicyVersion
@@ -54,11 +54,11 @@ class Run:
 
     def __init__(self, config, rewards):
         self.rewards, self.step, self.served, self.seq, self.lineage = rewards, 0, None, 0, 0
-        self.config, self.died = config, False
+        self.config, self.died, self.poison = config, False, None
 
     # ranks
     async def train(self, step, payload, mask_before):
-        if step == 4 and not self.died:
+        if step == self.poison or (step == 4 and not self.died):
             self.died = True
             raise RuntimeError("a rank died")
         self.step = step
@@ -152,6 +152,21 @@ async def test_each_checkpoint_is_rated_by_the_validation_of_its_own_weights(tmp
         (step, {"validation/reward": rewards[step]}) for step in (2, 5)
     ]
     assert [(progress.step, when) for progress, _, when in results if when] == [(0, "before"), (5, "after")]
+
+
+async def test_ranks_that_die_again_and_again_in_one_step_end_the_run_with_its_groups(tmp_path):
+    """However far apart their deaths are. A new step in between starts the count again."""
+    config = Config()
+    config.trainer.total_steps, config.trainer.mini_batch_groups = 9, 1
+    config.supervision.max_restarts = 2
+    config.checkpoint = CheckpointConfig(every_steps=1, export_hf="none")
+    run, store = Run(config, {}), CheckpointStore(tmp_path / "checkpoints", config.checkpoint)
+    run.poison = 6
+    validation = ValidationSchedule(config, run, store, Recorder("driver"), lambda *result: None)
+    loop = TrainLoop(config, derive(config), run, run, run, run, validation, run, Recorder("driver"), store)
+    await loop.begin(None)
+    with pytest.raises(NoNewStep, match=r"death 3 without a new step, in step 6; .* groups g: .*--skip UID"):
+        await asyncio.wait_for(loop.run(), 60)
 
 
 def names(store):

@@ -8,6 +8,7 @@ import re
 import resource
 import signal
 import sqlite3
+import threading
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -304,6 +305,36 @@ class Model:
         assert found.covered_step == self.covered
         assert_balanced(found)
         assert_payloads(journal, found)
+
+
+class SlowDisk(FaultyDisk):
+    """Syncs only once ``gate`` is open."""
+
+    def __init__(self) -> None:
+        super().__init__(10**9)
+        self.gate = threading.Event()
+
+    def sync(self, fd):
+        self.gate.wait(60)
+        super().sync(fd)
+
+
+async def test_a_write_that_the_disk_does_not_complete_is_noticed(tmp_path):
+    disk = SlowDisk()
+    table = DurableTable(tmp_path, disk=disk)
+    assert table.journal.stalled_s == 0
+    await table.write(publish(V0, 0), *issued(1, 1))
+    writing = asyncio.create_task(table.write(finish(payload("1"))))
+    async with asyncio.timeout(30):
+        while not table.journal.stalled_s:
+            await asyncio.sleep(0.01)
+    before = table.journal.stalled_s
+    await asyncio.sleep(0.01)
+    assert table.journal.stalled_s > before
+    disk.gate.set()
+    await writing
+    assert table.journal.stalled_s == 0
+    await table.close()
 
 
 REOPEN, WAIT = 10, 11

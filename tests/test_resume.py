@@ -280,6 +280,26 @@ def test_missing_checkpoints_of_groups_that_the_ledger_no_longer_keeps_are_refus
     )
 
 
+@pytest.mark.faults
+def test_a_skipped_group_is_dropped(inputs, begin, folder):
+    with closing(sqlite3.connect(folder / "ledger.sqlite")) as db:
+        (uid,) = db.execute("SELECT uid FROM groups WHERE step = 7").fetchall()[0]
+    run = begin(inputs, folder, "trainer.total_steps=9", "--skip", uid)
+    assert run.wait() == 0, run.text
+    with closing(sqlite3.connect(folder / "ledger.sqlite")) as db:
+        assert db.execute("SELECT uid, reason FROM groups WHERE state = 'dropped'").fetchall() == [(uid, "skipped")]
+    audit(folder, [2] * 9)
+
+
+def test_a_group_that_cannot_be_skipped_is_refused(inputs, folder, capfd):
+    with closing(sqlite3.connect(folder / "ledger.sqlite")) as db:
+        (uid,) = db.execute("SELECT uid FROM groups WHERE step = 3").fetchall()[0]
+    assert f"--skip: group {uid} is in the weights of the checkpoint" in refused(inputs, folder, capfd, "--skip", uid)
+    assert "--skip: the run has no group e9-1" in refused(inputs, folder, capfd, "--skip", "e9-1")
+    assert main(["--skip", uid, *overrides(inputs, folder, *OPTIONS)]) == 2
+    assert "--skip: drops groups of a run that is resumed" in capfd.readouterr().err
+
+
 def test_only_a_checkpoint_in_the_folder_of_a_run_can_be_resumed(inputs, folder, capfd, tmp_path):
     assert f"expected auto or the folder of a checkpoint, found {tmp_path}" in refused(
         inputs, folder, capfd, resume=tmp_path

@@ -291,11 +291,13 @@ class FirstOneHangs(SingleTurn):
 async def test_an_agent_loop_that_hangs_in_a_tool_fails_its_sample_alone(inputs):
     """One that only generates for long does not."""
     short = "rollout.agent_timeout_s=0.2"
-    async with engines(inputs, 1, step_s=0.05) as (engine,):
-        async with System(inputs, judge, short, agent_loop=FirstOneHangs, replicas={"r": leased(engine)}) as system:
-            (group, _) = await system.groups(2)
-            assert group.sample_index.tolist() == [1, 2, 3]
-            assert system.recorder.drain().counters["rollout/failed_samples/agent_timeout"] >= 2
+    async with (
+        engines(inputs, 1, step_s=0.05) as (engine,),
+        System(inputs, judge, short, agent_loop=FirstOneHangs, replicas={"r": leased(engine)}) as system,
+    ):
+        (group, _) = await system.groups(2)
+        assert group.sample_index.tolist() == [1, 2, 3]
+        assert system.recorder.drain().counters["rollout/failed_samples/agent_timeout"] >= 2
 
 
 async def test_overdue_groups_are_cancelled_and_neither_put_nor_dropped(inputs):

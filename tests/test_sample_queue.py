@@ -308,6 +308,20 @@ async def test_calls_of_a_rollouter_that_was_replaced_are_refused_even_those_tha
     await journal.close()
 
 
+async def test_skipped_groups_are_dropped_wherever_they_are(tmp_path):
+    journal = Journal(tmp_path)
+    q = queue(per_version=3, records=journal)
+    await q.publish(PolicyVersion(0, 0))
+    await started(q, "abc")
+    await q.put([payload("b", 0), payload("c", 0)])
+    await q.skip(["a", "b", "never issued"])
+    await q.skip(["a", "b"])  # repeated
+    assert await trained(q, 1, 1) == "c"
+    assert (await q.recover()).in_flight == []
+    assert (await q.stats())["fully_async/dropped/skipped"] == 2
+    await journal.close()
+
+
 async def test_a_closed_queue_stays_closed_over_a_restart_until_a_rollback():
     records = InMemoryRecords()
     q = queue(records=records)

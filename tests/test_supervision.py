@@ -14,7 +14,7 @@ from asyncrl.param_sync.errors import SyncError
 from asyncrl.processes.actor_client import ActorBroken, ActorDied, ActorStartFailed, RestartableClient
 from asyncrl.processes.device_errors import is_device_error
 from asyncrl.run.restartable import RestartableRanks, RestartableRollouter
-from asyncrl.run.supervision import DiedTooOften, RestartPolicy, Supervisor
+from asyncrl.run.supervision import DiedTooOften, DiskStalled, RestartPolicy, Supervisor
 
 
 def test_the_back_off_doubles_up_to_a_limit_for_each_actor_separately():
@@ -143,8 +143,10 @@ class World:
 
 
 class Queue(Replica):
-    async def where(self):
-        return "node", 1
+    stalled = 0.0
+
+    async def stalled_s(self):
+        return self.stalled
 
 
 def supervisor(world: World, **options) -> Supervisor:
@@ -285,6 +287,16 @@ async def test_a_queue_that_keeps_dying_in_its_restarts_ends_the_run():
         with pytest.raises(ExceptionGroup) as raised:
             await asyncio.wait_for(running, 10)
     assert raised.group_contains(DiedTooOften, match="queue died.*; restarted 2 times")
+
+
+async def test_a_disk_that_does_not_complete_its_writes_ends_the_run(monkeypatch):
+    monkeypatch.setattr("asyncrl.run.supervision.CHECK_EVERY_S", 0.01)
+    world = World()
+    async with started(world) as running:
+        world.queue.handle.stalled = 301.0
+        with pytest.raises(ExceptionGroup) as raised:
+            await asyncio.wait_for(running, 10)
+    assert raised.group_contains(DiskStalled, match=r"not completed a write for 301 s \(supervision.disk_s is 300\)")
 
 
 async def test_no_group_starts_before_start_groups_and_the_rollouter_may_die_until_then():

@@ -321,6 +321,7 @@ class ValidationConfig(Section):
 class CheckpointConfig(Section):
     # steps between checkpoints; the death of a rank loses the steps since the last one; 0: only at the end
     every_steps: NonNegativeInt = 100
+    timeout_s: PositiveFloat = 3600.0  # the run fails if a checkpoint is not written within this time
     asynchronous: bool = True  # training blocks only while the state is copied, not while the copy is written
     keep_last: NonNegativeInt = 2  # at least 2; 0: all
     keep_best: NonNegativeInt = 0  # number kept in addition, the best by best_metric
@@ -344,6 +345,7 @@ class SupervisionConfig(Section):
     answer_s: PositiveFloat = 60.0  # an actor that does not respond for this long is restarted
     # an actor that has not started, with its engine or model loaded, after this long is restarted
     start_s: PositiveFloat = 1800.0
+    disk_s: PositiveFloat = 300.0  # the run fails if the disk of the ledger does not complete a write within this time
 
 
 @dataclass

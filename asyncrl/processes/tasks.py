@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
-from typing import Any
+from collections.abc import Awaitable, Coroutine, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 UNWINDING_S = 2.0  # for cancelled tasks to end; one that hangs longer ends with the actors it waits for
+
+
+class Late(RuntimeError):
+    """Something did not end by its deadline."""
+
+
+async def within(seconds: float, work: Awaitable[T], what: str) -> T:
+    """Result of ``work``; it is cancelled after ``seconds``, and Late raised: "``what`` did not end within …"."""
+    try:
+        async with asyncio.timeout(seconds) as deadline:
+            return await work
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        raise Late(f"{what} did not end within {seconds:g} s") from None
 
 
 async def cancelled(tasks: Iterable[asyncio.Future[Any]]) -> None:

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +55,16 @@ class RunFolder:
         self._lock = _locked(path, lock_patience_s)
 
     @classmethod
-    def open(cls, config: Config, resume: str | None, found: Preflight) -> RunFolder:
+    def open(cls, config: Config, resume: str | None, found: Preflight, skip: Sequence[str] = ()) -> RunFolder:
         """A new folder (see `create`), or with ``resume`` the folder of an earlier run. ``auto`` resumes from the
         newest intact checkpoint in ``config.run_dir``, or starts a new run if the folder has none; a path names a
         checkpoint.
 
-        ``found``: the preflight's findings, which must fit the earlier run. Waits for the processes of a killed run to
+        ``found``: the preflight's findings, which must fit the earlier run. ``skip``: uids of groups that it may drop,
+        because they are not in the checkpoint's weights. Waits for the processes of a killed run to
         end. Raises ConfigError; a refused resume changes nothing."""
+        if skip and resume is None:
+            raise ConfigError(["--skip: drops groups of a run that is resumed; expected --resume as well"])
         if resume is None:
             return cls.create(config)
         if resume != AUTO and not (Path(resume) / "metadata.json").is_file():
@@ -76,17 +79,21 @@ class RunFolder:
         wanted = None if resume == AUTO else Path(resume).resolve()
         folder = cls(path.resolve(), config, LOCK_PATIENCE_S)
         try:
-            folder._check_writable()
-            wait_for_previous(folder.path, LOCK_PATIENCE_S)
-            valid = folder._valid_checkpoints()
-            point = folder._resume_point(wanted, valid)
-            folder._check_prompts(point, found.prompts_fingerprint)
-            folder._begin(LOCK_PATIENCE_S)
-            folder.checkpoints.sweep()
-            if (valid_now := folder._valid_checkpoints()) != valid:
-                valid, point = valid_now, folder._resume_point(wanted, valid_now)
-            folder._continue_from(point, valid)
-            folder._write_config()
+            with contextlib.ExitStack() as unlock:
+                unlock.callback(os.close, folder._lock)
+                folder._check_writable()
+                wait_for_previous(folder.path, LOCK_PATIENCE_S)
+                valid = folder._valid_checkpoints()
+                point = folder._resume_point(wanted, valid)
+                folder._check_prompts(point, found.prompts_fingerprint)
+                folder._check_skipped(point, skip)
+                folder._begin(LOCK_PATIENCE_S)
+                folder.checkpoints.sweep()
+                if (valid_now := folder._valid_checkpoints()) != valid:
+                    valid, point = valid_now, folder._resume_point(wanted, valid_now)
+                folder._continue_from(point, valid)
+                folder._write_config()
+                unlock.pop_all()
         except (CheckpointError, LedgerError) as e:
             raise ConfigError([f"--resume: {e}"]) from None
         except InUse as e:
@@ -216,6 +223,21 @@ class RunFolder:
             before = read_meta(db).get("prompts", fingerprint)
         if before != fingerprint:
             raise ConfigError([f"data.train_files: the run to resume has {before}; found {fingerprint}"])
+
+    def _check_skipped(self, point: ResumePoint, uids: Sequence[str]) -> None:
+        """Raises ConfigError for a group that cannot be dropped any more, or was never issued."""
+        if not uids:
+            return
+        if point.journal is None:
+            raise ConfigError([f"--skip: the run has no group {uids[0]}"])
+        step = point.checkpoint.metadata.step if point.checkpoint is not None else 0
+        with reading(point.journal / LEDGER) as db:
+            for uid in uids:
+                row = db.execute("SELECT state, step FROM groups WHERE uid = ?", (uid,)).fetchone()
+                if row is None:
+                    raise ConfigError([f"--skip: the run has no group {uid}"])
+                if row[0] == "trained" and row[1] <= step:
+                    raise ConfigError([f"--skip: group {uid} is in the weights of the checkpoint, since step {row[1]}"])
 
     def _write_config(self) -> None:
         """Write the current config; keep the previous one under another name."""

@@ -32,6 +32,10 @@ class DiedTooOften(RuntimeError):
     """An actor was restarted as often as `SupervisionConfig` allows, and died again."""
 
 
+class DiskStalled(RuntimeError):
+    """The disk of the ledger does not complete its writes, so nothing can be acknowledged."""
+
+
 class RestartPolicy:
     """Limits the restarts of each actor and sets the pause before each. One for all actors of a run."""
 
@@ -63,7 +67,7 @@ class SupervisedCluster(Protocol):
     replicas: dict[str, ActorClient]  # those that have started
     sessions: dict[str, Any]  # their ends of a sync session
     rollouter: Any  # RestartableClient: run(), reset(), unfit(), replace_queue(), replace_replica()
-    queue: Any  # RestartableClient: alive(), where()
+    queue: Any  # RestartableClient: alive(), stalled_s()
     ranks: Any  # the current rank group
     senders: dict[str, Any]  # its ranks
 
@@ -166,16 +170,22 @@ class Supervisor:
                 why = str(died)
 
     async def _queue_death(self) -> None:
-        """Wait until the queue dies, or kill it if it does not answer; raises ActorDied."""
+        """Wait until the queue dies, or kill it if it does not answer; raises ActorDied, or DiskStalled."""
         queue, limit_s = self._cluster.queue.once, self._config.answer_s
         living = asyncio.ensure_future(queue.alive())
         try:
             while not living.done():
-                asked = asyncio.ensure_future(queue.where())
+                asked = asyncio.ensure_future(queue.stalled_s())
                 await asyncio.wait([living, asked], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
                 if not living.done() and not asked.done():
                     await self._cluster.end("queue", f"has not answered for {limit_s:g} s: it is stopped or stuck")
                     await asyncio.wait([living])
+                if asked.done() and not asked.exception() and asked.result() > self._config.disk_s:
+                    raise DiskStalled(
+                        f"the disk of the ledger has not completed a write for {asked.result():.0f} s "
+                        f"(supervision.disk_s is {self._config.disk_s:g}); all acknowledged groups are safe. Check the "
+                        "disk, then resume the run"
+                    )
                 await cancelled([asked])
                 await asyncio.wait([living], timeout=CHECK_EVERY_S)
             living.result()

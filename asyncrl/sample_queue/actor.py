@@ -65,6 +65,10 @@ class SampleQueueActor(SupervisedActor):
             self._admission, self._journal, self._order, self._overdue, self._vocab_size, self._max_attempts
         )
 
+    async def stalled_s(self) -> float:
+        """See `Journal.stalled_s`."""
+        return self._journal.stalled_s
+
     async def recover(self, holder: int) -> Recovery:
         return await self._queue.recover(holder)
 
@@ -102,6 +106,9 @@ class SampleQueueActor(SupervisedActor):
 
     async def rollback(self, step: int) -> Any:
         return await self._queue.rollback(step)
+
+    async def skip(self, uids: list[str]) -> None:
+        await self._queue.skip(uids)
 
     async def announce(self, version: Any) -> None:
         await self._queue.announce(version)

@@ -30,6 +30,7 @@ from asyncrl.sample_queue.group_state import GroupTable, QueueError
 from asyncrl.sample_queue.messages import (
     OVERDUE,
     POISON,
+    SKIPPED,
     InFlight,
     Lease,
     LeasedGroup,
@@ -38,7 +39,16 @@ from asyncrl.sample_queue.messages import (
     Snapshot,
     Ticket,
 )
-from asyncrl.sample_queue.records import DROPPED, IN_FLIGHT, TRAINED, Changes, GroupRecord, JournalError, Recovered
+from asyncrl.sample_queue.records import (
+    DROPPED,
+    IN_FLIGHT,
+    QUEUED,
+    TRAINED,
+    Changes,
+    GroupRecord,
+    JournalError,
+    Recovered,
+)
 from asyncrl.sample_queue.schedule import Order, Overdue, Schedule
 from asyncrl.sample_queue.versions import VersionTable
 from asyncrl.types.groups import Group
@@ -261,6 +271,14 @@ class SampleQueue:
         self._rollbacks += 1  # ends waiting leases, whose step is obsolete
         await self._commit()
         return max(self._versions.announced, default=None)
+
+    async def skip(self, uids: Sequence[str]) -> None:
+        """Drops groups in flight or queued, at the user's request; those that have ended are ignored."""
+        for uid in uids:
+            if self._table.state(uid) in (IN_FLIGHT, QUEUED):
+                self._table.drop(uid, SKIPPED)
+                self._payloads.pop(uid, None)
+        await self._commit()
 
     async def announce(self, version: PolicyVersion) -> None:
         """Accepts groups with tokens of ``version`` from now on, as replicas may soon serve it. A version is never

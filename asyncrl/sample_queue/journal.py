@@ -100,6 +100,7 @@ class Journal:
         self._to_freeze: list[tuple[Path, asyncio.Future[tuple[int, int]]]] = []
         self._arrived = threading.Condition()
         self._closed = False
+        self._writing_since_s: float | None = None
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
@@ -112,6 +113,12 @@ class Journal:
     def failed(self) -> bool:
         """A write failed. Callers may have built on its changes, so further writes are refused until `recover`."""
         return self._error is not None
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds for which the disk has not completed the current write; 0 between writes."""
+        since_s = self._writing_since_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
 
     def recover(self) -> Recovered:
         """State of all committed changes. After a failed write, callers continue from it and may write again."""
@@ -192,11 +199,10 @@ class Journal:
                 self._arrived.wait_for(lambda: self._pending or self._to_freeze or self._closed)
                 batch, self._pending = self._pending, []
                 to_freeze, self._to_freeze = self._to_freeze, []
+            self._writing_since_s = time.monotonic()
             for folder, taken in to_freeze:
                 self._freeze(folder, taken)
-            if not batch:
-                if to_freeze:
-                    continue
+            if not batch and not to_freeze:
                 return
             try:
                 self._commit(batch)
@@ -204,6 +210,7 @@ class Journal:
                 self._fail(batch, error)
             else:
                 _settle(batch, lambda: None)
+            self._writing_since_s = None
 
     def _commit(self, batch: Sequence[_Write]) -> None:
         """Makes a batch durable; raises if it could not be written, in which case no part of it is committed."""
@@ -323,6 +330,8 @@ def _of_the_disk(error: Exception) -> bool:
 
 def _settle(batch: Sequence[_Write], error: Callable[[], Exception | None]) -> None:
     """Wakes all callers with one call into their loop; ``error`` creates the exception that each raises, if any."""
+    if not batch:
+        return
 
     def wake() -> None:
         for write in batch:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from asyncrl.types.versions import PolicyVersion
 
 OVERDUE = "overdue"  # drop reason: past the staleness bound
-POISON = "poison"  # drop reason: refused too often
+POISON = "poison"  # drop reason: refused too often, or replicas died of it
+SKIPPED = "skipped"  # drop reason: --skip
 
 
 class Ticket(NamedTuple):

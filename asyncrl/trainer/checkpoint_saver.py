@@ -9,7 +9,7 @@ from pathlib import Path
 
 from asyncrl.config.schema import CheckpointConfig
 from asyncrl.observability.telemetry.recorder import Recorder
-from asyncrl.processes.tasks import cancelled
+from asyncrl.processes.tasks import cancelled, within
 from asyncrl.trainer.checkpoints import CheckpointMetadata, CheckpointStore
 from asyncrl.trainer.progress import Progress
 from asyncrl.trainer.protocols import QueueClient, Ranks
@@ -62,7 +62,8 @@ class CheckpointSaver:
             await self._ranks.stage()
             if options.export_hf == "all" or (options.export_hf == "final" and last):
                 await self._ranks.export_hf(partial / "hf")
-            self._writing = asyncio.create_task(self._write(partial, metadata, last))
+            what = f"the write of the checkpoint of step {progress.step} (checkpoint.timeout_s)"
+            self._writing = asyncio.create_task(within(options.timeout_s, self._write(partial, metadata, last), what))
             self._newest = (progress.step, last)
             if last or not options.asynchronous:
                 await self.finish()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +32,14 @@ from asyncrl.types.versions import PolicyVersion
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
+
+
+class NoNewStep(RuntimeError):
+    """Ranks die again and again before they have trained a step: its groups may be the cause."""
+
+    def __init__(self, why: str, deaths: int, step: int, uids: Sequence[str]) -> None:
+        advice = f"; it trained on groups {', '.join(uids)}: if one is the cause, add --skip UID" if uids else ""
+        super().__init__(f"{why}; that was death {deaths} without a new step, in step {step}{advice}")
 
 
 class TrainLoop:
@@ -60,13 +68,16 @@ class TrainLoop:
         self._publisher = Publisher(self._state, queue, ranks, sync, validation, observer, overlapped)
         self._saver = CheckpointSaver(config.checkpoint, ranks, queue, checkpoints, recorder, journal_copy)
         self._reporting: asyncio.Task[None] | None = None
+        self._training: list[str] = []  # uids of the groups of the step in progress
 
     def stop(self, reason: str) -> None:
         self._state.stop(reason)
 
-    async def begin(self, checkpoint: Checkpoint | None) -> None:
-        """Set ranks and queue to a checkpoint, or to the start, before any rollout."""
+    async def begin(self, checkpoint: Checkpoint | None, skip: Sequence[str] = ()) -> None:
+        """Set ranks and queue to a checkpoint, or to the start, before any rollout; drop the groups ``skip``."""
         await self._with_ranks(lambda: self._go_to(checkpoint), lambda: self._go_to(checkpoint))
+        if skip:
+            await self._queue.skip(skip)
 
     async def run(self) -> Progress:
         """Publish the first version, train up to ``trainer.total_steps``, save, publish the final weights. When ranks
@@ -131,11 +142,13 @@ class TrainLoop:
 
     async def _train_step(self, step: int, lease: Lease, payload: Any) -> None:
         """Train on a batch. Raises StalenessError."""
+        self._training = [group.uid for group in lease.groups]
         metrics = batch_metrics(step, lease, self._state.progress.version, self._derived.staleness_bound)
         metrics |= await self._ranks.train(step, payload, lease.mask_before)
         metrics |= self._publisher.take_sync_metrics()
         await self._queue.trained(step)
-        self._state.step_done(step, [group.uid for group in lease.groups])
+        self._state.step_done(step, self._training)
+        self._training = []
         log.debug("step %d is trained", step, extra=metrics)
         await self._report(metrics)
 
@@ -162,7 +175,9 @@ class TrainLoop:
     # -- restores --------------------------------------------------------------------------------------------------
 
     async def _with_ranks(self, work: Callable[[], Awaitable[T]], again: Callable[[], Awaitable[T]]) -> T:
-        """Result of ``work``; whenever a rank dies, of ``again`` with new ranks. Raises after too many restarts."""
+        """Result of ``work``; whenever a rank dies, of ``again`` with new ranks. Raises after too many restarts, and
+        NoNewStep after as many without a new step, however far apart."""
+        furthest, restarts = self._state.progress.step, 0
         while True:
             try:
                 return await work()
@@ -171,6 +186,10 @@ class TrainLoop:
                     raise
             finally:
                 await self._publisher.cancel()
+            step = self._state.progress.step
+            furthest, restarts = (step, 1) if step > furthest else (furthest, restarts + 1)
+            if restarts > self._config.supervision.max_restarts:
+                raise NoNewStep(why, restarts, step + 1, self._training)
             await self._settle()
             await self._ranks.restart(why)
             work = again

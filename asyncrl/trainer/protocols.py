@@ -3,7 +3,7 @@ observer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ class QueueClient(Protocol):
     async def covered(self, step: int) -> None: ...
     async def release(self, step: int) -> None: ...
     async def rollback(self, step: int) -> PolicyVersion | None: ...
+    async def skip(self, uids: Sequence[str]) -> None: ...
     async def announce(self, version: PolicyVersion) -> None: ...
     async def publish(
         self, version: PolicyVersion, trained: int | None = None, rolling: bool = False
