@@ -1,5 +1,6 @@
 """Whole runs, started as users start them, with real Ray, engine and trainer in a separate process."""
 
+import gzip
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from secrets import token_hex
 from urllib.request import urlopen
 
 import grpc
@@ -19,7 +21,7 @@ import torch
 
 from asyncrl.models.checkpoint import read_tensors
 from tests.support.stranger import PAYLOADS, stranger
-from tests.support.tiny import overrides
+from tests.support.tiny import authorized, overrides
 
 ROOT = Path(__file__).parent.parent
 
@@ -61,6 +63,16 @@ def processes_of(ray_dir: str) -> list[psutil.Process]:
     """Live processes of a run: Ray's temp dir is on each command line."""
     everyone = psutil.process_iter(["cmdline"])
     return [p for p in everyone if any(ray_dir in part for part in p.info["cmdline"] or [])]
+
+
+def files_with(text: str, *folders: Path) -> set[str]:
+    """Names of the files in these folders that contain a text, compressed ones included."""
+    found = set()
+    for path in (path for folder in folders for path in folder.rglob("*") if path.is_file()):
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+            if text.encode() in file.read():
+                found.add(path.name)
+    return found
 
 
 def free_port() -> int:
@@ -113,8 +125,9 @@ def home(monkeypatch, tmp_path):
 
 
 def test_a_run_with_two_ranks_and_two_replicas_trains_reports_and_leaves_nothing(
-    start, inputs, tmp_path, ray_dir, home
+    start, inputs, tmp_path, ray_dir, home, monkeypatch
 ):
+    monkeypatch.setenv("JUDGE_TOKEN", token := token_hex(16))
     run = start(
         "trainer.ranks=2",
         "rollout.replicas=2",
@@ -125,6 +138,7 @@ def test_a_run_with_two_ranks_and_two_replicas_trains_reports_and_leaves_nothing
         "ray.cpus_per_replica=0.25",
         "reporting.log_level=debug",
         f"reporting.prometheus.port={(port := free_port())}",
+        *authorized("JUDGE_TOKEN", token),
     )
     run.until_printed(" 1/5 ", timeout_s=240)
     with urlopen(f"http://127.0.0.1:{port}/health") as answer:
@@ -132,11 +146,13 @@ def test_a_run_with_two_ranks_and_two_replicas_trains_reports_and_leaves_nothing
     run.process.send_signal(signal.SIGSTOP)  # the cluster is up until it was asked, however fast the run
     try:
         servers = [p for p in processes_of(ray_dir) if Path(p.info["cmdline"][0]).name in ("gcs_server", "raylet")]
-        (token,) = {p.environ()["RAY_AUTH_TOKEN"] for p in servers}
-        answers = [gcs_answer(ray_dir, given) for given in (token, "another", None)]
+        (key,) = {p.environ()["RAY_AUTH_TOKEN"] for p in servers}
+        answers = [gcs_answer(ray_dir, given) for given in (key, "another", None)]
+        commands = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
     finally:
         run.process.send_signal(signal.SIGCONT)
     assert answers == [grpc.StatusCode.OK, *[grpc.StatusCode.UNAUTHENTICATED] * 2]
+    assert [command for command in commands if token in command or key in command] == []
     assert run.wait() == 0, run.text
     assert "retries" not in run.text  # Ray's message about calls to the queue that end with it
     assert list(home.iterdir()) == []
@@ -176,6 +192,10 @@ def test_a_run_with_two_ranks_and_two_replicas_trains_reports_and_leaves_nothing
     assert final.keys() == before.keys()
     assert not torch.equal(final["lm_head.weight"], before["lm_head.weight"])
     assert (folder / "checkpoints/final/hf/tokenizer.json").is_file()
+    (wandb,) = folder.glob("wandb/offline-run-*/*.wandb")
+    assert {"config.yaml", "report.html", wandb.name} <= files_with("Bearer ${secret:JUDGE_TOKEN}", folder)
+    for secret in (token, key):
+        assert files_with(secret, tmp_path, Path(ray_dir)) == set()
     assert processes_of(ray_dir) == []
 
 

@@ -102,6 +102,12 @@ class TestArguments:
         config.param_sync.in_flight = "finish"  # they stay on their version
         assert "disable_overlap_schedule" not in server_arguments(config, "cuda")
 
+    def test_a_secret_reaches_the_command_line_but_not_the_config(self, checkpoint, monkeypatch):
+        monkeypatch.setenv("HF", "s3cret")
+        config = self.config(checkpoint, args={"loader": {"key": "${secret:HF}"}})
+        assert '--loader={"key": "s3cret"}' in command_line(server_arguments(config, "cuda"))
+        assert config.rollout.engine.args == {"loader": {"key": "${secret:HF}"}}
+
     def test_further_arguments_reach_the_command_line(self, checkpoint):
         options = {"ep_size": 2, "enable_dp_attention": True, "dp_size": 2, "disable_radix_cache": False}
         options |= {"json_model_override_args": {"a": 1}, "cuda_graph_bs_decode": [1, 2], "kv_events_config": "-x"}

@@ -22,6 +22,7 @@ from pydantic_core import ErrorDetails
 
 from asyncrl.config.options import choices, known_keys, limits, options
 from asyncrl.config.schema import Config
+from asyncrl.config.secrets import misplaced_secrets, secrets_stay_names
 from asyncrl.config.section import OptionProblems
 
 Tree = Mapping[str, Any]
@@ -36,7 +37,8 @@ class ConfigError(ValueError):
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Reads ``path`` (None: only defaults), applies ``key.path=value`` overrides and resolves interpolations.
+    """Reads ``path`` (None: only defaults), applies ``key.path=value`` overrides and resolves interpolations,
+    except names of secrets (`asyncrl.config.secrets`).
 
     Validates each section on its own; `asyncrl.run.checks.check` validates sections, parts and files against each
     other. Raises ConfigError."""
@@ -45,13 +47,16 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     problems: list[str] = []
     layers = [(name, _well_shaped(tree, name, problems)) for name, tree in layers]
     try:
-        merged = OmegaConf.merge(dataclasses.asdict(Config()), *(tree for _, tree in layers))
-        OmegaConf.resolve(merged)
+        with secrets_stay_names():
+            merged = OmegaConf.merge(dataclasses.asdict(Config()), *(tree for _, tree in layers))
+            OmegaConf.resolve(merged)
     except OmegaConfBaseException as e:
         raise ConfigError([f"{e.full_key or 'config'}: {_first_line(e)}"]) from None
     missing = {*map(str, OmegaConf.missing_keys(merged)), *_left_open(layers)}
     problems += [f"{key}: must be given, has no default (expected {_type_name(key)})" for key in sorted(missing)]
     values = typing.cast(Tree, OmegaConf.to_container(merged))
+    if misplaced := list(misplaced_secrets(values)):
+        raise ConfigError([*problems, *misplaced])
     try:
         config = TypeAdapter(Config).validate_python(values)
     except ValidationError as e:

@@ -26,8 +26,9 @@ from [asyncrl/config/schema.py](../asyncrl/config/schema.py); a test fails when 
 
 A config file is YAML of these keys. It may begin with `extends: other.yaml`, a path relative to itself, and then
 contains only what differs. Dotted overrides on the command line take precedence, `${oc.env:NAME,default}` reads an
-environment variable, and `--print-config` prints the resulting configuration. A default of `???` means that the option
-must be given; `${NAME:-x}` is the environment variable NAME, or x if it is unset.
+environment variable, `${secret:NAME}` [names a secret](cluster.md#secrets), and `--print-config` prints the resulting
+configuration. A default of `???` means that the option must be given; `${NAME:-x}` is the environment variable NAME, or
+x if it is unset.
 """
 
 _TYPES = {"str": "text", "int": "integer", "float": "number", "bool": "true, false"}

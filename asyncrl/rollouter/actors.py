@@ -130,6 +130,7 @@ class RollouterActor(SupervisedActor):
 
     async def start(self) -> None:
         """Load the tokenizer and prompts, start the reward workers, and serve requests from now on."""
+        from asyncrl.config.secrets import revealed
         from asyncrl.data.order import PromptOrder
         from asyncrl.data.prompts import load_prompts
         from asyncrl.rollouter.agents.base import find_agent_loop
@@ -144,7 +145,9 @@ class RollouterActor(SupervisedActor):
         config = self._config
         tokenizer = PromptTokenizer(config.model.path, config.data.apply_chat_template, config.rollout.stop_token_ids)
         agent_loop = find_agent_loop(config.rollout.agent_loop)(
-            tokenizer, config.rollout.max_response_tokens, **config.rollout.agent_loop_args
+            tokenizer,
+            config.rollout.max_response_tokens,
+            **revealed("rollout.agent_loop_args", config.rollout.agent_loop_args),
         )
         prompts = load_prompts(config.data.train_files, config.data)
         if config.data.validation_files:

@@ -13,6 +13,7 @@ import xxhash
 from asyncrl.config.checks import Derived
 from asyncrl.config.load import ConfigError
 from asyncrl.config.schema import Config
+from asyncrl.config.secrets import missing_secrets
 from asyncrl.data.prompts import DataError, load_prompts
 from asyncrl.models.checkpoint import check_model, without_draft
 from asyncrl.models.config import CheckpointError, ModelConfig
@@ -71,8 +72,9 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
     problems += _lora_problems(config, model)
     if model:
         problems += backend.model_problems(config, {**model.raw, **(model.raw.get("text_config") or {})})
-    if cpus is not None:  # on a cluster, this machine need not have them
+    if cpus is not None:  # on a cluster, this machine needs neither
         problems += environment_problems(config)
+        problems += missing_secrets(config)
     problems += _reference_problems(config.algorithm.reference_path, model, native)
     counts = dict.fromkeys(("train_files", "validation_files"), 0)
     fingerprint = ""

@@ -1,10 +1,12 @@
 """A tiny run for tests: a random model, a handful of problems, rewards that any answer can earn."""
 
+import hashlib
 import json
 import time
 from pathlib import Path
 
 from asyncrl.models.make_checkpoint import make_checkpoint
+from asyncrl.rollouter.agents.single_turn import SingleTurn
 from asyncrl.types.prompts import Prompt
 
 MAX_RESPONSE = 24
@@ -66,3 +68,33 @@ class BrokenAgentLoop:
         if not self._path.exists():
             self._path.write_text(str(time.time()))
         raise ZeroDivisionError("a bug in the agent loop")
+
+
+def authorized(variable: str, token: str) -> list[str]:
+    """Options whose agent loop and reward function need ``token``, and get it as the secret ``variable``."""
+    digest = hashlib.sha256(f"Bearer {token}".encode()).hexdigest()
+    return [
+        "rollout.agent_loop=tests.support.tiny:AuthorizedLoop",
+        "reward.function=tests.support.tiny:authorized_reward",
+        *(
+            f"{option}.{argument}"
+            for option in ("rollout.agent_loop_args", "reward.args")
+            for argument in (f"headers.Authorization=Bearer ${{secret:{variable}}}", f"sha256={digest}")
+        ),
+    ]
+
+
+class AuthorizedLoop(SingleTurn):
+    def __init__(self, tokenizer, max_response_tokens: int, headers: dict[str, str], sha256: str) -> None:
+        super().__init__(tokenizer, max_response_tokens)
+        _authorize(headers, sha256)
+
+
+def authorized_reward(prompt: Prompt, response: str, headers: dict[str, str], sha256: str) -> dict[str, float]:
+    _authorize(headers, sha256)
+    return length_reward(prompt, response)
+
+
+def _authorize(headers: dict[str, str], sha256: str) -> None:
+    if hashlib.sha256(headers["Authorization"].encode()).hexdigest() != sha256:
+        raise PermissionError("not the token")

@@ -191,7 +191,7 @@ class EngineSpec(Protocol):
     logprobs_before_truncation: bool = False
     #: supports speculative decoding, see mtp.enable_rollout
     speculates: bool = False
-    #: takes further arguments, see rollout.engine.args
+    #: takes further arguments, see rollout.engine.args; `asyncrl.config.secrets.revealed` reads the secrets in them
     takes_args: bool = False
     #: runs asyncrl's own decoder, which must support the checkpoint
     native_decoder: bool = False

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from asyncrl.config.schema import RewardConfig
+from asyncrl.config.secrets import revealed
 from asyncrl.rollouter.rewards.worker import FRAME
 from asyncrl.types.prompts import Prompt
 
@@ -117,7 +118,7 @@ class _Worker:
         function = self._config.function
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                problem = await self._exchange((function, dict(self._config.args)))
+                problem = await self._exchange((function, revealed("reward.args", self._config.args)))
         except TimeoutError:
             problem = f"reward.function: {function} did not import within {START_TIMEOUT_S:g} s"
         except _WorkerDied:

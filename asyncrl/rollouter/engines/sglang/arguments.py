@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncrl.config.checks import sends_adapters
 from asyncrl.config.schema import Config
+from asyncrl.config.secrets import revealed
 from asyncrl.models.config import ModelConfig
 from asyncrl.rollouter.engines.adapters import adapted_leaves, adapter_slots
 from asyncrl.rollouter.engines.base import Request
@@ -20,7 +21,7 @@ _SLACK_TOKENS = 8  # SGLang ends a request a little before its context is full
 
 
 def server_arguments(config: Config, device: str) -> dict[str, Any]:
-    """SGLang's server arguments, by its names. `spec` refuses those that a user may not set."""
+    """SGLang's server arguments, by its names. `spec` refuses those that a user may not set. Raises MissingSecret."""
     engine, mtp = config.rollout.engine, config.mtp
     model = ModelConfig.load(config.model.path)
     arguments: dict[str, Any] = {
@@ -73,7 +74,7 @@ def server_arguments(config: Config, device: str) -> dict[str, Any]:
             "max_total_tokens": engine.slots * (context_tokens(config) + _SLACK_TOKENS),
             "mem_fraction_static": 0.2,  # of the machine's memory, if the cache had no bound
         }
-    return arguments | engine.args
+    return arguments | revealed("rollout.engine.args", engine.args)
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:
