@@ -83,7 +83,7 @@ async def test_a_server_that_does_not_start_is_reported_with_its_last_line(capfd
     """Its whole output is reported as it arrives."""
     no_python = {"PYTHONHOME": "/nowhere"}
     with pytest.raises(EngineError) as raised:
-        await Server.start({"device": "cpu"}, no_python)
+        await Server.start({"device": "cpu"}, no_python, {})
     last_line = capfd.readouterr().err.rstrip().splitlines()[-1]
     assert str(raised.value) == (
         f"SGLang's server process is gone (exit status 1) before it was ready; its last line: {last_line} "
@@ -101,9 +101,32 @@ async def test_the_key_is_not_sent_to_another_process_that_took_the_port(tmp_pat
         listening.start()
         with pytest.raises(EngineError, match="before it was ready"):
             async with asyncio.timeout(60):
-                await Server.start({"device": "cuda"}, {})
+                await Server.start({"device": "cuda"}, {}, {})
         assert received == []
         with socket.create_connection(stranger.getsockname()) as last:
             last.send(b"over")
         listening.join(10)
     assert received == [b"over"]
+
+
+PRINTS_ITS_ARGUMENTS = """
+import sys
+
+def run_server(arguments):
+    print("server_args=", arguments)
+    print(" ".join(arguments) * 5000, flush=True)  # so long that it is read in parts
+    sys.exit("unrecognized arguments: " + " ".join(arguments))
+"""
+
+
+async def test_neither_its_key_nor_a_secret_argument_is_relayed_or_reported(tmp_path, monkeypatch, capfd):
+    write_sglang(tmp_path, PRINTS_ITS_ARGUMENTS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(server_module.secrets, "token_hex", lambda size: "the-key" * size)
+    with pytest.raises(EngineError) as raised:
+        await Server.start({"device": "cuda", "hf_tokn": "s3cret" * 8}, {}, {"s3cret" * 8: "${secret:HF}"})
+    for shown in (str(raised.value), capfd.readouterr().err.rstrip()):
+        assert "unrecognized arguments: --device=cuda --hf-tokn=${secret:HF} " in shown
+        assert shown.endswith("--api-key=(the server's key)")
+        assert "s3cret" not in shown
+        assert "the-key" not in shown

@@ -11,6 +11,7 @@ import torch
 
 from asyncrl.config.checks import sends_adapters
 from asyncrl.config.schema import Config
+from asyncrl.config.secrets import hidden
 from asyncrl.models.checkpoint import tensor_shapes
 from asyncrl.models.config import ModelConfig
 from asyncrl.observability.telemetry.recorder import Recorder
@@ -77,7 +78,8 @@ class SGLangEngine(StreamingEngine[_Running]):
         SGLang refuses."""
         check_release()
         device = resolve_device(config.rollout.engine.device)
-        server = await Server.start(server_arguments(config, device), server_environment(config, device))
+        secrets = hidden(config.rollout.engine.args)
+        server = await Server.start(server_arguments(config, device), server_environment(config, device), secrets)
         return cls(server, config, device, recorder)
 
     # -- Engine --------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import asyncrl
+from asyncrl.config.secrets import redacted
 from asyncrl.rollouter.engines.base import EngineError
 from asyncrl.rollouter.engines.sglang.arguments import command_line
 from asyncrl.rollouter.engines.sglang.client import Client
@@ -27,10 +28,13 @@ _KEPT = 4000  # characters of output; an error quotes the last line
 
 class Server:
     """Made by `start`. Listens on the loopback interface only, on its own port and with its own API key. Its output is
-    relayed to our standard error."""
+    relayed to our standard error, without the key and the secrets among its arguments, which SGLang may print."""
 
-    def __init__(self, process: asyncio.subprocess.Process, port: int, key: str, device: str) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, port: int, key: str, device: str, hidden: Mapping[str, str]
+    ) -> None:
         self._process, self._port = process, port
+        self._hidden = {key: "(the server's key)", **hidden}
         self.client = Client(f"http://127.0.0.1:{port}", key)
         self._output = ""
         self._hint = " (without a GPU it needs stand-ins: see configs/sglang_cpu.yaml)" if device == "cpu" else ""
@@ -38,9 +42,11 @@ class Server:
         self.ended = asyncio.create_task(process.wait())
 
     @classmethod
-    async def start(cls, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> Server:
-        """Start the process and return when it answers, after a minute or more. Raises EngineError with its last output
-        line if it ends before."""
+    async def start(
+        cls, arguments: Mapping[str, Any], environment: Mapping[str, str], hidden: Mapping[str, str]
+    ) -> Server:
+        """Start the process and return when it answers, after a minute or more. ``hidden``: see
+        `asyncrl.config.secrets.redacted`. Raises EngineError with its last output line if it ends before."""
         port, key = _free_port(), secrets.token_hex(24)
         words = command_line({**arguments, "host": "127.0.0.1", "port": port, "api_key": key})
         process = await asyncio.create_subprocess_exec(
@@ -52,7 +58,7 @@ class Server:
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,  # its own process group, so that `close` kills its children too
         )
-        server = cls(process, port, key, arguments["device"])
+        server = cls(process, port, key, arguments["device"], hidden)
         try:
             assert process.stdin is not None
             process.stdin.write(json.dumps(words).encode())
@@ -89,10 +95,16 @@ class Server:
 
     async def _relay_output(self) -> None:
         assert self._process.stdout is not None
+        rest = b""  # an incomplete line, which may end within a secret
         while chunk := await self._process.stdout.read(1 << 16):
-            text = chunk.decode(errors="replace")
-            self._output = (self._output + text)[-_KEPT:]
-            print(text, end="", file=sys.stderr, flush=True)
+            lines, end, rest = (rest + chunk).rpartition(b"\n")
+            self._relay_text(lines + end)
+        self._relay_text(rest)
+
+    def _relay_text(self, output: bytes) -> None:
+        text = redacted(output.decode(errors="replace"), self._hidden)
+        self._output = (self._output + text)[-_KEPT:]
+        print(text, end="", file=sys.stderr, flush=True)
 
 
 def _module_path() -> list[str]:
