@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,8 +26,10 @@ pytest.importorskip("vllm", reason="needs the vLLM environment: make test-vllm")
 
 from asyncrl.config.schema import MTPConfig
 from asyncrl.cpu.vllm import spread
+from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.errors import SyncError
-from asyncrl.rollouter.engines.base import EngineDied
+from asyncrl.rollouter.engines.base import EngineDied, EngineError
+from asyncrl.rollouter.engines.vllm.engine import VLLMEngine
 from asyncrl.rollouter.engines.vllm.receiver import WorkerReceiver
 from asyncrl.rollouter.engines.vllm.spec import ENGINE
 from asyncrl.types.samples import FinishReason
@@ -135,6 +138,20 @@ async def test_unsupported_arguments_are_refused(checkpoint, name):
     (problem,) = ENGINE.problems(replica_config(checkpoint, args={name: {}}))
     assert problem.startswith("rollout.engine.args: ")
     assert name in problem
+
+
+@pytest.mark.parametrize(
+    ("refused", "expected"),
+    [
+        ({"kv_transfer_config": {"pasword": "${secret:KEY}"}}, "kv_transfer_config.pasword: Unexpected keyword"),
+        ({"attention_backend": "${secret:KEY}"}, r"Unknown attention backend: '\${secret:KEY}'"),
+    ],
+)
+async def test_a_secret_that_vllm_refuses_is_not_repeated(checkpoint, monkeypatch, refused, expected):
+    monkeypatch.setenv("KEY", "BEGINS" + "X" * 200)  # so long that pydantic abridges it
+    with pytest.raises(EngineError, match=f"^vLLM did not start with .*: {expected}") as raised:
+        await VLLMEngine.start(replica_config(checkpoint, args=refused), recorder=Recorder("replica/0"))
+    assert "BEGINS" not in "".join(traceback.format_exception(raised.value))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

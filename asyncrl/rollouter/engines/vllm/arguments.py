@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from pydantic import ValidationError
 from vllm import SamplingParams as VLLMSamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.config.lora import MaxLoRARanks
@@ -15,6 +16,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from asyncrl.config.checks import sends_adapters
 from asyncrl.config.schema import Config, EngineConfig
+from asyncrl.config.secrets import hidden, redacted, revealed
 from asyncrl.cpu.vllm import mla_kernel
 from asyncrl.models.config import ModelConfig
 from asyncrl.param_sync.manifest import DTYPE_BYTES
@@ -29,8 +31,8 @@ _BLOCK_TOKENS = 128  # vLLM's KV cache block on the CPU
 
 
 def engine_arguments(config: Config, device: str) -> AsyncEngineArgs:
-    """vLLM's engine arguments. Raises EngineError for ``rollout.engine.args`` that vLLM does not know; `spec` refuses
-    those that a user may not set."""
+    """vLLM's engine arguments. Raises EngineError for ``rollout.engine.args`` that vLLM refuses; `spec` refuses those
+    that a user may not set. Raises MissingSecret."""
     engine, mtp, model = config.rollout.engine, config.mtp, ModelConfig.load(config.model.path)
     dtype = str(model.engine_dtype(engine.dtype))
     arguments: dict[str, Any] = {
@@ -59,10 +61,20 @@ def engine_arguments(config: Config, device: str) -> AsyncEngineArgs:
             arguments["attention_backend"] = mla_kernel(model.raw, dtype)
     else:
         arguments["enable_sleep_mode"] = config.param_sync.kv == "unload"  # needed to free the KV cache
+    arguments |= revealed("rollout.engine.args", engine.args)
     try:
-        return AsyncEngineArgs(**(arguments | engine.args))
-    except TypeError as e:
-        raise EngineError(f"rollout.engine.args: vLLM {check_release()} says {e}") from None
+        return AsyncEngineArgs(**arguments)
+    except (TypeError, ValueError) as e:
+        raise EngineError(f"rollout.engine.args: vLLM {check_release()} says {reason(e, engine)}") from None
+
+
+def reason(error: Exception, engine: EngineConfig) -> str:
+    """Text of an error of vLLM, without secrets."""
+    text = str(error)
+    if isinstance(error, ValidationError):  # its own text has the refused values, abridged: `redacted` misses those
+        problems = error.errors(include_input=False, include_url=False)
+        text = "; ".join(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in problems)
+    return redacted(text, hidden(engine.args))
 
 
 def _lora_arguments(config: Config) -> dict[str, Any]:

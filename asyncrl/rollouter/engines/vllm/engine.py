@@ -12,6 +12,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from asyncrl.config.schema import Config
+from asyncrl.config.secrets import hidden
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.lora.slots import AdapterSlots
 from asyncrl.param_sync.weight_receiver import WeightReceiver
@@ -22,6 +23,7 @@ from asyncrl.rollouter.engines.streaming import FINISH, StreamedRequest, Streami
 from asyncrl.rollouter.engines.vllm.arguments import (
     engine_arguments,
     prepare_environment,
+    reason,
     sampling_parameters,
 )
 from asyncrl.rollouter.engines.vllm.metrics import stat_logger
@@ -65,7 +67,9 @@ class VLLMEngine(StreamingEngine[_Running]):
         try:
             llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[stat_logger(recorder)])
         except (ValueError, RuntimeError, ImportError) as e:
-            raise EngineError(f"vLLM did not start with {config.model.path}: {e}") from e
+            engine = config.rollout.engine
+            cause = None if hidden(engine.args) else e  # a traceback shows the cause's own text
+            raise EngineError(f"vLLM did not start with {config.model.path}: {reason(e, engine)}") from cause
         return cls(llm, config, device, recorder)
 
     # -- Engine --------------------------------------------------------------------------------------------------------
