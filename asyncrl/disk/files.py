@@ -15,6 +15,14 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
+def make_folder(path: Path) -> None:
+    """Makes a folder, with its parents, unless it exists."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        sync(path.parent)
+
+
 def rename(path: Path, target: Path) -> None:
     """Gives a file or folder its new name, replacing a file or empty folder of that name."""
     path.replace(target)

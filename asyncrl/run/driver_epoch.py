@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from asyncrl.disk.files import sync, write_whole
+from asyncrl.disk.files import make_folder, sync, write_whole
 from asyncrl.processes.identity import Process, machine
 
 FOLDER = "drivers"
@@ -68,7 +68,7 @@ class DriverEpoch:
     def take(cls, run: Path, patience_s: float) -> DriverEpoch:
         """The epoch after the newest one. Raises InUse, see `wait_for_previous`."""
         folder = run / FOLDER
-        folder.mkdir(exist_ok=True)
+        make_folder(folder)
         while True:
             wait_for_previous(run, patience_s)
             number = _newest(folder) + 1

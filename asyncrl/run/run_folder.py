@@ -18,7 +18,7 @@ import xxhash
 from asyncrl.config.load import ConfigError, load_config, to_yaml
 from asyncrl.config.resume import refused_changes
 from asyncrl.config.schema import Config
-from asyncrl.disk.files import write_whole
+from asyncrl.disk.files import make_folder, write_whole
 from asyncrl.models.config import CheckpointError
 from asyncrl.observability.telemetry.log import LOGS, LogConfig
 from asyncrl.run.driver_epoch import DriverEpoch, InUse, wait_for_previous
@@ -120,9 +120,9 @@ class RunFolder:
             while path.exists() and any(path.iterdir()):
                 number += 1
                 path = wanted.with_name(f"{wanted.name}-{number}")
-            path.mkdir(parents=True, exist_ok=True)
+            make_folder(path)
             folder = cls(path.resolve(), config)
-            folder.journal.mkdir(parents=True, exist_ok=True)
+            make_folder(folder.journal)
             if (folder.journal / LEDGER).exists():
                 raise ConfigError(
                     [f"journal_dir: {folder.journal} is from an old run in {path}; delete it, or use another run_dir"]

@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from asyncrl.disk.files import rename, sync
+from asyncrl.disk.files import make_folder, rename, sync
 from asyncrl.sample_queue.ledger import FILE, Ledger, payload_locations, read_meta, reading, recover, states
 from asyncrl.sample_queue.messages import Snapshot
 from asyncrl.sample_queue.records import IN_FLIGHT, Changes, JournalError, Recovered
@@ -79,7 +79,7 @@ class Journal:
         self.folder = folder
         self._stats = JournalStats()
         spool = folder / "spool"
-        spool.mkdir(parents=True, exist_ok=True)
+        make_folder(spool)
         with contextlib.ExitStack() as undo:
             lock = _lock(spool)
             undo.callback(os.close, lock)
@@ -300,8 +300,7 @@ def _copy(frozen: Path, folder: Path, end: tuple[int, int]) -> None:
     """Moves the frozen files to another disk, up to the spool's ``end`` at that moment."""
     partial, before = folder.with_suffix(_PARTIAL), folder.with_suffix(_BEFORE)
     shutil.rmtree(partial, ignore_errors=True)
-    with contextlib.suppress(FileExistsError):
-        folder.parent.mkdir()
+    make_folder(folder.parent)
     shutil.copytree(frozen, partial)
     os.truncate(partial / "spool" / segment_name(end[0]), end[1])
     shutil.rmtree(frozen)

@@ -24,6 +24,8 @@ from typing import NamedTuple
 
 import xxhash
 
+from asyncrl.disk.files import make_folder
+
 Buffer = bytes | bytearray | memoryview
 
 SEGMENT_BYTES = 64 * 1024 * 1024
@@ -104,7 +106,7 @@ class Spool:
         self._segment_bytes = segment_bytes
         self._disk = disk or Disk()
         self._failed: OSError | None = None
-        folder.mkdir(exist_ok=True)
+        make_folder(folder)
         self._segments = sorted(int(path.stem) for path in folder.glob("*.seg"))
         if acknowledged is not None and acknowledged[1] and acknowledged[0] not in self._segments:
             raise SpoolError(

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, TypeVar
 import xxhash
 
 from asyncrl.config.schema import CheckpointConfig
-from asyncrl.disk.files import rename, sync, write_whole
+from asyncrl.disk.files import make_folder, rename, sync, write_whole
 from asyncrl.models.config import CheckpointError
 from asyncrl.types.versions import PolicyVersion
 
@@ -110,7 +110,7 @@ class CheckpointStore:
         """Create an empty folder for this step's checkpoint; removes leftovers of an earlier attempt."""
         partial = self._partial(step)
         _remove(partial)
-        partial.mkdir(parents=True)
+        make_folder(partial)
         return partial
 
     def complete(self, partial: Path, metadata: CheckpointMetadata) -> Checkpoint:
