@@ -173,6 +173,8 @@ def test_missing_values_and_files_are_reported(tmp_path):
         ("algorithm.overlong_penalty=-1", "algorithm.overlong_penalty: expected at least 0"),
         ("algorithm.std_ddof=2", "algorithm.std_ddof: expected at least 0 and at most 1, found 2"),
         ("rollout.max_attempts=0", "rollout.max_attempts: expected at least 1, found 0"),
+        ("reward.memory_mb=0", "reward.memory_mb: expected at least 1, found 0"),
+        ("reward.secrets=[KEY,HOME]", "reward.secrets: a worker has its own HOME; expected names of other variables"),
         ("reward.on_failure=zero", "reward.on_failure: expected one of drop, value; found 'zero'"),
         ("param_sync.deadlines.plan_s=0", "param_sync.deadlines.plan_s: expected more than 0"),
         ("model.path=nowhere", "model.path: no checkpoint at nowhere"),

@@ -4,7 +4,6 @@ The workers' functions come first; a worker imports them from this file.
 """
 
 import asyncio
-import contextlib
 import os
 import re
 import select
@@ -17,9 +16,7 @@ import pytest
 
 from asyncrl.config.schema import RewardConfig
 from asyncrl.rollouter.rewards.pool import RewardError, RewardPool
-from asyncrl.types.prompts import Prompt
-
-ANSWER = Prompt("e0-000000", "row", ({"role": "user", "content": "?"},), "42")
+from tests.support.rewards import ANSWER, pool_of
 
 
 def exact(prompt, response, scale=1.0):
@@ -80,17 +77,7 @@ def announce_and_hang(prompt, response):
     re.match(r"(a+)+$", "a" * 64 + "!")
 
 
-@contextlib.asynccontextmanager
-async def pool_of(function, **options):
-    pool = RewardPool(RewardConfig(function=f"{__name__}:{function.__name__}", **options))
-    await pool.start()
-    try:
-        yield pool
-    finally:
-        await pool.close()
-
-
-def has_ended(pid: int, timeout_s: float = 5.0) -> bool:
+def has_ended(pid: int, timeout_s: float = 60.0) -> bool:
     """Wait for the end of any process, not necessarily a child."""
     try:
         handle = os.pidfd_open(pid)

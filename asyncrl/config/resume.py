@@ -24,7 +24,10 @@ MAY_CHANGE = (
     "rollout.snapshot_every_s",
     "rollout.engine.",
     "reward.workers",
+    "reward.secrets",
     "reward.timeout_s",
+    "reward.memory_mb",
+    "reward.file_mb",
     "trainer.",  # ranks, batch size, steps, optimizer, precision
     "algorithm.",
     "async_training.",

@@ -119,11 +119,19 @@ class RewardConfig(Section):
     function: str = "???"
     args: dict[str, Any] = field(default_factory=dict)  # further keyword arguments
     workers: PositiveInt = 1  # processes
+    # names of the environment variables that workers get, besides those that programs need, such as PATH
+    secrets: list[str] = field(default_factory=list)
     # per group; on timeout the worker is killed and the group's samples are retried one by one
     timeout_s: PositiveFloat = 10.0
+    memory_mb: PositiveInt = 4096  # MiB for a worker and all that it starts together; beyond it as on timeout
+    file_mb: PositiveInt = 256  # MiB of one file, and of all files together in a worker's working directory
     # a sample whose reward fails twice: drop removes it from its group, value gives it failure_value
     on_failure: Literal["drop", "value"] = "drop"
     failure_value: float = 0.0
+
+    def problems(self) -> Iterator[str]:
+        if own := sorted({"HOME", "PYTHONPATH", "TMPDIR"} & set(self.secrets)):
+            yield f"reward.secrets: a worker has its own {', '.join(own)}; expected names of other variables"
 
 
 def _betas(betas: list[float]) -> list[float]:

@@ -1,1 +1,1 @@
-"""Reward functions, and the killable worker processes that run them under a time limit."""
+"""Reward functions, and the worker processes that contain them."""

@@ -12,7 +12,7 @@ Score = float | Mapping[str, float]
 
 
 class RewardFunction(Protocol):
-    """Scores one response; ``args`` are ``reward.args``. Runs in worker processes under ``reward.timeout_s``.
+    """Scores one response; ``args`` are ``reward.args``. Runs in worker processes, within the limits of ``reward``.
 
     Returns a number, or a dict with ``reward`` and further numbers, which are reported as ``rollout/NAME``. May be
     ``async``: then a group's responses are scored concurrently."""

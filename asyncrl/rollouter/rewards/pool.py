@@ -1,4 +1,4 @@
-"""Scores responses in killable worker processes: a reward function may hang, crash or return garbage.
+"""Scores responses in worker processes that are not trusted: a reward function may hang, crash, leak or return garbage.
 
 ::
 
@@ -7,28 +7,40 @@
     results = await pool.score([(prompt, text), ...])   # one call per group; results in the same order
     await pool.close()
 
-A group goes to one worker in one message. A worker that times out or dies is killed and replaced. Failed samples are
-retried once, one by one, so that a bad sample does not fail its group.
+A group goes to one worker in one message. A worker that times out, dies, exceeds a limit or sends anything but a reply
+is killed with all that it started, and replaced. Failed samples are retried once, one by one, so that a bad sample does
+not fail its group.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import logging
 import os
 import pickle
-import signal
+import socket
 import sys
+import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from asyncrl.config.schema import RewardConfig
 from asyncrl.config.secrets import revealed
-from asyncrl.rollouter.rewards.worker import FRAME
+from asyncrl.rollouter.rewards.environment import missing_secrets, worker_environment
+from asyncrl.rollouter.rewards.keeper import CALL
+from asyncrl.rollouter.rewards.limits import Limits
+from asyncrl.rollouter.rewards.replies import FRAME, MAX_OUTCOME_BYTES, BadReply, Outcome, decode, decode_problem
 from asyncrl.types.prompts import Prompt
 
 START_TIMEOUT_S = 120.0  # to import the reward function's module, however heavy
+KILL_TIMEOUT_S = 15.0  # for the keeper to kill what is below it
+MAX_NAMES = 256  # metrics of a run under different names; each is a curve in every sink
+
+log = logging.getLogger(__name__)
 
 ErrorKind = Literal["reward_error", "reward_timeout"]
 
@@ -54,10 +66,15 @@ class RewardPool:
         self._config = config
         self._workers = [_Worker(config) for _ in range(config.workers)]
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
+        self._names: set[str] = set()  # of metrics
+        self._ignores_names = False
         self._open = False
 
     async def start(self) -> None:
-        """Start the workers. Raises RewardError if the function does not load; no worker is left running then."""
+        """Start the workers. Raises RewardError if the function does not load or a secret is missing; no worker is left
+        running then."""
+        if missing := missing_secrets(self._config.secrets):
+            raise RewardError(missing)
         problems = await asyncio.gather(*(worker.start() for worker in self._workers), return_exceptions=True)
         for problem in filter(None, problems):
             await self.close()
@@ -77,7 +94,7 @@ class RewardPool:
         retries = await asyncio.gather(*(self._attempt([items[i]]) for i in failed))
         for i, (result,) in zip(failed, retries):
             results[i] = result
-        return results
+        return [self._with_known_metrics(result) for result in results]
 
     async def close(self) -> None:
         """Kill the workers; pending calls to `score` raise RewardError."""
@@ -99,30 +116,55 @@ class RewardPool:
         if not self._open:
             raise RewardError("the reward pool is not open: call start() first, and score() not after close()")
 
+    def _with_known_metrics(self, result: RewardResult) -> RewardResult:
+        """The result without metrics that are not among the first `MAX_NAMES` names of this pool."""
+        new = [name for name in result.metrics if name not in self._names]
+        room = MAX_NAMES - len(self._names)
+        self._names.update(new[:room])
+        if len(new) <= room:
+            return result
+        if not self._ignores_names:
+            self._ignores_names = True
+            message = "%s has returned metrics of %d names; ignoring those of further names, such as %r"
+            log.warning(message, self._config.function, MAX_NAMES, new[room])
+        return replace(result, metrics={name: v for name, v in result.metrics.items() if name in self._names})
+
+
+def import_problem(config: RewardConfig) -> str | None:
+    """Why the reward function does not load, found in a worker; None if it does. Needs no event loop, nor minds one."""
+
+    async def start() -> None:
+        pool = RewardPool(replace(config, workers=1))
+        await pool.start()
+        await pool.close()
+
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(asyncio.run, start()).result()
+    except RewardError as e:
+        return str(e)
+    return None
+
 
 class _Worker:
-    """One worker process at a time, and the frames exchanged with it."""
+    """One worker process at a time, below its keeper, and the frames exchanged with it."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        self._process: asyncio.subprocess.Process | None = None
+        self._keeper: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "asyncrl.rollouter.rewards.worker", str(os.getpid())),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # so that it can import the same
-            start_new_session=True,  # its own process group: a kill includes what the function started
-        )
         function = self._config.function
+        begin = function, revealed("reward.args", self._config.args)
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                problem = await self._exchange((function, revealed("reward.args", self._config.args)))
+            await self._start_keeper()
+            problem = decode_problem(await self._exchange(begin, START_TIMEOUT_S, MAX_OUTCOME_BYTES))
         except TimeoutError:
             problem = f"reward.function: {function} did not import within {START_TIMEOUT_S:g} s"
         except _WorkerDied:
-            problem = f"reward.function: {function} ended its process with exit code {await self.kill()} on import"
+            problem = f"reward.function: {function} {await self.kill()} on import"
+        except BadReply as e:
+            problem = f"reward.function: {function} {e} on import"
         except BaseException:
             await self.kill()
             raise
@@ -131,54 +173,100 @@ class _Worker:
             raise RewardError(problem)
 
     async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[RewardResult]:
-        if self._process is None:
-            await self.start()
         function, timeout_s = self._config.function, self._config.timeout_s
-        kind: ErrorKind
+        if self._keeper is not None and self._keeper.returncode is not None:
+            log.warning("%s %s between two groups; its worker is replaced", function, await self.kill())
+        if self._keeper is None:
+            await self.start()
+        kind: ErrorKind = "reward_error"
         try:
-            async with asyncio.timeout(timeout_s):
-                outcomes = await self._exchange(list(items))
+            reply = await self._exchange(list(items), timeout_s, MAX_OUTCOME_BYTES * len(items))
+            return [_result(outcome) for outcome in decode(reply, len(items))]
         except TimeoutError:
             await self.kill()
             kind, problem = "reward_timeout", f"did not return within reward.timeout_s = {timeout_s:g} s"
         except _WorkerDied:
-            kind, problem = "reward_error", f"ended its process with exit code {await self.kill()}"
+            problem = await self.kill()
+        except BadReply as e:
+            await self.kill()
+            problem = str(e)
         except BaseException:  # cancelled: nobody would read the reply, and the next call must not
             await self.kill()
             raise
-        else:
-            return [
-                RewardResult(reward, metrics, None if error is None else "reward_error", error or "")
-                for reward, metrics, error in outcomes
-            ]
         message = f"{function} {problem} on {len(items)} response(s) to prompt {items[0][0].prompt_id}"
         return [RewardResult(0.0, {}, kind, message) for _ in items]
 
-    async def kill(self) -> int | None:
-        """Kill the process and its descendants; returns its exit code."""
-        process, self._process = self._process, None
-        if process is None:
-            return None
-        assert process.stdin is not None
-        process.stdin.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        return await process.wait()
-
-    async def _exchange(self, value: Any) -> Any:
-        """Send a frame and await the reply. Raises _WorkerDied if the process ends instead."""
-        assert self._process is not None
-        requests, replies = self._process.stdin, self._process.stdout
-        assert requests is not None
-        assert replies is not None
-        payload = pickle.dumps(value)
+    async def kill(self) -> str:
+        """Kill the worker with all that it started. Returns why it had ended, as the end of a sentence about it."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is None:
+            return "was killed"
+        assert keeper.stdin is not None
+        assert keeper.stdout is not None
+        keeper.stdin.close()
+        why = b""
         try:
-            requests.write(FRAME.pack(len(payload)) + payload)
-            await requests.drain()
-            (length,) = FRAME.unpack(await replies.readexactly(FRAME.size))
-            return pickle.loads(await replies.readexactly(length))
+            async with asyncio.timeout(KILL_TIMEOUT_S):
+                why = await keeper.stdout.read()
+        except TimeoutError:
+            keeper.kill()  # it is stopped or stuck; its stand-in does the rest
+        finally:
+            self._requests.transport.abort()
+        await keeper.wait()
+        return why.decode() or "had its keeper killed"
+
+    async def _start_keeper(self) -> None:
+        config = self._config
+        limits = json.dumps(asdict(Limits(config.memory_mb, config.file_mb)))
+        folder = tempfile.mkdtemp(prefix="asyncrl-reward-")
+        ours, theirs = socket.socketpair()
+        self._replies, self._requests = await asyncio.open_connection(sock=ours)
+        try:
+            self._keeper = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "asyncrl.rollouter.rewards.keeper"),
+                *(str(theirs.fileno()), folder, limits),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                pass_fds=[theirs.fileno()],
+                env=worker_environment(config.secrets, folder),
+                cwd=folder,
+                start_new_session=True,  # signals to our process group do not reach it
+            )
+        except BaseException:
+            self._requests.transport.abort()
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+            raise
+        finally:
+            theirs.close()
+
+    async def _exchange(self, request: Any, limit_s: float, most_bytes: int) -> bytes:
+        """Send a request and await the reply. Raises TimeoutError, BadReply for one of more than ``most_bytes``, and
+        _WorkerDied if the process ends instead."""
+        assert self._keeper is not None
+        calls = self._keeper.stdin
+        assert calls is not None
+        payload = pickle.dumps(request)
+        try:
+            async with asyncio.timeout(limit_s):
+                calls.write(CALL.pack(limit_s))
+                self._requests.write(FRAME.pack(len(payload)) + payload)
+                await self._requests.drain()
+                (length,) = FRAME.unpack(await self._replies.readexactly(FRAME.size))
+                if length > most_bytes:
+                    raise BadReply(f"sent a reply of {length} bytes, more than the {most_bytes} that it may have")
+                reply = await self._replies.readexactly(length)
         except (ConnectionError, asyncio.IncompleteReadError):
             raise _WorkerDied from None
+        calls.write(CALL.pack(0.0))
+        return reply
+
+
+def _result(outcome: Outcome) -> RewardResult:
+    if isinstance(outcome, str):
+        return RewardResult(0.0, {}, "reward_error", outcome)
+    reward = outcome.pop("reward")
+    return RewardResult(reward, outcome)
 
 
 class _WorkerDied(Exception):

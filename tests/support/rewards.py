@@ -1,0 +1,19 @@
+"""A started reward pool for tests."""
+
+import contextlib
+
+from asyncrl.config.schema import RewardConfig
+from asyncrl.rollouter.rewards.pool import RewardPool
+from asyncrl.types.prompts import Prompt
+
+ANSWER = Prompt("e0-000000", "row", ({"role": "user", "content": "?"},), "42")
+
+
+@contextlib.asynccontextmanager
+async def pool_of(function, **options):
+    pool = RewardPool(RewardConfig(function=f"{function.__module__}:{function.__name__}", **options))
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.close()
