@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import shutil
+import sys
 
 import pytest
 import torch
@@ -101,6 +102,23 @@ def test_a_model_that_the_native_decoder_does_not_support_may_use_other_backends
 def test_a_reward_or_agent_loop_that_cannot_be_called_is_refused(inputs, override, expected):
     (problem,) = problems(inputs, override)
     assert problem.startswith(expected)
+
+
+def test_a_reward_function_is_not_imported_in_this_process(inputs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "untrusted.py").write_text("def score(prompt, response): return 0\n")
+    preflight(load_config(None, overrides(inputs, tmp_path / "run", "reward.function=untrusted:score")), cpus=4)
+    assert "untrusted" not in sys.modules
+
+
+def test_secrets_of_the_reward_must_be_set_unless_a_cluster_may_set_them(inputs, monkeypatch):
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    (problem,) = problems(inputs, "reward.secrets=[JUDGE_KEY]")
+    assert problem.startswith("reward.secrets: expected the environment variable JUDGE_KEY, found none")
+    config = load_config(None, overrides(inputs, inputs / "run", "reward.secrets=[JUDGE_KEY]"))
+    preflight(config, cpus=None)
+    monkeypatch.setenv("JUDGE_KEY", "k")
+    preflight(config, cpus=4)
 
 
 def test_a_bad_reference_is_reported_under_its_own_key(inputs, tmp_path):

@@ -24,7 +24,8 @@ from asyncrl.param_sync.manifest import DTYPE_BYTES, ManifestError
 from asyncrl.plugins.registry import UnknownPart
 from asyncrl.rollouter.agents.base import find_agent_loop
 from asyncrl.rollouter.engines.base import ENGINES
-from asyncrl.rollouter.rewards.base import find_reward
+from asyncrl.rollouter.rewards.environment import unset_secrets
+from asyncrl.rollouter.rewards.pool import import_problem
 from asyncrl.rollouter.tokenizer import PromptTokenizer
 from asyncrl.run.checks import check
 from asyncrl.run.environments import environment_problems
@@ -86,11 +87,11 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
                 fingerprint = prompts_fingerprint(prompts)
         except DataError as e:
             problems.append(f"data.{key}: {e}")
-    for find, name in ((find_reward, config.reward.function), (find_agent_loop, config.rollout.agent_loop)):
-        try:
-            find(name)  # type: ignore[operator]
-        except UnknownPart as e:
-            problems.append(str(e))
+    problems += _reward_problems(config, cpus)
+    try:
+        find_agent_loop(config.rollout.agent_loop)
+    except UnknownPart as e:
+        problems.append(str(e))
     context = config.rollout.engine.max_context_tokens or (model.max_position_embeddings if model else 0)
     if model and context > model.max_position_embeddings:
         problems.append(
@@ -179,6 +180,14 @@ def _reference_problems(path: str, policy: ModelConfig | None, native: bool) -> 
             f"{policy.vocab_size}; their logprobs cannot be compared"
         ]
     return []
+
+
+def _reward_problems(config: Config, cpus: int | None) -> list[str]:
+    """A reward function that does not load, tried in a worker: its code must not run where all secrets are."""
+    if missing := unset_secrets(config.reward.secrets):
+        return missing if cpus is not None else []  # a cluster may set them where the rollouter runs, which checks too
+    problem = import_problem(config.reward)
+    return [problem] if problem else []
 
 
 def _memory_problems(config: Config, model: ModelConfig, context_tokens: int) -> list[str]:

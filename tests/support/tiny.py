@@ -5,7 +5,6 @@ import json
 import time
 from pathlib import Path
 
-from asyncrl.models.make_checkpoint import make_checkpoint
 from asyncrl.rollouter.agents.single_turn import SingleTurn
 from asyncrl.types.prompts import Prompt
 
@@ -14,6 +13,8 @@ MAX_RESPONSE = 24
 
 def make_inputs(folder: Path) -> Path:
     """A checkpoint (random weights) and problems under ``folder``."""
+    from asyncrl.models.make_checkpoint import make_checkpoint  # reward workers import this module, and it is heavy
+
     make_checkpoint(folder / "checkpoint", seed=0, warm_start_steps=0)
     rows = [
         {"prompt": [{"role": "user", "content": f"Compute {a}+{b}"}], "answer": str(a + b)}

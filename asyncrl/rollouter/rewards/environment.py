@@ -21,7 +21,7 @@ def worker_environment(secrets: Sequence[str], folder: str) -> dict[str, str]:
     return kept | {name: os.environ[name] for name in secrets} | own
 
 
-def missing_secrets(secrets: Sequence[str]) -> list[str]:
+def unset_secrets(secrets: Sequence[str]) -> list[str]:
     """One line if variables that `reward.secrets` names are not set here."""
     missing = [name for name in secrets if name not in os.environ]
     if not missing:

@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 from asyncrl.config.schema import RewardConfig
 from asyncrl.config.secrets import revealed
-from asyncrl.rollouter.rewards.environment import missing_secrets, worker_environment
+from asyncrl.rollouter.rewards.environment import unset_secrets, worker_environment
 from asyncrl.rollouter.rewards.keeper import CALL
 from asyncrl.rollouter.rewards.limits import Limits
 from asyncrl.rollouter.rewards.replies import FRAME, MAX_OUTCOME_BYTES, BadReply, Outcome, decode, decode_problem
@@ -73,7 +73,7 @@ class RewardPool:
     async def start(self) -> None:
         """Start the workers. Raises RewardError if the function does not load or a secret is missing; no worker is left
         running then."""
-        if missing := missing_secrets(self._config.secrets):
+        if missing := unset_secrets(self._config.secrets):
             raise RewardError(missing)
         problems = await asyncio.gather(*(worker.start() for worker in self._workers), return_exceptions=True)
         for problem in filter(None, problems):
@@ -134,7 +134,7 @@ def import_problem(config: RewardConfig) -> str | None:
     """Why the reward function does not load, found in a worker; None if it does. Needs no event loop, nor minds one."""
 
     async def start() -> None:
-        pool = RewardPool(replace(config, workers=1))
+        pool = RewardPool(replace(config, workers=1, args={}))  # secrets among them may be set elsewhere only
         await pool.start()
         await pool.close()
 
