@@ -42,6 +42,7 @@ from ray import cloudpickle
 from asyncrl.observability.telemetry.recorder import now_s
 from asyncrl.processes.actor_client import ActorClient, start_ray
 from asyncrl.rollouter.batching_sender import BatchingSender
+from asyncrl.rollouter.held_queue import HeldQueue
 from asyncrl.run.cluster import CALLS_AT_ONCE
 from asyncrl.run.placement import OBJECT_STORE_BYTES
 from asyncrl.sample_queue.actor import SampleQueueActor
@@ -85,7 +86,8 @@ def samples_of_a_group() -> tuple[np.ndarray, list[Sample]]:
 def start_sample_queue(run_dir: Path) -> Any:
     """Start the actor as a run does, admitting `GROUPS_IN_FLIGHT`."""
     actor = SampleQueueActor.options(max_concurrency=CALLS_AT_ONCE, num_cpus=0)  # type: ignore[attr-defined]
-    queue = actor.remote(run_dir, GROUPS_PER_STEP, (STALENESS_THRESHOLD, 1), 1_000_000_000, "fifo", "wait", 150_000, 3)
+    threshold, endless = (STALENESS_THRESHOLD, 1), 1_000_000_000
+    queue = actor.remote(run_dir, GROUPS_PER_STEP, threshold, endless, "fifo", "wait", 150_000, 3, driver_epoch=1)
     ray.get(queue.start.remote())
     return queue
 
@@ -95,7 +97,7 @@ class Producer:
     """Rollouter side: starts as many groups as admitted; one `put` carries all groups that are waiting."""
 
     def __init__(self, queue: Any) -> None:
-        self._queue = ActorClient(queue, "queue")
+        self._queue = HeldQueue(ActorClient(queue, "queue"), token=0)
         self._prompt, self._samples = samples_of_a_group()
         self._issued = 0
 

@@ -6,14 +6,18 @@ import multiprocessing
 import os
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 
+from asyncrl.config.load import load_config
 from asyncrl.config.schema import CheckpointConfig
+from asyncrl.models.config import CheckpointError
 from asyncrl.processes.identity import Process
 from asyncrl.run import driver_epoch
 from asyncrl.run.driver_epoch import FOLDER, DriverEpoch, EpochOver, InUse, _created
 from asyncrl.run.resume import valid_checkpoints
+from asyncrl.run.run_folder import RunFolder
 from asyncrl.trainer.checkpoints import CheckpointMetadata, CheckpointStore
 from asyncrl.types.versions import PolicyVersion
 from tests.test_spool import in_child
@@ -78,6 +82,13 @@ def test_a_driver_of_another_machine_is_dead_when_its_file_no_longer_changes(tmp
         first.check()
 
 
+def test_a_driver_whose_file_is_damaged_counts_as_one_of_another_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(driver_epoch, "SILENT_S", 0.2)
+    DriverEpoch.take(tmp_path, 0)
+    (tmp_path / FOLDER / "000001.json").write_bytes(b"\xff{")
+    assert DriverEpoch.take(tmp_path, 0).number == 2
+
+
 async def test_a_driver_that_wakes_up_after_another_has_begun_ends(tmp_path, elsewhere, monkeypatch):
     monkeypatch.setattr(driver_epoch, "BEAT_S", 0.02)
     first = DriverEpoch.take(tmp_path, 0)
@@ -135,6 +146,9 @@ def test_a_checkpoint_that_a_driver_completes_after_its_epoch_does_not_count(tmp
     save(stopped, 9)
     save(store(second), 4)
     assert list(valid()) == ["step_000003", "step_000004"]
+    (tmp_path / FOLDER / "000002.found.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"000002\.found\.json is damaged"):
+        valid()
 
 
 def test_a_process_is_told_from_another_that_gets_its_number():
@@ -151,3 +165,19 @@ def test_a_process_is_told_from_another_that_gets_its_number():
     os.waitpid(pid, 0)
     assert not child.alive
     assert not child.kill()
+
+
+def test_a_run_that_died_before_it_had_begun_leaves_its_folder_to_the_next_one(tmp_path):
+    config = load_config(None, [f"run_dir={tmp_path / 'run'}", "model.path=none", "reward.function=none"])
+    found = SimpleNamespace(prompts_fingerprint="p")
+
+    def body() -> None:
+        (tmp_path / "run").mkdir()
+        DriverEpoch.take(tmp_path / "run", 0)
+        (tmp_path / "run/config.yaml.partial").write_text("name: ru")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_child(body) == -signal.SIGKILL
+    folder = RunFolder.open(config, "auto", found)
+    assert (folder.path, folder.epoch.number) == (tmp_path / "run", 2)
+    assert RunFolder.create(config).path == tmp_path / "run-2"

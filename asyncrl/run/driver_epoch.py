@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from asyncrl.disk.files import make_folder, sync, write_whole
+from asyncrl.models.config import CheckpointError
 from asyncrl.processes.identity import Process, machine
 
 FOLDER = "drivers"
@@ -78,7 +79,7 @@ class DriverEpoch:
     def check(self) -> None:
         """Raises EpochOver if a newer driver has begun."""
         if (newest := _newest(self._folder)) > self.number:
-            driver = _Driver(**json.loads(_file(self._folder, newest).read_bytes()))
+            driver = _driver(_file(self._folder, newest)) or "unknown"
             raise EpochOver(f"another driver ({driver}) has taken over this run; this one, epoch {self.number}, ends")
 
     async def run(self) -> None:
@@ -108,8 +109,8 @@ def wait_for_previous(run: Path, patience_s: float) -> None:
     if not (number := _newest(folder)):
         return
     path = _file(folder, number)
-    driver = _Driver(**json.loads(path.read_bytes()))
-    elsewhere = driver.machine != machine()
+    driver = _driver(path)
+    elsewhere = driver is None or driver.machine != machine()
     beats, began_s = {path.stat().st_mtime_ns}, time.monotonic()
     while not path.with_suffix(".ended").exists():
         waited_s = time.monotonic() - began_s
@@ -117,17 +118,34 @@ def wait_for_previous(run: Path, patience_s: float) -> None:
             beats.add(path.stat().st_mtime_ns)
             if len(beats) == 1 and waited_s > SILENT_S:
                 return
-        elif not Process(driver.process, driver.process_started).alive:
+        elif driver is not None and not Process(driver.process, driver.process_started).alive:
             return
         if waited_s > max(patience_s, SILENT_S if elsewhere else 0):
-            raise InUse(f"{run} is in use by another driver, {driver}")
+            raise InUse(f"{run} is in use by another driver, {driver or f'whose file {path} is damaged'}")
         time.sleep(_POLL_S)
 
 
 def written_too_late(run: Path, epoch: int, name: str, digest: str) -> bool:
-    """True for a checkpoint of driver ``epoch`` that a later driver did not find when it began."""
+    """True for a checkpoint of driver ``epoch`` that a later driver did not find when it began. Raises
+    CheckpointError."""
     later = sorted(path for path in (run / FOLDER).glob("*.found.json") if int(path.name[:6]) > epoch)
-    return bool(later) and json.loads(later[0].read_bytes()).get(name) != digest
+    if not later:
+        return False
+    try:
+        return dict(json.loads(later[0].read_bytes())).get(name) != digest
+    except ValueError as e:
+        raise CheckpointError(
+            f"{later[0]} is damaged ({e}); it lists the checkpoints that were there when the driver began. Restore it "
+            "from a copy, or delete it to accept all checkpoints"
+        ) from None
+
+
+def _driver(path: Path) -> _Driver | None:
+    """None if the file is damaged."""
+    try:
+        return _Driver(**json.loads(path.read_bytes()))
+    except (ValueError, TypeError):
+        return None
 
 
 def _file(folder: Path, number: int) -> Path:

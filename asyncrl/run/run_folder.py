@@ -21,6 +21,7 @@ from asyncrl.config.schema import Config
 from asyncrl.disk.files import make_folder, write_whole
 from asyncrl.models.config import CheckpointError
 from asyncrl.observability.telemetry.log import LOGS, LogConfig
+from asyncrl.run.driver_epoch import FOLDER as DRIVERS
 from asyncrl.run.driver_epoch import DriverEpoch, InUse, wait_for_previous
 from asyncrl.run.preflight import Preflight
 from asyncrl.run.resume import ResumePoint, resume_point, valid_checkpoints
@@ -117,7 +118,7 @@ class RunFolder:
             )
         path = wanted
         try:
-            while path.exists() and any(path.iterdir()):
+            while path.exists() and _holds_something(path):
                 number += 1
                 path = wanted.with_name(f"{wanted.name}-{number}")
             make_folder(path)
@@ -255,6 +256,11 @@ def journal_folder(run: Path, journal_dir: str) -> Path:
     if not journal_dir:
         return run
     return Path(journal_dir) / f"{run.name}-{xxhash.xxh3_64_hexdigest(str(run).encode())}"
+
+
+def _holds_something(path: Path) -> bool:
+    """True unless the folder is empty, or has only what a run leaves that died before it had begun."""
+    return any(item.name != DRIVERS and item.suffix != ".partial" for item in path.iterdir())
 
 
 def _database(path: Path) -> list[Path]:

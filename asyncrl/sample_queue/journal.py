@@ -95,7 +95,7 @@ class Journal:
             self._snapshots = SnapshotStore(folder, in_flight)
             undo.callback(self._snapshots.close)
             self._files = undo.pop_all()
-        self._swept = self._spool.end[0]
+        self._swept = 0  # the process before may have died before it swept
         self._pending: list[_Write] = []
         self._to_freeze: list[tuple[Path, asyncio.Future[tuple[int, int]]]] = []
         self._arrived = threading.Condition()
