@@ -68,6 +68,7 @@ class RunFolder:
             raise ConfigError(problems)
         folder = cls(path.resolve(), config, LOCK_PATIENCE_S)
         try:
+            folder._check_owner()
             folder._check_writable()
             folder._fetch_journal()
             folder._check_prompts(found.prompts_fingerprint)
@@ -100,6 +101,7 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             folder = cls(path.resolve(), config)
             folder.journal.mkdir(parents=True, exist_ok=True)
+            folder._check_owner()
             if (folder.journal / LEDGER).exists():
                 raise ConfigError(
                     [f"journal_dir: {folder.journal} is from an old run in {path}; delete it, or use another run_dir"]
@@ -122,6 +124,15 @@ class RunFolder:
         if newest := self.checkpoints.newest():
             print(f"checkpoint:  {newest.path}")
         print(f"run folder:  {self.path}", flush=True)
+
+    def _check_owner(self) -> None:
+        """Raises ConfigError if another user made the journal's folder, as anyone can in a shared ``journal_dir``."""
+        if self.journal_copy is None or not os.path.lexists(self.journal):
+            return
+        if (owner := os.lstat(self.journal).st_uid) != (user := os.geteuid()):
+            raise ConfigError(
+                [f"journal_dir: {self.journal} belongs to user {owner}, expected {user}; choose another journal_dir"]
+            )
 
     def _check_writable(self) -> None:
         """Raises ConfigError at once, where otherwise an actor would fail long after the start."""
