@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -89,6 +90,24 @@ async def test_a_server_that_does_not_start_is_reported_with_its_last_line(capfd
         f"SGLang's server process is gone (exit status 1) before it was ready; its last line: {last_line} "
         "(without a GPU it needs stand-ins: see configs/sglang_cpu.yaml)"
     )
+
+
+async def test_temporary_files_of_a_server_end_with_it(tmp_path, monkeypatch):
+    """SGLang names the sockets between its processes as temporary files, and leaves them when it is killed."""
+    leave_one = """
+import sys, tempfile
+
+def run_server(arguments):
+    print(tempfile.NamedTemporaryFile(delete=False).name, flush=True)
+    sys.exit(3)
+"""
+    write_sglang(tmp_path, leave_one)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(EngineError, match="its last line: /") as raised:
+        await Server.start({"device": "cuda"}, {})
+    left = Path(str(raised.value).rpartition(" ")[2])
+    assert left.parent.name.startswith("asyncrl-engine-")
+    assert not left.parent.exists()
 
 
 async def test_the_key_is_not_sent_to_another_process_that_took_the_port(tmp_path, monkeypatch):
