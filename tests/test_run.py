@@ -295,6 +295,8 @@ def test_a_run_continues_while_another_user_sends_malformed_bytes_to_its_sockets
         assert attack.poll() is None
     assert "12/12" in run.text
     assert run.text.count("was refused") == 1
+    steps = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert max(step.get("param_sync/refused_connections", 0) for step in steps) > 0
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["failed"] is None
 

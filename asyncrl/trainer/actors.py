@@ -17,6 +17,7 @@ from asyncrl.observability.telemetry.recorder import Batch, Recorder
 from asyncrl.param_sync.manifest import Manifest
 from asyncrl.param_sync.sender import SendPlan, SendReport
 from asyncrl.param_sync.transports.base import Address
+from asyncrl.param_sync.transports.listener import count_refusals
 from asyncrl.processes.actor_client import ActorClient, SupervisedActor
 from asyncrl.sample_queue.messages import Lease
 
@@ -109,6 +110,7 @@ class TrainerRankActor(SupervisedActor):
         self._sender.abort(session)
 
     async def drain(self) -> Batch:
+        count_refusals(self._recorder)
         return self._recorder.drain()
 
     async def _compute(self, work: Callable[[], T]) -> T:
