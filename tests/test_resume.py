@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from asyncrl.config.load import ConfigError
+from asyncrl.config.schema import Config
 from asyncrl.fully_async_main import main
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.run import run_folder
@@ -183,7 +185,7 @@ def test_other_prompts_in_the_same_file_are_refused(inputs, folder, capfd):
 
 
 def test_a_damaged_shard_of_the_newest_checkpoint_is_reported(inputs, folder, capfd):
-    shard = max((folder / "checkpoints/step_000006/state").glob("*.distcp"))
+    shard = max((folder / "checkpoints/step_000006/state").glob("*.bin"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"!")
     output = refused(inputs, folder, capfd)
     assert f"{shard} is damaged" in output
@@ -228,6 +230,18 @@ def test_a_folder_in_use_by_a_live_run_is_refused(inputs, folder, capfd, monkeyp
 def test_a_folder_that_cannot_be_written_is_refused(inputs, folder, capfd, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder / "ledger.sqlite")  # for root
     assert f"{folder / 'ledger.sqlite'} cannot be written" in refused(inputs, folder, capfd)
+
+
+def test_a_journal_that_another_user_made_is_refused(inputs, folder, capfd, tmp_path, monkeypatch):
+    config = Config(run_dir=str(tmp_path / "new"), journal_dir=str(tmp_path / "shared"))
+    for run in (folder, tmp_path / "new"):
+        run_folder.journal_folder(run.resolve(), config.journal_dir).mkdir(parents=True)
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    message = f"belongs to user {user}, expected {user + 1}"
+    assert message in refused(inputs, folder, capfd, f"journal_dir={config.journal_dir}")
+    with pytest.raises(ConfigError, match=message):
+        run_folder.RunFolder.create(config)
 
 
 def refused(inputs: Path, folder: Path, capfd, *more: str, resume: str | Path = "auto") -> str:
