@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import socket
 import subprocess
@@ -13,10 +14,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from asyncrl.rollouter.engines.base import EngineError
 from asyncrl.rollouter.engines.sglang import server as server_module
 from asyncrl.rollouter.engines.sglang.server import Server
+from asyncrl.rollouter.engines.sglang.stores import listen_only_at_their_address
 
 SERVER_WITH_A_CHILD = """
 import multiprocessing, time
@@ -108,6 +111,20 @@ def run_server(arguments):
     left = Path(str(raised.value).rpartition(" ")[2])
     assert left.parent.name.startswith("asyncrl-engine-")
     assert not left.parent.exists()
+
+
+def test_a_store_listens_only_at_the_address_of_its_group(monkeypatch):
+    patched = importlib.import_module("torch.distributed.rendezvous")
+    monkeypatch.setattr(patched, "TCPStore", dist.TCPStore)  # restored after the test
+    listen_only_at_their_address()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    store, _, _ = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, 1))
+    again, _, _ = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, 1))
+    store.set("key", "value")
+    assert again.get("key") == b"value"
+    sockets = psutil.Process().net_connections("tcp")
+    assert {c.laddr.ip for c in sockets if c.laddr.port == port and c.status == "LISTEN"} == {"127.0.0.1"}
 
 
 async def test_the_key_is_not_sent_to_another_process_that_took_the_port(tmp_path, monkeypatch):

@@ -193,10 +193,12 @@ def host_store(host: str, shared: bool = False) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd, multi_tenant=shared)
 
 
-def listen(host: str) -> socket.socket:
-    """A socket listening on a free port of ``host``. Raises OSError if that is not an address of this machine."""
+def listen(host: str, port: int = 0) -> socket.socket:
+    """A socket listening on a port of ``host``, by default a free one. Raises OSError if that is not an address of this
+    machine."""
     try:
-        return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as e:
         raise OSError(f"cannot listen on {host} ({e}); it must be an address of this machine that others reach") from e
 
