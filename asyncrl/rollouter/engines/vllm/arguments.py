@@ -50,6 +50,8 @@ def engine_arguments(config: Config, device: str) -> AsyncEngineArgs:
         "enable_log_requests": False,
         "generation_config": "vllm",  # ignore the checkpoint's sampling defaults
     }
+    if engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size > 1:
+        arguments["distributed_executor_backend"] = "mp"  # within a Ray actor, vLLM's default is actors of its own
     if mtp.enable_rollout:
         arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": mtp.num_speculative_tokens}
     if sends_adapters(config):
