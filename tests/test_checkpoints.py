@@ -31,7 +31,7 @@ def save(store, step, lineage=0, content=b"weights", **metrics):
     partial = store.begin(step)
     (partial / "state").mkdir()
     (partial / "state" / "shard").write_bytes(content)
-    (partial / "state" / ".metadata").write_bytes(b"names")
+    (partial / "state" / "index.json").write_bytes(b"names")
     store.rate((lineage, step), metrics)
     return store.complete(partial, metadata_of(step, lineage))
 
@@ -409,6 +409,6 @@ def test_after_a_kill_at_any_point_the_newest_checkpoint_is_complete(tmp_path, s
 def test_checksums_are_human_readable(tmp_path):
     path = save(store_in(tmp_path), 3).path
     listed = json.loads((path / "checksums.json").read_text())["files"]
-    assert sorted(listed) == ["metadata.json", "state/.metadata", "state/shard"]
+    assert sorted(listed) == ["metadata.json", "state/index.json", "state/shard"]
     assert listed["state/shard"]["bytes"] == 7
     assert path.suffix != PARTIAL

@@ -27,7 +27,7 @@ from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.live_weights import LiveWeights
 from asyncrl.param_sync.manifest import Manifest, TensorSpec
 from asyncrl.param_sync.sender import Sender, SendPlan
-from asyncrl.param_sync.transports import gloo, nccl
+from asyncrl.param_sync.transports import gloo, nccl, process_group
 from asyncrl.param_sync.transports.base import NoReaders
 from asyncrl.param_sync.transports.broadcast import GroupRendezvous
 from asyncrl.param_sync.transports.collective import CollectiveWriter
@@ -37,6 +37,7 @@ from asyncrl.param_sync.transports.process_group import Group, host_store
 from asyncrl.types.versions import PolicyVersion
 from benchmarks.remote import Remote
 from tests.support.collective_processes import HOST, ReaderProcess, SenderProcess, payload_digest
+from tests.support.stuck_channel import StuckBackend
 
 BUCKETS = 8
 
@@ -354,6 +355,21 @@ def test_a_group_that_is_still_forming_can_be_aborted():
     tensor = torch.zeros(10, dtype=torch.uint8)
     alone.broadcast([tensor])
     assert alone.abort()
+
+
+def test_a_group_that_does_not_end_is_left_in_time(monkeypatch, caplog):
+    """The thread that computes must not wait for it."""
+    monkeypatch.setattr(process_group, "_ENDING_S", 0.2)
+    backend = StuckBackend()
+    group = Group(GroupRendezvous("g", 1, 2, HOST, 1, 20.0), HOST, backend, torch.device("cpu"), lambda *_: None)
+    group.broadcast([torch.zeros(10, dtype=torch.uint8)])
+    assert backend.channel.receiving.wait(60)
+    assert not group.abort()
+    assert not group.abort()  # the first one still waits
+    assert "an aborted broadcast did not end within 0.2 s" in caplog.text
+    backend.channel.released.set()
+    monkeypatch.setattr(process_group, "_ENDING_S", 60.0)
+    assert group.abort()
 
 
 def write(writer, session, readers):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import mmap
 import os
 import resource
 import socket
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.buckets import pack
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.manifest import Manifest, TensorSpec
@@ -24,7 +27,7 @@ from asyncrl.param_sync.transports import gloo
 from asyncrl.param_sync.transports.base import BucketReader, BucketWriter, NoReaders
 from asyncrl.param_sync.transports.collective import CollectiveWriter
 from asyncrl.param_sync.transports.collective_reader import CollectiveReader
-from asyncrl.param_sync.transports.listener import Listener
+from asyncrl.param_sync.transports.listener import Listener, count_refusals
 from asyncrl.param_sync.transports.local import LocalAddress, LocalReader, LocalWriter
 from asyncrl.param_sync.transports.local import _machine as this_machine
 from asyncrl.param_sync.transports.messages import framed
@@ -101,8 +104,8 @@ def thread():
         yield pool
 
 
-def write(writer, session, readers, stall_s=20.0):
-    writer.open(session, readers, 20.0, stall_s)
+def write(writer, session, readers, stall_s=20.0, keep=False):
+    writer.open(session, readers, 20.0, stall_s, keep)
     for filled in pack(TENSORS.items(), writer.buffer):
         writer.publish(filled)
     writer.finish()
@@ -167,18 +170,22 @@ def test_a_silent_connection_does_not_delay_the_others(transport, writer, reader
 @pytest.mark.parametrize("payload", PAYLOADS.values(), ids=PAYLOADS)
 def test_an_invalid_hello_closes_only_its_own_connection(transport, writer, reader_named, thread, payload, caplog):
     """Even from a peer with the token or of the same user."""
-    reader = reader_named("r0")
+    reader, recorder = reader_named("r0"), Recorder("trainer/0")
+    count_refusals(Recorder("earlier tests"))
     with contextlib.ExitStack() as stack:
-        for _ in range(2):
-            caller = stack.enter_context(transport.connection(writer.address))
+        callers = [stack.enter_context(transport.connection(writer.address)) for _ in range(2)]
+        for caller in callers:
             caller.sendall(transport.token(writer.address) + payload)
         reader.connect("s", [writer.address], 5)
         done = thread.submit(write, writer, "s", ["r0"])
         assert len(list(reader.buckets(5))) == len(TENSORS)
         done.result(timeout=5)
-        caller.settimeout(10)
-        with contextlib.suppress(ConnectionResetError):
-            assert caller.recv(1) == b""
+        for caller in callers:
+            caller.settimeout(10)
+            with contextlib.suppress(ConnectionResetError):
+                assert caller.recv(1) == b""
+    count_refusals(recorder)
+    assert recorder.drain().counters == {"param_sync/refused_connections": 2}
     assert [r.levelname for r in caplog.records if "was refused" in r.message] == ["WARNING"]
 
 
@@ -282,6 +289,37 @@ def test_another_user_can_neither_read_a_session_nor_disturb_it(reader_named, th
                     done.result(timeout=5)
                     assert writer.dropped == {}
             assert attack.poll() is None
+
+
+ATTACKS = {
+    "write": lambda file: os.write(file, b"x"),
+    "map for writing": lambda file: mmap.mmap(file, 64),
+    "shrink": lambda file: os.ftruncate(file, 0),
+    "open again and shrink": lambda file: os.truncate(f"/proc/self/fd/{file}", 0),
+    "forbid to grow": lambda file: fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
+def test_a_reader_can_neither_write_to_the_memory_nor_shrink_it(thread, attack):
+    """A writer would die of mapped memory whose file has shrunk."""
+    received = []
+
+    def opened(message, files):
+        received.extend(os.dup(file) for file in files)
+        return MappedFile(message, files)
+
+    writer, reader = SharedMemoryWriter(0, 100), LocalReader("r0", None, opened)
+    for session in ("s1", "s2"):
+        reader.connect(session, [writer.address], 20)
+        writing = thread.submit(write, writer, session, ["r0"], keep=session == "s2")  # then the file grows
+        assert [bytes(bucket.data) for bucket in reader.buckets(20)] == [t.numpy().tobytes() for t in TENSORS.values()]
+        writing.result()
+        with pytest.raises(OSError, match=r"Bad file descriptor|Invalid argument|not permitted|denied"):
+            attack(received[0])
+    reader.close()
+    writer.close()
+    os.close(received[0])
 
 
 def test_a_silent_reader_is_dropped_after_the_stall_time(writer, reader_named, thread):

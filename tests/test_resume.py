@@ -18,6 +18,8 @@ import pytest
 import torch
 
 import asyncrl.cli.ledger
+from asyncrl.config.load import ConfigError
+from asyncrl.config.schema import Config
 from asyncrl.fully_async_main import main
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.run import run_folder
@@ -186,7 +188,7 @@ def test_other_prompts_in_the_same_file_are_refused(inputs, folder, capfd):
 
 @pytest.mark.faults
 def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_used(inputs, begin, folder):
-    shard = max((folder / "checkpoints/step_000006/state").glob("*.distcp"))
+    shard = max((folder / "checkpoints/step_000006/state").glob("*.bin"))
     damage(shard)
     damage(folder / "checkpoints/step_000006/metadata.json", at=2)
     run = begin(inputs, folder, "trainer.total_steps=9")
@@ -197,7 +199,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_used(inpu
 
 
 def test_a_damaged_checkpoint_that_is_named_is_refused(inputs, folder, capfd):
-    shard = max((folder / "checkpoints/step_000006/state").glob("*.distcp"))
+    shard = max((folder / "checkpoints/step_000006/state").glob("*.bin"))
     damage(shard)
     output = refused(inputs, folder, capfd, resume=folder / "checkpoints/step_000006")
     assert f"{shard} is damaged" in output
@@ -321,6 +323,18 @@ def test_a_folder_in_use_by_a_live_run_is_refused(inputs, folder, capfd, monkeyp
 def test_a_folder_that_cannot_be_written_is_refused(inputs, folder, capfd, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder / "ledger.sqlite")  # for root
     assert f"{folder / 'ledger.sqlite'} cannot be written" in refused(inputs, folder, capfd)
+
+
+def test_a_journal_that_another_user_made_is_refused(inputs, folder, capfd, tmp_path, monkeypatch):
+    config = Config(run_dir=str(tmp_path / "new"), journal_dir=str(tmp_path / "shared"))
+    for run in (folder, tmp_path / "new"):
+        run_folder.journal_folder(run.resolve(), config.journal_dir).mkdir(parents=True)
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    message = f"belongs to user {user}, expected {user + 1}"
+    assert message in refused(inputs, folder, capfd, f"journal_dir={config.journal_dir}")
+    with pytest.raises(ConfigError, match=message):
+        run_folder.RunFolder.create(config)
 
 
 def refused(inputs: Path, folder: Path, capfd, *more: str, resume: str | Path = "auto") -> str:

@@ -1,8 +1,10 @@
 """Whole runs, started as users start them, with real Ray, engine and trainer in a separate process."""
 
+import contextlib
 import gzip
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -113,6 +115,15 @@ def gcs_answer(ray_dir: str, token: str | None) -> grpc.StatusCode:
     return grpc.StatusCode.OK
 
 
+def listening_addresses(run: Run) -> set[str]:
+    """Addresses at which the run's processes accept TCP connections."""
+    found = set()
+    for process in (driver := psutil.Process(run.process.pid), *driver.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            found |= {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    return found
+
+
 @pytest.fixture
 def home(monkeypatch, tmp_path):
     """A new, empty home, without environment variables for Ray's or wandb's files."""
@@ -128,6 +139,7 @@ def test_a_run_with_two_ranks_and_two_replicas_trains_reports_and_leaves_nothing
     start, inputs, tmp_path, ray_dir, home, monkeypatch
 ):
     monkeypatch.setenv("JUDGE_TOKEN", token := token_hex(16))
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)  # the other tests' precaution
     run = start(
         "trainer.ranks=2",
         "rollout.replicas=2",
@@ -149,9 +161,11 @@ def test_a_run_with_two_ranks_and_two_replicas_trains_reports_and_leaves_nothing
         (key,) = {p.environ()["RAY_AUTH_TOKEN"] for p in servers}
         answers = [gcs_answer(ray_dir, given) for given in (key, "another", None)]
         commands = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
+        listening = listening_addresses(run)
     finally:
         run.process.send_signal(signal.SIGCONT)
     assert answers == [grpc.StatusCode.OK, *[grpc.StatusCode.UNAUTHENTICATED] * 2]
+    assert listening == {"127.0.0.1", "::ffff:127.0.0.1"}
     assert [command for command in commands if token in command or key in command] == []
     assert run.wait() == 0, run.text
     assert "retries" not in run.text  # Ray's message about calls to the queue that end with it
@@ -313,6 +327,8 @@ def test_a_run_continues_while_another_user_sends_malformed_bytes_to_its_sockets
         assert attack.poll() is None
     assert "12/12" in run.text
     assert run.text.count("was refused") == 1
+    steps = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert max(step.get("param_sync/refused_connections", 0) for step in steps) > 0
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["failed"] is None
 
@@ -328,12 +344,13 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_reason(start, inputs, 
     assert "this reward never works" in run.text
 
 
-def test_a_run_joins_a_cluster_and_returns_its_resources(inputs, tmp_path, ray_dir):
+def test_a_run_joins_a_cluster_and_returns_its_resources(inputs, tmp_path, ray_dir, monkeypatch):
     import ray
 
-    from asyncrl.processes.actor_client import start_ray
-
-    start_ray(
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    ray.init(
+        address="local",
+        include_dashboard=False,
         num_cpus=1,
         logging_level="ERROR",
         _temp_dir=ray_dir,

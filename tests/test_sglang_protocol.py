@@ -29,9 +29,10 @@ from asyncrl.models.make_checkpoint import make_checkpoint
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.fleet import Fleet
-from asyncrl.param_sync.manifest import AdapterSpec
+from asyncrl.param_sync.manifest import AdapterSpec, TensorSpec
 from asyncrl.param_sync.replica_session import EngineSession
 from asyncrl.param_sync.session import SyncSession
+from asyncrl.param_sync.transports import gloo
 from asyncrl.param_sync.transports.choose import make_reader
 from asyncrl.rollouter.engines.base import EngineDied, EngineError
 from asyncrl.rollouter.engines.sglang.client import Client
@@ -43,6 +44,7 @@ from asyncrl.rollouter.engines.sglang.receiver import ServerReceiver
 from asyncrl.types.samples import FinishReason
 from asyncrl.types.versions import PolicyVersion
 from tests.support.engine_replica import TensorRank, request
+from tests.support.stuck_channel import StuckChannel
 
 TENSORS = {
     "model.embed_tokens.weight": torch.arange(12.0).view(4, 3),
@@ -62,6 +64,7 @@ class SGLang:
         self.live: dict[str, dict[str, torch.Tensor]] = {"target": {}, "draft": {}}
         self.version = "default"
         self.drops = ""  # a tensor that its loader skips
+        self.joins = False  # its workers join a group; else they hang
         self.queues = False  # as on a GPU: copies are made only at a synchronization
         self.queued: list[tuple[str, str, torch.Tensor]] = []
         self.app = web.Application(client_max_size=1 << 30)
@@ -104,7 +107,9 @@ class SGLang:
         return web.json_response({"success": True, "message": "Success"})
 
     async def join_group(self, request):
-        await asyncio.sleep(60)  # its workers hang
+        if not self.joins:
+            await asyncio.sleep(60)
+        return web.json_response({"success": True})
 
     async def load_adapter(self, request):
         body = await request.json()
@@ -319,6 +324,20 @@ async def test_workers_that_do_not_join_a_group_fail_it_in_time(join):
             await asyncio.sleep(0.05)
     with pytest.raises(EngineError, match="call `open` first"):
         await delivery.deliver(Parcel("cpu"), "all")
+
+
+async def test_a_group_that_does_not_end_blocks_no_call(join, monkeypatch):
+    joined, channel = await join(), StuckChannel()
+    joined.server.joins = True
+    monkeypatch.setattr(gloo.TRANSPORT, "open_channel", lambda *_: channel)
+    delivery = ByGroup(joined.receiver._client, "gloo", workers=1)
+    await delivery.open(60)
+    parcel, tensor = delivery.parcels[0], torch.zeros(2)
+    parcel.add((TensorSpec("w", "float32", (2,)), tensor))
+    with pytest.raises(EngineError, match=r"refuses /update_weights_from_distributed \(404\)"):
+        await delivery.deliver(parcel, "all")
+    assert not channel.released.is_set()
+    channel.released.set()
 
 
 async def test_a_refusal_contains_the_server_s_message(join):

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import socket
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from asyncrl.rollouter.engines.base import EngineError
 from asyncrl.rollouter.engines.sglang import server as server_module
 from asyncrl.rollouter.engines.sglang.server import Server
+from asyncrl.rollouter.engines.sglang.stores import listen_only_at_their_address
 
 SERVER_WITH_A_CHILD = """
 import multiprocessing, time
@@ -89,6 +93,38 @@ async def test_a_server_that_does_not_start_is_reported_with_its_last_line(capfd
         f"SGLang's server process is gone (exit status 1) before it was ready; its last line: {last_line} "
         "(without a GPU it needs stand-ins: see configs/sglang_cpu.yaml)"
     )
+
+
+async def test_temporary_files_of_a_server_end_with_it(tmp_path, monkeypatch):
+    """SGLang names the sockets between its processes as temporary files, and leaves them when it is killed."""
+    leave_one = """
+import sys, tempfile
+
+def run_server(arguments):
+    print(tempfile.NamedTemporaryFile(delete=False).name, flush=True)
+    sys.exit(3)
+"""
+    write_sglang(tmp_path, leave_one)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(EngineError, match="its last line: /") as raised:
+        await Server.start({"device": "cuda"}, {})
+    left = Path(str(raised.value).rpartition(" ")[2])
+    assert left.parent.name.startswith("asyncrl-engine-")
+    assert not left.parent.exists()
+
+
+def test_a_store_listens_only_at_the_address_of_its_group(monkeypatch):
+    patched = importlib.import_module("torch.distributed.rendezvous")
+    monkeypatch.setattr(patched, "TCPStore", dist.TCPStore)  # restored after the test
+    listen_only_at_their_address()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    store, _, _ = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, 1))
+    again, _, _ = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, 1))
+    store.set("key", "value")
+    assert again.get("key") == b"value"
+    sockets = psutil.Process().net_connections("tcp")
+    assert {c.laddr.ip for c in sockets if c.laddr.port == port and c.status == "LISTEN"} == {"127.0.0.1"}
 
 
 async def test_the_key_is_not_sent_to_another_process_that_took_the_port(tmp_path, monkeypatch):

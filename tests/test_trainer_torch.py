@@ -111,7 +111,7 @@ def run_two_ranks(rank, config, folder, results):
         writing = thread.submit(trainer.write, folder / "of_two")
         trainer.train(5, make_groups((4, 3, 1), seed=5))
         writing.result()
-    with pytest.raises(CheckpointError, match=r"refused cannot be written: trainer/1: \w+: .*__1_0.distcp"):
+    with pytest.raises(CheckpointError, match=r"refused cannot be written: trainer/1: \w+: .*rank_1.bin"):
         trainer.write(folder / "refused")
     trainer.load(folder / "of_two")
     assert torch.equal(torch.rand(3), drawn)  # this rank's random state, not rank 0's
@@ -133,7 +133,7 @@ def test_two_ranks_train_like_one_and_load_each_others_state(checkpoint, start, 
     alone = weights(one)
     expected.append(one.train(5, make_groups((4, 3, 1), seed=5)))
 
-    (tmp_path / "refused" / "__1_0.distcp").mkdir(parents=True)  # in the place of rank 1's file
+    (tmp_path / "refused" / "rank_1.bin").mkdir(parents=True)  # in the place of rank 1's file
     mp.spawn(run_two_ranks, args=(config, tmp_path, tmp_path), nprocs=2)
     two = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
@@ -245,7 +245,7 @@ def save_then_hang(_, config, folder):
         partial = store.begin(step)
         if step == 2:
             (partial / "state").mkdir()
-            os.mkfifo(partial / "state" / "__0_0.distcp")
+            os.mkfifo(partial / "state" / "rank_0.bin")
             (folder / "held").touch()
         rank.save(partial / "state")
         store.complete(partial, CheckpointMetadata(step, PolicyVersion(0, step), step, step))
@@ -257,7 +257,7 @@ def test_a_rank_killed_during_a_write_leaves_the_preceding_checkpoint(checkpoint
     while not (tmp_path / "held").exists():
         assert process.is_alive()
         time.sleep(0.05)
-    reader = os.open(tmp_path / f"step_000002.0{PARTIAL}" / "state" / "__0_0.distcp", os.O_RDONLY)  # a writer is here
+    reader = os.open(tmp_path / f"step_000002.0{PARTIAL}" / "state" / "rank_0.bin", os.O_RDONLY)  # a writer is here
     process.kill()
     process.join()
     os.close(reader)

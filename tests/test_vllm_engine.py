@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -93,6 +94,14 @@ async def test_a_pause_that_times_out_leaves_a_paused_engine_paused(replica, ini
     await replica.engine.resume(replica.version)
     answer = (await replica.collect({"kept"}, answers))["kept"]
     assert (answer.finish, len(answer.tokens)) == (FinishReason.LENGTH, LONG)
+
+
+async def test_its_processes_listen_on_loopback_and_in_a_private_folder(replica):
+    core = psutil.Process(replica.core_pid)
+    sockets = [s for process in (core, *core.children(recursive=True)) for s in process.net_connections("all")]
+    named = {Path(s.laddr).parent for s in sockets if s.family == socket.AF_UNIX and s.laddr}
+    assert named == {replica.engine._sockets.path}
+    assert {s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN} <= {"127.0.0.1"}
 
 
 async def test_an_unchanged_model_fails_the_sync_unless_another_worker_has_the_changes():

@@ -30,6 +30,13 @@ def test_a_run_trains_with_its_draft_to_the_end(start, tmp_path):
     assert any(0 <= rate <= 1 for rate in run.column("rollout/spec_accept_rate"))
 
 
+@pytest.mark.slow
+def test_a_run_trains_with_several_workers_in_a_replica(start):
+    run = start("rollout.engine.tensor_parallel_size=2")
+    assert run.wait(500) == 0, run.text
+    audit(run.folder, [2] * 5)
+
+
 LORA = ("model.lora.rank=4", "trainer.optimizer.lr=1e-2", "trainer.total_steps=8")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 from ray.exceptions import RayActorError, RayTaskError
 
 from asyncrl.observability.telemetry.log import LogConfig, configure_logging
@@ -17,10 +18,16 @@ from asyncrl.processes.identity import Process
 
 
 def start_ray(**options: Any) -> None:
-    """Start a token-protected Ray cluster on this machine that lives as long as this process."""
+    """Start a token-protected Ray cluster on this machine that lives as long as this process, and listens on loopback
+    only."""
     # by default Ray writes a token to the user's home folder, and the user's other clusters would require it too
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    ray.init(address="local", include_dashboard=False, **options)
+    joinable = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False  # Ray's option for this has an effect on other systems only
+    try:
+        ray.init(address="local", include_dashboard=False, **options)
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = joinable
 
 
 class SupervisedActor:

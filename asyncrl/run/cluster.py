@@ -21,7 +21,7 @@ from asyncrl.processes.identity import Process
 from asyncrl.processes.tasks import cancelled
 from asyncrl.rollouter.actors import EngineReplicaActor, RollouterActor
 from asyncrl.run.environments import interpreter
-from asyncrl.run.placement import Placement
+from asyncrl.run.placement import LOOPBACK, Placement
 from asyncrl.run.placement_plan import make_plan, pools
 from asyncrl.run.preflight import Preflight
 from asyncrl.run.run_folder import RunFolder
@@ -36,6 +36,8 @@ CALLS_AT_ONCE = 1000  # per actor; most calls wait on a condition
 REMOTE_KILL_S = 20.0  # for an actor on another machine
 CLOSING_S = 3.0  # for the rollouter to close by itself
 _ACTORS_PER_DRIVER = 10**6  # more than a driver ever starts
+
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 class Cluster:
@@ -149,13 +151,14 @@ class Cluster:
         self._processes[actor.name] = await actor.where()
 
     def _make_rank(self, index: int, name: str) -> ActorClient:
-        trainer = self._config.trainer
-        options = self._placement.rank_options(index) | _runtime(trainer.threads, trainer.python)
-        return self._make(TrainerRankActor, name, options, self._config, index, trainer.ranks)
+        trainer, host = self._config.trainer, self._placement.host(name)
+        options = self._placement.rank_options(index) | _runtime(trainer.threads, trainer.python, host)
+        return self._make(TrainerRankActor, name, options, self._config, index, trainer.ranks, host)
 
     def _make_replica(self, name: str) -> ActorClient:
         index, engine = self.replica_names.index(name), self._config.rollout.engine
-        options = self._placement.replica_options(index) | _runtime(engine.threads, engine.python)
+        runtime = _runtime(engine.threads, engine.python, self._placement.host(name))
+        options = self._placement.replica_options(index) | runtime
         return self._make(EngineReplicaActor, name, options, self._config, name)
 
     def _make_queue(self) -> ActorClient:
@@ -246,10 +249,14 @@ def _kill(process: Process) -> None:
     process.kill()
 
 
-def _runtime(threads: int, python: str) -> dict[str, Any]:
-    """Ray options for an actor that computes: its threads and, if ``python`` names one, its interpreter."""
+def _runtime(threads: int, python: str, host: str) -> dict[str, Any]:
+    """Ray options for an actor that computes: its threads, the interface of its sockets and, if ``python`` names one,
+    its interpreter."""
     # spinning OpenMP threads of two actors on shared cores slow each other down twentyfold
-    runtime: dict[str, Any] = {"env_vars": {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}}
+    environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    if host == LOOPBACK:  # gloo would take the interface of the machine's name, NCCL any
+        environment |= {name: "lo" for name in _INTERFACES if not os.environ.get(name)}
+    runtime: dict[str, Any] = {"env_vars": environment}
     if python:
         runtime["py_executable"] = interpreter(python)
     return {"runtime_env": runtime}

@@ -34,6 +34,7 @@ _TOTALS = (
     "rollout/restarted_samples",
     "rollout/cancelled_groups",
     "rollout/refused_groups/",
+    "param_sync/refused_connections",
     "supervision/restarts/",
 )
 

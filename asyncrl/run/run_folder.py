@@ -82,6 +82,7 @@ class RunFolder:
         try:
             with contextlib.ExitStack() as unlock:
                 unlock.callback(os.close, folder._lock)
+                folder._check_owner()
                 folder._check_writable()
                 wait_for_previous(folder.path, LOCK_PATIENCE_S)
                 valid = folder._valid_checkpoints()
@@ -124,6 +125,7 @@ class RunFolder:
             make_folder(path)
             folder = cls(path.resolve(), config)
             make_folder(folder.journal)
+            folder._check_owner()
             if (folder.journal / LEDGER).exists():
                 raise ConfigError(
                     [f"journal_dir: {folder.journal} is from an old run in {path}; delete it, or use another run_dir"]
@@ -156,6 +158,15 @@ class RunFolder:
             print(f"checkpoint:  {newest.path}")
         print(f"run folder:  {self.path}", flush=True)
         self.epoch.end()
+
+    def _check_owner(self) -> None:
+        """Raises ConfigError if another user made the journal's folder, as anyone can in a shared ``journal_dir``."""
+        if not self._config.journal_dir or not os.path.lexists(self.journal):
+            return
+        if (owner := os.lstat(self.journal).st_uid) != (user := os.geteuid()):
+            raise ConfigError(
+                [f"journal_dir: {self.journal} belongs to user {owner}, expected {user}; choose another journal_dir"]
+            )
 
     def _check_writable(self) -> None:
         """Raises ConfigError at once, where otherwise an actor would fail long after the start."""

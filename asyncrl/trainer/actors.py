@@ -17,6 +17,7 @@ from asyncrl.observability.telemetry.recorder import Batch, Recorder
 from asyncrl.param_sync.manifest import Manifest
 from asyncrl.param_sync.sender import SendPlan, SendReport
 from asyncrl.param_sync.transports.base import Address
+from asyncrl.param_sync.transports.listener import count_refusals
 from asyncrl.processes.actor_client import ActorBroken, ActorClient, SupervisedActor
 from asyncrl.processes.device_errors import is_device_error
 from asyncrl.sample_queue.messages import Lease
@@ -29,14 +30,14 @@ T = TypeVar("T")
 @ray.remote
 class TrainerRankActor(SupervisedActor):
     """One rank. One thread does all computation, so the actor keeps answering telemetry calls; another writes
-    checkpoints while training continues."""
+    checkpoints while training continues. ``host``: address on which its sockets listen."""
 
-    def __init__(self, config: Config, rank: int, world_size: int, logs: LogConfig | None = None) -> None:
+    def __init__(self, config: Config, rank: int, world_size: int, host: str, logs: LogConfig | None = None) -> None:
         super().__init__(f"trainer/{rank}", logs)
         import torch
 
         torch.set_num_threads(config.trainer.threads)
-        self._config, self._rank, self._world_size = config, rank, world_size
+        self._config, self._rank, self._world_size, self._host = config, rank, world_size, host
         self._recorder = Recorder(self.name)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -46,15 +47,14 @@ class TrainerRankActor(SupervisedActor):
         self._payload: Sequence[bytes] = []
 
     async def rendezvous(self) -> str:
-        """Rendezvous address of the ranks, on this rank's node. It listens from now on, because another program could
-        take a free port before the ranks are ready."""
+        """Rendezvous address of the ranks. It listens from now on, because another program could take a free port
+        before the ranks are ready."""
         from asyncrl.param_sync.transports.process_group import host_store
 
-        host = ray.util.get_node_ip_address()
-        self._store = host_store(host, shared=True)
-        return f"tcp://{host}:{self._store.port}"
+        self._store = host_store(self._host, shared=True)
+        return f"tcp://{self._host}:{self._store.port}"
 
-    async def start(self, init_method: str) -> None:
+    async def start(self, init_method: str | None) -> None:
         def build() -> None:
             from asyncrl.param_sync.sender import Sender
             from asyncrl.param_sync.transports.choose import make_writer
@@ -62,8 +62,8 @@ class TrainerRankActor(SupervisedActor):
 
             self._core = TrainerRank(self._config, self._rank, self._world_size, init_method, self._recorder)
             # the backend's export yields on rank 0, which therefore sends
-            sync, host = self._config.param_sync, ray.util.get_node_ip_address()
-            writer = make_writer(sync.transport, 0, sync.bucket_bytes, host) if self._rank == 0 else None
+            sync = self._config.param_sync
+            writer = make_writer(sync.transport, 0, sync.bucket_bytes, self._host) if self._rank == 0 else None
             self._sender = Sender(self.name, writer)
             backend = self._config.trainer.backend
             log.info("training with the %s backend, rank %d of %d", backend, self._rank, self._world_size)
@@ -110,6 +110,7 @@ class TrainerRankActor(SupervisedActor):
         self._sender.abort(session)
 
     async def drain(self) -> Batch:
+        count_refusals(self._recorder)
         return self._recorder.drain()
 
     async def _compute(self, work: Callable[[], T]) -> T:
@@ -147,7 +148,7 @@ class RankGroup:
         self._ranks = list(ranks)
 
     async def start(self) -> None:
-        init_method = await self._ranks[0].rendezvous()
+        init_method = await self._ranks[0].rendezvous() if len(self._ranks) > 1 else None
         await self._all(lambda rank: rank.start(init_method))
 
     async def train(self, step: int, payload: Any, mask_before: int | None) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 Every user of the machine can reach an abstract Unix socket, and every host of the network a TCP port. A thread accepts
 connections at all times, so that strangers cannot fill the backlog between two sessions. A peer authenticates by its
-user id (Unix) or the writer's token (TCP), then sends a hello, all within a deadline.
+user id (Unix) or the writer's token (TCP), then sends a hello, all within a deadline. Refused connections are counted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from asyncrl.observability.telemetry.recorder import now_s
+from asyncrl.observability.telemetry.recorder import Recorder, now_s
 from asyncrl.param_sync.transports.messages import message_in, peer_user
 
 log = logging.getLogger(__name__)
@@ -28,6 +28,14 @@ _CALLERS = 256  # maximum without a hello; one more evicts the oldest
 _WITHOUT_FILES_S = 0.1  # wait after running out of descriptors
 
 Hello = Mapping[str, str]
+
+_refusals = Recorder("listeners")  # of all listeners of this process
+
+
+def count_refusals(recorder: Recorder) -> None:
+    """Move the number of connections that this process has refused since the last call to ``recorder``."""
+    for name, number in _refusals.drain().counters.items():
+        recorder.count(name, number)
 
 
 @dataclass(eq=False)
@@ -143,6 +151,7 @@ class Listener:
         self._remove(caller).close()
 
     def _report(self, name: str, why: str) -> None:
+        _refusals.count("param_sync/refused_connections")
         level = logging.DEBUG if self._reported else logging.WARNING  # a flood must not fill the log
         self._reported = True
         log.log(level, "param_sync: a connection from %s was refused (%s); others are logged at level debug", name, why)

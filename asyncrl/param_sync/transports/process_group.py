@@ -1,13 +1,14 @@
 """A process group separate from the trainer's default one, driven by threads that can be abandoned.
 
-Any call of a process group may block until its timeout, so each generation of a group has its own threads for calls.
-When the generation is abandoned, they end by themselves, at the latest when their calls time out. Once `Group.abort`
-has returned True, none of them writes to a tensor.
+Any call of a process group may block until its timeout, and the one that ends all others may block for ever, so each
+generation of a group has its own threads for calls. When the generation is abandoned, they end by themselves, at the
+latest when their calls time out. Once `Group.abort` has returned True, none of them writes to a tensor.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import socket
 import threading
@@ -19,9 +20,11 @@ import torch.distributed as dist
 
 from asyncrl.param_sync.transports.broadcast import BroadcastChannel, CollectiveBackend, GroupRendezvous
 
+log = logging.getLogger(__name__)
+
 BUFFERS = 2  # filling one overlaps sending the other
 
-_ENDING_S = 5.0  # for pending calls to end after `end_calls`
+_ENDING_S = 5.0  # for `end_calls` and all pending calls to end
 
 
 class Group:
@@ -45,7 +48,7 @@ class Group:
         self._receiving: queue.SimpleQueue[_Receiving | None] = queue.SimpleQueue()
         self._sending: queue.SimpleQueue[_Sending | None] = queue.SimpleQueue()
         self._changed = threading.Condition()  # guards the fields below
-        self._aborted = self._failed = False
+        self._aborted = self._failed = self._ending = self._ended = False
         self._receipts = 0  # posted and not yet ended
         # Calls are posted before earlier ones have ended, and waiting for a receive must not wait for a send, because
         # gloo does not fail a send whose connection was closed.
@@ -59,15 +62,29 @@ class Group:
         self._requested.put(pieces)
 
     def abort(self) -> bool:
-        """Abandon the group, also after an error. True if nothing writes to its tensors any more; after False, a later
-        call may return True."""
+        """Abandon the group, also after an error; waits at most `_ENDING_S`. True if nothing writes to its tensors any
+        more; after False, a later call may return True."""
         with self._changed:
             self._aborted = True
-        self._requested.put(None)
-        if (channel := self._channel) is None or channel.end_calls():
-            return True
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._receipts, _ENDING_S)
+            self._requested.put(None)
+            if (channel := self._channel) is None:
+                return True
+            if not self._ending:
+                self._ending = True
+                threading.Thread(target=self._end_calls, args=(channel,), daemon=True).start()
+            quiet = lambda: not self._ending and (self._ended or not self._receipts)
+            if not (over := self._changed.wait_for(quiet, _ENDING_S)):
+                log.warning("param_sync: an aborted broadcast did not end within %g s; leaving its threads", _ENDING_S)
+            return over
+
+    def _end_calls(self, channel: BroadcastChannel) -> None:
+        ended = False
+        try:
+            ended = channel.end_calls()
+        finally:
+            with self._changed:
+                self._ending, self._ended = False, ended
+                self._changed.notify_all()
 
     def _post_calls(self, rendezvous: GroupRendezvous, host: str, backend: CollectiveBackend) -> None:
         try:
@@ -176,10 +193,12 @@ def host_store(host: str, shared: bool = False) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd, multi_tenant=shared)
 
 
-def listen(host: str) -> socket.socket:
-    """A socket listening on a free port of ``host``. Raises OSError if that is not an address of this machine."""
+def listen(host: str, port: int = 0) -> socket.socket:
+    """A socket listening on a port of ``host``, by default a free one. Raises OSError if that is not an address of this
+    machine."""
     try:
-        return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as e:
         raise OSError(f"cannot listen on {host} ({e}); it must be an address of this machine that others reach") from e
 

@@ -1,10 +1,12 @@
 """Transport through host memory, between processes of one machine.
 
-The memory is an anonymous file (memfd) of the writer, mapped and touched once per run. Readers receive its descriptor.
+The memory is an anonymous file (memfd) of the writer, mapped and touched once per run. Readers receive a descriptor
+that only reads, and nobody can shrink the file.
 """
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import mmap
 import os
@@ -70,9 +72,12 @@ class MemoryFile:
     def __init__(self, bucket_bytes: int, buffers: int = BUFFERS) -> None:
         self._capacity = aligned_capacity(bucket_bytes)
         self._stride = -(-self._capacity // mmap.PAGESIZE) * mmap.PAGESIZE  # buffers are mapped one by one
-        self._file = os.memfd_create("asyncrl-buckets")
+        self._file = os.memfd_create("asyncrl-buckets", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        # access to mapped pages that a file has lost kills a process; it must still grow, see `buffer`
+        fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+        self._readable = os.open(f"/proc/self/fd/{self._file}", os.O_RDONLY | os.O_CLOEXEC)
         self._buffers: list[torch.Tensor] = []
-        self.welcome = Welcome({}, [self._file])
+        self.welcome = Welcome({}, [self._readable])
         self.buffer(buffers - 1)
 
     def buffer(self, index: int) -> torch.Tensor:
@@ -99,6 +104,7 @@ class MemoryFile:
 
     def close(self) -> None:
         os.close(self._file)
+        os.close(self._readable)
         self._buffers = []
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from asyncrl.models.checkpoint import is_draft
 from asyncrl.models.config import CheckpointError
 from asyncrl.param_sync.manifest import is_adapter
+from asyncrl.trainer.backends.state_files import StateReader, StateWriter
 
 
 def checkpoint_dtype(dtype: str) -> torch.dtype:
@@ -59,10 +60,8 @@ class StagedState:
 
         Raises CheckpointError on every rank if one cannot write. The copy remains, and may be written elsewhere."""
         with self._exclusive("write"):
-            # per_thread_copy_ahead is for state on a GPU; it waits for the current stream, on which training runs
-            files = dcp.FileSystemWriter(path, per_thread_copy_ahead=0)
             try:
-                dcp.save(self._state, storage_writer=files, process_group=self._group)
+                dcp.save(self._state, storage_writer=StateWriter(path), process_group=self._group)
             except CheckpointException as e:
                 raise _error(path, "written", e) from e
 
@@ -80,17 +79,16 @@ def load_state(path: Path, state: dict[str, Any]) -> None:
     """Fill the tensors of ``state`` in place from a state saved at any number of ranks; collective.
 
     Raises CheckpointError if ``path`` holds no complete state, or the state of another model."""
-    _expect_whole(path)
+    files = StateReader(path)
     try:
-        dcp.load(state, checkpoint_id=path)
+        dcp.load(state, storage_reader=files)
     except CheckpointException as e:
         raise _error(path, "read", e) from e
 
 
 def saved_names(path: Path) -> frozenset[str]:
-    """Names of all tensors saved at ``path``; keys of nested dicts are joined by dots."""
-    _expect_whole(path)
-    return frozenset(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+    """Names of all tensors saved at ``path``; keys of nested dicts are joined by dots. Raises CheckpointError."""
+    return StateReader(path).names
 
 
 def expect_same_draft(path: Path, saved: frozenset[str], state: Mapping[str, Any]) -> None:
@@ -128,13 +126,6 @@ def expect_same_base(path: Path, saved: Tensor, digest: Tensor, base: str) -> No
     if not torch.equal(saved, digest):
         raise CheckpointError(
             f"{path} holds adapters of another base model than {base}; resume with the model that they were trained on"
-        )
-
-
-def _expect_whole(path: Path) -> None:
-    if not (path / ".metadata").is_file():
-        raise CheckpointError(
-            f"{path}: no complete training state (.metadata, written last, is missing: the save did not finish)"
         )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
@@ -98,7 +99,8 @@ class ByGroup:
         if not self._delivering or channel is None or thread is None:
             return
         self._delivering, self._channel, self._thread, self._store = False, None, None, None
-        channel.end_calls()
+        # It may block, and this is an event loop.
+        threading.Thread(target=channel.end_calls, daemon=True).start()
         # The thread destroys the channel once its calls have ended: the destructor waits for them.
         thread.submit([channel].clear)
         thread.shutdown(wait=False)

@@ -12,6 +12,7 @@ import sys
 
 from asyncrl.processes.parent import end_with_parent
 from asyncrl.rollouter.engines.sglang.stops import applied, stop_at_own_tokens
+from asyncrl.rollouter.engines.sglang.stores import listen_only_at_their_address
 
 #: set if LoRA runs without an accelerator
 UNPINNED = "ASYNCRL_SGLANG_UNPINNED"
@@ -36,6 +37,7 @@ if __name__ == "__mp_main__":  # in SGLang's child processes, which import this 
     if os.getsid(os.getppid()) != os.getsid(0):  # the parent ended before that: orphans get a parent in another session
         os._exit(1)
     stop_at_own_tokens()
+    listen_only_at_their_address()
 if os.environ.get(UNPINNED):
     from asyncrl.cpu.sglang import correct_cpu_build
 

@@ -10,6 +10,7 @@ import secrets
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from asyncrl.config.secrets import redacted
 from asyncrl.rollouter.engines.base import EngineError
 from asyncrl.rollouter.engines.sglang.arguments import command_line
 from asyncrl.rollouter.engines.sglang.client import Client
+from asyncrl.rollouter.engines.socket_folder import SocketFolder
 
 _SERVE = "asyncrl.rollouter.engines.sglang.serve"
 _ASK_EVERY_S = 0.25  # poll interval until it is ready; starting takes a minute
@@ -27,13 +29,20 @@ _KEPT = 4000  # characters of output; an error quotes the last line
 
 
 class Server:
-    """Made by `start`. Listens on the loopback interface only, on its own port and with its own API key. Its output is
-    relayed to our standard error, without the key and the secrets among its arguments, which SGLang may print."""
+    """Made by `start`. Listens on the loopback interface only, on its own port and with its own API key; the sockets
+    between its processes are in ``sockets``. Its output is relayed to our standard error, without the key and the
+    secrets among its arguments, which SGLang may print."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, port: int, key: str, device: str, hidden: Mapping[str, str]
+        self,
+        process: asyncio.subprocess.Process,
+        port: int,
+        key: str,
+        device: str,
+        hidden: Mapping[str, str],
+        sockets: SocketFolder,
     ) -> None:
-        self._process, self._port = process, port
+        self._process, self._port, self._sockets = process, port, sockets
         self._hidden = {key: "(the server's key)", **hidden}
         self.client = Client(f"http://127.0.0.1:{port}", key)
         self._output = ""
@@ -47,18 +56,25 @@ class Server:
     ) -> Server:
         """Start the process and return when it answers, after a minute or more. ``hidden``: see
         `asyncrl.config.secrets.redacted`. Raises EngineError with its last output line if it ends before."""
-        port, key = _free_port(), secrets.token_hex(24)
+        port, key, sockets = _free_port(), secrets.token_hex(24), SocketFolder()
         words = command_line({**arguments, "host": "127.0.0.1", "port": port, "api_key": key})
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", _SERVE, str(os.getpid())),
-            env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, _module_path()))},
+            env={
+                # compiled kernels outlive the server
+                "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.geteuid()}",
+                **os.environ,
+                **environment,
+                "PYTHONPATH": os.pathsep.join(filter(None, _module_path())),
+                "TMPDIR": str(sockets.path),
+            },
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,  # its own process group, so that `close` kills its children too
         )
-        server = cls(process, port, key, arguments["device"], hidden)
+        server = cls(process, port, key, arguments["device"], hidden, sockets)
         try:
             assert process.stdin is not None
             process.stdin.write(json.dumps(words).encode())
@@ -80,6 +96,7 @@ class Server:
         await self.ended
         await asyncio.wait([self._relay])
         await self.client.close()
+        self._sockets.close()
 
     async def _until_ready(self) -> None:
         while not self.ended.done():

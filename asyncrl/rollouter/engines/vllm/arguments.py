@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import ValidationError
@@ -51,6 +52,8 @@ def engine_arguments(config: Config, device: str) -> AsyncEngineArgs:
         "enable_log_requests": False,
         "generation_config": "vllm",  # ignore the checkpoint's sampling defaults
     }
+    if engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size > 1:
+        arguments["distributed_executor_backend"] = "mp"  # within a Ray actor, vLLM's default is actors of its own
     if mtp.enable_rollout:
         arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": mtp.num_speculative_tokens}
     if sends_adapters(config):
@@ -87,14 +90,15 @@ def _lora_arguments(config: Config) -> dict[str, Any]:
     }
 
 
-def prepare_environment(device: str, threads: int) -> None:
-    """Set environment variables that vLLM reads when it is first imported."""
+def prepare_environment(device: str, threads: int, sockets: Path) -> None:
+    """Set environment variables that vLLM reads when it is first imported, and the folder of an engine's sockets."""
     wanted = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", REPLICA_MARK: "1"}
     if device == "cpu":
         # the cluster counts one core per thread; binding would put all replicas on the same cores
         wanted |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
     for key, value in wanted.items():
         os.environ.setdefault(key, value)
+    os.environ["VLLM_RPC_BASE_PATH"] = str(sockets)
 
 
 def sampling_parameters(request: Request) -> VLLMSamplingParams:

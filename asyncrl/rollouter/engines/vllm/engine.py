@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterable, Sequence
 
 from vllm.inputs.engine import tokens_input
@@ -19,6 +20,7 @@ from asyncrl.param_sync.weight_receiver import WeightReceiver
 from asyncrl.rollouter.engines.adapters import adapted_modules, adapter_slots
 from asyncrl.rollouter.engines.base import EngineDied, EngineError, PauseMode, Request
 from asyncrl.rollouter.engines.device import resolve_device
+from asyncrl.rollouter.engines.socket_folder import SocketFolder
 from asyncrl.rollouter.engines.streaming import FINISH, StreamedRequest, StreamingEngine, all_ended
 from asyncrl.rollouter.engines.vllm.arguments import (
     engine_arguments,
@@ -48,12 +50,12 @@ class VLLMEngine(StreamingEngine[_Running]):
     request_type = _Running
     _receiver: WorkerReceiver | None
 
-    def __init__(self, llm: AsyncLLM, config: Config, device: str, recorder: Recorder) -> None:
+    def __init__(self, llm: AsyncLLM, config: Config, device: str, recorder: Recorder, sockets: SocketFolder) -> None:
         # with one slot, kept requests move to the replica's new adapter
         adapters = AdapterSlots(slots) if (slots := adapter_slots(config)) > 1 else None
         model = llm.model_config
         super().__init__(config, device, recorder, model.max_model_len, model.get_vocab_size(), adapters)
-        self._llm = llm
+        self._llm, self._sockets = llm, sockets
         self._watching = asyncio.create_task(self._watch())
 
     @classmethod
@@ -62,15 +64,19 @@ class VLLMEngine(StreamingEngine[_Running]):
         only as long as the thread that started them. Raises EngineError for options that vLLM refuses."""
         check_release()
         device = resolve_device(config.rollout.engine.device)
-        prepare_environment(device, config.rollout.engine.threads)
-        arguments = engine_arguments(config, device)
-        try:
-            llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[stat_logger(recorder)])
-        except (ValueError, RuntimeError, ImportError) as e:
-            engine = config.rollout.engine
-            cause = None if hidden(engine.args) else e  # a traceback shows the cause's own text
-            raise EngineError(f"vLLM did not start with {config.model.path}: {reason(e, engine)}") from cause
-        return cls(llm, config, device, recorder)
+        engine = config.rollout.engine
+        with contextlib.ExitStack() as unwanted:
+            sockets = SocketFolder()
+            unwanted.callback(sockets.close)
+            prepare_environment(device, engine.threads, sockets.path)
+            arguments = engine_arguments(config, device)
+            try:
+                llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[stat_logger(recorder)])
+            except (ValueError, RuntimeError, ImportError) as e:
+                cause = None if hidden(engine.args) else e  # a traceback shows the cause's own text
+                raise EngineError(f"vLLM did not start with {config.model.path}: {reason(e, engine)}") from cause
+            unwanted.pop_all()
+        return cls(llm, config, device, recorder, sockets)
 
     # -- Engine --------------------------------------------------------------------------------------------------------
 
@@ -90,6 +96,7 @@ class VLLMEngine(StreamingEngine[_Running]):
         if self._llm.output_handler is not None:
             self._llm.output_handler.cancel()  # it would log the shutdown as an error
         await asyncio.to_thread(self._llm.shutdown)
+        self._sockets.close()
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
