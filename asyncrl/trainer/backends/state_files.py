@@ -183,7 +183,7 @@ class _Shard(NamedTuple):
 
 def _bytes(tensor: Tensor) -> memoryview:
     """A contiguous tensor's own memory."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def _sync(file: BinaryIO) -> None:
