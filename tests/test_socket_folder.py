@@ -49,6 +49,7 @@ def test_a_folder_is_private_and_removed_at_the_end(usual):
     assert folder.path.stat().st_mode & 0o777 == 0o700
     (folder.path / "file").touch()
     folder.close()
+    folder.close()
     assert list(usual.iterdir()) == []
 
 

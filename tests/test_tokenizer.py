@@ -1,7 +1,9 @@
-"""Stop tokens: every token that may end a turn of the checkpoint, the same for all engines."""
+"""Stop tokens: every token that may end a turn of the checkpoint, the same for all engines. Code in it is not run."""
 
+import io
 import json
 import shutil
+import sys
 
 import pytest
 
@@ -39,3 +41,18 @@ def test_config_json_gives_the_eos_if_generation_config_does_not(checkpoint):
 def test_a_stop_token_that_the_model_does_not_have_is_refused(checkpoint, token):
     with pytest.raises(CheckpointError, match=f"stop token {token} is not one of the model's"):
         PromptTokenizer(checkpoint, more_stop_token_ids=[token])
+
+
+def test_code_in_a_checkpoint_is_never_run(checkpoint, tmp_path, monkeypatch):
+    marker = tmp_path / "marker"
+    (checkpoint / "malice.py").write_text(f"open({str(marker)!r}, 'w')\nclass Malice: pass\n")
+    for file, more in {
+        "config.json": {"model_type": "unknown", "auto_map": {"AutoConfig": "malice.Malice"}},
+        "tokenizer_config.json": {"tokenizer_class": "Malice", "auto_map": {"AutoTokenizer": ["malice.Malice", None]}},
+    }.items():
+        before = json.loads((checkpoint / file).read_text())
+        (checkpoint / file).write_text(json.dumps(before | more))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))  # transformers asks; this user agrees
+    with pytest.raises(CheckpointError, match="the tokenizer does not load"):
+        PromptTokenizer(checkpoint)
+    assert not marker.exists()

@@ -29,7 +29,7 @@ class PromptTokenizer:
         from transformers import AutoTokenizer
 
         try:
-            self.hf: Any = AutoTokenizer.from_pretrained(str(checkpoint))
+            self.hf: Any = AutoTokenizer.from_pretrained(str(checkpoint), trust_remote_code=False)
         except Exception as e:  # transformers raises many types
             raise CheckpointError(f"{checkpoint}: the tokenizer does not load ({type(e).__name__}: {e})") from None
         vocabulary = ModelConfig.load(checkpoint).vocab_size

@@ -21,7 +21,7 @@ from asyncrl.processes.identity import Process
 from asyncrl.processes.tasks import cancelled
 from asyncrl.rollouter.actors import EngineReplicaActor, RollouterActor
 from asyncrl.run.environments import interpreter
-from asyncrl.run.placement import LOOPBACK, Placement
+from asyncrl.run.placement import Placement
 from asyncrl.run.placement_plan import make_plan, pools
 from asyncrl.run.preflight import Preflight
 from asyncrl.run.run_folder import RunFolder
@@ -151,13 +151,13 @@ class Cluster:
         self._processes[actor.name] = await actor.where()
 
     def _make_rank(self, index: int, name: str) -> ActorClient:
-        trainer, host = self._config.trainer, self._placement.host(name)
-        options = self._placement.rank_options(index) | _runtime(trainer.threads, trainer.python, host)
-        return self._make(TrainerRankActor, name, options, self._config, index, trainer.ranks, host)
+        trainer, loopback = self._config.trainer, self._placement.on_one_machine
+        options = self._placement.rank_options(index) | _runtime(trainer.threads, trainer.python, loopback)
+        return self._make(TrainerRankActor, name, options, self._config, index, trainer.ranks, loopback)
 
     def _make_replica(self, name: str) -> ActorClient:
         index, engine = self.replica_names.index(name), self._config.rollout.engine
-        runtime = _runtime(engine.threads, engine.python, self._placement.host(name))
+        runtime = _runtime(engine.threads, engine.python, self._placement.on_one_machine)
         options = self._placement.replica_options(index) | runtime
         return self._make(EngineReplicaActor, name, options, self._config, name)
 
@@ -249,12 +249,12 @@ def _kill(process: Process) -> None:
     process.kill()
 
 
-def _runtime(threads: int, python: str, host: str) -> dict[str, Any]:
-    """Ray options for an actor that computes: its threads, the interface of its sockets and, if ``python`` names one,
-    its interpreter."""
+def _runtime(threads: int, python: str, loopback: bool) -> dict[str, Any]:
+    """Ray options for an actor that computes: its threads, with ``loopback`` the interface of its process groups, and
+    if ``python`` names one, its interpreter."""
     # spinning OpenMP threads of two actors on shared cores slow each other down twentyfold
     environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    if host == LOOPBACK:  # gloo would take the interface of the machine's name, NCCL any
+    if loopback:  # gloo would take the interface of the machine's name, NCCL any
         environment |= {name: "lo" for name in _INTERFACES if not os.environ.get(name)}
     runtime: dict[str, Any] = {"env_vars": environment}
     if python:

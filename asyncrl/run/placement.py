@@ -30,7 +30,6 @@ from asyncrl.run.placement_plan import Machine, PlacementError, Pool, pools, wit
 log = logging.getLogger(__name__)
 
 BESIDE_TRAINERS_S = 5.0  # to find room for the replicas on the trainers' machine
-LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 512 * 1024 * 1024  # of a cluster started here: batches pass through it, nothing stays
 
 
@@ -84,9 +83,10 @@ class Placement:
         """Ray options that put a replica into its bundle."""
         return _bundle_options(self._rollouts, index)
 
-    def host(self, actor: str) -> str:
-        """Address on which a rank's or replica's sockets listen: loopback if all of them are on one machine."""
-        return LOOPBACK if len(set(self.machines.values())) == 1 else self.machines[actor]
+    @property
+    def on_one_machine(self) -> bool:
+        """True if all ranks and replicas are on one machine, so that their sockets can listen on loopback."""
+        return len(set(self.machines.values())) == 1
 
     async def settled(self) -> None:
         """Wait until Ray is up, or has failed to start, if `open` was called."""

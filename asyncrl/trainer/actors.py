@@ -30,14 +30,17 @@ T = TypeVar("T")
 @ray.remote
 class TrainerRankActor(SupervisedActor):
     """One rank. One thread does all computation, so the actor keeps answering telemetry calls; another writes
-    checkpoints while training continues. ``host``: address on which its sockets listen."""
+    checkpoints while training continues. ``loopback``: its sockets listen there, else at its machine's address."""
 
-    def __init__(self, config: Config, rank: int, world_size: int, host: str, logs: LogConfig | None = None) -> None:
+    def __init__(
+        self, config: Config, rank: int, world_size: int, loopback: bool, logs: LogConfig | None = None
+    ) -> None:
         super().__init__(f"trainer/{rank}", logs)
         import torch
 
         torch.set_num_threads(config.trainer.threads)
-        self._config, self._rank, self._world_size, self._host = config, rank, world_size, host
+        self._config, self._rank, self._world_size = config, rank, world_size
+        self._host = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
         self._recorder = Recorder(self.name)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")

@@ -26,13 +26,15 @@ class SocketFolder:
         for folder in root.glob(f"{_PREFIX}{_RANDOM}"):
             _remove_if_dead(folder)
         made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=root))
-        self._lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
+        self._lock: int | None = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.path = made.rename(root / made.name.removeprefix("."))  # others find it only once it is locked
 
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
 
 def _remove_if_dead(folder: Path) -> None:

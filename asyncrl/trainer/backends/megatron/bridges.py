@@ -227,7 +227,7 @@ def _hf_config(source: Source) -> Any:
     if source.architecture == "MiMoForCausalLM":
         config = transformers.Qwen2Config(**{k: v for k, v in source.text.items() if k != "model_type"})
     else:
-        config = transformers.AutoConfig.from_pretrained(source.path)
+        config = transformers.AutoConfig.from_pretrained(source.path, trust_remote_code=False)
     config.dtype = torch.float32  # dtype of Megatron's weights, not of the folder's
     return config
 
