@@ -10,7 +10,7 @@ CHECKPOINT = checkpoints/arith-mimo
 DATA = data/arithmetic
 
 .PHONY: venv quickstart lint format clean
-.PHONY: test test-faults test-slow test-vllm test-vllm-short test-sglang test-sglang-short test-megatron test-megatron-short test-megatron-newest
+.PHONY: test torture test-faults test-slow test-vllm test-vllm-short test-sglang test-sglang-short test-megatron test-megatron-short test-megatron-newest
 
 venv:
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/make_venv.sh
@@ -32,6 +32,12 @@ test: venv
 
 test-faults: venv $(CHECKPOINT)/model.safetensors $(DATA)/train.jsonl
 	$(BIN)/python -m pytest -q -m "faults and not slow" -o timeout=900
+
+# storms of faults, without Ray and over whole runs; everything is drawn from SEED
+SEED ?= 1
+torture: venv
+	$(BIN)/python -m tests.torture.fast $(SEED)
+	$(BIN)/python -m tests.torture.storm $(SEED)
 
 test-slow: venv $(CHECKPOINT)/model.safetensors $(DATA)/train.jsonl
 	$(BIN)/python -m pytest -q -m slow -o timeout=1500

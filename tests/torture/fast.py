@@ -1,4 +1,5 @@
-"""``python -m tests.torture.fast SEED [--faults N]``: storms over a run without Ray, hundreds of faults a minute.
+"""``python -m tests.torture.fast SEED [--faults N]``: storms over a run without Ray, hundreds of faults a minute. With
+``--storm`` SEED is that of one storm, as a violation names it.
 
 Each incarnation of the run is a forked process, which a fault ends or disturbs at an event of its disk: a write, a
 sync, a change of a name, a commit. After each one the checker looks at what is left, then the run is resumed until it
@@ -241,9 +242,13 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("seed", type=int)
     parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--storm", action="store_true")
     parser.add_argument("--verbose", action="store_true")
     args = parser.parse_args()
-    outcome = storms(args.seed, args.faults, args.verbose)
+    if args.storm:
+        Storm(args.seed, outcome := Outcome(), args.verbose).run(args.faults)
+    else:
+        outcome = storms(args.seed, args.faults, args.verbose)
     print(f"{outcome.faults.total()} faults {dict(outcome.faults)}, {outcome.resumes} resumes")
     return 1 if outcome.violations or outcome.hangs else 0
 
