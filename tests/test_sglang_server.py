@@ -107,7 +107,7 @@ def run_server(arguments):
     write_sglang(tmp_path, leave_one)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(EngineError, match="its last line: /") as raised:
-        await Server.start({"device": "cuda"}, {})
+        await Server.start({"device": "cuda"}, {}, {})
     left = Path(str(raised.value).rpartition(" ")[2])
     assert left.parent.name.startswith("asyncrl-engine-")
     assert not left.parent.exists()
