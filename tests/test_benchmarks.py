@@ -1,13 +1,35 @@
-"""Benchmarks: CPU seconds are measured correctly, and each benchmark ends with its figures."""
+"""Benchmarks: CPU seconds, memory and disk are measured correctly, and each benchmark ends with its figures."""
 
 import json
 import math
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 
+import numpy as np
+import psutil
 import pytest
 
+from asyncrl.sample_queue.messages import Snapshot
+from asyncrl.sample_queue.spool import SEGMENT_BYTES
+from asyncrl.types.groups import Group
+from asyncrl.types.samples import FinishReason, Sample
+from asyncrl.types.versions import PolicyVersion, VersionSpan
 from benchmarks.cpu_seconds import CpuSeconds
+from benchmarks.soak import (
+    MIB,
+    ROLES,
+    DiskReading,
+    ProcessReading,
+    courses,
+    figures,
+    read_disk,
+    read_process,
+    spool_bytes_over_live,
+    tenths,
+)
+from tests.support.durable import DurableTable, cover, finish, issue, lease, publish, train
 
 #: CPU seconds: 0.6 before the file exists; then 0.5, 0.3 and 0.1 in separate threads; 0.4 in a child process
 WORKER = """
@@ -47,6 +69,125 @@ def test_cpu_seconds_of_a_process_that_was_never_seen_are_not_zero(tmp_path):
         subprocess.run([sys.executable, "-c", "import time; time.sleep(0.5)"], check=True)
     assert math.isnan(cpu.process_s)
     assert math.isnan(cpu.threads_s(1))
+
+
+# -- soak --------------------------------------------------------------------------------------------------------------
+
+#: 100 MiB of own memory, 200 MiB shared with other processes, 50 files; prints a line when it has all of them
+HOLDER = """
+import mmap, os, sys
+own, shared = bytearray(os.urandom(1) * (100 << 20)), mmap.mmap(-1, 200 << 20)
+for at in range(0, len(shared), mmap.PAGESIZE):
+    shared[at] = 1
+files = [open(os.devnull) for _ in range(50)]
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+#: a run of 100 steps: step n is reported at second n, and its sync took n ms
+STEPS = [{"step": n, "time": float(n), "param_sync/total_s": n / 1000, "trainer/groups": 34} for n in range(1, 101)]
+
+
+def test_own_memory_leaves_out_shared_memory():
+    command = [sys.executable, "-c", HOLDER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"ready\n"
+        found = read_process(psutil.Process(holder.pid))
+        holder.stdin.close()
+    assert 100 * MIB < found.own_bytes < 200 * MIB
+    assert found.fds > 50
+    assert found.threads >= 1
+
+
+def readings(role: str, pid: int, own_mib=lambda at_s: 300, fds=lambda at_s: 50, until_s: int = 120):
+    """A process read every half second, from before the first step to after the last one."""
+    times = [at / 2 for at in range(-40, 2 * until_s)]
+    return [ProcessReading(t, pid, role, round(own_mib(t) * MIB), fds(t), 9) for t in times]
+
+
+def test_the_last_tenth_of_a_run_is_compared_with_the_second():
+    """What happens in the first tenth, before it and after the last step does not count."""
+    warming = readings("queue", 1, own_mib=lambda t: 100 if 10 < t <= 100 else 50 if t <= 10 else 900)
+    leaking = readings("rank", 2, own_mib=lambda t: 200 + t)
+    ended = readings("rank", 3, own_mib=lambda t: 200 + t * t, until_s=60)
+    rank, queue = sorted(courses([*warming, *leaking, *ended], tenths(STEPS)), key=lambda course: course.role)[::-1]
+    assert (rank.role, queue.role) == ("rank", "queue")
+    assert queue.growth == 1
+    assert rank.growth == pytest.approx((200 + 95.25) / (200 + 15.25))
+
+
+def test_a_file_that_is_open_for_a_moment_is_no_leak_but_one_that_stays_open_is():
+    briefly = readings("driver", 1, fds=lambda t: 51 if t % 2 == 0 else 50)
+    leaking = readings("replica", 2, fds=lambda t: 50 + (t > 70) + (t % 2 == 0))
+    driver, replica = courses([*briefly, *leaking], tenths(STEPS))
+    assert driver.fds[-1] - driver.fds[0] == 0
+    assert replica.fds[-1] - replica.fds[0] == 1
+
+
+class Read:
+    """Finished readings of a run with one process per role."""
+
+    def __init__(self, **differing) -> None:
+        self.processes = [r for pid, role in enumerate(ROLES) for r in differing.get(role, readings(role, pid))]
+        self.disk = [DiskReading(SEGMENT_BYTES, MIB, 1), DiskReading(3 * SEGMENT_BYTES, SEGMENT_BYTES // 2, 40)]
+
+
+def test_the_figures_are_those_of_the_worst_process(capsys):
+    run = Read(
+        queue=readings("queue", 7, own_mib=lambda t: 100 if t < 50 else 125),
+        rollouter=readings("rollouter", 8, fds=lambda t: 50 + (t > 50) * 3),
+        raylet=[],
+    )
+    run.processes += readings("gcs_server", 9, own_mib=lambda t: 100 if t < 50 else 300)
+    found = figures(run, STEPS)
+    assert found["rss_growth"] == 1.25
+    assert found["fds_growth"] == 3
+    assert found["sync_growth"] == pytest.approx(95.5 / 15.5)
+    assert found["spool_bytes_over_live"] == 2
+    assert found["others_rss_growth"] == 3
+    assert (found["syncs"], found["groups"]) == (100, 3400)
+    printed = {line.split("  ")[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert printed.keys() >= {*ROLES, "gcs_server"}
+
+
+def test_a_process_that_was_replaced_during_the_run_hides_no_growth():
+    run = Read(replica=[*readings("replica", 7, until_s=60), *readings("replica", 8)[160:]])
+    with pytest.raises(SystemExit, match="found no process of replica"):
+        figures(run, STEPS)
+
+
+def test_the_spool_may_hold_two_segments_beyond_the_live_payloads():
+    assert spool_bytes_over_live([DiskReading(2 * SEGMENT_BYTES, 0, 2)]) == 0
+    assert spool_bytes_over_live([DiskReading(2 * SEGMENT_BYTES + 10 * MIB, 5 * MIB, 2)]) == 2
+
+
+async def test_live_payloads_are_those_of_groups_that_the_ledger_needs(tmp_path):
+    version = PolicyVersion(0, 0)
+    span, ones = VersionSpan(0, version), np.ones(1000, np.float32)
+
+    def payload(uid: str) -> bytes:
+        sample = Sample(0, ones.astype(np.int32), -ones, ones.astype(bool), [span], FinishReason.LENGTH)
+        return Group.from_samples(uid, "p", 0, np.arange(3), [sample]).to_bytes()
+
+    size, table = len(payload("a")), DurableTable(tmp_path)
+    await table.write(publish(version, 0), *(issue(uid, version) for uid in "abcde"))
+    await table.journal.snapshot([Snapshot("e", 0, 0, bytes(500))])
+    await table.write(*(finish(payload(uid)) for uid in "abcd"))
+    await table.write(lease(["a", "b"], 1), train(1), lease(["c"], 2))
+    assert 4 * size + 500 <= read_disk(tmp_path).live_bytes < 4 * size + 600
+    await table.write(cover(1))
+    assert 2 * size + 500 <= read_disk(tmp_path).live_bytes < 2 * size + 600
+    await table.write(finish(payload("e")))
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as db, db:  # a payload that the queue forgot to delete
+        db.execute("INSERT INTO payloads VALUES ('a', 1, 0, 1000000)")
+    found = read_disk(tmp_path)
+    assert found.live_bytes == 3 * size
+    assert found.held_bytes > 5 * size
+    assert found.segments == 1
+    await table.close()
+
+
+# -- whole benchmarks --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

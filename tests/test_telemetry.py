@@ -114,6 +114,17 @@ def test_memory_is_bounded_and_dropped_intervals_do_not_read_as_idle():
     assert activity.share(["step"], 0.0, 2_000.0) == pytest.approx(0.5, abs=0.02)
 
 
+@given(intervals, st.integers(0, 40))
+def test_forgetting_the_past_changes_nothing_after_it(spans, before):
+    activity = Activity()
+    activity.add(batch("trainer/0", *(("step", start, end) for start, end in spans)))
+    later, busy = activity.intervals(["step"], before, 40), activity.share(["step"], before, 40)
+    activity.forget(before)
+    assert activity.intervals(["step"], before, 40) == later
+    assert activity.share(["step"], 0, 40) == pytest.approx(busy, nan_ok=True)
+    assert all(end >= before for _, end in activity.intervals(["step"], 0, 40))
+
+
 def test_a_recorder_drains_each_span_and_count_once_and_keeps_gauges():
     recorder = Recorder("trainer/0")
     with recorder.span("forward", tokens=4) as args:

@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
+import tracemalloc
 
 import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.observability.sinks.hub import Hub
-from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.observability.telemetry.recorder import Recorder, now_s
 from asyncrl.run.monitor import Monitor
 from asyncrl.sample_queue.messages import Lease, LeasedGroup
 from asyncrl.trainer.checkpoints import CheckpointStore
@@ -236,10 +237,10 @@ class System:
         return self._drains
 
 
-async def test_a_step_is_reported_with_the_metrics_of_its_window():
+async def monitored(rank: Recorder, replica: Recorder) -> Monitor:
+    """A monitor of these two actors, at the first version."""
     config = Config()
     config.reporting.trajectories_per_step = 0
-    rank, replica = Recorder("trainer/0"), Recorder("replica/0")
 
     async def drained(recorder):
         return recorder.drain()
@@ -247,6 +248,23 @@ async def test_a_step_is_reported_with_the_metrics_of_its_window():
     system = System(rank=lambda: drained(rank), replica=lambda: drained(replica))
     monitor = Monitor(config, Hub([]), Recorder("driver"), system, str, None)
     await monitor.on_version(at(0))
+    return monitor
+
+
+def be_busy(rank: Recorder, replica: Recorder, times: int) -> float:
+    """A train step in which the replica's slots are busy ``times`` times; returns for how many seconds in all."""
+    busy_s = 0.0
+    with rank.span("trainer/step"):
+        for _ in range(times):
+            start_s, end_s = now_s(), now_s()
+            replica.add_span("rollout/half_busy", start_s, end_s)
+            busy_s += end_s - start_s
+    return busy_s
+
+
+async def test_a_step_is_reported_with_the_metrics_of_its_window():
+    rank, replica = Recorder("trainer/0"), Recorder("replica/0")
+    monitor = await monitored(rank, replica)
     with rank.span("trainer/step"), replica.span("rollout/generate"):
         replica.count("rollout/tokens", 70)
         await asyncio.sleep(0.01)
@@ -256,6 +274,33 @@ async def test_a_step_is_reported_with_the_metrics_of_its_window():
     assert 0 < values["perf/fraction_of_ideal"] <= 1
     assert 0 <= values["fully_async/trainer/idle_ratio"] < 1
     assert monitor.summary()["tokens"] == 70
+
+
+async def test_the_overlap_of_a_run_is_that_of_all_its_steps_however_many_spans_they_have():
+    rank, replica = Recorder("trainer/0"), Recorder("replica/0")
+    monitor, busy_s = await monitored(rank, replica), 0.0
+    for step in range(1, 5):
+        busy_s += be_busy(rank, replica, times=8_000)
+        await monitor.on_step(at(step), {})
+    assert monitor.summary()["overlap"] == pytest.approx(busy_s / monitor.summary()["duration_s"])
+
+
+async def test_the_monitor_keeps_no_spans_of_earlier_steps():
+    rank, replica = Recorder("trainer/0"), Recorder("replica/0")
+    monitor = await monitored(rank, replica)
+
+    async def traced_bytes(steps: range) -> int:
+        for step in steps:
+            be_busy(rank, replica, times=1_000)
+            await monitor.on_step(at(step), {})
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = await traced_bytes(range(1, 6))
+        assert await traced_bytes(range(6, 16)) < before + 200_000
+    finally:
+        tracemalloc.stop()
 
 
 async def test_the_monitor_reports_an_unresponsive_actor_and_does_not_kill_it():

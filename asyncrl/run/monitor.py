@@ -70,6 +70,7 @@ class Monitor:
         self._window: Counter[str] = Counter()  # counters since the last step
         self._totals: Counter[str] = Counter()  # and since training began
         self._began_s = self._window_s = now_s()
+        self._both_busy_s = 0.0  # since training began, up to the last step
         self._draining = asyncio.Lock()
         self._drained_s = -math.inf
         self._asked: dict[str, asyncio.Task[Batch]] = {}
@@ -115,10 +116,11 @@ class Monitor:
         values["perf/trainer_tokens_per_s"] = metrics.get("trainer/tokens", 0.0) / values["perf/step_s"]
         values["fully_async/version"] = progress.version.number
         self._hub.metrics(progress.step, values)
+        duration_s = self._window_s - self._began_s
         self._summary |= {
             "steps": progress.step,
-            "duration_s": self._window_s - self._began_s,
-            "overlap": self.overlap(self._began_s, self._window_s),
+            "duration_s": duration_s,
+            "overlap": self._both_busy_s / max(duration_s, 1e-9),
             "samples": self._totals["rollout/samples"],
             "tokens": self._totals["rollout/tokens"],
         }
@@ -139,31 +141,33 @@ class Monitor:
 
     # -- windows of time -------------------------------------------------------------------------------------------
 
-    def overlap(self, since_s: float, until_s: float) -> float:
-        """Share of the window in which the trainer computes while at least half of the rollouter's slots generate.
+    def _both_busy_within(self, since_s: float, until_s: float) -> float:
+        """Seconds of the window in which the trainer computes while at least half of the rollouter's slots generate.
 
         A lower bound with several replicas: half of the slots of each must generate, which implies half of all slots.
         Ranks compute together, so any rank's step counts."""
         both = self._activity.intervals(["trainer/step"], since_s, until_s)
         for replica in self._system.replica_names:
             both = intersect(both, self._activity.intervals(["rollout/half_busy"], since_s, until_s, replica))
-        return length(both) / (until_s - since_s) if until_s > since_s else 0.0
+        return length(both)
 
     async def _window_metrics(self) -> dict[str, float]:
-        """Idle shares, rates and rollout metrics since the last step."""
+        """Idle shares, rates and rollout metrics since the last step, whose spans are forgotten with this call."""
         await self._drain()
         since, until = self._window_s, now_s()
         counters, self._window, self._window_s = self._window, Counter(), until
         seconds = max(until - since, 1e-9)
-        busy = self._activity.share
+        busy, both_busy_s = self._activity.share, self._both_busy_within(since, until)
+        self._both_busy_s += both_busy_s
         values = {
             "perf/step_s": seconds,
             "perf/rollout_tokens_per_s": counters["rollout/tokens"] / seconds,
             "fully_async/trainer/idle_ratio": 1 - busy(["trainer/step"], since, until, self._system.rank_names),
             "fully_async/rollouter/idle_ratio": 1
             - busy(["rollout/generate"], since, until, self._system.replica_names),
-            "fully_async/overlap": self.overlap(since, until),
+            "fully_async/overlap": both_busy_s / seconds,
         }
+        self._activity.forget(until)
         if samples := counters["rollout/samples"]:
             sums = {k.removeprefix("rollout/sum/"): v for k, v in counters.items() if k.startswith("rollout/sum/")}
             values |= {f"rollout/{name}": total / samples for name, total in sums.items()}

@@ -78,8 +78,8 @@ class Activity:
     next batch replaces it; so query right after a drain, with ``until_s`` at its time. The spans of all actors must be
     on one clock.
 
-    Memory is bounded: at ``max_intervals`` of one (name, actor) the older half is dropped. Queries cover the time from
-    ``complete_since_s`` on, before which intervals are missing.
+    `forget` drops what no query needs any more. Memory is bounded without it: at ``max_intervals`` of one (name, actor)
+    the older half is dropped. Queries cover the time from ``complete_since_s`` on, before which intervals are missing.
     """
 
     def __init__(self, max_intervals: int = 20_000) -> None:
@@ -104,6 +104,13 @@ class Activity:
                 half = len(known) // 2
                 self.complete_since_s = max(self.complete_since_s, known[half - 1][1])
                 del known[:half]
+
+    def forget(self, before_s: float) -> None:
+        """Drops intervals that end before; queries cover the time from there on."""
+        for actors in self._closed.values():
+            for known in actors.values():
+                del known[: bisect_left(known, before_s, key=_end)]
+        self.complete_since_s = max(self.complete_since_s, before_s)
 
     def intervals(
         self, names: Iterable[str], since_s: float, until_s: float, actor: str | None = None
