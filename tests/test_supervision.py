@@ -70,7 +70,7 @@ class World:
         self.starts: dict[str, list[Exception | asyncio.Event]] = {}
         self.log: list[str] = []
         self.last_sync_s = 0.0
-        self.unfit: dict[str, str] = {}  # reported once
+        self.unfit: dict[str, str] = {}  # reported until the replica is replaced
         self._joined: dict[str, Replica] = {}
         self.fleet = SimpleNamespace(sessions=self._joined)
         self.queue = RestartableClient(None, "queue", once=lambda handle, name: handle)
@@ -82,13 +82,13 @@ class World:
         )
 
     async def _unfit(self, silent_s):
-        unfit, self.unfit = self.unfit, {}
-        return unfit
+        return self.unfit
 
     async def _replace_queue(self, handle):
         self.log.append("replaced queue")
 
     async def _replace(self, name, handle):
+        self.unfit.pop(name, None)
         self.log.append(f"replaced {name}")
 
     async def _start(self, name):
@@ -339,9 +339,13 @@ async def test_a_replica_that_answers_with_errors_is_replaced_as_a_dead_one_is(c
     monkeypatch.setattr("asyncrl.run.supervision.CHECK_EVERY_S", 0.01)
     world = World()
     async with started(world):
+        world.starts["replica/1"] = [slow := asyncio.Event()]
         world.unfit = {"replica/1": "answers with errors (CUDA error: misaligned address)"}
+        await until(lambda: len(world.of("starting replica/1")) == 2)
+        await asyncio.sleep(0.05)  # it is still reported, and its successor must not be killed
+        slow.set()
         await until(lambda: len(world.of("joined replica/1")) == 2)
-    assert world.of("ended replica/1")
+    assert world.of("ended replica/1") == ["ended replica/1"]
     assert "supervision: replica/1 answers with errors (CUDA error: misaligned address); restarting it" in caplog.text
 
 

@@ -105,6 +105,7 @@ class Supervisor:
     ) -> None:
         self._config, self._policy, self._cluster, self._membership = config, policy, cluster, membership
         self._recorder = recorder
+        self._serving: set[str] = set()  # replicas that have joined, until they die
         self._ended: dict[str, str] = {}  # replica → why it was killed
         self._up = {name: asyncio.Event() for name in ("queue", *cluster.replica_names)}
 
@@ -206,7 +207,9 @@ class Supervisor:
             await self._cluster.rollouter.replace_replica(name, self._cluster.replicas[name].handle)
             self._membership.join(name, self._cluster.sessions[name])
             self._up[name].set()
+            self._serving.add(name)
             why = await self._death(name)
+            self._serving.discard(name)
             await self._membership.leave(name)
 
     async def _death(self, name: str) -> str:
@@ -225,5 +228,6 @@ class Supervisor:
             await asyncio.sleep(CHECK_EVERY_S)
             in_sync = time.monotonic() - self._membership.last_sync_s < progress_s
             for name, why in (await self._cluster.rollouter.unfit(None if in_sync else progress_s)).items():
-                self._ended[name] = why
-                await self._cluster.end(name, why)
+                if name in self._serving:  # else its successor is starting
+                    self._ended[name] = why
+                    await self._cluster.end(name, why)
