@@ -58,17 +58,18 @@ class Server:
         `asyncrl.config.secrets.redacted`. Raises EngineError with its last output line if it ends before."""
         port, key, sockets = _free_port(), secrets.token_hex(24), SocketFolder()
         words = command_line({**arguments, "host": "127.0.0.1", "port": port, "api_key": key})
+        variables = {
+            **os.environ,
+            **environment,
+            "PYTHONPATH": os.pathsep.join(filter(None, _module_path())),
+            "TMPDIR": str(sockets.path),
+        }
+        # compiled kernels outlive the server; not the first variable, as a change of that disables process titles
+        variables.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.geteuid()}")
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", _SERVE, str(os.getpid())),
-            env={
-                # compiled kernels outlive the server
-                "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.geteuid()}",
-                **os.environ,
-                **environment,
-                "PYTHONPATH": os.pathsep.join(filter(None, _module_path())),
-                "TMPDIR": str(sockets.path),
-            },
+            env=variables,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
