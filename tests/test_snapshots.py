@@ -81,20 +81,20 @@ def test_a_stored_part_survives_kill_9(tmp_path, opened):
 
 
 def test_the_file_stays_within_four_times_of_what_is_alive(tmp_path, opened):
-    """A thousand groups of 100 kB pass through, four at a time, each in ten parts; then only one is left."""
-    live = {str(i): 0 for i in range(1000)}
+    """Two hundred groups of 100 kB pass through, four at a time, each in four parts; then only one is left."""
+    live = {str(i): 0 for i in range(200)}
     store = opened(live)
     largest = 0
-    for i in range(1000):
-        for number in range(10):
-            store.store([part(str(i), number, bytes(10_000))])
+    for i in range(200):
+        for number in range(4):
+            store.store([part(str(i), number, bytes(25_000))])
         store.end([str(i - 4)])
-        if i % 50 == 49:
+        if i % 20 == 19:
             store.read({})  # waits for all before
             largest = max(largest, (tmp_path / FILE).stat().st_size)
     assert largest <= 4 * 4 * 100_000
-    store.end(map(str, range(999)))
-    opened({"999": 0})  # moves the write-ahead log into the file
+    store.end(map(str, range(199)))
+    opened({"199": 0})  # moves the write-ahead log into the file
     assert (tmp_path / FILE).stat().st_size <= 4 * 100_000
 
 
