@@ -62,7 +62,7 @@ class Run:
             self.died = True
             raise RuntimeError("a rank died")
         self.step = step
-        return {}
+        return {}, []
 
     async def stage(self):
         self.staged = self.step

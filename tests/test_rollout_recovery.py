@@ -104,8 +104,15 @@ async def everything(system: System) -> dict[str, Group]:
 def assert_equal_bits(found: dict[str, Group], expected: dict[str, Group]) -> None:
     assert found.keys() == expected.keys()
     for uid, group in expected.items():
-        for column in ("prompt_tokens", "offsets", "tokens", "logprobs", "finish", "span_start", "span_number"):
+        for column in ("prompt_tokens", "offsets", "tokens", "logprobs", "finish"):
             np.testing.assert_array_equal(getattr(found[uid], column), getattr(group, column), err_msg=uid)
+        assert versions_of_tokens(found[uid]) == versions_of_tokens(group), uid
+
+
+def versions_of_tokens(group: Group) -> list[tuple[PolicyVersion, bool]]:
+    """Of each token: the version that sampled it, and whether it did so over the KV cache of another."""
+    spans = [(span, rows.stop - rows.start) for s in range(len(group)) for span, rows in group.span_rows(s)]
+    return [(span.version, span.mixed_kv) for span, length in spans for _ in range(length)]
 
 
 @pytest.fixture(scope="module")

@@ -343,7 +343,7 @@ class CheckpointConfig(Section):
 
 @dataclass
 class SupervisionConfig(Section):
-    """Detection of dead and unresponsive actors, and their restarts."""
+    """Detection of dead, unresponsive and wrong actors, and restarts."""
 
     max_restarts: NonNegativeInt = 3  # per actor (all ranks count as one) within window_s; 0: a death fails the run
     window_s: PositiveFloat = 600.0
@@ -354,6 +354,10 @@ class SupervisionConfig(Section):
     # an actor that has not started, with its engine or model loaded, after this long is restarted
     start_s: PositiveFloat = 1800.0
     disk_s: PositiveFloat = 300.0  # the run fails if the disk of the ledger does not complete a write within this time
+    # a replica is named in a warning if the KL of its policy to the trainer's, under one version, exceeds this (nats;
+    # 0: off; five times this if the trainer's weights are newer)
+    mismatch_warn: NonNegativeFloat = 0.02
+    mismatch_stop: NonNegativeFloat = 0.2  # the run fails if the KL exceeds this in 3 consecutive steps
 
 
 @dataclass

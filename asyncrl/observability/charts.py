@@ -224,6 +224,15 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
             ),
         ),
         Chart(
+            "Mismatch",
+            "KL of the replicas' policy to the trainer's: of tokens sampled under the trainer's very weights, where "
+            "only numerics differ, and of older ones. supervision.mismatch_stop bounds it for each replica.",
+            (
+                Line("mismatch/fresh_kl", "fresh", BLUE),
+                Line("mismatch/older_kl", "older", ORANGE),
+            ),
+        ),
+        Chart(
             "Clipped tokens",
             "Tokens whose ratio left the clip range and, with the proximal anchor, tokens with a truncated importance "
             "weight.",

@@ -38,9 +38,11 @@ class GeneratedTokens:
     logprobs: list[np.ndarray] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
 
-    def add(self, tokens: np.ndarray, logprobs: np.ndarray, version: PolicyVersion, mixed_kv: bool) -> None:
-        """Append int32 [C] tokens and float32 [C] logprobs, sampled under ``version``."""
-        span = VersionSpan(self.count, version, mixed_kv)
+    def add(
+        self, tokens: np.ndarray, logprobs: np.ndarray, version: PolicyVersion, mixed_kv: bool, replica: str = ""
+    ) -> None:
+        """Append int32 [C] tokens and float32 [C] logprobs, sampled under ``version`` by ``replica``."""
+        span = VersionSpan(self.count, version, mixed_kv, replica)
         if not self.spans or self.spans[-1][1:] != span[1:]:
             self.spans.append(span)
         if self.first_version is None:
@@ -180,7 +182,7 @@ def pack(uid: str, samples: Sequence[PartialSample], since: Sequence[Position] |
     ``calls``      int64    [C, 3]   finish, tokens, spans
     ``tokens``     int32    [T]
     ``logprobs``   float32  [T]
-    ``spans``      int64    [V, 4]   start, lineage, number, mixed_kv
+    ``spans``      int64    [V, 5]   start, lineage, number, mixed_kv, index in the part's list of replicas
     =============  =======  =======  ===================================================================================
     """
     rows: list[tuple[int, ...]] = []
@@ -204,8 +206,10 @@ def pack(uid: str, samples: Sequence[PartialSample], since: Sequence[Position] |
             goes_on = number < before.calls
             tokens = call.output.count - (before.tokens if goes_on else 0)
             news.append(_News(call, tokens, call.output.spans[before.spans if goes_on else 0 :]))
+    spans = [span for new in news for span in new.spans]
+    replicas = sorted({span.replica for span in spans})
     return _SNAPSHOT.to_bytes(
-        {"uid": uid},
+        {"uid": uid, "replicas": replicas},
         {
             "samples": _table(rows, 9),
             "states": np.frombuffer(b"".join(states), np.uint8),
@@ -213,7 +217,7 @@ def pack(uid: str, samples: Sequence[PartialSample], since: Sequence[Position] |
             "calls": _table([(_NONE if (f := n.call.finish) is None else f, n.tokens, len(n.spans)) for n in news], 3),
             "tokens": _joined([part for n in news for part in _last(n.call.output.tokens, n.tokens)], np.int32),
             "logprobs": _joined([part for n in news for part in _last(n.call.output.logprobs, n.tokens)], np.float32),
-            "spans": _table([(x.start, *x.version, x.mixed_kv) for n in news for x in n.spans], 4),
+            "spans": _table([(x.start, *x.version, x.mixed_kv, replicas.index(x.replica)) for x in spans], 5),
         },
     )
 
@@ -228,7 +232,7 @@ def unpack(parts: Sequence[Buffer]) -> list[PartialSample]:
 
 
 def _unpack_part(data: Buffer, samples: dict[int, PartialSample]) -> None:
-    _, columns = _SNAPSHOT.from_buffer(data)
+    meta, columns = _SNAPSHOT.from_buffer(data)
     calls = zip(columns["arguments"].tolist(), columns["calls"].tolist(), strict=True)
     states, spans = columns["states"].tobytes(), columns["spans"].tolist()
     state_at = token_at = span_at = 0
@@ -245,8 +249,8 @@ def _unpack_part(data: Buffer, samples: dict[int, PartialSample]) -> None:
             call = sample.calls[number] if number < len(sample.calls) else sample.begin(arguments)
             output = call.output
             output.spans += [
-                VersionSpan(start, PolicyVersion(lineage, number), bool(mixed))
-                for start, lineage, number, mixed in spans[span_at : span_at + span_count]
+                VersionSpan(start, PolicyVersion(lineage, number), bool(mixed), meta["replicas"][replica])
+                for start, lineage, number, mixed, replica in spans[span_at : span_at + span_count]
             ]
             if tokens:
                 output.first_version = output.first_version or output.spans[0].version

@@ -330,7 +330,8 @@ class Router:
                     SampleRestarts(f"started under version {output.first_version}, now it is {version}")
                 )
                 return
-            output.add(batch.tokens[lo:hi], batch.logprobs[lo:hi], version, batch.mixed_kv[e])
+            tokens, logprobs = batch.tokens[lo:hi], batch.logprobs[lo:hi]
+            output.add(tokens, logprobs, version, batch.mixed_kv[e], active.replica.name)
             active.replica.outstanding_tokens -= hi - lo
         finish = batch.finish[e]
         # a failed request stays failed: the fault may have sampled that token, too

@@ -21,6 +21,7 @@ from asyncrl.param_sync.transports.listener import count_refusals
 from asyncrl.processes.actor_client import ActorBroken, ActorClient, SupervisedActor
 from asyncrl.processes.device_errors import is_device_error
 from asyncrl.sample_queue.messages import Lease
+from asyncrl.trainer.mismatch import SamplerKL
 
 log = logging.getLogger(__name__)
 
@@ -73,9 +74,11 @@ class TrainerRankActor(SupervisedActor):
 
         await self._compute(build)
 
-    async def train(self, step: int, payload: Sequence[bytes], mask_before: int | None) -> dict[str, float]:
+    async def train(
+        self, step: int, payload: Sequence[bytes], mask_before: int | None
+    ) -> tuple[dict[str, float], list[SamplerKL]]:
         self._payload = payload
-        return await self._compute(lambda: self._core.train(step, payload, mask_before))
+        return await self._compute(lambda: (self._core.train(step, payload, mask_before), self._core.sampler_kl))
 
     async def first_groups(self, count: int) -> list[bytes]:
         """The first groups of the last batch, for display."""
@@ -154,7 +157,7 @@ class RankGroup:
         init_method = await self._ranks[0].rendezvous() if len(self._ranks) > 1 else None
         await self._all(lambda rank: rank.start(init_method))
 
-    async def train(self, step: int, payload: Any, mask_before: int | None) -> dict[str, float]:
+    async def train(self, step: int, payload: Any, mask_before: int | None) -> tuple[dict[str, float], list[SamplerKL]]:
         return (await self._all(lambda rank: rank.train(step, payload, mask_before)))[0]
 
     async def first_groups(self, count: int) -> list[bytes]:

@@ -13,16 +13,17 @@ import numpy as np
 
 from asyncrl.trainer.backends.base import TrainBatch
 from asyncrl.types.groups import Group
-from asyncrl.types.versions import PolicyVersion
+from asyncrl.types.versions import PolicyVersion, Sampler
 
 
 def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> TrainBatch:
     """All samples of ``groups`` in the given order, within a group by sample index. Tokens sampled by a version below
     ``mask_before`` are not trained.
 
-    Columns: ``behaviour_logprobs``. Sequence columns, [B] each: ``group`` int64 (index in ``groups``), ``rewards``
-    float32, ``finish`` uint8 (FinishReason), ``versions`` and ``version_span`` int64 (number of policy versions that
-    sampled it, and the newest number minus the oldest). Raises ValueError for no groups, and for a group without prompt
+    Columns: ``behaviour_logprobs``, ``sampler`` (int64: index in `samplers`; -1 for a token with mixed KV). Sequence
+    columns, [B] each: ``group`` int64 (index in ``groups``), ``rewards`` float32, ``finish`` uint8 (FinishReason),
+    ``versions`` and ``version_span`` int64 (number of policy versions that sampled it, and the newest number minus the
+    oldest). Raises ValueError for no groups, and for a group without prompt
     tokens: no position's logits would predict its first response token.
     """
     if not groups:
@@ -30,6 +31,8 @@ def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> Trai
     tokens: list[np.ndarray] = []
     response: list[tuple[Group, slice]] = []
     versions: list[set[PolicyVersion]] = []
+    sampler_of_token: list[np.ndarray] = []
+    index = {sampler: i for i, sampler in enumerate(samplers(groups))}
     order = [np.argsort(group.sample_index, kind="stable") for group in groups]
     for group, samples in zip(groups, order, strict=True):
         if not len(group.prompt_tokens):
@@ -39,6 +42,10 @@ def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> Trai
             tokens += [group.prompt_tokens, group.tokens[rows]]
             response.append((group, rows))
             versions.append({span.version for span in group.spans(s)})
+            sampler_of_token += [
+                np.full(part.stop - part.start, -1 if span.mixed_kv else index[span.sampler], np.int64)
+                for span, part in group.span_rows(s)
+            ]
     masks = {id(group): group.loss_mask & _young(group, mask_before) for group in groups}
     prompt_lengths = np.array([len(group.prompt_tokens) for group, _ in response], dtype=np.int64)
     response_lengths = np.array([rows.stop - rows.start for _, rows in response], dtype=np.int64)
@@ -53,7 +60,10 @@ def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> Trai
         targets=_concatenate([group.tokens[rows] for group, rows in response], np.int32),
         row_offsets=row_offsets,
         loss_mask=_concatenate([masks[id(group)][rows] for group, rows in response], np.bool_),
-        columns={"behaviour_logprobs": _concatenate([group.logprobs[rows] for group, rows in response], np.float32)},
+        columns={
+            "behaviour_logprobs": _concatenate([group.logprobs[rows] for group, rows in response], np.float32),
+            "sampler": _concatenate(sampler_of_token, np.int64),
+        },
         sequence_columns={
             "group": np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
             "rewards": _concatenate([g.rewards[o] for g, o in zip(groups, order, strict=True)], np.float32),
@@ -62,6 +72,11 @@ def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> Trai
             "version_span": np.array([version_span(v) for v in versions], dtype=np.int64),
         },
     )
+
+
+def samplers(groups: Sequence[Group]) -> list[Sampler]:
+    """What sampled the groups' tokens, sorted."""
+    return sorted({span.sampler for group in groups for s in range(len(group)) for span in group.spans(s)})
 
 
 def version_span(versions: set[PolicyVersion]) -> int:
@@ -76,10 +91,8 @@ def _young(group: Group, mask_before: int | None) -> np.ndarray:
         return np.ones(len(group.tokens), np.bool_)
     young = np.zeros(len(group.tokens), np.bool_)
     for s in range(len(group)):
-        rows, spans = group.response(s), group.spans(s)
-        ends = [span.start for span in spans[1:]] + [rows.stop - rows.start]
-        for span, end in zip(spans, ends, strict=True):
-            young[rows.start + span.start : rows.start + end] = span.version.number >= mask_before
+        for span, rows in group.span_rows(s):
+            young[rows] = span.version.number >= mask_before
     return young
 
 

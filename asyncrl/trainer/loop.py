@@ -23,6 +23,7 @@ from asyncrl.sample_queue.messages import Lease
 from asyncrl.trainer.algorithms.base import ALGORITHMS
 from asyncrl.trainer.checkpoint_saver import CheckpointSaver
 from asyncrl.trainer.checkpoints import Checkpoint, CheckpointMetadata, CheckpointStore
+from asyncrl.trainer.mismatch import MismatchAlarm
 from asyncrl.trainer.progress import Progress, TrainingState
 from asyncrl.trainer.protocols import Observer, QueueClient, Ranks, Rollouter, Sync, Validation
 from asyncrl.trainer.publisher import Publisher
@@ -68,6 +69,8 @@ class TrainLoop:
         self._publisher = Publisher(self._state, queue, ranks, sync, validation, observer, overlapped)
         self._saver = CheckpointSaver(config.checkpoint, ranks, queue, checkpoints, recorder, journal_copy)
         self._reporting: asyncio.Task[None] | None = None
+        supervision = config.supervision
+        self._mismatch = MismatchAlarm(supervision.mismatch_warn, supervision.mismatch_stop)
         self._training: list[str] = []  # uids of the groups of the step in progress
 
     def stop(self, reason: str) -> None:
@@ -141,10 +144,13 @@ class TrainLoop:
         return found
 
     async def _train_step(self, step: int, lease: Lease, payload: Any) -> None:
-        """Train on a batch. Raises StalenessError."""
+        """Train on a batch. Raises StalenessError and MismatchError."""
         self._training = [group.uid for group in lease.groups]
-        metrics = batch_metrics(step, lease, self._state.progress.version, self._derived.staleness_bound)
-        metrics |= await self._ranks.train(step, payload, lease.mask_before)
+        progress = self._state.progress
+        metrics = batch_metrics(step, lease, progress.version, self._derived.staleness_bound)
+        trained, sampler_kl = await self._ranks.train(step, payload, lease.mask_before)
+        fresh = progress.version if progress.trained_since_publish == 0 else None
+        metrics |= trained | self._mismatch.check(step, sampler_kl, fresh)
         metrics |= self._publisher.take_sync_metrics()
         await self._queue.trained(step)
         self._state.step_done(step, self._training)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl.sample_queue.messages import Lease
+from asyncrl.trainer.mismatch import SamplerKL
 from asyncrl.trainer.progress import Progress
 from asyncrl.types.versions import PolicyVersion
 
@@ -33,7 +34,12 @@ class QueueClient(Protocol):
 class Ranks(Protocol):
     """All trainer ranks at once. ``stage`` copies their state; ``write`` writes the copy while training continues."""
 
-    async def train(self, step: int, payload: Any, mask_before: int | None) -> dict[str, float]: ...
+    async def train(
+        self, step: int, payload: Any, mask_before: int | None
+    ) -> tuple[dict[str, float], Sequence[SamplerKL]]:
+        """Train on a batch: its metrics, and for each sampler the KL to the trainer's policy before the batch."""
+        ...
+
     async def stage(self) -> None: ...
     async def write(self, path: Path) -> None: ...
     async def load(self, path: Path) -> None: ...

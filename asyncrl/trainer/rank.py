@@ -16,9 +16,12 @@ from asyncrl.trainer.algorithms.advantages import apply_overlong
 from asyncrl.trainer.algorithms.base import ALGORITHMS
 from asyncrl.trainer.algorithms.losses import token_weights
 from asyncrl.trainer.backends.base import BACKENDS, Backend, NonFiniteError, TrainBatch
-from asyncrl.trainer.batches import build_batch, cut_mini_batches, partition
+from asyncrl.trainer.batches import build_batch, cut_mini_batches, partition, samplers
+from asyncrl.trainer.mismatch import SamplerKL
+from asyncrl.trainer.sampler_kl import take_sampler_kl, with_sampler_kl
 from asyncrl.types.groups import Group
 from asyncrl.types.samples import FinishReason
+from asyncrl.types.versions import Sampler
 
 
 class TrainerRank:
@@ -37,6 +40,8 @@ class TrainerRank:
         spec = BACKENDS.find(config.trainer.backend)
         backend = spec.make(config, rank, world_size, init_method, recorder)
         self._backend = BACKENDS.checked(backend, Backend, config.trainer.backend)
+        #: of the last batch, in its first optimizer step; equal on all ranks
+        self.sampler_kl: list[SamplerKL] = []
 
     def train(
         self,
@@ -51,13 +56,14 @@ class TrainerRank:
         optimizer steps of the batch have been taken, so restart from a checkpoint."""
         with self._recorder.span("trainer/step", step=step):
             with self._recorder.span("trainer/batch"):
-                whole = build_batch([Group.from_buffer(data) for data in buffers], mask_before)
+                groups = [Group.from_buffer(data) for data in buffers]
+                whole = build_batch(groups, mask_before)
                 metrics = batch_metrics(whole)
                 mini_batches = self._mini_batches(whole)
             with self._recorder.span("trainer/logprobs"):
                 for mini_batch, _ in mini_batches:
                     self._score(mini_batch, several_steps=len(mini_batches) * self._config.algorithm.epochs > 1)
-            metrics |= self._optimize(step, mini_batches)
+            metrics |= self._optimize(step, mini_batches, samplers(groups))
         return metrics
 
     def _mini_batches(self, whole: TrainBatch) -> list[tuple[TrainBatch, float]]:
@@ -89,16 +95,23 @@ class TrainerRank:
         if self._config.algorithm.kl_coef > 0:
             mini_batch.columns["reference_logprobs"] = self._backend.reference_logprobs(mini_batch, temperature)
 
-    def _optimize(self, step: int, mini_batches: list[tuple[TrainBatch, float]]) -> dict[str, float]:
+    def _optimize(
+        self, step: int, mini_batches: list[tuple[TrainBatch, float]], sampled_by: Sequence[Sampler]
+    ) -> dict[str, float]:
         figures: dict[str, list[float]] = defaultdict(list)
+        self.sampler_kl = []
         for epoch in range(self._config.algorithm.epochs):
             for k, (mini_batch, denominator) in enumerate(mini_batches):
+                first = not figures
+                loss = with_sampler_kl(self._loss, len(sampled_by)) if first else self._loss
                 try:
-                    result = self._backend.train_step(
-                        mini_batch, self._loss, denominator, self._config.rollout.temperature
+                    result = dict(
+                        self._backend.train_step(mini_batch, loss, denominator, self._config.rollout.temperature)
                     )
                 except NonFiniteError as e:
                     raise NonFiniteError(f"train step {step}, epoch {epoch}, mini batch {k}: {e}") from e
+                if first:
+                    self.sampler_kl = take_sampler_kl(result, sampled_by, denominator)
                 for name, value in result.items():
                     figures[name].append(value)
         return {"trainer/optimizer_steps": float(len(figures["loss"])), **step_metrics(figures)}

@@ -8,7 +8,7 @@ A group crosses processes and Python environments as one flat buffer of aligned 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,7 @@ class Group:
     ``span_lineage``      int64     [V]
     ``span_number``       int64     [V]
     ``span_mixed_kv``     bool      [V]
+    ``span_replica``      int32     [V]      index in ``replicas``
     ``metrics[name]``     float32   [S]      metrics from the reward function
     ``extras[name]``      any       ragged   (values, offsets [S+1]), such as masks or routed experts
     ====================  ========  =======  ================================================
@@ -63,6 +64,9 @@ class Group:
     span_lineage: np.ndarray
     span_number: np.ndarray
     span_mixed_kv: np.ndarray
+    span_replica: np.ndarray
+    #: names of the replicas that sampled the group
+    replicas: list[str]
     metrics: dict[str, np.ndarray] = field(default_factory=dict)
     extras: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     #: seconds on the rollouter's clock, by name: issued_s, started_s (first token), generated_s (all samples),
@@ -94,6 +98,7 @@ class Group:
             if len(s.tokens) and (not s.spans or s.spans[0].start != 0):
                 raise ValueError(f"group {uid} sample {s.index}: expected version spans from token 0, found {s.spans}")
         spans = [span for s in samples for span in s.spans]
+        replicas = sorted({x.replica for x in spans})
         return cls(
             uid=uid,
             prompt_id=prompt_id,
@@ -111,6 +116,8 @@ class Group:
             span_lineage=np.array([x.version.lineage for x in spans], dtype=np.int64),
             span_number=np.array([x.version.number for x in spans], dtype=np.int64),
             span_mixed_kv=np.array([x.mixed_kv for x in spans], dtype=np.bool_),
+            span_replica=np.array([replicas.index(x.replica) for x in spans], dtype=np.int32),
+            replicas=replicas,
             metrics={
                 k: np.array([s.metrics.get(k, np.nan) for s in samples], dtype=np.float32)
                 for k in sorted({k for s in samples for k in s.metrics})
@@ -152,9 +159,17 @@ class Group:
                 int(self.span_start[i]),
                 PolicyVersion(int(self.span_lineage[i]), int(self.span_number[i])),
                 bool(self.span_mixed_kv[i]),
+                self.replicas[self.span_replica[i]],
             )
             for i in range(lo, hi)
         ]
+
+    def span_rows(self, s: int) -> Iterator[tuple[VersionSpan, slice]]:
+        """Version spans of sample ``s``, each with its slice of the response columns."""
+        rows, spans = self.response(s), self.spans(s)
+        ends = [*(span.start for span in spans[1:]), rows.stop - rows.start]
+        for span, end in zip(spans, ends, strict=True):
+            yield span, slice(rows.start + span.start, rows.start + end)
 
     def trained_versions(self) -> tuple[PolicyVersion, PolicyVersion] | None:
         """Oldest and newest version that sampled a trained token; None if no token is trained.
@@ -189,7 +204,7 @@ class Group:
 
     _COLUMNS = (
         "prompt_tokens sample_index offsets tokens logprobs loss_mask rewards finish "
-        "span_offsets span_start span_lineage span_number span_mixed_kv"
+        "span_offsets span_start span_lineage span_number span_mixed_kv span_replica"
     ).split()
 
     def _arrays(self) -> dict[str, np.ndarray]:
@@ -200,7 +215,7 @@ class Group:
         return arrays
 
     def to_bytes(self) -> bytes:
-        names = ("uid", "prompt_id", "epoch", "times", "attempt")
+        names = ("uid", "prompt_id", "epoch", "replicas", "times", "attempt")
         meta = {name: getattr(self, name) for name in names}
         return _GROUP.to_bytes(meta, self._arrays())
 

@@ -16,8 +16,16 @@ class PolicyVersion(NamedTuple):
         return f"{self.lineage}.{self.number}"
 
 
+class Sampler(NamedTuple):
+    """What sampled a token: a replica under a policy version. ``replica``: its name, such as ``replica/0``."""
+
+    replica: str
+    version: PolicyVersion
+
+
 class VersionSpan(NamedTuple):
-    """Tokens from ``start`` to the next span's start were sampled under ``version``.
+    """Tokens from ``start`` to the next span's start were sampled under ``version`` by ``replica`` (its name; empty if
+    the agent loop did not keep it).
 
     ``mixed_kv`` marks tokens sampled over a KV cache that an older version computed (pause mode ``keep`` with KV kept):
     their behaviour logprobs belong to no single version."""
@@ -25,3 +33,8 @@ class VersionSpan(NamedTuple):
     start: int
     version: PolicyVersion
     mixed_kv: bool = False
+    replica: str = ""
+
+    @property
+    def sampler(self) -> Sampler:
+        return Sampler(self.replica, self.version)

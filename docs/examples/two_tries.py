@@ -6,7 +6,6 @@ from asyncrl.rollouter.agents.base import Generate
 from asyncrl.rollouter.tokenizer import PromptTokenizer
 from asyncrl.types.prompts import Prompt
 from asyncrl.types.samples import Sample
-from asyncrl.types.versions import VersionSpan
 
 
 class TwoTries:
@@ -18,7 +17,7 @@ class TwoTries:
         first = await generate(np.empty(0, np.int32), self._limit)
         response = np.concatenate([first.tokens, self._hint])
         second = await generate(response, self._limit)
-        shifted = [VersionSpan(span.start + len(response), span.version, span.mixed_kv) for span in second.spans]
+        shifted = [span._replace(start=span.start + len(response)) for span in second.spans]
         return Sample(
             index=index,
             tokens=np.concatenate([response, second.tokens]),

@@ -147,7 +147,7 @@ class World:
             self.weights, self.deaths = "", self.deaths + 1
             raise RankDied
         self.weights = weights_after([sorted(Group.from_buffer(data).uid for data in payload)], self.weights)
-        return {}
+        return {}, []
 
     async def stage(self):
         self.staged = self.weights

@@ -24,8 +24,9 @@ class TrainBatch:
     ``tokens`` int32 [T]; sequence b owns tokens cu_seqlens[b]:cu_seqlens[b+1] (int64 [B+1]). Response columns run over
     all sequences in order: ``targets`` int32 [R] are the response tokens, ``rows`` int64 [R] the packed positions whose
     logits predict them (each one before its token), ``row_offsets`` int64 [B+1] the sequences' bounds in them.
-    ``loss_mask`` bool [R], ``columns``: float32 [R] by name (``behaviour_logprobs``, ``weights``, ``advantages``, later
-    ``proximal_logprobs``, ``reference_logprobs``), ``sequence_columns``: [B] by name (``rewards``, ``group`` …).
+    ``loss_mask`` bool [R], ``columns``: [R] by name (float32 ``behaviour_logprobs``, ``weights``, ``advantages``, later
+    ``proximal_logprobs``, ``reference_logprobs``; int64 ``sampler``), ``sequence_columns``: [B] by name (``rewards``,
+    ``group`` …).
     """
 
     tokens: np.ndarray

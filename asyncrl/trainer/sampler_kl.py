@@ -1,0 +1,49 @@
+"""KL of each sampler's policy to the trainer's, measured in a train step's own forward pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.models.device_copy import on_device
+from asyncrl.trainer.backends.base import LossFunction, LossOutput, TrainBatch
+from asyncrl.trainer.mismatch import SamplerKL
+from asyncrl.types.versions import Sampler
+
+MAX_TOKEN_KL = 5.0  # nats; bounds a single token's share of the mean
+
+_KL, _TOKENS = "sampler_kl/", "sampler_tokens/"
+
+
+def with_sampler_kl(loss: LossFunction, samplers: int) -> LossFunction:
+    """``loss`` with sums for each of the batch's ``samplers``, which `take_sampler_kl` reads."""
+
+    def measured(logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> LossOutput:
+        output = loss(logprobs, entropy, batch)
+        sampler = batch.columns["sampler"]
+        counted = np.flatnonzero(batch.loss_mask & (sampler >= 0))
+        device = logprobs.device
+        behaviour = on_device(batch.columns["behaviour_logprobs"][counted], device)
+        d = logprobs.detach()[on_device(counted, device)].float() - behaviour
+        kl = (torch.expm1(d) - d).clamp(max=MAX_TOKEN_KL)
+        sums = torch.zeros(2, samplers, dtype=torch.float64, device=device)
+        sums.index_add_(1, on_device(sampler[counted], device), torch.stack([kl, torch.ones_like(kl)]).double())
+        named = {f"{_KL}{i}": value for i, value in enumerate(sums[0])}
+        named |= {f"{_TOKENS}{i}": value for i, value in enumerate(sums[1])}
+        return dataclasses.replace(output, sums={**output.sums, **named})
+
+    return measured
+
+
+def take_sampler_kl(figures: dict[str, float], samplers: Sequence[Sampler], denominator: float) -> list[SamplerKL]:
+    """Remove the sums of `with_sampler_kl` from a train step's metrics, which are divided by its ``denominator``."""
+    found = []
+    for i, sampler in enumerate(samplers):
+        kl, tokens = figures.pop(f"{_KL}{i}") * denominator, round(figures.pop(f"{_TOKENS}{i}") * denominator)
+        if tokens:
+            found.append(SamplerKL(sampler, tokens, kl / tokens))
+    return found

@@ -1,0 +1,109 @@
+"""Replicas that sample from another policy than the trainer's: noticed, named, and the run ends."""
+
+import numpy as np
+import pytest
+
+from asyncrl.trainer.batches import build_batch
+from asyncrl.trainer.mismatch import MismatchAlarm, MismatchError, SamplerKL
+from asyncrl.types.groups import Group
+from asyncrl.types.samples import FinishReason, Sample
+from asyncrl.types.versions import PolicyVersion, Sampler, VersionSpan
+from tests.support.faults import FaultyRun
+from tests.support.tiny import make_inputs
+from tests.support.trainer import VOCAB, make_checkpoint, make_config, started_ranks
+
+V3, V4 = PolicyVersion(0, 3), PolicyVersion(0, 4)
+
+
+def kl(value, replica="replica/0", version=V4, tokens=100):
+    return SamplerKL(Sampler(replica, version), tokens, value)
+
+
+def test_one_warning_until_a_replica_is_back_within_the_bound(caplog):
+    alarm = MismatchAlarm(0.02, 0.2)
+    for value in (0.01, 0.03, 0.03, 0.01, 0.03):
+        alarm.check(7, [kl(value), kl(0.01, "replica/1")], V4)
+    assert len(caplog.records) == 2
+    assert "0.03 nats for replica/0 under version 0.4 (100 tokens)" in caplog.records[0].getMessage()
+
+
+def test_three_consecutive_steps_of_one_replica_end_the_run():
+    alarm = MismatchAlarm(0.02, 0.2)
+    for value in (0.3, 0.3, 0.1, 0.3, 0.3):  # with a good step in between
+        alarm.check(1, [kl(value)], V4)
+    alarm.check(2, [kl(0.3, "replica/1")], V4)  # a step without replica/0 changes nothing
+    alarm.check(3, [kl(9.0, tokens=5)], V4)  # nor does one with too few tokens
+    with pytest.raises(MismatchError, match=r"step 4: .* 0\.3 nats for replica/0 .*mismatch_stop=0\.2"):
+        alarm.check(4, [kl(0.3)], V4)
+
+
+def test_older_tokens_have_wider_bounds_and_the_worst_sampler_counts(caplog):
+    alarm = MismatchAlarm(0.02, 0.2)
+    for trainer in (V4, None, V4):
+        metrics = alarm.check(1, [kl(0.9, version=V3), kl(0.0, version=trainer or V3)], trainer)
+    assert metrics == {"mismatch/fresh_tokens": 100, "mismatch/fresh_kl": 0.0, "mismatch/older_kl": 0.9}
+    for _ in range(2):
+        alarm.check(2, [kl(1.1, version=V3), kl(0.0)], V4)
+    with pytest.raises(MismatchError, match=r"under version 0\.3"):
+        alarm.check(2, [kl(1.1, version=V3), kl(0.0)], V4)
+
+
+def test_bounds_of_zero_are_none(caplog):
+    alarm = MismatchAlarm(0.0, 0.0)
+    for step in range(5):
+        alarm.check(step, [kl(3.0)], V4)
+    assert not caplog.records
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def start():
+    yield from started_ranks()
+
+
+def test_a_rank_measures_the_kl_of_each_sampler(checkpoint, start):
+    """Groups whose behaviour logprobs are the model's own for one replica, and off by a known amount for another."""
+    rng, rank = np.random.default_rng(0), start(make_config(checkpoint, max_tokens_per_micro_batch=40))
+    prompt = rng.integers(0, VOCAB, 4)
+    tokens = [rng.integers(0, VOCAB, 12) for _ in range(4)]
+
+    def groups(logprobs):
+        spans = [VersionSpan(0, V3, False, "replica/0"), VersionSpan(8, V4, False, "replica/1")]
+        mixed = [*spans[:1], spans[1]._replace(mixed_kv=True)]
+        samples = [
+            Sample(i, t, p, np.ones(12, bool), spans if i else mixed, FinishReason.LENGTH, float(i))
+            for i, (t, p) in enumerate(zip(tokens, logprobs, strict=True))
+        ]
+        return [Group.from_samples("g0", "p0", 0, prompt, samples)]
+
+    batch = build_batch(groups([np.zeros(12)] * 4))
+    own = rank._backend.logprobs(batch, 1.0).logprobs.reshape(4, 12)
+    off = own - np.where(np.arange(12) < 8, 0.0, 0.5)  # the trainer's logprob is higher by 0.5
+    rank.train(0, [g.to_bytes() for g in groups(off)])
+    first, second = rank.sampler_kl
+    assert first == (Sampler("replica/0", V3), 32, pytest.approx(0, abs=1e-6))
+    # four tokens of the first sample were drawn over another version's KV cache
+    assert second == (Sampler("replica/1", V4), 12, pytest.approx(np.exp(0.5) - 1.5, rel=1e-4))
+
+
+def test_a_run_ends_if_a_replica_samples_at_another_temperature(tmp_path):
+    inputs = make_inputs(tmp_path)
+    run = FaultyRun(
+        inputs,
+        tmp_path / "run",
+        "trainer.total_steps=40",
+        "rollout.engine.name=tests.support.mismatched:ENGINE",
+        "rollout.replicas=2",
+        "ray.cpus_per_replica=0.25",
+    )
+    try:
+        assert run.wait(300) == 1, run.text
+    finally:
+        run.close()
+    assert "nats for replica/1 under version" in run.text
+    assert "replica/0 under version" not in run.text
+    assert max(run.column("mismatch/fresh_kl")) > 0.2
