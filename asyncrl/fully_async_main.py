@@ -104,6 +104,7 @@ async def run(config: Config, resume: str | None = None, skip: Sequence[str] = (
                         validation.run(),  # validations beside training
                         monitor.run(),  # metrics and spans
                         folder.epoch.run(),  # ends the run if another driver takes it over
+                        cluster.watch(),  # ends the run if its Ray node dies
                     ],
                 )
             )

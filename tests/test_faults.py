@@ -154,6 +154,22 @@ def test_a_run_survives_the_death_of_each_process(start, tmp_path):
     assert restores(tmp_path / "run") >= 1  # for the rank; a replica that died may have got its own version
 
 
+@pytest.mark.faults
+def test_the_death_of_ray_s_node_ends_the_run_resumable(start, tmp_path):
+    run = start("trainer.total_steps=200")
+    run.until_trained(4)
+    actors = [run.actor(kind) for kind in ACTORS]
+    (raylet,) = [p for p in psutil.Process(run.process.pid).children() if p.name() == "raylet"]
+    raylet.kill()
+    assert run.wait(120) == 1, run.text
+    assert "the raylet of the driver's machine died" in run.text
+    assert not any(actor.is_running() for actor in actors)
+    trained = trained_steps(tmp_path / "run")
+    again = start(f"trainer.total_steps={trained + 3}")
+    assert again.wait() == 0, again.text
+    audit(tmp_path / "run", [BATCH] * (trained + 3))
+
+
 def test_parts_that_fail_while_their_processes_live_are_replaced_and_poison_is_dropped(
     start, inputs, tmp_path, monkeypatch
 ):

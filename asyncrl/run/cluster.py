@@ -213,6 +213,10 @@ class Cluster:
         answering = (a for a in actors if a.name in self._processes and a.handle is self._actors[a.name].handle)
         return {actor.name: actor.drain for actor in answering}
 
+    async def watch(self) -> None:
+        """Raises NodeDied when the driver's Ray node dies."""
+        await self._placement.watch()
+
     async def close(self) -> None:
         """End every actor, release the bundles, and end a cluster that was started here."""
         await self._placement.settled()
@@ -228,6 +232,10 @@ class Cluster:
         for handle in sorted(self._handles, key=lambda handle: handle is queue):
             ray.kill(handle)
         self._handles.clear()
+        here = ray.get_runtime_context().get_node_id()
+        for node, process in self._processes.values():  # Ray kills nothing on a node whose raylet died
+            if node == here:
+                process.kill()
         self._placement.close()
 
     def _make(self, cls: Any, name: str, options: dict[str, Any], *args: Any) -> ActorClient:

@@ -29,6 +29,7 @@ from asyncrl.run.placement_plan import Machine, PlacementError, Pool, pools, wit
 
 log = logging.getLogger(__name__)
 
+WATCH_S = 2.0  # between looks at the driver's node
 BESIDE_TRAINERS_S = 5.0  # to find room for the replicas on the trainers' machine
 OBJECT_STORE_BYTES = 512 * 1024 * 1024  # of a cluster started here: batches pass through it, nothing stays
 
@@ -45,6 +46,10 @@ def cluster_machines(config: Config) -> list[Machine]:
         return list(_nodes().values())
     finally:
         ray.shutdown()
+
+
+class NodeDied(RuntimeError):
+    """The driver's Ray node is gone, so nothing can be started, killed or called through it."""
 
 
 class Placement:
@@ -87,6 +92,13 @@ class Placement:
     def on_one_machine(self) -> bool:
         """True if all ranks and replicas are on one machine, so that their sockets can listen on loopback."""
         return len(set(self.machines.values())) == 1
+
+    async def watch(self) -> None:
+        """Raises NodeDied when Ray declares the driver's node dead, some 20 s after the death of its raylet."""
+        node = ray.get_runtime_context().get_node_id()
+        while node in await asyncio.to_thread(_nodes):
+            await asyncio.sleep(WATCH_S)
+        raise NodeDied("the raylet of the driver's machine died: Ray can start nothing here any more")
 
     async def settled(self) -> None:
         """Wait until Ray is up, or has failed to start, if `open` was called."""

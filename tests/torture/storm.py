@@ -180,7 +180,8 @@ class Storm:
                 self._ended(run)
             elif kind == "second driver":
                 second = FaultyRun(self._inputs, self._folder, *self.options)
-                if second.wait(120) != 2 or "is in use by another" not in second.text:
+                refused = second.wait(120) == 2 and "is in use by another" in second.text
+                if not refused and run.process.poll() is None:  # otherwise the first one had ended
                     self._violation(f"a second driver was not refused: {second.text[-2000:]}")
                 second.close()
             elif kind == "garbage":
