@@ -8,7 +8,6 @@ each), ``seconds_to_next_step_p95``: on Ray, from a fault to the next new step.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 from collections import Counter
 
@@ -26,12 +25,7 @@ def main() -> None:
     parser.add_argument("--ray", type=int, default=RAY_FAULTS, help="faults of runs on Ray")
     args = parser.parse_args()
     quick = fast.storms(args.seed, args.fast)
-    whole = storm.Outcome()
-    for number in itertools.count():
-        left = args.ray - whole.faults.total()
-        if left <= 0 or whole.violations:
-            break
-        storm.Storm(args.seed * 1000 + number, whole).run(left)
+    whole = storm.storms(args.seed, args.ray)
     kinds: Counter[str] = quick.faults + Counter({f"ray: {kind}": n for kind, n in whole.faults.items()})
     print(f"\n{'fault':24} number")
     for kind, number in sorted(kinds.items()):

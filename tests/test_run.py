@@ -12,8 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from secrets import token_hex
+from types import MappingProxyType
 from urllib.request import urlopen
 
 import grpc
@@ -31,12 +33,24 @@ ROOT = Path(__file__).parent.parent
 class Run:
     """``python -m asyncrl.fully_async_main``, or another ``module``, with options, and its output."""
 
-    def __init__(self, options: list[str], log: Path, module: str = "asyncrl.fully_async_main") -> None:
+    def __init__(
+        self,
+        options: list[str],
+        log: Path,
+        module: str = "asyncrl.fully_async_main",
+        within: Sequence[str] = (),
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.log = log
-        command = [os.environ.get("ASYNCRL_PYTHON", sys.executable), "-u", "-m", module, *options]
+        command = [*within, os.environ.get("ASYNCRL_PYTHON", sys.executable), "-u", "-m", module, *options]
         with log.open("w") as out:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                cwd=ROOT,
+                env=os.environ | environment,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         self.began_s = time.monotonic()
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -44,9 +45,9 @@ OPTIONS = (
 class FaultyRun(Run):
     """A run on its own Ray cluster whose state can be inspected and whose processes can be killed.
 
-    A tiny run over ``inputs``, or a run of ``config``; resumed if ``folder`` holds one."""
+    A tiny run over ``inputs``, or a run of ``config``; resumed if ``folder`` holds one. ``kwargs``: of `Run`."""
 
-    def __init__(self, inputs: Path | None, folder: Path, *more: str, config: str | None = None, **kwargs: str) -> None:
+    def __init__(self, inputs: Path | None, folder: Path, *more: str, config: str | None = None, **kwargs: Any) -> None:
         self.folder, self.ray_dir = folder, tempfile.mkdtemp(prefix="ray-", dir="/tmp")
         if inputs is not None:
             options = overrides(inputs, folder, *OPTIONS)
@@ -65,8 +66,11 @@ class FaultyRun(Run):
         return self.actors(kind)[0]
 
     def actors(self, kind: str) -> list[psutil.Process]:
-        below = psutil.Process(self.process.pid).children(recursive=True)
-        return [p for p in below if _name(p).startswith(f"ray::{ACTORS[kind]}")]
+        return [p for p in self.below() if _name(p).startswith(f"ray::{ACTORS[kind]}")]
+
+    def below(self) -> list[psutil.Process]:
+        """Processes that the run has started."""
+        return psutil.Process(self.process.pid).children(recursive=True)
 
     def kill(self, kind: str) -> None:
         """``kill -9`` a process of this kind, and wait until the run has noticed."""

@@ -1,7 +1,8 @@
-"""``python -m tests.torture.storm SEED [--faults N]``: a storm over whole runs on Ray.
+"""``python -m tests.torture.storm SEED [--faults N] [--machines 2]``: a storm over whole runs on Ray.
 
 A nemesis outside of the run's processes kills, stops and damages them at moments of progress that the seed chose,
-resumes the run whenever its driver has died, and checks the ledger after each incarnation and at the end.
+resumes the run whenever its driver has died, and checks the ledger after each incarnation and at the end. Over two
+machines (`tests.torture.machines`) it also cuts their cable and ends the other machine's Ray node.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import os
 import random
 import shutil
 import signal
+import sqlite3
 import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -33,11 +36,13 @@ from tests.support.stranger import PAYLOADS
 from tests.support.tiny import make_inputs
 from tests.torture.checker import Checker, Expected
 from tests.torture.fast import damage
+from tests.torture.machines import HEAD, OTHER, TwoMachines
 
 STEPS, BATCH = 60, 2
 ANSWER_S = 10.0
 #: from the last fault to a new step, or to the end of the driver: an answer, two restarts and two steps
 PATIENCE_S = ANSWER_S + 120.0
+NODE_DEATH_S = 60.0  # added for two machines: until Ray gives up one of them
 
 KINDS = {
     "kill": 6,  # an actor
@@ -46,11 +51,12 @@ KINDS = {
     "reward worker": 1,
     "driver": 2,  # killed, then resumed
     "interrupt": 1,  # SIGINT, then resumed
-    "raylet": 1,  # killed: the run ends, then is resumed
     "second driver": 1,
     "garbage": 1,  # to the listening sockets of the run
     "damage": 2,  # to a checkpoint, while the run is down
 }
+ONE_MACHINE = {"raylet": 1}  # killed: the run ends, then is resumed
+TWO_MACHINES = {"cable": 4, "other raylet": 2}  # unplugged for a while; killed, and replaced
 
 
 @dataclass
@@ -62,11 +68,38 @@ class Outcome:
     seconds_to_next_step: list[float] = field(default_factory=list)
 
 
-class Storm:
-    """One run of `STEPS` steps. ``outcome`` is shared by several storms."""
+class FarRun(FaultyRun):
+    """A run over two machines, whose actors are not below its driver."""
 
-    def __init__(self, seed: int, outcome: Outcome) -> None:
-        self.seed, self.outcome = seed, outcome
+    def __init__(self, machines: TwoMachines, *args: Any) -> None:
+        self._machines = machines
+        options = (f"ray.address={machines.address}", "ray.rollout_strategy=spread", "ray.trainer_strategy=pack")
+        super().__init__(*args, *options, within=machines.command(), environment=machines.environment)
+
+    def below(self) -> list[psutil.Process]:
+        found: list[psutil.Process] = []
+        for raylet in filter(None, map(self._machines.raylet, (HEAD, OTHER))):
+            with suppress(psutil.NoSuchProcess):
+                found += raylet.children(recursive=True)
+        return found
+
+    def close(self) -> None:
+        """Kill the driver, if it lives. Fails if one of its actors outlives it by 60 s."""
+        super().close()
+        deadline = time.monotonic() + 60
+        while (left := [p for name in ACTORS for p in self.actors(name)]) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert not left
+
+
+class Storm:
+    """One run of `STEPS` steps, over one machine or two. ``outcome`` is shared by several storms."""
+
+    def __init__(self, seed: int, outcome: Outcome, machines: int = 1) -> None:
+        self.seed, self.outcome, self._far = seed, outcome, machines == 2
+        self._machines: TwoMachines | None = None
+        self._kinds = KINDS | (TWO_MACHINES if self._far else ONE_MACHINE)
+        self._patience_s = PATIENCE_S + (NODE_DEATH_S if self._far else 0.0)
         self._random = draw = random.Random(seed)
         self._scratch = Path(tempfile.mkdtemp(prefix="storm-"))
         self._folder = self._scratch / "run"
@@ -84,7 +117,7 @@ class Storm:
             f"async_training.overdue={overdue}",
             f"param_sync.staging={staging}",
             f"param_sync.rollout_update={'rolling' if rolling else 'all_at_once'}",
-            f"param_sync.transport={draw.choice(('shared_memory', 'gloo'))}",
+            f"param_sync.transport={'gloo' if self._far else draw.choice(('shared_memory', 'gloo'))}",
             f"trainer.ranks={ranks}",
             f"rollout.replicas={replicas}",
             f"ray.cpus_per_rank={0.5 / ranks}",
@@ -105,8 +138,26 @@ class Storm:
         ]
         bound = math.ceil(float(staleness))
         self._checker = Checker(Expected(STEPS, BATCH, bound, policy == "fifo", order, SEGMENT_BYTES))
+        self._marks = self._scratch / "marks"
+        self._marks.mkdir()
+        uids = order(40)
+        parts = {"MARKS": str(self._marks), "PROMPT": draw.choice(uids), "TOOL": draw.choice(uids)}
+        os.environ.update({f"BROKEN_{name}": value for name, value in parts.items()})
+        if draw.random() < 0.5:
+            broken = "tests.support.broken"
+            self.options += [f"rollout.engine.name={broken}:ENGINE", f"rollout.agent_loop={broken}:Raises"]
+            self.options += [f"algorithm.name={broken}:ALGORITHM"]
 
     def run(self, faults: int) -> None:
+        """At most ``faults`` faults, then undisturbed."""
+        self._machines = TwoMachines() if self._far else None
+        try:
+            self._storm(faults)
+        finally:
+            if self._machines is not None:
+                self._machines.close()
+
+    def _storm(self, faults: int) -> None:
         began = self.outcome.faults.total()
         run = self._begin()
         try:
@@ -118,7 +169,7 @@ class Storm:
                     run = self._resumed(run)
                     continue
                 time.sleep(self._random.random() * 0.5)
-                kind = self._random.choices(list(KINDS), list(KINDS.values()))[0]
+                kind = self._random.choices(list(self._kinds), list(self._kinds.values()))[0]
                 before, struck_s = trained_steps(self._journal), time.monotonic()
                 if not self._strike(run, kind):
                     continue
@@ -133,6 +184,7 @@ class Storm:
                 run = self._resumed(run)
             if not self._failed:
                 self._check("at the end", over=True)
+                self._count_broken_parts()
         finally:
             try:
                 run.close()
@@ -162,7 +214,7 @@ class Storm:
                 with suppress(psutil.NoSuchProcess):  # it may have been replaced
                     process.send_signal(signal.SIGCONT)
             elif kind == "reward worker":
-                workers = [p for p in _below(run) if "rewards" in " ".join(p.cmdline())]
+                workers = [p for p in run.below() if "rewards" in " ".join(p.cmdline())]
                 if not workers:
                     return False
                 self._log(kind, draw.choice(workers), signal.SIGKILL)
@@ -173,13 +225,24 @@ class Storm:
                 self._log(kind, psutil.Process(run.process.pid), signal.SIGINT)
                 self._ended(run)
             elif kind == "raylet":
-                raylets = [p for p in _below(run) if p.name() == "raylet"]
+                raylets = [p for p in run.below() if p.name() == "raylet"]
                 if not raylets:
                     return False
                 self._log(kind, raylets[0], signal.SIGKILL)
                 self._ended(run)
+            elif kind == "other raylet":
+                if self._machines is None or (raylet := self._machines.raylet(OTHER)) is None:
+                    return False
+                self._log(kind, raylet, signal.SIGKILL)
+                time.sleep(draw.choice((0.0, 5.0, 40.0)))
+                self._machines.restart_other()
+            elif kind == "cable":
+                assert self._machines is not None
+                seconds = draw.choice((0.5, 3.0, ANSWER_S, 40.0))
+                print(f"  cable: out for {seconds:g} s", flush=True)
+                self._machines.cut(seconds)
             elif kind == "second driver":
-                second = FaultyRun(self._inputs, self._folder, *self.options)
+                second = self._begin()
                 refused = second.wait(120) == 2 and "is in use by another" in second.text
                 if not refused and run.process.poll() is None:  # otherwise the first one had ended
                     self._violation(f"a second driver was not refused: {second.text[-2000:]}")
@@ -195,19 +258,24 @@ class Storm:
     # -- incarnations --------------------------------------------------------------------------------------------------
 
     def _begin(self) -> FaultyRun:
-        return FaultyRun(self._inputs, self._folder, *self.options)
+        if self._machines is None:
+            return FaultyRun(self._inputs, self._folder, *self.options)
+        self._machines.restart_other()
+        return FarRun(self._machines, self._inputs, self._folder, *self.options)
 
     def _resumed(self, run: FaultyRun, damaged: random.Random | None = None) -> FaultyRun:
         self._check("after a death of the driver")
         status = run.process.poll()
-        if status not in (-signal.SIGKILL, 128 + signal.SIGINT) and "raylet" not in run.text.lower():
+        raylet_died = "the raylet of the driver's machine died" in run.text
+        if status not in (-signal.SIGKILL, 128 + signal.SIGINT) and not raylet_died:
             self._violation(f"the run ended with status {status}: {run.text[-3000:]}")
         run.close()
         if damaged is not None:
             checkpoints = self._folder / "checkpoints"
             files = sorted(p for p in checkpoints.rglob("*") if p.is_file() and p.parts[-2] != "checkpoints")
-            newest = max((p.name for p in checkpoints.glob("step_*")), default="")
-            if files := [p for p in files if newest in p.parts and p.stat().st_size]:
+            whole = sorted(p.name for p in checkpoints.glob("step_*") if "." not in p.name)
+            newest = whole[1:][-1:]  # never the only one
+            if files := [p for p in files if newest and newest[0] in p.parts and p.stat().st_size]:
                 path = damaged.choice(files)
                 print(f"  damage: {path.relative_to(checkpoints)}", flush=True)
                 damage(path, damaged.choice(("flipped", "shortened", "deleted")), damaged)
@@ -216,13 +284,13 @@ class Storm:
 
     def _until_step(self, run: FaultyRun, step: int) -> bool:
         """Waits for a step; False if the run ended before. A run that trains nothing is a hang."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + self._patience_s
         while trained_steps(self._journal) < step:
             if run.process.poll() is not None:
                 return False
             if time.monotonic() > deadline:
                 self.outcome.hangs += 1
-                self._violation(f"no step {step} within {PATIENCE_S:g} s: {run.text[-3000:]}")
+                self._violation(f"no step {step} within {self._patience_s:g} s: {run.text[-3000:]}")
                 return False
             time.sleep(0.05)
         return True
@@ -232,10 +300,10 @@ class Storm:
         newest, deadline = -1, 0.0
         while run.process.poll() is None:
             if (step := trained_steps(self._journal)) > newest:
-                newest, deadline = step, time.monotonic() + PATIENCE_S
+                newest, deadline = step, time.monotonic() + self._patience_s
             elif time.monotonic() > deadline:
                 self.outcome.hangs += 1
-                self._violation(f"neither ended nor trained for {PATIENCE_S:g} s: {run.text[-3000:]}")
+                self._violation(f"neither ended nor trained for {self._patience_s:g} s: {run.text[-3000:]}")
                 return None
             time.sleep(0.05)
         return run.process.returncode
@@ -243,6 +311,13 @@ class Storm:
     def _check(self, when: str, over: bool = False) -> None:
         for violation in self._checker.check(self._journal, over):
             self._violation(f"{when}: {violation}")
+
+    def _count_broken_parts(self) -> None:
+        """Faults that the run's own parts have made: poisonous groups, a raising engine, a lost device."""
+        with closing(sqlite3.connect(self._journal / "ledger.sqlite")) as db:
+            for (reason,) in db.execute("SELECT reason FROM groups WHERE reason IN ('poison', 'agent_error')"):
+                self.outcome.faults[reason] += 1
+        self.outcome.faults.update(path.name for path in self._marks.iterdir())
 
     @property
     def _failed(self) -> bool:
@@ -252,10 +327,6 @@ class Storm:
         text = f"seed {self.seed}: {what} ({' '.join(self.options)}; {self._scratch})"
         self.outcome.violations.append(text)
         print(f"VIOLATION {text}", flush=True)
-
-
-def _below(run: FaultyRun) -> list[psutil.Process]:
-    return psutil.Process(run.process.pid).children(recursive=True)
 
 
 def _send_garbage(run: FaultyRun, draw: random.Random) -> bool:
@@ -282,16 +353,23 @@ def _send_garbage(run: FaultyRun, draw: random.Random) -> bool:
     return sent > 0
 
 
+def storms(seed: int, faults: int, machines: int = 1) -> Outcome:
+    """Storms from a seed until there were this many faults, or a violation."""
+    outcome = Outcome()
+    for number in itertools.count():
+        Storm(seed * 1000 + number, outcome, machines).run(faults - outcome.faults.total())
+        if outcome.violations or outcome.faults.total() >= faults:
+            return outcome
+    raise AssertionError
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("seed", type=int)
     parser.add_argument("--faults", type=int, default=20)
+    parser.add_argument("--machines", type=int, choices=(1, 2), default=1)
     args = parser.parse_args()
-    outcome = Outcome()
-    for number in itertools.count():
-        Storm(args.seed * 1000 + number, outcome).run(args.faults - outcome.faults.total())
-        if outcome.violations or outcome.faults.total() >= args.faults:
-            break
+    outcome = storms(args.seed, args.faults, args.machines)
     print(f"{outcome.faults.total()} faults {dict(outcome.faults)}, {outcome.resumes} resumes")
     return 1 if outcome.violations else 0
 
