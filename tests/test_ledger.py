@@ -11,6 +11,7 @@ import sqlite3
 import threading
 import time
 from collections import Counter, defaultdict
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -767,6 +768,19 @@ async def test_the_command_reads_a_running_run(tmp_path, capsys):
     assert "balanced" in capsys.readouterr().out
     await table.write(*issued(4, 1))
     await table.close()
+
+
+@pytest.mark.parametrize("lost", ["1", "3"], ids=["final", "dropped"])
+async def test_rows_that_something_else_deletes_end_the_run_at_the_next_checkpoint(tmp_path, lost):
+    table = DurableTable(tmp_path)
+    await table.write(*issued(1, 5), drop("3", "poison"), *(finish(payload(uid)) for uid in "12"))
+    await table.write(lease(["1"], 1), train(1))
+    await table.write(cover(1))
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as other, other:
+        other.execute("DELETE FROM groups WHERE uid = ?", [lost])
+    await table.write(lease(["2"], 2), train(2))
+    with pytest.raises(JournalError, match=r"ledger\.sqlite has lost rows: expected 5 groups, found 4"):
+        await table.write(cover(2))
 
 
 async def test_the_command_reports_a_lost_group(tmp_path, capsys):

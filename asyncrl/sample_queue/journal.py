@@ -204,13 +204,16 @@ class Journal:
                 self._freeze(folder, taken)
             if not batch and not to_freeze:
                 return
+            error: Exception | None = None
             try:
                 self._commit(batch)
-            except Exception as error:
+            except Exception as e:
+                error = e
+            self._writing_since_s = None  # before the callers wake
+            if error is not None:
                 self._fail(batch, error)
             else:
                 _settle(batch, lambda: None)
-            self._writing_since_s = None
 
     def _commit(self, batch: Sequence[_Write]) -> None:
         """Makes a batch durable; raises if it could not be written, in which case no part of it is committed."""

@@ -109,7 +109,7 @@ class Ledger:
         meta: Mapping[str, str | int | float] | None = None,
     ) -> None:
         """Writes one transaction, on disk on return. ``payloads``: location of each by uid, None to delete it. Raises
-        sqlite3.Error, or LedgerError after a newer driver, if nothing was written."""
+        sqlite3.Error, or LedgerError after a newer driver or if rows are missing; nothing was written then."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             self._check_driver()
@@ -121,6 +121,8 @@ class Ledger:
                 self._db, "payloads", "uid", [uid for uid, location in (payloads or {}).items() if location is None]
             )
             _upsert(self._db, "meta", "key", ("key", "value"), list((meta or {}).items()))
+            if "covered_step" in (meta or {}):
+                self._check_complete()
             self._db.execute("COMMIT")
         except BaseException:
             if self._db.in_transaction:
@@ -143,6 +145,13 @@ class Ledger:
                 f"PRAGMA user_version = {SCHEMA_VERSION}; {_SCHEMA} COMMIT;"
             )
         self.commit(meta={**meta, "driver_epoch": self._driver_epoch})
+
+    def _check_complete(self) -> None:
+        issued, rows = self._db.execute("SELECT COALESCE(MAX(seq), 0), COUNT(*) FROM groups").fetchone()
+        if rows != issued:
+            raise LedgerError(
+                f"{self.path} has lost rows: expected {issued} groups, found {rows}; something else writes to it"
+            )
 
     def _check_driver(self) -> None:
         found = self._db.execute("SELECT value FROM meta WHERE key = 'driver_epoch'").fetchone()
