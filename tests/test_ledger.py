@@ -150,6 +150,21 @@ async def test_segments_are_deleted_once_they_hold_only_final_and_dropped_groups
     await table.close()
 
 
+async def test_a_segment_that_cannot_be_deleted_fails_the_next_write_not_the_one_on_disk(tmp_path, monkeypatch):
+    table = DurableTable(tmp_path, segment_bytes=1)
+    await table.write(*issued(1, 3), *(finish(payload(uid)) for uid in "123"), lease(["1"], 1), train(1))
+
+    def refuse_to_delete(spool, segment):
+        raise PermissionError(errno.EPERM, "not permitted")
+
+    monkeypatch.setattr("asyncrl.sample_queue.spool.Spool.release", refuse_to_delete)
+    await table.write(cover(1))
+    with pytest.raises(JournalError, match="not permitted"):
+        await table.write(drop("2", "overdue"))
+    assert table.recover().final == 1
+    await table.close()
+
+
 async def test_a_group_that_is_issued_again_counts_from_its_earliest_version(tmp_path):
     table = DurableTable(tmp_path)
     await table.write(issue("1", PolicyVersion(0, 3)))
@@ -615,6 +630,21 @@ async def test_a_failed_flush_is_not_acknowledged_and_blocks_payloads_until_the_
     assert states(table.recover()) == {"1": "in_flight"}
     await table.write(finish(payload("1")))
     assert_payloads(table.journal, table.recover())
+    await table.close()
+
+
+async def test_a_segment_whose_name_was_not_synced_takes_no_payloads(tmp_path, monkeypatch):
+    def fails(folder):
+        raise OSError(errno.EIO, "Input/output error")
+
+    table = DurableTable(tmp_path, segment_bytes=1)
+    await table.write(*issued(1, 2), finish(payload("1")))
+    monkeypatch.setattr("asyncrl.sample_queue.spool.sync", fails)
+    with pytest.raises(JournalError, match="Input/output error"):
+        await table.write(finish(payload("2")))
+    monkeypatch.undo()
+    with pytest.raises(JournalError, match="an earlier flush failed"):
+        await table.write(finish(payload("2")))
     await table.close()
 
 

@@ -272,11 +272,16 @@ class Journal:
             taken.get_loop().call_soon_threadsafe(lambda: None if taken.done() else outcome())
 
     def _sweep(self) -> None:
-        """Deletes segments without a live payload. Called after the commit, so that no row ever lacks its payload."""
+        """Deletes segments without a live payload. Called after the commit, so that no row ever lacks its payload; a
+        failure fails the next write, as this one is on disk."""
         needed = {location.segment for location in self._locations.values()}
-        for segment in self._spool.segments[:-1]:
-            if segment not in needed:
-                self._spool.release(segment)
+        try:
+            for segment in self._spool.segments[:-1]:
+                if segment not in needed:
+                    self._spool.release(segment)
+        except OSError as e:
+            with self._arrived:
+                self._error = e
         self._swept = self._spool.end[0]
 
     def _fail(self, batch: Sequence[_Write], error: Exception) -> None:

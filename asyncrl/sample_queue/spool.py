@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from asyncrl.disk.files import make_folder
+from asyncrl.disk.files import make_folder, sync
 
 Buffer = bytes | bytearray | memoryview
 
@@ -224,11 +224,11 @@ class Spool:
         self._fd, self._size = fd, os.fstat(fd).st_size
         if segment not in self._segments:
             self._segments.append(segment)
-        folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            os.fsync(folder)  # a file is lost with its directory entry
-        finally:
-            os.close(folder)
+            sync(self.folder)  # a file is lost with its directory entry
+        except OSError as e:
+            self._failed = e  # as in `flush`
+            raise
 
     def _write(self, buffers: Sequence[Buffer]) -> None:
         at = self._size
