@@ -192,6 +192,8 @@ def _become(said: Path, folder: Path, setting: Setting, survivors: Path, seed: i
         os.dup2(out, 1)
         os.dup2(out, 2)
         tape.install()
+        shown, jumps = time.time, random.Random(seed)
+        time.time = lambda: shown() + jumps.choice((-3600.0, 0.0, 3600.0))  # the wall clock decides nothing
 
         async def live() -> None:
             await World(folder, setting, Survivors(survivors), random.Random(seed), tape).run()
