@@ -10,7 +10,7 @@ CHECKPOINT = checkpoints/arith-mimo
 DATA = data/arithmetic
 
 .PHONY: venv quickstart lint format clean
-.PHONY: test torture test-faults test-slow test-vllm test-vllm-short test-sglang test-sglang-short test-megatron test-megatron-short test-megatron-newest
+.PHONY: test torture torture-short test-faults test-slow test-vllm test-vllm-short test-sglang test-sglang-short test-megatron test-megatron-short test-megatron-newest
 
 venv:
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/make_venv.sh
@@ -38,6 +38,12 @@ SEED ?= 1
 torture: venv
 	$(BIN)/python -m tests.torture.fast $(SEED)
 	$(BIN)/python -m tests.torture.storm $(SEED)
+	$(BIN)/python -m tests.torture.storm $(SEED) --machines 2
+
+torture-short: venv
+	$(BIN)/python -m tests.torture.fast 1 --faults 60
+	$(BIN)/python -m tests.torture.storm 1 --faults 6 --steps 20
+	$(BIN)/python -m tests.torture.storm 2 --faults 4 --steps 20 --machines 2
 
 test-slow: venv $(CHECKPOINT)/model.safetensors $(DATA)/train.jsonl
 	$(BIN)/python -m pytest -q -m slow -o timeout=1500

@@ -33,6 +33,14 @@ class TwoMachines:
             self.close()
             raise
 
+    @staticmethod
+    def possible() -> bool:
+        """True if this machine lets this user make namespaces and cables."""
+        name = f"asyncrl-{os.getpid()}-try"
+        attempt = f"ip netns add {name} && ip -n {name} link add wire type veth peer name end"
+        done = subprocess.run(["sh", "-c", f"{attempt}; made=$?; ip netns del {name}; exit $made"], capture_output=True)
+        return done.returncode == 0
+
     @property
     def address(self) -> str:
         return f"{HEAD}:{PORT}"
