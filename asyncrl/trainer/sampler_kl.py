@@ -16,7 +16,7 @@ from asyncrl.types.versions import Sampler
 
 MAX_TOKEN_KL = 5.0  # nats; bounds a single token's share of the mean
 
-_KL, _TOKENS = "sampler_kl/", "sampler_tokens/"
+_KL, _TOKENS = "sampler_kl", "sampler_tokens"
 
 
 def with_sampler_kl(loss: LossFunction, samplers: int) -> LossFunction:
@@ -32,9 +32,7 @@ def with_sampler_kl(loss: LossFunction, samplers: int) -> LossFunction:
         kl = (torch.expm1(d) - d).clamp(max=MAX_TOKEN_KL)
         sums = torch.zeros(2, samplers, dtype=torch.float64, device=device)
         sums.index_add_(1, on_device(sampler[counted], device), torch.stack([kl, torch.ones_like(kl)]).double())
-        named = {f"{_KL}{i}": value for i, value in enumerate(sums[0])}
-        named |= {f"{_TOKENS}{i}": value for i, value in enumerate(sums[1])}
-        return dataclasses.replace(output, sums={**output.sums, **named})
+        return dataclasses.replace(output, sums={**output.sums, _KL: sums[0], _TOKENS: sums[1]})
 
     return measured
 
@@ -43,7 +41,7 @@ def take_sampler_kl(figures: dict[str, float], samplers: Sequence[Sampler], deno
     """Remove the sums of `with_sampler_kl` from a train step's metrics, which are divided by its ``denominator``."""
     found = []
     for i, sampler in enumerate(samplers):
-        kl, tokens = figures.pop(f"{_KL}{i}") * denominator, round(figures.pop(f"{_TOKENS}{i}") * denominator)
+        kl, tokens = figures.pop(f"{_KL}/{i}") * denominator, round(figures.pop(f"{_TOKENS}/{i}") * denominator)
         if tokens:
             found.append(SamplerKL(sampler, tokens, kl / tokens))
     return found

@@ -46,13 +46,23 @@ class TwoMachines:
         return f"{HEAD}:{PORT}"
 
     def command(self, *command: str, address: str = HEAD) -> list[str]:
-        return ["ip", "netns", "exec", self._names[address == OTHER], *command]
+        return ["ip", "netns", "exec", self._name(address), *command]
+
+    def processes(self, *addresses: str) -> list[psutil.Process]:
+        """Those of the machines at these addresses."""
+        found = []
+        for address in addresses:
+            listed = subprocess.run(["ip", "netns", "pids", self._name(address)], capture_output=True, text=True)
+            for pid in listed.stdout.split():
+                with suppress(psutil.NoSuchProcess):
+                    found.append(psutil.Process(int(pid)))
+        return found
 
     def raylet(self, address: str) -> psutil.Process | None:
-        for process in psutil.process_iter(["name", "cmdline"]):
-            line = process.info["cmdline"] or []
-            if process.info["name"] == "raylet" and self._in(line) and f"--node_ip_address={address}" in line:
-                return process
+        for process in self.processes(address):
+            with suppress(psutil.NoSuchProcess):
+                if process.name() == "raylet" and process.status() != psutil.STATUS_ZOMBIE:
+                    return process
         return None
 
     def start_ray(self, address: str) -> None:
@@ -90,7 +100,7 @@ class TwoMachines:
 
     def close(self) -> None:
         deadline = time.monotonic() + 20
-        while time.monotonic() < deadline and (left := [p for p in psutil.process_iter(["cmdline"]) if self._ours(p)]):
+        while time.monotonic() < deadline and (left := self.processes(HEAD, OTHER)):
             for process in left:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
@@ -98,6 +108,9 @@ class TwoMachines:
         for name in self._names:
             subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
         shutil.rmtree(self._ray_dir, ignore_errors=True)
+
+    def _name(self, address: str) -> str:
+        return self._names[address == OTHER]
 
     def _connect(self) -> None:
         for name in self._names:
@@ -108,12 +121,6 @@ class TwoMachines:
             self._ip("-n", name, "addr", "add", f"{address}/24", "dev", "wire")
             self._ip("-n", name, "link", "set", "wire", "up")
             self._ip("-n", name, "link", "set", "lo", "up")
-
-    def _ours(self, process: psutil.Process) -> bool:
-        return self._in(process.info["cmdline"] or [])
-
-    def _in(self, command: list[str]) -> bool:
-        return any(self._ray_dir in part for part in command)
 
     @staticmethod
     def _ip(*arguments: str) -> None:

@@ -77,11 +77,7 @@ class FarRun(FaultyRun):
         super().__init__(*args, *options, within=machines.command(), environment=machines.environment)
 
     def below(self) -> list[psutil.Process]:
-        found: list[psutil.Process] = []
-        for raylet in filter(None, map(self._machines.raylet, (HEAD, OTHER))):
-            with suppress(psutil.NoSuchProcess):
-                found += raylet.children(recursive=True)
-        return found
+        return self._machines.processes(HEAD, OTHER)
 
     def close(self) -> None:
         """Kill the driver, if it lives. Fails if one of its actors outlives it by 60 s."""

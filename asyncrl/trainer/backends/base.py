@@ -75,7 +75,8 @@ class LossOutput:
     """A micro-batch's loss and metrics.
 
     ``loss``: weighted sum over its tokens; the sum over all micro-batches and ranks, divided by the global denominator,
-    is the batch's loss. ``sums``: scalars that add up likewise; ``extremes``: scalars reduced by maximum."""
+    is the batch's loss. ``sums``: scalars, or vectors that become one metric per element, which add up
+    likewise; ``extremes``: scalars reduced by maximum."""
 
     loss: Tensor
     sums: dict[str, Tensor]

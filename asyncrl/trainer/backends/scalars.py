@@ -1,4 +1,4 @@
-"""Metrics of a training step: scalars that are summed over micro-batches and ranks."""
+"""Metrics of a training step: scalars and vectors that are summed over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ def reduce_scalars(
     scale: float = 1.0,
 ) -> dict[str, float]:
     """Reduce ``values`` over a group (None: all ranks) and scale them: one collective on ``device``, one copy to the
-    host."""
+    host. A vector [n] under ``name`` becomes ``name/0`` to ``name/{n − 1}``."""
     if not values:
         return {}
-    packed = torch.stack([value.double() for value in values.values()])
+    packed = torch.cat([value.double().reshape(-1) for value in values.values()])
+    names = [f"{name}/{i}" if value.ndim else name for name, value in values.items() for i in range(value.numel())]
     if dist.get_world_size(group) > 1:
         packed = packed.to(device)
         dist.all_reduce(packed, op, group=group)
-    return dict(zip(values, (packed * scale).tolist(), strict=True))
+    return dict(zip(names, (packed * scale).tolist(), strict=True))
