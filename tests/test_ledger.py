@@ -648,6 +648,20 @@ async def test_a_segment_whose_name_was_not_synced_takes_no_payloads(tmp_path, m
     await table.close()
 
 
+async def test_a_segment_begun_by_a_failed_write_does_not_keep_the_run_from_resuming(tmp_path, monkeypatch):
+    table = DurableTable(tmp_path, segment_bytes=1)
+    await table.write(*issued(1, 2), finish(payload("1")), lease(["1"], 1), train(1))
+    with monkeypatch.context() as patch:
+        patch.setattr("asyncrl.sample_queue.ledger.Ledger.commit", lambda *a: (_ for _ in ()).throw(OSError("full")))
+        with pytest.raises(JournalError, match="full"):
+            await table.write(finish(payload("2")))
+    await table.write(cover(1))  # deletes the first segment
+    await table.close()
+    table = DurableTable(tmp_path)
+    assert states(table.recover()) == {"2": "in_flight"}
+    await table.close()
+
+
 def test_a_file_size_limit_fails_the_writer_and_keeps_all_acknowledged_groups(tmp_path):
     async def until_full() -> int:
         table = DurableTable(tmp_path)
@@ -800,10 +814,10 @@ async def test_the_command_reads_a_running_run(tmp_path, capsys):
     await table.close()
 
 
-@pytest.mark.parametrize("lost", ["1", "3"], ids=["final", "dropped"])
+@pytest.mark.parametrize("lost", ["1", "3", "5"], ids=["final", "dropped", "newest"])
 async def test_rows_that_something_else_deletes_end_the_run_at_the_next_checkpoint(tmp_path, lost):
     table = DurableTable(tmp_path)
-    await table.write(*issued(1, 5), drop("3", "poison"), *(finish(payload(uid)) for uid in "12"))
+    await table.write(*issued(1, 5), *(drop(uid, "poison") for uid in "35"), *(finish(payload(uid)) for uid in "12"))
     await table.write(lease(["1"], 1), train(1))
     await table.write(cover(1))
     with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as other, other:

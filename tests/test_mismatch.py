@@ -12,7 +12,7 @@ from tests.support.faults import FaultyRun
 from tests.support.tiny import make_inputs
 from tests.support.trainer import VOCAB, make_checkpoint, make_config, started_ranks
 
-V3, V4 = PolicyVersion(0, 3), PolicyVersion(0, 4)
+V2, V3, V4 = (PolicyVersion(0, number) for number in (2, 3, 4))
 
 
 def kl(value, replica="replica/0", version=V4, tokens=100):
@@ -22,36 +22,61 @@ def kl(value, replica="replica/0", version=V4, tokens=100):
 def test_one_warning_until_a_replica_is_back_within_the_bound(caplog):
     alarm = MismatchAlarm(0.02, 0.2)
     for value in (0.01, 0.03, 0.03, 0.01, 0.03):
-        alarm.check(7, [kl(value), kl(0.01, "replica/1")], V4)
+        alarm.observe(7, [kl(value), kl(0.01, "replica/1")], V4, True)
     assert len(caplog.records) == 2
     assert "0.03 nats for replica/0 under version 0.4 (100 tokens)" in caplog.records[0].getMessage()
 
 
-def test_three_consecutive_steps_of_one_replica_end_the_run():
+def test_three_consecutive_measurements_of_a_replica_end_the_run():
     alarm = MismatchAlarm(0.02, 0.2)
-    for value in (0.3, 0.3, 0.1, 0.3, 0.3):  # with a good step in between
-        alarm.check(1, [kl(value)], V4)
-    alarm.check(2, [kl(0.3, "replica/1")], V4)  # a step without replica/0 changes nothing
-    alarm.check(3, [kl(9.0, tokens=5)], V4)  # nor does one with too few tokens
-    with pytest.raises(MismatchError, match=r"step 4: .* 0\.3 nats for replica/0 .*mismatch_stop=0\.2"):
-        alarm.check(4, [kl(0.3)], V4)
+    for value in (0.3, 0.3, 0.1, 0.3, 0.3):  # with a good one in between
+        alarm.observe(1, [kl(value), kl(value, "replica/1")], V4, True)
+        alarm.check()
+    alarm.observe(2, [kl(0.4, "replica/2")], V4, True)  # a step without the others changes nothing
+    alarm.check()
+    alarm.observe(3, [kl(0.3), kl(0.5, "replica/1")], V4, True)
+    with pytest.raises(MismatchError, match=r"0\.5 nats for replica/1 under .*, 0\.3 nats for replica/0 .*_stop=0\.2"):
+        alarm.check()
+    alarm.restored()
+    alarm.check()
 
 
-def test_older_tokens_have_wider_bounds_and_the_worst_sampler_counts(caplog):
+def test_older_tokens_have_wider_bounds_and_are_pooled(caplog):
     alarm = MismatchAlarm(0.02, 0.2)
-    for trainer in (V4, None, V4):
-        metrics = alarm.check(1, [kl(0.9, version=V3), kl(0.0, version=trainer or V3)], trainer)
-    assert metrics == {"mismatch/fresh_tokens": 100, "mismatch/fresh_kl": 0.0, "mismatch/older_kl": 0.9}
-    for _ in range(2):
-        alarm.check(2, [kl(1.1, version=V3), kl(0.0)], V4)
-    with pytest.raises(MismatchError, match=r"under version 0\.3"):
-        alarm.check(2, [kl(1.1, version=V3), kl(0.0)], V4)
+    for _ in range(5):
+        metrics = alarm.observe(1, [kl(0.0), kl(1.2, version=V3), kl(0.6, version=V2)], V4, True)
+        assert metrics == {"mismatch/fresh_tokens": 100, "mismatch/fresh_kl": 0.0, "mismatch/older_kl": 0.9}
+        alarm.check()
+    for _ in range(3):  # the trainer is between two versions
+        assert alarm.observe(2, [kl(1.1)], V4, False) == {"mismatch/fresh_tokens": 0, "mismatch/older_kl": 1.1}
+    with pytest.raises(MismatchError, match=r"under version 0\.4"):
+        alarm.check()
+
+
+def test_few_tokens_are_measured_over_several_steps():
+    alarm = MismatchAlarm(0.02, 0.2)
+    for step in range(11):
+        alarm.observe(step, [kl(0.3, tokens=25)], V4, True)
+        alarm.check()
+    alarm.observe(12, [kl(0.3, tokens=25)], V4, True)
+    with pytest.raises(MismatchError, match="100 tokens"):
+        alarm.check()
+
+
+def test_tokens_from_before_a_restore_are_measured_but_not_judged(caplog):
+    alarm = MismatchAlarm(0.02, 0.2)
+    for step in range(5):
+        metrics = alarm.observe(step, [kl(0.9)], PolicyVersion(1, 4), True)
+        assert metrics == {"mismatch/fresh_tokens": 0, "mismatch/older_kl": 0.9}
+        alarm.check()
+    assert not caplog.records
 
 
 def test_bounds_of_zero_are_none(caplog):
     alarm = MismatchAlarm(0.0, 0.0)
     for step in range(5):
-        alarm.check(step, [kl(3.0)], V4)
+        alarm.observe(step, [kl(3.0)], V4, True)
+        alarm.check()
     assert not caplog.records
 
 

@@ -77,6 +77,17 @@ def test_columns_of_unequal_length_are_refused():
         Group.from_samples("u", "p", 0, np.zeros(1), [])
 
 
+@pytest.mark.parametrize("starts", [(1,), (0, 3, 2), (0, 6), ()])
+def test_version_spans_out_of_place_are_refused(starts):
+    with pytest.raises(ValueError, match=r"sample 0: expected version spans that start at token 0 .* at most 5"):
+        group(sample(0, 5, [(start, 0) for start in starts]))
+
+
+def test_a_value_of_each_span_is_repeated_for_its_tokens():
+    whole = group(sample(0, 3, ((0, 4), (2, 5))), sample(1, 0, ()), sample(2, 2, ((0, 6), (2, 7))), sample(3, 0))
+    assert whole.per_token(whole.span_number).tolist() == [4, 4, 5, 6, 6]
+
+
 def test_versions_order_by_lineage_then_number():
     assert PolicyVersion(1, 0) > PolicyVersion(0, 99)
     assert str(PolicyVersion(2, 7)) == "2.7"

@@ -167,6 +167,7 @@ class GroupTable:
         """Makes the groups trained up to ``step`` final and deletes their payloads: no restore goes back before it."""
         if step > self.covered_step:
             self.covered_step = self._changes.meta["covered_step"] = step
+            self._changes.meta["issued"] = self.issued
         for group in [group for group in self._trained.values() if group.step is not None and group.step <= step]:
             self._changes.payloads[group.uid] = None
             self._set(group, final=1)

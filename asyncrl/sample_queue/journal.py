@@ -33,7 +33,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from asyncrl.disk.files import make_folder, rename, sync
-from asyncrl.sample_queue.ledger import FILE, Ledger, payload_locations, read_meta, reading, recover, states
+from asyncrl.sample_queue.ledger import (
+    FILE,
+    Ledger,
+    LedgerError,
+    payload_locations,
+    read_meta,
+    reading,
+    recover,
+    states,
+)
 from asyncrl.sample_queue.messages import Snapshot
 from asyncrl.sample_queue.records import IN_FLIGHT, Changes, JournalError, Recovered
 from asyncrl.sample_queue.snapshots import FILE as SNAPSHOTS
@@ -89,8 +98,8 @@ class Journal:
                 known = read_meta(db)
                 self._locations = payload_locations(db)  # of every payload that may still be read, by uid
                 in_flight = {group.uid: group.attempt for group in recover(db).groups if group.state == IN_FLIGHT}
-            acknowledged = int(known.get("spool_segment", 1)), int(known.get("spool_offset", 0))
-            self._spool = Spool(spool, segment_bytes, acknowledged, disk)
+            self._acknowledged = int(known.get("spool_segment", 1)), int(known.get("spool_offset", 0))
+            self._spool = Spool(spool, segment_bytes, self._acknowledged, disk)
             undo.callback(self._spool.close)
             self._snapshots = SnapshotStore(folder, in_flight)
             undo.callback(self._snapshots.close)
@@ -222,12 +231,12 @@ class Journal:
             changes.add(write.changes)
         if not changes:
             return  # calls that only wait for earlier ones
-        end = self._spool.end
         locations = self._append(changes)
         meta: dict[str, str | int | float] = {**changes.meta}
-        if self._spool.end != end:
-            meta["spool_segment"], meta["spool_offset"] = self._spool.end
+        if (end := self._spool.end) != self._acknowledged:
+            meta["spool_segment"], meta["spool_offset"] = end
         self._ledger.commit(list(changes.groups.values()), list(changes.versions.values()), locations, meta)
+        self._acknowledged = end
         for uid, location in locations.items():
             if location is None:
                 del self._locations[uid]
@@ -323,10 +332,13 @@ def _copy(frozen: Path, folder: Path, end: tuple[int, int]) -> None:
 
 def _failed_write(folder: Path, error: Exception) -> JournalError:
     """A new exception for each caller: an exception raised by several tasks would accumulate their tracebacks."""
-    advice = "; make room or restore write access, then resume the run" if _of_the_disk(error) else ""
-    failure = JournalError(
-        f"{folder}: the journal could not be written: {error}. All acknowledged groups are safe{advice}"
-    )
+    if isinstance(error, LedgerError):
+        failure = JournalError(f"the journal was not written: {error}")
+    else:
+        advice = "; make room or restore write access, then resume the run" if _of_the_disk(error) else ""
+        failure = JournalError(
+            f"{folder}: the journal could not be written: {error}. All acknowledged groups are safe{advice}"
+        )
     failure.__cause__ = error
     return failure
 

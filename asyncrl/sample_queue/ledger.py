@@ -121,7 +121,7 @@ class Ledger:
                 self._db, "payloads", "uid", [uid for uid, location in (payloads or {}).items() if location is None]
             )
             _upsert(self._db, "meta", "key", ("key", "value"), list((meta or {}).items()))
-            if "covered_step" in (meta or {}):
+            if meta and "issued" in meta:
                 self._check_complete()
             self._db.execute("COMMIT")
         except BaseException:
@@ -147,10 +147,12 @@ class Ledger:
         self.commit(meta={**meta, "driver_epoch": self._driver_epoch})
 
     def _check_complete(self) -> None:
-        issued, rows = self._db.execute("SELECT COALESCE(MAX(seq), 0), COUNT(*) FROM groups").fetchone()
+        last, rows = self._db.execute("SELECT COALESCE(MAX(seq), 0), COUNT(*) FROM groups").fetchone()
+        (issued,) = self._db.execute("SELECT MAX(value, ?) FROM meta WHERE key = 'issued'", [last]).fetchone()
         if rows != issued:
             raise LedgerError(
-                f"{self.path} has lost rows: expected {issued} groups, found {rows}; something else writes to it"
+                f"{self.path} has lost rows: expected {issued} groups, found {rows}. Something else writes to it; "
+                "restore it from a copy, or start a new run from the newest checkpoint's weights"
             )
 
     def _check_driver(self) -> None:

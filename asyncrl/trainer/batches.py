@@ -7,7 +7,7 @@ communication and equal input gives equal bits.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -20,19 +20,17 @@ def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> Trai
     """All samples of ``groups`` in the given order, within a group by sample index. Tokens sampled by a version below
     ``mask_before`` are not trained.
 
-    Columns: ``behaviour_logprobs``, ``sampler`` (int64: index in `samplers`; -1 for a token with mixed KV). Sequence
+    Columns: ``behaviour_logprobs``, ``sampler`` (int32: index in `samplers`; -1 for a token with mixed KV). Sequence
     columns, [B] each: ``group`` int64 (index in ``groups``), ``rewards`` float32, ``finish`` uint8 (FinishReason),
     ``versions`` and ``version_span`` int64 (number of policy versions that sampled it, and the newest number minus the
-    oldest). Raises ValueError for no groups, and for a group without prompt
-    tokens: no position's logits would predict its first response token.
+    oldest). Raises ValueError for no groups, and for a group without prompt tokens: no position's logits would predict
+    its first response token.
     """
     if not groups:
         raise ValueError("a batch needs at least one group, found none")
     tokens: list[np.ndarray] = []
     response: list[tuple[Group, slice]] = []
     versions: list[set[PolicyVersion]] = []
-    sampler_of_token: list[np.ndarray] = []
-    index = {sampler: i for i, sampler in enumerate(samplers(groups))}
     order = [np.argsort(group.sample_index, kind="stable") for group in groups]
     for group, samples in zip(groups, order, strict=True):
         if not len(group.prompt_tokens):
@@ -42,10 +40,8 @@ def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> Trai
             tokens += [group.prompt_tokens, group.tokens[rows]]
             response.append((group, rows))
             versions.append({span.version for span in group.spans(s)})
-            sampler_of_token += [
-                np.full(part.stop - part.start, -1 if span.mixed_kv else index[span.sampler], np.int64)
-                for span, part in group.span_rows(s)
-            ]
+    index = {sampler: i for i, sampler in enumerate(samplers(groups))}
+    sampled_by = {id(group): _sampled_by(group, index) for group in groups}
     masks = {id(group): group.loss_mask & _young(group, mask_before) for group in groups}
     prompt_lengths = np.array([len(group.prompt_tokens) for group, _ in response], dtype=np.int64)
     response_lengths = np.array([rows.stop - rows.start for _, rows in response], dtype=np.int64)
@@ -62,7 +58,7 @@ def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> Trai
         loss_mask=_concatenate([masks[id(group)][rows] for group, rows in response], np.bool_),
         columns={
             "behaviour_logprobs": _concatenate([group.logprobs[rows] for group, rows in response], np.float32),
-            "sampler": _concatenate(sampler_of_token, np.int64),
+            "sampler": _concatenate([sampled_by[id(group)][rows] for group, rows in response], np.int32),
         },
         sequence_columns={
             "group": np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
@@ -76,7 +72,19 @@ def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> Trai
 
 def samplers(groups: Sequence[Group]) -> list[Sampler]:
     """What sampled the groups' tokens, sorted."""
-    return sorted({span.sampler for group in groups for s in range(len(group)) for span in group.spans(s)})
+    return sorted({sampler for group in groups for sampler in _samplers(group)})
+
+
+def _samplers(group: Group) -> Iterator[Sampler]:
+    """What sampled each version span."""
+    spans = zip(group.span_replica.tolist(), group.span_lineage.tolist(), group.span_number.tolist(), strict=True)
+    return (Sampler(group.replicas[replica], PolicyVersion(*version)) for replica, *version in spans)
+
+
+def _sampled_by(group: Group, index: Mapping[Sampler, int]) -> np.ndarray:
+    """int32 [R]: index of each response token's sampler; -1 with mixed KV."""
+    of_span = np.array([index[sampler] for sampler in _samplers(group)], np.int32)
+    return group.per_token(np.where(group.span_mixed_kv, np.int32(-1), of_span))
 
 
 def version_span(versions: set[PolicyVersion]) -> int:
@@ -89,11 +97,7 @@ def _young(group: Group, mask_before: int | None) -> np.ndarray:
     """bool [R]: response tokens sampled by version ``mask_before`` or later."""
     if mask_before is None or not (group.span_number < mask_before).any():
         return np.ones(len(group.tokens), np.bool_)
-    young = np.zeros(len(group.tokens), np.bool_)
-    for s in range(len(group)):
-        for span, rows in group.span_rows(s):
-            young[rows] = span.version.number >= mask_before
-    return young
+    return group.per_token(group.span_number >= mask_before)
 
 
 def per_token(batch: TrainBatch, values_B: np.ndarray) -> np.ndarray:

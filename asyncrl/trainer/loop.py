@@ -149,14 +149,15 @@ class TrainLoop:
         progress = self._state.progress
         metrics = batch_metrics(step, lease, progress.version, self._derived.staleness_bound)
         trained, sampler_kl = await self._ranks.train(step, payload, lease.mask_before)
-        fresh = progress.version if progress.trained_since_publish == 0 else None
-        metrics |= trained | self._mismatch.check(step, sampler_kl, fresh)
+        fresh = progress.trained_since_publish == 0
+        metrics |= trained | self._mismatch.observe(step, sampler_kl, progress.version, fresh)
         metrics |= self._publisher.take_sync_metrics()
         await self._queue.trained(step)
         self._state.step_done(step, self._training)
         self._training = []
         log.debug("step %d is trained", step, extra=metrics)
         await self._report(metrics)
+        self._mismatch.check()
 
     async def _report(self, metrics: Mapping[str, float]) -> None:
         """Report the step while the next one runs, one step at a time."""
@@ -231,5 +232,6 @@ class TrainLoop:
         if lineage:
             before, now = metadata.version, self._state.progress.version
             log.info("back at step %d: the weights of version %s are now version %s", metadata.step, before, now)
+        self._mismatch.restored()
         self._saver.restored(metadata.step if checkpoint is not None else None)
         self._publisher.restored()

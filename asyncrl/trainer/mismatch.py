@@ -10,7 +10,7 @@ another tokenizer or a broken kernel show as a larger difference.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,9 +18,11 @@ from asyncrl.types.versions import PolicyVersion, Sampler
 
 log = logging.getLogger(__name__)
 
-STOP_AFTER = 3  # consecutive steps of one replica, as a single step may be a coincidence
+STOP_AFTER = 3  # consecutive measurements of one replica, as a single one may be a coincidence
 OLDER_FACTOR = 5.0  # by which the bounds of older tokens are higher
-MIN_TOKENS = 32  # fewer tell too little about their sampler
+MIN_TOKENS = 100  # of a measurement; a replica with fewer in a step is measured over several
+
+_CAUSES = "wrong weights, temperature or tokenizer in the engine, or too different numerics"
 
 
 class SamplerKL(NamedTuple):
@@ -32,59 +34,84 @@ class SamplerKL(NamedTuple):
     kl: float
 
     def __str__(self) -> str:
-        who = self.sampler.replica or "a replica unknown to the agent loop"
+        who = self.sampler.replica or "a replica that the agent loop does not name"
         return f"{self.kl:.3g} nats for {who} under version {self.sampler.version} ({self.tokens} tokens)"
 
 
 class MismatchError(RuntimeError):
-    """A replica samples from another policy than the trainer's: training on its tokens would be wrong."""
+    """Replicas sample from another policy than the trainer's: training on their tokens would be wrong."""
+
+
+class _Series(NamedTuple):
+    """What is measured together: the fresh, or the older tokens of a replica."""
+
+    replica: str
+    fresh: bool
 
 
 class MismatchAlarm:
     """Watches every replica over the steps of a run. ``warn`` and ``stop``: bounds of the KL of fresh tokens, in nats;
-    0: none."""
+    0: none. Tokens of another lineage than the trainer's are not judged: after a restore the queue may hold some that
+    were sampled before the cause was corrected."""
 
     def __init__(self, warn: float, stop: float) -> None:
         self._warn, self._stop = warn, stop
-        #: by replica: consecutive steps beyond ``stop``
-        self._beyond: Counter[str] = Counter()
-        self._warned: set[str] = set()
+        self._begun: dict[_Series, SamplerKL] = {}  # measurements with too few tokens yet
+        self._beyond: dict[_Series, list[SamplerKL]] = defaultdict(list)  # consecutive ones beyond ``stop``
+        self._warned: set[_Series] = set()
 
-    def check(self, step: int, found: Sequence[SamplerKL], trainer: PolicyVersion | None) -> dict[str, float]:
-        """Metrics of a step. ``trainer``: the version that the trainer held before the step; None if its weights were
-        between two versions.
+    def restored(self) -> None:
+        """Training went back to a checkpoint, from which it takes the same steps again."""
+        self._begun.clear()
+        self._beyond.clear()
 
-        Warns of each replica beyond ``warn``, once until it is back below. Raises MismatchError for a replica beyond
-        ``stop`` in STOP_AFTER consecutive steps that used enough of its tokens."""
-        fresh = [kl for kl in found if kl.sampler.version == trainer]
-        older = [kl for kl in found if kl.sampler.version != trainer]
-        bounded = [(kl.kl, kl) for kl in fresh] + [(kl.kl / OLDER_FACTOR, kl) for kl in older]
-        worst = {kl.sampler.replica: (scaled, kl) for scaled, kl in sorted(bounded) if kl.tokens >= MIN_TOKENS}
-        for replica, (scaled, kl) in worst.items():
-            self._judge(step, replica, scaled, kl)
+    def observe(self, step: int, found: Sequence[SamplerKL], trainer: PolicyVersion, fresh: bool) -> dict[str, float]:
+        """Metrics of a step. Warns of replicas beyond ``warn``, once until they are back within. ``trainer``: the
+        trainer's version; ``fresh``: its weights before the step were exactly those of that version."""
+        series: dict[_Series, list[SamplerKL]] = defaultdict(list)
+        for kl in found:
+            series[_Series(kl.sampler.replica, fresh and kl.sampler.version == trainer)].append(kl)
+        for name, of in series.items():
+            if judged := [kl for kl in of if kl.sampler.version.lineage == trainer.lineage]:
+                self._measure(step, name, judged)
+        own = [kl for name, of in series.items() for kl in of if name.fresh]
+        older = [kl for name, of in series.items() for kl in of if not name.fresh]
         return {
-            "mismatch/fresh_tokens": float(sum(kl.tokens for kl in fresh)),
-            **{f"mismatch/{name}_kl": _mean(of) for name, of in (("fresh", fresh), ("older", older)) if of},
+            "mismatch/fresh_tokens": float(sum(kl.tokens for kl in own)),
+            **{f"mismatch/{kind}_kl": _pooled(of).kl for kind, of in (("fresh", own), ("older", older)) if of},
         }
 
-    def _judge(self, step: int, replica: str, scaled: float, kl: SamplerKL) -> None:
-        if self._stop and scaled > self._stop:
-            self._beyond[replica] += 1
-        else:
-            del self._beyond[replica]
-        what = f"step {step}: the trainer's policy differs from the one that sampled by {kl}"
-        causes = "wrong weights, temperature or tokenizer in the engine, or too different numerics"
-        if self._beyond[replica] >= STOP_AFTER:
+    def check(self) -> None:
+        """Raises MismatchError if a replica was beyond ``stop`` in STOP_AFTER consecutive measurements."""
+        beyond = [last[-1] for last in self._beyond.values() if len(last) >= STOP_AFTER]
+        if beyond:
+            beyond.sort(key=lambda kl: -kl.kl)
             raise MismatchError(
-                f"{what}, in {STOP_AFTER} consecutive steps beyond supervision.mismatch_stop={self._stop:g} "
-                f"({self._stop * OLDER_FACTOR:g} for older tokens); possible causes: {causes}"
+                f"the trainer's policy differs from the one that sampled by {', '.join(map(str, beyond))}: beyond "
+                f"supervision.mismatch_stop={self._stop:g} ({self._stop * OLDER_FACTOR:g} for versions before the "
+                f"trainer's weights) in {STOP_AFTER} consecutive measurements. Possible causes: {_CAUSES}"
             )
-        if not self._warn or scaled <= self._warn:
-            self._warned.discard(replica)
-        elif replica not in self._warned or self._beyond[replica]:
-            self._warned.add(replica)
-            log.warning("%s; possible causes: %s", what, causes)
+
+    def _measure(self, step: int, series: _Series, found: Sequence[SamplerKL]) -> None:
+        kl = _pooled([*([self._begun.pop(series)] if series in self._begun else []), *found])
+        if kl.tokens < MIN_TOKENS:
+            self._begun[series] = kl
+            return
+        factor = 1.0 if series.fresh else OLDER_FACTOR
+        if self._stop and kl.kl > self._stop * factor:
+            self._beyond[series].append(kl)
+        else:
+            self._beyond.pop(series, None)
+        if not self._warn or kl.kl <= self._warn * factor:
+            self._warned.discard(series)
+        elif series not in self._warned:
+            self._warned.add(series)
+            what = "step %d: the trainer's policy differs from the one that sampled by %s; possible causes: %s"
+            log.warning(what, step, kl, _CAUSES)
 
 
-def _mean(of: Sequence[SamplerKL]) -> float:
-    return sum(kl.kl * kl.tokens for kl in of) / sum(kl.tokens for kl in of)
+def _pooled(found: Sequence[SamplerKL]) -> SamplerKL:
+    """All together, under the name of the worst."""
+    tokens = sum(kl.tokens for kl in found)
+    worst = max(found, key=lambda kl: kl.kl)
+    return SamplerKL(worst.sampler, tokens, sum(kl.kl * kl.tokens for kl in found) / tokens)

@@ -12,7 +12,7 @@ import numpy as np
 
 Buffer = bytes | bytearray | memoryview | np.ndarray
 
-_FORMAT = 1
+_FORMAT = 2
 _ALIGN = 64
 _PREFIX = struct.Struct("<4sIQ")  # magic, format, header bytes
 

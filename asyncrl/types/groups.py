@@ -8,7 +8,7 @@ A group crosses processes and Python environments as one flat buffer of aligned 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,8 +95,13 @@ class Group:
                     f"group {uid} sample {s.index}: {len(s.tokens)} tokens, {len(s.logprobs)} logprobs and "
                     f"{len(s.loss_mask)} mask entries; expected equal lengths"
                 )
-            if len(s.tokens) and (not s.spans or s.spans[0].start != 0):
-                raise ValueError(f"group {uid} sample {s.index}: expected version spans from token 0, found {s.spans}")
+            starts = [span.start for span in s.spans]
+            in_order = starts == sorted(starts) and max(starts, default=0) <= len(s.tokens)
+            if not in_order or (len(s.tokens) and starts[:1] != [0]):
+                raise ValueError(
+                    f"group {uid} sample {s.index}: expected version spans that start at token 0 and ascend to at most "
+                    f"{len(s.tokens)}, found {s.spans}"
+                )
         spans = [span for s in samples for span in s.spans]
         replicas = sorted({x.replica for x in spans})
         return cls(
@@ -164,12 +169,12 @@ class Group:
             for i in range(lo, hi)
         ]
 
-    def span_rows(self, s: int) -> Iterator[tuple[VersionSpan, slice]]:
-        """Version spans of sample ``s``, each with its slice of the response columns."""
-        rows, spans = self.response(s), self.spans(s)
-        ends = [*(span.start for span in spans[1:]), rows.stop - rows.start]
-        for span, end in zip(spans, ends, strict=True):
-            yield span, slice(rows.start + span.start, rows.start + end)
+    def per_token(self, values: np.ndarray) -> np.ndarray:
+        """``values`` [V] of the version spans, repeated for each of their tokens: [T], as the response columns."""
+        ends = np.append(self.span_start[1:], 0)
+        with_spans = np.diff(self.span_offsets) > 0
+        ends[self.span_offsets[1:][with_spans] - 1] = self.response_lengths[with_spans]
+        return np.repeat(values, ends - self.span_start)
 
     def trained_versions(self) -> tuple[PolicyVersion, PolicyVersion] | None:
         """Oldest and newest version that sampled a trained token; None if no token is trained.

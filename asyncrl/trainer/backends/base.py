@@ -25,7 +25,7 @@ class TrainBatch:
     all sequences in order: ``targets`` int32 [R] are the response tokens, ``rows`` int64 [R] the packed positions whose
     logits predict them (each one before its token), ``row_offsets`` int64 [B+1] the sequences' bounds in them.
     ``loss_mask`` bool [R], ``columns``: [R] by name (float32 ``behaviour_logprobs``, ``weights``, ``advantages``, later
-    ``proximal_logprobs``, ``reference_logprobs``; int64 ``sampler``), ``sequence_columns``: [B] by name (``rewards``,
+    ``proximal_logprobs``, ``reference_logprobs``; int32 ``sampler``), ``sequence_columns``: [B] by name (``rewards``,
     ``group`` …).
     """
 
@@ -75,8 +75,8 @@ class LossOutput:
     """A micro-batch's loss and metrics.
 
     ``loss``: weighted sum over its tokens; the sum over all micro-batches and ranks, divided by the global denominator,
-    is the batch's loss. ``sums``: scalars, or vectors that become one metric per element, which add up
-    likewise; ``extremes``: scalars reduced by maximum."""
+    is the batch's loss. ``sums``: scalars that add up likewise, or vectors, of which each element becomes a metric;
+    ``extremes``: scalars reduced by maximum."""
 
     loss: Tensor
     sums: dict[str, Tensor]
