@@ -55,7 +55,9 @@ KINDS = {
     "garbage": 1,  # to the listening sockets of the run
     "damage": 2,  # to a checkpoint, while the run is down
 }
-ONE_MACHINE = {"raylet": 1}  # killed: the run ends, then is resumed
+#: ends of Ray that end the run, and what it says then
+RAY_DIED = {"raylet": "the raylet of the driver's machine died", "gcs": "Failed to connect to GCS"}
+ONE_MACHINE = dict.fromkeys(RAY_DIED, 1)
 TWO_MACHINES = {"cable": 4, "other raylet": 2}  # unplugged for a while; killed, and replaced
 
 
@@ -170,10 +172,10 @@ class Storm:
                 if not self._strike(run, kind):
                     continue
                 self.outcome.faults[kind] += 1
-                if run.process.poll() is not None or kind in ("driver", "interrupt", "raylet", "damage"):
+                if run.process.poll() is not None or kind in ("driver", "interrupt", "damage", *RAY_DIED):
                     if run.process.poll() == 0:
                         break
-                    run = self._resumed(run, self._random if kind == "damage" else None)
+                    run = self._resumed(run, kind)
                 if self._until_step(run, before + 1):
                     self.outcome.seconds_to_next_step.append(time.monotonic() - struck_s)
             while not self._failed and self._ended(run) != 0:
@@ -197,7 +199,7 @@ class Storm:
         actors = [p for name in ACTORS for p in run.actors(name)]
         if not actors or run.process.poll() is not None:
             return False
-        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+        try:
             if kind == "kill":
                 self._log(kind, draw.choice(actors), signal.SIGKILL)
             elif kind == "kill two":
@@ -220,11 +222,8 @@ class Storm:
             elif kind == "interrupt":
                 self._log(kind, psutil.Process(run.process.pid), signal.SIGINT)
                 self._ended(run)
-            elif kind == "raylet":
-                raylets = [p for p in run.below() if p.name() == "raylet"]
-                if not raylets:
-                    return False
-                self._log(kind, raylets[0], signal.SIGKILL)
+            elif kind in RAY_DIED:
+                self._log(kind, next(p for p in run.below() if p.name().startswith(kind)), signal.SIGKILL)
                 self._ended(run)
             elif kind == "other raylet":
                 if self._machines is None or (raylet := self._machines.raylet(OTHER)) is None:
@@ -242,9 +241,11 @@ class Storm:
                 refused = second.wait(120) == 2 and "is in use by another" in second.text
                 if not refused and run.process.poll() is None:  # otherwise the first one had ended
                     self._violation(f"a second driver was not refused: {second.text[-2000:]}")
-                second.close()
+                FaultyRun.close(second)  # the actors of a cluster that both joined are the first one's
             elif kind == "garbage":
                 return _send_garbage(run, draw)
+        except (psutil.NoSuchProcess, ProcessLookupError, StopIteration):  # it had just ended
+            return False
         return True
 
     def _log(self, kind: str, process: psutil.Process, number: int) -> None:
@@ -259,22 +260,22 @@ class Storm:
         self._machines.restart_other()
         return FarRun(self._machines, self._inputs, self._folder, *self.options)
 
-    def _resumed(self, run: FaultyRun, damaged: random.Random | None = None) -> FaultyRun:
+    def _resumed(self, run: FaultyRun, kind: str = "") -> FaultyRun:
         self._check("after a death of the driver")
         status = run.process.poll()
-        raylet_died = "the raylet of the driver's machine died" in run.text
-        if status not in (-signal.SIGKILL, 128 + signal.SIGINT) and not raylet_died:
+        ray_died = kind in RAY_DIED and RAY_DIED[kind] in run.text
+        if status not in (-signal.SIGKILL, 128 + signal.SIGINT) and not ray_died:
             self._violation(f"the run ended with status {status}: {run.text[-3000:]}")
         run.close()
-        if damaged is not None:
+        if kind == "damage":
             checkpoints = self._folder / "checkpoints"
             files = sorted(p for p in checkpoints.rglob("*") if p.is_file() and p.parts[-2] != "checkpoints")
             whole = sorted(p.name for p in checkpoints.glob("step_*") if "." not in p.name)
             newest = whole[1:][-1:]  # never the only one
             if files := [p for p in files if newest and newest[0] in p.parts and p.stat().st_size]:
-                path = damaged.choice(files)
+                draw, path = self._random, self._random.choice(files)
                 print(f"  damage: {path.relative_to(checkpoints)}", flush=True)
-                damage(path, damaged.choice(("flipped", "shortened", "deleted")), damaged)
+                damage(path, draw.choice(("flipped", "shortened", "deleted")), draw)
         self.outcome.resumes += 1
         return self._begin()
 
