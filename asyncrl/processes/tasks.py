@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Iterable
+import contextlib
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -24,6 +26,28 @@ async def within(seconds: float, work: Awaitable[T], what: str) -> T:
         if not deadline.expired():
             raise
         raise Late(f"{what} did not end within {seconds:g} s") from None
+
+
+async def beside_exit(work: Callable[[], T]) -> T:
+    """Result of ``work`` in a thread of its own, for which the process does not wait when it ends. For calls that may
+    block for ever."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(setter: Callable[[Any], None], value: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed, so nobody waits any more
+            loop.call_soon_threadsafe(lambda: None if done.done() else setter(value))
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as e:
+            settle(done.set_exception, e)
+        else:
+            settle(done.set_result, result)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await done
 
 
 async def cancelled(tasks: Iterable[asyncio.Future[Any]]) -> None:
