@@ -8,7 +8,7 @@ from asyncrl.trainer.mismatch import MismatchAlarm, MismatchError, SamplerKL
 from asyncrl.types.groups import Group
 from asyncrl.types.samples import FinishReason, Sample
 from asyncrl.types.versions import PolicyVersion, Sampler, VersionSpan
-from tests.support.faults import FaultyRun
+from tests.support.faults import starting, trained_steps
 from tests.support.tiny import make_inputs
 from tests.support.trainer import VOCAB, make_checkpoint, make_config, started_ranks
 
@@ -116,19 +116,15 @@ def test_a_rank_measures_the_kl_of_each_sampler(checkpoint, start):
 
 
 def test_a_run_ends_if_a_replica_samples_at_another_temperature(tmp_path):
-    inputs = make_inputs(tmp_path)
-    run = FaultyRun(
-        inputs,
-        tmp_path / "run",
-        "trainer.total_steps=40",
-        "rollout.engine.name=tests.support.mismatched:ENGINE",
-        "rollout.replicas=2",
-        "ray.cpus_per_replica=0.25",
-    )
-    try:
+    wrong = "rollout.engine.name=tests.support.mismatched:ENGINE"
+    with starting(make_inputs(tmp_path), tmp_path / "run", "rollout.replicas=2", "ray.cpus_per_replica=0.25") as start:
+        run = start("trainer.total_steps=40", wrong)
         assert run.wait(300) == 1, run.text
-    finally:
-        run.close()
-    assert "nats for replica/1 under version" in run.text
-    assert "replica/0 under version" not in run.text
-    assert max(run.column("mismatch/fresh_kl")) > 0.2
+        assert "MismatchError: " in run.text
+        assert "nats for replica/1 under version" in run.text
+        assert "replica/0 under version" not in run.text
+        assert max(run.column("mismatch/fresh_kl")) > 0.2
+        trained = trained_steps(tmp_path / "run")
+        again = start(f"trainer.total_steps={trained + 4}")  # with the cause corrected, and a queue from before
+        assert again.wait(300) == 0, again.text
+        assert again.column("mismatch/fresh_kl")[-1] < 0.01
