@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ class Layout:
         header = json.loads(bytes(view[_PREFIX.size : body]))
         columns: dict[str, np.ndarray] = {}
         for name, dtype, shape, at in header["columns"]:
-            count = int(np.prod(shape, dtype=np.int64))
+            count = math.prod(shape)
             end = body + at + count * np.dtype(dtype).itemsize
             if end > len(view):
                 raise ValueError(

@@ -8,6 +8,7 @@ A group crosses processes and Python environments as one flat buffer of aligned 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -171,10 +172,8 @@ class Group:
 
     def per_token(self, values: np.ndarray) -> np.ndarray:
         """``values`` [V] of the version spans, repeated for each of their tokens: [T], as the response columns."""
-        ends = np.append(self.span_start[1:], 0)
-        with_spans = np.diff(self.span_offsets) > 0
-        ends[self.span_offsets[1:][with_spans] - 1] = self.response_lengths[with_spans]
-        return np.repeat(values, ends - self.span_start)
+        start, end = self.span_bounds()
+        return np.repeat(values, end - start)
 
     def trained_versions(self) -> tuple[PolicyVersion, PolicyVersion] | None:
         """Oldest and newest version that sampled a trained token; None if no token is trained.
@@ -202,8 +201,10 @@ class Group:
         """int64 [V] each: first response token of each span, and the end of the span (exclusive)."""
         sample = np.repeat(np.arange(len(self)), np.diff(self.span_offsets))
         start = self.offsets[sample] + self.span_start
-        last = np.append(sample[1:] != sample[:-1], True)
-        return start, np.where(last, self.offsets[sample + 1], np.append(start[1:], 0))
+        last = np.append(sample[1:] != sample[:-1], True)[: len(sample)]
+        end = np.append(start[1:], 0)[: len(start)]
+        end[last] = self.offsets[sample[last] + 1]
+        return start, end
 
     # -- one buffer ------------------------------------------------------------------------------------------------
 
@@ -239,7 +240,7 @@ class Group:
 
 
 def _offsets(lengths: Sequence[int]) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
+    return np.array([0, *itertools.accumulate(lengths)], np.int64)
 
 
 def _concat(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
