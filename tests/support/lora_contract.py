@@ -152,5 +152,5 @@ class FinishingContract:
             samples = await collector.of([f"{n}/0", f"{n}/1"])
             trainer.rank.load(tmp_path / str(n))
             assert trainer.error(samples, 0.7) < 1e-4
-            assert [span[1:] for s in samples for span in s.spans] == [(version, False)] * 2
+            assert [(span.version, span.mixed_kv) for s in samples for span in s.spans] == [(version, False)] * 2
         assert len(engine._adapters.free_idle()) == 1
