@@ -182,6 +182,7 @@ def test_a_run_with_two_ranks_and_two_replicas_trains_reports_and_leaves_nothing
     assert listening == {"127.0.0.1", "::ffff:127.0.0.1"}
     assert [command for command in commands if token in command or key in command] == []
     assert run.wait() == 0, run.text
+    assert "A worker died" not in run.text  # said by Ray of processes that did not end as they were asked to
     assert "retries" not in run.text  # Ray's message about calls to the queue that end with it
     assert list(home.iterdir()) == []
     folder = tmp_path / "run"

@@ -233,10 +233,12 @@ class Cluster:
             ray.kill(handle)
         self._handles.clear()
         here = ray.get_runtime_context().get_node_id()
-        for node, process in self._processes.values():  # Ray kills nothing on a node whose raylet died
-            if node == here:
-                process.kill()
-        self._placement.close()
+        try:
+            self._placement.close()
+        finally:
+            for node, process in self._processes.values():
+                if node == here:  # Ray kills nothing on a node whose raylet died
+                    process.kill()
 
     def _make(self, cls: Any, name: str, options: dict[str, Any], *args: Any) -> ActorClient:
         self._made += 1
