@@ -127,4 +127,4 @@ def test_a_run_ends_if_a_replica_samples_at_another_temperature(tmp_path):
         trained = trained_steps(tmp_path / "run")
         again = start(f"trainer.total_steps={trained + 4}")  # with the cause corrected, and a queue from before
         assert again.wait(300) == 0, again.text
-        assert again.column("mismatch/fresh_kl")[-1] < 0.01
+        assert "differs from the one that sampled" not in again.text
