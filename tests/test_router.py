@@ -176,40 +176,75 @@ async def test_a_replica_that_answers_with_errors_serves_nothing_until_it_is_rep
 
 
 async def test_a_request_that_kills_its_replicas_fails_and_those_beside_it_do_not(two):
-    """Groups that were on two dead replicas are served one at a time, so that the next death tells which of them it
-    was."""
+    """A group that was on two dead replicas is served alone, so that the next death tells whether it was the cause."""
     router, a, _, _ = two
 
-    async def replaced(name: str) -> ScriptedReplica:
+    async def replaced(name: str, dying: ScriptedReplica) -> ScriptedReplica:
+        dying.die(Death("killed"))
+        await settle()
         router.replace(name, new := ScriptedReplica())
         await router.set_routable([name])
         await settle()
         return new
 
+    def served(replica: ScriptedReplica) -> list[str]:
+        return sorted(id.split("/")[0] for id in replica.requests)
+
+    async def generates(group: str) -> GeneratedTokens:
+        return await complete(router, request(f"{group}/0", group))
+
     await router.set_routable(["a"])
-    poison, beside = (asyncio.create_task(complete(router, request(f"{g}/0", g))) for g in ("poison", "beside"))
+    beside = asyncio.create_task(generates("beside"))
     await settle()
-    assert len(a.requests) == 2
-    a.die(Death("killed"))
+    a = await replaced("a", a)
+    poison = asyncio.create_task(generates("poison"))
     await settle()
-    a = await replaced("a")
-    assert len(a.requests) == 2
-    a.die(Death("killed"))
+    assert served(a) == ["beside", "poison"]
+    a = await replaced("a", a)  # the second death of the one, the first of the other
+    assert served(a) == ["beside"]
+    a.emit("beside/0#2", [11], FinishReason.STOP)
+    assert (await beside).tokens.tolist() == [11]
     await settle()
-    a = await replaced("a")
-    assert [id.split("/")[0] for id in a.requests] == ["poison"]
-    late = asyncio.create_task(complete(router, request("late/0", "late")))  # not a suspect
+    late = asyncio.create_task(generates("late"))
     await settle()
-    assert len(a.requests) == 2
-    a.die(Death("killed"))
+    assert served(a) == ["beside", "late", "poison"]
+    a = await replaced("a", a)
+    assert served(a) == ["poison"]
+    a = await replaced("a", a)
     with pytest.raises(GenerationFailed, match="3 replicas died while they served its group") as failed:
         await poison
     assert failed.value.reason == "poison"
-    a = await replaced("a")
-    assert sorted(id.split("/")[0] for id in a.requests) == ["beside", "late"]
-    for id in a.requests:
-        a.emit(id, [11], FinishReason.STOP)
-    assert (await beside).tokens.tolist() == (await late).tokens.tolist() == [11]
+    assert served(a) == ["late"]
+    a.emit(next(iter(a.requests)), [12], FinishReason.STOP)
+    assert (await late).tokens.tolist() == [12]
+
+
+async def test_a_suspect_takes_its_replica_and_others_move(two):
+    router, a, b, _ = two
+    tasks = {
+        group: asyncio.create_task(complete(router, request(f"{group}/0", group))) for group in ("suspect", "other")
+    }
+    await settle()
+    assert list(a.requests) == ["suspect/0#0"]
+    assert list(b.requests) == ["other/0#0"]
+    a.die(Death("killed"))
+    await settle()
+    assert "suspect/0#1" in b.requests
+    router.replace("a", a := ScriptedReplica())
+    b.die(Death("killed"))
+    await settle()
+    await router.set_routable(["a"])
+    await settle()
+    assert list(a.requests) == ["suspect/0#2"]  # the other waits
+    router.replace("b", b := ScriptedReplica())
+    await router.set_routable(["a", "b"])
+    await settle()
+    assert len(b.requests) == 1
+    assert len(a.requests) == 1
+    for replica in (a, b):
+        replica.emit(next(iter(replica.requests)), [11], FinishReason.STOP)
+    for task in tasks.values():
+        assert (await task).tokens.tolist() == [11]
 
 
 async def test_unknown_replicas_are_refused_by_name(two):

@@ -154,7 +154,7 @@ class RollouterActor(SupervisedActor):
             held_out = load_prompts(config.data.validation_files, config.data)
             self._validation_prompts = held_out[: config.validation.max_prompts or None]
         is_death = lambda error: isinstance(error, ActorDied)
-        self._router = Router(self._replicas, is_death, config.rollout.max_attempts)
+        self._router = Router(self._replicas, is_death)
         self._rewards = RewardPool(config.reward)
         await self._rewards.start()
         maker = SampleMaker(

@@ -26,7 +26,7 @@ from asyncrl.types.samples import FinishReason
 
 log = logging.getLogger(__name__)
 
-_SUSPECT_DEATHS = 2  # of replicas that served a group, after which it is served apart from other such groups
+_SUSPECT_DEATHS = 2  # of replicas that served a group, after which it is served alone on its replica
 
 
 class ReplicaClient(Protocol):
@@ -96,17 +96,16 @@ class Router:
     ``is_death`` distinguishes the death of a replica's process from errors of its engine. The router survives both:
     the replica serves nothing until it is replaced.
 
-    A request may be what kills its replica. A group whose requests were on two replicas when they died is served while
-    no other such group is, and fails as poison after ``max_deaths``."""
+    A request may be what kills its replica. A group that was on two replicas when they died is served next without any
+    other group on its replica. If that one dies, too, the group fails as poison: no other can have been the cause."""
 
     def __init__(
         self,
         replicas: Mapping[str, ReplicaClient],
         is_death: Callable[[BaseException], bool],
-        max_deaths: int = 3,
     ) -> None:
         self._replicas = {name: _Replica(name, client) for name, client in replicas.items()}
-        self._is_death, self._max_deaths = is_death, max_deaths
+        self._is_death = is_death
         self._routable = set(replicas)
         self._assigned: dict[str, _ActiveRequest] = {}  # to a replica, by the id sent there
         self._waiting: dict[_ActiveRequest, None] = {}  # for a routable replica, in order
@@ -114,7 +113,7 @@ class Router:
         self._group_replica: dict[str, str] = {}
         self._group_requests: dict[str, int] = {}  # number in flight
         self._group_deaths: Counter[str] = Counter()  # of replicas that served the group
-        self._suspect: str | None = None  # the group that is served alone among those with two deaths
+        self._suspect: str | None = None  # the group that is served alone on its replica; other suspects wait
         self.lost: dict[str, str] = {}  # replica → why it died, until it is replaced
         self._broken: dict[str, str] = {}  # replica → error of its engine, while its process lives
         self._tasks: asyncio.TaskGroup | None = None
@@ -170,7 +169,10 @@ class Router:
             return
         replica.lost = True
         self._routable.discard(name)
-        self._group_deaths.update({a.request.group for a in self._assigned.values() if a.replica is replica})
+        groups = {active.request.group for active in self._assigned_to(replica)}
+        self._group_deaths.update(
+            group for group in groups if self._group_deaths[group] < _SUSPECT_DEATHS or groups == {group}
+        )
         if replica.task is not None and replica.task is not asyncio.current_task():
             replica.task.cancel()
         self.lost[name] = why
@@ -210,21 +212,21 @@ class Router:
     def _assign(self, active: _ActiveRequest) -> None:
         """Assign the request to its group's replica, else to the least loaded one."""
         group = active.request.group
-        if (deaths := self._group_deaths[group]) >= self._max_deaths:
+        deaths = self._group_deaths[group]
+        if deaths > _SUSPECT_DEATHS:
             if not active.finished.done():
                 active.finished.set_exception(Poison(f"{deaths} replicas died while they served its group"))
             return
-        if deaths >= _SUSPECT_DEATHS:
-            if self._suspect not in (None, group):
-                self._waiting[active] = None
-                return
-            self._suspect = group
+        routable = self._routable
+        if self._suspect not in (None, group):
+            is_suspect = deaths == _SUSPECT_DEATHS
+            routable = set() if is_suspect else routable - {self._group_replica[self._suspect]}
+        if not routable:
+            self._waiting[active] = None
+            return
         name = self._group_replica.get(group)
-        if name not in self._routable:
-            if not self._routable:
-                self._waiting[active] = None
-                return
-            name = min(sorted(self._routable), key=lambda name: self._replicas[name].outstanding_tokens)
+        if name not in routable:
+            name = min(sorted(routable), key=lambda name: self._replicas[name].outstanding_tokens)
         replica = self._replicas[name]
         self._group_replica[group] = replica.name
         active.replica = replica
@@ -235,6 +237,11 @@ class Router:
         self._assigned[active.id] = active
         replica.requests.append(active.remainder())
         replica.unsent.set()
+        if deaths == _SUSPECT_DEATHS:
+            self._suspect = group
+            for other in self._assigned_to(replica):
+                if other.request.group != group:
+                    self._migrate(other, abort=True)
 
     def _detach(self, active: _ActiveRequest, abort: bool) -> None:
         """Take the request from its replica; ``abort``: unless it has finished there, abort it."""
@@ -271,6 +278,9 @@ class Router:
         for active in waiting:
             self._assign(active)
 
+    def _assigned_to(self, replica: _Replica) -> list[_ActiveRequest]:
+        return [active for active in self._assigned.values() if active.replica is replica]
+
     def _check_known(self, names: Sequence[str]) -> None:
         if unknown := set(names) - set(self._replicas):
             raise ValueError(f"no replica named {', '.join(sorted(unknown))}; known: {', '.join(self._replicas)}")
@@ -300,14 +310,16 @@ class Router:
         while True:
             await replica.unsent.wait()
             replica.unsent.clear()
-            requests, replica.requests = replica.requests, []
             aborts, replica.aborts = replica.aborts, []
+            # one that was aborted before it was sent must not kill a replica that serves a suspect by now
+            cancelled = set(aborts)
+            requests, replica.requests = [r for r in replica.requests if r.id not in cancelled], []
             if self._scheduling != replica.scheduling:
                 replica.scheduling = self._scheduling
                 await replica.client.set_scheduling(replica.scheduling)
             if requests:
                 await replica.client.submit(requests)
-            if aborts:  # after the requests: some may have been cancelled before they were sent
+            if aborts:
                 await replica.client.abort(aborts)
 
     async def _receive(self, replica: _Replica) -> None:
