@@ -354,10 +354,10 @@ class SupervisionConfig(Section):
     # an actor that has not started, with its engine or model loaded, after this long is restarted
     start_s: PositiveFloat = 1800.0
     disk_s: PositiveFloat = 300.0  # the run fails if the disk of the ledger does not complete a write within this time
-    # a replica is named in a warning if the KL of its policy to the trainer's exceeds this (nats; 0: never; five times
-    # this for versions before the trainer's weights)
-    mismatch_warn: NonNegativeFloat = 0.02
-    mismatch_stop: NonNegativeFloat = 0.2  # the run fails if it exceeds this in 3 consecutive measurements
+    # bounds of the KL of each replica's policy to the trainer's, in nats (0: none); five times as high for versions
+    # before the trainer's weights
+    mismatch_warn: NonNegativeFloat = 0.02  # a replica beyond it is named in a warning
+    mismatch_stop: NonNegativeFloat = 0.2  # the run fails if a replica exceeds it in 3 consecutive measurements
 
 
 @dataclass

@@ -225,7 +225,7 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         ),
         Chart(
             "Mismatch",
-            "KL of the replicas' policy to the trainer's: of tokens sampled under the trainer's very weights, where "
+            "KL of the replicas' policy to the trainer's: of tokens sampled under the trainer's own weights, where "
             "only numerics differ, and of older ones. supervision.mismatch_stop bounds it for each replica.",
             (
                 Line("mismatch/fresh_kl", "fresh", BLUE),

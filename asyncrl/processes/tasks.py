@@ -28,9 +28,8 @@ async def within(seconds: float, work: Awaitable[T], what: str) -> T:
         raise Late(f"{what} did not end within {seconds:g} s") from None
 
 
-async def beside_exit(work: Callable[[], T]) -> T:
-    """Result of ``work`` in a thread of its own, for which the process does not wait when it ends. For calls that may
-    block for ever."""
+async def in_daemon_thread(work: Callable[[], T]) -> T:
+    """Result of ``work``, which may block for ever: the process does not wait for its thread when it ends."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 

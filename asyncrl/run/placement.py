@@ -24,7 +24,7 @@ from asyncrl.cpu.priority import never_interrupt
 from asyncrl.param_sync.transports.choose import TransportError, across_machines, choose
 from asyncrl.param_sync.transports.placement import DevicePlacement
 from asyncrl.processes.actor_client import start_ray
-from asyncrl.processes.tasks import beside_exit
+from asyncrl.processes.tasks import in_daemon_thread
 from asyncrl.run.machine import local_cpus
 from asyncrl.run.placement_plan import Machine, PlacementError, Pool, pools, with_devices
 
@@ -98,7 +98,7 @@ class Placement:
         """Raises NodeDied when Ray declares the driver's node dead, some 20 s after the death of its raylet. Ray itself
         ends a process that has not reached the GCS for 60 s."""
         node = ray.get_runtime_context().get_node_id()
-        while node in await beside_exit(_nodes):  # blocks while the GCS does not answer
+        while node in await in_daemon_thread(_nodes):  # blocks while the GCS does not answer
             await asyncio.sleep(WATCH_S)
         raise NodeDied("the raylet of the driver's machine died: Ray can start nothing here any more")
 

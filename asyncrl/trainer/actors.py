@@ -78,7 +78,8 @@ class TrainerRankActor(SupervisedActor):
         self, step: int, payload: Sequence[bytes], mask_before: int | None
     ) -> tuple[dict[str, float], list[SamplerKL]]:
         self._payload = payload
-        return await self._compute(lambda: (self._core.train(step, payload, mask_before), self._core.sampler_kl))
+        metrics = await self._compute(lambda: self._core.train(step, payload, mask_before))
+        return metrics, self._core.sampler_kl
 
     async def first_groups(self, count: int) -> list[bytes]:
         """The first groups of the last batch, for display."""

@@ -34,7 +34,3 @@ class VersionSpan(NamedTuple):
     version: PolicyVersion
     mixed_kv: bool = False
     replica: str = ""
-
-    @property
-    def sampler(self) -> Sampler:
-        return Sampler(self.replica, self.version)
