@@ -73,7 +73,7 @@ def make_groups() -> list[bytes]:
     groups = []
     for g in range(GROUPS):
         samples = [
-            Sample(
+            Sample.single(
                 index=i,
                 tokens=draw(RESPONSE_TOKENS),
                 logprobs=np.full(RESPONSE_TOKENS, -9.0),

@@ -304,7 +304,7 @@ def _group(number: int, samples: int, length: int, vocabulary: int) -> bytes:
 
     rng = np.random.default_rng(number)
     made = [
-        Sample(
+        Sample.single(
             index=index,
             tokens=rng.integers(0, vocabulary, length),
             logprobs=np.full(length, -np.log(vocabulary), np.float32),

@@ -96,7 +96,7 @@ class Task:
             reward = score(by_uid[request.group], self._tokenizer.decode(np.array(tokens)))["reward"]
             tokens_of[request.group] = request.tokens
             samples[request.group].append(
-                Sample(
+                Sample.single(
                     index=len(samples[request.group]),
                     tokens=np.array(tokens, np.int32),
                     logprobs=np.array(logprobs, np.float32),

@@ -66,7 +66,7 @@ def samples_of_a_group() -> tuple[np.ndarray, list[Sample]]:
     rng = np.random.default_rng(0)
     spans = [VersionSpan(0, PolicyVersion(0, 0)), VersionSpan(TOKENS // 2, PolicyVersion(0, 1))]
     samples = [
-        Sample(
+        Sample.single(
             index,
             tokens=rng.integers(0, 150_000, TOKENS).astype(np.int32),
             logprobs=-rng.random(TOKENS, dtype=np.float32),

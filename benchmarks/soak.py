@@ -104,7 +104,7 @@ class PageLoop:
             page = bytes(PAGE_BYTES)
             generate.save(page)
         answer = await generate(np.empty(0, np.int32), self._max_response_tokens)
-        return Sample(
+        return Sample.single(
             index=index,
             tokens=answer.tokens,
             logprobs=answer.logprobs,

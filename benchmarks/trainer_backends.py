@@ -52,7 +52,7 @@ def make_groups() -> list[bytes]:
     groups = []
     for g in range(GROUPS):
         samples = [
-            Sample(
+            Sample.single(
                 index=i,
                 tokens=draw(length),
                 logprobs=np.full(length, -6.0),

@@ -48,7 +48,7 @@ V0 = PolicyVersion(0, 0)
 
 
 def sample(index: int, length: int, spans=((0, 0),), mask=None, reward: float = 0.0) -> Sample:
-    return Sample(
+    return Sample.single(
         index,
         np.arange(length, dtype=np.int32),
         np.zeros(length, np.float32),

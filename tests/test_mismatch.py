@@ -100,7 +100,7 @@ def test_a_rank_measures_the_kl_of_each_sampler(checkpoint, start):
         spans = [VersionSpan(0, V3, False, "replica/0"), VersionSpan(8, V4, False, "replica/1")]
         mixed = [*spans[:1], spans[1]._replace(mixed_kv=True)]
         samples = [
-            Sample(i, t, p, np.ones(12, bool), spans if i else mixed, FinishReason.LENGTH, float(i))
+            Sample.single(i, t, p, np.ones(12, bool), spans if i else mixed, FinishReason.LENGTH, float(i))
             for i, (t, p) in enumerate(zip(tokens, logprobs, strict=True))
         ]
         return [Group.from_samples("g0", "p0", 0, prompt, samples)]

@@ -152,7 +152,7 @@ class TwoTurns:
         last = await generate(so_far, 4)
         tokens = np.concatenate([so_far, last.tokens])
         logprobs = np.zeros(len(tokens), np.float32)
-        return Sample(index, tokens, logprobs, np.ones(len(tokens), bool), last.spans, last.finish)
+        return Sample.single(index, tokens, logprobs, np.ones(len(tokens), bool), last.spans, last.finish)
 
 
 class Rollouter:

@@ -88,7 +88,7 @@ class Impatient(asyncio.Condition):
 @lru_cache(100_000)
 def payload(uid: str, spans: tuple[tuple[PolicyVersion, bool], ...], attempt: int = 0) -> bytes:
     """A group of one sample with one token per span; the flag is its loss mask."""
-    sample = Sample(
+    sample = Sample.single(
         0,
         np.ones(len(spans), np.int32),
         np.zeros(len(spans), np.float32),

@@ -325,7 +325,7 @@ def test_durations_are_short(seconds, text):
 
 def group(uid: str, n: int = 4) -> Group:
     samples = [
-        Sample(
+        Sample.single(
             index=s,
             tokens=np.array([65 + s, 66, 67]),
             logprobs=np.zeros(3, np.float32),
@@ -362,8 +362,8 @@ def test_a_trajectory_row_has_prompt_response_reward_and_versions(tmp_path):
         "trained_tokens": 2,
         "finish": "length",
         "versions": [
-            {"start": 0, "version": "1.4", "mixed_kv": False},
-            {"start": 2, "version": "1.5", "mixed_kv": True},
+            {"sequence": 0, "start": 0, "version": "1.4", "mixed_kv": False},
+            {"sequence": 0, "start": 2, "version": "1.5", "mixed_kv": True},
         ],
     }
     sink = TrajectorySink(tmp_path)

@@ -362,7 +362,7 @@ async def test_a_validation_that_never_settles_on_one_version_fails(inputs):
             Restless.number += 1
             spans = [VersionSpan(0, PolicyVersion(0, Restless.number))]
             one = np.ones(1, np.int32)
-            return Sample(index, one, one.astype(np.float32), one.astype(bool), spans, FinishReason.STOP)
+            return Sample.single(index, one, one.astype(np.float32), one.astype(bool), spans, FinishReason.STOP)
 
     async with System(inputs, judge, agent_loop=Restless, total=0) as system:
         with pytest.raises(RuntimeError, match=rf"after {ROUNDS} rounds 1 of 2 prompts .* versions change faster"):

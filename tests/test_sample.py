@@ -1,7 +1,5 @@
 """Groups: columns, one buffer, no copies."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -11,7 +9,7 @@ from asyncrl.types.versions import PolicyVersion, VersionSpan
 
 
 def sample(index=0, length=5, versions=((0, 0),), **kw) -> Sample:
-    return Sample(
+    return Sample.single(
         index=index,
         tokens=np.arange(length, dtype=np.int32),
         logprobs=-np.ones(length, dtype=np.float32),
@@ -64,13 +62,14 @@ def test_staleness_counts_from_the_oldest_trained_token():
 def test_after_a_restore_the_oldest_version_is_the_one_with_the_lowest_number():
     # lineage 1 restarted at number 2, after lineage 0 had reached number 5
     spans = [VersionSpan(0, PolicyVersion(0, 5)), VersionSpan(2, PolicyVersion(1, 2))]
-    restored = dataclasses.replace(sample(0, 4), spans=spans)
+    restored = sample(0, 4)
+    restored.sequences[0].spans = spans
     assert group(restored).trained_versions() == (PolicyVersion(1, 2), PolicyVersion(0, 5))
 
 
 def test_columns_of_unequal_length_are_refused():
     bad = sample()
-    bad.logprobs = bad.logprobs[:-1]
+    bad.sequences[0].logprobs = bad.sequences[0].logprobs[:-1]
     with pytest.raises(ValueError, match="5 tokens, 4 logprobs"):
         group(bad)
     with pytest.raises(ValueError, match="at least one sample"):

@@ -25,7 +25,7 @@ from tests.test_spool import FaultyDisk
 def payload(uid: str, *versions: int) -> bytes:
     """A group of one sample, with one token per version."""
     count = len(versions)
-    s = Sample(
+    s = Sample.single(
         0,
         np.ones(count, np.int32),
         np.zeros(count, np.float32),

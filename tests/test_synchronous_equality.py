@@ -126,7 +126,7 @@ async def generate(engine, config, sampling, uid, tokens, index, version) -> Sam
             logprobs.append(events.logprobs[events.offsets[e] : events.offsets[e + 1]])
             finish = events.finish[e]
     all_tokens = np.concatenate(drawn)
-    return Sample(
+    return Sample.single(
         index=index,
         tokens=all_tokens,
         logprobs=np.concatenate(logprobs),

@@ -14,7 +14,7 @@ from asyncrl.trainer.backends.schedule import learning_rate
 from asyncrl.trainer.batches import build_batch, cut_micro_batches, cut_mini_batches, partition
 from asyncrl.trainer.rank import batch_metrics, step_metrics
 from asyncrl.types.groups import Group
-from asyncrl.types.samples import FinishReason, Sample, effective_reward
+from asyncrl.types.samples import FinishReason, Sample, TokenSequence, effective_reward
 from asyncrl.types.versions import PolicyVersion, VersionSpan
 
 LENGTHS = st.lists(st.integers(1, 200), max_size=60).map(lambda x: np.array(x, dtype=np.int64))
@@ -22,7 +22,7 @@ LENGTHS = st.lists(st.integers(1, 200), max_size=60).map(lambda x: np.array(x, d
 
 def sample(index, response, reward=0.0, mask=None, finish=FinishReason.STOP, versions=(0,)):
     size = len(response)
-    return Sample(
+    return Sample.single(
         index=index,
         tokens=np.array(response, dtype=np.int32),
         logprobs=-np.arange(1, size + 1, dtype=np.float32) - 10 * index,
@@ -77,15 +77,74 @@ def test_each_target_follows_the_position_whose_logits_predict_it(groups):
 def test_no_groups_and_a_group_without_prompt_are_refused():
     with pytest.raises(ValueError, match="at least one group"):
         build_batch([])
-    with pytest.raises(ValueError, match="group g has an empty prompt"):
+    with pytest.raises(ValueError, match="group g sample 0: nothing precedes the first trained token"):
         build_batch([group("g", [], sample(0, [1]))])
 
 
-def test_mini_batches_hold_consecutive_groups_without_untrained_sequences():
-    batch = build_batch(
-        [group(str(i), [1], sample(0, [2]), sample(1, [3], mask=[i != 1])) for i in range(5)],
-    )
-    assert [m.tolist() for m in cut_mini_batches(batch, 2)] == [[0, 1, 2], [4, 5, 6, 7], [8, 9]]
+def test_mini_batches_hold_consecutive_groups():
+    batch = build_batch([group(str(i), [1], sample(0, [2]), sample(1, [3])) for i in range(5)])
+    assert [m.tolist() for m in cut_mini_batches(batch, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def sequence(response, mask=None, prefix=None):
+    size = len(response)
+    mask = np.ones(size, bool) if mask is None else np.array(mask, bool)
+    spans = [VersionSpan(0, PolicyVersion(0, size))]
+    return TokenSequence(np.array(response, np.int32), np.zeros(size, np.float32), mask, spans, prefix)
+
+
+@pytest.fixture
+def branched():
+    """Of two samples: an answer of two tokens, a continuation that carries them untrained, and a sub-agent with a
+    context of its own; and a plain answer."""
+    first = [sequence([10, 11]), sequence([10, 11, 12], [0, 0, 1]), sequence([20, 21, 22], [0, 1, 1], prefix=0)]
+    return group("g", [1, 2], Sample(0, first, FinishReason.STOP, 3.0), Sample(1, [sequence([30])], FinishReason.STOP))
+
+
+def test_a_batch_has_each_sequence_with_its_own_context(branched):
+    batch = build_batch([Group.from_buffer(branched.to_bytes())])
+    assert batch.tokens.tolist() == [1, 2, 10, 11, 1, 2, 10, 11, 12, 20, 21, 22, 1, 2, 30]
+    assert batch.cu_seqlens.tolist() == [0, 4, 9, 12, 15]
+    assert batch.targets.tolist() == [10, 11, 10, 11, 12, 20, 21, 22, 30]
+    assert batch.loss_mask.tolist() == [True, True, False, False, True, False, True, True, True]
+    assert (batch.tokens[batch.rows + 1] == batch.targets)[batch.loss_mask].all()
+    assert batch.rows.min() >= 0
+    columns = batch.sequence_columns
+    assert columns["sample"].tolist() == [0, 0, 0, 1]
+    assert columns["rewards"].tolist() == [3, 3, 3, 0]
+    assert columns["owned"].tolist() == [2, 1, 2, 1]
+    assert columns["versions"].tolist() == [2, 2, 2, 1]
+    metrics = batch_metrics(batch)
+    assert (metrics["trainer/samples"], metrics["trainer/sequences"]) == (2, 4)
+    assert (metrics["critic/rewards/mean"], metrics["response_length/max"]) == (1.5, 8)
+
+
+def test_statistics_of_a_group_are_over_samples(branched):
+    batch = build_batch([branched])
+    advantages = GRPO().advantages(batch, AlgorithmConfig(normalize_by_std=False))
+    assert advantages.tolist() == [1.5] * 8 + [-1.5]
+
+
+def test_weights_of_several_sequences(branched):
+    batch = build_batch([branched])
+    mask = batch.loss_mask.astype(float)
+    for how, owned, share in (
+        ("sequence_mean", np.repeat([2, 1, 2, 1], [2, 3, 3, 1]), [1, 1, 1, 1]),
+        ("sample_mean", np.repeat([5, 1], [8, 1]), [0.4, 0.2, 0.4, 1]),
+        ("constant", np.ones(9), [4, 2, 4, 10]),
+    ):
+        weights, shares = token_weights(batch, how, constant=10)
+        np.testing.assert_allclose(weights, mask / owned, rtol=1e-6)
+        np.testing.assert_allclose(shares, share)
+
+
+def test_masks_leave_the_denominators_unless_configured_otherwise():
+    young = build_batch([group("a", [1], sample(0, [5] * 4, versions=(2, 3, 3, 3)), sample(1, [6], versions=(2,)))], 3)
+    weights, share = token_weights(young, "sequence_mean")
+    assert (weights.tolist(), share.tolist()) == ([0, 0.25, 0.25, 0.25, 0], [1, 1])
+    weights, share = token_weights(young, "sequence_mean", "trained")
+    np.testing.assert_allclose(weights, np.array([0, 1, 1, 1, 0]) / 3, rtol=1e-6)
+    assert share.tolist() == [1, 0]
 
 
 @given(LENGTHS, st.integers(1, 5))

@@ -224,7 +224,7 @@ def step(before, after):
 
 def alone(group, s):
     rows = group.response(s)
-    sample = Sample(
+    sample = Sample.single(
         index=0,
         tokens=group.tokens[rows],
         logprobs=group.logprobs[rows],

@@ -13,6 +13,7 @@ from asyncrl.trainer.algorithms.advantages import apply_overlong
 from asyncrl.trainer.algorithms.grpo import GRPO
 from asyncrl.trainer.algorithms.losses import clipped_policy_loss, kl_estimate, token_weights
 from asyncrl.trainer.backends.base import TrainBatch
+from asyncrl.trainer.batches import trained_tokens
 
 R = 40
 
@@ -185,7 +186,8 @@ CHANGES_THE_GRADIENT = {
     "anchor": [({}, "behaviour"), ({}, "proximal")],
     "clip_low": [({}, 0.2), ({}, 0.9)],
     "clip_high": [({}, 0.2), ({}, 9.0)],
-    "loss_aggregation": [({}, "token_mean"), ({}, "sequence_mean")],
+    "loss_aggregation": [({}, how) for how in ("token_mean", "sequence_mean", "sample_mean", "constant")],
+    "denominators": [({"overlong": "mask"}, "owned"), ({"overlong": "mask"}, "trained")],
     "importance_cap": [({"anchor": "proximal"}, 0.0), ({"anchor": "proximal"}, 1.5)],
     "kl_coef": [({}, 0.0), ({}, 0.1)],
     "kl_estimator": [({"kl_coef": 0.1}, "k1"), ({"kl_coef": 0.1}, "k2"), ({"kl_coef": 0.1}, "k3")],
@@ -200,12 +202,13 @@ NOT_OF_THE_LOSS = {"name", "epochs", "reference_path", "filter_zero_variance"}
 def gradient(config: AlgorithmConfig) -> np.ndarray:
     """Gradient of the loss of a stale batch in the first optimizer step after its sync, as in a default run.
 
-    Two groups of three samples; with respect to the logits of each token's three-way choice."""
+    Two groups of three samples, one of which has two sequences; with respect to the logits of each token's three-way
+    choice."""
     rng = np.random.default_rng(0)
-    lengths = np.array([4, 2, 5, 3, 6, 2])
+    lengths = np.array([4, 2, 5, 3, 6, 2, 3, 4])
     size, row_offsets = int(lengths.sum()), np.concatenate([[0], np.cumsum(lengths)])
     batch = TrainBatch(
-        tokens=np.zeros(size + 6, np.int32),
+        tokens=np.zeros(size + 8, np.int32),
         cu_seqlens=np.concatenate([[0], np.cumsum(lengths + 1)]),
         rows=np.arange(size),
         targets=np.zeros(size, np.int32),
@@ -216,13 +219,15 @@ def gradient(config: AlgorithmConfig) -> np.ndarray:
             "reference_logprobs": rng.uniform(-3, -0.1, size).astype(np.float32),
         },
         sequence_columns={
-            "group": np.array([0, 0, 0, 1, 1, 1]),
-            "rewards": np.array([0, 1, 3, 1, 0, 0.5], np.float32),
-            "finish": np.array([0, 0, 1, 0, 0, 0], np.uint8),
+            "group": np.array([0, 0, 0, 0, 1, 1, 1, 1]),
+            "sample": np.array([0, 0, 1, 2, 3, 4, 5, 5]),
+            "rewards": np.array([0, 0, 1, 3, 1, 0, 0.5, 0.5], np.float32),
+            "finish": np.array([0, 0, 0, 1, 0, 0, 0, 0], np.uint8),
         },
     )
+    batch.sequence_columns["owned"] = trained_tokens(batch)
     batch = apply_overlong(batch, config.overlong, config.overlong_penalty)
-    batch.columns["weights"], shares = token_weights(batch, config.loss_aggregation)
+    batch.columns["weights"], shares = token_weights(batch, config.loss_aggregation, config.denominators, constant=7)
     batch.columns["advantages"] = GRPO().advantages(batch, config)
     logits = torch.tensor(rng.normal(size=(size, 3)), dtype=torch.float32, requires_grad=True)
     log_p = logits.log_softmax(-1)

@@ -198,8 +198,10 @@ class AlgorithmConfig(Section):
     anchor: Literal["behaviour", "proximal"] = "behaviour"
     clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2  # the ratio is clipped below 1 − clip_low
     clip_high: NonNegativeFloat = 0.2  # and above 1 + clip_high
-    # token_mean: all tokens have equal weight; sequence_mean: all samples have equal weight
-    loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    # equal weight for all tokens, all sequences, or all samples; constant: a sample is divided by max_response_tokens
+    loss_aggregation: Literal["token_mean", "sequence_mean", "sample_mean", "constant"] = "token_mean"
+    # tokens that the means divide by; owned: all sampled ones; trained: without those that overdue or overlong masks
+    denominators: Literal["owned", "trained"] = "owned"
     epochs: PositiveInt = 1  # optimizer epochs per batch
     # with anchor=proximal: upper bound of the importance weight exp(proximal − behaviour); 0: no weight
     importance_cap: NonNegativeFloat = 0.0

@@ -10,14 +10,18 @@ from asyncrl.observability.number_format import json_number
 from asyncrl.types.groups import Group
 from asyncrl.types.samples import FinishReason
 
+BETWEEN_SEQUENCES = "\n\n[next sequence]\n\n"
+
 #: token ids → text with special tokens, so that the ends of turns are visible
 Decode = Callable[[Sequence[int]], str]
 
 
 def trajectory_row(step: int, group: Group, s: int, decode: Decode) -> dict[str, Any]:
-    """Sample ``s`` of a group as a JSON object. ``versions`` lists the version spans:
-    ``{"start": first token, "version": "lineage.number", "mixed_kv": bool}``."""
-    tokens = group.tokens[group.response(s)]
+    """Sample ``s`` of a group as a JSON object. ``response`` has the texts of its sequences one after another;
+    ``versions`` lists the version spans of each: ``{"sequence": index, "start": first token, "version":
+    "lineage.number", "mixed_kv": bool}``."""
+    sequences = group.sequences(s)
+    rows = [group.response(q) for q in sequences]
     return {
         "step": int(step),
         "uid": group.uid,
@@ -25,15 +29,17 @@ def trajectory_row(step: int, group: Group, s: int, decode: Decode) -> dict[str,
         "epoch": int(group.epoch),
         "sample": int(group.sample_index[s]),
         "prompt": decode(group.prompt_tokens.tolist()),
-        "response": decode(tokens.tolist()),
+        "response": BETWEEN_SEQUENCES.join(decode(group.tokens[of].tolist()) for of in rows),
         "reward": json_number(group.rewards[s]),
         "metrics": {name: json_number(column[s]) for name, column in group.metrics.items()},
         "prompt_tokens": len(group.prompt_tokens),
-        "response_tokens": len(tokens),
-        "trained_tokens": int(group.loss_mask[group.response(s)].sum()),
+        "response_tokens": sum(of.stop - of.start for of in rows),
+        "trained_tokens": sum(int(group.loss_mask[of].sum()) for of in rows),
         "finish": FinishReason(int(group.finish[s])).name.lower(),
         "versions": [
-            {"start": span.start, "version": str(span.version), "mixed_kv": span.mixed_kv} for span in group.spans(s)
+            {"sequence": i, "start": span.start, "version": str(span.version), "mixed_kv": span.mixed_kv}
+            for i, q in enumerate(sequences)
+            for span in group.spans(q)
         ],
     }
 

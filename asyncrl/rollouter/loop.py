@@ -276,7 +276,7 @@ class RolloutLoop:
         """Metrics of all generated samples, before any filter: the true accuracy of the current policy."""
         self._recorder.count("rollout/groups")
         self._recorder.count("rollout/samples", len(samples))
-        self._recorder.count("rollout/partial_samples", sum(len({x.version for x in s.spans}) > 1 for s in samples))
+        self._recorder.count("rollout/partial_samples", sum(len(s.versions) > 1 for s in samples))
         for s in samples:
             self._recorder.count("rollout/sum/reward", s.reward)
             for name, value in s.metrics.items():
@@ -285,12 +285,14 @@ class RolloutLoop:
 
 def _finite(made: Sequence[Sample | FailedSample]) -> bool:
     """True if every trained token has a finite behaviour logprob."""
-    whole = [s for s in made if isinstance(s, Sample) and len(s.logprobs) == len(s.loss_mask)]  # others fail as groups
-    return all(np.isfinite(np.where(s.loss_mask, s.logprobs, 0)).all() for s in whole)
+    sequences = [q for s in made if isinstance(s, Sample) for q in s.sequences]
+    whole = [q for q in sequences if len(q.logprobs) == len(q.loss_mask)]  # others fail as groups
+    return all(np.isfinite(np.where(q.loss_mask, q.logprobs, 0)).all() for q in whole)
 
 
 def _without_untrained(sample: Sample | FailedSample) -> Sample | FailedSample:
     """The sample, or its failure if it has no token to train."""
-    if isinstance(sample, Sample) and not sample.loss_mask.any():
-        return FailedSample("no_trained_token", f"none of its {len(sample.tokens)} response tokens has loss_mask set")
+    if isinstance(sample, Sample) and not any(q.loss_mask.any() for q in sample.sequences):
+        tokens = sum(len(q.tokens) for q in sample.sequences)
+        return FailedSample("no_trained_token", f"none of its {tokens} response tokens has loss_mask set")
     return sample

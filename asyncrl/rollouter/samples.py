@@ -110,10 +110,10 @@ class SampleMaker:
 
     def decodable(self, made: Sequence[Sample | FailedSample]) -> bool:
         """True if no sample has a token outside the model's vocabulary."""
-        return all(self.tokenizer.in_vocabulary(s.tokens) for s in made if isinstance(s, Sample))
+        return all(self.tokenizer.in_vocabulary(q.tokens) for s in made if isinstance(s, Sample) for q in s.sequences)
 
     async def score(self, prompt: Prompt, made: Sequence[Sample | FailedSample]) -> list[Sample | FailedSample]:
-        """Add rewards and metrics to the samples.
+        """Add rewards and metrics to the samples, from the text of each one's last sequence.
 
         A sample whose reward fails becomes a failed one, or with reward.on_failure=value gets reward.failure_value, so
         that a policy that makes the reward hang learns not to."""
@@ -122,7 +122,7 @@ class SampleMaker:
         at = [i for i, s in enumerate(scored) if isinstance(s, Sample)]
         if not at:
             return scored
-        texts = self.tokenizer.decode_batch([scored[i].tokens for i in at])  # type: ignore[union-attr]
+        texts = self.tokenizer.decode_batch([scored[i].sequences[-1].tokens for i in at])  # type: ignore[union-attr]
         with self._recorder.span("rollout/reward", samples=len(at)):
             results = await self._rewards.score([(prompt, text) for text in texts])
         for i, result in zip(at, results, strict=True):

@@ -83,4 +83,4 @@ class Validation:
 
 def _versions(samples: Iterable[Sample | FailedSample]) -> set[PolicyVersion]:
     """Versions that sampled these tokens."""
-    return {span.version for s in samples if isinstance(s, Sample) for span in s.spans}
+    return {version for s in samples if isinstance(s, Sample) for version in s.versions}

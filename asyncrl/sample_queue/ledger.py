@@ -18,7 +18,7 @@ from asyncrl.sample_queue.spool import RecordLocation
 from asyncrl.types.versions import PolicyVersion
 
 FILE = "ledger.sqlite"
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 _APPLICATION_ID = 0x41524C4C  # "ARLL": marks an SQLite file as an asyncrl ledger
 _ROWS_PER_STATEMENT = 32
 _KEYS_PER_STATEMENT = 512

@@ -17,38 +17,52 @@ from asyncrl.types.versions import PolicyVersion, Sampler
 
 
 def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> TrainBatch:
-    """All samples of ``groups`` in the given order, within a group by sample index. Tokens sampled by a version below
+    """All sequences of ``groups`` in the given order, within a group by sample index. Tokens sampled by a version below
     ``mask_before`` are not trained.
 
     Columns: ``behaviour_logprobs``, ``sampler`` (int32: index in `samplers`; -1 for a token with mixed KV). Sequence
-    columns, [B] each: ``group`` int64 (index in ``groups``), ``rewards`` float32, ``finish`` uint8 (FinishReason),
-    ``versions`` and ``version_span`` int64 (number of policy versions that sampled it, and the newest number minus the
-    oldest). Raises ValueError for no groups, and for a group without prompt tokens: no position's logits would predict
-    its first response token.
+    columns, [B] each: ``group`` int64 (index in ``groups``), ``sample`` int64 (index of its sample in the batch),
+    ``owned`` int64 (tokens that it trains, whatever masks follow), ``finish`` uint8 (FinishReason) and ``rewards``
+    float32 of its sample, ``versions`` and ``version_span`` int64 of its sample (number of policy versions that sampled
+    it, and the newest number minus the oldest). Raises ValueError for no groups, and for a sequence whose first token
+    is trained: no position's logits would predict it.
     """
     if not groups:
         raise ValueError("a batch needs at least one group, found none")
     tokens: list[np.ndarray] = []
     response: list[tuple[Group, slice]] = []
-    versions: list[set[PolicyVersion]] = []
-    order = [np.argsort(group.sample_index, kind="stable") for group in groups]
-    for group, samples in zip(groups, order, strict=True):
-        if not len(group.prompt_tokens):
-            raise ValueError(f"group {group.uid} has an empty prompt; expected at least one token, such as BOS")
-        for s in samples:
-            rows = group.response(s)
-            tokens += [group.prompt_tokens, group.tokens[rows]]
-            response.append((group, rows))
-            versions.append({span.version for span in group.spans(s)})
+    prefixes: list[int] = []
+    columns: dict[str, list[float]] = {name: [] for name in _OF_SAMPLE}
+    samples = 0
+    for g, group in enumerate(groups):
+        for s in np.argsort(group.sample_index, kind="stable").tolist():
+            sequences = group.sequences(s)
+            versions = {span.version for q in sequences for span in group.spans(q)}
+            of_sample = (g, samples, group.rewards[s], group.finish[s], len(versions), version_span(versions))
+            samples += 1
+            for q in sequences:
+                rows, prefix = group.response(q), int(group.prefix[q])
+                if not prefix and group.loss_mask[rows][:1].any():
+                    raise ValueError(
+                        f"group {group.uid} sample {group.sample_index[s]}: nothing precedes the first trained token; "
+                        "expected at least one token, such as BOS"
+                    )
+                tokens += [group.prompt_tokens[:prefix], group.tokens[rows]]
+                response.append((group, rows))
+                prefixes.append(prefix)
+                for name, value in zip(_OF_SAMPLE, of_sample, strict=True):
+                    columns[name].append(value)
     index = {sampler: i for i, sampler in enumerate(samplers(groups))}
     sampled_by = {id(group): _sampled_by(group, index) for group in groups}
     masks = {id(group): group.loss_mask & _young(group, mask_before) for group in groups}
-    prompt_lengths = np.array([len(group.prompt_tokens) for group, _ in response], dtype=np.int64)
+    prefix_lengths = np.array(prefixes, dtype=np.int64)
     response_lengths = np.array([rows.stop - rows.start for _, rows in response], dtype=np.int64)
-    cu_seqlens, row_offsets = offsets(prompt_lengths + response_lengths), offsets(response_lengths)
-    # response token r of sequence b is at cu[b] + P + r, and is predicted one position before
-    first_row = cu_seqlens[:-1] + prompt_lengths - 1
+    cu_seqlens, row_offsets = offsets(prefix_lengths + response_lengths), offsets(response_lengths)
+    # response token r of sequence b is at cu[b] + prefix + r, and is predicted one position before; the first token of
+    # a sequence without prefix, which is not trained, by itself
+    first_row = cu_seqlens[:-1] + prefix_lengths - 1
     rows_R = np.arange(row_offsets[-1]) + np.repeat(first_row - row_offsets[:-1], response_lengths)
+    rows_R = np.maximum(rows_R, np.repeat(cu_seqlens[:-1], response_lengths))
     return TrainBatch(
         tokens=_concatenate(tokens, np.int32),
         cu_seqlens=cu_seqlens,
@@ -61,13 +75,26 @@ def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> Trai
             "sampler": _concatenate([sampled_by[id(group)][rows] for group, rows in response], np.int32),
         },
         sequence_columns={
-            "group": np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
-            "rewards": _concatenate([g.rewards[o] for g, o in zip(groups, order, strict=True)], np.float32),
-            "finish": _concatenate([g.finish[o] for g, o in zip(groups, order, strict=True)], np.uint8),
-            "versions": np.array([len(v) for v in versions], dtype=np.int64),
-            "version_span": np.array([version_span(v) for v in versions], dtype=np.int64),
+            "owned": np.array([group.loss_mask[rows].sum() for group, rows in response], dtype=np.int64),
+            **{name: np.array(columns[name], dtype=dtype) for name, dtype in _OF_SAMPLE.items()},
         },
     )
+
+
+#: sequence columns that hold a value of the sequence's sample
+_OF_SAMPLE = {
+    "group": np.int64,
+    "sample": np.int64,
+    "rewards": np.float32,
+    "finish": np.uint8,
+    "versions": np.int64,
+    "version_span": np.int64,
+}
+
+
+def first_sequences(batch: TrainBatch) -> np.ndarray:
+    """int64 [S]: the first sequence of each of the batch's samples, to read columns of samples from."""
+    return np.flatnonzero(np.diff(batch.sequence_columns["sample"], prepend=-1))
 
 
 def samplers(groups: Sequence[Group]) -> list[Sampler]:
@@ -112,12 +139,9 @@ def trained_tokens(batch: TrainBatch) -> np.ndarray:
 
 def cut_mini_batches(batch: TrainBatch, mini_batch_groups: int) -> list[np.ndarray]:
     """Sequence indices (int64, ascending) of each optimizer step: mini batch k has the k-th ``mini_batch_groups``
-    groups.
-
-    Sequences without a trained token are left out: they would cost a forward pass and have no gradient."""
+    groups."""
     mini_batch = batch.sequence_columns["group"] // mini_batch_groups
-    trained = trained_tokens(batch) > 0
-    return [np.flatnonzero((mini_batch == k) & trained) for k in range(int(mini_batch.max(initial=-1)) + 1)]
+    return [np.flatnonzero(mini_batch == k) for k in range(int(mini_batch.max(initial=-1)) + 1)]
 
 
 def partition(lengths: np.ndarray, parts: int) -> list[np.ndarray]:

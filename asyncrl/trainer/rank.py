@@ -16,7 +16,14 @@ from asyncrl.trainer.algorithms.advantages import apply_overlong
 from asyncrl.trainer.algorithms.base import ALGORITHMS
 from asyncrl.trainer.algorithms.losses import token_weights
 from asyncrl.trainer.backends.base import BACKENDS, Backend, NonFiniteError, TrainBatch
-from asyncrl.trainer.batches import build_batch, cut_mini_batches, partition, samplers
+from asyncrl.trainer.batches import (
+    build_batch,
+    cut_mini_batches,
+    first_sequences,
+    partition,
+    samplers,
+    trained_tokens,
+)
 from asyncrl.trainer.mismatch import SamplerKL
 from asyncrl.trainer.sampler_kl import take_sampler_kl, with_sampler_kl
 from asyncrl.types.groups import Group
@@ -73,14 +80,17 @@ class TrainerRank:
         skipped: on a zero gradient AdamW would still move by momentum."""
         algorithm = self._config.algorithm
         whole = apply_overlong(whole, algorithm.overlong, algorithm.overlong_penalty)
-        weights, share_of_denominator = token_weights(whole, algorithm.loss_aggregation)
+        weights, share_of_denominator = token_weights(
+            whole, algorithm.loss_aggregation, algorithm.denominators, self._config.rollout.max_response_tokens
+        )
         whole.columns["weights"] = weights
         whole.columns["advantages"] = self._algorithm.advantages(whole, algorithm)
-        mini_batches = []
-        for sequences in cut_mini_batches(whole, self._config.trainer.mini_batch_groups):
+        mini_batches, trained = [], trained_tokens(whole) > 0
+        for every in cut_mini_batches(whole, self._config.trainer.mini_batch_groups):
+            sequences = every[trained[every]]  # the others would cost a forward pass and have no gradient
             if len(sequences):
                 mine = partition(whole.lengths[sequences], self._backend.data_ranks)[self._backend.data_rank]
-                denominator = float(share_of_denominator[sequences].sum())
+                denominator = float(share_of_denominator[every].sum())
                 mini_batches.append((whole.select(sequences[mine]), denominator))
         return mini_batches
 
@@ -151,9 +161,10 @@ class TrainerRank:
 def batch_metrics(batch: TrainBatch) -> dict[str, float]:
     """Metrics of the samples, before the overlong policy is applied. A sample is partial if its tokens were sampled
     under several versions; its span is the newest version number minus the oldest."""
-    rewards, group = batch.sequence_columns["rewards"].astype(np.float64), batch.sequence_columns["group"]
-    lengths = np.diff(batch.row_offsets)
-    partial, version_span = batch.sequence_columns["versions"] > 1, batch.sequence_columns["version_span"]
+    columns, first = batch.sequence_columns, first_sequences(batch)
+    rewards, group = columns["rewards"][first].astype(np.float64), columns["group"][first]
+    lengths = np.bincount(columns["sample"], np.diff(batch.row_offsets))
+    partial, version_span = columns["versions"][first] > 1, columns["version_span"][first]
     highest, lowest = np.full(group.max() + 1, -np.inf), np.full(group.max() + 1, np.inf)
     np.maximum.at(highest, group, rewards)
     np.minimum.at(lowest, group, rewards)
@@ -167,13 +178,14 @@ def batch_metrics(batch: TrainBatch) -> dict[str, float]:
         "response_length/max": float(lengths.max()),
         "response_length/min": float(lengths.min()),
         **quantiles("response_length", lengths, (10, 50, 90, 99)),
-        "response_length/clip_ratio": float((batch.sequence_columns["finish"] == FinishReason.LENGTH).mean()),
+        "response_length/clip_ratio": float((columns["finish"][first] == FinishReason.LENGTH).mean()),
         "rollout/zero_variance": float((highest == lowest).mean()),
         "fully_async/partial/ratio": float(partial.mean()),
         "fully_async/partial/count": float(partial.sum()),
         "fully_async/partial/max_span": float(version_span.max()),
         "trainer/groups": float(len(highest)),
-        "trainer/samples": float(len(batch)),
+        "trainer/samples": float(len(first)),
+        "trainer/sequences": float(len(batch)),
         "trainer/tokens": float(len(batch.tokens)),
         "trainer/trained_tokens": float(batch.loss_mask.sum()),
     }

@@ -13,7 +13,7 @@ import numpy as np
 
 Buffer = bytes | bytearray | memoryview | np.ndarray
 
-_FORMAT = 2
+_FORMAT = 3
 _ALIGN = 64
 _PREFIX = struct.Struct("<4sIQ")  # magic, format, header bytes
 

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from asyncrl.types.columns import Buffer, Layout
-from asyncrl.types.samples import Sample
+from asyncrl.types.samples import Sample, TokenSequence
 from asyncrl.types.versions import PolicyVersion, VersionSpan
 
 _GROUP = Layout("group", b"ARLG")
@@ -25,27 +25,30 @@ _GROUP = Layout("group", b"ARLG")
 
 @dataclass
 class Group:
-    """Samples of one prompt, in columns. ``S`` samples, ``P`` prompt tokens, ``R`` response tokens, ``V`` spans.
+    """Samples of one prompt, in columns. ``S`` samples, ``Q`` token sequences (one per sample in single-turn tasks),
+    ``P`` prompt tokens, ``R`` response tokens, ``V`` spans.
 
     ====================  ========  =======  ================================================
     column                dtype     shape    meaning
     ====================  ========  =======  ================================================
     ``prompt_tokens``     int32     [P]      shared by all samples
     ``sample_index``      int32     [S]      index among the ``n`` samples (failed ones are absent)
-    ``offsets``           int64     [S+1]    sample s owns response tokens offsets[s]:offsets[s+1]
-    ``tokens``            int32     [R]      response tokens
-    ``logprobs``          float32   [R]      behaviour logprobs
-    ``loss_mask``         bool      [R]      tokens that the policy sampled
     ``rewards``           float32   [S]
     ``finish``            uint8     [S]      FinishReason
-    ``span_offsets``      int64     [S+1]    CSR over the spans below
-    ``span_start``        int32     [V]      first token of the span, counted within its sample
+    ``metrics[name]``     float32   [S]      metrics from the reward function
+    ``sequence_sample``   int32     [Q]      row of the sample that the sequence belongs to, ascending
+    ``prefix``            int32     [Q]      tokens of the prompt with which the sequence begins
+    ``offsets``           int64     [Q+1]    sequence q owns response tokens offsets[q]:offsets[q+1]
+    ``tokens``            int32     [R]      response tokens: all after the prefix
+    ``logprobs``          float32   [R]      behaviour logprobs
+    ``loss_mask``         bool      [R]      tokens that the sequence trains
+    ``span_offsets``      int64     [Q+1]    CSR over the spans below
+    ``span_start``        int32     [V]      first token of the span, counted within its sequence's response
     ``span_lineage``      int64     [V]
     ``span_number``       int64     [V]
     ``span_mixed_kv``     bool      [V]
     ``span_replica``      int32     [V]      index in ``replicas``
-    ``metrics[name]``     float32   [S]      metrics from the reward function
-    ``extras[name]``      any       ragged   (values, offsets [S+1]), such as masks or routed experts
+    ``extras[name]``      any       ragged   (values, offsets [Q+1]), such as masks or routed experts
     ====================  ========  =======  ================================================
     """
 
@@ -54,12 +57,14 @@ class Group:
     epoch: int
     prompt_tokens: np.ndarray
     sample_index: np.ndarray
+    rewards: np.ndarray
+    finish: np.ndarray
+    sequence_sample: np.ndarray
+    prefix: np.ndarray
     offsets: np.ndarray
     tokens: np.ndarray
     logprobs: np.ndarray
     loss_mask: np.ndarray
-    rewards: np.ndarray
-    finish: np.ndarray
     span_offsets: np.ndarray
     span_start: np.ndarray
     span_lineage: np.ndarray
@@ -87,23 +92,18 @@ class Group:
         times: Mapping[str, float] | None = None,
         attempt: int = 0,
     ) -> Group:
-        """Gathers samples into columns. Raises ValueError for an empty group or columns of unequal length."""
+        """Gathers samples into columns. Raises ValueError for an empty group, a sample without sequences, columns of
+        unequal length, and a prefix or version spans out of place."""
         if not samples:
             raise ValueError(f"group {uid}: expected at least one sample, found none; drop the group instead")
         for s in samples:
-            if not len(s.tokens) == len(s.logprobs) == len(s.loss_mask):
-                raise ValueError(
-                    f"group {uid} sample {s.index}: {len(s.tokens)} tokens, {len(s.logprobs)} logprobs and "
-                    f"{len(s.loss_mask)} mask entries; expected equal lengths"
-                )
-            starts = [span.start for span in s.spans]
-            in_order = starts == sorted(starts) and max(starts, default=0) <= len(s.tokens)
-            if not in_order or (len(s.tokens) and starts[:1] != [0]):
-                raise ValueError(
-                    f"group {uid} sample {s.index}: expected version spans that start at token 0 and ascend to at most "
-                    f"{len(s.tokens)}, found {s.spans}"
-                )
-        spans = [span for s in samples for span in s.spans]
+            if not s.sequences:
+                raise ValueError(f"group {uid} sample {s.index}: expected at least one sequence, found none")
+            for sequence in s.sequences:
+                if problem := _problem(sequence, len(prompt_tokens)):
+                    raise ValueError(f"group {uid} sample {s.index}: {problem}")
+        sequences = [q for s in samples for q in s.sequences]
+        spans = [span for q in sequences for span in q.spans]
         replicas = sorted({x.replica for x in spans})
         return cls(
             uid=uid,
@@ -111,13 +111,15 @@ class Group:
             epoch=epoch,
             prompt_tokens=np.ascontiguousarray(prompt_tokens, dtype=np.int32),
             sample_index=np.array([s.index for s in samples], dtype=np.int32),
-            offsets=_offsets([len(s.tokens) for s in samples]),
-            tokens=_concat([s.tokens for s in samples], np.int32),
-            logprobs=_concat([s.logprobs for s in samples], np.float32),
-            loss_mask=_concat([s.loss_mask for s in samples], np.bool_),
             rewards=np.array([s.reward for s in samples], dtype=np.float32),
             finish=np.array([s.finish for s in samples], dtype=np.uint8),
-            span_offsets=_offsets([len(s.spans) for s in samples]),
+            sequence_sample=np.array([row for row, s in enumerate(samples) for _ in s.sequences], dtype=np.int32),
+            prefix=np.array([len(prompt_tokens) if q.prefix is None else q.prefix for q in sequences], dtype=np.int32),
+            offsets=_offsets([len(q.tokens) for q in sequences]),
+            tokens=_concat([q.tokens for q in sequences], np.int32),
+            logprobs=_concat([q.logprobs for q in sequences], np.float32),
+            loss_mask=_concat([q.loss_mask for q in sequences], np.bool_),
+            span_offsets=_offsets([len(q.spans) for q in sequences]),
             span_start=np.array([x.start for x in spans], dtype=np.int32),
             span_lineage=np.array([x.version.lineage for x in spans], dtype=np.int64),
             span_number=np.array([x.version.number for x in spans], dtype=np.int64),
@@ -129,11 +131,8 @@ class Group:
                 for k in sorted({k for s in samples for k in s.metrics})
             },
             extras={
-                k: (
-                    np.concatenate([np.asarray(s.extras[k]) for s in samples]),
-                    _offsets([len(s.extras[k]) for s in samples]),
-                )
-                for k in sorted({k for s in samples for k in s.extras})
+                k: _ragged([q.extras.get(k) for q in sequences])
+                for k in sorted({k for q in sequences for k in q.extras})
             },
             times=dict(times or {}),
             attempt=attempt,
@@ -142,24 +141,31 @@ class Group:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
+        """Number of samples."""
         return len(self.sample_index)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a forward pass over the group; each sample has its own copy of the prompt."""
-        return len(self.tokens) + len(self) * len(self.prompt_tokens)
+        """Tokens of a forward pass over the group; each sequence has its own copy of its prefix."""
+        return len(self.tokens) + int(self.prefix.sum())
 
     @property
     def response_lengths(self) -> np.ndarray:
-        """int64 [S]"""
+        """int64 [Q]"""
         return np.diff(self.offsets)
 
-    def response(self, s: int) -> slice:
-        """Slice of the response columns for sample ``s`` (a row, not a sample index)."""
-        return slice(int(self.offsets[s]), int(self.offsets[s + 1]))
+    def sequences(self, s: int) -> range:
+        """Rows of the sequences of sample ``s`` (a row, not a sample index)."""
+        first, end = np.searchsorted(self.sequence_sample, [s, s + 1])
+        return range(int(first), int(end))
 
-    def spans(self, s: int) -> list[VersionSpan]:
-        lo, hi = int(self.span_offsets[s]), int(self.span_offsets[s + 1])
+    def response(self, q: int) -> slice:
+        """Slice of the response columns for sequence ``q``."""
+        return slice(int(self.offsets[q]), int(self.offsets[q + 1]))
+
+    def spans(self, q: int) -> list[VersionSpan]:
+        """Version spans of sequence ``q``."""
+        lo, hi = int(self.span_offsets[q]), int(self.span_offsets[q + 1])
         return [
             VersionSpan(
                 int(self.span_start[i]),
@@ -199,17 +205,17 @@ class Group:
 
     def span_bounds(self) -> tuple[np.ndarray, np.ndarray]:
         """int64 [V] each: first response token of each span, and the end of the span (exclusive)."""
-        sample = np.repeat(np.arange(len(self)), np.diff(self.span_offsets))
-        start = self.offsets[sample] + self.span_start
-        last = np.append(sample[1:] != sample[:-1], True)[: len(sample)]
+        sequence = np.repeat(np.arange(len(self.prefix)), np.diff(self.span_offsets))
+        start = self.offsets[sequence] + self.span_start
+        last = np.append(sequence[1:] != sequence[:-1], True)[: len(sequence)]
         end = np.append(start[1:], 0)[: len(start)]
-        end[last] = self.offsets[sample[last] + 1]
+        end[last] = self.offsets[sequence[last] + 1]
         return start, end
 
     # -- one buffer ------------------------------------------------------------------------------------------------
 
     _COLUMNS = (
-        "prompt_tokens sample_index offsets tokens logprobs loss_mask rewards finish "
+        "prompt_tokens sample_index rewards finish sequence_sample prefix offsets tokens logprobs loss_mask "
         "span_offsets span_start span_lineage span_number span_mixed_kv span_replica"
     ).split()
 
@@ -237,6 +243,28 @@ class Group:
         extras = {k: (arrays[f"extras/{k}/values"], arrays[f"extras/{k}/offsets"]) for k in names}
         fields: dict[str, Any] = meta | columns
         return cls(**fields, metrics=metrics, extras=extras)
+
+
+def _problem(sequence: TokenSequence, prompt_tokens: int) -> str | None:
+    """What is wrong with a sequence, if anything."""
+    count, starts = len(sequence.tokens), [span.start for span in sequence.spans]
+    if not count == len(sequence.logprobs) == len(sequence.loss_mask):
+        return (
+            f"{count} tokens, {len(sequence.logprobs)} logprobs and {len(sequence.loss_mask)} mask entries; expected "
+            "equal lengths"
+        )
+    if sequence.prefix is not None and not 0 <= sequence.prefix <= prompt_tokens:
+        return f"expected a prefix of 0 to {prompt_tokens} tokens, as many as the prompt has, found {sequence.prefix}"
+    in_order = starts == sorted(starts) and max(starts, default=0) <= count
+    if not in_order or (count and starts[:1] != [0]):
+        return f"expected version spans that start at token 0 and ascend to at most {count}, found {sequence.spans}"
+    return None
+
+
+def _ragged(parts: Sequence[np.ndarray | None]) -> tuple[np.ndarray, np.ndarray]:
+    """(values, offsets) of columns with any number of rows each; None: no rows."""
+    given = [np.asarray(part) for part in parts if part is not None]
+    return np.concatenate(given), _offsets([0 if part is None else len(part) for part in parts])
 
 
 def _offsets(lengths: Sequence[int]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Sample: one trajectory for a prompt."""
+"""Sample: one rollout for a prompt, of one token sequence or several."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from asyncrl.types.versions import VersionSpan
+from asyncrl.types.versions import PolicyVersion, VersionSpan
 
 
 class FinishReason(enum.IntEnum):
@@ -32,18 +32,51 @@ def effective_reward(reward: float, finish: int, overlong: str, penalty: float) 
 
 
 @dataclass
-class Sample:
-    """One trajectory: ``R`` tokens after the shared prompt.
+class TokenSequence:
+    """What the policy read and wrote in one order: the first ``prefix`` tokens of the group's prompt (None: all), then
+    ``R`` tokens.
 
     Shapes: ``tokens`` int32 [R], ``logprobs`` float32 [R] (behaviour logprobs; 0 where nothing was sampled),
-    ``loss_mask`` bool [R] (False for tokens that the policy did not sample, such as a tool's output)."""
+    ``loss_mask`` bool [R]: True for tokens to train. False for those that the policy did not sample, such as a tool's
+    output, and for those that an earlier sequence of the sample trains. ``extras``: further columns, one row per token
+    or any other number."""
 
-    index: int
     tokens: np.ndarray
     logprobs: np.ndarray
     loss_mask: np.ndarray
     spans: list[VersionSpan]
+    prefix: int | None = None
+    extras: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass
+class Sample:
+    """One rollout: one or more sequences, in the order of their creation, with one reward."""
+
+    index: int
+    sequences: list[TokenSequence]
     finish: FinishReason
     reward: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
-    extras: dict[str, np.ndarray] = field(default_factory=dict)
+
+    @classmethod
+    def single(
+        cls,
+        index: int,
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+        loss_mask: np.ndarray,
+        spans: list[VersionSpan],
+        finish: FinishReason,
+        reward: float = 0.0,
+        metrics: dict[str, float] | None = None,
+        extras: dict[str, np.ndarray] | None = None,
+    ) -> Sample:
+        """A sample of one sequence after the whole prompt; shapes as in `TokenSequence`."""
+        sequence = TokenSequence(tokens, logprobs, loss_mask, spans, extras=extras or {})
+        return cls(index, [sequence], finish, reward, metrics or {})
+
+    @property
+    def versions(self) -> set[PolicyVersion]:
+        """Those that sampled its tokens."""
+        return {span.version for sequence in self.sequences for span in sequence.spans}

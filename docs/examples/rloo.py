@@ -7,7 +7,7 @@ import numpy as np
 from asyncrl.config.schema import AlgorithmConfig, Config
 from asyncrl.models.device_copy import on_device
 from asyncrl.trainer.backends.base import LossFunction, LossOutput, TrainBatch
-from asyncrl.trainer.batches import per_token
+from asyncrl.trainer.batches import first_sequences, per_token
 
 
 class RLOO:
@@ -26,11 +26,11 @@ class RLOO:
 
     def advantages(self, batch: TrainBatch, config: AlgorithmConfig) -> np.ndarray:
         """float32 [R]: each sample's reward minus the mean reward of the other samples of its group."""
-        rewards = batch.sequence_columns["rewards"].astype(np.float64)
-        group = batch.sequence_columns["group"]
+        columns, first = batch.sequence_columns, first_sequences(batch)
+        rewards, group = columns["rewards"][first].astype(np.float64), columns["group"][first]  # of each sample
         others = np.maximum(np.bincount(group) - 1, 1)[group]
         baseline = (np.bincount(group, rewards)[group] - rewards) / others
-        return per_token(batch, (rewards - baseline).astype(np.float32))
+        return per_token(batch, (rewards - baseline).astype(np.float32)[columns["sample"]])
 
     def loss(self, config: AlgorithmConfig) -> LossFunction:
         """−advantage · log π(token), summed with the weights of ``algorithm.loss_aggregation``."""

@@ -18,7 +18,7 @@ class TwoTries:
         response = np.concatenate([first.tokens, self._hint])
         second = await generate(response, self._limit)
         shifted = [span._replace(start=span.start + len(response)) for span in second.spans]
-        return Sample(
+        return Sample.single(
             index=index,
             tokens=np.concatenate([response, second.tokens]),
             logprobs=np.concatenate([first.logprobs, np.zeros(len(self._hint), np.float32), second.logprobs]),

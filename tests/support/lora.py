@@ -124,7 +124,7 @@ class ResponseCollector:
         while any(id not in self._ended and (tokens is None or len(self._of(id)[0]) < tokens) for id in ids):
             await self._listen()
         return [
-            Sample(
+            Sample.single(
                 index=i,
                 tokens=np.array(drawn, np.int32),
                 logprobs=np.array(logprobs, np.float32),

@@ -61,7 +61,7 @@ def make_groups(sizes=(4, 3, 4), seed=0, rewards=None):
         for index in range(size):
             length = int(rng.integers(1, 24))
             samples.append(
-                Sample(
+                Sample.single(
                     index=index,
                     tokens=rng.integers(0, VOCAB, length),
                     logprobs=rng.uniform(-6, -1, length),

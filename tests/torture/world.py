@@ -278,7 +278,7 @@ class World:
 def made(uid: str, versions: list[PolicyVersion], attempt: int, bad: bool) -> bytes:
     """A group of one sample, with tokens of each version."""
     count = TOKENS * len(versions)
-    sample = Sample(
+    sample = Sample.single(
         0,
         np.full(count, xxhash.xxh3_64_intdigest(uid.encode()) % VOCAB, np.int32),
         np.full(count, np.nan if bad else -1.0, np.float32),

@@ -19,7 +19,7 @@ class SingleTurn:
 
     async def run(self, prompt: Prompt, index: int, generate: Generate) -> Sample:
         answer = await generate(np.empty(0, np.int32), self._max_response_tokens)
-        return Sample(
+        return Sample.single(
             index=index,
             tokens=answer.tokens,
             logprobs=answer.logprobs,

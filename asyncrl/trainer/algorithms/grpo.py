@@ -15,7 +15,7 @@ from asyncrl.trainer.algorithms.advantages import group_advantages
 from asyncrl.trainer.algorithms.base import Algorithm
 from asyncrl.trainer.algorithms.losses import clipped_loss_problems, clipped_policy_loss
 from asyncrl.trainer.backends.base import LossFunction, TrainBatch
-from asyncrl.trainer.batches import per_token, trained_tokens
+from asyncrl.trainer.batches import first_sequences, per_token, trained_tokens
 
 
 class GRPO:
@@ -30,13 +30,18 @@ class GRPO:
         return config.anchor == "proximal"
 
     def advantages(self, batch: TrainBatch, config: AlgorithmConfig) -> np.ndarray:
-        """Each sample's group advantage at all of its response tokens (outcome supervision). Samples without a trained
-        token do not count."""
-        columns, counted = batch.sequence_columns, trained_tokens(batch) > 0
-        advantages_B = group_advantages(
-            columns["rewards"], columns["group"], config.normalize_by_std, config.std_ddof, counted=counted
+        """Each sample's group advantage at all response tokens of its sequences (outcome supervision). Samples without
+        a trained token do not count."""
+        columns, first = batch.sequence_columns, first_sequences(batch)
+        counted = np.bincount(columns["sample"], trained_tokens(batch)) > 0
+        advantages_S = group_advantages(
+            columns["rewards"][first],
+            columns["group"][first],
+            config.normalize_by_std,
+            config.std_ddof,
+            counted=counted,
         )
-        return per_token(batch, advantages_B)
+        return per_token(batch, advantages_S[columns["sample"]])
 
     def loss(self, config: AlgorithmConfig) -> LossFunction:
         return clipped_policy_loss(config)

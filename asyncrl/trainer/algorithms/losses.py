@@ -20,25 +20,37 @@ from asyncrl.trainer.batches import per_token, trained_tokens
 #: log-ratios are clamped to ±20 before exp: float32 cannot overflow, and no weight beyond e^20 is meaningful
 MAX_LOG_RATIO = 20.0
 
-AGGREGATIONS = ("token_mean", "sequence_mean")
+AGGREGATIONS = ("token_mean", "sequence_mean", "sample_mean", "constant")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 
 
-def token_weights(batch: TrainBatch, aggregation: str) -> tuple[np.ndarray, np.ndarray]:
+def token_weights(
+    batch: TrainBatch, aggregation: str, denominators: str = "owned", constant: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
     """Weight of each response token (float32 [R]), and share of each sequence in the denominator (float64 [B]).
 
     - ``token_mean``: all trained tokens of the mini batch weigh the same, so long samples count more (Yu et al. 2025,
       "DAPO", section 3.3).
-    - ``sequence_mean``: all samples weigh the same, each by the mean over its trained tokens (Shao et al. 2024, GRPO).
+    - ``sequence_mean``: all sequences weigh the same, each by the mean over its tokens (Shao et al. 2024, GRPO).
+    - ``sample_mean``: all samples weigh the same, each by the mean over the trained tokens of its sequences.
+    - ``constant``: each sample's tokens are summed and divided by ``constant`` (Liu et al. 2025, Dr. GRPO).
 
-    Raises ValueError for an unknown aggregation."""
-    trained = trained_tokens(batch)
+    ``denominators``: means are over the tokens that a sequence ``owned`` before masks of age and overlong samples, so a
+    mask does not make the rest weigh more, or over those that are still ``trained``. Raises ValueError for an unknown
+    aggregation."""
+    owned, sample = batch.sequence_columns["owned"], batch.sequence_columns["sample"]
+    count = (trained_tokens(batch) if denominators == "trained" else owned).astype(np.float64)
+    of_sample = np.bincount(sample, count)[sample]
+    share_of_sample = count / np.maximum(of_sample, 1)
+    weights = batch.loss_mask.astype(np.float32)
     if aggregation == "token_mean":
-        return batch.loss_mask.astype(np.float32), trained.astype(np.float64)
+        return weights, count
     if aggregation == "sequence_mean":
-        return (batch.loss_mask / np.maximum(per_token(batch, trained), 1)).astype(np.float32), (trained > 0).astype(
-            float
-        )
+        return (batch.loss_mask / np.maximum(per_token(batch, count), 1)).astype(np.float32), (count > 0).astype(float)
+    if aggregation == "sample_mean":
+        return (batch.loss_mask / np.maximum(per_token(batch, of_sample), 1)).astype(np.float32), share_of_sample
+    if aggregation == "constant":
+        return weights, share_of_sample * constant
     raise ValueError(f"algorithm.loss_aggregation is {aggregation!r}; expected one of {', '.join(AGGREGATIONS)}")
 
 
