@@ -1,0 +1,182 @@
+"""Builds a sample's token sequences from completions and observations, so that no loop splices masks and spans by hand.
+
+    turns = TrajectoryBuilder()
+    turns.append(await generate(turns.response, 100))     # sampled: trained
+    turns.append(tool_tokens)                             # observed: not trained
+    turns.append(await generate(turns.response, 100))
+    return turns.sample(index)
+
+A loop that rewrites its history, tries several continuations or starts a sub-agent makes further sequences, with
+`branch` and `start`. Whatever the sequences share, each completion is trained exactly once: by the first of them that
+has it. Their order is that in which each builder made its children, which the timing of concurrent ones cannot change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from asyncrl.rollouter.agents.base import Completion
+from asyncrl.types.columns import Buffer, Layout
+from asyncrl.types.samples import FinishReason, Sample, TokenSequence
+from asyncrl.types.versions import PolicyVersion, VersionSpan
+
+_STATE = Layout("trajectory", b"ARLT")
+
+Part = Completion | np.ndarray | Sequence[int]
+
+
+class TrajectoryBuilder:
+    """One sequence in the making, and the tree that it belongs to. ``prefix``: tokens of the prompt that it begins
+    with; None: all."""
+
+    def __init__(self, prefix: int | None = None) -> None:
+        self.prefix = prefix
+        self._parts: list[Completion | np.ndarray] = []
+        self._response = np.empty(0, np.int32)
+        self._children: list[TrajectoryBuilder] = []
+        self._root = self
+
+    @property
+    def response(self) -> np.ndarray:
+        """int32 [R]: all tokens after the prefix so far; what `Generate` continues."""
+        return self._response
+
+    @property
+    def finish(self) -> FinishReason | None:
+        """Why its last completion ended; None before the first."""
+        return next((part.finish for part in reversed(self._parts) if isinstance(part, Completion)), None)
+
+    def append(self, part: Part) -> None:
+        """Add a completion, which the policy sampled, or tokens that it only read. Raises ValueError for a completion
+        that the sequence has already."""
+        if isinstance(part, Completion):
+            if any(part is other for other in self._parts):
+                raise ValueError("a completion was appended twice to one sequence; expected each of them once")
+            tokens = part.tokens
+        else:
+            part = tokens = np.asarray(part, np.int32)
+        self._parts.append(part)
+        self._response = np.concatenate([self._response, tokens])
+
+    def branch(self) -> TrajectoryBuilder:
+        """A further sequence that begins with all tokens so far."""
+        child = self.start(self.prefix)
+        child._parts, child._response = list(self._parts), self._response
+        return child
+
+    def start(self, prefix: int | None = 0) -> TrajectoryBuilder:
+        """A further sequence that begins with ``prefix`` tokens of the prompt (None: all): a sub-agent, or the task
+        with a compacted history."""
+        child = TrajectoryBuilder(prefix)
+        child._root = self._root
+        self._children.append(child)
+        return child
+
+    def sample(self, index: int, finish: FinishReason | None = None) -> Sample:
+        """The sample of the whole tree. ``finish``: by default of this sequence's last completion. Sequences that would
+        train nothing are left out. Raises ValueError if nothing was sampled."""
+        finish = self.finish if finish is None else finish
+        sequences, trained = [], set[int]()
+        for builder in self._root._tree():
+            sequence, owns = builder._sequence(trained)
+            if owns:
+                sequences.append(sequence)
+        if finish is None or not sequences:
+            raise ValueError("a trajectory without a completion: expected at least one call of generate")
+        return Sample(index, sequences, finish)
+
+    def _tree(self) -> list[TrajectoryBuilder]:
+        """This sequence, then its children's, in the order of their making."""
+        return [self, *(builder for child in self._children for builder in child._tree())]
+
+    def _sequence(self, trained: set[int]) -> tuple[TokenSequence, bool]:
+        """The sequence, and whether it trains a completion. Adds the completions to ``trained``, by identity."""
+        spans: list[VersionSpan] = []
+        masks: list[np.ndarray] = []
+        logprobs: list[np.ndarray] = []
+        at, owns = 0, False
+        for part in self._parts:
+            if isinstance(part, Completion):
+                owned = id(part) not in trained
+                trained.add(id(part))
+                owns |= owned and len(part.tokens) > 0
+                spans += [span._replace(start=span.start + at) for span in part.spans]
+                masks.append(np.full(len(part.tokens), owned))
+                logprobs.append(part.logprobs)
+                at += len(part.tokens)
+            else:
+                masks.append(np.zeros(len(part), bool))
+                logprobs.append(np.zeros(len(part), np.float32))
+                at += len(part)
+        return TokenSequence(
+            self._response, _joined(logprobs, np.float32), _joined(masks, bool), _from_zero(spans), self.prefix
+        ), owns
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def to_bytes(self) -> bytes:
+        """The whole tree, for ``generate.save``. This builder is the one that `from_bytes` returns."""
+        tree = self._root._tree()
+        unique: dict[int, Completion | np.ndarray] = {id(p): p for builder in tree for p in builder._parts}
+        number = {key: i for i, key in enumerate(unique)}
+        place = {id(builder): i for i, builder in enumerate(tree)}
+        sampled = [p for p in unique.values() if isinstance(p, Completion)]
+        spans = [(i, *x.version, x.mixed_kv, x.start) for i, p in enumerate(sampled) for x in p.spans]
+        meta = {
+            "uid": "",
+            "current": place[id(self)],
+            "prefixes": [builder.prefix for builder in tree],
+            "children": [[place[id(child)] for child in builder._children] for builder in tree],
+            "parts": [[number[id(p)] for p in builder._parts] for builder in tree],
+            "finish": [int(p.finish) if isinstance(p, Completion) else -1 for p in unique.values()],
+            "replicas": [x.replica for p in sampled for x in p.spans],
+        }
+        tokens = [p.tokens if isinstance(p, Completion) else p for p in unique.values()]
+        columns = {
+            "lengths": np.array([len(t) for t in tokens], np.int64),
+            "tokens": _joined(tokens, np.int32),
+            "logprobs": _joined([p.logprobs for p in sampled], np.float32),
+            "spans": np.array(spans, np.int64).reshape(-1, 5),
+        }
+        return _STATE.to_bytes(meta, columns)
+
+    @classmethod
+    def from_bytes(cls, data: Buffer) -> TrajectoryBuilder:
+        """Raises ValueError for a buffer that is not a trajectory's."""
+        meta, columns = _STATE.from_buffer(data)
+        spans: dict[int, list[VersionSpan]] = {}
+        for (i, lineage, number, mixed, start), replica in zip(
+            columns["spans"].tolist(), meta["replicas"], strict=True
+        ):
+            spans.setdefault(i, []).append(VersionSpan(start, PolicyVersion(lineage, number), bool(mixed), replica))
+        parts: list[Completion | np.ndarray] = []
+        at = logprob_at = sampled = 0
+        for length, finish in zip(columns["lengths"].tolist(), meta["finish"], strict=True):
+            tokens = columns["tokens"][at : at + length]
+            at += length
+            if finish < 0:
+                parts.append(tokens)
+                continue
+            logprobs = columns["logprobs"][logprob_at : logprob_at + length]
+            parts.append(Completion(tokens, logprobs, spans.get(sampled, []), FinishReason(finish)))
+            logprob_at, sampled = logprob_at + length, sampled + 1
+        tree = [cls(prefix) for prefix in meta["prefixes"]]
+        for builder, children, numbers in zip(tree, meta["children"], meta["parts"], strict=True):
+            builder._root = tree[0]
+            builder._children = [tree[child] for child in children]
+            builder._parts = [parts[n] for n in numbers]
+            builder._response = _joined(
+                [p.tokens if isinstance(p, Completion) else p for p in builder._parts], np.int32
+            )
+        return tree[meta["current"]]
+
+
+def _from_zero(spans: list[VersionSpan]) -> list[VersionSpan]:
+    """The first span also covers the observations before it, and each the ones after it."""
+    return [spans[0]._replace(start=0), *spans[1:]] if spans else spans
+
+
+def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype, copy=False)
