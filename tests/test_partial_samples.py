@@ -1,6 +1,7 @@
 """Partial samples: recorded calls, snapshots, and agent loops that continue in another process."""
 
 import asyncio
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -9,8 +10,8 @@ from hypothesis import strategies as st
 
 from asyncrl.config.schema import Config
 from asyncrl.observability.telemetry.recorder import Recorder
-from asyncrl.rollouter.agents.base import SampleRestarts
 from asyncrl.rollouter.agents.single_turn import SingleTurn
+from asyncrl.rollouter.agents.trajectory import TrajectoryBuilder
 from asyncrl.rollouter.engines.base import SamplingParams
 from asyncrl.rollouter.in_flight import InFlightGroup, Snapshotter
 from asyncrl.rollouter.partial import PartialSample, pack, unpack
@@ -33,7 +34,7 @@ samples = st.tuples(st.none() | st.binary(max_size=20), st.integers(0, 99), st.l
 
 
 def built(state, saved_tokens, calls) -> PartialSample:
-    sample = PartialSample(state, saved_tokens, PolicyVersion(0, 7) if saved_tokens else None)
+    sample = PartialSample(state, saved_tokens, Counter({saved_tokens: 2, 7: 1} if saved_tokens else {}))
     for number, (arguments, parts, finish) in enumerate(calls):
         call = sample.begin(arguments)
         for length, (lineage, version, mixed) in parts:
@@ -48,9 +49,9 @@ def contents(sample: PartialSample):
     calls = []
     for call in sample.calls:
         done = call.output.completion(FinishReason.STOP)
-        calls.append((call.arguments, done.tokens.tolist(), done.logprobs.tolist(), done.spans, call.finish))
-    versions = [call.output.first_version for call in sample.calls]
-    return sample.state, sample.saved_tokens, sample.token_count, sample.saved_version, versions, calls
+        of_call = call.arguments, call.ordinal, call.finish, call.output.first_version
+        calls.append((*of_call, done.tokens.tolist(), done.logprobs.tolist(), done.spans))
+    return sample.state, sample.saved_tokens, sample.token_count, sample.saved_calls, calls
 
 
 @given(st.lists(samples, max_size=4))
@@ -74,29 +75,33 @@ class Chains:
             self.bytes += len(part.data)
 
 
-BEGIN, ADD, ADD_MANY, FINISH, DISCARD, SAVE, RESTART, SNAPSHOT, LOST_ANSWER = range(9)
+BEGIN, ADD, ADD_MANY, FINISH, AGAIN, DISCARD, SAVE, RESTART, SNAPSHOT, LOST_ANSWER = range(10)
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(BEGIN, LOST_ANSWER)), max_size=80))
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(BEGIN, LOST_ANSWER), st.integers(0, 9)), max_size=80))
 def test_the_parts_of_a_snapshot_together_are_the_group_as_it_was(plan):
-    """Agent loops call, save, fail and start again; each snapshot has what is new since the one before."""
+    """Agent loops make several calls at once, save, fail and start again; each snapshot has what is new since the one
+    before."""
     group = InFlightGroup([PartialSample() for _ in range(3)])
     store = Chains()
     snapshotter = Snapshotter({"g": group}, store, 1.0)
-    for i, (index, action) in enumerate(plan):
+    for i, (index, action, which) in enumerate(plan):
         sample = group.samples[index]
-        call = sample.calls[-1] if sample.calls and sample.calls[-1].finish is None else None
-        if action == BEGIN and call is None:
-            sample.begin(i)
+        under_way = [call for call in sample.calls if call.finish is None]
+        call = under_way[which % len(under_way)] if under_way else None
+        if action == BEGIN:
+            sample.begin(which)
         elif action in (ADD, ADD_MANY) and call is not None:
             tokens = np.arange(i, i + (3 if action == ADD else 3000), dtype=np.int32)
             call.output.add(tokens, -tokens.astype(np.float32), PolicyVersion(0, i // 5), i % 2 == 0)
         elif action == FINISH and call is not None:
             sample.finish(call, FinishReason.STOP)
+        elif action == AGAIN and call is not None:
+            sample.start_again(call)
         elif action == DISCARD and call is not None:
             sample.discard(call)
-        elif action == SAVE and call is None:
-            sample.save(b"state %d" % i, len(sample.calls))
+        elif action == SAVE:
+            sample.save(b"state %d" % i, [call for call in sample.calls if call.finish is not None])
         elif action == RESTART:
             group.restart(group.samples[0].attempt + 1)
         elif action == SNAPSHOT:
@@ -115,7 +120,7 @@ def test_the_parts_of_a_snapshot_together_are_the_group_as_it_was(plan):
 async def test_the_snapshots_of_a_long_sample_cost_what_it_grows():
     """The state that it saved is stored once, and a chain of many small parts is replaced by a whole snapshot."""
     sample = PartialSample()
-    sample.save(bytes(100_000), 0)
+    sample.save(bytes(100_000), [])
     store, call = Chains(), sample.begin(0)
     snapshotter = Snapshotter({"g": InFlightGroup([sample])}, store, 1.0)
     for i in range(1000):
@@ -200,8 +205,9 @@ async def test_a_sample_continues_in_another_process_with_its_tokens():
     a.version = PolicyVersion(0, 1)
     a.emit(request.id, [14], FinishReason.STOP)
     (sample,) = await second.made
-    assert sample.tokens.tolist() == [11, 12, 14]
-    assert [(s.start, s.version.number) for s in sample.spans] == [(0, 0), (2, 1)]
+    (sequence,) = sample.sequences
+    assert sequence.tokens.tolist() == [11, 12, 14]
+    assert [(s.start, s.version.number) for s in sequence.spans] == [(0, 0), (2, 1)]
     await second.stop()
 
 
@@ -220,17 +226,17 @@ async def test_earlier_calls_are_replayed(saves):
     loop = TwoTurns(saves, tool=lambda: asked_tool.append(1) or TOOL)
     second = await Rollouter(loop).begin(unpack([data])[0])
     (request,) = second.replicas["a"].requests.values()
-    assert (request.tokens.tolist(), request.position) == ([1, 2, 11, 90, 91, 12], 2)  # two tokens were sampled
-    assert request.resumed == 1  # one of them in this turn
+    assert (request.tokens.tolist(), request.position) == ([1, 2, 11, 90, 91, 12], 1)  # of this call
+    assert request.resumed == 1
     assert len(asked_tool) == (0 if saves else 1)
     second.replicas["a"].emit(request.id, [13], FinishReason.STOP)
     (sample,) = await second.made
-    assert sample.tokens.tolist() == [11, 90, 91, 12, 13]
+    assert sample.sequences[0].tokens.tolist() == [11, 90, 91, 12, 13]
     assert second.counter("rollout/restarted_samples") == 0
     await second.stop()
 
 
-async def test_a_loop_that_calls_generate_with_other_arguments_restarts_its_sample():
+async def test_a_loop_that_calls_generate_with_other_arguments_samples_what_the_record_lacks():
     partial = PartialSample()
     first = await Rollouter(TwoTurns(saves=False)).begin(partial)
     first.replicas["a"].emit("e0-000000/0/1#0", [11], FinishReason.STOP)
@@ -241,12 +247,11 @@ async def test_a_loop_that_calls_generate_with_other_arguments_restarts_its_samp
     fickle = TwoTurns(saves=False, tool=lambda: TOOL + 1)
     second = await Rollouter(fickle).begin(unpack([data])[0])
     (request,) = second.replicas["a"].requests.values()
-    assert (request.tokens.tolist(), request.position) == ([1, 2], 0)
-    assert second.counter("rollout/restarted_samples") == 1
+    assert (request.tokens.tolist(), request.position) == ([1, 2, 11, 91, 92], 0)
     await second.stop()
 
 
-async def test_with_one_version_a_sample_restarts_under_the_new_one():
+async def test_with_one_version_a_call_starts_again_under_the_new_one():
     rollouter = await Rollouter(TwoTurns(saves=True), one_version=True).begin(PartialSample())
     a, b = rollouter.replicas.values()
     a.emit("e0-000000/0/1#0", [11], FinishReason.STOP)
@@ -258,45 +263,23 @@ async def test_with_one_version_a_sample_restarts_under_the_new_one():
     b.emit("e0-000000/0/2#1", [13])
     await settle()
     again = b.requests["e0-000000/0/3#0"]
-    assert (again.tokens.tolist(), again.position, again.max_new_tokens) == ([1, 2], 0, 4)
-    b.emit("e0-000000/0/3#0", [21], FinishReason.STOP)
-    await settle()
-    b.emit("e0-000000/0/4#0", [22], FinishReason.STOP)
+    assert (again.tokens.tolist(), again.position, again.max_new_tokens) == ([1, 2, 11, 90, 91], 0, 4)
+    b.emit("e0-000000/0/3#0", [22], FinishReason.STOP)
     (sample,) = await rollouter.made
-    assert sample.tokens.tolist() == [21, 90, 91, 22]
-    assert rollouter.counter("rollout/restarted_samples") == 1
+    assert sample.sequences[0].tokens.tolist() == [11, 90, 91, 22]
+    assert rollouter.counter("rollout/restarted_calls") == 1
     await rollouter.stop()
 
 
-async def test_with_one_version_a_sample_restarts_between_two_calls_too():
+async def test_with_one_version_two_calls_may_be_of_two():
     rollouter = await Rollouter(TwoTurns(saves=True), one_version=True).begin(PartialSample())
     a = rollouter.replicas["a"]
     a.emit("e0-000000/0/1#0", [11], FinishReason.STOP)
     await settle()
     a.version = PolicyVersion(0, 1)
     a.emit("e0-000000/0/2#0", [12], FinishReason.STOP)
-    await settle()
-    assert a.requests["e0-000000/0/3#0"].tokens.tolist() == [1, 2]
-    await rollouter.stop()
-
-
-async def test_an_agent_loop_that_catches_exceptions_does_not_catch_a_restart():
-    class Careless(SingleTurn):
-        async def run(self, prompt, index, generate):
-            try:
-                return await super().run(prompt, index, generate)
-            except Exception:
-                return None
-
-    assert not issubclass(SampleRestarts, Exception)
-    rollouter = await Rollouter(Careless(None, 9), one_version=True).begin(PartialSample())
-    a = rollouter.replicas["a"]
-    a.emit("e0-000000/0/1#0", [11])
-    await settle()
-    a.version = PolicyVersion(0, 1)
-    a.emit("e0-000000/0/1#0", [12])
-    await settle()
-    assert a.requests["e0-000000/0/2#0"].position == 0
+    (sample,) = await rollouter.made
+    assert sample.sequences[0].tokens.tolist() == [11, 90, 91, 12]
     await rollouter.stop()
 
 
@@ -317,19 +300,108 @@ async def test_a_call_that_the_loop_cancelled_is_discarded():
     await rollouter.stop()
 
 
-async def test_two_calls_at_once_are_refused():
-    class Hasty(SingleTurn):
-        async def run(self, prompt, index, generate):
-            call = asyncio.create_task(super().run(prompt, index, generate))
-            await asyncio.sleep(0)
-            with pytest.raises(RuntimeError, match="one after another"):
-                generate.save(b"")
-            with pytest.raises(RuntimeError, match="one after another"):
-                await super().run(prompt, index, generate)
-            return await call
+class Fork:
+    """Two continuations of the answer at once, in the given order, and a third call equal to the first one."""
 
-    rollouter = await Rollouter(Hasty(None, 9)).begin(PartialSample())
-    rollouter.replicas["a"].emit("e0-000000/0/1#0", [11], FinishReason.STOP)
-    (sample,) = await rollouter.made
-    assert sample.tokens.tolist() == [11]
+    def __init__(self, order=(0, 1)) -> None:
+        self._order = order
+
+    async def run(self, prompt, index, generate):
+        turns = TrajectoryBuilder()
+        turns.append(await generate(turns.response, 4))
+        turns.append([30])
+        forks = [turns.branch(), turns.branch()]
+        forks[1].append([31])
+
+        async def extend(fork):
+            fork.append(await generate(fork.response, 4))
+
+        async with asyncio.TaskGroup() as both:
+            for i in self._order:
+                both.create_task(extend(forks[i]))
+        own = turns.start(prefix=1)
+        own.append([32])
+        own.append(await generate(own.response, 4, own.prefix))
+        turns.append(await generate(turns.response, 4))
+        return turns.sample(index)
+
+
+async def forked(order):
+    """Requests of a sample that forks, by their tokens, and the sample."""
+    rollouter = await Rollouter(Fork(order)).begin(PartialSample())
+    a, answered = rollouter.replicas["a"], 0
+    while not rollouter.made.done():
+        for request in list(a.requests.values())[answered:]:
+            a.emit(request.id, [50 + len(request.tokens) % 10], FinishReason.STOP)
+            answered += 1
+        await settle()
+    requests, (sample,) = list(a.requests.values()), await rollouter.made
+    await rollouter.stop()
+    return sorted((r.tokens.tolist(), r.key, r.shared_prefix) for r in requests), sample
+
+
+async def test_what_calls_at_once_draw_does_not_depend_on_their_order():
+    requests, sample = await forked((0, 1))
+    other, same = await forked((1, 0))
+    assert requests == other
+    assert len({key for _, key, _ in requests}) == len(requests)  # also of the two calls with equal arguments
+    assert [tokens for tokens, _, _ in requests].count([1, 2, 52, 30]) == 2
+    assert requests[0][0] == [1, 2]
+    assert next(shared for tokens, _, shared in requests if tokens == [1, 32]) == 1
+    assert [q.tokens.tolist() for q in sample.sequences] == [q.tokens.tolist() for q in same.sequences]
+    assert [q.loss_mask.sum() for q in sample.sequences] == [2, 1, 1, 1]
+
+
+async def test_calls_at_once_continue_in_another_process():
+    partial = PartialSample()
+    first = await Rollouter(Fork()).begin(partial)
+    a = first.replicas["a"]
+    a.emit("e0-000000/0/1#0", [11], FinishReason.STOP)
+    await settle()
+    a.emit("e0-000000/0/2#0", [12])
+    a.emit("e0-000000/0/3#0", [13], FinishReason.STOP)
+    await settle()
+    keys = {tuple(r.tokens.tolist()): r.key for r in a.requests.values()}
+    data = pack(PROMPT.uid, [partial])
+    await first.stop()
+
+    second = await Rollouter(Fork((1, 0))).begin(unpack([data])[0])
+    (request,) = second.replicas["a"].requests.values()
+    assert (request.tokens.tolist(), request.position) == ([1, 2, 11, 30, 12], 1)
+    assert request.key == keys[1, 2, 11, 30]
+    await second.stop()
+
+
+async def test_a_state_saved_during_a_call_keeps_the_call():
+    class Saves(SingleTurn):
+        async def run(self, prompt, index, generate):
+            none = np.empty(0, np.int32)
+            calls = [asyncio.create_task(generate(none, 4)) for _ in range(2)]
+            await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+            generate.save(b"one")
+            await asyncio.wait(calls)
+
+    partial = PartialSample()
+    rollouter = await Rollouter(Saves(None, 9)).begin(partial)
+    a = rollouter.replicas["a"]
+    first, second = a.requests.values()
+    assert first.key != second.key
+    a.emit(second.id, [12])
+    a.emit(first.id, [11], FinishReason.STOP)
+    await settle()
+    assert (partial.state, partial.saved_tokens, partial.token_count) == (b"one", 1, 2)
+    (left,) = partial.calls
+    assert (left.ordinal, partial.saved_calls[left.arguments]) == (1, 1)
+    assert partial.begin(left.arguments).ordinal == 2
+    await rollouter.stop()
+
+
+async def test_a_prefix_that_the_prompt_does_not_have_fails_the_sample():
+    class TooLong(SingleTurn):
+        async def run(self, prompt, index, generate):
+            return await generate(np.empty(0, np.int32), 4, prefix=3)
+
+    rollouter = await Rollouter(TooLong(None, 9)).begin(PartialSample())
+    (failed,) = await rollouter.made
+    assert (failed.reason, "expected 0 to 2 tokens" in failed.message) == ("agent_error", True)
     await rollouter.stop()

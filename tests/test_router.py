@@ -5,10 +5,10 @@ import asyncio
 import numpy as np
 import pytest
 
-from asyncrl.rollouter.agents.base import Completion, GenerationFailed, SampleRestarts
+from asyncrl.rollouter.agents.base import Completion, GenerationFailed
 from asyncrl.rollouter.engines.base import Request, SamplingParams, Scheduling
 from asyncrl.rollouter.partial import GeneratedTokens
-from asyncrl.rollouter.router import Router
+from asyncrl.rollouter.router import Router, VersionChanged
 from asyncrl.types.samples import FinishReason
 from asyncrl.types.versions import PolicyVersion
 from tests.support.scripted import Death, ScriptedReplica, is_death, settle
@@ -381,7 +381,7 @@ async def test_with_one_version_a_sample_restarts_rather_than_continue_under_ano
     await settle()
     b.version = PolicyVersion(0, 1)
     b.emit("g/0#1", [12])
-    with pytest.raises(SampleRestarts, match=r"version 0\.0, now it is 0\.1"):
+    with pytest.raises(VersionChanged, match=r"version 0\.0, now it is 0\.1"):
         await task
     await settle()
     assert b.aborted == ["g/0#1"]

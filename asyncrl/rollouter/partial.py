@@ -7,6 +7,7 @@ are replayed, see `asyncrl.rollouter.replay`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -21,15 +22,15 @@ from asyncrl.types.versions import PolicyVersion, VersionSpan
 
 _SNAPSHOT = Layout("snapshot", b"ARLP")
 _TOKEN_BYTES = 8  # with its logprob
-_NONE = -1  # stands for a missing finish reason, lineage of a version, or length of a state
+_NONE = -1  # stands for a missing finish reason, or length of a state
 
 
 @dataclass(eq=False)
 class GeneratedTokens:
     """Tokens that a call of ``generate`` has produced so far; the router appends.
 
-    ``first_version`` and ``first_token_s`` (seconds of the node's clock) are those of the sample's first token, of this
-    call or an earlier one; None before it."""
+    ``first_version`` and ``first_token_s`` (seconds of the node's clock) are those of its first token; None before
+    it."""
 
     first_version: PolicyVersion | None = None
     first_token_s: float | None = None
@@ -65,9 +66,11 @@ class GeneratedTokens:
 
 @dataclass(eq=False)
 class GenerateCall:
-    """One call of ``generate``: a 64-bit digest of its arguments, its output, and None or why it finished."""
+    """One call of ``generate``: a 64-bit digest of its arguments, its number among the sample's calls with equal ones,
+    its output, and None or why it finished."""
 
     arguments: int
+    ordinal: int
     output: GeneratedTokens
     finish: FinishReason | None = None
 
@@ -75,30 +78,32 @@ class GenerateCall:
 class Position(NamedTuple):
     """How far a sample is: all that it had at this position it still has, unless ``replaced`` differs.
 
-    ``replaced`` counts the changes other than additions. ``tokens``, ``spans`` and ``finished`` are those of the last
-    of its ``calls``."""
+    ``replaced`` counts the changes other than additions. The first ``finished`` of its calls are finished; ``others``:
+    tokens, spans and whether it is finished, of each call after them."""
 
     replaced: int
-    calls: int
-    tokens: int
-    spans: int
-    finished: bool
+    finished: int = 0
+    others: tuple[tuple[int, int, bool], ...] = ()
+
+    def of(self, call: int) -> tuple[int, int, bool]:
+        """Tokens, spans and whether it was finished, of a call after the first ``finished``."""
+        at = call - self.finished
+        return self.others[at] if at < len(self.others) else (0, 0, False)
 
 
-_NOWHERE = Position(_NONE, 0, 0, 0, finished=False)  # of a sample that no part has
+_NOWHERE = Position(_NONE)  # of a sample that no part has
 
 
 @dataclass(eq=False)
 class PartialSample:
-    """``state`` is what the agent loop saved last, ``calls`` what it called since.
+    """``state`` is what the agent loop saved last, ``calls`` those whose results are not in it.
 
-    ``saved_tokens`` counts the tokens generated before ``state`` was saved; ``saved_version`` and
-    ``saved_first_token_s`` are those of the sample's first token if it is among them. ``attempt`` counts how often the
-    queue refused the group."""
+    ``saved_tokens`` counts the tokens of the calls before, ``saved_calls`` these calls by their arguments;
+    ``saved_first_token_s`` is that of their first token. ``attempt`` counts how often the queue refused the group."""
 
     state: bytes | None = None
     saved_tokens: int = 0
-    saved_version: PolicyVersion | None = None
+    saved_calls: Counter[int] = field(default_factory=Counter)
     saved_first_token_s: float | None = None
     calls: list[GenerateCall] = field(default_factory=list)
     attempt: int = 0
@@ -111,13 +116,10 @@ class PartialSample:
         return self.saved_tokens + sum(call.output.count for call in self.calls)
 
     @property
-    def first_version(self) -> PolicyVersion | None:
-        return self.calls[-1].output.first_version if self.calls else self.saved_version
-
-    @property
     def first_token_s(self) -> float | None:
         """When this process received the sample's first token, in seconds of the node's clock."""
-        return self.calls[-1].output.first_token_s if self.calls else self.saved_first_token_s
+        received = [self.saved_first_token_s, *(call.output.first_token_s for call in self.calls)]
+        return min((at for at in received if at is not None), default=None)
 
     @property
     def size(self) -> int:
@@ -131,38 +133,41 @@ class PartialSample:
     @property
     def position(self) -> Position:
         """Differs between two moments if their snapshots would differ."""
-        if not self.calls:
-            return Position(self._replaced, 0, 0, 0, finished=False)
-        last = self.calls[-1]
-        return Position(
-            self._replaced, len(self.calls), last.output.count, len(last.output.spans), last.finish is not None
-        )
+        first = next((i for i, call in enumerate(self.calls) if call.finish is None), len(self.calls))
+        others = ((c.output.count, len(c.output.spans), c.finish is not None) for c in self.calls[first:])
+        return Position(self._replaced, first, tuple(others))
 
     def begin(self, arguments: int) -> GenerateCall:
-        self.calls.append(GenerateCall(arguments, GeneratedTokens(self.first_version, self.first_token_s)))
+        equals = [call.ordinal for call in self.calls if call.arguments == arguments]
+        ordinal = max(equals, default=self.saved_calls[arguments] - 1) + 1
+        self.calls.append(GenerateCall(arguments, ordinal, GeneratedTokens()))
         return self.calls[-1]
 
     def finish(self, call: GenerateCall, reason: FinishReason) -> None:
         call.finish = reason
+
+    def start_again(self, call: GenerateCall) -> None:
+        """Discard the tokens of a call."""
+        call.output = GeneratedTokens()
+        self._replaced += 1
 
     def discard(self, call: GenerateCall) -> None:
         """Remove a call that was cancelled or failed; the loop may call again."""
         self.calls.remove(call)
         self._replaced += 1
 
-    def save(self, state: bytes, calls: int) -> None:
-        """Replace the earlier state and the first ``calls`` calls by ``state``."""
-        covered, self.calls = self.calls[:calls], self.calls[calls:]
-        if covered:
-            first = covered[-1].output
-            self.saved_version, self.saved_first_token_s = first.first_version, first.first_token_s
+    def save(self, state: bytes, covered: Sequence[GenerateCall]) -> None:
+        """Replace the earlier state and the calls ``covered`` by ``state``."""
+        self.saved_first_token_s = self.first_token_s if covered else self.saved_first_token_s
         self.saved_tokens += sum(call.output.count for call in covered)
+        self.saved_calls.update(call.arguments for call in covered)
+        self.calls = [call for call in self.calls if not any(call is other for other in covered)]
         self.state = state
         self._replaced += 1
 
     def restart(self, attempt: int | None = None) -> None:
         """Discard all progress. A new ``attempt`` draws other random numbers."""
-        self.state, self.saved_tokens, self.saved_version, self.saved_first_token_s = None, 0, None, None
+        self.state, self.saved_tokens, self.saved_calls, self.saved_first_token_s = None, 0, Counter(), None
         self.calls = []
         self.attempt = self.attempt if attempt is None else attempt
         self._replaced += 1
@@ -175,11 +180,12 @@ def pack(uid: str, samples: Sequence[PartialSample], since: Sequence[Position] |
     =============  =======  =======  ===================================================================================
     column         dtype    shape    meaning
     =============  =======  =======  ===================================================================================
-    ``samples``    int64    [S, 9]   index in the group, 1 if nothing of earlier parts is kept, calls before these,
-                                     calls, saved_tokens, saved_version's lineage and number, attempt, bytes of state
+    ``samples``    int64    [S, 8]   index in the group, 1 if nothing of earlier parts is kept, calls before these,
+                                     calls, saved_tokens, saved_calls, attempt, bytes of state
     ``states``     uint8    [B]      of all samples
+    ``saved``      uint64   [K]      arguments of the saved_calls of all samples
     ``arguments``  uint64   [C]
-    ``calls``      int64    [C, 3]   finish, tokens, spans
+    ``calls``      int64    [C, 4]   ordinal, finish, tokens, spans
     ``tokens``     int32    [T]
     ``logprobs``   float32  [T]
     ``spans``      int64    [V, 5]   start, lineage, number, mixed_kv, index in the part's list of replicas
@@ -187,6 +193,7 @@ def pack(uid: str, samples: Sequence[PartialSample], since: Sequence[Position] |
     """
     rows: list[tuple[int, ...]] = []
     states: list[bytes] = []
+    saved: list[int] = []
     news: list[_News] = []
     for index, sample in enumerate(samples):
         before, now = since[index] if since is not None else _NOWHERE, sample.position
@@ -195,26 +202,26 @@ def pack(uid: str, samples: Sequence[PartialSample], since: Sequence[Position] |
         whole = before.replaced != now.replaced
         if whole:
             before = _NOWHERE
-        first = before.calls - (before.calls > 0 and not before.finished)  # a call in progress goes on
         state = sample.state if whole else None
-        version = sample.saved_version or PolicyVersion(_NONE, _NONE)
+        covered = list(sample.saved_calls.elements()) if whole else []
         state_bytes = _NONE if state is None else len(state)
-        position = index, whole, first, now.calls - first
-        rows.append((*position, sample.saved_tokens, *version, sample.attempt, state_bytes))
+        position = index, whole, before.finished, len(sample.calls) - before.finished
+        rows.append((*position, sample.saved_tokens, len(covered), sample.attempt, state_bytes))
         states.append(state or b"")
-        for number, call in enumerate(sample.calls[first:], first):
-            goes_on = number < before.calls
-            tokens = call.output.count - (before.tokens if goes_on else 0)
-            news.append(_News(call, tokens, call.output.spans[before.spans if goes_on else 0 :]))
+        saved += covered
+        for number, call in enumerate(sample.calls[before.finished :], before.finished):
+            tokens, spans_before, _ = before.of(number)
+            news.append(_News(call, call.output.count - tokens, call.output.spans[spans_before:]))
     spans = [span for new in news for span in new.spans]
     replicas = sorted({span.replica for span in spans})
     return _SNAPSHOT.to_bytes(
         {"uid": uid, "replicas": replicas},
         {
-            "samples": _table(rows, 9),
+            "samples": _table(rows, 8),
             "states": np.frombuffer(b"".join(states), np.uint8),
+            "saved": np.array(saved, np.uint64),
             "arguments": np.array([new.call.arguments for new in news], np.uint64),
-            "calls": _table([(_NONE if (f := n.call.finish) is None else f, n.tokens, len(n.spans)) for n in news], 3),
+            "calls": _table([(n.call.ordinal, _finish(n.call), n.tokens, len(n.spans)) for n in news], 4),
             "tokens": _joined([part for n in news for part in _last(n.call.output.tokens, n.tokens)], np.int32),
             "logprobs": _joined([part for n in news for part in _last(n.call.output.logprobs, n.tokens)], np.float32),
             "spans": _table([(x.start, *x.version, x.mixed_kv, replicas.index(x.replica)) for x in spans], 5),
@@ -234,19 +241,22 @@ def unpack(parts: Sequence[Buffer]) -> list[PartialSample]:
 def _unpack_part(data: Buffer, samples: dict[int, PartialSample]) -> None:
     meta, columns = _SNAPSHOT.from_buffer(data)
     calls = zip(columns["arguments"].tolist(), columns["calls"].tolist(), strict=True)
-    states, spans = columns["states"].tobytes(), columns["spans"].tolist()
-    state_at = token_at = span_at = 0
-    for index, whole, first, count, saved_tokens, lineage, number, attempt, state_bytes in columns["samples"].tolist():
+    states, spans, saved = columns["states"].tobytes(), columns["spans"].tolist(), columns["saved"].tolist()
+    state_at = token_at = span_at = saved_at = 0
+    for index, whole, first, count, saved_tokens, saved_calls, attempt, state_bytes in columns["samples"].tolist():
         if whole:
-            version = None if lineage == _NONE else PolicyVersion(lineage, number)
-            samples[index] = PartialSample(None, saved_tokens, version, attempt=attempt)
+            covered = Counter(saved[saved_at : saved_at + saved_calls])
+            saved_at += saved_calls
+            samples[index] = PartialSample(None, saved_tokens, covered, attempt=attempt)
         sample = samples[index]
         if state_bytes != _NONE:
             sample.state = states[state_at : state_at + state_bytes]
             state_at += state_bytes
         for number in range(first, first + count):
-            arguments, (finish, tokens, span_count) = next(calls)
-            call = sample.calls[number] if number < len(sample.calls) else sample.begin(arguments)
+            arguments, (ordinal, finish, tokens, span_count) = next(calls)
+            if number == len(sample.calls):
+                sample.calls.append(GenerateCall(arguments, ordinal, GeneratedTokens()))
+            call = sample.calls[number]
             output = call.output
             output.spans += [
                 VersionSpan(start, PolicyVersion(lineage, number), bool(mixed), meta["replicas"][replica])
@@ -259,6 +269,10 @@ def _unpack_part(data: Buffer, samples: dict[int, PartialSample]) -> None:
             output.count += tokens
             call.finish = None if finish == _NONE else FinishReason(finish)
             token_at, span_at = token_at + tokens, span_at + span_count
+
+
+def _finish(call: GenerateCall) -> int:
+    return _NONE if call.finish is None else call.finish
 
 
 class _News(NamedTuple):

@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from asyncrl.observability.telemetry.recorder import now_s
-from asyncrl.rollouter.agents.base import GenerationFailed, Poison, SampleRestarts
+from asyncrl.rollouter.agents.base import GenerationFailed, Poison
 from asyncrl.rollouter.engines.base import EventBatch, Request, Scheduling
 from asyncrl.rollouter.partial import GeneratedTokens
 from asyncrl.types.samples import FinishReason
@@ -27,6 +27,10 @@ from asyncrl.types.samples import FinishReason
 log = logging.getLogger(__name__)
 
 _SUSPECT_DEATHS = 2  # of replicas that served a group, after which it is served alone on its replica
+
+
+class VersionChanged(RuntimeError):
+    """A call that must be of one version could only continue under another one."""
 
 
 class ReplicaClient(Protocol):
@@ -128,7 +132,7 @@ class Router:
     async def generate(self, request: Request, output: GeneratedTokens, one_version: bool = False) -> FinishReason:
         """Serve one request to its end, appending its tokens to ``output``, where it may already have some.
 
-        Raises GenerationFailed if the engine reports an error, and SampleRestarts if, with ``one_version``, it could
+        Raises GenerationFailed if the engine reports an error, and VersionChanged if, with ``one_version``, it could
         only continue under another version than that of ``output``."""
         if output.last_token in request.sampling.stop_token_ids:  # a snapshot was taken before the end was noticed
             return FinishReason.STOP
@@ -339,7 +343,7 @@ class Router:
         if hi > lo:
             if active.one_version and output.first_version not in (None, version):
                 active.finished.set_exception(
-                    SampleRestarts(f"started under version {output.first_version}, now it is {version}")
+                    VersionChanged(f"started under version {output.first_version}, now it is {version}")
                 )
                 return
             tokens, logprobs = batch.tokens[lo:hi], batch.logprobs[lo:hi]

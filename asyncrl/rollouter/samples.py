@@ -12,7 +12,7 @@ import numpy as np
 
 from asyncrl.config.schema import Config
 from asyncrl.observability.telemetry.recorder import Recorder
-from asyncrl.rollouter.agents.base import AgentLoop, GenerationFailed, SampleRestarts
+from asyncrl.rollouter.agents.base import AgentLoop, GenerationFailed
 from asyncrl.rollouter.agents.watch import AgentWatch
 from asyncrl.rollouter.engines.base import Request, SamplingParams
 from asyncrl.rollouter.partial import PartialSample
@@ -44,7 +44,7 @@ class GroupTask:
     """Shared inputs of a group's samples.
 
     ``name`` prefixes the ids of its requests and is unique among groups in flight; ``key`` seeds its random numbers.
-    With ``one_version`` a sample restarts rather than mix tokens of two policy versions."""
+    With ``one_version`` a call of ``generate`` starts again rather than mix tokens of two policy versions."""
 
     prompt: Prompt
     tokens: np.ndarray  # int32 [P]: the prompt's
@@ -149,25 +149,21 @@ class SampleMaker:
             sampling=task.sampling,
             priority=task.priority,
         )
-        while True:
-            watch = AgentWatch(self._agent_timeout_s)
-            generate = ReplayedGenerate(self._router, partial, request, task.one_version, watch)
-            try:
-                return await self._agent_loop.run(task.prompt, index, generate)
-            except GenerationFailed as e:
-                return FailedSample(e.reason, str(e))
-            except SampleRestarts:
-                self._recorder.count("rollout/restarted_samples")
-                partial.restart()
-            except asyncio.CancelledError:
-                if not watch.expired:
-                    raise
-                message = f"no call of generate within rollout.agent_timeout_s = {self._agent_timeout_s:g} s"
-                return FailedSample("agent_timeout", message)
-            except Exception as e:
-                return self._agent_error(task.prompt, e)
-            finally:
-                watch.close()
+        watch = AgentWatch(self._agent_timeout_s)
+        generate = ReplayedGenerate(self._router, partial, request, task.one_version, watch, self._recorder)
+        try:
+            return await self._agent_loop.run(task.prompt, index, generate)
+        except GenerationFailed as e:
+            return FailedSample(e.reason, str(e))
+        except asyncio.CancelledError:
+            if not watch.expired:
+                raise
+            message = f"no call of generate within rollout.agent_timeout_s = {self._agent_timeout_s:g} s"
+            return FailedSample("agent_timeout", message)
+        except Exception as e:
+            return self._agent_error(task.prompt, e)
+        finally:
+            watch.close()
 
     def _agent_error(self, prompt: Prompt, error: Exception) -> FailedSample:
         """Logs the first error of each type with its traceback; `rollout/failed_samples/agent_error` counts all."""

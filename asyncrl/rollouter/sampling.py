@@ -41,3 +41,8 @@ def random_key(seed: int, uid: str, sample: int, attempt: int = 0) -> int:
     """63-bit key of one sample's random stream, equal in every process and run."""
     suffix = f"/{attempt}" if attempt else ""
     return xxhash.xxh3_64_intdigest(f"{seed}/{uid}/{sample}{suffix}".encode()) >> 1
+
+
+def call_key(sample_key: int, arguments: int, ordinal: int) -> int:
+    """63-bit key of one call of ``generate``: of its arguments, and its number among calls with equal ones."""
+    return xxhash.xxh3_64_intdigest(f"{sample_key}/{arguments}/{ordinal}".encode()) >> 1

@@ -31,7 +31,7 @@ _TOTALS = (
     "rollout/failed_samples/",
     "rollout/failed_rewards/",
     "rollout/recovered_",
-    "rollout/restarted_samples",
+    "rollout/restarted_",
     "rollout/cancelled_groups",
     "rollout/refused_groups/",
     "param_sync/refused_connections",

@@ -37,25 +37,20 @@ class Poison(GenerationFailed):
     reason = POISON
 
 
-class SampleRestarts(BaseException):
-    """The sample's progress cannot be used; ``run`` is called again without it.
-
-    Not an Exception, so that an agent loop which catches its tools' exceptions lets it pass."""
-
-
 class Generate(Protocol):
-    """Samples a continuation of the prompt and ``response`` (int32 [R]: all tokens after the prompt so far).
+    """Samples a continuation of ``prefix`` tokens of the prompt (None: all) and ``response`` (int32 [R]: all tokens
+    after them so far).
 
-    Bound to one sample: its random stream continues from call to call, one call at a time. Raises GenerationFailed.
-    ``save`` stores opaque bytes that ``run`` finds in ``state`` if it runs again after the rollouter died; None if
-    nothing was saved."""
+    Bound to one sample. Several calls may be under way at once: what one draws depends on its arguments, and on how
+    many calls with equal ones came before, never on timing. Raises GenerationFailed. ``save`` stores opaque bytes that
+    ``run`` finds in ``state`` if it runs again after the rollouter died; None if nothing was saved."""
 
     @property
     def state(self) -> bytes | None: ...
 
     def save(self, state: bytes) -> None: ...
 
-    async def __call__(self, response: np.ndarray, max_new_tokens: int) -> Completion: ...
+    async def __call__(self, response: np.ndarray, max_new_tokens: int, prefix: int | None = None) -> Completion: ...
 
 
 class AgentLoop(Protocol):
@@ -65,16 +60,17 @@ class AgentLoop(Protocol):
     policy did not sample (a tool's answer) have ``loss_mask`` False and logprob 0.
 
     After the rollouter died, ``run`` is called again for each sample in flight, and continues from ``generate.state``.
-    Calls of ``generate`` made since that state was saved are replayed from a record, and the one that was in flight
-    continues from its tokens, provided the arguments are those of the record. So between two saves (without any: from
-    its start) a loop must be deterministic given its calls' results; one that is not restarts its sample, counted as
-    ``rollout/restarted_samples``. A loop with tools saves after each of them::
+    Calls of ``generate`` whose results came after that state was saved are replayed from a record, and those that were
+    under way continue from their tokens: a call gets the recorded one with equal arguments. So a loop that is
+    deterministic between two saves (without any: from its start) given its calls' results loses nothing. Others sample
+    what the record does not have. A loop with tools saves after each of them::
 
-        turns = decode(generate.state) if generate.state else []
+        turns = TrajectoryBuilder.from_bytes(generate.state) if generate.state else TrajectoryBuilder()
         while not done(turns):
-            answer = await generate(response(turns), limit)
-            turns += [answer, await tool(answer)]
-            generate.save(encode(turns))
+            answer = await generate(turns.response, limit)
+            turns.append(answer)
+            turns.append(await tool(answer))
+            generate.save(turns.to_bytes())
     """
 
     def __init__(self, tokenizer: Any, max_response_tokens: int, **args: Any) -> None: ...

@@ -19,18 +19,20 @@ class AgentWatch:
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s, self._idle_since_s = limit_s, now_s()
-        self._generating = self.expired = False
+        self._calls = 0  # of generate, under way
+        self.expired = False
         self._task = asyncio.current_task()
         self._timer = asyncio.get_running_loop().call_later(limit_s, self._check)
 
     def generating(self, generating: bool) -> None:
-        self._generating, self._idle_since_s = generating, now_s()
+        self._calls += 1 if generating else -1
+        self._idle_since_s = now_s()
 
     def close(self) -> None:
         self._timer.cancel()
 
     def _check(self) -> None:
-        left_s = self._limit_s if self._generating else self._idle_since_s + self._limit_s - now_s()
+        left_s = self._limit_s if self._calls else self._idle_since_s + self._limit_s - now_s()
         if left_s <= 0 and self._task is not None:
             self.expired = True
             self._task.cancel()
