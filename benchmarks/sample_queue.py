@@ -208,11 +208,11 @@ class PerCallEnd:
             {
                 "uid": str(s.index),
                 "prompt_tokens": prompt,
-                "tokens": s.tokens,
-                "logprobs": s.logprobs,
-                "loss_mask": s.loss_mask,
-                "version_starts": np.array([span.start for span in s.spans], np.int32),
-                "versions": np.array([span.version for span in s.spans], np.int64),
+                "tokens": s.sequences[0].tokens,
+                "logprobs": s.sequences[0].logprobs,
+                "loss_mask": s.sequences[0].loss_mask,
+                "version_starts": np.array([span.start for span in s.sequences[0].spans], np.int32),
+                "versions": np.array([span.version for span in s.sequences[0].spans], np.int64),
                 "reward": s.reward,
             }
             for s in samples

@@ -66,6 +66,7 @@ async def test_the_agent_loop_shifts_the_versions_of_its_second_turn():
 
     sample = await find_agent_loop("two_tries:TwoTries")(Tokenizer(), 24).run(None, 0, generate)
     assert calls == [([], 11), ([1, 2, 3, 7, 8], 11)]
-    assert sample.tokens.tolist() == [1, 2, 3, 7, 8, 1, 2, 3]
-    assert sample.loss_mask.tolist() == [True] * 3 + [False] * 2 + [True] * 3
-    assert [(span.start, span.version.number) for span in sample.spans] == [(0, 1), (5, 2)]
+    (sequence,) = sample.sequences
+    assert sequence.tokens.tolist() == [1, 2, 3, 7, 8, 1, 2, 3]
+    assert sequence.loss_mask.tolist() == [True] * 3 + [False] * 2 + [True] * 3
+    assert [(span.start, span.version.number) for span in sequence.spans] == [(0, 1), (5, 2)]

@@ -235,10 +235,11 @@ def test_oldest_and_newest_version_come_from_trained_tokens(data):
         samples.append(sample(index, length, spans, mask))
     group = Group.from_samples("u", "p", 0, np.ones(1, np.int32), samples)
     numbers = [
-        max(span for span in s.spans if span.start <= at).version
+        max(span for span in q.spans if span.start <= at).version
         for s in samples
-        for at in range(len(s.tokens))
-        if s.loss_mask[at]
+        for q in s.sequences
+        for at in range(len(q.tokens))
+        if q.loss_mask[at]
     ]
     assert group.trained_versions() == ((min(numbers), max(numbers)) if numbers else None)
 

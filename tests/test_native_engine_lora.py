@@ -59,7 +59,7 @@ async def test_the_engine_samples_from_the_trained_policy(checkpoint, start, ada
         assert (report.nbytes >= whole) == (adapters == "merged" or step == 0)
         samples = await samples_of(engine, requests(4, temperature=0.7))
         assert trainer.error(samples, 0.7) < 1e-4
-        assert {span.version for s in samples for span in s.spans} == {trainer.version}
+        assert set().union(*(s.versions for s in samples)) == {trainer.version}
         assert {role: await engine.digest(role) for role in report.digests} == report.digests
         trainer.learn(samples)
         assert before is None or trainer.error(before, 0.7) > 0.02  # the policy has changed
@@ -99,9 +99,9 @@ async def test_kept_requests_continue_under_the_new_adapter(checkpoint, start, k
     await collector.of(["r0", "r1"], tokens=5)
     await trainer.sync(pause="keep", kv=kv)
     for sample in await collector.of(["r0", "r1"]):
-        new = sample.spans[-1]
+        new = sample.sequences[0].spans[-1]
         assert (new.version, new.mixed_kv) == (trainer.version, kv == "keep")
-        error = np.abs(trainer.scores([sample], 0.7) - sample.logprobs)[new.start :].max()
+        error = np.abs(trainer.scores([sample], 0.7) - sample.sequences[0].logprobs)[new.start :].max()
         assert (error < 1e-4) == (kv == "recompute")
 
 
@@ -135,7 +135,7 @@ async def test_a_failed_send_leaves_the_old_adapter_serving(checkpoint, start):
         await trainer.sync()
     assert trainer.fleet.routable == {"replica/0": served}
     samples = await samples_of(engine, requests(4, temperature=0.7))
-    assert {span.version for s in samples for span in s.spans} == {served}
+    assert set().union(*(s.versions for s in samples)) == {served}
     trainer.rank.export = export
     await trainer.sync()
     assert trainer.error(await samples_of(engine, requests(4, temperature=0.7)), 0.7) < 1e-4

@@ -15,10 +15,16 @@ from asyncrl.rollouter.drops import NothingToTrain
 from asyncrl.rollouter.engines.base import SamplingParams
 from asyncrl.rollouter.limiter import InFlightLimiter
 from asyncrl.rollouter.sampling import random_key, truncations
-from asyncrl.types.samples import FinishReason
+from asyncrl.types.samples import FinishReason, Sample
 from asyncrl.types.versions import PolicyVersion, VersionSpan
 from tests.support.rollout import System, broken, fine
 from tests.support.tiny import MAX_RESPONSE, overrides
+
+
+def changed(sample: Sample, **columns) -> Sample:
+    """With columns of its only sequence replaced by functions of them."""
+    (sequence,) = sample.sequences
+    return replace(sample, sequences=[replace(sequence, **{k: f(getattr(sequence, k)) for k, f in columns.items()})])
 
 
 class Reshaped(SingleTurn):
@@ -33,11 +39,13 @@ class FirstOneOverlong(Reshaped):
 
 
 class FirstOneUntrained(Reshaped):
-    change = staticmethod(lambda s: s if s.index else replace(s, loss_mask=np.zeros_like(s.loss_mask)))
+    change = staticmethod(lambda s: s if s.index else changed(s, loss_mask=np.zeros_like))
 
 
 class FirstOneCutBySync(Reshaped):
-    change = staticmethod(lambda s: s if s.index else replace(s, spans=[*s.spans, VersionSpan(1, PolicyVersion(0, 1))]))
+    change = staticmethod(
+        lambda s: s if s.index else changed(s, spans=lambda of: [*of, VersionSpan(1, PolicyVersion(0, 1))])
+    )
 
 
 async def test_groups_hold_all_samples_with_rewards_versions_and_logprobs(inputs):
@@ -161,7 +169,7 @@ class Damaged(SingleTurn):
     """Damages the sample in the first ``times`` attempts at the prompt of ``uid``."""
 
     uid, times = "e0-000001", 1
-    damage = staticmethod(lambda s: replace(s, logprobs=np.full_like(s.logprobs, np.nan)))
+    damage = staticmethod(lambda s: changed(s, logprobs=lambda of: np.full_like(of, np.nan)))
     seen: Counter[tuple[str, int]]
 
     def __init__(self, *args) -> None:
@@ -175,15 +183,15 @@ class Damaged(SingleTurn):
 
 
 class DamagedToken(Damaged):
-    damage = staticmethod(lambda s: replace(s, tokens=np.full_like(s.tokens, 2**30)))
+    damage = staticmethod(lambda s: changed(s, tokens=lambda of: np.full_like(of, 2**30)))
 
 
 class NegativeToken(Damaged):
-    damage = staticmethod(lambda s: replace(s, tokens=np.full_like(s.tokens, -1)))
+    damage = staticmethod(lambda s: changed(s, tokens=lambda of: np.full_like(of, -1)))
 
 
 class DamagedVersion(Damaged):
-    damage = staticmethod(lambda s: replace(s, spans=[VersionSpan(0, PolicyVersion(7, 0))]))
+    damage = staticmethod(lambda s: changed(s, spans=lambda _: [VersionSpan(0, PolicyVersion(7, 0))]))
 
 
 class Poison(Damaged):
@@ -339,7 +347,7 @@ async def test_validation_answers_every_prompt_and_reports_means(inputs):
 
 async def test_an_undecodable_validation_answer_counts_as_failed(inputs):
     class Unreadable(Reshaped):
-        change = staticmethod(lambda s: replace(s, tokens=np.full_like(s.tokens, -1)))
+        change = staticmethod(lambda s: changed(s, tokens=lambda of: np.full_like(of, -1)))
 
     async with System(inputs, lambda p, i: fine(1.0), agent_loop=Unreadable, total=0) as system:
         values = await asyncio.wait_for(system.validation.run(system.prompts[:2]), 60)

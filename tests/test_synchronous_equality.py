@@ -97,7 +97,7 @@ async def train_synchronously(options: list[str], folder: Path) -> dict[str, tor
                         for index in range(config.rollout.n)
                     ]
                     for s in samples:
-                        s.reward = coarse_reward(prompt, tokenizer.decode(s.tokens))
+                        s.reward = coarse_reward(prompt, tokenizer.decode(s.sequences[0].tokens))
                     if len({s.reward for s in samples}) == 1:
                         dropped += 1
                         continue

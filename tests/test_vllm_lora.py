@@ -51,9 +51,9 @@ class TestAdapters(AdapterContract):
         await collector.of(["r0", "r1"], tokens=5)
         await trainer.sync(pause="keep", kv=kv)
         for sample in await collector.of(["r0", "r1"]):
-            new = sample.spans[-1]
+            new = sample.sequences[0].spans[-1]
             assert (new.version, new.mixed_kv) == (trainer.version, kv == "keep")
-            error = np.abs(trainer.scores([sample], 0.7) - sample.logprobs)[new.start :].max()
+            error = np.abs(trainer.scores([sample], 0.7) - sample.sequences[0].logprobs)[new.start :].max()
             assert (error < 1e-4) == (kv == "recompute")
 
     async def test_an_adapter_that_finds_no_layer_fails_the_sync(self, pair, monkeypatch):

@@ -83,12 +83,16 @@ class LoraTrainer:
     def learn(self, samples: list[Sample]) -> None:
         """Train one step on the samples. The reward is arbitrary; it only has to move the policy."""
         for s in samples:
-            s.reward = float(s.tokens[0] % 7)
+            s.reward = float(s.sequences[0].tokens[0] % 7)
         self.rank.train(0, [self._group(samples).to_bytes()])
 
     def error(self, samples: list[Sample], temperature: float) -> float:
         """Largest difference between the samples' logprobs and the trainer's current ones."""
-        return float(np.abs(self.scores(samples, temperature) - np.concatenate([s.logprobs for s in samples])).max())
+        return float(
+            np.abs(
+                self.scores(samples, temperature) - np.concatenate([q.logprobs for s in samples for q in s.sequences])
+            ).max()
+        )
 
     def scores(self, samples: list[Sample], temperature: float) -> np.ndarray:
         """The trainer's logprobs of all their tokens, concatenated."""

@@ -66,7 +66,7 @@ async def follow(trainer, engine, steps):
         temperature = 0.7 if step % 2 else 1.0
         samples = await samples_of(engine, requests(4, temperature=temperature))
         assert trainer.error(samples, temperature) < 1e-4
-        assert {span.version for s in samples for span in s.spans} == {trainer.version}
+        assert set().union(*(s.versions for s in samples)) == {trainer.version}
         assert before is None or trainer.error(before, 1.0) > 1e-2  # the policy has changed
         trainer.learn(samples)
         before = samples if temperature == 1.0 else None
@@ -104,8 +104,8 @@ class AdapterContract:
             await trainer.sync()
         assert trainer.fleet.routable == {"replica/0": served}
         again = await samples_of(engine, requests(1, temperature=0.0))
-        assert np.array_equal(again[0].tokens, greedy[0].tokens)
-        assert again[0].spans[-1].version == served
+        assert np.array_equal(again[0].sequences[0].tokens, greedy[0].sequences[0].tokens)
+        assert again[0].sequences[0].spans[-1].version == served
         trainer.rank.export = export
         report = await trainer.sync()
         assert report.nbytes == of_served.without_base().nbytes
@@ -152,5 +152,5 @@ class FinishingContract:
             samples = await collector.of([f"{n}/0", f"{n}/1"])
             trainer.rank.load(tmp_path / str(n))
             assert trainer.error(samples, 0.7) < 1e-4
-            assert [(span.version, span.mixed_kv) for s in samples for span in s.spans] == [(version, False)] * 2
+            assert [(x.version, x.mixed_kv) for s in samples for x in s.sequences[0].spans] == [(version, False)] * 2
         assert len(engine._adapters.free_idle()) == 1
