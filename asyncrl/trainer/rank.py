@@ -30,6 +30,8 @@ from asyncrl.types.groups import Group
 from asyncrl.types.samples import FinishReason
 from asyncrl.types.versions import Sampler
 
+_TRUNCATED = [reason for reason in FinishReason if reason.truncated]
+
 
 class TrainerRank:
     """One rank of the trainer. All ranks are built alike and get the same calls in the same order::
@@ -178,7 +180,7 @@ def batch_metrics(batch: TrainBatch) -> dict[str, float]:
         "response_length/max": float(lengths.max()),
         "response_length/min": float(lengths.min()),
         **quantiles("response_length", lengths, (10, 50, 90, 99)),
-        "response_length/clip_ratio": float((columns["finish"][first] == FinishReason.LENGTH).mean()),
+        "response_length/clip_ratio": float(np.isin(columns["finish"][first], _TRUNCATED).mean()),
         "rollout/zero_variance": float((highest == lowest).mean()),
         "fully_async/partial/ratio": float(partial.mean()),
         "fully_async/partial/count": float(partial.sum()),

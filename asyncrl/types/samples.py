@@ -14,9 +14,16 @@ class FinishReason(enum.IntEnum):
     """Reason why a sample, or one request of it, ended."""
 
     STOP = 0  # stop token or stop string
-    LENGTH = 1  # length limit: the sample is overlong
+    LENGTH = 1  # limit of a sequence's tokens
     ABORT = 2  # aborted; its tokens so far are kept and may be continued
     ERROR = 3  # engine error
+    TURNS = 4  # limit of a sample's turns
+    TIME = 5  # limit of a sample's seconds
+
+    @property
+    def truncated(self) -> bool:
+        """True if a limit ended the sample: it is overlong."""
+        return self in (FinishReason.LENGTH, FinishReason.TURNS, FinishReason.TIME)
 
 
 def effective_reward(reward: float, finish: int, overlong: str, penalty: float) -> float | None:
@@ -25,9 +32,10 @@ def effective_reward(reward: float, finish: int, overlong: str, penalty: float) 
 
     Shared by both pools: a group whose effective rewards are all equal has no gradient, so the rollouter drops it,
     judging by the values that the trainer would use."""
-    if finish == FinishReason.LENGTH and overlong == "mask":
+    truncated = FinishReason(finish).truncated
+    if truncated and overlong == "mask":
         return None
-    taken = penalty if finish == FinishReason.LENGTH and overlong == "penalize" else 0.0
+    taken = penalty if truncated and overlong == "penalize" else 0.0
     return float(np.float32(reward) - np.float32(taken))
 
 

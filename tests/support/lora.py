@@ -88,11 +88,8 @@ class LoraTrainer:
 
     def error(self, samples: list[Sample], temperature: float) -> float:
         """Largest difference between the samples' logprobs and the trainer's current ones."""
-        return float(
-            np.abs(
-                self.scores(samples, temperature) - np.concatenate([q.logprobs for s in samples for q in s.sequences])
-            ).max()
-        )
+        sampled = np.concatenate([q.logprobs for s in samples for q in s.sequences])
+        return float(np.abs(self.scores(samples, temperature) - sampled).max())
 
     def scores(self, samples: list[Sample], temperature: float) -> np.ndarray:
         """The trainer's logprobs of all their tokens, concatenated."""

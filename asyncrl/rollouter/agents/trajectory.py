@@ -44,6 +44,11 @@ class TrajectoryBuilder:
         return self._response
 
     @property
+    def completions(self) -> int:
+        """Number of its completions so far."""
+        return sum(isinstance(part, Completion) for part in self._parts)
+
+    @property
     def finish(self) -> FinishReason | None:
         """Why its last completion ended; None before the first."""
         return next((part.finish for part in reversed(self._parts) if isinstance(part, Completion)), None)

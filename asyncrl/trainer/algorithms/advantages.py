@@ -47,7 +47,7 @@ def group_advantages(
 
 
 def apply_overlong(batch: TrainBatch, policy: str, penalty: float) -> TrainBatch:
-    """Apply the overlong ``policy`` to samples cut at the length limit (FinishReason.LENGTH):
+    """Apply the overlong ``policy`` to samples that a limit ended (`FinishReason.truncated`):
 
     - ``keep``: no change.
     - ``mask``: their tokens are not trained, and their rewards do not count in the group's mean, since a truncated
