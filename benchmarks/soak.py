@@ -41,12 +41,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import psutil
 
 from asyncrl.rollouter.agents.base import Generate
+from asyncrl.rollouter.agents.single_turn import SingleTurn
 from asyncrl.sample_queue.ledger import FILE as LEDGER
 from asyncrl.sample_queue.ledger import LedgerError, reading
 from asyncrl.sample_queue.snapshots import FILE as SNAPSHOTS
@@ -93,26 +94,16 @@ OPTIONS = [
 ]
 
 
-class PageLoop:
-    """Agent loop of a single answer, with a page of `PAGE_BYTES` in its state and in the sample, as a tool leaves."""
-
-    def __init__(self, tokenizer: Any, max_response_tokens: int) -> None:
-        self._max_response_tokens = max_response_tokens
+class PageLoop(SingleTurn):
+    """With a page of `PAGE_BYTES` in its state and in the sample, as a tool leaves."""
 
     async def run(self, prompt: Prompt, index: int, generate: Generate) -> Sample:
         if (page := generate.state) is None:
             page = bytes(PAGE_BYTES)
             generate.save(page)
-        answer = await generate(np.empty(0, np.int32), self._max_response_tokens)
-        return Sample.single(
-            index=index,
-            tokens=answer.tokens,
-            logprobs=answer.logprobs,
-            loss_mask=np.ones(len(answer.tokens), dtype=bool),
-            spans=answer.spans,
-            finish=answer.finish,
-            extras={"page": np.frombuffer(page, np.uint8)},
-        )
+        sample = await super().run(prompt, index, generate)
+        sample.sequences[0].extras["page"] = np.frombuffer(page, np.uint8)
+        return sample
 
 
 def variety(prompt: Prompt, response: str) -> float:

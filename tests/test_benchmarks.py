@@ -166,7 +166,7 @@ async def test_live_payloads_are_those_of_groups_that_the_ledger_needs(tmp_path)
     span, ones = VersionSpan(0, version), np.ones(1000, np.float32)
 
     def payload(uid: str) -> bytes:
-        sample = Sample.single(0, ones.astype(np.int32), -ones, ones.astype(bool), [span], FinishReason.LENGTH)
+        sample = Sample.single(0, ones.astype(np.int32), -ones, ones.astype(bool), [span], FinishReason.LENGTH, 0.0)
         return Group.from_samples(uid, "p", 0, np.arange(3), [sample]).to_bytes()
 
     size, table = len(payload("a")), DurableTable(tmp_path)

@@ -1,32 +1,23 @@
-"""The base class of in-process agents: turns, limits, and continuation from a saved state."""
+"""The base class of in-process agents: turns, rewards, limits, and continuation from a saved state."""
 
 import asyncio
 
 import numpy as np
 import pytest
 
-from asyncrl.rollouter.agents.base import Completion
+from asyncrl.config.schema import Config, RolloutConfig
+from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.rollouter.agents.multi_turn import MultiTurn
+from asyncrl.rollouter.engines.base import SamplingParams
+from asyncrl.rollouter.partial import PartialSample, pack, unpack
+from asyncrl.rollouter.router import Router
+from asyncrl.rollouter.samples import GroupTask, SampleMaker
+from asyncrl.types.prompts import Prompt
 from asyncrl.types.samples import FinishReason
-from asyncrl.types.versions import PolicyVersion, VersionSpan
+from tests.support.scripted import ScriptedReplica, is_death
 
+PROMPT = Prompt("e0-000000", "row:0", (), "", text="?")
 TOOL = [90, 91]
-
-
-class Answers:
-    """A ``generate`` that answers with one token, the number of its call."""
-
-    def __init__(self, state=None, finish=FinishReason.STOP) -> None:
-        self.state, self.finish, self.calls = state, finish, []
-
-    def save(self, state):
-        self.state = state
-
-    async def __call__(self, response, max_new_tokens, prefix=None):
-        self.calls.append((response.tolist(), max_new_tokens))
-        tokens = np.array([len(self.calls)], np.int32)
-        spans = [VersionSpan(0, PolicyVersion(0, 0))]
-        return Completion(tokens, np.zeros(1, np.float32), spans, self.finish)
 
 
 class Tool(MultiTurn):
@@ -39,45 +30,139 @@ class Tool(MultiTurn):
         return None if turns.completions == self.ends else TOOL
 
 
+class Answering(ScriptedReplica):
+    """Answers each request with its number, or as many tokens as it may have."""
+
+    def __init__(self, verbose: bool = False, delay_s: float = 0.0) -> None:
+        super().__init__()
+        self.asked, self._verbose, self._delay_s, self._late = [], verbose, delay_s, []
+
+    async def submit(self, requests):
+        await super().submit(requests)
+        for request in requests:
+            self.asked.append((request.tokens.tolist(), request.max_new_tokens))
+            self._late.append(asyncio.create_task(self._answer(request)))
+
+    async def _answer(self, request):
+        if self._verbose:
+            self.emit(request.id, [7])
+            await asyncio.sleep(self._delay_s)
+        tokens = [7] * (request.max_new_tokens - 1) if self._verbose else [len(self.asked)]
+        self.emit(request.id, tokens, FinishReason.LENGTH if self._verbose else FinishReason.STOP)
+
+
+async def made(agent, replica=None, partial=None, **limits):
+    """The sample of an agent, and what it asked for."""
+    replica = replica or Answering()
+    config = Config(rollout=RolloutConfig(**({"max_response_tokens": 20} | limits)))
+    router = Router({"a": replica}, is_death)
+    maker = SampleMaker(config, None, agent, 100, router, None, Recorder("rollouter"))
+    running = asyncio.create_task(router.run())
+    task = GroupTask(PROMPT, np.array([1, 2], np.int32), SamplingParams(), PROMPT.uid, PROMPT.uid, False)
+    (sample,) = await maker.make(task, [partial or PartialSample()])
+    running.cancel()
+    await asyncio.wait([running])
+    return sample, replica.asked
+
+
+def trained(sample) -> list[int]:
+    return [token for q in sample.sequences for token in q.tokens[q.loss_mask].tolist()]
+
+
 async def test_an_agent_that_ends_itself():
-    generate = Answers()
-    sample = await Tool(None, 20).run(None, 1, generate)
-    assert generate.calls == [([], 20), ([1, *TOOL], 17), ([1, *TOOL, 2, *TOOL], 14)]
-    (sequence,) = sample.sequences
-    assert sequence.tokens[sequence.loss_mask].tolist() == [1, 2, 3]
-    assert (sample.index, sample.finish) == (1, FinishReason.STOP)
+    sample, asked = await made(Tool(None, 20))
+    assert asked == [([1, 2], 20), ([1, 2, 1, *TOOL], 17), ([1, 2, 1, *TOOL, 2, *TOOL], 14)]
+    assert trained(sample) == [1, 2, 3]
+    assert (sample.index, sample.finish, sample.reward) == (0, FinishReason.STOP, None)
 
 
 @pytest.mark.parametrize(
-    ("limits", "answered", "finish"),
+    ("limits", "verbose", "tokens", "finish"),
     [
-        ({"max_turns": 2}, 2, FinishReason.TURNS),
-        ({"max_response_tokens": 6}, 2, FinishReason.LENGTH),
-        ({"max_seconds": 0.05}, 1, FinishReason.TIME),
+        ({"max_turns": 2}, False, [1, 2], FinishReason.TURNS),
+        ({"max_response_tokens": 6}, False, [1, 2], FinishReason.LENGTH),
+        ({"max_response_tokens": 6}, True, [7] * 6, FinishReason.LENGTH),
+        ({"max_sample_tokens": 2}, False, [1, 2], FinishReason.TOKENS),
+        ({"max_sample_tokens": 4}, True, [7] * 4, FinishReason.TOKENS),
     ],
 )
-async def test_limits_end_a_sample_with_their_reason(limits, answered, finish):
-    agent = Tool(None, **({"max_response_tokens": 20} | limits))
-    agent.delay_s = 0.03 if "max_seconds" not in limits else 30.0
-    sample = await agent.run(None, 0, Answers())
-    (sequence,) = sample.sequences
-    assert (int(sequence.loss_mask.sum()), sample.finish) == (answered, finish)
+async def test_limits_end_a_sample_with_their_reason(limits, verbose, tokens, finish):
+    sample, _ = await made(Tool(None, 20), Answering(verbose), **limits)
+    assert (trained(sample), sample.finish) == (tokens, finish)
     assert sample.finish.truncated
 
 
-async def test_a_truncated_answer_ends_the_sample():
-    sample = await Tool(None, 20).run(None, 0, Answers(finish=FinishReason.LENGTH))
-    assert (sample.sequences[0].tokens.tolist(), sample.finish) == ([1], FinishReason.LENGTH)
+async def test_the_limit_of_time_ends_a_tool_and_an_answer():
+    slow = Tool(None, 20)
+    slow.delay_s = 60.0
+    sample, _ = await made(slow, max_sample_s=0.2)
+    assert (trained(sample), sample.finish) == ([1], FinishReason.TIME)
+    sample, _ = await made(Tool(None, 20), Answering(verbose=True, delay_s=60.0), max_sample_s=0.2)
+    assert (trained(sample), sample.finish) == ([7], FinishReason.TIME)
+
+
+async def test_a_tool_s_own_timeout_is_an_error_of_the_agent():
+    class Broken(Tool):
+        async def observe(self, prompt, turns, answer):
+            raise TimeoutError("the tool")
+
+    failed, _ = await made(Broken(None, 20), max_sample_s=60.0)
+    assert (failed.reason, failed.message) == ("agent_error", "TimeoutError: the tool")
+
+
+async def test_a_limit_that_the_loop_does_not_catch_fails_its_sample():
+    class Unaware:
+        async def run(self, prompt, index, generate):
+            for _ in range(2):
+                await generate(np.empty(0, np.int32))
+
+    failed, _ = await made(Unaware(), max_turns=1)
+    assert (failed.reason, "(turns)" in failed.message) == ("limit_reached", True)
 
 
 async def test_an_agent_continues_from_its_state():
-    whole = Answers()
-    expected = await Tool(None, 20).run(None, 0, whole)
-    again = await Tool(None, 20).run(None, 0, Answers(whole.state))  # saved after its second turn
-    assert again.sequences[0].tokens[:6].tolist() == expected.sequences[0].tokens[:6].tolist()
-    assert again.finish is FinishReason.STOP
+    partial = PartialSample()
+    whole, asked = await made(Tool(None, 20), partial=partial)
+    (again,) = unpack([pack(PROMPT.uid, [partial])])  # saved after its second turn, and the third is recorded
+    same, asked_again = await made(Tool(None, 20), partial=again)
+    assert (len(asked), asked_again) == (3, [])
+    assert trained(same) == trained(whole)
+    (limited,) = unpack([pack(PROMPT.uid, [partial])])
+    limited.calls.clear()
+    cut, _ = await made(Tool(None, 20), partial=limited, max_turns=2)  # turns before the state count
+    assert (trained(cut), cut.finish) == ([1, 2], FinishReason.TURNS)
 
 
-def test_limits_that_allow_nothing_are_refused():
-    with pytest.raises(ValueError, match="max_turns ≥ 1"):
-        Tool(None, 20, max_turns=0)
+async def test_rewards_of_turns_are_discounted_and_stand_at_their_last_tokens():
+    class Rewards(Tool):
+        async def observe(self, prompt, turns, answer):
+            turns.reward(float(turns.completions))
+            turns.messages.append({"role": "tool", "content": "42"})
+            return await super().observe(prompt, turns, answer)
+
+        async def grade(self, prompt, turns):
+            return 8.0
+
+    partial = PartialSample()
+    sample, _ = await made(Rewards(None, 20, discount=0.5), partial=partial)
+    assert sample.reward == 1 + 0.5 * 2 + 0.25 * (3 + 8)
+    (sequence,) = sample.sequences
+    assert sequence.extras["token_rewards"].tolist() == [1, 0, 0, 2, 0, 0, 11]
+    assert len(sample.messages) == 3
+    (again,) = unpack([pack(PROMPT.uid, [partial])])
+    same, _ = await made(Rewards(None, 20, discount=0.5), partial=again)
+    assert (same.reward, len(same.messages)) == (sample.reward, 3)
+
+
+async def test_grade_alone_is_the_reward():
+    class Graded(Tool):
+        async def grade(self, prompt, turns):
+            return float(turns.completions)
+
+    sample, _ = await made(Graded(None, 20), max_turns=2)
+    assert (sample.reward, sample.sequences[0].extras) == (2.0, {})
+
+
+def test_a_discount_beyond_one_is_refused():
+    with pytest.raises(ValueError, match="discount of 0 to 1"):
+        Tool(None, 20, discount=2.0)

@@ -1,7 +1,6 @@
 """Partial samples: recorded calls, snapshots, and agent loops that continue in another process."""
 
 import asyncio
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -14,11 +13,12 @@ from asyncrl.rollouter.agents.single_turn import SingleTurn
 from asyncrl.rollouter.agents.trajectory import TrajectoryBuilder
 from asyncrl.rollouter.engines.base import SamplingParams
 from asyncrl.rollouter.in_flight import InFlightGroup, Snapshotter
-from asyncrl.rollouter.partial import PartialSample, pack, unpack
+from asyncrl.rollouter.limiter import GroupPlaces, InFlightLimiter
+from asyncrl.rollouter.partial import PartialSample, SavedCall, pack, unpack
 from asyncrl.rollouter.router import Router
 from asyncrl.rollouter.samples import GroupTask, SampleMaker
 from asyncrl.types.prompts import Prompt
-from asyncrl.types.samples import FinishReason, Sample
+from asyncrl.types.samples import FinishReason
 from asyncrl.types.versions import PolicyVersion
 from tests.support.scripted import Death, ScriptedReplica, is_death, settle
 
@@ -34,9 +34,10 @@ samples = st.tuples(st.none() | st.binary(max_size=20), st.integers(0, 99), st.l
 
 
 def built(state, saved_tokens, calls) -> PartialSample:
-    sample = PartialSample(state, saved_tokens, Counter({saved_tokens: 2, 7: 1} if saved_tokens else {}))
-    for number, (arguments, parts, finish) in enumerate(calls):
-        call = sample.begin(arguments)
+    saved = [SavedCall(7, 1, saved_tokens), SavedCall(2**64 - 1, 3, 2)] if saved_tokens else []
+    sample = PartialSample(state, saved)
+    for number, (context, parts, finish) in enumerate(calls):
+        call = sample.begin(context, number)
         for length, (lineage, version, mixed) in parts:
             tokens = np.arange(length, dtype=np.int32) + 10 * number
             call.output.add(tokens, -tokens.astype(np.float32), PolicyVersion(lineage, version), mixed)
@@ -49,15 +50,19 @@ def contents(sample: PartialSample):
     calls = []
     for call in sample.calls:
         done = call.output.completion(FinishReason.STOP)
-        of_call = call.arguments, call.ordinal, call.finish, call.output.first_version
+        of_call = call.context, call.start, call.ordinal, call.finish, call.output.first_version
         calls.append((*of_call, done.tokens.tolist(), done.logprobs.tolist(), done.spans))
-    return sample.state, sample.saved_tokens, sample.token_count, sample.saved_calls, calls
+    return sample.state, sample.token_count, sample.saved_calls, calls
 
 
 @given(st.lists(samples, max_size=4))
 def test_unpack_inverts_pack(group):
     before = [built(*sample) for sample in group]
     assert [contents(s) for s in unpack([pack("e0-000000", before)])] == [contents(s) for s in before]
+
+
+def in_flight(samples) -> InFlightGroup:
+    return InFlightGroup(samples, GroupPlaces(InFlightLimiter(8, 0), len(samples)))
 
 
 class Chains:
@@ -82,7 +87,7 @@ BEGIN, ADD, ADD_MANY, FINISH, AGAIN, DISCARD, SAVE, RESTART, SNAPSHOT, LOST_ANSW
 def test_the_parts_of_a_snapshot_together_are_the_group_as_it_was(plan):
     """Agent loops make several calls at once, save, fail and start again; each snapshot has what is new since the one
     before."""
-    group = InFlightGroup([PartialSample() for _ in range(3)])
+    group = in_flight([PartialSample() for _ in range(3)])
     store = Chains()
     snapshotter = Snapshotter({"g": group}, store, 1.0)
     for i, (index, action, which) in enumerate(plan):
@@ -90,7 +95,7 @@ def test_the_parts_of_a_snapshot_together_are_the_group_as_it_was(plan):
         under_way = [call for call in sample.calls if call.finish is None]
         call = under_way[which % len(under_way)] if under_way else None
         if action == BEGIN:
-            sample.begin(which)
+            sample.begin(which, 1)
         elif action in (ADD, ADD_MANY) and call is not None:
             tokens = np.arange(i, i + (3 if action == ADD else 3000), dtype=np.int32)
             call.output.add(tokens, -tokens.astype(np.float32), PolicyVersion(0, i // 5), i % 2 == 0)
@@ -121,8 +126,8 @@ async def test_the_snapshots_of_a_long_sample_cost_what_it_grows():
     """The state that it saved is stored once, and a chain of many small parts is replaced by a whole snapshot."""
     sample = PartialSample()
     sample.save(bytes(100_000), [])
-    store, call = Chains(), sample.begin(0)
-    snapshotter = Snapshotter({"g": InFlightGroup([sample])}, store, 1.0)
+    store, call = Chains(), sample.begin(0, 1)
+    snapshotter = Snapshotter({"g": in_flight([sample])}, store, 1.0)
     for i in range(1000):
         call.output.add(np.full(100, i, np.int32), np.zeros(100, np.float32), PolicyVersion(0, 0), False)
         await snapshotter.store_changed()
@@ -146,18 +151,14 @@ class TwoTurns:
         self._saves, self._tool = saves, tool
 
     async def run(self, prompt, index, generate):
-        none = np.empty(0, np.int32)
+        turns = TrajectoryBuilder.from_bytes(generate.state) if generate.state else TrajectoryBuilder()
         if generate.state is None:
-            first = await generate(none, 4)
-            so_far = np.concatenate([first.tokens, self._tool()])
+            turns.append(await generate(turns.response, 4))
+            turns.append(self._tool())
             if self._saves:
-                generate.save(so_far.tobytes())
-        else:
-            so_far = np.frombuffer(generate.state, np.int32)
-        last = await generate(so_far, 4)
-        tokens = np.concatenate([so_far, last.tokens])
-        logprobs = np.zeros(len(tokens), np.float32)
-        return Sample.single(index, tokens, logprobs, np.ones(len(tokens), bool), last.spans, last.finish)
+                generate.save(turns.to_bytes())
+        turns.append(await generate(turns.response, 4))
+        return turns.sample(index)
 
 
 class Rollouter:
@@ -236,7 +237,7 @@ async def test_earlier_calls_are_replayed(saves):
     await second.stop()
 
 
-async def test_a_loop_that_calls_generate_with_other_arguments_samples_what_the_record_lacks():
+async def test_a_loop_that_continues_other_tokens_samples_what_the_record_lacks():
     partial = PartialSample()
     first = await Rollouter(TwoTurns(saves=False)).begin(partial)
     first.replicas["a"].emit("e0-000000/0/1#0", [11], FinishReason.STOP)
@@ -344,7 +345,7 @@ async def test_what_calls_at_once_draw_does_not_depend_on_their_order():
     requests, sample = await forked((0, 1))
     other, same = await forked((1, 0))
     assert requests == other
-    assert len({key for _, key, _ in requests}) == len(requests)  # also of the two calls with equal arguments
+    assert len({key for _, key, _ in requests}) == len(requests)  # also of the two calls that continue equal tokens
     assert [tokens for tokens, _, _ in requests].count([1, 2, 52, 30]) == 2
     assert requests[0][0] == [1, 2]
     assert next(shared for tokens, _, shared in requests if tokens == [1, 32]) == 1
@@ -389,10 +390,10 @@ async def test_a_state_saved_during_a_call_keeps_the_call():
     a.emit(second.id, [12])
     a.emit(first.id, [11], FinishReason.STOP)
     await settle()
-    assert (partial.state, partial.saved_tokens, partial.token_count) == (b"one", 1, 2)
+    assert (partial.state, partial.token_count) == (b"one", 2)
     (left,) = partial.calls
-    assert (left.ordinal, partial.saved_calls[left.arguments]) == (1, 1)
-    assert partial.begin(left.arguments).ordinal == 2
+    assert (left.ordinal, partial.saved_calls) == (1, [SavedCall(left.context, 2, 1)])
+    assert partial.begin(left.context, 2).ordinal == 2
     await rollouter.stop()
 
 

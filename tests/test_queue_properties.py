@@ -95,6 +95,7 @@ def payload(uid: str, spans: tuple[tuple[PolicyVersion, bool], ...], attempt: in
         np.array([trained for _, trained in spans]),
         [VersionSpan(i, version) for i, (version, _) in enumerate(spans)],
         FinishReason.STOP,
+        reward=0.0,
     )
     return Group.from_samples(uid, uid, 0, np.ones(1, np.int32), [sample], attempt=attempt).to_bytes()
 

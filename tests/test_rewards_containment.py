@@ -17,17 +17,18 @@ import pytest
 from asyncrl.config.schema import RewardConfig
 from asyncrl.processes.isolation import landlock_version
 from asyncrl.rollouter.rewards import pool as pool_module
+from asyncrl.rollouter.rewards.base import Answer
 from asyncrl.rollouter.rewards.limits import MAX_PROCESSES
 from asyncrl.rollouter.rewards.pool import RewardError, RewardPool
 from asyncrl.rollouter.rewards.replies import MAX_MESSAGE, BadReply, checked, decode
 from tests.support import reward_attacks as attacks
-from tests.support.rewards import ANSWER, pool_of
+from tests.support.rewards import PROMPT, pool_of
 
 LONG_S = 120.0  # what takes less than this on the slowest machine, and far less here
 
 
 async def scored(pool: RewardPool, *responses: str):
-    return await pool.score([(ANSWER, response) for response in responses])
+    return await pool.score([Answer(PROMPT, response) for response in responses])
 
 
 @pytest.fixture

@@ -15,8 +15,9 @@ import time
 import pytest
 
 from asyncrl.config.schema import RewardConfig
+from asyncrl.rollouter.rewards.base import Answer
 from asyncrl.rollouter.rewards.pool import RewardError, RewardPool
-from tests.support.rewards import ANSWER, pool_of
+from tests.support.rewards import PROMPT, pool_of
 
 
 def exact(prompt, response, scale=1.0):
@@ -91,7 +92,7 @@ def has_ended(pid: int, timeout_s: float = 60.0) -> bool:
 
 async def test_results_come_in_order_with_their_metrics():
     async with pool_of(exact, args={"scale": 0.5}) as pool:
-        results = await pool.score([(ANSWER, "42"), (ANSWER, "410"), (ANSWER, "42")])
+        results = await pool.score([Answer(PROMPT, "42"), Answer(PROMPT, "410"), Answer(PROMPT, "42")])
     assert [r.reward for r in results] == [0.5, 0.0, 0.5]
     assert [r.metrics for r in results] == [{"length": 2.0}, {"length": 3.0}, {"length": 2.0}]
     assert all(r.error is None for r in results)
@@ -99,38 +100,38 @@ async def test_results_come_in_order_with_their_metrics():
 
 async def test_a_plain_number_is_a_reward():
     async with pool_of(plain_number) as pool:
-        assert [(r.reward, r.metrics) for r in await pool.score([(ANSWER, "3")])] == [(3.0, {})]
+        assert [(r.reward, r.metrics) for r in await pool.score([Answer(PROMPT, "3")])] == [(3.0, {})]
         assert await pool.score([]) == []
 
 
 async def test_async_rewards_of_a_group_run_concurrently():
     async with pool_of(slow_judge, timeout_s=2.0) as pool:
-        results = await pool.score([(ANSWER, str(i)) for i in range(16)])  # 6.4 s one after another
+        results = await pool.score([Answer(PROMPT, str(i)) for i in range(16)])  # 6.4 s one after another
     assert [r.error for r in results] == [None] * 16
 
 
 async def test_a_hanging_reward_is_killed_at_its_limit_and_fails_only_its_own_sample():
     async with pool_of(misbehaves, timeout_s=3.0, workers=2) as pool:
         start = time.monotonic()
-        results = await pool.score([(ANSWER, "fine"), (ANSWER, "hang"), (ANSWER, "fine")])
+        results = await pool.score([Answer(PROMPT, "fine"), Answer(PROMPT, "hang"), Answer(PROMPT, "fine")])
         assert time.monotonic() - start < 30  # two limits and two new workers, on a busy machine
         assert [r.error for r in results] == [None, "reward_timeout", None]
         assert "misbehaves" in results[1].message
         assert "3 s" in results[1].message
-        assert [r.reward for r in await pool.score([(ANSWER, "fine")])] == [1.0]
+        assert [r.reward for r in await pool.score([Answer(PROMPT, "fine")])] == [1.0]
 
 
 async def test_a_reward_that_ends_its_process_fails_only_its_own_sample():
     async with pool_of(misbehaves) as pool:
-        results = await pool.score([(ANSWER, "fine"), (ANSWER, "die"), (ANSWER, "fine")])
+        results = await pool.score([Answer(PROMPT, "fine"), Answer(PROMPT, "die"), Answer(PROMPT, "fine")])
         assert [r.error for r in results] == [None, "reward_error", None]
         assert "exit code 7" in results[1].message
-        assert [r.reward for r in await pool.score([(ANSWER, "fine")])] == [1.0]
+        assert [r.reward for r in await pool.score([Answer(PROMPT, "fine")])] == [1.0]
 
 
 async def test_a_reward_that_raises_is_retried_once():
     async with pool_of(fails_at_first) as pool:
-        assert [r.reward for r in await pool.score([(ANSWER, "a"), (ANSWER, "b")])] == [1.0, 1.0]
+        assert [r.reward for r in await pool.score([Answer(PROMPT, "a"), Answer(PROMPT, "b")])] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,7 @@ async def test_a_reward_that_raises_is_retried_once():
 )
 async def test_an_unusable_reward_is_an_error_that_names_function_and_prompt(response, complaint):
     async with pool_of(misbehaves) as pool:
-        good, bad = await pool.score([(ANSWER, "fine"), (ANSWER, response)])
+        good, bad = await pool.score([Answer(PROMPT, "fine"), Answer(PROMPT, response)])
     assert (good.error, bad.error) == (None, "reward_error")
     assert complaint in bad.message
     assert f"{__name__}:misbehaves on prompt row" in bad.message
@@ -154,18 +155,18 @@ async def test_an_unusable_reward_is_an_error_that_names_function_and_prompt(res
 
 async def test_groups_are_scored_by_several_workers_at_once():
     async with pool_of(process_ids, workers=2) as pool:
-        groups = await asyncio.gather(*(pool.score([(ANSWER, "")]) for _ in range(2)))
+        groups = await asyncio.gather(*(pool.score([Answer(PROMPT, "")]) for _ in range(2)))
     assert len({results[0].metrics["worker"] for results in groups}) == 2
 
 
 async def test_a_cancelled_call_leaves_no_reply_for_the_next_one():
     async with pool_of(slow_judge) as pool:
-        call = asyncio.create_task(pool.score([(ANSWER, "x")]))
+        call = asyncio.create_task(pool.score([Answer(PROMPT, "x")]))
         await asyncio.sleep(0.1)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        assert len(await pool.score([(ANSWER, "x"), (ANSWER, "y")])) == 2
+        assert len(await pool.score([Answer(PROMPT, "x"), Answer(PROMPT, "y")])) == 2
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,7 @@ async def test_a_cancelled_call_leaves_no_reply_for_the_next_one():
     [
         ("no_such_package.module:f", "No module named 'no_such_package'"),
         (f"{__name__}:no_such_function", "no_such_function"),
-        (f"{__name__}:ANSWER", "reward.function: expected a function, found Prompt"),
+        (f"{__name__}:PROMPT", "reward.function: expected a function, found Prompt"),
         ("no_colon", "reward.function: expected one of arithmetic, or an import path such as package.module:REWARD"),
     ],
 )
@@ -185,19 +186,19 @@ async def test_a_function_that_cannot_be_imported_fails_at_start(path, complaint
 async def test_scoring_outside_start_and_close_is_refused():
     pool = RewardPool(RewardConfig(function=f"{__name__}:exact"))
     with pytest.raises(RewardError, match="not open"):
-        await pool.score([(ANSWER, "42")])
+        await pool.score([Answer(PROMPT, "42")])
 
 
 async def test_close_leaves_neither_workers_nor_their_children():
     async with pool_of(process_ids) as pool:
-        (result,) = await pool.score([(ANSWER, "")])
+        (result,) = await pool.score([Answer(PROMPT, "")])
     assert has_ended(int(result.metrics["worker"]))
     assert has_ended(int(result.metrics["child"]))
 
 
 async def test_close_fails_a_pending_call():
     async with pool_of(misbehaves) as pool:
-        call = asyncio.create_task(pool.score([(ANSWER, "hang")]))
+        call = asyncio.create_task(pool.score([Answer(PROMPT, "hang")]))
         await asyncio.sleep(0.1)
     with pytest.raises(RewardError, match="not open"):
         await call
@@ -207,7 +208,7 @@ def test_a_worker_in_a_hanging_call_dies_with_its_parent():
     script = (
         f"import asyncio; from {__name__} import *\n"
         "async def main():\n"
-        "    async with pool_of(announce_and_hang, timeout_s=600) as pool: await pool.score([(ANSWER, '')])\n"
+        "    async with pool_of(announce_and_hang, timeout_s=600) as pool: await pool.score([Answer(PROMPT, '')])\n"
         "asyncio.run(main())"
     )
     path = os.pathsep.join(filter(None, sys.path))
@@ -224,4 +225,4 @@ def test_a_worker_in_a_hanging_call_dies_with_its_parent():
 
 async def test_workers_are_light():
     async with pool_of(loaded_torch) as pool:
-        assert [r.reward for r in await pool.score([(ANSWER, "")])] == [0.0]
+        assert [r.reward for r in await pool.score([Answer(PROMPT, "")])] == [0.0]

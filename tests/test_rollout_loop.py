@@ -27,6 +27,14 @@ def changed(sample: Sample, **columns) -> Sample:
     return replace(sample, sequences=[replace(sequence, **{k: f(getattr(sequence, k)) for k, f in columns.items()})])
 
 
+def sampled(sample: Sample, **columns) -> Sample:
+    """With columns of its only sequence overwritten by functions of them, as if the engine had returned those."""
+    (sequence,) = sample.sequences
+    for name, change in columns.items():
+        getattr(sequence, name)[:] = change(getattr(sequence, name))
+    return sample
+
+
 class Reshaped(SingleTurn):
     """An agent loop that changes its sample to produce rare cases."""
 
@@ -44,7 +52,7 @@ class FirstOneUntrained(Reshaped):
 
 class FirstOneCutBySync(Reshaped):
     change = staticmethod(
-        lambda s: s if s.index else changed(s, spans=lambda of: [*of, VersionSpan(1, PolicyVersion(0, 1))])
+        lambda s: s if s.index else sampled(s, spans=lambda of: [*of, VersionSpan(1, PolicyVersion(0, 1))])
     )
 
 
@@ -91,7 +99,7 @@ async def test_a_cancelled_group_releases_each_sample_once(inputs):
         async with asyncio.timeout(30):
             while ClosesItsTool.closed < 9 or ClosesItsTool.opened < 24:  # by the groups that follow
                 await asyncio.sleep(0.005)
-        assert system.loop.limiter.samples == sum(g.generating for g in system.loop.in_flight.values()) == 12
+        assert system.loop.limiter.samples == sum(len(g.places) for g in system.loop.in_flight.values()) == 12
 
 
 async def test_groups_of_equal_rewards_are_dropped_counted_and_refilled(inputs):
@@ -169,7 +177,7 @@ class Damaged(SingleTurn):
     """Damages the sample in the first ``times`` attempts at the prompt of ``uid``."""
 
     uid, times = "e0-000001", 1
-    damage = staticmethod(lambda s: changed(s, logprobs=lambda of: np.full_like(of, np.nan)))
+    damage = staticmethod(lambda s: sampled(s, logprobs=lambda of: np.full_like(of, np.nan)))
     seen: Counter[tuple[str, int]]
 
     def __init__(self, *args) -> None:
@@ -183,15 +191,15 @@ class Damaged(SingleTurn):
 
 
 class DamagedToken(Damaged):
-    damage = staticmethod(lambda s: changed(s, tokens=lambda of: np.full_like(of, 2**30)))
+    damage = staticmethod(lambda s: sampled(s, tokens=lambda of: np.full_like(of, 2**30)))
 
 
 class NegativeToken(Damaged):
-    damage = staticmethod(lambda s: changed(s, tokens=lambda of: np.full_like(of, -1)))
+    damage = staticmethod(lambda s: sampled(s, tokens=lambda of: np.full_like(of, -1)))
 
 
 class DamagedVersion(Damaged):
-    damage = staticmethod(lambda s: changed(s, spans=lambda _: [VersionSpan(0, PolicyVersion(7, 0))]))
+    damage = staticmethod(lambda s: sampled(s, spans=lambda _: [VersionSpan(0, PolicyVersion(7, 0))]))
 
 
 class Poison(Damaged):
@@ -371,11 +379,11 @@ def test_derived_slots_count_all_replicas(inputs):
 
 async def test_the_backlog_grows_with_the_completion_rate():
     limiter = InFlightLimiter(slots=64, max_groups=0)
-    limiter.acquire(64)
+    limiter.acquire(64, groups=16)
     assert await limiter.room(4) == 1  # one group while the completion rate is unknown
     for _ in range(30):  # ten completions every 50 ms
-        limiter.release(10)
-        limiter.acquire(10)
+        limiter.release(10, groups=2)
+        limiter.acquire(10, groups=2)
         await asyncio.sleep(0.05)
     waiting = 4 * await limiter.room(4)
     assert 4 < waiting <= 64
@@ -407,14 +415,14 @@ async def test_groups_start_as_samples_end_and_a_straggler_occupies_one_slot_onl
     limiter = InFlightLimiter(slots=8, max_groups=0)  # plus one waiting group
     assert await limiter.room(4) == 3
     for _ in range(3):
-        limiter.acquire(4)
+        limiter.acquire(4, groups=1)
     waiting = asyncio.create_task(limiter.room(4))
     await asyncio.sleep(0)
     assert not waiting.done()
-    limiter.release()
+    limiter.release(1, groups=0)
     assert await waiting == 1  # eleven samples are in flight, below the limit of twelve
-    limiter.acquire(4)
-    limiter.release(3)
+    limiter.acquire(4, groups=1)
+    limiter.release(3, groups=0)
     assert not asyncio.create_task(limiter.room(4)).done()
     few = InFlightLimiter(slots=8, max_groups=1)
     assert await few.room(4) == 1

@@ -19,7 +19,7 @@ from asyncrl.rollouter.partial import PartialSample, pack, unpack
 from asyncrl.rollouter.validation import ROUNDS
 from asyncrl.sample_queue.messages import InFlight, Recovery, Snapshot
 from asyncrl.types.groups import Group
-from asyncrl.types.samples import FinishReason, Sample
+from asyncrl.types.samples import FinishReason
 from asyncrl.types.versions import PolicyVersion, VersionSpan
 from tests.support.in_memory import InMemoryRecords
 from tests.support.rollout import System, fine
@@ -174,7 +174,9 @@ async def test_in_deterministic_mode_a_killed_rollouter_changes_no_bit(inputs, u
             await until(lambda: first.queue.balance()["queued"] >= 2 and engine._core.active > 2)
         assert not records.snapshots()  # they would not be used
         left = PartialSample()
-        left.begin(arguments=1).output.add(np.ones(3, np.int32), -np.ones(3, np.float32), PolicyVersion(0, 0), False)
+        left.begin(context=1, start=2).output.add(
+            np.ones(3, np.int32), -np.ones(3, np.float32), PolicyVersion(0, 0), False
+        )
         uid = (await first.queue.recover()).in_flight[0].uid
         data = pack(uid, [left, *(PartialSample() for _ in range(3))])
         await first.queue.snapshot([Snapshot(uid, 0, 0, data)])
@@ -359,10 +361,10 @@ async def test_a_validation_that_never_settles_on_one_version_fails(inputs):
         number = 0
 
         async def run(self, prompt, index, generate):
-            Restless.number += 1
-            spans = [VersionSpan(0, PolicyVersion(0, Restless.number))]
-            one = np.ones(1, np.int32)
-            return Sample.single(index, one, one.astype(np.float32), one.astype(bool), spans, FinishReason.STOP)
+            Restless.number = number = Restless.number + 1
+            sample = await super().run(prompt, index, generate)
+            sample.sequences[0].spans[:] = [VersionSpan(0, PolicyVersion(0, number))]
+            return sample
 
     async with System(inputs, judge, agent_loop=Restless, total=0) as system:
         with pytest.raises(RuntimeError, match=rf"after {ROUNDS} rounds 1 of 2 prompts .* versions change faster"):

@@ -16,6 +16,7 @@ def sample(index=0, length=5, versions=((0, 0),), **kw) -> Sample:
         loss_mask=kw.pop("loss_mask", np.ones(length, dtype=bool)),
         spans=[VersionSpan(start, PolicyVersion(0, v)) for start, v in versions],
         finish=FinishReason.STOP,
+        reward=kw.pop("reward", 0.0),
         **kw,
     )
 

@@ -32,6 +32,7 @@ def payload(uid: str, *versions: int) -> bytes:
         np.ones(count, bool),
         [VersionSpan(i, PolicyVersion(0, version)) for i, version in enumerate(versions)],
         FinishReason.STOP,
+        reward=0.0,
     )
     return Group.from_samples(uid, uid, 0, np.ones(1, np.int32), [s]).to_bytes()
 

@@ -11,6 +11,7 @@ from asyncrl.config.load import ConfigError, load_config, to_yaml
 from asyncrl.config.secrets import MissingSecret, hidden, redacted, revealed
 from asyncrl.fully_async_main import main
 from asyncrl.rollouter.actors import RollouterActor
+from asyncrl.rollouter.rewards.base import Answer
 from asyncrl.rollouter.rewards.pool import RewardPool
 from asyncrl.run.preflight import preflight
 from asyncrl.types.prompts import Prompt
@@ -166,7 +167,7 @@ async def test_a_reward_function_gets_the_value(token):
     pool = RewardPool(config.reward)
     await pool.start()
     try:
-        (result,) = await pool.score([(Prompt("e0-0", "row", (), "2"), "22")])
+        (result,) = await pool.score([Answer(Prompt("e0-0", "row", (), "2"), "22")])
     finally:
         await pool.close()
     assert (result.error, result.reward) == (None, 1.0)

@@ -98,7 +98,9 @@ def branched():
     """Of two samples: an answer of two tokens, a continuation that carries them untrained, and a sub-agent with a
     context of its own; and a plain answer."""
     first = [sequence([10, 11]), sequence([10, 11, 12], [0, 0, 1]), sequence([20, 21, 22], [0, 1, 1], prefix=0)]
-    return group("g", [1, 2], Sample(0, first, FinishReason.STOP, 3.0), Sample(1, [sequence([30])], FinishReason.STOP))
+    return group(
+        "g", [1, 2], Sample(0, first, FinishReason.STOP, 3.0), Sample(1, [sequence([30])], FinishReason.STOP, 0.0)
+    )
 
 
 def test_a_batch_has_each_sequence_with_its_own_context(branched):

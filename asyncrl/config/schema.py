@@ -85,7 +85,10 @@ class RolloutConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # 1: off
     top_k: NonNegativeInt = 0  # 0: off
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0  # 0: off
-    max_response_tokens: PositiveInt = 256
+    max_response_tokens: PositiveInt = 256  # of one sequence; tokens that a tool adds to it count, too
+    max_turns: NonNegativeInt = 0  # calls of generate in one sample; 0: any number
+    max_sample_tokens: NonNegativeInt = 0  # that one sample samples, over all of its sequences; 0: any number
+    max_sample_s: NonNegativeFloat = 0.0  # of one sample; the time counts again after a death of the rollouter; 0: any
     stop_strings: list[str] = field(default_factory=list)  # a response ends at the first of these
     stop_token_ids: list[int] = field(default_factory=list)  # in addition to the checkpoint's EOS tokens
     # attempts to sample a group that the queue refuses; after the last it is dropped as poison
@@ -115,9 +118,12 @@ class RolloutConfig(Section):
 
 @dataclass
 class RewardConfig(Section):
-    # arithmetic, the name of an installed function, or an import path, package.module:function
+    # arithmetic, the name of an installed function, or an import path, package.module:function; empty: the agent loop
+    # gives all rewards
     function: str = "???"
     args: dict[str, Any] = field(default_factory=dict)  # further keyword arguments
+    # of the function in the rewards of samples to which the agent loop gives one, too; 0: the function is not called
+    function_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     workers: PositiveInt = 1  # processes
     # names of the environment variables that workers get, besides those that programs need, such as PATH
     secrets: list[str] = field(default_factory=list)
@@ -130,6 +136,8 @@ class RewardConfig(Section):
     failure_value: float = 0.0
 
     def problems(self) -> Iterator[str]:
+        if self.function_share and not self.function:
+            yield f"reward.function_share: expected 0 without a reward.function, found {self.function_share:g}"
         if own := sorted({"HOME", "PYTHONPATH", "TMPDIR"} & set(self.secrets)):
             yield f"reward.secrets: a worker has its own {', '.join(own)}; expected names of other variables"
 

@@ -29,7 +29,11 @@ class DropPolicy:
         if len(samples) < self._rollout.min_group_size:
             return failed[0].reason if failed else "too_small"
         a = self._algorithm
-        rewards = {effective_reward(s.reward, s.finish, a.overlong, a.overlong_penalty) for s in samples} - {None}
+        rewards = {
+            effective_reward(s.reward, s.finish, a.overlong, a.overlong_penalty)
+            for s in samples
+            if s.reward is not None  # all have one by now
+        } - {None}
         if len(rewards) <= 1:
             self._recorder.count("rollout/zero_variance_groups")
             if a.filter_zero_variance:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from asyncrl.observability.telemetry.recorder import Recorder, now_s
+from asyncrl.rollouter.limiter import GroupPlaces
 from asyncrl.rollouter.partial import PartialSample, Position, pack, unpack
 from asyncrl.sample_queue.messages import InFlight, Snapshot
 
@@ -30,11 +31,11 @@ class StoredSnapshot:
 
 @dataclass(eq=False)
 class InFlightGroup:
-    """A group that was issued and is not finished. ``generating`` counts its samples that have not ended. Samples that
-    were just recovered are ``stored`` already, but the next snapshot is whole."""
+    """A group that was issued and is not finished. Samples that were just recovered are ``stored`` already, but the
+    next snapshot is whole."""
 
     samples: list[PartialSample]
-    generating: int = 0
+    places: GroupPlaces
     task: asyncio.Task[None] | None = None
     stored: StoredSnapshot = field(init=False)
 

@@ -12,29 +12,61 @@ _REFILL_S = 0.3  # from the end of a sample to the start of its successor: engin
 _RATE_WINDOW_S = 2.0  # time constant of the completion rate
 
 
+class GroupPlaces:
+    """The places of a group's ``n`` samples in a limiter: one for each that generates or is about to begin."""
+
+    def __init__(self, limiter: InFlightLimiter, n: int) -> None:
+        self._limiter, self._generating, self._running = limiter, set(range(n)), n
+        limiter.acquire(n, groups=1)
+
+    def __len__(self) -> int:
+        return len(self._generating)
+
+    def generates(self, index: int, generates: bool) -> None:
+        """A sample generates, or waits for its agent loop."""
+        if generates and index not in self._generating:
+            self._generating.add(index)
+            self._limiter.acquire(1, groups=0)
+        elif not generates and index in self._generating:
+            self._generating.remove(index)
+            self._limiter.release(1, groups=0)
+
+    def ended(self, index: int) -> None:
+        self.generates(index, False)
+        self._running -= 1
+        if not self._running:
+            self._limiter.release(0, groups=1)
+
+    def close(self) -> None:
+        """Give back what is left."""
+        if self._running:
+            self._limiter.release(len(self._generating), groups=1)
+        self._generating, self._running = set(), 0
+
+
 class InFlightLimiter:
-    """Caps in-flight samples at slots + one group + expected completions, and groups at ``max_groups`` (0: no cap).
+    """Caps samples that generate at slots + one group + expected completions, and groups with such samples at
+    ``max_groups`` (0: no cap).
 
     A freed slot thus always finds a waiting request. The cap counts samples, not groups, so a group that waits for its
-    longest sample occupies one slot only. ::
+    longest sample occupies one slot only, and one that waits for a tool none. A sample that comes back from its tool
+    does not wait here, so there may be more for a while. ::
 
         count = await limiter.room(n)            # groups of n samples that may start, at least one
-        limiter.acquire(n)                       # for each group that starts
-        limiter.release()                        # one of its samples ended
-        limiter.release(remaining, groups=1)     # the whole group ended
+        places = GroupPlaces(limiter, n)         # for each group that starts
 
     ``idle`` is set while a slot has no sample."""
 
     def __init__(self, slots: int, max_groups: int) -> None:
         self._slots, self._groups_left = slots, max_groups or sys.maxsize
-        self._samples = 0  # in flight
+        self._samples = 0  # that generate
         self._released, self.idle = asyncio.Event(), asyncio.Event()
         self.idle.set()
         self._completions_per_s, self._measured_s = 0.0, now_s()
 
     @property
     def samples(self) -> int:
-        """Samples in flight."""
+        """Samples that generate."""
         return self._samples
 
     async def room(self, n: int) -> int:
@@ -44,10 +76,10 @@ class InFlightLimiter:
             await self._released.wait()
         return count
 
-    def acquire(self, n: int) -> None:
-        self._add(n, 1)
+    def acquire(self, samples: int, groups: int) -> None:
+        self._add(samples, groups)
 
-    def release(self, samples: int = 1, groups: int = 0) -> None:
+    def release(self, samples: int, groups: int) -> None:
         self._add(-samples, -groups)
         self._completions_per_s = self._recent_completions_per_s() + samples / _RATE_WINDOW_S
         self._measured_s = now_s()

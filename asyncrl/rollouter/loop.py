@@ -26,7 +26,7 @@ from asyncrl.observability.telemetry.recorder import Recorder, now_s
 from asyncrl.rollouter.batching_sender import BatchingSender
 from asyncrl.rollouter.drops import DropPolicy
 from asyncrl.rollouter.in_flight import InFlightGroup, SnapshotStore, Snapshotter, recovered_samples
-from asyncrl.rollouter.limiter import InFlightLimiter
+from asyncrl.rollouter.limiter import GroupPlaces, InFlightLimiter
 from asyncrl.rollouter.partial import PartialSample
 from asyncrl.rollouter.samples import FailedSample, GroupTask, SampleMaker
 from asyncrl.rollouter.sampling import training_sampling, truncations
@@ -172,23 +172,12 @@ class RolloutLoop:
                     self._start(groups, prompt, samples)
 
     def _start(self, groups: asyncio.TaskGroup, prompt: Prompt, samples: list[PartialSample]) -> None:
-        group = self.in_flight[prompt.uid] = InFlightGroup(samples)
-        self._acquire(group)
+        group = self.in_flight[prompt.uid] = InFlightGroup(samples, GroupPlaces(self.limiter, len(samples)))
         group.task = groups.create_task(self._roll_out(prompt, group))
         group.task.add_done_callback(lambda _: self._end(prompt.uid))
 
     def _end(self, uid: str) -> None:
-        group = self.in_flight.pop(uid)
-        if group.generating:
-            self._release(group, group.generating)
-
-    def _acquire(self, group: InFlightGroup) -> None:
-        group.generating = len(group.samples)
-        self.limiter.acquire(group.generating)
-
-    def _release(self, group: InFlightGroup, samples: int = 1) -> None:
-        group.generating -= samples
-        self.limiter.release(samples, groups=int(not group.generating))
+        self.in_flight.pop(uid).places.close()
 
     async def _cancel_overdue(self) -> None:
         """Cancel groups that the queue has dropped. The queue ignores one that finishes at the same time."""
@@ -219,7 +208,7 @@ class RolloutLoop:
                 refusal.reason,
             )
             group.restart(refusal.attempt)
-            self._acquire(group)
+            group.places = GroupPlaces(self.limiter, len(group.samples))
 
     async def _attempt(self, prompt: Prompt, tokens: np.ndarray, group: InFlightGroup) -> Refusal | None:
         """Returns the queue's refusal; None if the group was accepted or dropped."""
@@ -258,7 +247,7 @@ class RolloutLoop:
             key=prompt.uid,
             one_version=not self._config.async_training.partial_rollout,
         )
-        made = await self._maker.make(task, group.samples, ended=lambda: self._release(group))
+        made = await self._maker.make(task, group.samples, group.places)
         return [_without_untrained(s) for s in made]
 
     async def _hand_over(self, group: Group) -> Refusal | None:
@@ -278,6 +267,7 @@ class RolloutLoop:
         self._recorder.count("rollout/samples", len(samples))
         self._recorder.count("rollout/partial_samples", sum(len(s.versions) > 1 for s in samples))
         for s in samples:
+            assert s.reward is not None
             self._recorder.count("rollout/sum/reward", s.reward)
             for name, value in s.metrics.items():
                 self._recorder.count(f"rollout/sum/{name}", value)
@@ -286,8 +276,7 @@ class RolloutLoop:
 def _finite(made: Sequence[Sample | FailedSample]) -> bool:
     """True if every trained token has a finite behaviour logprob."""
     sequences = [q for s in made if isinstance(s, Sample) for q in s.sequences]
-    whole = [q for q in sequences if len(q.logprobs) == len(q.loss_mask)]  # others fail as groups
-    return all(np.isfinite(np.where(q.loss_mask, q.logprobs, 0)).all() for q in whole)
+    return all(np.isfinite(np.where(q.loss_mask, q.logprobs, 0)).all() for q in sequences)
 
 
 def _without_untrained(sample: Sample | FailedSample) -> Sample | FailedSample:

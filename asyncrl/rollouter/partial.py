@@ -7,7 +7,6 @@ are replayed, see `asyncrl.rollouter.replay`.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -66,13 +65,23 @@ class GeneratedTokens:
 
 @dataclass(eq=False)
 class GenerateCall:
-    """One call of ``generate``: a 64-bit digest of its arguments, its number among the sample's calls with equal ones,
-    its output, and None or why it finished."""
+    """One call of ``generate``: 64-bit digest and length of its context, its number among the sample's calls with equal
+    ones, its output, and None or why it finished."""
 
-    arguments: int
+    context: int
+    start: int
     ordinal: int
     output: GeneratedTokens
     finish: FinishReason | None = None
+
+
+class SavedCall(NamedTuple):
+    """A call whose result is in the state that the agent loop saved: digest and length of its context, and the number
+    of its tokens."""
+
+    context: int
+    start: int
+    tokens: int
 
 
 class Position(NamedTuple):
@@ -98,12 +107,11 @@ _NOWHERE = Position(_NONE)  # of a sample that no part has
 class PartialSample:
     """``state`` is what the agent loop saved last, ``calls`` those whose results are not in it.
 
-    ``saved_tokens`` counts the tokens of the calls before, ``saved_calls`` these calls by their arguments;
-    ``saved_first_token_s`` is that of their first token. ``attempt`` counts how often the queue refused the group."""
+    ``saved_calls`` are those before; ``saved_first_token_s`` is that of their first token. ``attempt`` counts how often
+    the queue refused the group."""
 
     state: bytes | None = None
-    saved_tokens: int = 0
-    saved_calls: Counter[int] = field(default_factory=Counter)
+    saved_calls: list[SavedCall] = field(default_factory=list)
     saved_first_token_s: float | None = None
     calls: list[GenerateCall] = field(default_factory=list)
     attempt: int = 0
@@ -113,7 +121,12 @@ class PartialSample:
     @property
     def token_count(self) -> int:
         """Tokens generated so far, over all calls."""
-        return self.saved_tokens + sum(call.output.count for call in self.calls)
+        return sum(call.tokens for call in self.saved_calls) + sum(call.output.count for call in self.calls)
+
+    @property
+    def call_count(self) -> int:
+        """Calls of ``generate`` so far."""
+        return len(self.saved_calls) + len(self.calls)
 
     @property
     def first_token_s(self) -> float | None:
@@ -124,7 +137,7 @@ class PartialSample:
     @property
     def size(self) -> int:
         """Bytes of its state and of the tokens since."""
-        return len(self.state or b"") + _TOKEN_BYTES * (self.token_count - self.saved_tokens)
+        return len(self.state or b"") + _TOKEN_BYTES * sum(call.output.count for call in self.calls)
 
     @property
     def started(self) -> bool:
@@ -137,10 +150,10 @@ class PartialSample:
         others = ((c.output.count, len(c.output.spans), c.finish is not None) for c in self.calls[first:])
         return Position(self._replaced, first, tuple(others))
 
-    def begin(self, arguments: int) -> GenerateCall:
-        equals = [call.ordinal for call in self.calls if call.arguments == arguments]
-        ordinal = max(equals, default=self.saved_calls[arguments] - 1) + 1
-        self.calls.append(GenerateCall(arguments, ordinal, GeneratedTokens()))
+    def begin(self, context: int, start: int) -> GenerateCall:
+        equals = [call.ordinal for call in self.calls if call.context == context]
+        saved = sum(call.context == context for call in self.saved_calls)
+        self.calls.append(GenerateCall(context, start, max(equals, default=saved - 1) + 1, GeneratedTokens()))
         return self.calls[-1]
 
     def finish(self, call: GenerateCall, reason: FinishReason) -> None:
@@ -159,16 +172,14 @@ class PartialSample:
     def save(self, state: bytes, covered: Sequence[GenerateCall]) -> None:
         """Replace the earlier state and the calls ``covered`` by ``state``."""
         self.saved_first_token_s = self.first_token_s if covered else self.saved_first_token_s
-        self.saved_tokens += sum(call.output.count for call in covered)
-        self.saved_calls.update(call.arguments for call in covered)
+        self.saved_calls += [SavedCall(call.context, call.start, call.output.count) for call in covered]
         self.calls = [call for call in self.calls if not any(call is other for other in covered)]
         self.state = state
         self._replaced += 1
 
     def restart(self, attempt: int | None = None) -> None:
         """Discard all progress. A new ``attempt`` draws other random numbers."""
-        self.state, self.saved_tokens, self.saved_calls, self.saved_first_token_s = None, 0, Counter(), None
-        self.calls = []
+        self.state, self.saved_calls, self.saved_first_token_s, self.calls = None, [], None, []
         self.attempt = self.attempt if attempt is None else attempt
         self._replaced += 1
 
@@ -180,12 +191,12 @@ def pack(uid: str, samples: Sequence[PartialSample], since: Sequence[Position] |
     =============  =======  =======  ===================================================================================
     column         dtype    shape    meaning
     =============  =======  =======  ===================================================================================
-    ``samples``    int64    [S, 8]   index in the group, 1 if nothing of earlier parts is kept, calls before these,
-                                     calls, saved_tokens, saved_calls, attempt, bytes of state
+    ``samples``    int64    [S, 7]   index in the group, 1 if nothing of earlier parts is kept, calls before these,
+                                     calls, saved_calls, attempt, bytes of state
     ``states``     uint8    [B]      of all samples
-    ``saved``      uint64   [K]      arguments of the saved_calls of all samples
-    ``arguments``  uint64   [C]
-    ``calls``      int64    [C, 4]   ordinal, finish, tokens, spans
+    ``contexts``   uint64   [K + C]  of the saved_calls of all samples, then of the calls
+    ``saved``      int64    [K, 2]   start, tokens
+    ``calls``      int64    [C, 5]   start, ordinal, finish, tokens, spans
     ``tokens``     int32    [T]
     ``logprobs``   float32  [T]
     ``spans``      int64    [V, 5]   start, lineage, number, mixed_kv, index in the part's list of replicas
@@ -193,7 +204,7 @@ def pack(uid: str, samples: Sequence[PartialSample], since: Sequence[Position] |
     """
     rows: list[tuple[int, ...]] = []
     states: list[bytes] = []
-    saved: list[int] = []
+    saved: list[SavedCall] = []
     news: list[_News] = []
     for index, sample in enumerate(samples):
         before, now = since[index] if since is not None else _NOWHERE, sample.position
@@ -203,10 +214,10 @@ def pack(uid: str, samples: Sequence[PartialSample], since: Sequence[Position] |
         if whole:
             before = _NOWHERE
         state = sample.state if whole else None
-        covered = list(sample.saved_calls.elements()) if whole else []
+        covered = sample.saved_calls if whole else []
         state_bytes = _NONE if state is None else len(state)
         position = index, whole, before.finished, len(sample.calls) - before.finished
-        rows.append((*position, sample.saved_tokens, len(covered), sample.attempt, state_bytes))
+        rows.append((*position, len(covered), sample.attempt, state_bytes))
         states.append(state or b"")
         saved += covered
         for number, call in enumerate(sample.calls[before.finished :], before.finished):
@@ -217,11 +228,11 @@ def pack(uid: str, samples: Sequence[PartialSample], since: Sequence[Position] |
     return _SNAPSHOT.to_bytes(
         {"uid": uid, "replicas": replicas},
         {
-            "samples": _table(rows, 8),
+            "samples": _table(rows, 7),
             "states": np.frombuffer(b"".join(states), np.uint8),
-            "saved": np.array(saved, np.uint64),
-            "arguments": np.array([new.call.arguments for new in news], np.uint64),
-            "calls": _table([(n.call.ordinal, _finish(n.call), n.tokens, len(n.spans)) for n in news], 4),
+            "contexts": np.array([*(c.context for c in saved), *(n.call.context for n in news)], np.uint64),
+            "saved": _table([call[1:] for call in saved], 2),
+            "calls": _table([(n.call.start, n.call.ordinal, _finish(n.call), n.tokens, len(n.spans)) for n in news], 5),
             "tokens": _joined([part for n in news for part in _last(n.call.output.tokens, n.tokens)], np.int32),
             "logprobs": _joined([part for n in news for part in _last(n.call.output.logprobs, n.tokens)], np.float32),
             "spans": _table([(x.start, *x.version, x.mixed_kv, replicas.index(x.replica)) for x in spans], 5),
@@ -240,22 +251,23 @@ def unpack(parts: Sequence[Buffer]) -> list[PartialSample]:
 
 def _unpack_part(data: Buffer, samples: dict[int, PartialSample]) -> None:
     meta, columns = _SNAPSHOT.from_buffer(data)
-    calls = zip(columns["arguments"].tolist(), columns["calls"].tolist(), strict=True)
-    states, spans, saved = columns["states"].tobytes(), columns["spans"].tolist(), columns["saved"].tolist()
+    contexts, saved = columns["contexts"].tolist(), columns["saved"].tolist()
+    calls = zip(contexts[len(saved) :], columns["calls"].tolist(), strict=True)
+    states, spans = columns["states"].tobytes(), columns["spans"].tolist()
     state_at = token_at = span_at = saved_at = 0
-    for index, whole, first, count, saved_tokens, saved_calls, attempt, state_bytes in columns["samples"].tolist():
+    for index, whole, first, count, saved_calls, attempt, state_bytes in columns["samples"].tolist():
         if whole:
-            covered = Counter(saved[saved_at : saved_at + saved_calls])
+            covered = range(saved_at, saved_at + saved_calls)
             saved_at += saved_calls
-            samples[index] = PartialSample(None, saved_tokens, covered, attempt=attempt)
+            samples[index] = PartialSample(None, [SavedCall(contexts[i], *saved[i]) for i in covered], attempt=attempt)
         sample = samples[index]
         if state_bytes != _NONE:
             sample.state = states[state_at : state_at + state_bytes]
             state_at += state_bytes
         for number in range(first, first + count):
-            arguments, (ordinal, finish, tokens, span_count) = next(calls)
+            context, (start, ordinal, finish, tokens, span_count) = next(calls)
             if number == len(sample.calls):
-                sample.calls.append(GenerateCall(arguments, ordinal, GeneratedTokens()))
+                sample.calls.append(GenerateCall(context, start, ordinal, GeneratedTokens()))
             call = sample.calls[number]
             output = call.output
             output.spans += [

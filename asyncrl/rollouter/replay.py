@@ -1,4 +1,4 @@
-"""The ``generate`` of agent loops: records every call, and answers repeated calls from the record.
+"""The ``generate`` of agent loops: records every call, answers repeated calls from the record, and keeps the limits.
 
 An agent loop that runs again after a crash repeats the calls of its first run. Those are replayed instead of sampled
 again, and calls that were under way continue from the tokens they had.
@@ -6,94 +6,132 @@ again, and calls that were under way continue from the tokens they had.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import math
+import sys
 
 import numpy as np
-import xxhash
 
-from asyncrl.observability.telemetry.recorder import Recorder
-from asyncrl.rollouter.agents.base import Completion
+from asyncrl.config.schema import RolloutConfig
+from asyncrl.observability.telemetry.recorder import Recorder, now_s
+from asyncrl.rollouter.agents.base import Completion, LimitReached
+from asyncrl.rollouter.agents.provenance import SampledCall, context_digest
 from asyncrl.rollouter.agents.watch import AgentWatch
 from asyncrl.rollouter.engines.base import Request
 from asyncrl.rollouter.partial import GenerateCall, PartialSample
 from asyncrl.rollouter.router import Router, VersionChanged
 from asyncrl.rollouter.sampling import call_key
+from asyncrl.types.samples import FinishReason
 
 
 class ReplayedGenerate:
     """Implements `asyncrl.rollouter.agents.base.Generate` for one run of an agent loop; ``sample`` outlives it.
 
     ``prompt`` is a request with the prompt's tokens only, whose id names the sample. With ``one_version`` a call starts
-    again rather than mix tokens of two policy versions."""
+    again rather than mix tokens of two policy versions. The limit of time counts from now on."""
 
     def __init__(
         self,
         router: Router,
         sample: PartialSample,
         prompt: Request,
+        limits: RolloutConfig,
         one_version: bool,
         watch: AgentWatch,
         recorder: Recorder,
     ) -> None:
         self._router, self._sample, self._prompt, self._one_version = router, sample, prompt, one_version
-        self._watch, self._recorder = watch, recorder
+        self._limits, self._watch, self._recorder = limits, watch, recorder
+        self._until_s = now_s() + (limits.max_sample_s or math.inf)
         self._claimed: list[GenerateCall] = []  # calls of the record that this run has made
-        self._returned: list[GenerateCall] = []  # those whose results it has
+        self._unsaved: list[GenerateCall] = []  # those whose results it has
+        #: all calls whose results the loop has
+        self.sampled = [SampledCall(call.start, call.context, call.tokens, None) for call in sample.saved_calls]
 
     @property
     def state(self) -> bytes | None:
         return self._sample.state
 
-    def save(self, state: bytes) -> None:
-        self._sample.save(state, self._returned)
-        self._returned = []
+    @property
+    def seconds_left(self) -> float:
+        return max(0.0, self._until_s - now_s())
 
-    async def __call__(self, response: np.ndarray, max_new_tokens: int, prefix: int | None = None) -> Completion:
-        """Raises GenerationFailed, or ValueError for a prefix that the prompt does not have."""
+    def save(self, state: bytes) -> None:
+        self._sample.save(state, self._unsaved)
+        self._unsaved = []
+
+    async def __call__(
+        self, response: np.ndarray, max_new_tokens: int | None = None, prefix: int | None = None
+    ) -> Completion:
+        """Raises GenerationFailed, LimitReached, or ValueError for a prefix that the prompt does not have."""
         prompt = self._prompt.tokens
         if prefix is not None and not 0 <= prefix <= len(prompt):
             raise ValueError(f"prefix: expected 0 to {len(prompt)} tokens of the prompt, found {prefix}")
         shared = prompt[:prefix]
-        tokens = np.concatenate([shared, np.asarray(response, np.int32)])
-        arguments = xxhash.xxh3_64_intdigest(tokens.tobytes() + int(max_new_tokens).to_bytes(8, "little", signed=True))
-        call = self._claim(arguments)
+        context = np.concatenate([shared, np.asarray(response, np.int32)])
+        call = self._claim(context, len(response))
         if call.finish is None:
+            room = self._limits.max_response_tokens - len(response)
             first = not len(response) and prefix is None and not call.ordinal
-            await self._generate(call, tokens, max_new_tokens, len(shared), first)
-        self._returned.append(call)
+            request = dataclasses.replace(
+                self._prompt,
+                tokens=context,
+                shared_prefix=len(shared),
+                # the answer to the plain prompt draws the numbers of a single-turn sample
+                key=self._prompt.key if first else call_key(self._prompt.key, call.context, call.ordinal),
+                max_new_tokens=room if max_new_tokens is None else min(max_new_tokens, room),
+            )
+            await self._generate(call, request)
+        self._unsaved.append(call)
         assert call.finish is not None
-        return call.output.completion(call.finish)
+        completion = call.output.completion(call.finish)
+        self.sampled.append(SampledCall(call.start, call.context, call.output.count, completion))
+        return completion
 
-    def _claim(self, arguments: int) -> GenerateCall:
-        """The first call of the record with these arguments that this run has not made yet, or a new one."""
+    def _claim(self, context: np.ndarray, response_tokens: int) -> GenerateCall:
+        """The first call of the record with this context that this run has not made yet, or a new one. Raises
+        LimitReached."""
+        digest = context_digest(context)
         for call in self._sample.calls:
-            if call.arguments == arguments and not any(call is other for other in self._claimed):
+            if call.context == digest and not any(call is other for other in self._claimed):
                 break
         else:
-            call = self._sample.begin(arguments)
+            if response_tokens >= self._limits.max_response_tokens:
+                raise LimitReached(FinishReason.LENGTH)
+            if self._limits.max_turns and self._sample.call_count >= self._limits.max_turns:
+                raise LimitReached(FinishReason.TURNS)
+            call = self._sample.begin(digest, len(context))
         self._claimed.append(call)
         return call
 
-    async def _generate(self, call: GenerateCall, tokens: np.ndarray, limit: int, shared: int, first: bool) -> None:
-        """``first``: of the answer to the plain prompt, which draws the numbers of a single-turn sample."""
-        sample = self._sample
-        request = dataclasses.replace(
-            self._prompt,
-            tokens=tokens,
-            shared_prefix=shared,
-            key=self._prompt.key if first else call_key(self._prompt.key, call.arguments, call.ordinal),
-            max_new_tokens=limit,
-        )
+    async def _generate(self, call: GenerateCall, request: Request) -> None:
+        sample, limits = self._sample, self._limits
+        most = limits.max_sample_tokens or sys.maxsize  # tokens of the sample; of this call:
+        most -= sample.token_count - call.output.count
         self._watch.generating(True)
         try:
+            if most <= 0:
+                raise LimitReached(FinishReason.TOKENS)
+            request = dataclasses.replace(request, max_new_tokens=min(request.max_new_tokens, most))
             while call.finish is None:
                 sample.requests += 1
                 request = dataclasses.replace(request, id=f"{self._prompt.id}/{sample.requests}")
                 try:
-                    sample.finish(call, await self._router.generate(request, call.output, self._one_version))
+                    async with asyncio.timeout(None if math.isinf(self._until_s) else self.seconds_left) as time:
+                        finish = await self._router.generate(request, call.output, self._one_version)
                 except VersionChanged:
                     self._recorder.count("rollout/restarted_calls")
                     sample.start_again(call)
+                    continue
+                except TimeoutError:
+                    if not time.expired():
+                        raise
+                    if not call.output.count:
+                        raise LimitReached(FinishReason.TIME) from None
+                    finish = FinishReason.TIME
+                cut = finish is FinishReason.LENGTH and call.output.count == most
+                sample.finish(call, FinishReason.TOKENS if cut else finish)
         except BaseException:
             sample.discard(call)
             self._claimed = [other for other in self._claimed if other is not call]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,22 +14,30 @@ import numpy as np
 from asyncrl.config.schema import Config
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.rollouter.agents.base import AgentLoop, GenerationFailed
+from asyncrl.rollouter.agents.provenance import sample_problem
 from asyncrl.rollouter.agents.watch import AgentWatch
 from asyncrl.rollouter.engines.base import Request, SamplingParams
+from asyncrl.rollouter.limiter import GroupPlaces
 from asyncrl.rollouter.partial import PartialSample
 from asyncrl.rollouter.replay import ReplayedGenerate
+from asyncrl.rollouter.rewards.base import Answer
 from asyncrl.rollouter.rewards.pool import RewardResult
+from asyncrl.rollouter.rewards.replies import checked
 from asyncrl.rollouter.router import Router
 from asyncrl.rollouter.sampling import random_key
 from asyncrl.rollouter.tokenizer import PromptTokenizer
 from asyncrl.types.prompts import Prompt
 from asyncrl.types.samples import Sample
+from asyncrl.types.trajectories import Trajectory, TrajectorySequence
 
 log = logging.getLogger(__name__)
 
 
 class Rewards(Protocol):
-    async def score(self, items: Sequence[tuple[Prompt, str]]) -> Sequence[RewardResult]: ...
+    @property
+    def takes_trajectories(self) -> bool: ...
+
+    async def score(self, answers: Sequence[Answer]) -> Sequence[RewardResult]: ...
 
 
 @dataclass(frozen=True)
@@ -68,19 +77,19 @@ class SampleMaker:
         rewards: Rewards,
         recorder: Recorder,
     ) -> None:
-        self._seed, self._reward, self._agent_timeout_s = config.seed, config.reward, config.rollout.agent_timeout_s
+        self._seed, self._reward, self._rollout = config.seed, config.reward, config.rollout
         self.tokenizer = tokenizer
         self._agent_loop = agent_loop
         self._max_prompt_tokens = max_prompt_tokens
         self._router = router
         self._rewards = rewards
         self._recorder = recorder
-        self._reported: set[str] = set()  # types of agent errors
+        self._reported: set[str] = set()  # kinds of agent errors
 
     async def make(
-        self, task: GroupTask, partials: Sequence[PartialSample], ended: Callable[[], None] = lambda: None
+        self, task: GroupTask, partials: Sequence[PartialSample], places: GroupPlaces | None = None
     ) -> list[Sample | FailedSample]:
-        """Complete each partial sample; ``ended`` is called at the end of each."""
+        """Complete each partial sample. ``places`` are given back as samples wait for their agent loops, and end."""
         if len(task.tokens) > self._max_prompt_tokens:
             message = (
                 f"prompt of {len(task.tokens)} tokens, at most {self._max_prompt_tokens} leave room for the response"
@@ -89,14 +98,15 @@ class SampleMaker:
 
         async def one(index: int, partial: PartialSample) -> Sample | FailedSample:
             try:
-                return await self._sample(task, index, partial)
+                return await self._sample(task, index, partial, places)
             except asyncio.CancelledError:
                 running = asyncio.current_task()
                 if running is not None and running.cancelling():
                     raise
                 return FailedSample("agent_cancelled", "the agent loop awaited a task that was cancelled")
             finally:
-                ended()
+                if places is not None:
+                    places.ended(index)
 
         samples = [asyncio.create_task(one(index, partial)) for index, partial in enumerate(partials)]
         try:
@@ -113,31 +123,58 @@ class SampleMaker:
         return all(self.tokenizer.in_vocabulary(q.tokens) for s in made if isinstance(s, Sample) for q in s.sequences)
 
     async def score(self, prompt: Prompt, made: Sequence[Sample | FailedSample]) -> list[Sample | FailedSample]:
-        """Add rewards and metrics to the samples, from the text of each one's last sequence.
+        """Add rewards and metrics to the samples.
 
-        A sample whose reward fails becomes a failed one, or with reward.on_failure=value gets reward.failure_value, so
-        that a policy that makes the reward hang learns not to."""
-        undecodable = FailedSample("token_out_of_vocabulary", "it has tokens outside the model's vocabulary")
-        scored = [undecodable if isinstance(s, Sample) and not self.decodable([s]) else s for s in made]
-        at = [i for i, s in enumerate(scored) if isinstance(s, Sample)]
-        if not at:
+        The reward function scores those to which the agent loop gave no reward, and with ``reward.function_share`` also
+        the others. A sample whose reward fails becomes a failed one, or with reward.on_failure=value gets
+        reward.failure_value, so that a policy that makes the reward hang learns not to."""
+        scored = [self._ungraded(s) if isinstance(s, Sample) else s for s in made]
+        config, graded = self._reward, [s for s in scored if isinstance(s, Sample)]
+        asked = [s for s in graded if config.function and (s.reward is None or config.function_share)]
+        if not asked:
             return scored
-        texts = self.tokenizer.decode_batch([scored[i].sequences[-1].tokens for i in at])  # type: ignore[union-attr]
-        with self._recorder.span("rollout/reward", samples=len(at)):
-            results = await self._rewards.score([(prompt, text) for text in texts])
-        for i, result in zip(at, results, strict=True):
-            sample = scored[i]
-            assert isinstance(sample, Sample)
-            if result.error is None:
-                sample.reward, sample.metrics = result.reward, dict(result.metrics)
-            elif self._reward.on_failure == "value":
-                sample.reward = self._reward.failure_value
+        with self._recorder.span("rollout/reward", samples=len(asked)):
+            results = await self._rewards.score(self._answers(prompt, asked))
+        failures: dict[int, FailedSample] = {}
+        for sample, result in zip(asked, results, strict=True):
+            reward = result.reward
+            if result.error is not None:
+                if config.on_failure == "drop":
+                    failures[id(sample)] = FailedSample(result.error, result.message)
+                    continue
+                reward = config.failure_value
                 self._recorder.count(f"rollout/failed_rewards/{result.error}")
-            else:
-                scored[i] = FailedSample(result.error, result.message)
-        return scored
+            if sample.reward is not None:
+                reward = (1 - config.function_share) * sample.reward + config.function_share * reward
+            sample.reward, sample.metrics = reward, {**sample.metrics, **result.metrics}
+        return [failures.get(id(s), s) for s in scored]
 
-    async def _sample(self, task: GroupTask, index: int, partial: PartialSample) -> Sample | FailedSample:
+    def _ungraded(self, sample: Sample) -> Sample | FailedSample:
+        """The sample, or its failure if it cannot have a reward."""
+        if not self.decodable([sample]):
+            return FailedSample("token_out_of_vocabulary", "it has tokens outside the model's vocabulary")
+        if sample.reward is None and not self._reward.function:
+            return FailedSample("no_reward", "the agent loop gave no reward, and there is no reward.function")
+        return sample
+
+    def _answers(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Answer]:
+        texts = self.tokenizer.decode_batch([s.sequences[-1].tokens for s in samples])
+        takes = self._rewards.takes_trajectories
+        return [
+            Answer(prompt, text, self._trajectory(s) if takes else None) for text, s in zip(texts, samples, strict=True)
+        ]
+
+    def _trajectory(self, sample: Sample) -> Trajectory:
+        texts = self.tokenizer.decode_batch([q.tokens for q in sample.sequences])
+        sequences = [
+            TrajectorySequence(text, q.tokens.tolist(), q.loss_mask.tolist())
+            for text, q in zip(texts, sample.sequences, strict=True)
+        ]
+        return Trajectory(sequences, sample.messages, sample.finish.name.lower(), sample.reward, sample.metrics)
+
+    async def _sample(
+        self, task: GroupTask, index: int, partial: PartialSample, places: GroupPlaces | None
+    ) -> Sample | FailedSample:
         request = Request(
             id=f"{task.name}/{index}",
             group=task.name,
@@ -149,21 +186,37 @@ class SampleMaker:
             sampling=task.sampling,
             priority=task.priority,
         )
-        watch = AgentWatch(self._agent_timeout_s)
-        generate = ReplayedGenerate(self._router, partial, request, task.one_version, watch, self._recorder)
+        generates: Callable[[bool], None] = (
+            functools.partial(places.generates, index) if places is not None else lambda _: None
+        )
+        watch = AgentWatch(self._rollout.agent_timeout_s, generates)
+        generate = ReplayedGenerate(
+            self._router, partial, request, self._rollout, task.one_version, watch, self._recorder
+        )
         try:
-            return await self._agent_loop.run(task.prompt, index, generate)
+            sample = await self._agent_loop.run(task.prompt, index, generate)
+            problem = sample_problem(sample, task.tokens, generate.sampled) or _bad_reward(sample)
         except GenerationFailed as e:
             return FailedSample(e.reason, str(e))
         except asyncio.CancelledError:
             if not watch.expired:
                 raise
-            message = f"no call of generate within rollout.agent_timeout_s = {self._agent_timeout_s:g} s"
+            message = f"no call of generate within rollout.agent_timeout_s = {self._rollout.agent_timeout_s:g} s"
             return FailedSample("agent_timeout", message)
         except Exception as e:
             return self._agent_error(task.prompt, e)
         finally:
             watch.close()
+        if problem is not None:
+            return self._bad_sample(f"group {task.prompt.uid} sample {index}: {problem}")
+        return sample
+
+    def _bad_sample(self, message: str) -> FailedSample:
+        """Logs the first one; `rollout/failed_samples/bad_sample` counts all."""
+        if "bad_sample" not in self._reported:
+            self._reported.add("bad_sample")
+            log.warning("the agent loop returned a bad sample, which is dropped; further ones are counted: %s", message)
+        return FailedSample("bad_sample", message)
 
     def _agent_error(self, prompt: Prompt, error: Exception) -> FailedSample:
         """Logs the first error of each type with its traceback; `rollout/failed_samples/agent_error` counts all."""
@@ -177,3 +230,12 @@ class SampleMaker:
                 exc_info=error,
             )
         return FailedSample("agent_error", f"{kind}: {error}")
+
+
+def _bad_reward(sample: Sample) -> str | None:
+    """What is wrong with the reward and metrics that an agent loop gave, if anything."""
+    try:
+        checked({"reward": 0.0 if sample.reward is None else sample.reward, **sample.metrics})
+    except (TypeError, ValueError, OverflowError) as e:
+        return str(e)
+    return None

@@ -43,6 +43,6 @@ def random_key(seed: int, uid: str, sample: int, attempt: int = 0) -> int:
     return xxhash.xxh3_64_intdigest(f"{seed}/{uid}/{sample}{suffix}".encode()) >> 1
 
 
-def call_key(sample_key: int, arguments: int, ordinal: int) -> int:
-    """63-bit key of one call of ``generate``: of its arguments, and its number among calls with equal ones."""
-    return xxhash.xxh3_64_intdigest(f"{sample_key}/{arguments}/{ordinal}".encode()) >> 1
+def call_key(sample_key: int, context: int, ordinal: int) -> int:
+    """63-bit key of one call of ``generate``: of its context (a digest), and its number among calls with equal ones."""
+    return xxhash.xxh3_64_intdigest(f"{sample_key}/{context}/{ordinal}".encode()) >> 1

@@ -75,7 +75,7 @@ class Validation:
         if version is not None:
             values |= {"validation/version": version.number, "validation/lineage": version.lineage}
         if scored:
-            values["validation/reward"] = float(np.mean([s.reward for s in scored]))
+            values["validation/reward"] = float(np.mean([s.reward for s in scored if s.reward is not None]))
             for name in sorted({k for s in scored for k in s.metrics}):
                 values[f"validation/{name}"] = float(np.mean([s.metrics.get(name, 0.0) for s in scored]))
         return values

@@ -1,4 +1,4 @@
-"""Checks on a finished group: every trained token was sampled by an engine of this run."""
+"""Checks on a finished group: every trained token was sampled by an engine of this run, every sample has a reward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import numpy as np
 
 from asyncrl.types.groups import Group
 
-Defect = Literal["no_trained_token", "logprob_not_finite", "token_out_of_vocabulary", "unknown_version"]
+Defect = Literal[
+    "no_trained_token", "logprob_not_finite", "token_out_of_vocabulary", "unknown_version", "reward_not_finite"
+]
 
 
 def defect(group: Group, vocab_size: int, versions: Container[tuple[int, int]]) -> Defect | None:
@@ -19,7 +21,8 @@ def defect(group: Group, vocab_size: int, versions: Container[tuple[int, int]]) 
     - ``logprob_not_finite``: a trained token has a behaviour logprob that is NaN or infinite.
     - ``token_out_of_vocabulary``: a token, trained or not, is not in 0 ≤ token < ``vocab_size``.
     - ``unknown_version``: a span has a policy version that was never announced; ``versions`` holds those that were, as
-      (lineage, number)."""
+      (lineage, number).
+    - ``reward_not_finite``: a sample has no reward, or one that is infinite."""
     if not group.loss_mask.any():
         return "no_trained_token"
     if not np.isfinite(group.logprobs).all() and not np.isfinite(group.logprobs[group.loss_mask]).all():
@@ -30,4 +33,6 @@ def defect(group: Group, vocab_size: int, versions: Container[tuple[int, int]]) 
     sampled_under = set(zip(group.span_lineage.tolist(), group.span_number.tolist()))
     if any(version not in versions for version in sampled_under):
         return "unknown_version"
+    if not np.isfinite(group.rewards).all():
+        return "reward_not_finite"
     return None

@@ -13,6 +13,7 @@ import numpy as np
 
 from asyncrl.trainer.backends.base import TrainBatch
 from asyncrl.types.groups import Group
+from asyncrl.types.samples import TOKEN_REWARDS
 from asyncrl.types.versions import PolicyVersion, Sampler
 
 
@@ -20,7 +21,8 @@ def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> Trai
     """All sequences of ``groups`` in the given order, within a group by sample index. Tokens sampled by a version below
     ``mask_before`` are not trained.
 
-    Columns: ``behaviour_logprobs``, ``sampler`` (int32: index in `samplers`; -1 for a token with mixed KV). Sequence
+    Columns: ``behaviour_logprobs``, ``sampler`` (int32: index in `samplers`; -1 for a token with mixed KV), and if an
+    agent loop rewarded turns, ``token_rewards`` (float32: at the last token of each rewarded turn, else 0). Sequence
     columns, [B] each: ``group`` int64 (index in ``groups``), ``sample`` int64 (index of its sample in the batch),
     ``owned`` int64 (tokens that it trains, whatever masks follow), ``finish`` uint8 (FinishReason) and ``rewards``
     float32 of its sample, ``versions`` and ``version_span`` int64 of its sample (number of policy versions that sampled
@@ -63,6 +65,11 @@ def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> Trai
     first_row = cu_seqlens[:-1] + prefix_lengths - 1
     rows_R = np.arange(row_offsets[-1]) + np.repeat(first_row - row_offsets[:-1], response_lengths)
     rows_R = np.maximum(rows_R, np.repeat(cu_seqlens[:-1], response_lengths))
+    token_rewards = {}
+    if any(TOKEN_REWARDS in group.extras for group in groups):
+        of_group = {id(group): _token_rewards(group) for group in groups}
+        rewards_R = _concatenate([of_group[id(group)][rows] for group, rows in response], np.float32)
+        token_rewards = {TOKEN_REWARDS: rewards_R}
     return TrainBatch(
         tokens=_concatenate(tokens, np.int32),
         cu_seqlens=cu_seqlens,
@@ -73,6 +80,7 @@ def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> Trai
         columns={
             "behaviour_logprobs": _concatenate([group.logprobs[rows] for group, rows in response], np.float32),
             "sampler": _concatenate([sampled_by[id(group)][rows] for group, rows in response], np.int32),
+            **token_rewards,
         },
         sequence_columns={
             "owned": np.array([group.loss_mask[rows].sum() for group, rows in response], dtype=np.int64),
@@ -112,6 +120,15 @@ def _sampled_by(group: Group, index: Mapping[Sampler, int]) -> np.ndarray:
     """int32 [R]: index of each response token's sampler; -1 with mixed KV."""
     of_span = np.array([index[sampler] for sampler in _samplers(group)], np.int32)
     return group.per_token(np.where(group.span_mixed_kv, np.int32(-1), of_span))
+
+
+def _token_rewards(group: Group) -> np.ndarray:
+    """float32 [R]: rewards of turns, at their last tokens."""
+    rewards = np.zeros(len(group.tokens), np.float32)
+    values, offsets = group.extras.get(TOKEN_REWARDS, (rewards[:0], np.zeros(len(group.prefix) + 1, np.int64)))
+    for q in np.flatnonzero(np.diff(offsets)).tolist():
+        rewards[group.response(q)] = values[offsets[q] : offsets[q + 1]]
+    return rewards
 
 
 def version_span(versions: set[PolicyVersion]) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from asyncrl.types.columns import Buffer, Layout
-from asyncrl.types.samples import Sample, TokenSequence
+from asyncrl.types.samples import Sample, sequence_problem
 from asyncrl.types.versions import PolicyVersion, VersionSpan
 
 _GROUP = Layout("group", b"ARLG")
@@ -33,7 +33,7 @@ class Group:
     ====================  ========  =======  ================================================
     ``prompt_tokens``     int32     [P]      shared by all samples
     ``sample_index``      int32     [S]      index among the ``n`` samples (failed ones are absent)
-    ``rewards``           float32   [S]
+    ``rewards``           float32   [S]      NaN before the sample has one
     ``finish``            uint8     [S]      FinishReason
     ``metrics[name]``     float32   [S]      metrics from the reward function
     ``sequence_sample``   int32     [Q]      row of the sample that the sequence belongs to, ascending
@@ -100,7 +100,7 @@ class Group:
             if not s.sequences:
                 raise ValueError(f"group {uid} sample {s.index}: expected at least one sequence, found none")
             for sequence in s.sequences:
-                if problem := _problem(sequence, len(prompt_tokens)):
+                if problem := sequence_problem(sequence, len(prompt_tokens)):
                     raise ValueError(f"group {uid} sample {s.index}: {problem}")
         sequences = [q for s in samples for q in s.sequences]
         spans = [span for q in sequences for span in q.spans]
@@ -111,7 +111,7 @@ class Group:
             epoch=epoch,
             prompt_tokens=np.ascontiguousarray(prompt_tokens, dtype=np.int32),
             sample_index=np.array([s.index for s in samples], dtype=np.int32),
-            rewards=np.array([s.reward for s in samples], dtype=np.float32),
+            rewards=np.array([np.nan if s.reward is None else s.reward for s in samples], dtype=np.float32),
             finish=np.array([s.finish for s in samples], dtype=np.uint8),
             sequence_sample=np.array([row for row, s in enumerate(samples) for _ in s.sequences], dtype=np.int32),
             prefix=np.array([len(prompt_tokens) if q.prefix is None else q.prefix for q in sequences], dtype=np.int32),
@@ -243,22 +243,6 @@ class Group:
         extras = {k: (arrays[f"extras/{k}/values"], arrays[f"extras/{k}/offsets"]) for k in names}
         fields: dict[str, Any] = meta | columns
         return cls(**fields, metrics=metrics, extras=extras)
-
-
-def _problem(sequence: TokenSequence, prompt_tokens: int) -> str | None:
-    """What is wrong with a sequence, if anything."""
-    count, starts = len(sequence.tokens), [span.start for span in sequence.spans]
-    if not count == len(sequence.logprobs) == len(sequence.loss_mask):
-        return (
-            f"{count} tokens, {len(sequence.logprobs)} logprobs and {len(sequence.loss_mask)} mask entries; expected "
-            "equal lengths"
-        )
-    if sequence.prefix is not None and not 0 <= sequence.prefix <= prompt_tokens:
-        return f"expected a prefix of 0 to {prompt_tokens} tokens, as many as the prompt has, found {sequence.prefix}"
-    in_order = starts == sorted(starts) and max(starts, default=0) <= count
-    if not in_order or (count and starts[:1] != [0]):
-        return f"expected version spans that start at token 0 and ascend to at most {count}, found {sequence.spans}"
-    return None
 
 
 def _ragged(parts: Sequence[np.ndarray | None]) -> tuple[np.ndarray, np.ndarray]:

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from asyncrl.types.prompts import Message
 from asyncrl.types.versions import PolicyVersion, VersionSpan
+
+TOKEN_REWARDS = "token_rewards"  #: extra column of rewards of turns: float32 [R], each at its turn's last token
 
 
 class FinishReason(enum.IntEnum):
@@ -19,11 +22,12 @@ class FinishReason(enum.IntEnum):
     ERROR = 3  # engine error
     TURNS = 4  # limit of a sample's turns
     TIME = 5  # limit of a sample's seconds
+    TOKENS = 6  # limit of a sample's sampled tokens
 
     @property
     def truncated(self) -> bool:
         """True if a limit ended the sample: it is overlong."""
-        return self in (FinishReason.LENGTH, FinishReason.TURNS, FinishReason.TIME)
+        return self in (FinishReason.LENGTH, FinishReason.TURNS, FinishReason.TIME, FinishReason.TOKENS)
 
 
 def effective_reward(reward: float, finish: int, overlong: str, penalty: float) -> float | None:
@@ -59,13 +63,17 @@ class TokenSequence:
 
 @dataclass
 class Sample:
-    """One rollout: one or more sequences, in the order of their creation, with one reward."""
+    """One rollout: one or more sequences, in the order of their creation, with one reward.
+
+    ``reward`` is None until it has one; an agent loop may set it. ``messages`` (chat messages with their tool calls)
+    are what the loop has to show to a reward function; they stay in the rollouter."""
 
     index: int
     sequences: list[TokenSequence]
     finish: FinishReason
-    reward: float = 0.0
+    reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    messages: list[Message] = field(default_factory=list)
 
     @classmethod
     def single(
@@ -76,7 +84,7 @@ class Sample:
         loss_mask: np.ndarray,
         spans: list[VersionSpan],
         finish: FinishReason,
-        reward: float = 0.0,
+        reward: float | None = None,
         metrics: dict[str, float] | None = None,
         extras: dict[str, np.ndarray] | None = None,
     ) -> Sample:
@@ -88,3 +96,22 @@ class Sample:
     def versions(self) -> set[PolicyVersion]:
         """Those that sampled its tokens."""
         return {span.version for sequence in self.sequences for span in sequence.spans}
+
+
+def sequence_problem(sequence: TokenSequence, prompt_tokens: int) -> str | None:
+    """What is wrong with a sequence after a prompt of ``prompt_tokens`` tokens, if anything."""
+    count, starts = len(sequence.tokens), [span.start for span in sequence.spans]
+    if not count == len(sequence.logprobs) == len(sequence.loss_mask):
+        return (
+            f"{count} tokens, {len(sequence.logprobs)} logprobs and {len(sequence.loss_mask)} mask entries; expected "
+            "equal lengths"
+        )
+    if sequence.prefix is not None and not 0 <= sequence.prefix <= prompt_tokens:
+        return f"expected a prefix of 0 to {prompt_tokens} tokens, as many as the prompt has, found {sequence.prefix}"
+    in_order = starts == sorted(starts) and max(starts, default=0) <= count
+    if not in_order or (count and starts[:1] != [0]):
+        return f"expected version spans that start at token 0 and ascend to at most {count}, found {sequence.spans}"
+    rewards = sequence.extras.get(TOKEN_REWARDS)
+    if rewards is not None and not (len(rewards) == count and np.isfinite(rewards).all()):
+        return f"expected {count} finite {TOKEN_REWARDS}, one for each token, found {rewards}"
+    return None

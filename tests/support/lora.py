@@ -132,6 +132,7 @@ class ResponseCollector:
                 loss_mask=np.ones(len(drawn), bool),
                 spans=list(spans),
                 finish=FinishReason.LENGTH,
+                reward=0.0,
             )
             for i, (drawn, logprobs, spans) in enumerate(map(self._of, ids))
         ]

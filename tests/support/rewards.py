@@ -6,7 +6,7 @@ from asyncrl.config.schema import RewardConfig
 from asyncrl.rollouter.rewards.pool import RewardPool
 from asyncrl.types.prompts import Prompt
 
-ANSWER = Prompt("e0-000000", "row", ({"role": "user", "content": "?"},), "42")
+PROMPT = Prompt("e0-000000", "row", ({"role": "user", "content": "?"},), "42")
 
 
 @contextlib.asynccontextmanager

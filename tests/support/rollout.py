@@ -33,11 +33,12 @@ class ScriptedRewards:
 
     def __init__(self, judge) -> None:
         self._judge = judge
+        self.takes_trajectories = False
         self.calls: list[list[str]] = []  # prompts of each call
 
-    async def score(self, items):
-        self.calls.append([prompt.uid for prompt, _ in items])
-        return [self._judge(prompt, i) for i, (prompt, _) in enumerate(items)]
+    async def score(self, answers):
+        self.calls.append([answer.prompt.uid for answer in answers])
+        return [self._judge(answer.prompt, i) for i, answer in enumerate(answers)]
 
 
 def fine(reward: float) -> RewardResult:

@@ -285,5 +285,6 @@ def made(uid: str, versions: list[PolicyVersion], attempt: int, bad: bool) -> by
         np.ones(count, bool),
         [VersionSpan(i * TOKENS, version) for i, version in enumerate(versions)],
         FinishReason.STOP,
+        reward=0.0,
     )
     return Group.from_samples(uid, uid, 0, np.ones(3, np.int32), [sample], {}, attempt).to_bytes()

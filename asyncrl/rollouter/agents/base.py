@@ -31,6 +31,17 @@ class GenerationFailed(RuntimeError):
     reason = "generation_failed"
 
 
+class LimitReached(GenerationFailed):
+    """A limit of the sample leaves nothing to sample. A loop that catches it may return its sample so far, with
+    ``finish``; of others the sample is dropped."""
+
+    reason = "limit_reached"
+
+    def __init__(self, finish: FinishReason) -> None:
+        super().__init__(f"a limit of the sample was reached ({finish.name.lower()})")
+        self.finish = finish
+
+
 class Poison(GenerationFailed):
     """Replicas died again and again while they served the request's group."""
 
@@ -39,35 +50,43 @@ class Poison(GenerationFailed):
 
 class Generate(Protocol):
     """Samples a continuation of ``prefix`` tokens of the prompt (None: all) and ``response`` (int32 [R]: all tokens
-    after them so far).
+    after them so far), of ``max_new_tokens`` or what the sample's limits leave, whichever is less.
 
-    Bound to one sample. Several calls may be under way at once: what one draws depends on its arguments, and on how
-    many calls with equal ones came before, never on timing. Raises GenerationFailed. ``save`` stores opaque bytes that
-    ``run`` finds in ``state`` if it runs again after the rollouter died; None if nothing was saved."""
+    Bound to one sample. Several calls may be under way at once: what one draws depends on the tokens that it continues,
+    and on how many calls with equal ones came before, never on timing. Raises GenerationFailed, and LimitReached."""
 
     @property
-    def state(self) -> bytes | None: ...
+    def state(self) -> bytes | None:
+        """What ``save`` stored last, also by a rollouter that died since; None if nothing was saved."""
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the sample's limit of time; infinite without one."""
 
     def save(self, state: bytes) -> None: ...
 
-    async def __call__(self, response: np.ndarray, max_new_tokens: int, prefix: int | None = None) -> Completion: ...
+    async def __call__(
+        self, response: np.ndarray, max_new_tokens: int | None = None, prefix: int | None = None
+    ) -> Completion: ...
 
 
 class AgentLoop(Protocol):
     """Makes one sample of a prompt. One instance serves all samples concurrently, so ``run`` keeps its state in locals.
 
-    ``__init__`` gets the tokenizer, the response limit in tokens, and ``rollout.agent_loop_args``. Tokens that the
-    policy did not sample (a tool's answer) have ``loss_mask`` False and logprob 0.
+    ``__init__`` gets the tokenizer, the limit of a sequence's response in tokens, and ``rollout.agent_loop_args``.
+    Tokens that the policy did not sample (a tool's answer) have ``loss_mask`` False and logprob 0. The loop may set the
+    sample's ``reward``; else ``reward.function`` does. A sample that trains other tokens than ``generate`` returned, or
+    one of them twice, fails, see `asyncrl.rollouter.agents.provenance`.
 
     After the rollouter died, ``run`` is called again for each sample in flight, and continues from ``generate.state``.
     Calls of ``generate`` whose results came after that state was saved are replayed from a record, and those that were
-    under way continue from their tokens: a call gets the recorded one with equal arguments. So a loop that is
+    under way continue from their tokens: a call gets the recorded one that continues equal tokens. So a loop that is
     deterministic between two saves (without any: from its start) given its calls' results loses nothing. Others sample
     what the record does not have. A loop with tools saves after each of them::
 
         turns = TrajectoryBuilder.from_bytes(generate.state) if generate.state else TrajectoryBuilder()
         while not done(turns):
-            answer = await generate(turns.response, limit)
+            answer = await generate(turns.response)
             turns.append(answer)
             turns.append(await tool(answer))
             generate.save(turns.to_bytes())

@@ -1,25 +1,29 @@
 """Builds a sample's token sequences from completions and observations, so that no loop splices masks and spans by hand.
 
     turns = TrajectoryBuilder()
-    turns.append(await generate(turns.response, 100))     # sampled: trained
-    turns.append(tool_tokens)                             # observed: not trained
-    turns.append(await generate(turns.response, 100))
+    turns.append(await generate(turns.response))     # sampled: trained
+    turns.append(tool_tokens)                        # observed: not trained
+    turns.append(await generate(turns.response))
     return turns.sample(index)
 
 A loop that rewrites its history, tries several continuations or starts a sub-agent makes further sequences, with
 `branch` and `start`. Whatever the sequences share, each completion is trained exactly once: by the first of them that
 has it. Their order is that in which each builder made its children, which the timing of concurrent ones cannot change.
+
+A loop that rewards turns calls `reward` after each; the sample's reward is then their discounted sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from asyncrl.rollouter.agents.base import Completion
 from asyncrl.types.columns import Buffer, Layout
-from asyncrl.types.samples import FinishReason, Sample, TokenSequence
+from asyncrl.types.prompts import Message
+from asyncrl.types.samples import TOKEN_REWARDS, FinishReason, Sample, TokenSequence
 from asyncrl.types.versions import PolicyVersion, VersionSpan
 
 _STATE = Layout("trajectory", b"ARLT")
@@ -37,6 +41,8 @@ class TrajectoryBuilder:
         self._response = np.empty(0, np.int32)
         self._children: list[TrajectoryBuilder] = []
         self._root = self
+        self._messages: list[Message] = []  # the root's
+        self._rewards: dict[int, float] = {}  # the root's; by the identity of completions
 
     @property
     def response(self) -> np.ndarray:
@@ -44,14 +50,19 @@ class TrajectoryBuilder:
         return self._response
 
     @property
+    def messages(self) -> list[Message]:
+        """Chat messages and tool calls of the whole tree, in JSON's types, for a reward function; append to it."""
+        return self._root._messages
+
+    @property
     def completions(self) -> int:
         """Number of its completions so far."""
-        return sum(isinstance(part, Completion) for part in self._parts)
+        return len(self._completions)
 
     @property
     def finish(self) -> FinishReason | None:
         """Why its last completion ended; None before the first."""
-        return next((part.finish for part in reversed(self._parts) if isinstance(part, Completion)), None)
+        return self._completions[-1].finish if self._completions else None
 
     def append(self, part: Part) -> None:
         """Add a completion, which the policy sampled, or tokens that it only read. Raises ValueError for a completion
@@ -64,6 +75,16 @@ class TrajectoryBuilder:
             part = tokens = np.asarray(part, np.int32)
         self._parts.append(part)
         self._response = np.concatenate([self._response, tokens])
+
+    def reward(self, reward: float) -> None:
+        """Add to the reward of the last completion. Raises ValueError before the first, and for one that is not
+        finite."""
+        if not math.isfinite(reward):
+            raise ValueError(f"a turn's reward: expected a finite number, found {reward}")
+        if not self._completions:
+            raise ValueError("a reward before the first completion: expected one to which it belongs")
+        rewards, last = self._root._rewards, id(self._completions[-1])
+        rewards[last] = rewards.get(last, 0.0) + reward
 
     def branch(self) -> TrajectoryBuilder:
         """A further sequence that begins with all tokens so far."""
@@ -79,45 +100,64 @@ class TrajectoryBuilder:
         self._children.append(child)
         return child
 
-    def sample(self, index: int, finish: FinishReason | None = None) -> Sample:
+    def sample(
+        self, index: int, finish: FinishReason | None = None, reward: float | None = None, discount: float = 1.0
+    ) -> Sample:
         """The sample of the whole tree. ``finish``: by default of this sequence's last completion. Sequences that would
-        train nothing are left out. Raises ValueError if nothing was sampled."""
+        train nothing are left out, and what a sequence only reads after its last completion.
+
+        ``reward``: of the whole sample. If turns were rewarded, the reward is Σₖ ``discount``ᵏ rₖ over the completions
+        in the order of training, to the last of which ``reward`` is added, and each rₖ also stands in the column
+        ``token_rewards`` (float32 [R]) at the completion's last token. Raises ValueError if nothing was sampled."""
+        tree = self._root._tree()
+        turns = list(dict.fromkeys(id(part) for builder in tree for part in builder._completions))
         finish = self.finish if finish is None else finish
-        sequences, trained = [], set[int]()
-        for builder in self._root._tree():
-            sequence, owns = builder._sequence(trained)
-            if owns:
-                sequences.append(sequence)
+        rewards = dict(self._root._rewards)
+        if rewards:
+            rewards[turns[-1]] = rewards.get(turns[-1], 0.0) + (reward or 0.0)
+            reward = sum(discount**k * rewards.get(turn, 0.0) for k, turn in enumerate(turns))
+        untrained = set(turns)
+        sequences = [sequence for builder in tree if (sequence := builder._sequence(untrained, rewards))]
         if finish is None or not sequences:
             raise ValueError("a trajectory without a completion: expected at least one call of generate")
-        return Sample(index, sequences, finish)
+        return Sample(index, sequences, finish, reward, messages=list(self.messages))
+
+    @property
+    def _completions(self) -> list[Completion]:
+        return [part for part in self._parts if isinstance(part, Completion)]
 
     def _tree(self) -> list[TrajectoryBuilder]:
         """This sequence, then its children's, in the order of their making."""
         return [self, *(builder for child in self._children for builder in child._tree())]
 
-    def _sequence(self, trained: set[int]) -> tuple[TokenSequence, bool]:
-        """The sequence, and whether it trains a completion. Adds the completions to ``trained``, by identity."""
+    def _sequence(self, untrained: set[int], rewards: Mapping[int, float]) -> TokenSequence | None:
+        """The sequence, which trains those of its completions that are ``untrained`` (by identity), and removes them
+        there; None if it trains nothing."""
+        parts = list(self._parts)
+        while parts and not isinstance(parts[-1], Completion):
+            parts.pop()
+        count = sum(len(part.tokens if isinstance(part, Completion) else part) for part in parts)
+        logprobs, mask = np.zeros(count, np.float32), np.zeros(count, bool)
+        token_rewards = np.zeros(count, np.float32)
         spans: list[VersionSpan] = []
-        masks: list[np.ndarray] = []
-        logprobs: list[np.ndarray] = []
-        at, owns = 0, False
-        for part in self._parts:
-            if isinstance(part, Completion):
-                owned = id(part) not in trained
-                trained.add(id(part))
-                owns |= owned and len(part.tokens) > 0
-                spans += [span._replace(start=span.start + at) for span in part.spans]
-                masks.append(np.full(len(part.tokens), owned))
-                logprobs.append(part.logprobs)
-                at += len(part.tokens)
-            else:
-                masks.append(np.zeros(len(part), bool))
-                logprobs.append(np.zeros(len(part), np.float32))
+        at = 0
+        for part in parts:
+            if not isinstance(part, Completion):
                 at += len(part)
-        return TokenSequence(
-            self._response, _joined(logprobs, np.float32), _joined(masks, bool), _from_zero(spans), self.prefix
-        ), owns
+                continue
+            end = at + len(part.tokens)
+            logprobs[at:end] = part.logprobs
+            spans += [span._replace(start=span.start + at) for span in part.spans]
+            if id(part) in untrained:
+                untrained.remove(id(part))
+                mask[at:end] = True
+                token_rewards[max(end - 1, 0) : end] += rewards.get(id(part), 0.0)
+            at = end
+        if not mask.any():
+            return None
+        spans[0] = spans[0]._replace(start=0)  # each span also covers the observations after it, the first those before
+        extras = {TOKEN_REWARDS: token_rewards} if rewards else {}
+        return TokenSequence(self._response[:count], logprobs, mask, spans, self.prefix, extras)
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -137,6 +177,8 @@ class TrajectoryBuilder:
             "parts": [[number[id(p)] for p in builder._parts] for builder in tree],
             "finish": [int(p.finish) if isinstance(p, Completion) else -1 for p in unique.values()],
             "replicas": [x.replica for p in sampled for x in p.spans],
+            "rewards": [(number[key], reward) for key, reward in self._root._rewards.items()],
+            "messages": self.messages,
         }
         tokens = [p.tokens if isinstance(p, Completion) else p for p in unique.values()]
         columns = {
@@ -175,12 +217,9 @@ class TrajectoryBuilder:
             builder._response = _joined(
                 [p.tokens if isinstance(p, Completion) else p for p in builder._parts], np.int32
             )
+        tree[0]._rewards = {id(parts[n]): reward for n, reward in meta["rewards"]}
+        tree[0]._messages = meta["messages"]
         return tree[meta["current"]]
-
-
-def _from_zero(spans: list[VersionSpan]) -> list[VersionSpan]:
-    """The first span also covers the observations before it, and each the ones after it."""
-    return [spans[0]._replace(start=0), *spans[1:]] if spans else spans
 
 
 def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:

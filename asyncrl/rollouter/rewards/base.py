@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from asyncrl.plugins.registry import Registry, UnknownPart
 from asyncrl.types.prompts import Prompt
+from asyncrl.types.trajectories import Trajectory
 
 Score = float | Mapping[str, float]
 
 
+class Answer(NamedTuple):
+    """What a reward function scores: ``response`` is the text of the sample's last sequence."""
+
+    prompt: Prompt
+    response: str
+    trajectory: Trajectory | None = None  # for functions that take it
+
+
 class RewardFunction(Protocol):
-    """Scores one response; ``args`` are ``reward.args``. Runs in worker processes, within the limits of ``reward``.
+    """Scores one response; ``args`` are ``reward.args``. A function with a parameter ``trajectory`` gets the whole
+    `Trajectory`, too. Runs in worker processes, within the limits of ``reward``.
 
     Returns a number, or a dict with ``reward`` and further numbers, which are reported as ``rollout/NAME``. May be
     ``async``: then a group's responses are scored concurrently."""
@@ -37,3 +48,11 @@ def find_reward(name: str) -> RewardFunction:
     if not callable(found):
         raise UnknownPart(f"{REWARDS.option}: expected a function, found {type(found).__name__} at {name}")
     return found
+
+
+def takes_trajectory(function: RewardFunction) -> bool:
+    """True if the function has a parameter ``trajectory``."""
+    try:
+        return "trajectory" in inspect.signature(function).parameters
+    except ValueError:  # a builtin
+        return False

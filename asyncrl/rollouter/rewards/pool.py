@@ -4,7 +4,7 @@
 
     pool = RewardPool(config.reward)
     await pool.start()                                  # raises RewardError if the function does not load
-    results = await pool.score([(prompt, text), ...])   # one call per group; results in the same order
+    results = await pool.score([Answer(prompt, text), ...])   # one call per group; results in the same order
     await pool.close()
 
 A group goes to one worker in one message. A worker that times out, dies, exceeds a limit or sends anything but a reply
@@ -30,11 +30,11 @@ from typing import Any, Literal
 
 from asyncrl.config.schema import RewardConfig
 from asyncrl.config.secrets import revealed
+from asyncrl.rollouter.rewards.base import Answer
 from asyncrl.rollouter.rewards.environment import unset_secrets, worker_environment
 from asyncrl.rollouter.rewards.keeper import CALL
 from asyncrl.rollouter.rewards.limits import Limits
-from asyncrl.rollouter.rewards.replies import FRAME, MAX_OUTCOME_BYTES, BadReply, Outcome, decode, decode_problem
-from asyncrl.types.prompts import Prompt
+from asyncrl.rollouter.rewards.replies import FRAME, MAX_OUTCOME_BYTES, BadReply, Outcome, decode, decode_start
 
 START_TIMEOUT_S = 120.0  # to import the reward function's module, however heavy
 KILL_TIMEOUT_S = 15.0  # for the keeper to kill what is below it
@@ -64,15 +64,15 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        self._workers = [_Worker(config) for _ in range(config.workers)]
+        self._workers = [_Worker(config) for _ in range(config.workers if config.function else 0)]
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
         self._names: set[str] = set()  # of metrics
         self._ignores_names = False
         self._open = False
 
     async def start(self) -> None:
-        """Start the workers. Raises RewardError if the function does not load or a secret is missing; no worker is left
-        running then."""
+        """Start the workers, if there is a function. Raises RewardError if it does not load or a secret is missing; no
+        worker is left running then."""
         if missing := unset_secrets(self._config.secrets):
             raise RewardError(missing)
         problems = await asyncio.gather(*(worker.start() for worker in self._workers), return_exceptions=True)
@@ -83,15 +83,20 @@ class RewardPool:
         for worker in self._workers:
             self._idle.put_nowait(worker)
 
-    async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[RewardResult]:
-        """Score (prompt, response text) pairs. Failures are returned as results, after one retry.
+    @property
+    def takes_trajectories(self) -> bool:
+        """True if the function wants `Answer.trajectory`; known after ``start``."""
+        return any(worker.takes_trajectories for worker in self._workers)
+
+    async def score(self, answers: Sequence[Answer]) -> list[RewardResult]:
+        """Score the answers to one prompt. Failures are returned as results, after one retry.
 
         Raises RewardError if the pool is not open, or if a replacement worker does not start."""
-        if not items:
+        if not answers:
             return []
-        results = await self._attempt(items)
+        results = await self._attempt(answers)
         failed = [i for i, result in enumerate(results) if result.error is not None]
-        retries = await asyncio.gather(*(self._attempt([items[i]]) for i in failed))
+        retries = await asyncio.gather(*(self._attempt([answers[i]]) for i in failed))
         for i, (result,) in zip(failed, retries):
             results[i] = result
         return [self._with_known_metrics(result) for result in results]
@@ -101,12 +106,12 @@ class RewardPool:
         self._open = False
         await asyncio.gather(*(worker.kill() for worker in self._workers))
 
-    async def _attempt(self, items: Sequence[tuple[Prompt, str]]) -> list[RewardResult]:
+    async def _attempt(self, answers: Sequence[Answer]) -> list[RewardResult]:
         self._check_open()
         worker = await self._idle.get()
         try:
             self._check_open()
-            return await worker.score(items)
+            return await worker.score(answers)
         finally:
             if not self._open:  # closed meanwhile, possibly while a replacement was starting
                 await worker.kill()
@@ -151,6 +156,7 @@ class _Worker:
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
+        self.takes_trajectories = False
         self._keeper: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
@@ -158,7 +164,11 @@ class _Worker:
         begin = function, revealed("reward.args", self._config.args)
         try:
             await self._start_keeper()
-            problem = decode_problem(await self._exchange(begin, START_TIMEOUT_S, MAX_OUTCOME_BYTES))
+            started = decode_start(await self._exchange(begin, START_TIMEOUT_S, MAX_OUTCOME_BYTES))
+            if isinstance(started, bool):
+                self.takes_trajectories = started
+                return
+            problem = started
         except TimeoutError:
             problem = f"reward.function: {function} did not import within {START_TIMEOUT_S:g} s"
         except _WorkerDied:
@@ -168,11 +178,10 @@ class _Worker:
         except BaseException:
             await self.kill()
             raise
-        if problem is not None:
-            await self.kill()
-            raise RewardError(problem)
+        await self.kill()
+        raise RewardError(problem)
 
-    async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[RewardResult]:
+    async def score(self, answers: Sequence[Answer]) -> list[RewardResult]:
         function, timeout_s = self._config.function, self._config.timeout_s
         if self._keeper is not None and self._keeper.returncode is not None:
             log.warning("%s %s between two groups; its worker is replaced", function, await self.kill())
@@ -180,8 +189,8 @@ class _Worker:
             await self.start()
         kind: ErrorKind = "reward_error"
         try:
-            reply = await self._exchange(list(items), timeout_s, MAX_OUTCOME_BYTES * len(items))
-            return [_result(outcome) for outcome in decode(reply, len(items))]
+            reply = await self._exchange(list(answers), timeout_s, MAX_OUTCOME_BYTES * len(answers))
+            return [_result(outcome) for outcome in decode(reply, len(answers))]
         except TimeoutError:
             await self.kill()
             kind, problem = "reward_timeout", f"did not return within reward.timeout_s = {timeout_s:g} s"
@@ -193,8 +202,8 @@ class _Worker:
         except BaseException:  # cancelled: nobody would read the reply, and the next call must not
             await self.kill()
             raise
-        message = f"{function} {problem} on {len(items)} response(s) to prompt {items[0][0].prompt_id}"
-        return [RewardResult(0.0, {}, kind, message) for _ in items]
+        message = f"{function} {problem} on {len(answers)} response(s) to prompt {answers[0].prompt.prompt_id}"
+        return [RewardResult(0.0, {}, kind, message) for _ in answers]
 
     async def kill(self) -> str:
         """Kill the worker with all that it started. Returns why it had ended, as the end of a sentence about it."""

@@ -35,12 +35,14 @@ def decode(payload: bytes, asked: int) -> list[Outcome]:
     return [_outcome(outcome) for outcome in outcomes]
 
 
-def decode_problem(payload: bytes) -> str | None:
-    """Why the function does not load, None if it does. Raises BadReply."""
-    problem = _json(payload)
-    if not isinstance(problem, str | None):
-        raise BadReply("sent neither null nor a text")
-    return problem and one_line(problem)
+def decode_start(payload: bytes) -> bool | str:
+    """Whether the function takes trajectories, or why it does not load. Raises BadReply."""
+    started = _json(payload)
+    if isinstance(started, bool):
+        return started
+    if not isinstance(started, str):
+        raise BadReply("sent neither true, false nor a text")
+    return one_line(started)
 
 
 def _json(payload: bytes) -> Any:

@@ -4,8 +4,8 @@
 imports nothing heavy besides the reward function's module::
 
     pool → worker   pickle: (function, args)              once
-    worker → pool   JSON: null, or why it does not load
-    pool → worker   pickle: [(prompt, response), ...]     per group
+    worker → pool   JSON: whether it takes trajectories, or a text why it does not load
+    pool → worker   pickle: [Answer, ...]                 per group
     worker → pool   JSON: outcomes, see `asyncrl.rollouter.rewards.replies`
 
 Requests may be pickles because the pool is trusted; prompts from Parquet files hold values that JSON has not.
@@ -23,9 +23,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
 from asyncrl.plugins.registry import UnknownPart
-from asyncrl.rollouter.rewards.base import RewardFunction, find_reward
+from asyncrl.rollouter.rewards.base import Answer, RewardFunction, find_reward, takes_trajectory
 from asyncrl.rollouter.rewards.replies import FRAME, Outcome, checked, one_line
-from asyncrl.types.prompts import Prompt
 
 
 def serve(connection: socket.socket) -> None:
@@ -37,26 +36,27 @@ def serve(connection: socket.socket) -> None:
         except UnknownPart as e:
             _write(replies, one_line(str(e)))
             return
-        _write(replies, None)
+        _write(replies, takes_trajectory(function))
         with asyncio.Runner() as runner:  # a single event loop, so that an async function can keep connections open
             while True:
                 try:
-                    items = _read(requests)
+                    answers = _read(requests)
                 except EOFError:
                     return
-                _write(replies, runner.run(score_group(function, path, args, items)))
+                _write(replies, runner.run(score_group(function, path, args, answers)))
 
 
 async def score_group(
-    function: RewardFunction, path: str, args: Mapping[str, Any], items: Sequence[tuple[Prompt, str]]
+    function: RewardFunction, path: str, args: Mapping[str, Any], answers: Sequence[Answer]
 ) -> list[Outcome]:
-    """Score (prompt, response) pairs in order; calls of an ``async`` function run concurrently.
+    """Score answers in order; calls of an ``async`` function run concurrently.
 
     A call that raises or returns no finite number yields an outcome that names the function."""
 
-    async def one(prompt: Prompt, response: str) -> Outcome:
+    async def one(answer: Answer) -> Outcome:
+        more = {} if answer.trajectory is None else {"trajectory": answer.trajectory}
         try:
-            returned = function(prompt, response, **args)
+            returned = function(answer.prompt, answer.response, **more, **args)
             if inspect.isawaitable(returned):
                 returned = await returned
             return checked(returned)
@@ -65,9 +65,9 @@ async def score_group(
             problem = f"MemoryError: {e}; reward.memory_mb = {most}"
         except Exception as e:
             problem = f"{type(e).__name__}: {e}"
-        return one_line(f"{path} on prompt {prompt.prompt_id}: {problem}")
+        return one_line(f"{path} on prompt {answer.prompt.prompt_id}: {problem}")
 
-    return list(await asyncio.gather(*(one(*item) for item in items)))
+    return list(await asyncio.gather(*(one(answer) for answer in answers)))
 
 
 def _read(requests: BinaryIO) -> Any:
