@@ -27,7 +27,7 @@ FORMS = (
     "asyncrl.rollouter.engines.base:EventBatch",  # columns of many requests
     "asyncrl.rollouter.partial:GeneratedTokens",  # grows over aborts and syncs
     "asyncrl.rollouter.agents.base:Completion",  # returned to an agent loop
-    "asyncrl.types.samples:Sample",
+    "asyncrl.types.samples:TokenSequence",
     "asyncrl.types.groups:Group",  # its bytes are spooled, leased and sent to ranks
     "asyncrl.trainer.backends.base:TrainBatch",  # a rank's packed sequences
     "asyncrl.trainer.backends.packing:MicroBatch",  # on the device

@@ -17,6 +17,7 @@ import pytest
 from asyncrl.config.schema import RewardConfig
 from asyncrl.rollouter.rewards.base import Answer
 from asyncrl.rollouter.rewards.pool import RewardError, RewardPool
+from asyncrl.types.trajectories import Trajectory, TrajectorySequence
 from tests.support.rewards import PROMPT, pool_of
 
 
@@ -27,6 +28,12 @@ def exact(prompt, response, scale=1.0):
 
 def plain_number(prompt, response):
     return int(response)
+
+
+def reads_the_trajectory(prompt, response, trajectory, scale=1.0):
+    tools = sum("tool_calls" in message for message in trajectory.messages)
+    sampled = sum(sum(sequence.loss_mask) for sequence in trajectory.sequences)
+    return {"reward": scale * (trajectory.reward + tools), "sampled": sampled, "length": len(response)}
 
 
 async def slow_judge(prompt, response):
@@ -88,6 +95,25 @@ def has_ended(pid: int, timeout_s: float = 60.0) -> bool:
         return bool(select.select([handle], [], [], timeout_s)[0])
     finally:
         os.close(handle)
+
+
+async def test_a_function_may_take_the_whole_trajectory():
+    sequences = [TrajectorySequence("a", [1, 2], [True, False]), TrajectorySequence("bc", [3], [True])]
+    messages = [{"role": "assistant", "tool_calls": [{"id": "1"}]}, {"role": "tool", "content": "42"}]
+    trajectory = Trajectory(sequences, messages, "turns", reward=2.0)
+    async with pool_of(reads_the_trajectory, args={"scale": 2.0}) as pool:
+        assert pool.takes_trajectories
+        (result,) = await pool.score([Answer(PROMPT, "bc", trajectory)])
+        assert (result.reward, result.metrics) == (6.0, {"sampled": 2.0, "length": 2.0})
+    async with pool_of(plain_number) as pool:
+        assert not pool.takes_trajectories
+
+
+async def test_without_a_function_there_is_no_worker():
+    pool = RewardPool(RewardConfig(function="none"))
+    await pool.start()
+    assert (await pool.score([]), pool.takes_trajectories) == ([], False)
+    await pool.close()
 
 
 async def test_results_come_in_order_with_their_metrics():

@@ -9,6 +9,7 @@ import pytest
 
 from asyncrl.config.checks import derive
 from asyncrl.config.load import load_config
+from asyncrl.rollouter.agents.multi_turn import MultiTurn
 from asyncrl.rollouter.agents.single_turn import SingleTurn
 from asyncrl.rollouter.batching_sender import BatchingSender
 from asyncrl.rollouter.drops import NothingToTrain
@@ -69,6 +70,96 @@ async def test_groups_hold_all_samples_with_rewards_versions_and_logprobs(inputs
             assert times == sorted(times)
         different = {tuple(group.tokens[group.response(s)]) for s in range(4)}
         assert len(different) == 4  # each sample draws its own random numbers
+
+
+class Rewarded(SingleTurn):
+    """Rewards every second sample itself."""
+
+    async def run(self, prompt, index, generate):
+        sample = await super().run(prompt, index, generate)
+        return replace(sample, reward=float(10 + index), metrics={"tool_calls": 1.0}) if index % 2 else sample
+
+
+@pytest.mark.parametrize(
+    ("options", "rewards", "asked"),
+    [
+        ([], [0, 11, 2, 13], 2),  # the function scores those that have none
+        (["reward.function_share=0.25"], [0, 0.75 * 11 + 0.25, 2, 0.75 * 13 + 0.25 * 3], 4),
+    ],
+)
+async def test_an_agent_s_rewards_stand_alone_or_are_weighted_with_the_function_s(inputs, options, rewards, asked):
+    judge = lambda prompt, i: fine(float(2 * i if asked == 2 else i))
+    async with System(inputs, judge, *options, agent_loop=Rewarded) as system:
+        for group in await system.groups(2):
+            assert group.rewards.tolist() == pytest.approx(rewards)
+            assert group.metrics["tool_calls"].tolist()[1::2] == [1, 1]
+        assert {len(call) for call in system.rewards.calls} == {asked}
+
+
+async def test_without_a_function_samples_without_a_reward_fail(inputs):
+    options = ("reward.function=none", "rollout.min_group_size=1", "algorithm.filter_zero_variance=false")
+    async with System(inputs, None, *options, agent_loop=Rewarded) as system:
+        for group in await system.groups(2):
+            assert group.sample_index.tolist() == [1, 3]
+        assert system.recorder.drain().counters["rollout/failed_samples/no_reward"] >= 4
+
+
+class BadReward(SingleTurn):
+    async def run(self, prompt, index, generate):
+        return replace(await super().run(prompt, index, generate), reward=1.0 if index else float("nan"))
+
+
+class Invents(Reshaped):
+    """Trains a token that the policy did not sample."""
+
+    change = staticmethod(lambda s: s if s.index else changed(s, tokens=lambda of: of + 1))
+
+
+class ReturnsNothing(SingleTurn):
+    async def run(self, prompt, index, generate):
+        return await super().run(prompt, index, generate) if index else None
+
+
+@pytest.mark.parametrize(
+    ("agent_loop", "problem"),
+    [
+        (BadReward, "returned 'reward' = nan, expected a finite number"),
+        (Invents, "sequence 0: token 0 is trained, but no call of generate returned it"),
+        (ReturnsNothing, "expected a Sample, found NoneType"),
+    ],
+)
+async def test_a_bad_sample_is_refused_by_name_and_its_group_goes_on(inputs, agent_loop, problem, caplog):
+    async with System(inputs, lambda prompt, i: fine(float(i)), agent_loop=agent_loop) as system:
+        for group in await system.groups(2):
+            assert group.sample_index.tolist() == [1, 2, 3]
+        assert system.recorder.drain().counters["rollout/failed_samples/bad_sample"] >= 2
+    assert caplog.text.count("the agent loop returned a bad sample") == 1
+    assert f"sample 0: {problem}" in caplog.text
+
+
+class SlowTool(MultiTurn):
+    """Two turns, and a tool between that answers when the test says so."""
+
+    waiting: asyncio.Semaphore
+
+    async def observe(self, prompt, turns, answer):
+        if turns.completions == 2:
+            return None
+        await self.waiting.acquire()
+        return [5]
+
+
+async def test_samples_that_wait_for_a_tool_hold_no_place(inputs):
+    SlowTool.waiting = asyncio.Semaphore(0)
+    options = ("async_training.staleness_threshold=50", "rollout.engine.max_context_tokens=128")
+    async with System(inputs, lambda prompt, i: fine(float(i)), *options, agent_loop=SlowTool) as system:
+        async with asyncio.timeout(60):  # 8 slots and a group more would be 12 samples
+            while len(system.loop.in_flight) < 20:
+                await asyncio.sleep(0.01)
+        for _ in range(4 * len(system.prompts)):
+            SlowTool.waiting.release()
+        group = (await system.groups(1))[0]
+        assert len(group) == 4
 
 
 class ClosesItsTool(SingleTurn):

@@ -47,6 +47,30 @@ async def test_a_group_stays_on_one_replica_and_goes_out_in_one_call(two):
     assert [len((await t).tokens) for t in tasks] == [1] * 4
 
 
+async def test_a_group_s_later_turns_go_to_its_replica_until_it_ends(two):
+    router, a, b, _ = two
+    first = asyncio.create_task(complete(router, request("g/0")))
+    await settle()
+    a.emit("g/0#0", [5], FinishReason.STOP)
+    await first
+    busy = [asyncio.create_task(complete(router, request(f"{i}/0", str(i), 5))) for i in range(3)]
+    turns = [asyncio.create_task(complete(router, request(f"g/{i}"))) for i in (1, 2)]
+    await settle()
+    assert {"g/1#0", "g/2#0"} <= set(a.requests)  # though the other one has less to do
+    for id in list(a.requests)[1:]:
+        a.emit(id, [5], FinishReason.STOP)
+    await asyncio.gather(*turns)
+    router.forget("g")
+    load = asyncio.create_task(complete(router, request("load/0", "load", 500)))
+    await settle()
+    other = b if "load/0#0" in a.requests else a
+    again = asyncio.create_task(complete(router, request("g/3")))
+    await settle()
+    assert "g/3#0" in other.requests
+    for task in (load, again, *busy):
+        task.cancel()
+
+
 async def test_groups_go_to_the_replica_with_fewest_outstanding_tokens(two):
     router, a, b, _ = two
     tasks = [

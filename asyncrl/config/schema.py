@@ -118,8 +118,8 @@ class RolloutConfig(Section):
 
 @dataclass
 class RewardConfig(Section):
-    # arithmetic, the name of an installed function, or an import path, package.module:function; empty: the agent loop
-    # gives all rewards
+    # arithmetic, the name of an installed function, or an import path, package.module:function; none: all rewards come
+    # from the agent loop
     function: str = "???"
     args: dict[str, Any] = field(default_factory=dict)  # further keyword arguments
     # of the function in the rewards of samples to which the agent loop gives one, too; 0: the function is not called
@@ -135,9 +135,13 @@ class RewardConfig(Section):
     on_failure: Literal["drop", "value"] = "drop"
     failure_value: float = 0.0
 
+    @property
+    def has_function(self) -> bool:
+        return self.function != "none"
+
     def problems(self) -> Iterator[str]:
-        if self.function_share and not self.function:
-            yield f"reward.function_share: expected 0 without a reward.function, found {self.function_share:g}"
+        if self.function_share and not self.has_function:
+            yield f"reward.function_share: expected 0 with reward.function=none, found {self.function_share:g}"
         if own := sorted({"HOME", "PYTHONPATH", "TMPDIR"} & set(self.secrets)):
             yield f"reward.secrets: a worker has its own {', '.join(own)}; expected names of other variables"
 

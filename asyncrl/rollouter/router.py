@@ -147,7 +147,11 @@ class Router:
             self._detach(active, abort=True)
             self._group_requests[request.group] -= 1
             if not self._group_requests[request.group]:
-                self._forget(request.group)
+                self._rest(request.group)
+
+    def forget(self, group: str) -> None:
+        """The group has ended. Until then its requests go to one replica, which may have the KV of earlier ones."""
+        self._group_replica.pop(group, None)
 
     def set_max_running_requests(self, limit: int | None) -> None:
         """Cap the training requests that each replica generates for at once (None: no cap); the others wait there."""
@@ -260,10 +264,9 @@ class Router:
             replica.aborts.append(active.id)
             replica.unsent.set()
 
-    def _forget(self, group: str) -> None:
+    def _rest(self, group: str) -> None:
         """The group has no request in flight."""
         del self._group_requests[group]
-        self._group_replica.pop(group, None)
         self._group_deaths.pop(group, None)
         if self._suspect == group:
             self._suspect = None

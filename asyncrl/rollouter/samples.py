@@ -117,6 +117,7 @@ class SampleMaker:
             raise
         finally:  # gather returns at the first cancelled sample, but no sample may outlive its group
             await asyncio.wait(samples)
+            self._router.forget(task.name)
 
     def decodable(self, made: Sequence[Sample | FailedSample]) -> bool:
         """True if no sample has a token outside the model's vocabulary."""
@@ -130,7 +131,7 @@ class SampleMaker:
         reward.failure_value, so that a policy that makes the reward hang learns not to."""
         scored = [self._ungraded(s) if isinstance(s, Sample) else s for s in made]
         config, graded = self._reward, [s for s in scored if isinstance(s, Sample)]
-        asked = [s for s in graded if config.function and (s.reward is None or config.function_share)]
+        asked = [s for s in graded if config.has_function and (s.reward is None or config.function_share)]
         if not asked:
             return scored
         with self._recorder.span("rollout/reward", samples=len(asked)):
@@ -153,8 +154,8 @@ class SampleMaker:
         """The sample, or its failure if it cannot have a reward."""
         if not self.decodable([sample]):
             return FailedSample("token_out_of_vocabulary", "it has tokens outside the model's vocabulary")
-        if sample.reward is None and not self._reward.function:
-            return FailedSample("no_reward", "the agent loop gave no reward, and there is no reward.function")
+        if sample.reward is None and not self._reward.has_function:
+            return FailedSample("no_reward", "the agent loop gave no reward, and reward.function is none")
         return sample
 
     def _answers(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Answer]:

@@ -186,7 +186,7 @@ def _reward_problems(config: Config, cpus: int | None) -> list[str]:
     """A reward function that does not load, tried in a worker: its code must not run where all secrets are."""
     if missing := unset_secrets(config.reward.secrets):
         return missing if cpus is not None else []  # a cluster may set them where the rollouter runs, which checks too
-    problem = import_problem(config.reward) if config.reward.function else None
+    problem = import_problem(config.reward) if config.reward.has_function else None
     return [problem] if problem else []
 
 

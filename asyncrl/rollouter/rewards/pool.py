@@ -64,7 +64,7 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        self._workers = [_Worker(config) for _ in range(config.workers if config.function else 0)]
+        self._workers = [_Worker(config) for _ in range(config.workers if config.has_function else 0)]
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
         self._names: set[str] = set()  # of metrics
         self._ignores_names = False
