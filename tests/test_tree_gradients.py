@@ -1,0 +1,56 @@
+"""Training on trees of sequences is training on their tokens: each sampled token once, in its own context."""
+
+import numpy as np
+import pytest
+import torch
+from torch import multiprocessing as mp
+
+from asyncrl.models.checkpoint import load_decoder
+from asyncrl.models.layout import PackedLayout
+from asyncrl.types.groups import Group
+from tests.support.trainer import make_checkpoint, make_config, started_ranks
+from tests.support.trees import LINEAR, gradient, largest_difference, make_trees, save_gradient, written_out
+
+OPTIONS = {**LINEAR, "kl_coef": 0.05, "entropy_coef": 0.01, "anchor": "proximal"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def start():
+    yield from started_ranks()
+
+
+def test_the_gradient_of_trees_equals_the_plain_formula(checkpoint, start):
+    config = make_config(checkpoint, anchor="proximal", **LINEAR)
+    found = gradient(start(config), make_trees())
+    model = load_decoder(checkpoint)
+    total, trained = torch.zeros(()), 0
+    for group in map(Group.from_buffer, make_trees()):
+        rewards = torch.tensor(group.rewards)
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+        for q, s in enumerate(group.sequence_sample):
+            response, prefix = torch.tensor(group.tokens[group.response(q)]).long(), int(group.prefix[q])
+            tokens = torch.cat([torch.tensor(group.prompt_tokens[:prefix]).long(), response])
+            logprobs = torch.log_softmax(model.logits(tokens, PackedLayout.from_lengths(np.array([len(tokens)]))), -1)
+            for r in np.flatnonzero(group.loss_mask[group.response(q)]):
+                total = total - advantages[s] * logprobs[prefix + r - 1, response[r]]
+                trained += 1
+    (total / trained).backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert largest_difference({name: found[name] for name in expected}, expected) < 1e-5
+
+
+def test_training_on_trees_equals_training_on_their_tokens_written_out(checkpoint, start, tmp_path):
+    config = make_config(checkpoint, **OPTIONS)
+    expected = gradient(start(config), written_out(make_trees()))
+    assert largest_difference(gradient(start(config), make_trees()), expected) < 1e-6
+    for other in ({"max_tokens_per_micro_batch": 1}, {"max_tokens_per_micro_batch": 60}):
+        found = gradient(start(make_config(checkpoint, **OPTIONS, **other)), make_trees())
+        assert largest_difference(found, expected) < 1e-6, other
+    options = {**OPTIONS, "ranks": 2}
+    mp.spawn(save_gradient, args=(2, {"torch": None}, checkpoint, options, tmp_path, make_trees()), nprocs=2)
+    assert largest_difference(torch.load(tmp_path / "torch_0.pt"), expected) < 1e-6
