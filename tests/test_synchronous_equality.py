@@ -14,7 +14,9 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
+import xxhash
 
 from asyncrl.config.checks import derive
 from asyncrl.config.load import load_config
@@ -22,9 +24,10 @@ from asyncrl.data.order import PromptOrder
 from asyncrl.data.prompts import load_prompts
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.rollouter.agents.multi_turn import MultiTurn
 from asyncrl.rollouter.engines.base import Request, SamplingParams
 from asyncrl.rollouter.engines.native.engine import NativeEngine
-from asyncrl.rollouter.samples import random_key
+from asyncrl.rollouter.sampling import call_key, random_key
 from asyncrl.rollouter.tokenizer import PromptTokenizer
 from asyncrl.trainer.rank import TrainerRank
 from asyncrl.types.groups import Group
@@ -34,9 +37,18 @@ from tests.support.tiny import length_reward, make_inputs, overrides
 
 ROOT = Path(__file__).parent.parent
 STEPS = 5
+QUESTION = [7, 8]  # tokens that the policy reads between its turns
 
 
-def test_staleness_zero_equals_a_synchronous_loop_bit_for_bit(tmp_path):
+class TwoTurns(MultiTurn):
+    """Is asked once more; both agents of this module must make the same samples."""
+
+    async def observe(self, prompt, turns, answer):
+        return QUESTION if turns.completions == 1 else None
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_staleness_zero_equals_a_synchronous_loop_bit_for_bit(tmp_path, turns):
     inputs = make_inputs(tmp_path)
     options = overrides(
         inputs,
@@ -52,6 +64,8 @@ def test_staleness_zero_equals_a_synchronous_loop_bit_for_bit(tmp_path):
         "data.validation_files=[]",
         "reporting.wandb.mode=disabled",
         "reporting.report=false",
+        *(["rollout.agent_loop=tests.test_synchronous_equality:TwoTurns"] if turns == 2 else []),
+        f"rollout.max_response_tokens={12 * turns}",
     )
     ray_dir = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     command = [sys.executable, "-m", "asyncrl.fully_async_main", *options, f"ray.temp_dir={ray_dir}"]
@@ -59,7 +73,7 @@ def test_staleness_zero_equals_a_synchronous_loop_bit_for_bit(tmp_path):
     shutil.rmtree(ray_dir, ignore_errors=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
-    expected = asyncio.run(train_synchronously(options, tmp_path / "sync"))
+    expected = asyncio.run(train_synchronously(options, tmp_path / "sync", turns))
     found = read_tensors(tmp_path / "run/checkpoints/final/hf")
     start = read_tensors(inputs / "checkpoint")
     assert found.keys() == expected.keys()
@@ -73,7 +87,7 @@ def coarse_reward(prompt, response) -> float:
     return float(length_reward(prompt, response)["reward"] > 0.03)
 
 
-async def train_synchronously(options: list[str], folder: Path) -> dict[str, torch.Tensor]:
+async def train_synchronously(options: list[str], folder: Path, turns: int) -> dict[str, torch.Tensor]:
     """Train five steps with engine and trainer alone; returns the final weights."""
     config = load_config(None, options)
     batch_size = derive(config).groups_per_step
@@ -81,7 +95,7 @@ async def train_synchronously(options: list[str], folder: Path) -> dict[str, tor
     prompts = PromptOrder(load_prompts(config.data.train_files, config.data), config.seed)
     rank = TrainerRank(config, 0, 1, None, Recorder("trainer"))
     sampling = SamplingParams(temperature=config.rollout.temperature, stop_token_ids=tokenizer.stop_token_ids)
-    dropped = 0
+    dropped, turns_trained = 0, set()
     try:
         for step in range(1, STEPS + 1):
             rank.export_hf(folder / str(step))
@@ -93,7 +107,7 @@ async def train_synchronously(options: list[str], folder: Path) -> dict[str, tor
                 for prompt in islice(prompts, batch_size - len(batch)):
                     tokens = tokenizer.encode(prompt)
                     samples = [
-                        await generate(engine, config, sampling, prompt.uid, tokens, index, version)
+                        await make_sample(engine, config, sampling, prompt.uid, tokens, index, version, turns)
                         for index in range(config.rollout.n)
                     ]
                     for s in samples:
@@ -101,6 +115,7 @@ async def train_synchronously(options: list[str], folder: Path) -> dict[str, tor
                     if len({s.reward for s in samples}) == 1:
                         dropped += 1
                         continue
+                    turns_trained |= {len(s.sequences[0].spans) for s in samples}
                     batch.append(Group.from_samples(prompt.uid, prompt.prompt_id, 0, tokens, samples).to_bytes())
             rank.train(step, batch)
             await engine.close()
@@ -108,29 +123,41 @@ async def train_synchronously(options: list[str], folder: Path) -> dict[str, tor
     finally:
         rank.close()
     assert dropped > 0, "the test needs groups that are dropped and refilled"
+    assert turns_trained == set(range(1, turns + 1)), "the test needs samples of each number of turns"
     return read_tensors(folder / "final")
 
 
-async def generate(engine, config, sampling, uid, tokens, index, version) -> Sample:
-    """One sample, alone in the engine."""
-    key = random_key(config.seed, uid, index)
-    request = Request(f"{uid}/{index}", uid, tokens, len(tokens), key, 0, config.rollout.max_response_tokens, sampling)
-    await engine.submit([request])
-    drawn: list[np.ndarray] = []
-    logprobs: list[np.ndarray] = []
+async def make_sample(engine, config, sampling, uid, prompt, index, version, turns) -> Sample:
+    """One sample, alone in the engine; its tokens are spliced by hand."""
+    key, most = random_key(config.seed, uid, index), config.rollout.max_response_tokens
+    tokens, logprobs, finish = await generate(engine, sampling, uid, prompt, prompt, key, most)
+    spans, mask = [VersionSpan(0, version)], [True] * len(tokens)
+    if turns == 2 and finish is FinishReason.STOP:
+        tokens, logprobs, mask = tokens + QUESTION, logprobs + [0.0, 0.0], mask + [False, False]
+        room = most - len(tokens)
+        if room > 0:
+            context = np.concatenate([prompt, np.array(tokens, np.int32)])
+            second = call_key(key, xxhash.xxh3_64_intdigest(context.tobytes()), 0)
+            more, of_more, finish = await generate(engine, sampling, uid, prompt, context, second, room)
+            spans.append(VersionSpan(len(tokens), version))
+            tokens, logprobs, mask = tokens + more, logprobs + of_more, mask + [True] * len(more)
+        else:
+            tokens, logprobs, mask, finish = tokens[:-2], logprobs[:-2], mask[:-2], FinishReason.LENGTH
+    return Sample.single(
+        index, np.array(tokens, np.int32), np.array(logprobs, np.float32), np.array(mask), spans, finish
+    )
+
+
+async def generate(engine, sampling, uid, prompt, context, key, limit):
+    """Tokens, logprobs and finish reason of one call."""
+    await engine.submit([Request(f"{key}", uid, context, len(prompt), key, 0, limit, sampling)])
+    tokens: list[int] = []
+    logprobs: list[float] = []
     finish: FinishReason | None = None
     while finish is None:
         events = await engine.events()
         for e in range(len(events)):
-            drawn.append(events.tokens[events.offsets[e] : events.offsets[e + 1]])
-            logprobs.append(events.logprobs[events.offsets[e] : events.offsets[e + 1]])
+            tokens += events.tokens[events.offsets[e] : events.offsets[e + 1]].tolist()
+            logprobs += events.logprobs[events.offsets[e] : events.offsets[e + 1]].tolist()
             finish = events.finish[e]
-    all_tokens = np.concatenate(drawn)
-    return Sample.single(
-        index=index,
-        tokens=all_tokens,
-        logprobs=np.concatenate(logprobs),
-        loss_mask=np.ones(len(all_tokens), bool),
-        spans=[VersionSpan(0, version)],
-        finish=finish,
-    )
+    return tokens, logprobs, finish

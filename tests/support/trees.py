@@ -101,8 +101,8 @@ def save_gradient(rank: int, ranks: int, cuts, checkpoint, options, folder, grou
 
 
 def largest_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Of any tensor, relative to its norm, or to a tenth of the whole gradient's: float32 leaves more of the small ones,
-    in which most terms cancel."""
+    """Of any tensor, relative to its norm, or to a tenth of the whole gradient's: most terms of small ones cancel, so
+    that rounding is a larger part."""
     assert found.keys() == expected.keys()
     least = 0.1 * torch.stack([e.norm() for e in expected.values()]).norm()
     return max(float((found[n] - e).norm() / torch.maximum(e.norm(), least)) for n, e in expected.items())
