@@ -1,5 +1,6 @@
 """The reward and the agent loop of docs/extending.md, selected by import path, in a rollout with a real engine."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ def _importable(monkeypatch):
     monkeypatch.syspath_prepend(DOCS / "examples")
 
 
-@pytest.mark.parametrize("name", ["length_reward", "two_tries"])
+@pytest.mark.parametrize("name", ["length_reward", "two_tries", "calculator"])
 def test_the_page_shows_the_whole_example(name):
     source = (DOCS / "examples" / f"{name}.py").read_text()
     page = (DOCS / "extending.md").read_text()
@@ -70,3 +71,29 @@ async def test_the_agent_loop_shifts_the_versions_of_its_second_turn():
     assert sequence.tokens.tolist() == [1, 2, 3, 7, 8, 1, 2, 3]
     assert sequence.loss_mask.tolist() == [True] * 3 + [False] * 2 + [True] * 3
     assert [(span.start, span.version.number) for span in sequence.spans] == [(0, 1), (5, 2)]
+
+
+async def test_the_calculator_computes_sums_and_rewards_its_samples(inputs):
+    system = System(
+        inputs, None, "reward.function=none", agent_loop=find_agent_loop("calculator:Calculator"),
+    )  # fmt: skip
+    async with system:
+        for group in await system.groups(2):
+            assert set(group.rewards.tolist()) <= {0.0, 1.0}
+    agent = find_agent_loop("calculator:Calculator")(system.tokenizer, 100)
+    said = iter(["first [2+3]", "so 5"])
+
+    class Generate:
+        state, seconds_left = None, float("inf")
+
+        def save(self, state):
+            self.state = state
+
+        async def __call__(self, response):
+            tokens = np.array(system.tokenizer.hf.encode(next(said), add_special_tokens=False), np.int32)
+            spans = [VersionSpan(0, PolicyVersion(0, 0))]
+            return Completion(tokens, np.full(len(tokens), -0.5, np.float32), spans, FinishReason.STOP)
+
+    sample = await agent.run(replace(system.prompts[0], answer="5"), 0, Generate())
+    assert system.tokenizer.decode(sample.sequences[0].tokens) == "first [2+3] = 5\nso 5"
+    assert sample.reward == pytest.approx(0.99)
