@@ -356,16 +356,29 @@ async def test_a_validation_is_answered_under_one_version_even_if_the_version_ch
         assert len(answered) > 6  # answers under the old version are repeated
 
 
-async def test_a_validation_that_never_settles_on_one_version_fails(inputs):
+async def test_a_validation_that_a_sync_has_passed_keeps_its_answers_and_names_both_versions(inputs):
+    async with System(inputs, judge, "validation.samples=2") as system:
+        slow_down(system.engine, 0.005)
+        validating = asyncio.create_task(system.validation.run(system.prompts[:6]))
+        await until(lambda: len([c for c in system.rewards.calls if len(c) == 2]) >= 2)  # some are answered
+        await system.engine.pause("abort", 10)
+        await system.engine.resume(PolicyVersion(0, 4))
+        values = await asyncio.wait_for(validating, 60)
+        assert [values[f"validation/{name}"] for name in ("lineage", "version", "oldest_version")] == [0, 4, 0]
+        answered = [c[0] for c in system.rewards.calls if len(c) == 2]
+        assert sorted(answered) == sorted(p.uid for p in system.prompts[:6])  # each once
+
+
+async def test_a_validation_that_never_settles_on_one_lineage_fails(inputs):
     class Restless(SingleTurn):
         number = 0
 
         async def run(self, prompt, index, generate):
             Restless.number = number = Restless.number + 1
             sample = await super().run(prompt, index, generate)
-            sample.sequences[0].spans[:] = [VersionSpan(0, PolicyVersion(0, number))]
+            sample.sequences[0].spans[:] = [VersionSpan(0, PolicyVersion(number, 0))]
             return sample
 
     async with System(inputs, judge, agent_loop=Restless, total=0) as system:
-        with pytest.raises(RuntimeError, match=rf"after {ROUNDS} rounds 1 of 2 prompts .* versions change faster"):
+        with pytest.raises(RuntimeError, match=rf"after {ROUNDS} rounds 1 of 2 prompts .* restored faster"):
             await system.validation.run(system.prompts[:2])

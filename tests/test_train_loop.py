@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, ValidationConfig
 from asyncrl.observability.sinks.hub import Hub
 from asyncrl.observability.telemetry.recorder import Recorder, now_s
 from asyncrl.run.monitor import Monitor
@@ -156,14 +156,15 @@ async def test_the_only_replica_is_restarted_if_its_rejoin_fails():
 class Validating:
     """A schedule over a rollouter whose validations the test ends; ``results``: the reported ones."""
 
-    def __init__(self, tmp_path) -> None:
-        config = Config()
-        config.data.validation_files, config.validation.every_versions = ["some"], 2
+    def __init__(self, tmp_path, **options) -> None:
+        config = Config(validation=ValidationConfig(every_versions=2, **options))
+        config.data.validation_files = ["some"]
         store = CheckpointStore(tmp_path, config.checkpoint)
         self.answer: asyncio.Future[dict[str, float]] = asyncio.get_running_loop().create_future()
         self.first: list[bool] = []  # priorities asked for
         self.results: list[tuple] = []
-        self.schedule = ValidationSchedule(config, self, store, Recorder("driver"), self._report)
+        self.recorder = Recorder("driver")
+        self.schedule = ValidationSchedule(config, self, store, self.recorder, self._report)
 
     def _report(self, progress, metrics, when):
         self.results.append((progress.version.number, when))
@@ -201,6 +202,25 @@ async def test_validation_blocks_before_and_after_training_and_is_concurrent_in_
     assert run.results == [(0, "before"), (2, None), (3, "after")]
     while run.first[-1]:  # the default order is restored
         await asyncio.sleep(0)
+
+
+async def test_slow_agents_hold_up_a_sync_for_a_while_only_and_the_next_validation_is_left_out(tmp_path):
+    run = Validating(tmp_path, hold_s=0.05)
+    run.answer.set_result({"validation/reward": 1.0})
+    await run.schedule.validate(at(0))
+    run.answer = asyncio.get_running_loop().create_future()
+    await run.schedule.validate(at(2))
+    await asyncio.wait_for(run.schedule.finished(), 10)  # though it has not ended
+    await run.schedule.validate(at(4))
+    while run.first[-1]:  # the default order is restored
+        await asyncio.sleep(0)
+    assert run.recorder.drain().counters["validation/left_out"] == 1
+    running = asyncio.create_task(run.schedule.run())
+    run.answer.set_result({"validation/reward": 2.0})
+    while len(run.results) < 2:
+        await asyncio.sleep(0)
+    assert run.results == [(0, "before"), (2, None)]
+    running.cancel()
 
 
 async def test_a_failed_concurrent_validation_ends_the_run(tmp_path):

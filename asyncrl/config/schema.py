@@ -337,6 +337,9 @@ class ValidationConfig(Section):
     samples: PositiveInt = 1  # per prompt
     temperature: NonNegativeFloat = 1.0  # 0: greedy
     max_prompts: NonNegativeInt = 0  # 0: all
+    # a sync waits this long for a running validation, so that one version gives all its answers; later ones come from
+    # the versions that follow. inf: as long as it takes
+    hold_s: NonNegativeFloat = 60.0
 
 
 @dataclass

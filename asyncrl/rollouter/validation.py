@@ -1,4 +1,4 @@
-"""Validation during training: answers held-out prompts under one policy version, at lower priority than training."""
+"""Validation during training: answers held-out prompts, at lower priority than training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncrl.types.prompts import Prompt
 from asyncrl.types.samples import Sample
 from asyncrl.types.versions import PolicyVersion
 
-ROUNDS = 4  # syncs wait for a running validation, so only a restart makes a second round necessary
+ROUNDS = 4  # a restore of the trainer makes a second one necessary
 
 
 class Validation:
@@ -29,11 +29,12 @@ class Validation:
         self._rounds = itertools.count()
 
     async def run(self, prompts: Sequence[Prompt]) -> dict[str, float]:
-        """Answer each prompt ``validation.samples`` times, all under one policy version.
+        """Answer each prompt ``validation.samples`` times.
 
-        Answers under older versions are repeated in the next round. Returns means of the reward and its metrics, and
-        the version (``lineage``, and its number as ``version``), all under ``validation/``. Raises RuntimeError if
-        versions are still mixed after `ROUNDS` rounds."""
+        All answers are of one version unless a sync has passed the validation, see ``validation.hold_s``. Those of an
+        older lineage are repeated in the next round. Returns means of the reward and its metrics, ``lineage``, and the
+        numbers of the newest (``version``) and the oldest version (``oldest_version``) that gave an answer, all under
+        ``validation/``. Raises RuntimeError if lineages are still mixed after `ROUNDS` rounds."""
         answers: dict[str, list[Sample | FailedSample]] = {}
         with self._recorder.span("rollout/validate", prompts=len(prompts)):
             outdated: Sequence[Prompt] = prompts
@@ -41,13 +42,14 @@ class Validation:
                 number = next(self._rounds)
                 answered = await asyncio.gather(*(self._answer(p, number) for p in outdated))
                 answers |= zip([p.uid for p in outdated], answered)
-                newest = max(_versions(s for samples in answers.values() for s in samples), default=None)
-                outdated = [p for p in prompts if _versions(answers[p.uid]) - {newest}]
+                versions = _versions(s for samples in answers.values() for s in samples)
+                lineage = max((version.lineage for version in versions), default=0)
+                outdated = [p for p in prompts if any(v.lineage < lineage for v in _versions(answers[p.uid]))]
                 if not outdated:
-                    return self._values(answers.values(), newest)
+                    return self._values(answers.values(), versions)
         raise RuntimeError(
             f"validation: after {ROUNDS} rounds {len(outdated)} of {len(prompts)} prompts are not answered under the "
-            f"newest version {newest}: versions change faster than prompts are answered"
+            f"newest lineage {lineage}: the trainer is restored faster than prompts are answered"
         )
 
     async def _answer(self, prompt: Prompt, number: int) -> list[Sample | FailedSample]:
@@ -64,7 +66,7 @@ class Validation:
         return await self._maker.score(prompt, made)  # one call per prompt, since reward.timeout_s is per group
 
     def _values(
-        self, answers: Iterable[Sequence[Sample | FailedSample]], version: PolicyVersion | None
+        self, answers: Iterable[Sequence[Sample | FailedSample]], versions: set[PolicyVersion]
     ) -> dict[str, float]:
         all_samples = [s for group in answers for s in group]
         scored = [s for s in all_samples if isinstance(s, Sample)]
@@ -72,8 +74,10 @@ class Validation:
             "validation/samples": len(scored),
             "validation/failed": len(all_samples) - len(scored),
         }
-        if version is not None:
-            values |= {"validation/version": version.number, "validation/lineage": version.lineage}
+        if versions:
+            oldest, newest = min(versions), max(versions)
+            values |= {"validation/lineage": newest.lineage, "validation/version": newest.number}
+            values["validation/oldest_version"] = oldest.number
         if scored:
             values["validation/reward"] = float(np.mean([s.reward for s in scored if s.reward is not None]))
             for name in sorted({k for s in scored for k in s.metrics}):

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from asyncrl.config.schema import Config
-from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.observability.telemetry.recorder import Recorder, now_s
 from asyncrl.trainer.checkpoints import CheckpointStore
 from asyncrl.trainer.progress import Progress
 
+_VERSIONS = ("oldest_version", "version")
 REPEAT_EVERY_S = 1.0  # interval of the request for priority, which a restarted rollouter has not received
 
 
@@ -33,7 +34,7 @@ class ValidationSchedule:
         recorder: Recorder,
         report: Callable[[Progress, Mapping[str, float], str | None], None],
     ) -> None:
-        self._has_prompts, self._every = bool(config.data.validation_files), config.validation.every_versions
+        self._has_prompts, self._options = bool(config.data.validation_files), config.validation
         self._rollouter, self._checkpoints, self._recorder, self._report = rollouter, checkpoints, recorder, report
         self._training = False  # True once the first validation is over
         self._concurrent: asyncio.Task[None] | None = None
@@ -48,15 +49,16 @@ class ValidationSchedule:
                 self._concurrent = None
 
     async def finished(self) -> None:
-        """Wait for the concurrent validation, which must see one version; until it ends, the rollouter serves its
-        requests before those of training."""
-        if (validation := self._concurrent) is None:
+        """Wait ``validation.hold_s`` for the concurrent validation, so that it sees one version; meanwhile the
+        rollouter serves its requests before those of training. It goes on if this wait ends first."""
+        if (validation := self._concurrent) is None or not self._options.hold_s:
             return
+        until_s = now_s() + self._options.hold_s
         with self._recorder.span("validation/holds_sync"):
             try:
-                while not validation.done():  # it continues if this wait is cancelled
+                while not validation.done() and (left_s := until_s - now_s()) > 0:
                     await self._rollouter.set_validation_first(True)
-                    await asyncio.wait([validation], timeout=REPEAT_EVERY_S)
+                    await asyncio.wait([validation], timeout=min(left_s, REPEAT_EVERY_S))
             finally:  # not awaited: a dead rollouter would block a cancelled caller
                 self._usual_order = asyncio.ensure_future(self._rollouter.set_validation_first(False))
                 # the supervisor reports the rollouter's failures
@@ -64,13 +66,17 @@ class ValidationSchedule:
 
     async def validate(self, progress: Progress) -> None:
         """Validate ``progress.version`` if it is the first, the last, or one of every ``validation.every_versions``.
-        Waits for the first and the last validation; others run concurrently with training."""
-        due = bool(self._every) and progress.version.number % self._every == 0
+        Waits for the first and the last validation; others run concurrently with training, one at a time: the next is
+        left out if the one before has not ended."""
+        every = self._options.every_versions
+        due = bool(every) and progress.version.number % every == 0
         if not self._has_prompts:
             return
         if progress.last or not self._training:
             await self._validate(progress, "after" if progress.last else "before")
             self._training = True
+        elif due and self._concurrent is not None and not self._concurrent.done():
+            self._recorder.count("validation/left_out")
         elif due:
             self._checkpoints.await_rating(progress.taken)
             self._concurrent = asyncio.create_task(self._validate(progress))
@@ -79,7 +85,7 @@ class ValidationSchedule:
     async def _validate(self, progress: Progress, when: str | None = None) -> None:
         metrics = await self._rollouter.validate()
         self._report(progress, metrics, when)
-        # the rollouter may have repeated the validation under a later version
-        measured = metrics.get("validation/lineage"), metrics.get("validation/version")
-        rating = metrics if measured == progress.version else {}
+        # answers may be of later versions
+        measured = {(metrics.get("validation/lineage"), metrics.get(f"validation/{name}")) for name in _VERSIONS}
+        rating = metrics if measured == {progress.version} else {}
         await asyncio.to_thread(self._checkpoints.rate, progress.taken, rating)
