@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.schema import Config
 from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.rollouter.agents.base import GenerationFailed
 from asyncrl.rollouter.agents.single_turn import SingleTurn
 from asyncrl.rollouter.agents.trajectory import TrajectoryBuilder
 from asyncrl.rollouter.engines.base import SamplingParams
@@ -371,6 +372,29 @@ async def test_calls_at_once_continue_in_another_process():
     assert (request.tokens.tolist(), request.position) == ([1, 2, 11, 30, 12], 1)
     assert request.key == keys[1, 2, 11, 30]
     await second.stop()
+
+
+async def test_calls_that_the_loop_leaves_running_end_with_the_sample():
+    left = []
+
+    class Leaves(SingleTurn):
+        async def run(self, prompt, index, generate):
+            left.append(asyncio.create_task(generate(np.array([9], np.int32), 4)))
+            sample = await super().run(prompt, index, generate)
+            left.append(generate)
+            return sample
+
+    rollouter = await Rollouter(Leaves(None, 9)).begin(PartialSample())
+    a = rollouter.replicas["a"]
+    own, other = sorted(a.requests.values(), key=lambda request: len(request.tokens))
+    a.emit(own.id, [11], FinishReason.STOP)
+    (sample,) = await rollouter.made
+    await settle()
+    assert sample.sequences[0].tokens.tolist() == [11]
+    assert (left[0].cancelled(), a.aborted) == (True, [other.id])
+    with pytest.raises(GenerationFailed, match="after its sample's end"):
+        await left[1](np.empty(0, np.int32))
+    await rollouter.stop()
 
 
 async def test_a_state_saved_during_a_call_keeps_the_call():

@@ -10,12 +10,13 @@ import asyncio
 import dataclasses
 import math
 import sys
+from typing import Any
 
 import numpy as np
 
 from asyncrl.config.schema import RolloutConfig
 from asyncrl.observability.telemetry.recorder import Recorder, now_s
-from asyncrl.rollouter.agents.base import Completion, LimitReached
+from asyncrl.rollouter.agents.base import Completion, GenerationFailed, LimitReached
 from asyncrl.rollouter.agents.provenance import SampledCall, context_digest
 from asyncrl.rollouter.agents.watch import AgentWatch
 from asyncrl.rollouter.engines.base import Request
@@ -46,6 +47,8 @@ class ReplayedGenerate:
         self._until_s = now_s() + (limits.max_sample_s or math.inf)
         self._claimed: list[GenerateCall] = []  # calls of the record that this run has made
         self._unsaved: list[GenerateCall] = []  # those whose results it has
+        self._running: set[asyncio.Task[Any]] = set()  # tasks that wait for a call
+        self._closed = False
         #: all calls whose results the loop has
         self.sampled = [SampledCall(call.start, call.context, call.tokens, None) for call in sample.saved_calls]
 
@@ -61,10 +64,18 @@ class ReplayedGenerate:
         self._sample.save(state, self._unsaved)
         self._unsaved = []
 
+    def close(self) -> None:
+        """The sample has ended: cancel what a loop has left running, and refuse further calls."""
+        self._closed = True
+        for task in self._running:
+            task.cancel()
+
     async def __call__(
         self, response: np.ndarray, max_new_tokens: int | None = None, prefix: int | None = None
     ) -> Completion:
         """Raises GenerationFailed, LimitReached, or ValueError for a prefix that the prompt does not have."""
+        if self._closed:
+            raise GenerationFailed("a call of generate after its sample's end; expected run to wait for all its calls")
         prompt = self._prompt.tokens
         if prefix is not None and not 0 <= prefix <= len(prompt):
             raise ValueError(f"prefix: expected 0 to {len(prompt)} tokens of the prompt, found {prefix}")
@@ -109,6 +120,9 @@ class ReplayedGenerate:
         sample, limits = self._sample, self._limits
         most = limits.max_sample_tokens or sys.maxsize  # tokens of the sample; of this call:
         most -= sample.token_count - call.output.count
+        running = asyncio.current_task()
+        assert running is not None
+        self._running.add(running)
         self._watch.generating(True)
         try:
             if most <= 0:
@@ -137,4 +151,5 @@ class ReplayedGenerate:
             self._claimed = [other for other in self._claimed if other is not call]
             raise
         finally:
+            self._running.discard(running)
             self._watch.generating(False)

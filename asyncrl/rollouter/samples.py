@@ -208,6 +208,7 @@ class SampleMaker:
             return self._agent_error(task.prompt, e)
         finally:
             watch.close()
+            generate.close()
         if problem is not None:
             return self._bad_sample(f"group {task.prompt.uid} sample {index}: {problem}")
         return sample
