@@ -1,6 +1,7 @@
 """The base class of in-process agents: turns, rewards, limits, and continuation from a saved state."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from asyncrl.config.schema import Config, RolloutConfig
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.rollouter.agents.multi_turn import MultiTurn
+from asyncrl.rollouter.agents.trajectory import TrajectoryBuilder
 from asyncrl.rollouter.engines.base import SamplingParams
 from asyncrl.rollouter.partial import PartialSample, pack, unpack
 from asyncrl.rollouter.router import Router
@@ -108,6 +110,59 @@ async def test_a_tool_s_own_timeout_is_an_error_of_the_agent():
 
     failed, _ = await made(Broken(None, 20), max_sample_s=60.0)
     assert (failed.reason, failed.message) == ("agent_error", "TimeoutError: the tool")
+
+
+async def test_a_limit_before_the_first_answer_fails_the_sample():
+    class Silent(Answering):
+        async def _answer(self, request):
+            await asyncio.sleep(60)
+
+    failed, _ = await made(Tool(None, 20), Silent(), max_sample_s=0.1)
+    assert failed.reason == "limit_reached"
+
+
+async def test_calls_at_once_share_the_limit_of_the_sample():
+    class Both:
+        async def run(self, prompt, index, generate):
+            turns = TrajectoryBuilder()
+            forks = [turns.branch(), turns.branch()]
+            forks[1].append([5])
+            for fork, answer in zip(forks, await asyncio.gather(*(generate(f.response, 8) for f in forks))):
+                fork.append(answer)
+            return turns.sample(index, forks[1].finish)
+
+    sample, asked = await made(Both(), Answering(verbose=True), max_sample_tokens=12)
+    assert [limit for _, limit in asked] == [8, 4]
+    assert (trained(sample), sample.finish) == ([7] * 12, FinishReason.TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"metrics": {"reward": 1.0}}, "a metric 'reward'"),
+        ({"messages": [{"content": object()}]}, "not JSON serializable"),
+        ({"finish": "stop"}, "expected a FinishReason"),
+    ],
+)
+async def test_what_else_a_loop_returns_is_checked(changes, problem):
+    class Careless(Tool):
+        async def run(self, prompt, index, generate):
+            return replace(await super().run(prompt, index, generate), **changes)
+
+    failed, _ = await made(Careless(None, 20))
+    assert (failed.reason, problem in failed.message) == ("bad_sample", True)
+
+
+async def test_lists_and_another_index_are_put_right():
+    class Careless(Tool):
+        async def run(self, prompt, index, generate):
+            sample = await super().run(prompt, index, generate)
+            (q,) = sample.sequences
+            lists = replace(q, tokens=q.tokens.tolist(), logprobs=q.logprobs.tolist(), loss_mask=q.loss_mask.tolist())
+            return replace(sample, index=7, sequences=[lists])
+
+    sample, _ = await made(Careless(None, 20))
+    assert (sample.index, trained(sample), sample.sequences[0].logprobs.dtype) == (0, [1, 2, 3], np.float32)
 
 
 async def test_a_limit_that_the_loop_does_not_catch_fails_its_sample():

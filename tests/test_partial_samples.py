@@ -35,7 +35,7 @@ samples = st.tuples(st.none() | st.binary(max_size=20), st.integers(0, 99), st.l
 
 
 def built(state, saved_tokens, calls) -> PartialSample:
-    saved = [SavedCall(7, 1, saved_tokens), SavedCall(2**64 - 1, 3, 2)] if saved_tokens else []
+    saved = [SavedCall(7, 1, 0, saved_tokens), SavedCall(2**64 - 1, 3, 4, 2)] if saved_tokens else []
     sample = PartialSample(state, saved)
     for number, (context, parts, finish) in enumerate(calls):
         call = sample.begin(context, number)
@@ -416,9 +416,17 @@ async def test_a_state_saved_during_a_call_keeps_the_call():
     await settle()
     assert (partial.state, partial.token_count) == (b"one", 2)
     (left,) = partial.calls
-    assert (left.ordinal, partial.saved_calls) == (1, [SavedCall(left.context, 2, 1)])
+    assert (left.ordinal, partial.saved_calls) == (1, [SavedCall(left.context, 2, 0, 1)])
     assert partial.begin(left.context, 2).ordinal == 2
     await rollouter.stop()
+
+
+def test_no_two_equal_calls_have_one_number_whichever_is_saved_first():
+    partial = PartialSample()
+    _, second = partial.begin(5, 1), partial.begin(5, 1)
+    partial.save(b"", [second])
+    (again,) = unpack([pack(PROMPT.uid, [partial])])
+    assert [partial.begin(5, 1).ordinal, again.begin(5, 1).ordinal] == [2, 2]
 
 
 async def test_a_prefix_that_the_prompt_does_not_have_fails_the_sample():

@@ -5,14 +5,19 @@ import dataclasses
 import numpy as np
 import pytest
 
+from asyncrl.rollouter.agents import provenance
 from asyncrl.rollouter.agents.base import Completion
-from asyncrl.rollouter.agents.provenance import SampledCall, context_digest, sample_problem
+from asyncrl.rollouter.agents.provenance import SampledCall, context_digest
 from asyncrl.rollouter.agents.trajectory import TrajectoryBuilder
 from asyncrl.types.samples import FinishReason, Sample
 from asyncrl.types.versions import PolicyVersion, VersionSpan
 
 PROMPT = np.array([1, 2, 3], np.int32)
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
+
+
+def sample_problem(sample, prompt, calls, most=100):
+    return provenance.sample_problem(sample, prompt, calls, most)
 
 
 class Calls(list):
@@ -70,6 +75,15 @@ def test_equal_calls_may_each_be_trained_once():
     assert "trained twice" in sample_problem(sample, PROMPT, same[:1])
 
 
+def test_after_a_restart_a_saved_call_does_not_take_another_one_s_tokens():
+    calls, turns = Calls(), TrajectoryBuilder()
+    forks = [turns.branch(), turns.branch()]
+    calls.answer(forks[0], [10, 11])
+    calls.answer(forks[1], [12, 13, 14])
+    sample = turns.sample(0, FinishReason.STOP)
+    assert sample_problem(sample, PROMPT, [calls[1]._replace(result=None), calls[0]]) is None
+
+
 def test_a_loop_may_drop_the_end_of_an_answer():
     calls, turns = Calls(), TrajectoryBuilder()
     answer = calls.answer(turns, [10, 11, 12])
@@ -100,11 +114,17 @@ FIRST, SECOND = SAMPLE.sequences
         (changed(SAMPLE, 0, logprobs=FIRST.logprobs[1:]), "expected equal lengths"),
         (changed(SAMPLE, 0, spans=FIRST.spans[::-1]), "expected version spans that start at token 0"),
         (changed(SAMPLE, 0, prefix=4), "expected a prefix of 0 to 3"),
+        (dataclasses.replace(SAMPLE, finish="stop"), "expected a FinishReason, found 'stop'"),
+        (changed(SAMPLE, 0, prefix=0, loss_mask=[True] * 5), "nothing precedes its first token"),
         (changed(SAMPLE, 0, extras={"token_rewards": np.zeros(2)}), "expected 5 finite token_rewards"),
     ],
 )
 def test_other_samples_are_refused(sample, problem):
     assert problem in sample_problem(sample, PROMPT, CALLS)
+
+
+def test_a_sequence_beyond_its_limit_is_refused():
+    assert "5 response tokens; expected at most" in sample_problem(SAMPLE, PROMPT, CALLS, most=4)
 
 
 def test_random_trees_pass_and_train_each_token_once():

@@ -14,7 +14,7 @@ from asyncrl.rollouter.agents.single_turn import SingleTurn
 from asyncrl.rollouter.batching_sender import BatchingSender
 from asyncrl.rollouter.drops import NothingToTrain
 from asyncrl.rollouter.engines.base import SamplingParams
-from asyncrl.rollouter.limiter import InFlightLimiter
+from asyncrl.rollouter.limiter import GroupPlaces, InFlightLimiter
 from asyncrl.rollouter.sampling import random_key, truncations
 from asyncrl.types.samples import FinishReason, Sample
 from asyncrl.types.versions import PolicyVersion, VersionSpan
@@ -147,6 +147,17 @@ class SlowTool(MultiTurn):
             return None
         await self.waiting.acquire()
         return [5]
+
+
+async def test_places_are_given_back_once_and_not_taken_after_the_end():
+    limiter = InFlightLimiter(slots=8, max_groups=1)
+    places = GroupPlaces(limiter, 2)
+    places.generates(0, False)
+    places.ended(0)
+    places.ended(1)
+    places.generates(1, True)  # by what the loop left running
+    places.close()
+    assert (limiter.samples, len(places), await limiter.room(4)) == (0, 0, 1)
 
 
 async def test_samples_that_wait_for_a_tool_hold_no_place(inputs):

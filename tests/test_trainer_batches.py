@@ -77,8 +77,8 @@ def test_each_target_follows_the_position_whose_logits_predict_it(groups):
 def test_no_groups_and_a_group_without_prompt_are_refused():
     with pytest.raises(ValueError, match="at least one group"):
         build_batch([])
-    with pytest.raises(ValueError, match="group g sample 0: nothing precedes the first trained token"):
-        build_batch([group("g", [], sample(0, [1]))])
+    with pytest.raises(ValueError, match="group g sample 0: nothing precedes its first token"):
+        group("g", [], sample(0, [1]))
 
 
 def test_mini_batches_hold_consecutive_groups():

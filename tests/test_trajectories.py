@@ -93,7 +93,7 @@ def grown(seed: int, moments: random.Random) -> list[TrajectoryBuilder]:
         elif action == "observe":
             builder.append([1] * (number % 3))
         else:
-            builders.append(builder.branch() if action == "branch" else builder.start())
+            builders.append(builder.branch() if action == "branch" else builder.start(prefix=1))
             active.append((builders[-1], iter(child)))
     return builders
 

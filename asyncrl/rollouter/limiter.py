@@ -24,7 +24,7 @@ class GroupPlaces:
 
     def generates(self, index: int, generates: bool) -> None:
         """A sample generates, or waits for its agent loop."""
-        if generates and index not in self._generating:
+        if generates and self._running and index not in self._generating:
             self._generating.add(index)
             self._limiter.acquire(1, groups=0)
         elif not generates and index in self._generating:

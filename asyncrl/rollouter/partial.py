@@ -73,14 +73,16 @@ class GenerateCall:
     ordinal: int
     output: GeneratedTokens
     finish: FinishReason | None = None
+    most: int = 0  # tokens that it may have, while this process runs it
 
 
 class SavedCall(NamedTuple):
-    """A call whose result is in the state that the agent loop saved: digest and length of its context, and the number
-    of its tokens."""
+    """A call whose result is in the state that the agent loop saved: digest and length of its context, its number among
+    calls with equal ones, and the number of its tokens."""
 
     context: int
     start: int
+    ordinal: int
     tokens: int
 
 
@@ -151,9 +153,9 @@ class PartialSample:
         return Position(self._replaced, first, tuple(others))
 
     def begin(self, context: int, start: int) -> GenerateCall:
-        equals = [call.ordinal for call in self.calls if call.context == context]
-        saved = sum(call.context == context for call in self.saved_calls)
-        self.calls.append(GenerateCall(context, start, max(equals, default=saved - 1) + 1, GeneratedTokens()))
+        equals = [call.ordinal for call in self.saved_calls if call.context == context]
+        equals += [call.ordinal for call in self.calls if call.context == context]
+        self.calls.append(GenerateCall(context, start, max(equals, default=-1) + 1, GeneratedTokens()))
         return self.calls[-1]
 
     def finish(self, call: GenerateCall, reason: FinishReason) -> None:
@@ -172,7 +174,7 @@ class PartialSample:
     def save(self, state: bytes, covered: Sequence[GenerateCall]) -> None:
         """Replace the earlier state and the calls ``covered`` by ``state``."""
         self.saved_first_token_s = self.first_token_s if covered else self.saved_first_token_s
-        self.saved_calls += [SavedCall(call.context, call.start, call.output.count) for call in covered]
+        self.saved_calls += [SavedCall(c.context, c.start, c.ordinal, c.output.count) for c in covered]
         self.calls = [call for call in self.calls if not any(call is other for other in covered)]
         self.state = state
         self._replaced += 1
@@ -195,7 +197,7 @@ def pack(uid: str, samples: Sequence[PartialSample], since: Sequence[Position] |
                                      calls, saved_calls, attempt, bytes of state
     ``states``     uint8    [B]      of all samples
     ``contexts``   uint64   [K + C]  of the saved_calls of all samples, then of the calls
-    ``saved``      int64    [K, 2]   start, tokens
+    ``saved``      int64    [K, 3]   start, ordinal, tokens
     ``calls``      int64    [C, 5]   start, ordinal, finish, tokens, spans
     ``tokens``     int32    [T]
     ``logprobs``   float32  [T]
@@ -231,7 +233,7 @@ def pack(uid: str, samples: Sequence[PartialSample], since: Sequence[Position] |
             "samples": _table(rows, 7),
             "states": np.frombuffer(b"".join(states), np.uint8),
             "contexts": np.array([*(c.context for c in saved), *(n.call.context for n in news)], np.uint64),
-            "saved": _table([call[1:] for call in saved], 2),
+            "saved": _table([call[1:] for call in saved], 3),
             "calls": _table([(n.call.start, n.call.ordinal, _finish(n.call), n.tokens, len(n.spans)) for n in news], 5),
             "tokens": _joined([part for n in news for part in _last(n.call.output.tokens, n.tokens)], np.int32),
             "logprobs": _joined([part for n in news for part in _last(n.call.output.logprobs, n.tokens)], np.float32),

@@ -81,10 +81,12 @@ class ReplayedGenerate:
             raise ValueError(f"prefix: expected 0 to {len(prompt)} tokens of the prompt, found {prefix}")
         shared = prompt[:prefix]
         context = np.concatenate([shared, np.asarray(response, np.int32)])
+        if not len(context):
+            raise ValueError("a call of generate without any token; expected at least one, such as BOS")
         call = self._claim(context, len(response))
         if call.finish is None:
             room = self._limits.max_response_tokens - len(response)
-            first = not len(response) and prefix is None and not call.ordinal
+            first = len(context) == len(prompt) == len(shared) and not call.ordinal
             request = dataclasses.replace(
                 self._prompt,
                 tokens=context,
@@ -118,8 +120,10 @@ class ReplayedGenerate:
 
     async def _generate(self, call: GenerateCall, request: Request) -> None:
         sample, limits = self._sample, self._limits
-        most = limits.max_sample_tokens or sys.maxsize  # tokens of the sample; of this call:
-        most -= sample.token_count - call.output.count
+        most = limits.max_sample_tokens or sys.maxsize  # of the sample; less what other calls have or may have:
+        others = (other for other in sample.calls if other is not call)
+        most -= sum(max(other.output.count, 0 if other.finish is not None else other.most) for other in others)
+        most -= sum(saved.tokens for saved in sample.saved_calls)
         running = asyncio.current_task()
         assert running is not None
         self._running.add(running)
@@ -127,7 +131,8 @@ class ReplayedGenerate:
         try:
             if most <= 0:
                 raise LimitReached(FinishReason.TOKENS)
-            request = dataclasses.replace(request, max_new_tokens=min(request.max_new_tokens, most))
+            call.most = min(request.max_new_tokens, most)
+            request = dataclasses.replace(request, max_new_tokens=call.most)
             while call.finish is None:
                 sample.requests += 1
                 request = dataclasses.replace(request, id=f"{self._prompt.id}/{sample.requests}")

@@ -228,7 +228,7 @@ class Router:
         routable = self._routable
         if self._suspect not in (None, group):
             is_suspect = deaths == _SUSPECT_DEATHS
-            routable = set() if is_suspect else routable - {self._group_replica[self._suspect]}
+            routable = set() if is_suspect else routable - {self._group_replica.get(self._suspect or "", "")}
         if not routable:
             self._waiting[active] = None
             return

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
+import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ import numpy as np
 from asyncrl.config.schema import Config
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.rollouter.agents.base import AgentLoop, GenerationFailed
-from asyncrl.rollouter.agents.provenance import sample_problem
+from asyncrl.rollouter.agents.provenance import SampledCall, sample_problem
 from asyncrl.rollouter.agents.watch import AgentWatch
 from asyncrl.rollouter.engines.base import Request, SamplingParams
 from asyncrl.rollouter.limiter import GroupPlaces
@@ -196,7 +198,7 @@ class SampleMaker:
         )
         try:
             sample = await self._agent_loop.run(task.prompt, index, generate)
-            problem = sample_problem(sample, task.tokens, generate.sampled) or _bad_reward(sample)
+            problem = self._problem(sample, task.tokens, generate.sampled)
         except GenerationFailed as e:
             return FailedSample(e.reason, str(e))
         except asyncio.CancelledError:
@@ -211,7 +213,12 @@ class SampleMaker:
             generate.close()
         if problem is not None:
             return self._bad_sample(f"group {task.prompt.uid} sample {index}: {problem}")
-        return sample
+        return _with_arrays(sample, index)
+
+    def _problem(self, sample: object, prompt_tokens: np.ndarray, calls: Sequence[SampledCall]) -> str | None:
+        """What is wrong with what an agent loop returned, if anything."""
+        problem = sample_problem(sample, prompt_tokens, calls, self._rollout.max_response_tokens)
+        return problem or (_bad_extras(sample) if isinstance(sample, Sample) else None)
 
     def _bad_sample(self, message: str) -> FailedSample:
         """Logs the first one; `rollout/failed_samples/bad_sample` counts all."""
@@ -234,10 +241,27 @@ class SampleMaker:
         return FailedSample("agent_error", f"{kind}: {error}")
 
 
-def _bad_reward(sample: Sample) -> str | None:
-    """What is wrong with the reward and metrics that an agent loop gave, if anything."""
+def _bad_extras(sample: Sample) -> str | None:
+    """What is wrong with the reward, metrics and messages that an agent loop gave, if anything."""
+    if "reward" in sample.metrics:
+        return "a metric 'reward'; expected the reward in Sample.reward"
     try:
-        checked({"reward": 0.0 if sample.reward is None else sample.reward, **sample.metrics})
+        checked({**sample.metrics, "reward": 0.0 if sample.reward is None else sample.reward})
+        json.dumps(sample.messages)
     except (TypeError, ValueError, OverflowError) as e:
         return str(e)
     return None
+
+
+def _with_arrays(sample: Sample, index: int) -> Sample:
+    """The sample under its index, with its columns as arrays of their types."""
+    sequences = [
+        dataclasses.replace(
+            q,
+            tokens=np.asarray(q.tokens, np.int32),
+            logprobs=np.asarray(q.logprobs, np.float32),
+            loss_mask=np.asarray(q.loss_mask, bool),
+        )
+        for q in sample.sequences
+    ]
+    return dataclasses.replace(sample, index=index, sequences=sequences)

@@ -59,7 +59,7 @@ class Validation:
             self._sampling,
             name=f"validation/{number}/{prompt.uid}",
             key=f"validation/{prompt.uid}",
-            one_version=True,
+            one_version=False,  # while syncs wait there is only one; one that a sync has passed must come to its end
             priority=1,
         )
         made = await self._maker.make(task, [PartialSample() for _ in range(self._config.samples)])

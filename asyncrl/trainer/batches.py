@@ -26,8 +26,7 @@ def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> Trai
     columns, [B] each: ``group`` int64 (index in ``groups``), ``sample`` int64 (index of its sample in the batch),
     ``owned`` int64 (tokens that it trains, whatever masks follow), ``finish`` uint8 (FinishReason) and ``rewards``
     float32 of its sample, ``versions`` and ``version_span`` int64 of its sample (number of policy versions that sampled
-    it, and the newest number minus the oldest). Raises ValueError for no groups, and for a sequence whose first token
-    is trained: no position's logits would predict it.
+    it, and the newest number minus the oldest). Raises ValueError for no groups.
     """
     if not groups:
         raise ValueError("a batch needs at least one group, found none")
@@ -44,11 +43,6 @@ def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> Trai
             samples += 1
             for q in sequences:
                 rows, prefix = group.response(q), int(group.prefix[q])
-                if not prefix and group.loss_mask[rows][:1].any():
-                    raise ValueError(
-                        f"group {group.uid} sample {group.sample_index[s]}: nothing precedes the first trained token; "
-                        "expected at least one token, such as BOS"
-                    )
                 tokens += [group.prompt_tokens[:prefix], group.tokens[rows]]
                 response.append((group, rows))
                 prefixes.append(prefix)

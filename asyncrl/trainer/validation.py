@@ -38,6 +38,7 @@ class ValidationSchedule:
         self._rollouter, self._checkpoints, self._recorder, self._report = rollouter, checkpoints, recorder, report
         self._training = False  # True once the first validation is over
         self._concurrent: asyncio.Task[None] | None = None
+        self._passed: asyncio.Task[None] | None = None  # for which no further sync waits
         self._scheduled: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
         self._usual_order: asyncio.Task[None] | None = None  # resets the priority after a sync that waited
 
@@ -51,7 +52,7 @@ class ValidationSchedule:
     async def finished(self) -> None:
         """Wait ``validation.hold_s`` for the concurrent validation, so that it sees one version; meanwhile the
         rollouter serves its requests before those of training. It goes on if this wait ends first."""
-        if (validation := self._concurrent) is None or not self._options.hold_s:
+        if (validation := self._concurrent) in (None, self._passed) or not self._options.hold_s:
             return
         until_s = now_s() + self._options.hold_s
         with self._recorder.span("validation/holds_sync"):
@@ -59,6 +60,7 @@ class ValidationSchedule:
                 while not validation.done() and (left_s := until_s - now_s()) > 0:
                     await self._rollouter.set_validation_first(True)
                     await asyncio.wait([validation], timeout=min(left_s, REPEAT_EVERY_S))
+                self._passed = validation
             finally:  # not awaited: a dead rollouter would block a cancelled caller
                 self._usual_order = asyncio.ensure_future(self._rollouter.set_validation_first(False))
                 # the supervisor reports the rollouter's failures

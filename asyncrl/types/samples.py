@@ -111,6 +111,9 @@ def sequence_problem(sequence: TokenSequence, prompt_tokens: int) -> str | None:
     in_order = starts == sorted(starts) and max(starts, default=0) <= count
     if not in_order or (count and starts[:1] != [0]):
         return f"expected version spans that start at token 0 and ascend to at most {count}, found {sequence.spans}"
+    shared = prompt_tokens if sequence.prefix is None else sequence.prefix
+    if not shared and count and sequence.loss_mask[0]:
+        return "nothing precedes its first token, which is trained; expected at least one token, such as BOS"
     rewards = sequence.extras.get(TOKEN_REWARDS)
     if rewards is not None and not (len(rewards) == count and np.isfinite(rewards).all()):
         return f"expected {count} finite {TOKEN_REWARDS}, one for each token, found {rewards}"

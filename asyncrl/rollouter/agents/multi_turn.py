@@ -46,6 +46,8 @@ class MultiTurn(ABC):
                 turns.append(seen)
                 generate.save(turns.to_bytes())
         except LimitReached as limit:
+            if not turns.completions:
+                raise
             finish = limit.finish
         return turns.sample(index, finish, await self.grade(prompt, turns), self._discount)
 

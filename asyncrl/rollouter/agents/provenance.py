@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from asyncrl.rollouter.agents.base import Completion
-from asyncrl.types.samples import Sample, TokenSequence, sequence_problem
+from asyncrl.types.samples import FinishReason, Sample, TokenSequence, sequence_problem
 from asyncrl.types.versions import VersionSpan
 
 
@@ -29,17 +29,28 @@ def context_digest(tokens: np.ndarray) -> int:
     return xxhash.xxh3_64_intdigest(np.ascontiguousarray(tokens, np.int32).data)
 
 
-def sample_problem(sample: object, prompt_tokens: np.ndarray, calls: Sequence[SampledCall]) -> str | None:
+def sample_problem(
+    sample: object, prompt_tokens: np.ndarray, calls: Sequence[SampledCall], max_response_tokens: int
+) -> str | None:
     """What is wrong with an agent loop's ``sample`` of a prompt (int32 [P]), if anything.
 
     A trained token is one that a call sampled after the very tokens before it, with its logprob and version. Each
-    token of a call is trained at most once. A loop may drop the last tokens of a call's result."""
+    token of a call is trained at most once. A loop may drop the last tokens of a call's result. Of a call without a
+    result only the place of its tokens is known."""
     if not isinstance(sample, Sample):
         return f"expected a Sample, found {type(sample).__name__}"
+    if not isinstance(sample.finish, FinishReason):
+        return f"expected a FinishReason, found {sample.finish!r}"
     if not sample.sequences:
         return "expected at least one sequence, found none"
+    calls = sorted(calls, key=lambda call: call.result is None)  # those explain no other call's tokens
     trained = [np.zeros(call.tokens, bool) for call in calls]
     for q, sequence in enumerate(sample.sequences):
+        if len(sequence.tokens) > max_response_tokens:
+            return (
+                f"sequence {q}: {len(sequence.tokens)} response tokens; expected at most "
+                f"rollout.max_response_tokens = {max_response_tokens}"
+            )
         problem = sequence_problem(sequence, len(prompt_tokens)) or _unsampled(sequence, prompt_tokens, calls, trained)
         if problem:
             return f"sequence {q}: {problem}"

@@ -8,7 +8,8 @@
 
 A loop that rewrites its history, tries several continuations or starts a sub-agent makes further sequences, with
 `branch` and `start`. Whatever the sequences share, each completion is trained exactly once: by the first of them that
-has it. Their order is that in which each builder made its children, which the timing of concurrent ones cannot change.
+has it. Their order is that in which each builder made its children: make those of concurrent agents before the first of
+them waits, so that timing cannot change it. A child continues with ``generate(child.response, prefix=child.prefix)``.
 
 A loop that rewards turns calls `reward` after each; the sample's reward is then their discounted sum.
 """

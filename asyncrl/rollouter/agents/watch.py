@@ -24,7 +24,9 @@ class AgentWatch:
         self._calls = 0  # of generate, under way
         self.expired = self._closed = False
         self._task = asyncio.current_task()
-        self._timer = asyncio.get_running_loop().call_later(limit_s, self._check)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(limit_s, self._check)
+        loop.call_soon(self._rest)  # the agent may begin with something else than a call
 
     def generating(self, generating: bool) -> None:
         self._calls += 1 if generating else -1
