@@ -32,9 +32,9 @@ class Validation:
         """Answer each prompt ``validation.samples`` times.
 
         All answers are of one version unless a sync has passed the validation, see ``validation.hold_s``. Those of an
-        older lineage are repeated in the next round. Returns means of the reward and its metrics, ``lineage``, and the
-        numbers of the newest (``version``) and the oldest version (``oldest_version``) that gave an answer, all under
-        ``validation/``. Raises RuntimeError if lineages are still mixed after `ROUNDS` rounds."""
+        older lineage are repeated in the next round. Returns means of the reward and its metrics, ``lineage`` and the
+        number of the newest version that gave an answer (``version``), and that of the oldest (``oldest_version``) if it
+        is another, all under ``validation/``. Raises RuntimeError if lineages are still mixed after `ROUNDS` rounds."""
         answers: dict[str, list[Sample | FailedSample]] = {}
         with self._recorder.span("rollout/validate", prompts=len(prompts)):
             outdated: Sequence[Prompt] = prompts
@@ -77,7 +77,8 @@ class Validation:
         if versions:
             oldest, newest = min(versions), max(versions)
             values |= {"validation/lineage": newest.lineage, "validation/version": newest.number}
-            values["validation/oldest_version"] = oldest.number
+            if oldest != newest:
+                values["validation/oldest_version"] = oldest.number
         if scored:
             values["validation/reward"] = float(np.mean([s.reward for s in scored if s.reward is not None]))
             for name in sorted({k for s in scored for k in s.metrics}):

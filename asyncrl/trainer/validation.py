@@ -11,7 +11,6 @@ from asyncrl.observability.telemetry.recorder import Recorder, now_s
 from asyncrl.trainer.checkpoints import CheckpointStore
 from asyncrl.trainer.progress import Progress
 
-_VERSIONS = ("oldest_version", "version")
 REPEAT_EVERY_S = 1.0  # interval of the request for priority, which a restarted rollouter has not received
 
 
@@ -88,6 +87,6 @@ class ValidationSchedule:
         metrics = await self._rollouter.validate()
         self._report(progress, metrics, when)
         # answers may be of later versions
-        measured = {(metrics.get("validation/lineage"), metrics.get(f"validation/{name}")) for name in _VERSIONS}
-        rating = metrics if measured == {progress.version} else {}
+        measured = metrics.get("validation/lineage"), metrics.get("validation/version")
+        rating = metrics if measured == progress.version and "validation/oldest_version" not in metrics else {}
         await asyncio.to_thread(self._checkpoints.rate, progress.taken, rating)
