@@ -33,8 +33,9 @@ class Validation:
 
         All answers are of one version unless a sync has passed the validation, see ``validation.hold_s``. Those of an
         older lineage are repeated in the next round. Returns means of the reward and its metrics, ``lineage`` and the
-        number of the newest version that gave an answer (``version``), and that of the oldest (``oldest_version``) if it
-        is another, all under ``validation/``. Raises RuntimeError if lineages are still mixed after `ROUNDS` rounds."""
+        number of the newest version that gave an answer (``version``), and that of the oldest (``oldest_version``) if
+        it is another, all under ``validation/``. Raises RuntimeError if lineages are still mixed after `ROUNDS`
+        rounds."""
         answers: dict[str, list[Sample | FailedSample]] = {}
         with self._recorder.span("rollout/validate", prompts=len(prompts)):
             outdated: Sequence[Prompt] = prompts
