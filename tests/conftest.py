@@ -55,6 +55,22 @@ def inputs(tmp_path_factory):
     return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Of a small random model, for trainer ranks."""
+    from tests.support.trainer import make_checkpoint
+
+    return make_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def start_rank():
+    """``start_rank(config)`` starts a trainer rank, see `tests.support.trainer.started_ranks`."""
+    from tests.support.trainer import started_ranks
+
+    yield from started_ranks()
+
+
 @pytest.fixture
 def start(request, inputs, tmp_path):
     """``start(*more)`` starts or resumes a whole run with the module's ``OPTIONS`` and ``more``."""

@@ -10,14 +10,9 @@ from asyncrl.models.checkpoint import is_draft, load_decoder
 from asyncrl.models.layout import PackedLayout
 from asyncrl.trainer.algorithms.base import ALGORITHMS
 from asyncrl.types.groups import Group
-from tests.support.trainer import first_gradient, make_checkpoint, make_config, make_groups, relative, started_ranks
+from tests.support.trainer import first_gradient, make_checkpoint, make_config, make_groups, relative
 
 DOCS = Path(__file__).parent.parent / "docs"
-
-
-@pytest.fixture
-def start():
-    yield from started_ranks()
 
 
 @pytest.fixture(autouse=True)
@@ -25,10 +20,10 @@ def _importable(monkeypatch):
     monkeypatch.syspath_prepend(DOCS / "examples")
 
 
-def test_a_train_step_follows_the_formula(tmp_path, start):
+def test_a_train_step_follows_the_formula(tmp_path, start_rank):
     checkpoint, groups = make_checkpoint(tmp_path), make_groups(sizes=(4, 3, 2))
     config = make_config(checkpoint, name="rloo:ALGORITHM", grad_clip=0.0, max_tokens_per_micro_batch=48)
-    found = first_gradient(start(config), groups)
+    found = first_gradient(start_rank(config), groups)
 
     model = load_decoder(checkpoint)
     total, trained = torch.zeros(()), 0

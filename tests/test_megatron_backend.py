@@ -26,7 +26,7 @@ from asyncrl.trainer.batches import build_batch
 from asyncrl.types.groups import Group
 from tests.support.delta_nets import make_delta_net
 from tests.support.megatron import APART, OPTIONS, make_experts
-from tests.support.trainer import make_checkpoint, make_config, make_groups, started_ranks, weights
+from tests.support.trainer import make_checkpoint, make_config, make_groups, weights
 
 from megatron.core.transformer import multi_token_prediction  # isort: skip (after what makes it run without CUDA)
 
@@ -39,11 +39,6 @@ ALL = OPTIONS | {"logprob_chunk_tokens": 7, "weight_decay": 0.1}
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("model"), vocab_size=67)
-
-
-@pytest.fixture
-def start():
-    yield from started_ranks()
 
 
 def expect_alike(found, expected, tolerance=1e-4):
@@ -77,10 +72,10 @@ def distance(found, expected):
     ],
     ids=["all", "apart", "attached-draft", "attached-acceptance", "plain-recomputed", "draft-recomputed"],
 )
-def test_ten_steps_equal_the_torch_backends(options, checkpoint, start):
+def test_ten_steps_equal_the_torch_backends(options, checkpoint, start_rank):
     results = {}
     for backend in ("torch", "megatron"):
-        rank = start(make_config(checkpoint, backend=backend, **options))
+        rank = start_rank(make_config(checkpoint, backend=backend, **options))
         metrics = [rank.train(step, make_groups(seed=step)) for step in range(10)]
         results[backend] = (metrics, weights(rank))
     expect_alike(results["megatron"][0], results["torch"][0])
@@ -90,7 +85,7 @@ def test_ten_steps_equal_the_torch_backends(options, checkpoint, start):
     assert moved > 1e-2
 
 
-def test_the_drafts_cross_entropy_is_the_same_without_megatron_cores_function(tmp_path, start):
+def test_the_drafts_cross_entropy_is_the_same_without_megatron_cores_function(tmp_path, start_rank):
     """Two depths over packed sequences, in which the function rolls labels."""
     if process_mtp_loss() is None:
         pytest.skip("the installed megatron-core has no process_mtp_loss")
@@ -103,7 +98,7 @@ def test_the_drafts_cross_entropy_is_the_same_without_megatron_cores_function(tm
 
     for process in (process_mtp_loss(), None):
         options = OPTIONS | {"detach_encoder": False, "num_speculative_tokens": 2}
-        rank = start(make_config(checkpoint, backend="megatron", **options))
+        rank = start_rank(make_config(checkpoint, backend="megatron", **options))
         rank._backend._draft._process = process
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(draft, "through_core", counted)
@@ -129,7 +124,7 @@ def test_megatron_cores_function_is_used_if_its_signature_is_supported(found, us
     assert (process_mtp_loss() is found) is used
 
 
-def test_bfloat16_steps_are_near_the_torch_backends_with_float32_master_weights(checkpoint, start, tmp_path):
+def test_bfloat16_steps_are_near_the_torch_backends_with_float32_master_weights(checkpoint, start_rank, tmp_path):
     options = {
         "mixed_precision": "bfloat16",
         "enable_train": True,
@@ -140,7 +135,7 @@ def test_bfloat16_steps_are_near_the_torch_backends_with_float32_master_weights(
     }
     results = {}
     for backend in ("torch", "megatron"):
-        rank = start(make_config(checkpoint, backend=backend, **options))
+        rank = start_rank(make_config(checkpoint, backend=backend, **options))
         results[backend] = [rank.train(step, make_groups(seed=step)) for step in range(5)]
     for name in ("actor/grad_norm", "actor/entropy", "mtp/loss_1", "mtp/grad_norm"):
         for found, expected in zip(*(results[backend] for backend in ("megatron", "torch")), strict=True):
@@ -157,14 +152,14 @@ def test_bfloat16_steps_are_near_the_torch_backends_with_float32_master_weights(
 
     rank.save(tmp_path / "state")
     expected = rank.train(5, make_groups(seed=5)), weights(rank)
-    rank = start(make_config(checkpoint, backend="megatron", **options))
+    rank = start_rank(make_config(checkpoint, backend="megatron", **options))
     rank.load(tmp_path / "state")
     assert rank.train(5, make_groups(seed=5)) == expected[0]
     found = weights(rank)
     assert all(torch.equal(found[name], expected[1][name]) for name in found)
 
 
-def test_logprobs_and_entropies_equal_the_torch_backends(checkpoint, start):
+def test_logprobs_and_entropies_equal_the_torch_backends(checkpoint, start_rank):
     batch = build_batch([Group.from_buffer(data) for data in make_groups()])
     found = {}
     for backend in ("torch", "megatron"):
@@ -176,7 +171,7 @@ def test_logprobs_and_entropies_equal_the_torch_backends(checkpoint, start):
             updates_per_pass=1,
             max_tokens_per_micro_batch=50,
         )
-        found[backend] = start(config)._backend.logprobs(batch, temperature=0.7)
+        found[backend] = start_rank(config)._backend.logprobs(batch, temperature=0.7)
     assert np.abs(found["megatron"].logprobs - found["torch"].logprobs).max() < 1e-5
     assert np.abs(found["megatron"].entropy - found["torch"].entropy).max() < 1e-5
 
@@ -186,12 +181,14 @@ def test_logprobs_and_entropies_equal_the_torch_backends(checkpoint, start):
     [(make_experts, False), (partial(make_delta_net, family="qwen3_next"), True)],
     ids=["moe", "next-recomputed"],
 )
-def test_the_gradient_of_a_model_that_only_this_backend_trains_equals_transformers(make, recomputed, tmp_path, start):
+def test_the_gradient_of_a_model_that_only_this_backend_trains_equals_transformers(
+    make, recomputed, tmp_path, start_rank
+):
     """Compared with the plain formula on transformers' model."""
     theirs = make(tmp_path)
     config = make_config(str(tmp_path), backend="megatron", grad_clip=0.0, anchor="proximal")
     config.trainer.activation_checkpointing = recomputed
-    rank, groups = start(config), make_groups()
+    rank, groups = start_rank(config), make_groups()
     rank.train(0, groups)
     found = {name: 10 * moment for name, moment in rank._backend.state()["optimizer"]["exp_avg"].items()}
 
@@ -217,12 +214,12 @@ def test_the_gradient_of_a_model_that_only_this_backend_trains_equals_transforme
     assert sum(moment.norm() > 0 for moment in experts) > len(experts) / 2
 
 
-def test_a_bridges_router_losses_and_noise_are_not_trained(tmp_path, start, monkeypatch):
+def test_a_bridges_router_losses_and_noise_are_not_trained(tmp_path, start_rank, monkeypatch):
     """Load-balancing terms, and input noise."""
     make_experts(tmp_path)
 
     def trained():
-        rank = start(make_config(str(tmp_path), backend="megatron"))
+        rank = start_rank(make_config(str(tmp_path), backend="megatron"))
         return rank.train(0, make_groups()), weights(rank)
 
     def asking(source, package):
@@ -238,13 +235,13 @@ def test_a_bridges_router_losses_and_noise_are_not_trained(tmp_path, start, monk
     assert all(torch.equal(found[name], before[name]) for name in before)
 
 
-def test_linear_attention_in_bfloat16_is_near_float32(tmp_path, start):
+def test_linear_attention_in_bfloat16_is_near_float32(tmp_path, start_rank):
     """The state is computed in float32 in both."""
     make_delta_net(tmp_path, "qwen3_5", mtp=True)
     results = {}
     for precision in ("float32", "bfloat16"):
         options = {**ALL, "lr": 1e-4, "mixed_precision": precision}
-        rank = start(make_config(str(tmp_path), backend="megatron", **options))
+        rank = start_rank(make_config(str(tmp_path), backend="megatron", **options))
         results[precision] = [rank.train(step, make_groups(seed=step)) for step in range(3)]
     # gradient norms differ by rounding alone, see `test_megatron_parallel.expect_like_one`
     for name, tolerance in {"actor/entropy": 5e-3, "mtp/loss_1": 5e-3, "actor/grad_norm": 0.1}.items():
@@ -253,9 +250,9 @@ def test_linear_attention_in_bfloat16_is_near_float32(tmp_path, start):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_vision_models_text_model_is_trained_and_the_rest_is_exported_with_it(tied, tmp_path, start):
+def test_a_vision_models_text_model_is_trained_and_the_rest_is_exported_with_it(tied, tmp_path, start_rank):
     theirs = make_delta_net(tmp_path / "model", "qwen3_5", mtp=True, sees=True, tie_word_embeddings=tied)
-    rank = start(make_config(str(tmp_path / "model"), backend="megatron", enable_train=True, loss="cross_entropy"))
+    rank = start_rank(make_config(str(tmp_path / "model"), backend="megatron", enable_train=True, loss="cross_entropy"))
     batch = build_batch([Group.from_buffer(data) for data in make_groups()])
     before, sent = read_tensors(tmp_path / "model"), dict(rank.export())
     seen = [name for name in before if name.startswith("model.visual.")]
@@ -284,10 +281,10 @@ def test_a_vision_models_text_model_is_trained_and_the_rest_is_exported_with_it(
     rank.load(tmp_path / "state")
 
 
-def test_an_untrained_draft_stays_and_a_trained_one_does_not_affect_the_policy(checkpoint, start):
+def test_an_untrained_draft_stays_and_a_trained_one_does_not_affect_the_policy(checkpoint, start_rank):
     exported = {}
     for train in (False, True):
-        rank = start(make_config(checkpoint, backend="megatron", enable_train=train))
+        rank = start_rank(make_config(checkpoint, backend="megatron", enable_train=train))
         metrics = [rank.train(step, make_groups(seed=step)) for step in range(3)]
         exported[train] = weights(rank)
         assert ("mtp/loss_1" in metrics[0]) == train
@@ -300,17 +297,17 @@ def test_an_untrained_draft_stays_and_a_trained_one_does_not_affect_the_policy(c
             assert torch.equal(tensor, exported[False][name]), name
 
 
-def test_equal_input_gives_equal_bits(checkpoint, start):
+def test_equal_input_gives_equal_bits(checkpoint, start_rank):
     runs = []
     for _ in range(2):
-        rank = start(make_config(checkpoint, backend="megatron", **ALL))
+        rank = start_rank(make_config(checkpoint, backend="megatron", **ALL))
         runs.append(([rank.train(step, make_groups(seed=step)) for step in range(2)], weights(rank)))
     assert runs[0][0] == runs[1][0]
     assert all(torch.equal(runs[0][1][name], runs[1][1][name]) for name in runs[0][1])
 
 
-def test_manifest_and_export_have_the_checkpoints_tensors(checkpoint, start):
-    rank = start(make_config(checkpoint, backend="megatron"))
+def test_manifest_and_export_have_the_checkpoints_tensors(checkpoint, start_rank):
+    rank = start_rank(make_config(checkpoint, backend="megatron"))
     manifest, before = rank.manifest(), read_tensors(checkpoint)
     exported = [(name, tensor.clone()) for name, tensor in rank.export()]
     assert [name for name, _ in exported] == [spec.name for spec in manifest.tensors]
@@ -324,9 +321,9 @@ def role(name):
     return "draft" if is_draft(name) else "target"
 
 
-def test_a_tied_head_is_listed_and_not_sent_and_weights_have_the_engines_dtype(tmp_path, start):
+def test_a_tied_head_is_listed_and_not_sent_and_weights_have_the_engines_dtype(tmp_path, start_rank):
     path = make_checkpoint(tmp_path, tie_word_embeddings=True, torch_dtype="bfloat16")
-    rank = start(make_config(path, backend="megatron"))
+    rank = start_rank(make_config(path, backend="megatron"))
     tied = [spec for spec in rank.manifest().tensors if spec.tied_to]
     assert [(spec.name, spec.tied_to) for spec in tied] == [("lm_head.weight", "model.embed_tokens.weight")]
     before = read_tensors(path)
@@ -335,8 +332,8 @@ def test_a_tied_head_is_listed_and_not_sent_and_weights_have_the_engines_dtype(t
         assert torch.equal(tensor, before[name].bfloat16()), name
 
 
-def test_both_backends_load_an_exported_folder(checkpoint, start, tmp_path):
-    rank = start(
+def test_both_backends_load_an_exported_folder(checkpoint, start_rank, tmp_path):
+    rank = start_rank(
         make_config(checkpoint, backend="megatron", enable_train=True, loss="cross_entropy", updates_per_pass=1)
     )
     rank.train(0, make_groups())
@@ -344,31 +341,31 @@ def test_both_backends_load_an_exported_folder(checkpoint, start, tmp_path):
     rank.export_hf(tmp_path / "hf")
     assert DecoderConfig.load(tmp_path / "hf").raw == DecoderConfig.load(checkpoint).raw
     assert all(torch.equal(p, trained[name]) for name, p in load_decoder(tmp_path / "hf").named_parameters())
-    again = weights(start(make_config(str(tmp_path / "hf"), backend="megatron")))
+    again = weights(start_rank(make_config(str(tmp_path / "hf"), backend="megatron")))
     assert all(torch.equal(again[name], trained[name]) for name in trained)
 
 
 @pytest.mark.parametrize("backend", ["torch", "megatron"])
-def test_an_export_keeps_the_config_beside_its_text_part(backend, checkpoint, start, tmp_path):
+def test_an_export_keeps_the_config_beside_its_text_part(backend, checkpoint, start_rank, tmp_path):
     flat = DecoderConfig.load(checkpoint).raw
     outer = ("architectures", "tie_word_embeddings")
     raw = {name: flat[name] for name in outer} | {"vision_config": {"depth": 3, "patch_size": 14}, "image_token_id": 5}
     raw["text_config"] = {name: value for name, value in flat.items() if name not in outer}
     save_checkpoint(tmp_path / "nested", read_tensors(checkpoint), DecoderConfig.from_dict(raw))
     options = {"backend": backend, "enable_train": True}
-    rank = start(make_config(str(tmp_path / "nested"), **options))
+    rank = start_rank(make_config(str(tmp_path / "nested"), **options))
     metrics = rank.train(0, make_groups())
     rank.export_hf(tmp_path / "hf")
     assert json.loads((tmp_path / "hf" / "config.json").read_text()) == raw
-    assert metrics == start(make_config(checkpoint, **options)).train(0, make_groups())
+    assert metrics == start_rank(make_config(checkpoint, **options)).train(0, make_groups())
 
 
-def test_a_draft_made_from_the_trunk_equals_the_torch_backends(tmp_path, start):
+def test_a_draft_made_from_the_trunk_equals_the_torch_backends(tmp_path, start_rank):
     plain = {"architectures": ["Qwen2ForCausalLM"], "num_nextn_predict_layers": 0}
     path = make_checkpoint(tmp_path, **plain)
     found = {
         backend: weights(
-            start(
+            start_rank(
                 make_config(
                     path,
                     backend=backend,
@@ -388,14 +385,14 @@ def test_a_draft_made_from_the_trunk_equals_the_torch_backends(tmp_path, start):
 # -- checkpoints ---------------------------------------------------------------------------------------------------
 
 
-def test_training_continues_from_a_checkpoint_bit_for_bit(checkpoint, start, tmp_path):
+def test_training_continues_from_a_checkpoint_bit_for_bit(checkpoint, start_rank, tmp_path):
     config = make_config(checkpoint, backend="megatron", schedule="linear", **ALL)
-    rank = start(config)
+    rank = start_rank(config)
     for step in range(2):
         rank.train(step, make_groups(seed=step))
     rank.save(tmp_path / "state")
     expected = [rank.train(step, make_groups(seed=step)) for step in (2, 3)], weights(rank)
-    rank = start(config)
+    rank = start_rank(config)
     rank.load(tmp_path / "state")
     assert [rank.train(step, make_groups(seed=step)) for step in (2, 3)] == expected[0]
     found = weights(rank)
@@ -403,25 +400,25 @@ def test_training_continues_from_a_checkpoint_bit_for_bit(checkpoint, start, tmp
 
 
 @pytest.mark.parametrize(("saver", "loader"), [("torch", "megatron"), ("megatron", "torch")])
-def test_one_backend_continues_from_the_others_checkpoint(saver, loader, checkpoint, start, tmp_path):
-    rank = start(make_config(checkpoint, backend=saver, **ALL))
+def test_one_backend_continues_from_the_others_checkpoint(saver, loader, checkpoint, start_rank, tmp_path):
+    rank = start_rank(make_config(checkpoint, backend=saver, **ALL))
     for step in range(3):
         rank.train(step, make_groups(seed=step))
     rank.save(tmp_path / "state")
     expected = [rank.train(step, make_groups(seed=step)) for step in (3, 4)]
-    rank = start(make_config(checkpoint, backend=loader, **ALL))
+    rank = start_rank(make_config(checkpoint, backend=loader, **ALL))
     rank.load(tmp_path / "state")
     expect_alike([rank.train(step, make_groups(seed=step)) for step in (3, 4)], expected)
 
 
-def test_incompatible_state_is_refused(checkpoint, start, tmp_path):
-    rank = start(make_config(checkpoint, backend="megatron"))
+def test_incompatible_state_is_refused(checkpoint, start_rank, tmp_path):
+    rank = start_rank(make_config(checkpoint, backend="megatron"))
     with pytest.raises(RuntimeError, match="call stage first"):
         rank.write(tmp_path / "nothing")
     rank.save(tmp_path / "state")
     with pytest.raises(CheckpointError, match="no complete training state"):
         rank.load(tmp_path / "absent")
-    rank = start(
+    rank = start_rank(
         make_config(checkpoint, backend="megatron", enable_train=True, loss="cross_entropy", updates_per_pass=1)
     )
     with pytest.raises(CheckpointError, match=r"saved with mtp\.enable_train=false, found true"):
@@ -434,12 +431,12 @@ KINDS = ("parameters", "reference", "gradients", "optimizer")
 
 
 @pytest.mark.parametrize("mixed_precision", ["no", "bfloat16"])
-def test_offloaded_state_is_resident_when_needed_and_changes_no_bit(mixed_precision, checkpoint, start, tmp_path):
+def test_offloaded_state_is_resident_when_needed_and_changes_no_bit(mixed_precision, checkpoint, start_rank, tmp_path):
     def run(offload):
         config = make_config(checkpoint, backend="megatron", **ALL | {"mixed_precision": mixed_precision})
         settings = config.trainer.megatron
         settings.param_offload = settings.grad_offload = settings.optimizer_offload = offload
-        rank = start(config)
+        rank = start_rank(config)
         here = lambda: {kind for kind in KINDS if rank._backend._offload.held_bytes(kind)}
         plain, while_losses = rank._loss, []
 
@@ -487,14 +484,14 @@ def test_state_that_was_only_read_is_not_copied_back():
 
 
 @pytest.mark.gpu
-def test_offloaded_state_leaves_the_devices_memory(tmp_path, device, start):
+def test_offloaded_state_leaves_the_devices_memory(tmp_path, device, start_rank):
     path = make_checkpoint(tmp_path, hidden_size=512, intermediate_size=2048)
     held = {}
     for offload in (False, True):
         config = make_config(path, backend="megatron", device=device)
         settings = config.trainer.megatron
         settings.param_offload = settings.grad_offload = settings.optimizer_offload = offload
-        rank = start(config)
+        rank = start_rank(config)
         rank.train(0, make_groups())
         held[offload] = torch.cuda.memory_allocated()
     parameters = sum(tensor.numel() for tensor in read_tensors(path).values())
@@ -504,8 +501,8 @@ def test_offloaded_state_leaves_the_devices_memory(tmp_path, device, start):
 # -- refusals ------------------------------------------------------------------------------------------------------
 
 
-def test_a_non_finite_loss_changes_nothing(checkpoint, start):
-    rank = start(make_config(checkpoint, backend="megatron"))
+def test_a_non_finite_loss_changes_nothing(checkpoint, start_rank):
+    rank = start_rank(make_config(checkpoint, backend="megatron"))
     before = weights(rank)
     with pytest.raises(NonFiniteError, match=r"train step 5, .* expected a finite number"):
         rank.train(5, make_groups(rewards=float("nan")))
@@ -514,7 +511,7 @@ def test_a_non_finite_loss_changes_nothing(checkpoint, start):
     assert np.isfinite(rank.train(6, make_groups())["actor/grad_norm"])
 
 
-def test_options_that_do_not_fit_the_model_are_refused_before_anything_is_built(checkpoint, tmp_path, start):
+def test_options_that_do_not_fit_the_model_are_refused_before_anything_is_built(checkpoint, tmp_path, start_rank):
     config = make_config(
         checkpoint,
         backend="megatron",
@@ -527,7 +524,7 @@ def test_options_that_do_not_fit_the_model_are_refused_before_anything_is_built(
     config.trainer.megatron.pipeline_model_parallel_size = 4
     config.trainer.megatron.expert_model_parallel_size = 2
     with pytest.raises(CheckpointError) as e:
-        start(config)
+        start_rank(config)
     for expected in (
         "tensor_model_parallel_size: expected a divisor of the model's num_attention_heads 2, found 3",
         "expert_model_parallel_size: expected 1, as the model has no experts, found 2",
@@ -538,12 +535,12 @@ def test_options_that_do_not_fit_the_model_are_refused_before_anything_is_built(
     assert not dist.is_initialized()
 
 
-def test_tensor_parallel_ranks_with_experts_need_sequence_parallelism(tmp_path, start):
+def test_tensor_parallel_ranks_with_experts_need_sequence_parallelism(tmp_path, start_rank):
     make_experts(tmp_path)
     config = make_config(str(tmp_path), backend="megatron")
     config.trainer.megatron.tensor_model_parallel_size = 2
     with pytest.raises(CheckpointError, match=r"tensor_model_parallel_size: 2 with a mixture of experts needs trainer"):
-        start(config)
+        start_rank(config)
 
 
 # -- vocabulary-parallel head --------------------------------------------------------------------------------------

@@ -18,23 +18,13 @@ from tests.support.megatron import (
     random_tokens,
     states,
 )
-from tests.support.trainer import make_checkpoint, make_config, make_groups, started_ranks
+from tests.support.trainer import make_checkpoint, make_config, make_groups
 
 pytestmark = [pytest.mark.megatron, pytest.mark.skipif(torch.cuda.is_available(), reason="patches are for CPUs only")]
 megatron_cpu.activate()
 
 #: raised by torch without a GPU: when built without CUDA, and with it
 NO_CUDA = (AssertionError, RuntimeError)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def start():
-    yield from started_ranks()
 
 
 def test_every_patch_says_why_and_is_applied_once():
@@ -58,23 +48,23 @@ def test_only_the_bridge_sees_stand_ins_for_transformer_engine_and_triton():
 
 
 @pytest.mark.parametrize("name", ["current_device", "tensor_types", "device_in_source", "random_state"])
-def test_a_trainer_trains_only_with_the_patch(name, checkpoint, start):
+def test_a_trainer_trains_only_with_the_patch(name, checkpoint, start_rank):
     config = make_config(checkpoint, backend="megatron")
     with (
         megatron_cpu.patch_named(name).suspended(),
         pytest.raises((AssertionError, RuntimeError, TypeError, AttributeError)),
     ):
-        start(config).train(0, make_groups())
+        start_rank(config).train(0, make_groups())
     leave_groups()
-    assert start(config).train(0, make_groups())["actor/grad_norm"] > 0
+    assert start_rank(config).train(0, make_groups())["actor/grad_norm"] > 0
 
 
-def test_gradients_are_summed_without_a_stream_to_wait_on(checkpoint, start):
+def test_gradients_are_summed_without_a_stream_to_wait_on(checkpoint, start_rank):
     only_where_wanted("gradients_stream")
     config = make_config(checkpoint, backend="megatron")
     with megatron_cpu.patch_named("gradients_stream").suspended(), pytest.raises(NO_CUDA):
-        start(config).train(0, make_groups())
-    assert start(config).train(0, make_groups())["actor/grad_norm"] > 0
+        start_rank(config).train(0, make_groups())
+    assert start_rank(config).train(0, make_groups())["actor/grad_norm"] > 0
 
 
 def test_moves_to_cuda_leave_tensors_in_place():
@@ -91,8 +81,8 @@ def test_pipeline_stages_do_not_synchronize_a_device():
         torch.cuda.synchronize()
 
 
-def test_tensor_types_have_cuda_names_only_while_the_optimizer_is_built(checkpoint, start):
-    start(make_config(checkpoint, backend="megatron"))
+def test_tensor_types_have_cuda_names_only_while_the_optimizer_is_built(checkpoint, start_rank):
+    start_rank(make_config(checkpoint, backend="megatron"))
     assert torch.zeros(1).type() == "torch.FloatTensor"
 
 

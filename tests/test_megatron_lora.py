@@ -20,7 +20,7 @@ from asyncrl.trainer.rank import TrainerRank
 from asyncrl.types.groups import Group
 from tests.support.delta_nets import make_delta_net
 from tests.support.megatron import APART, CUTS, OPTIONS, in_processes
-from tests.support.trainer import make_checkpoint, make_config, make_groups, started_ranks, weights
+from tests.support.trainer import make_checkpoint, make_config, make_groups, weights
 
 pytestmark = pytest.mark.megatron
 
@@ -36,11 +36,6 @@ TWO = ("tensor", "pipeline", "data", "context", "sequence")
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("model"), **SIZES)
-
-
-@pytest.fixture
-def start():
-    yield from started_ranks()
 
 
 def lora_config(checkpoint, backend="megatron", targets="some", **options):
@@ -91,12 +86,12 @@ def draft(tensors):
     ],
     ids=["all-draft-apart", "attached-draft-recomputed", "one-layer-recomputed-mbridge"],
 )
-def test_ten_steps_equal_the_torch_backends(targets, options, checkpoint, start):
+def test_ten_steps_equal_the_torch_backends(targets, options, checkpoint, start_rank):
     results = {}
     for backend in ("torch", "megatron"):
         config = lora_config(checkpoint, backend, targets, **options)
         config.model.bridge = "mbridge" if (backend, targets) == ("megatron", "one-layer") else "megatron_bridge"
-        rank = start(config)
+        rank = start_rank(config)
         before = weights(rank)
         results[backend] = (before, train(rank, range(10)), weights(rank))
     (begun, expected, trained), (same, found, found_trained) = results["torch"], results["megatron"]
@@ -111,12 +106,12 @@ def test_ten_steps_equal_the_torch_backends(targets, options, checkpoint, start)
     assert all(torch.equal(found_trained[name], begun[name]) for name in still)
 
 
-def test_bfloat16_steps_are_near_the_torch_backends(checkpoint, start):
+def test_bfloat16_steps_are_near_the_torch_backends(checkpoint, start_rank):
     """The base has no master copy; adapters are updated in float32 and sent in the compute dtype."""
     options = {"mixed_precision": "bfloat16", "lr": 1e-3, "kl_coef": 0.05}
     results = {}
     for backend in ("torch", "megatron"):
-        rank = start(lora_config(checkpoint, backend, "all", **options))
+        rank = start_rank(lora_config(checkpoint, backend, "all", **options))
         results[backend] = train(rank, range(5))
     for name in ("actor/grad_norm", "actor/entropy"):
         for found, expected in zip(results["megatron"], results["torch"], strict=True):
@@ -130,9 +125,9 @@ def test_bfloat16_steps_are_near_the_torch_backends(checkpoint, start):
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in kept.values())
 
 
-def test_the_policy_starts_as_its_base_which_remains_the_reference(checkpoint, start):
-    base = logprobs(start(make_config(checkpoint, backend="megatron")))
-    rank = start(lora_config(checkpoint, targets="all", kl_coef=0.1))
+def test_the_policy_starts_as_its_base_which_remains_the_reference(checkpoint, start_rank):
+    base = logprobs(start_rank(make_config(checkpoint, backend="megatron")))
+    rank = start_rank(lora_config(checkpoint, targets="all", kl_coef=0.1))
     assert np.array_equal(logprobs(rank), base)
     metrics = train(rank, range(3))
     assert np.array_equal(logprobs(rank, reference=True), base)
@@ -140,13 +135,13 @@ def test_the_policy_starts_as_its_base_which_remains_the_reference(checkpoint, s
     assert metrics[-1]["actor/kl_reference"] > 0
 
 
-def test_the_adapters_of_a_mixture_of_experts_are_in_its_attention(tmp_path, start):
+def test_the_adapters_of_a_mixture_of_experts_are_in_its_attention(tmp_path, start_rank):
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "head_dim": 32}
     counts = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 4}
     config = transformers.Qwen3MoeConfig(vocab_size=67, **sizes, **counts, num_experts_per_tok=2)
     transformers.Qwen3MoeForCausalLM(config).float().save_pretrained(tmp_path)
-    rank = start(lora_config(tmp_path, targets="all"))
+    rank = start_rank(lora_config(tmp_path, targets="all"))
     before = adapters(weights(rank))
     assert {name.split(".")[-3] for name in before} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     train(rank, range(2))
@@ -154,12 +149,12 @@ def test_the_adapters_of_a_mixture_of_experts_are_in_its_attention(tmp_path, sta
 
 
 @pytest.mark.parametrize(("family", "parts"), [("qwen3_next", ("qkvz", "ba")), ("qwen3_5", ("qkv", "z", "b", "a"))])
-def test_adapters_of_linear_attention_equal_their_merged_weights(family, parts, tmp_path, start):
+def test_adapters_of_linear_attention_equal_their_merged_weights(family, parts, tmp_path, start_rank):
     """Each linear layer of the checkpoint has an adapter pair, including those that feed gates."""
     make_delta_net(tmp_path / "model", family, mtp=True)
     config = lora_config(tmp_path / "model", targets="all", lr=1e-3)
     config.checkpoint.export_lora = "merged"
-    rank = start(config)
+    rank = start_rank(config)
     before = adapters(weights(rank))
     dense = {"gate_proj", "up_proj", "down_proj"} if family == "qwen3_5" else set()
     attention = {"q_proj", "k_proj", "v_proj", "o_proj", "out_proj", *(f"in_proj_{part}" for part in parts)}
@@ -175,17 +170,17 @@ def test_adapters_of_linear_attention_equal_their_merged_weights(family, parts, 
     rank.export_hf(tmp_path / "merged")
     scores = logprobs(rank)
     assert np.abs(scores - base).max() > 0.05
-    whole = start(make_config(str(tmp_path / "merged"), backend="megatron"))
+    whole = start_rank(make_config(str(tmp_path / "merged"), backend="megatron"))
     np.testing.assert_allclose(logprobs(whole), scores, rtol=0, atol=2e-5)
 
 
 # -- exports -------------------------------------------------------------------------------------------------------
 
 
-def test_the_manifest_lists_everything_and_can_omit_its_base(checkpoint, start):
+def test_the_manifest_lists_everything_and_can_omit_its_base(checkpoint, start_rank):
     config = lora_config(checkpoint, enable_train=True, loss="cross_entropy", updates_per_pass=1)
     config.rollout.engine.dtype = "bfloat16"
-    rank = start(config)
+    rank = start_rank(config)
     manifest, modules = rank.manifest(), linear_shapes(load_decoder(checkpoint).config)
     check_adapter(manifest, modules)
     check_adapter(manifest.without_base(), modules)
@@ -195,22 +190,22 @@ def test_the_manifest_lists_everything_and_can_omit_its_base(checkpoint, start):
     assert {t.name for t in manifest.without_base()} == {n for n, _ in rank.export() if is_adapter(n) or is_draft(n)}
 
 
-def test_exports_equal_the_torch_backends(checkpoint, start, tmp_path):
+def test_exports_equal_the_torch_backends(checkpoint, start_rank, tmp_path):
     """Adapters in PEFT's format, and merged weights, on disk and to engines that take no adapters."""
     for backend in ("torch", "megatron"):
         config = lora_config(checkpoint, backend, lr=1e-3)
-        rank = start(config)
+        rank = start_rank(config)
         train(rank, range(2))
         rank.export_hf(tmp_path / backend / "adapter")
         config.param_sync.adapters = config.checkpoint.export_lora = "merged"
-        rank = start(config)
+        rank = start_rank(config)
         train(rank, range(2))
         rank.export_hf(tmp_path / backend / "merged")
         assert rank.manifest().adapter is None
         sent, written = weights(rank), read_tensors(tmp_path / backend / "merged")
         assert all(torch.equal(written[name], tensor) for name, tensor in sent.items())
         scores = logprobs(rank)
-    whole = start(make_config(str(tmp_path / "megatron" / "merged"), backend="megatron"))
+    whole = start_rank(make_config(str(tmp_path / "megatron" / "merged"), backend="megatron"))
     np.testing.assert_allclose(logprobs(whole), scores, rtol=0, atol=2e-5)
     read = lambda backend, *path: (tmp_path / backend).joinpath(*path)
     pair = [load_file(read(backend, "adapter", "adapter_model.safetensors")) for backend in ("torch", "megatron")]
@@ -224,13 +219,13 @@ def test_exports_equal_the_torch_backends(checkpoint, start, tmp_path):
 
 
 @pytest.mark.parametrize(("saver", "loader"), [("torch", "megatron"), ("megatron", "torch"), ("megatron", "megatron")])
-def test_one_backend_continues_from_the_others_checkpoint(saver, loader, checkpoint, start, tmp_path):
+def test_one_backend_continues_from_the_others_checkpoint(saver, loader, checkpoint, start_rank, tmp_path):
     options = {**OPTIONS, "lr": 1e-3, "schedule": "linear"}
-    rank = start(lora_config(checkpoint, saver, **options))
+    rank = start_rank(lora_config(checkpoint, saver, **options))
     train(rank, range(3))
     rank.save(tmp_path / "state")
     expected = train(rank, (3, 4)), weights(rank)
-    rank = start(lora_config(checkpoint, loader, **options))
+    rank = start_rank(lora_config(checkpoint, loader, **options))
     rank.load(tmp_path / "state")
     found = train(rank, (3, 4)), weights(rank)
     if saver == loader:
@@ -239,15 +234,15 @@ def test_one_backend_continues_from_the_others_checkpoint(saver, loader, checkpo
     expect_alike(found[0], expected[0])
 
 
-def test_the_state_of_another_base_or_kind_of_training_is_refused(checkpoint, start, tmp_path):
-    start(lora_config(checkpoint)).save(tmp_path / "lora")
+def test_the_state_of_another_base_or_kind_of_training_is_refused(checkpoint, start_rank, tmp_path):
+    start_rank(lora_config(checkpoint)).save(tmp_path / "lora")
     tensors = read_tensors(checkpoint)
     tensors["model.norm.weight"] += 1e-3
     save_checkpoint(tmp_path / "other", tensors, load_decoder(checkpoint).config)
     with pytest.raises(CheckpointError, match="holds adapters of another base model than"):
-        start(lora_config(tmp_path / "other")).load(tmp_path / "lora")
+        start_rank(lora_config(tmp_path / "other")).load(tmp_path / "lora")
     with pytest.raises(CheckpointError, match="holds LoRA adapters, the run to load it into trains all weights"):
-        start(make_config(checkpoint, backend="megatron")).load(tmp_path / "lora")
+        start_rank(make_config(checkpoint, backend="megatron")).load(tmp_path / "lora")
 
 
 # -- several ranks -------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from asyncrl.types.samples import FinishReason, Sample
 from asyncrl.types.versions import PolicyVersion, Sampler, VersionSpan
 from tests.support.faults import starting, trained_steps
 from tests.support.tiny import make_inputs
-from tests.support.trainer import VOCAB, make_checkpoint, make_config, started_ranks
+from tests.support.trainer import VOCAB, make_config
 
 V2, V3, V4 = (PolicyVersion(0, number) for number in (2, 3, 4))
 
@@ -80,19 +80,9 @@ def test_bounds_of_zero_are_none(caplog):
     assert not caplog.records
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def start():
-    yield from started_ranks()
-
-
-def test_a_rank_measures_the_kl_of_each_sampler(checkpoint, start):
+def test_a_rank_measures_the_kl_of_each_sampler(checkpoint, start_rank):
     """Groups whose behaviour logprobs are the model's own for one replica, and off by a known amount for another."""
-    rng, rank = np.random.default_rng(0), start(make_config(checkpoint, max_tokens_per_micro_batch=40))
+    rng, rank = np.random.default_rng(0), start_rank(make_config(checkpoint, max_tokens_per_micro_batch=40))
     prompt = rng.integers(0, VOCAB, 4)
     tokens = [rng.integers(0, VOCAB, 12) for _ in range(4)]
 

@@ -10,7 +10,7 @@ from asyncrl.models.checkpoint import read_tensors
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.rollouter.engines.native.engine import NativeEngine
 from tests.support.lora import LoraTrainer, ResponseCollector, breaking_off, lora_config, requests, samples_of
-from tests.support.trainer import make_checkpoint, started_ranks
+from tests.support.trainer import make_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -19,17 +19,12 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture
-def ranks():
-    yield from started_ranks()
-
-
-@pytest.fixture
-async def start(ranks):
+async def start(start_rank):
     """Builds a trainer and engines, and closes them after the test."""
     opened = []
 
     def trainer(config, transport="shared_memory"):
-        opened.append(LoraTrainer(ranks(config), config, transport))
+        opened.append(LoraTrainer(start_rank(config), config, transport))
         return opened[-1]
 
     def engine(config, **options):

@@ -155,7 +155,7 @@ async def test_places_are_given_back_once_and_not_taken_after_the_end():
     places.generates(0, False)
     places.ended(0)
     places.ended(1)
-    places.generates(1, True)  # by what the loop left running
+    places.generates(1, True)  # a call that the loop left running
     places.close()
     assert (limiter.samples, len(places), await limiter.room(4)) == (0, 0, 1)
 

@@ -13,14 +13,9 @@ from asyncrl.models.config import CheckpointError
 from asyncrl.trainer.backends.state_files import StateReader, StateWriter
 from asyncrl.trainer.checkpoints import CheckpointMetadata, CheckpointStore
 from asyncrl.types.versions import PolicyVersion
-from tests.support.trainer import make_checkpoint, make_config, started_ranks
+from tests.support.trainer import make_checkpoint, make_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # a single process
-
-
-@pytest.fixture
-def start():
-    yield from started_ranks()
 
 
 class Attack:
@@ -95,10 +90,10 @@ def in_the_tensors(folder, malice):
         (in_the_tensors, r"rank_0.bin: expected \d+ bytes at \d+, found \d+"),
     ],
 )
-def test_code_in_a_checkpoint_never_runs(tmp_path, start, attack, hide, message):
+def test_code_in_a_checkpoint_never_runs(tmp_path, start_rank, attack, hide, message):
     """The attacker also makes the checksums match."""
     malice, marker = attack
-    rank = start(make_config(make_checkpoint(tmp_path / "model")))
+    rank = start_rank(make_config(make_checkpoint(tmp_path / "model")))
     store = CheckpointStore(tmp_path / "checkpoints", CheckpointConfig())
     partial = store.begin(1)
     rank.save(partial / "state")
@@ -147,8 +142,8 @@ def test_an_index_that_is_no_json_is_refused(tmp_path, text):
         StateReader(tmp_path)
 
 
-def test_a_rewrite_that_fails_leaves_nothing_that_looks_complete(tmp_path, start):
-    rank = start(make_config(make_checkpoint(tmp_path / "model")))
+def test_a_rewrite_that_fails_leaves_nothing_that_looks_complete(tmp_path, start_rank):
+    rank = start_rank(make_config(make_checkpoint(tmp_path / "model")))
     rank.save(tmp_path / "state")
     (tmp_path / "state" / "rank_0.bin").unlink()
     (tmp_path / "state" / "rank_0.bin").mkdir()

@@ -16,17 +16,7 @@ from asyncrl.trainer.rank import TrainerRank
 from asyncrl.types.groups import Group
 from asyncrl.types.samples import FinishReason, Sample
 from asyncrl.types.versions import PolicyVersion, VersionSpan
-from tests.support.trainer import make_checkpoint, make_config, make_groups, started_ranks, weights
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def start():
-    yield from started_ranks()
+from tests.support.trainer import make_checkpoint, make_config, make_groups, weights
 
 
 def gradients(rank, groups):
@@ -60,7 +50,7 @@ def test_each_depth_learns_the_trained_tokens_that_it_can_predict():
 
 @pytest.mark.parametrize("loss", ["acceptance", "cross_entropy"])
 @pytest.mark.parametrize("detach", [True, False])
-def test_loss_and_gradient_equal_the_formula(checkpoint, start, detach, loss):
+def test_loss_and_gradient_equal_the_formula(checkpoint, start_rank, detach, loss):
     """Equal rewards give no advantage, so the whole gradient is the draft's. One layer, repeated for depth 2."""
     config = make_config(
         checkpoint,
@@ -76,7 +66,7 @@ def test_loss_and_gradient_equal_the_formula(checkpoint, start, detach, loss):
     )
     config.mtp.loss = loss
     groups = make_groups(rewards=1.0)
-    metrics, found = gradients(start(config), groups)
+    metrics, found = gradients(start_rank(config), groups)
 
     model = load_decoder(checkpoint)
     losses, hits, counts = [torch.zeros(()), torch.zeros(())], [0, 0], [0, 0]
@@ -113,24 +103,24 @@ def test_loss_and_gradient_equal_the_formula(checkpoint, start, detach, loss):
 
 
 @pytest.mark.parametrize("detach", [True, False])
-def test_neither_micro_batches_nor_chunks_nor_checkpointing_change_the_drafts_gradient(checkpoint, start, detach):
+def test_neither_micro_batches_nor_chunks_nor_checkpointing_change_the_drafts_gradient(checkpoint, start_rank, detach):
     options = {"grad_clip": 0.0, "enable_train": True, "num_speculative_tokens": 2, "detach_encoder": detach}
     options["updates_per_pass"] = 1
-    _, whole = gradients(start(make_config(checkpoint, **options)), make_groups())
+    _, whole = gradients(start_rank(make_config(checkpoint, **options)), make_groups())
     for other in ({"max_tokens_per_micro_batch": 1}, {"logprob_chunk_tokens": 7}, {"activation_checkpointing": True}):
-        _, found = gradients(start(make_config(checkpoint, **options, **other)), make_groups())
+        _, found = gradients(start_rank(make_config(checkpoint, **options, **other)), make_groups())
         for of_draft in (True, False):
             a, b = flat(found, of_draft), flat(whole, of_draft)
             assert (a - b).norm() <= 1e-6 * b.norm(), other
 
 
-def test_a_detached_draft_leaves_the_policys_update_bit_identical(checkpoint, start):
+def test_a_detached_draft_leaves_the_policys_update_bit_identical(checkpoint, start_rank):
     """With several optimizer steps per batch, a reference and clipped gradients: all that the draft could disturb."""
     runs = []
     options = {"grad_clip": 0.05, "kl_coef": 0.1, "mini_batch_groups": 2, "weight_decay": 0.1}
     for mtp in (False, True):
         config = make_config(checkpoint, **options, enable_train=mtp, num_speculative_tokens=2)
-        rank = start(config)
+        rank = start_rank(config)
         before = weights(rank)
         metrics = [rank.train(step, make_groups(seed=step)) for step in range(3)]
         runs.append((metrics, before, weights(rank)))
@@ -145,12 +135,12 @@ def test_a_detached_draft_leaves_the_policys_update_bit_identical(checkpoint, st
 
 
 def test_the_draft_takes_the_configured_updates_each_on_its_share_and_the_checkpoint_counts_them(
-    checkpoint, start, tmp_path
+    checkpoint, start_rank, tmp_path
 ):
     """Compared with the same updates as separate batches: without advantages the policy does not change in between."""
     groups = make_groups((4, 4, 4), rewards=1.0)
     options = {"enable_train": True, "grad_clip": 0.01, "weight_decay": 0.0, "max_tokens_per_micro_batch": 60}
-    rank = start(make_config(checkpoint, **options, updates_per_pass=3))
+    rank = start_rank(make_config(checkpoint, **options, updates_per_pass=3))
     before = weights(rank)
     metrics = rank.train(0, groups)
     shared = weights(rank)
@@ -158,14 +148,14 @@ def test_the_draft_takes_the_configured_updates_each_on_its_share_and_the_checkp
     assert all(torch.equal(shared[name], before[name]) for name in before if not is_draft(name))
     rank.save(tmp_path / "state")
     straight = rank.train(1, groups), weights(rank)
-    again = start(make_config(checkpoint, **options, updates_per_pass=3))
+    again = start_rank(make_config(checkpoint, **options, updates_per_pass=3))
     again.load(tmp_path / "state")
     assert again.train(1, groups) == straight[0]
     assert all(torch.equal(tensor, straight[1][name]) for name, tensor in weights(again).items())
 
     batch = build_batch([Group.from_buffer(data) for data in groups])
     samples = [(group, s) for group in map(Group.from_buffer, groups) for s in range(len(group))]
-    one = start(make_config(checkpoint, **options, updates_per_pass=1))
+    one = start_rank(make_config(checkpoint, **options, updates_per_pass=1))
     norms = []
     for number, share in enumerate(partition(batch.lengths, 3)):
         norms.append(one.train(number, [alone(*samples[b]) for b in share])["mtp/grad_norm"])
@@ -174,12 +164,12 @@ def test_the_draft_takes_the_configured_updates_each_on_its_share_and_the_checkp
     assert metrics["mtp/grad_norm"] == pytest.approx(np.mean(norms), rel=1e-4)
 
 
-def test_a_second_pass_repeats_the_updates_and_does_not_affect_the_metrics(checkpoint, start):
+def test_a_second_pass_repeats_the_updates_and_does_not_affect_the_metrics(checkpoint, start_rank):
     groups, options = make_groups(rewards=1.0), {"enable_train": True, "weight_decay": 0.0, "updates_per_pass": 4}
-    rank = start(make_config(checkpoint, **options))
+    rank = start_rank(make_config(checkpoint, **options))
     first, _ = rank.train(0, groups), rank.train(1, groups)
     twice = weights(rank)
-    rank = start(make_config(checkpoint, **options, passes=2))
+    rank = start_rank(make_config(checkpoint, **options, passes=2))
     metrics = rank.train(0, groups)
     assert all(torch.equal(tensor, twice[name]) for name, tensor in weights(rank).items())
     assert {name: metrics[name] for name in ("mtp/loss_1", "mtp/accuracy_1")} == {
@@ -187,8 +177,8 @@ def test_a_second_pass_repeats_the_updates_and_does_not_affect_the_metrics(check
     }
 
 
-def test_updates_without_a_token_are_skipped(checkpoint, start):
-    rank = start(make_config(checkpoint, enable_train=True, updates_per_pass=7))
+def test_updates_without_a_token_are_skipped(checkpoint, start_rank):
+    rank = start_rank(make_config(checkpoint, enable_train=True, updates_per_pass=7))
     metrics = rank.train(0, make_groups((2, 1)))
     taught = sum(
         bool(len(draft_targets(build_batch([Group.from_buffer(alone(group, s))]), 1)[0]))
@@ -200,12 +190,12 @@ def test_updates_without_a_token_are_skipped(checkpoint, start):
     assert metrics["trainer/optimizer_steps"] == 1
 
 
-def test_the_draft_has_its_own_learning_rate_on_the_policy_s_schedule(checkpoint, start):
+def test_the_draft_has_its_own_learning_rate_on_the_policy_s_schedule(checkpoint, start_rank):
     moved = []
     for rate in (0.0, 1e-3, 1e-2):
         options = {"schedule": "linear", "min_lr_ratio": 0.0, "total_steps": 2, "weight_decay": 0.0}
         config = make_config(checkpoint, enable_train=True, learning_rate=rate, updates_per_pass=1, **options)
-        rank = start(config)
+        rank = start_rank(config)
         before = weights(rank)
         rank.train(0, make_groups())
         after = weights(rank)
@@ -236,8 +226,8 @@ def alone(group, s):
     return Group.from_samples(group.uid, group.prompt_id, 0, group.prompt_tokens, [sample]).to_bytes()
 
 
-def test_the_draft_learns(checkpoint, start):
-    rank = start(make_config(checkpoint, enable_train=True, lr=0.0, learning_rate=3e-3))
+def test_the_draft_learns(checkpoint, start_rank):
+    rank = start_rank(make_config(checkpoint, enable_train=True, lr=0.0, learning_rate=3e-3))
     losses = [rank.train(step, make_groups())["mtp/loss_1"] for step in range(8)]
     assert losses[-1] < losses[0] - 0.3
 
@@ -259,7 +249,7 @@ def train_on_two_ranks(rank, config, folder):
 
 
 @pytest.mark.parametrize("detach", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_two_ranks_train_the_draft_like_one_and_load_each_others_state(checkpoint, start, tmp_path, detach):
+def test_two_ranks_train_the_draft_like_one_and_load_each_others_state(checkpoint, start_rank, tmp_path, detach):
     """Micro-batches of one sequence each, in unequal numbers on the ranks; one layer serves two depths."""
     config = make_config(
         checkpoint,
@@ -273,7 +263,7 @@ def test_two_ranks_train_the_draft_like_one_and_load_each_others_state(checkpoin
         weight_decay=0.0,
     )
     config.trainer.ranks = 2
-    one = start(config)
+    one = start_rank(config)
     metrics, gradient = gradients(one, make_groups((4, 3, 1)))
     one.save(tmp_path / "of_one")
     second = one.train(1, make_groups((4, 3, 1), seed=1))
@@ -286,7 +276,7 @@ def test_two_ranks_train_the_draft_like_one_and_load_each_others_state(checkpoin
         torch.testing.assert_close(two[0][0][1][name], expected, rtol=0, atol=1e-5)
     assert two[0][1] == pytest.approx(second, rel=1e-4, abs=1e-5)  # continued from one rank's checkpoint
 
-    again = start(config)
+    again = start_rank(config)
     again.load(tmp_path / "of_two")
     assert again.train(1, make_groups((4, 3, 1), seed=1)) == pytest.approx(second, rel=1e-4, abs=1e-5)
 
@@ -300,40 +290,40 @@ def test_two_ranks_train_the_draft_like_one_and_load_each_others_state(checkpoin
     else:
         updates = [np.concatenate(halves)]
     samples = [(group, s) for group in map(Group.from_buffer, groups) for s in range(len(group))]
-    one = start(config)
+    one = start_rank(config)
     for number, update in enumerate(updates):
         one.train(number, [alone(*samples[b]) for b in update])
     for name, expected in weights(one).items():
         torch.testing.assert_close(two[0][2][name], expected, rtol=0, atol=2e-5)
 
 
-def test_a_restored_run_continues_bit_for_bit_and_refuses_other_draft_options(checkpoint, start, tmp_path):
+def test_a_restored_run_continues_bit_for_bit_and_refuses_other_draft_options(checkpoint, start_rank, tmp_path):
     config = make_config(checkpoint, enable_train=True, schedule="cosine", total_steps=3)
-    rank = start(config)
+    rank = start_rank(config)
     rank.train(0, make_groups())
     rank.save(tmp_path / "trained")
     straight = rank.train(1, make_groups(seed=1)), weights(rank)
-    rank = start(config)
+    rank = start_rank(config)
     rank.load(tmp_path / "trained")
     resumed = rank.train(1, make_groups(seed=1)), weights(rank)
     assert straight[0] == resumed[0]
     assert all(torch.equal(tensor, resumed[1][name]) for name, tensor in straight[1].items())
 
-    frozen = start(make_config(checkpoint))
+    frozen = start_rank(make_config(checkpoint))
     with pytest.raises(CheckpointError, match=r"was saved with mtp\.enable_train=true, found false.*resume with") as e:
         frozen.load(tmp_path / "trained")
     assert "\n" not in str(e.value)
     frozen.save(tmp_path / "frozen")
     with pytest.raises(CheckpointError, match=r"was saved with mtp\.enable_train=false, found true.*is missing"):
-        start(config).load(tmp_path / "frozen")
-    plain = start(make_config(make_checkpoint(tmp_path / "plain", num_nextn_predict_layers=0)))
+        start_rank(config).load(tmp_path / "frozen")
+    plain = start_rank(make_config(make_checkpoint(tmp_path / "plain", num_nextn_predict_layers=0)))
     with pytest.raises(CheckpointError, match="was saved with MTP layers, the model to load it into has none"):
         plain.load(tmp_path / "frozen")
 
 
 @pytest.mark.parametrize("precision", ["no", "bfloat16"])
-def test_the_trained_draft_is_sent_and_exported(checkpoint, start, tmp_path, precision):
-    rank = start(make_config(checkpoint, enable_train=True, mixed_precision=precision))
+def test_the_trained_draft_is_sent_and_exported(checkpoint, start_rank, tmp_path, precision):
+    rank = start_rank(make_config(checkpoint, enable_train=True, mixed_precision=precision))
     before = weights(rank)
     rank.train(0, make_groups())
     sent = weights(rank)
@@ -346,10 +336,10 @@ def test_the_trained_draft_is_sent_and_exported(checkpoint, start, tmp_path, pre
     assert all(torch.equal(tensor, sent[name]) for name, tensor in read_tensors(tmp_path / "hf").items())
 
 
-def test_without_reload_the_initial_draft_is_sent(checkpoint, start):
+def test_without_reload_the_initial_draft_is_sent(checkpoint, start_rank):
     config = make_config(checkpoint, enable_train=True)
     config.param_sync.reload_draft = False
-    rank = start(config)
+    rank = start_rank(config)
     before = {name: tensor.clone() for name, tensor in rank.export()}
     rank.train(0, make_groups())
     after = dict(rank.export())
@@ -360,12 +350,12 @@ def test_without_reload_the_initial_draft_is_sent(checkpoint, start):
     assert any(not torch.equal(tensor, after[name]) for name, tensor in trained.items())
 
 
-def test_a_draft_made_from_the_trunk_is_trained_saved_and_exported(start, tmp_path):
+def test_a_draft_made_from_the_trunk_is_trained_saved_and_exported(start_rank, tmp_path):
     plain = make_checkpoint(tmp_path / "plain", architectures=["Qwen2ForCausalLM"], num_nextn_predict_layers=0)
     with pytest.raises(CheckpointError, match=r"plain has no MTP layers.*mtp\.init_from_trunk=true"):
         TrainerRank(make_config(plain, enable_train=True), 0, 1, None, Recorder("trainer/0"))
     config = make_config(plain, enable_train=True, init_from_trunk=True)
-    rank = start(config)
+    rank = start_rank(config)
     assert {t.role for t in rank.manifest()} == {"target", "draft"}
     rank.train(0, make_groups())
     rank.save(tmp_path / "state")
@@ -374,6 +364,6 @@ def test_a_draft_made_from_the_trunk_is_trained_saved_and_exported(start, tmp_pa
     written = DecoderConfig.load(tmp_path / "hf")
     assert (written.architecture, written.num_mtp_layers) == ("MiMoForCausalLM", 1)
     assert all(torch.equal(p, trained[name]) for name, p in load_decoder(tmp_path / "hf").named_parameters())
-    rank = start(config)
+    rank = start_rank(config)
     rank.load(tmp_path / "state")
     assert all(torch.equal(tensor, trained[name]) for name, tensor in rank.export())

@@ -22,25 +22,13 @@ from asyncrl.trainer.rank import TrainerRank
 from asyncrl.types.groups import Group
 from tests.support.trainer import (
     first_gradient,
-    make_checkpoint,
     make_config,
     make_groups,
     relative,
-    started_ranks,
     weights,
 )
 
 TARGETS = ["q_proj", "o_proj", "up_proj"]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def start():
-    yield from started_ranks()
 
 
 def lora_config(checkpoint, targets=TARGETS, **options):
@@ -58,10 +46,10 @@ def train(rank, steps=3):
     return [rank.train(step, make_groups((4, 3, 1), seed=step)) for step in range(steps)]
 
 
-def test_the_policy_starts_as_its_base_which_remains_the_reference(checkpoint, start):
-    full = start(make_config(checkpoint, kl_coef=0.1))
+def test_the_policy_starts_as_its_base_which_remains_the_reference(checkpoint, start_rank):
+    full = start_rank(make_config(checkpoint, kl_coef=0.1))
     base, before = logprobs(full), weights(full)
-    rank = start(lora_config(checkpoint, kl_coef=0.1))
+    rank = start_rank(lora_config(checkpoint, kl_coef=0.1))
     assert np.array_equal(logprobs(rank), base)
     metrics = train(rank)
     assert np.array_equal(logprobs(rank, reference=True), base)
@@ -75,29 +63,29 @@ def test_the_policy_starts_as_its_base_which_remains_the_reference(checkpoint, s
     assert all(t.abs().max() > 0 for t in pairs.values())
 
 
-def test_memory_and_length_options_change_no_gradient(checkpoint, start):
-    whole = first_gradient(start(lora_config(checkpoint, grad_clip=0.0)), make_groups())
+def test_memory_and_length_options_change_no_gradient(checkpoint, start_rank):
+    whole = first_gradient(start_rank(lora_config(checkpoint, grad_clip=0.0)), make_groups())
     for other in ({"max_tokens_per_micro_batch": 50}, {"activation_checkpointing": True}):
         assert (
-            relative(first_gradient(start(lora_config(checkpoint, grad_clip=0.0, **other)), make_groups()), whole)
+            relative(first_gradient(start_rank(lora_config(checkpoint, grad_clip=0.0, **other)), make_groups()), whole)
             < 1e-6
         )
 
 
-def test_bfloat16_trains_near_float32(checkpoint, start):
-    exact = first_gradient(start(lora_config(checkpoint, grad_clip=0.0)), make_groups())
-    rank = start(lora_config(checkpoint, grad_clip=0.0, mixed_precision="bfloat16"))
+def test_bfloat16_trains_near_float32(checkpoint, start_rank):
+    exact = first_gradient(start_rank(lora_config(checkpoint, grad_clip=0.0)), make_groups())
+    rank = start_rank(lora_config(checkpoint, grad_clip=0.0, mixed_precision="bfloat16"))
     rough = first_gradient(rank, make_groups())
     assert 0 < relative(rough, exact) < 0.05
     assert all(t.dtype == torch.float32 for _, t in rank.export())  # master weights
 
 
 @pytest.mark.parametrize("targets", [TARGETS, ["all-linear"], ["layers.1.mlp.down_proj"]])
-def test_merged_weights_equal_the_policy(checkpoint, start, tmp_path, targets):
+def test_merged_weights_equal_the_policy(checkpoint, start_rank, tmp_path, targets):
     """Compared with a full model loaded from the merged weights."""
     config = lora_config(checkpoint, targets)
     config.param_sync.adapters = config.checkpoint.export_lora = "merged"
-    rank = start(config)
+    rank = start_rank(config)
     train(rank)
     scores, sent, manifest = logprobs(rank), weights(rank), rank.manifest()
     rank.export_hf(tmp_path / "hf")
@@ -105,15 +93,15 @@ def test_merged_weights_equal_the_policy(checkpoint, start, tmp_path, targets):
     assert {t.name: t.shape for t in manifest.sent()} == {name: tuple(t.shape) for name, t in sent.items()}
     written = read_tensors(tmp_path / "hf")
     assert all(torch.equal(written[name], tensor) for name, tensor in sent.items())
-    np.testing.assert_allclose(logprobs(start(make_config(tmp_path / "hf"))), scores, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(logprobs(start_rank(make_config(tmp_path / "hf"))), scores, rtol=0, atol=2e-5)
     changed = {name for name, t in read_tensors(checkpoint).items() if not torch.equal(t, written[name])}
     assert len(changed) == {"all-linear": 14, "layers.1.mlp.down_proj": 1}.get(targets[0], 6)
 
 
-def test_the_manifest_lists_everything_and_can_omit_its_base(checkpoint, start):
+def test_the_manifest_lists_everything_and_can_omit_its_base(checkpoint, start_rank):
     config = lora_config(checkpoint)
     config.rollout.engine.dtype = "bfloat16"
-    rank = start(config)
+    rank = start_rank(config)
     train(rank, 1)
     manifest, modules = rank.manifest(), linear_shapes(load_decoder(checkpoint).config)
     check_adapter(manifest, modules)
@@ -128,8 +116,8 @@ def test_the_manifest_lists_everything_and_can_omit_its_base(checkpoint, start):
     assert len(alone) == len(manifest) - len(read_tensors(checkpoint))
 
 
-def test_peft_reads_the_exported_adapter(checkpoint, start, tmp_path):
-    rank = start(lora_config(checkpoint))
+def test_peft_reads_the_exported_adapter(checkpoint, start_rank, tmp_path):
+    rank = start_rank(lora_config(checkpoint))
     train(rank)
     scores, sent = logprobs(rank), weights(rank)
     rank.export_hf(tmp_path / "hf")
@@ -146,25 +134,25 @@ def test_peft_reads_the_exported_adapter(checkpoint, start, tmp_path):
         weight = f"{module}.weight"
         merged[weight] = merge(merged[weight], pairs[a], pairs[b], config["lora_alpha"], config["r"])
     save_checkpoint(tmp_path / "merged", merged, model.config)
-    np.testing.assert_allclose(logprobs(start(make_config(tmp_path / "merged"))), scores, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(logprobs(start_rank(make_config(tmp_path / "merged"))), scores, rtol=0, atol=2e-5)
 
 
-def test_the_draft_learns_without_changing_the_adapters(checkpoint, start):
-    rank = start(lora_config(checkpoint, enable_train=True))
+def test_the_draft_learns_without_changing_the_adapters(checkpoint, start_rank):
+    rank = start_rank(lora_config(checkpoint, enable_train=True))
     before = weights(rank)
     train(rank, 2)
     after = weights(rank)
     moved = {name for name in before if not torch.equal(after[name], before[name])}
     assert moved == {name for name in before if is_draft(name) or is_adapter(name)}
     assert moved == {t.name for t in rank.manifest().without_base()} == {name for name, _ in rank.export(base=False)}
-    alone = start(lora_config(checkpoint))
+    alone = start_rank(lora_config(checkpoint))
     train(alone, 2)
     assert all(torch.equal(tensor, after[name]) for name, tensor in alone.export() if is_adapter(name))
 
 
-def test_a_restored_run_continues_bit_for_bit_and_saves_only_adapters(checkpoint, start, tmp_path):
+def test_a_restored_run_continues_bit_for_bit_and_saves_only_adapters(checkpoint, start_rank, tmp_path):
     config = lora_config(checkpoint, schedule="cosine", warmup_steps=1, total_steps=6, enable_train=True)
-    rank = start(config)
+    rank = start_rank(config)
     rank.train(0, make_groups(seed=0))
     rank.save(tmp_path / "state")
     straight = [rank.train(step, make_groups(seed=step)) for step in (1, 2)], weights(rank)
@@ -172,25 +160,25 @@ def test_a_restored_run_continues_bit_for_bit_and_saves_only_adapters(checkpoint
     assert kept
     assert all(is_adapter(name) or is_draft(name) for name in kept)
 
-    rank = start(config)
+    rank = start_rank(config)
     rank.load(tmp_path / "state")
     resumed = [rank.train(step, make_groups(seed=step)) for step in (1, 2)], weights(rank)
     assert straight[0] == resumed[0]
     assert all(torch.equal(straight[1][name], resumed[1][name]) for name in straight[1])
 
 
-def test_the_state_of_another_base_or_kind_of_training_is_refused(checkpoint, start, tmp_path):
-    start(lora_config(checkpoint)).save(tmp_path / "lora")
-    start(make_config(checkpoint)).save(tmp_path / "full")
+def test_the_state_of_another_base_or_kind_of_training_is_refused(checkpoint, start_rank, tmp_path):
+    start_rank(lora_config(checkpoint)).save(tmp_path / "lora")
+    start_rank(make_config(checkpoint)).save(tmp_path / "full")
     tensors = read_tensors(checkpoint)
     tensors["model.norm.weight"] += 1e-3
     save_checkpoint(tmp_path / "other", tensors, load_decoder(checkpoint).config)
     with pytest.raises(CheckpointError, match="holds adapters of another base model than"):
-        start(lora_config(str(tmp_path / "other"))).load(tmp_path / "lora")
+        start_rank(lora_config(str(tmp_path / "other"))).load(tmp_path / "lora")
     with pytest.raises(CheckpointError, match="holds LoRA adapters, the run to load it into trains all weights"):
-        start(make_config(checkpoint)).load(tmp_path / "lora")
+        start_rank(make_config(checkpoint)).load(tmp_path / "lora")
     with pytest.raises(CheckpointError, match="holds all weights, the run to load it into trains adapters"):
-        start(lora_config(checkpoint)).load(tmp_path / "full")
+        start_rank(lora_config(checkpoint)).load(tmp_path / "full")
 
 
 def run_two_ranks(rank, config, folder):
@@ -207,12 +195,12 @@ def run_two_ranks(rank, config, folder):
 
 
 @pytest.mark.slow
-def test_two_ranks_train_like_one_and_load_each_others_state(checkpoint, start, tmp_path):
+def test_two_ranks_train_like_one_and_load_each_others_state(checkpoint, start_rank, tmp_path):
     config = lora_config(
         checkpoint, lr=1e-3, epochs=2, mini_batch_groups=2, max_tokens_per_micro_batch=40, kl_coef=0.05
     )
     config.trainer.ranks = 2
-    one = start(config)
+    one = start_rank(config)
     expected = train(one, 5)
     one.save(tmp_path / "of_one")
     alone = {name: t.clone() for name, t in one.export(base=False)}
@@ -231,6 +219,6 @@ def test_two_ranks_train_like_one_and_load_each_others_state(checkpoint, start, 
     written = load_file(tmp_path / "hf_of_two" / "adapter_model.safetensors")
     assert all(torch.equal(written[name], t) for name, t in two[0]["exported"].items() if is_adapter(name))
 
-    again = start(config)
+    again = start_rank(config)
     again.load(tmp_path / "of_two")
     assert all(torch.equal(t, two[0]["exported"][name]) for name, t in again.export(base=False))

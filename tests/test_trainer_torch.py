@@ -35,25 +35,14 @@ from tests.support.trainer import (
     make_config,
     make_groups,
     relative,
-    started_ranks,
     weights,
 )
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def start():
-    yield from started_ranks()
-
-
-def test_the_gradient_equals_the_plain_formula(checkpoint, start):
+def test_the_gradient_equals_the_plain_formula(checkpoint, start_rank):
     config = make_config(checkpoint, grad_clip=0.0, anchor="proximal", temperature=0.7)
     groups = make_groups()
-    found = first_gradient(start(config), groups)
+    found = first_gradient(start_rank(config), groups)
 
     model = load_decoder(checkpoint)
     total, trained = torch.zeros(()), 0
@@ -74,23 +63,23 @@ def test_the_gradient_equals_the_plain_formula(checkpoint, start):
     assert relative(found, torch.cat([p.grad.flatten() for p in trunk if p.grad is not None])) < 1e-5
 
 
-def test_neither_micro_batches_nor_chunks_nor_checkpointing_change_the_gradient(checkpoint, start):
+def test_neither_micro_batches_nor_chunks_nor_checkpointing_change_the_gradient(checkpoint, start_rank):
     options = {"grad_clip": 0.0, "kl_coef": 0.1, "entropy_coef": 0.01, "loss_aggregation": "sequence_mean"}
-    whole = first_gradient(start(make_config(checkpoint, **options)), make_groups())
+    whole = first_gradient(start_rank(make_config(checkpoint, **options)), make_groups())
     for other in (
         {"max_tokens_per_micro_batch": 1},
         {"max_tokens_per_micro_batch": 50},
         {"logprob_chunk_tokens": 7},
         {"activation_checkpointing": True},
     ):
-        found = first_gradient(start(make_config(checkpoint, **options, **other)), make_groups())
+        found = first_gradient(start_rank(make_config(checkpoint, **options, **other)), make_groups())
         assert relative(found, whole) < 1e-6, other
 
 
-def test_equal_input_gives_equal_bits(checkpoint, start):
+def test_equal_input_gives_equal_bits(checkpoint, start_rank):
     runs = []
     for _ in range(2):
-        rank = start(make_config(checkpoint, epochs=2, mini_batch_groups=2, max_tokens_per_micro_batch=60))
+        rank = start_rank(make_config(checkpoint, epochs=2, mini_batch_groups=2, max_tokens_per_micro_batch=60))
         runs.append(([rank.train(step, make_groups(seed=step)) for step in range(2)], weights(rank)))
     assert runs[0][0] == runs[1][0]
     assert all(torch.equal(runs[0][1][name], runs[1][1][name]) for name in runs[0][1])
@@ -121,13 +110,13 @@ def run_two_ranks(rank, config, folder, results):
     torch.save({"metrics": metrics, "exported": exported}, results / f"rank{rank}.pt")
 
 
-def test_two_ranks_train_like_one_and_load_each_others_state(checkpoint, start, tmp_path):
+def test_two_ranks_train_like_one_and_load_each_others_state(checkpoint, start_rank, tmp_path):
     # mini batches of two groups: the second one is a single sequence, so one of two ranks has none
     config = make_config(
         checkpoint, epochs=2, mini_batch_groups=2, max_tokens_per_micro_batch=40, kl_coef=0.05, grad_clip=0.5
     )
     config.trainer.ranks = 2
-    one = start(config)
+    one = start_rank(config)
     expected = [one.train(step, make_groups((4, 3, 1), seed=step)) for step in range(5)]
     one.save(tmp_path / "of_one")
     alone = weights(one)
@@ -148,22 +137,22 @@ def test_two_ranks_train_like_one_and_load_each_others_state(checkpoint, start, 
     written = read_tensors(tmp_path / "hf_of_two")
     assert all(torch.equal(written[name], tensor) for name, tensor in two[0]["exported"].items())
 
-    again = start(config)
+    again = start_rank(config)
     again.load(tmp_path / "of_two")
     assert all(torch.equal(tensor, two[0]["exported"][name]) for name, tensor in again.export())
     sixth = again.train(5, make_groups((4, 3, 1), seed=5))
     assert sixth == pytest.approx(expected[-1], rel=1e-4, abs=1e-5)
 
 
-def test_a_restored_run_continues_bit_for_bit(checkpoint, start, tmp_path):
+def test_a_restored_run_continues_bit_for_bit(checkpoint, start_rank, tmp_path):
     config = make_config(checkpoint, schedule="cosine", warmup_steps=1, total_steps=6)
-    rank = start(config)
+    rank = start_rank(config)
     rank.train(0, make_groups(seed=0))
     rank.save(tmp_path / "state")
     torch.rand(3)
     straight = [rank.train(step, make_groups(seed=step)) for step in (1, 2)], weights(rank), torch.rand(3)
 
-    rank = start(config)
+    rank = start_rank(config)
     rank.load(tmp_path / "state")
     torch.rand(3)
     resumed = [rank.train(step, make_groups(seed=step)) for step in (1, 2)], weights(rank), torch.rand(3)
@@ -181,10 +170,10 @@ def run_two_steps_more(_, config, folder):
     rank.close()
 
 
-def test_a_new_process_continues_from_a_staged_state_bit_for_bit(checkpoint, start, tmp_path):
+def test_a_new_process_continues_from_a_staged_state_bit_for_bit(checkpoint, start_rank, tmp_path):
     """The state is written after two further steps, which change every weight and moment and must not show in it."""
     config = make_config(checkpoint, schedule="cosine", warmup_steps=1, total_steps=4)
-    rank = start(config)
+    rank = start_rank(config)
     for step in range(2):
         rank.train(step, make_groups(seed=step))
     rank.stage()
@@ -198,9 +187,9 @@ def test_a_new_process_continues_from_a_staged_state_bit_for_bit(checkpoint, sta
     assert torch.equal(resumed["drawn"], straight[2])
 
 
-def test_staging_during_a_write_is_refused(checkpoint, start, tmp_path, monkeypatch):
+def test_staging_during_a_write_is_refused(checkpoint, start_rank, tmp_path, monkeypatch):
     """The write blocks at its start until the test releases it."""
-    rank = start(make_config(checkpoint))
+    rank = start_rank(make_config(checkpoint))
     with pytest.raises(RuntimeError, match="call stage first"):
         rank.write(tmp_path / "state")
     rank.stage()
@@ -223,17 +212,17 @@ def test_staging_during_a_write_is_refused(checkpoint, start, tmp_path, monkeypa
         proceed.set()
         writing.result()
     rank.stage()
-    start(make_config(checkpoint)).load(tmp_path / "state")
+    start_rank(make_config(checkpoint)).load(tmp_path / "state")
 
 
-def test_a_failed_write_keeps_the_copy(checkpoint, start, tmp_path):
-    rank = start(make_config(checkpoint))
+def test_a_failed_write_keeps_the_copy(checkpoint, start_rank, tmp_path):
+    rank = start_rank(make_config(checkpoint))
     rank.stage()
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"file/state cannot be written: trainer/0"):
         rank.write(tmp_path / "file" / "state")
     rank.write(tmp_path / "state")
-    start(make_config(checkpoint)).load(tmp_path / "state")
+    start_rank(make_config(checkpoint)).load(tmp_path / "state")
 
 
 def save_then_hang(_, config, folder):
@@ -251,7 +240,7 @@ def save_then_hang(_, config, folder):
         store.complete(partial, CheckpointMetadata(step, PolicyVersion(0, step), step, step))
 
 
-def test_a_rank_killed_during_a_write_leaves_the_preceding_checkpoint(checkpoint, start, tmp_path):
+def test_a_rank_killed_during_a_write_leaves_the_preceding_checkpoint(checkpoint, start_rank, tmp_path):
     config = make_config(checkpoint)
     process = mp.spawn(save_then_hang, args=(config, tmp_path), join=False).processes[0]
     while not (tmp_path / "held").exists():
@@ -265,34 +254,34 @@ def test_a_rank_killed_during_a_write_leaves_the_preceding_checkpoint(checkpoint
     store = CheckpointStore(tmp_path, CheckpointConfig())
     assert [c.metadata.step for c in store.all()] == [1]
     newest = store.open(store.newest().path)
-    rank = start(config)
+    rank = start_rank(config)
     rank.train(1, make_groups(seed=1))
     trained = weights(rank)
-    rank = start(config)
+    rank = start_rank(config)
     rank.load(newest.path / "state")
     assert all(torch.equal(tensor, trained[name]) for name, tensor in rank.export())
 
 
-def test_the_state_of_another_model_is_refused(checkpoint, start, tmp_path):
-    start(make_config(checkpoint)).save(tmp_path / "state")
+def test_the_state_of_another_model_is_refused(checkpoint, start_rank, tmp_path):
+    start_rank(make_config(checkpoint)).save(tmp_path / "state")
     other = make_config(make_checkpoint(tmp_path / "other", hidden_size=96))
     with pytest.raises(CheckpointError, match=r"state cannot be read: trainer/0: ValueError: Size mismatch") as error:
-        start(other).load(tmp_path / "state")
+        start_rank(other).load(tmp_path / "state")
     assert isinstance(error.value, Exception)
 
 
-def test_an_unfinished_checkpoint_is_refused(checkpoint, start, tmp_path):
+def test_an_unfinished_checkpoint_is_refused(checkpoint, start_rank, tmp_path):
     with pytest.raises(CheckpointError, match="did not finish"):
-        start(make_config(checkpoint)).load(tmp_path)
+        start_rank(make_config(checkpoint)).load(tmp_path)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_an_exported_model_gives_transformers_logits(tmp_path, start, tied):
+def test_an_exported_model_gives_transformers_logits(tmp_path, start_rank, tied):
     from transformers import Qwen2ForCausalLM
 
     source = make_checkpoint(tmp_path / "start", tie_word_embeddings=tied)
     (tmp_path / "start" / "tokenizer.json").write_text("{}")
-    rank = start(make_config(source))
+    rank = start_rank(make_config(source))
     for step in range(2):
         rank.train(step, make_groups(seed=step))
     rank.export_hf(tmp_path / "out")
@@ -308,8 +297,8 @@ def test_an_exported_model_gives_transformers_logits(tmp_path, start, tied):
     assert (logits - start_logits).abs().max() > 1e-3  # the trained model was written, not the initial one
 
 
-def test_the_manifest_lists_what_is_exported_and_marks_draft_and_tied(tmp_path, start):
-    rank = start(make_config(make_checkpoint(tmp_path / "tied", tie_word_embeddings=True, torch_dtype="bfloat16")))
+def test_the_manifest_lists_what_is_exported_and_marks_draft_and_tied(tmp_path, start_rank):
+    rank = start_rank(make_config(make_checkpoint(tmp_path / "tied", tie_word_embeddings=True, torch_dtype="bfloat16")))
     manifest, tensors = rank.manifest(), weights(rank)
     assert [(t.name, t.dtype, t.shape) for t in manifest.sent()] == [
         (name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()
@@ -331,12 +320,12 @@ def test_the_manifest_lists_what_is_exported_and_marks_draft_and_tied(tmp_path, 
     ],
 )
 def test_weights_are_sent_in_the_engine_dtype_and_exported_in_the_checkpoint_dtype(
-    tmp_path, start, written, option, sent
+    tmp_path, start_rank, written, option, sent
 ):
     """Trained weights are float32: the digests of both sides agree on the cast values."""
     config = make_config(make_checkpoint(tmp_path / "start", torch_dtype=written))
     config.rollout.engine.dtype = option
-    rank = start(config)
+    rank = start_rank(config)
     rank.train(0, make_groups())
     manifest = rank.manifest()
     assert {t.dtype for t in manifest} == {sent}
@@ -358,26 +347,26 @@ def test_weights_are_sent_in_the_engine_dtype_and_exported_in_the_checkpoint_dty
     assert {str(t.dtype) for t in read_tensors(tmp_path / "hf").values()} == {f"torch.{written}"}
 
 
-def test_training_changes_the_target_and_not_the_draft(checkpoint, start):
-    rank = start(make_config(checkpoint))
+def test_training_changes_the_target_and_not_the_draft(checkpoint, start_rank):
+    rank = start_rank(make_config(checkpoint))
     before = weights(rank)
     rank.train(0, make_groups())
     moved = {name for name, tensor in rank.export() if not torch.equal(tensor, before[name])}
     assert moved == {name for name in before if not is_draft(name)}
 
 
-def test_bfloat16_trains_near_float32(checkpoint, start):
-    exact = start(make_config(checkpoint)).train(0, make_groups())
-    rank = start(make_config(checkpoint, mixed_precision="bfloat16"))
+def test_bfloat16_trains_near_float32(checkpoint, start_rank):
+    exact = start_rank(make_config(checkpoint)).train(0, make_groups())
+    rank = start_rank(make_config(checkpoint, mixed_precision="bfloat16"))
     rough = [rank.train(step, make_groups()) for step in range(3)]
     assert rough[0]["actor/entropy"] == pytest.approx(exact["actor/entropy"], rel=2e-2)
     assert rough[0]["actor/entropy"] != exact["actor/entropy"]
     assert all(t.dtype == torch.float32 for _, t in rank.export())  # master weights
 
 
-def test_scoring_leaves_no_gathered_weights(checkpoint, start, tmp_path):
+def test_scoring_leaves_no_gathered_weights(checkpoint, start_rank, tmp_path):
     """FSDP2 keeps a gathered copy after a forward pass without a backward one; it must not be exported or reused."""
-    rank = start(make_config(checkpoint))
+    rank = start_rank(make_config(checkpoint))
     rank.save(tmp_path / "old")
     rank.train(0, make_groups())
     trained = weights(rank)
@@ -386,12 +375,12 @@ def test_scoring_leaves_no_gathered_weights(checkpoint, start, tmp_path):
     assert all(torch.equal(tensor, trained[name]) for name, tensor in rank.export())
     rank.load(tmp_path / "old")
     of_old = rank._backend.logprobs(batch, 1.0).logprobs
-    assert np.array_equal(of_old, start(make_config(checkpoint))._backend.logprobs(batch, 1.0).logprobs)
+    assert np.array_equal(of_old, start_rank(make_config(checkpoint))._backend.logprobs(batch, 1.0).logprobs)
     assert not np.array_equal(of_old, of_trained)
 
 
-def test_a_non_finite_loss_raises_before_the_weights_change(checkpoint, start):
-    rank = start(make_config(checkpoint))
+def test_a_non_finite_loss_raises_before_the_weights_change(checkpoint, start_rank):
+    rank = start_rank(make_config(checkpoint))
     before = weights(rank)
     with np.errstate(invalid="ignore"), pytest.raises(NonFiniteError, match=r"train step 7.*loss is nan"):
         rank.train(7, make_groups(rewards=float("inf")))
@@ -399,15 +388,15 @@ def test_a_non_finite_loss_raises_before_the_weights_change(checkpoint, start):
     assert np.isfinite(rank.train(8, make_groups())["actor/loss"])  # the gradient of the refused step is gone
 
 
-def test_gradients_are_clipped_by_their_global_norm(checkpoint, start):
-    free = first_gradient(start(make_config(checkpoint, grad_clip=0.0)), make_groups())
-    clipped = first_gradient(start(make_config(checkpoint, grad_clip=0.01)), make_groups())
+def test_gradients_are_clipped_by_their_global_norm(checkpoint, start_rank):
+    free = first_gradient(start_rank(make_config(checkpoint, grad_clip=0.0)), make_groups())
+    clipped = first_gradient(start_rank(make_config(checkpoint, grad_clip=0.01)), make_groups())
     assert free.norm() > 0.01
     assert relative(clipped, free * 0.01 / free.norm()) < 1e-4
 
 
-def test_a_batch_without_a_trained_token_takes_no_step(checkpoint, start):
-    rank = start(make_config(checkpoint))
+def test_a_batch_without_a_trained_token_takes_no_step(checkpoint, start_rank):
+    rank = start_rank(make_config(checkpoint))
     before = weights(rank)
     groups = [
         dataclasses.replace(group, loss_mask=np.zeros_like(group.loss_mask)).to_bytes()
@@ -418,9 +407,9 @@ def test_a_batch_without_a_trained_token_takes_no_step(checkpoint, start):
     assert all(torch.equal(tensor, before[name]) for name, tensor in rank.export())
 
 
-def test_metrics_and_spans_describe_the_batch(checkpoint, start):
+def test_metrics_and_spans_describe_the_batch(checkpoint, start_rank):
     recorder = Recorder("trainer/0")
-    rank = start(make_config(checkpoint, mini_batch_groups=2, epochs=2), recorder)
+    rank = start_rank(make_config(checkpoint, mini_batch_groups=2, epochs=2), recorder)
     groups = make_groups()
     metrics = rank.train(3, groups)
     rewards = np.concatenate([g.rewards for g in map(Group.from_buffer, groups)])

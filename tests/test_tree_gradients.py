@@ -1,32 +1,21 @@
 """Training on trees of sequences is training on their tokens: each sampled token once, in its own context."""
 
 import numpy as np
-import pytest
 import torch
 from torch import multiprocessing as mp
 
 from asyncrl.models.checkpoint import load_decoder
 from asyncrl.models.layout import PackedLayout
 from asyncrl.types.groups import Group
-from tests.support.trainer import make_checkpoint, make_config, started_ranks
+from tests.support.trainer import make_config
 from tests.support.trees import LINEAR, gradient, largest_difference, make_trees, save_gradient, written_out
 
 OPTIONS = {**LINEAR, "kl_coef": 0.05, "entropy_coef": 0.01, "anchor": "proximal"}
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def start():
-    yield from started_ranks()
-
-
-def test_the_gradient_of_trees_equals_the_plain_formula(checkpoint, start):
+def test_the_gradient_of_trees_equals_the_plain_formula(checkpoint, start_rank):
     config = make_config(checkpoint, anchor="proximal", **LINEAR)
-    found = gradient(start(config), make_trees())
+    found = gradient(start_rank(config), make_trees())
     model = load_decoder(checkpoint)
     total, trained = torch.zeros(()), 0
     for group in map(Group.from_buffer, make_trees()):
@@ -44,12 +33,12 @@ def test_the_gradient_of_trees_equals_the_plain_formula(checkpoint, start):
     assert largest_difference({name: found[name] for name in expected}, expected) < 1e-5
 
 
-def test_training_on_trees_equals_training_on_their_tokens_written_out(checkpoint, start, tmp_path):
+def test_training_on_trees_equals_training_on_their_tokens_written_out(checkpoint, start_rank, tmp_path):
     config = make_config(checkpoint, **OPTIONS)
-    expected = gradient(start(config), written_out(make_trees()))
-    assert largest_difference(gradient(start(config), make_trees()), expected) < 1e-6
+    expected = gradient(start_rank(config), written_out(make_trees()))
+    assert largest_difference(gradient(start_rank(config), make_trees()), expected) < 1e-6
     for other in ({"max_tokens_per_micro_batch": 1}, {"max_tokens_per_micro_batch": 60}):
-        found = gradient(start(make_config(checkpoint, **OPTIONS, **other)), make_trees())
+        found = gradient(start_rank(make_config(checkpoint, **OPTIONS, **other)), make_trees())
         assert largest_difference(found, expected) < 1e-6, other
     options = {**OPTIONS, "ranks": 2}
     mp.spawn(save_gradient, args=(2, {"torch": None}, checkpoint, options, tmp_path, make_trees()), nprocs=2)

@@ -131,7 +131,7 @@ class SampleMaker:
         The reward function scores those to which the agent loop gave no reward, and with ``reward.function_share`` also
         the others. A sample whose reward fails becomes a failed one, or with reward.on_failure=value gets
         reward.failure_value, so that a policy that makes the reward hang learns not to."""
-        scored = [self._ungraded(s) if isinstance(s, Sample) else s for s in made]
+        scored = [self._scorable(s) if isinstance(s, Sample) else s for s in made]
         config, graded = self._reward, [s for s in scored if isinstance(s, Sample)]
         asked = [s for s in graded if config.has_function and (s.reward is None or config.function_share)]
         if not asked:
@@ -152,7 +152,7 @@ class SampleMaker:
             sample.reward, sample.metrics = reward, {**sample.metrics, **result.metrics}
         return [failures.get(id(s), s) for s in scored]
 
-    def _ungraded(self, sample: Sample) -> Sample | FailedSample:
+    def _scorable(self, sample: Sample) -> Sample | FailedSample:
         """The sample, or its failure if it cannot have a reward."""
         if not self.decodable([sample]):
             return FailedSample("token_out_of_vocabulary", "it has tokens outside the model's vocabulary")
