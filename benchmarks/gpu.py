@@ -187,7 +187,7 @@ def _profiled(work: Callable[[], object], device: str) -> tuple[float, int]:
 
 def speculation(run: Run) -> dict[str, Any]:
     from asyncrl.observability.telemetry.recorder import Recorder
-    from asyncrl.rollouter.spec_metrics import spec_metrics
+    from asyncrl.rollouter.engine_metrics import engine_metrics
     from benchmarks.generation import generate, load_model, make_core
 
     found, recorder = load_model(run.model, dtype="auto", device=run.device), Recorder("engine")
@@ -201,7 +201,7 @@ def speculation(run: Run) -> dict[str, Any]:
             for k, core in cores.items():
                 recorder.drain()
                 _, seconds = generate(core, _requests(found.config.vocab_size, batch, new, seed=number))
-                lengths[k] = spec_metrics(recorder.drain().counters).get("rollout/spec_accept_length", 1.0)
+                lengths[k] = engine_metrics(recorder.drain().counters).get("rollout/spec_accept_length", 1.0)
                 rates[k] += [batch * new / seconds] if number else []
         figures[f"b{batch}"] = {
             f"k{k}": {

@@ -46,10 +46,10 @@ from asyncrl.models.decoder import Decoder, DraftTargets
 from asyncrl.models.layout import PackedLayout
 from asyncrl.models.make_checkpoint import make_checkpoint
 from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.rollouter.engine_metrics import engine_metrics
 from asyncrl.rollouter.engines.base import Request, SamplingParams
 from asyncrl.rollouter.rewards.arithmetic import score
 from asyncrl.rollouter.sampling import random_key
-from asyncrl.rollouter.spec_metrics import spec_metrics
 from asyncrl.rollouter.tokenizer import PromptTokenizer
 from asyncrl.trainer.rank import TrainerRank
 from asyncrl.types.groups import Group
@@ -142,7 +142,7 @@ def learn(config: Config, train_draft: bool, reload: bool, k: int, folder: Path)
             version = PolicyVersion(0, step - 1)
             prompts, requests = task.requests(config.trainer.mini_batch_groups, config.rollout.n)
             responses, seconds = generate(core, requests)
-            spec = spec_metrics(recorder.drain().counters)
+            spec = engine_metrics(recorder.drain().counters)
             arm.accepted.append(spec["rollout/spec_accept_rate"])
             arm.length.append(spec["rollout/spec_accept_length"])
             arm.tokens_per_s.append(sum(len(tokens) for tokens, _ in responses.values()) / seconds)
@@ -185,7 +185,7 @@ def refit(config: Config, final: Path, steps: int) -> tuple[float, float]:
     core, task = make_core(model, config.mtp.num_speculative_tokens, recorder), Task(config)
     _, held_out = task.requests(64, 4)
     generate(core, held_out)
-    before = spec_metrics(recorder.drain().counters)["rollout/spec_accept_rate"]
+    before = engine_metrics(recorder.drain().counters)["rollout/spec_accept_rate"]
 
     _, requests = task.requests(REFIT_PROMPTS, 4)
     responses, _ = generate(core, requests)
@@ -219,7 +219,7 @@ def refit(config: Config, final: Path, steps: int) -> tuple[float, float]:
     core.start(PolicyVersion(0, 1))
     recorder.drain()
     generate(core, held_out)
-    return before, spec_metrics(recorder.drain().counters)["rollout/spec_accept_rate"]
+    return before, engine_metrics(recorder.drain().counters)["rollout/spec_accept_rate"]
 
 
 def speedups(config: Config, checkpoint: Path, drafted: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
@@ -237,7 +237,7 @@ def speedups(config: Config, checkpoint: Path, drafted: Sequence[int], rounds: i
                 responses, seconds = generate(core, requests)
                 if number:
                     rates[k].append(sum(len(tokens) for tokens, _ in responses.values()) / seconds)
-                lengths = spec_metrics(recorder.drain().counters)
+                lengths = engine_metrics(recorder.drain().counters)
                 if k:
                     yield {"batch": batch, "k": k, "length": lengths["rollout/spec_accept_length"]}
         for k in drafted:

@@ -9,20 +9,24 @@
   sub-agents, through builder, buffer and batch.
 - ``slots_busy``: mean share of 8 slots of a native engine that have a request, while agents of two turns wait 2 s for
   their tool between them.
+- ``prefix_reuse``: share of the prompt tokens of conversations of 8 turns, all turns together, that are not prefilled
+  again, beside other conversations that take their slots meanwhile; ``warm_kv_mb``: peak of the memory that finished
+  turns take for it; ``warm_speedup``: sampled tokens per second over those of the same run without it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import itertools
 import json
 import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -39,6 +43,7 @@ from asyncrl.rollouter.agents.base import Completion
 from asyncrl.rollouter.agents.multi_turn import MultiTurn
 from asyncrl.rollouter.agents.trajectory import TrajectoryBuilder
 from asyncrl.rollouter.engine_lease import EngineLease, LeasedEngine
+from asyncrl.rollouter.engine_metrics import engine_metrics
 from asyncrl.rollouter.engines.native.engine import NativeEngine
 from asyncrl.rollouter.loop import RolloutLoop
 from asyncrl.rollouter.rewards.pool import RewardPool
@@ -57,6 +62,7 @@ from benchmarks.quickstart import ROOT, ensure_inputs
 
 GROUPS, SAMPLES = 64, 8  # of the quickstart's steps
 SLOTS, TOOL_S, IN_FLIGHT = 8, 2.0, 400
+TURNS, TOLD, CONVERSATIONS = 8, 24, 8  # of a conversation: turns, tokens of each observation; groups at once
 V0 = PolicyVersion(0, 0)
 
 
@@ -161,7 +167,7 @@ def owned_once(trees: int) -> float:
         drawn = next(fresh) - 1000
         if not drawn:
             continue
-        sample = dataclasses.replace(builders[0].sample(0, FinishReason.STOP), reward=0.0)
+        sample = replace(builders[0].sample(0, FinishReason.STOP), reward=0.0)
         group = Group.from_samples(f"t{number}", "p", 0, np.arange(3), [sample])
         batch = build_batch([Group.from_buffer(group.to_bytes())])
         times = Counter(batch.targets[batch.loss_mask].tolist())
@@ -188,10 +194,10 @@ class SlowTool(MultiTurn):
 
 
 class Budget:
-    """A queue that lets `IN_FLIGHT` groups be in flight, and keeps none."""
+    """A queue that lets ``groups`` be in flight, and keeps none."""
 
-    def __init__(self) -> None:
-        self._room = asyncio.Semaphore(IN_FLIGHT)
+    def __init__(self, groups: int) -> None:
+        self._room = asyncio.Semaphore(groups)
 
     async def issue(self, tickets: Sequence[Any]) -> int:
         await self._room.acquire()
@@ -212,37 +218,100 @@ class Budget:
     async def close(self, reason: str) -> None: ...
 
 
-async def slots_busy(seconds: float, config: Config) -> float:
-    engine, recorder = NativeEngine(config.model.path, config.rollout.engine), Recorder("rollouter")
+@asynccontextmanager
+async def rollouts(
+    config: Config, agent: MultiTurn, groups: int, warm_bytes: int = 0
+) -> AsyncIterator[tuple[NativeEngine, Recorder, RolloutLoop]]:
+    """A rollout loop over one native engine, with ``groups`` in flight."""
+    recorder = Recorder("rollouter")
+    engine = NativeEngine(config.model.path, config.rollout.engine, recorder=recorder, warm_bytes=warm_bytes)
     router = Router({"replica": LeasedEngine(EngineLease(engine), 1)}, lambda e: False)
     tokenizer = PromptTokenizer(config.model.path)
     prompts = [Prompt(f"r:{i}", f"r:{i}", ({"role": "user", "content": f"{i}+1="},), str(i + 1)) for i in range(1000)]
-    agent = SlowTool(tokenizer, config.rollout.max_response_tokens)
     maker = SampleMaker(config, tokenizer, agent, 64, router, RewardPool(config.reward), recorder)
-    loop = RolloutLoop(config, derive(config), PromptOrder(prompts, 0), maker, Budget(), recorder)
+    loop = RolloutLoop(config, derive(config), PromptOrder(prompts, 0), maker, Budget(groups), recorder)
     await engine.resume(V0)
     running = [asyncio.create_task(router.run()), asyncio.create_task(loop.run(Recovery(None, [])))]
-    await asyncio.sleep(3 * TOOL_S)  # until as many samples wait for a tool as later on
-    busy, in_flight = [], []
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        busy.append(min(engine._core.active, SLOTS) / SLOTS)
-        in_flight.append(len(loop.in_flight) * config.rollout.n)
-        await asyncio.sleep(0.01)
-    for task in running:
-        task.cancel()
-    await asyncio.wait(running)
-    await engine.close()
+    try:
+        yield engine, recorder, loop
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running)
+        await engine.close()
+
+
+async def slots_busy(seconds: float, config: Config) -> float:
+    agent = SlowTool(None, config.rollout.max_response_tokens)
+    async with rollouts(config, agent, IN_FLIGHT) as (engine, _, loop):
+        await asyncio.sleep(3 * TOOL_S)  # until as many samples wait for a tool as later on
+        busy, in_flight = [], []
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            busy.append(min(engine._core.active, SLOTS) / SLOTS)
+            in_flight.append(len(loop.in_flight) * config.rollout.n)
+            await asyncio.sleep(0.01)
     share, samples = statistics.mean(busy), statistics.mean(in_flight)
     print(f"slots busy      {share:.3f} of {SLOTS}, with {samples:.0f} samples in flight")
     return share
+
+
+# -- prefix_reuse ------------------------------------------------------------------------------------------------------
+
+
+class Conversation(MultiTurn):
+    """`TURNS` turns, with `TOLD` tokens between them."""
+
+    async def observe(self, prompt: Prompt, turns: TrajectoryBuilder, answer: Completion) -> np.ndarray | None:
+        if turns.completions == TURNS:
+            return None
+        await asyncio.sleep(0.02)
+        return np.random.default_rng(turns.completions).integers(20, 60, TOLD)
+
+    async def grade(self, prompt: Prompt, turns: TrajectoryBuilder) -> float:
+        return float(len(turns.response) % 2)
+
+
+async def conversations(seconds: float, config: Config, warm_bytes: int) -> tuple[float, float, float]:
+    """(prefix reuse, tokens per second, peak of the warm memory in bytes)."""
+    agent = Conversation(None, config.rollout.max_response_tokens)
+    async with rollouts(config, agent, CONVERSATIONS, warm_bytes) as (_, recorder, _):
+        await asyncio.sleep(seconds / 4)  # until conversations are at all of their turns
+        recorder.drain()
+        started, peak, counters = time.monotonic(), 0.0, Counter[str]()
+        while (passed := time.monotonic() - started) < seconds:
+            await asyncio.sleep(0.1)
+            batch = recorder.drain()
+            counters.update(batch.counters)
+            peak = max(peak, batch.gauges.get("rollout/warm_kv_bytes", 0.0))
+    return engine_metrics(counters)["rollout/prefix_reuse"], counters["rollout/tokens"] / passed, peak
+
+
+def prefix_reuse(seconds: float, config: Config) -> dict[str, float]:
+    config = replace(config, rollout=replace(config.rollout, max_response_tokens=960))
+    speeds: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(2):  # in turns
+        for warm in (True, False):
+            found, speed, held = asyncio.run(
+                conversations(seconds, config, config.rollout.engine.warm_kv_mb << 20 if warm else 0)
+            )
+            speeds[warm].append(speed)
+            print(f"prefix reuse    {found:.3f}, {speed:6.0f} tokens/s, {held / 2**20:.1f} MiB of warm KV")
+            if warm:
+                reuse, peak = found, held
+    speedup = statistics.mean(speeds[True]) / statistics.mean(speeds[False])
+    return {
+        "prefix_reuse": round(reuse, 3),
+        "warm_kv_mb": round(peak / 2**20, 1),
+        "warm_speedup": round(speedup, 2),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--trees", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of slots_busy")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each run of slots_busy and prefix_reuse")
     args = parser.parse_args()
     checkpoint, data = ROOT / "checkpoints/arith-mimo", ROOT / "data/arithmetic"
     ensure_inputs(checkpoint, data)
@@ -258,10 +327,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(ROOT / "configs/quickstart.yaml", [*options, f"run_dir={folder}"])
         busy = asyncio.run(slots_busy(args.seconds, config))
+        reuse = prefix_reuse(args.seconds, config)
     result = {
         "single_turn_overhead": round(single_turn_overhead(args.rounds, checkpoint), 4),
         "owned_once": owned_once(args.trees),
         "slots_busy": round(busy, 3),
+        **reuse,
     }
     print(json.dumps(result))
 

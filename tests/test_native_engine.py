@@ -423,7 +423,7 @@ async def test_occupancy_and_token_counts_are_recorded(start):
     assert spans["rollout/half_busy"].start_s >= spans["rollout/generate"].start_s
     assert spans["rollout/half_busy"].end_s < spans["rollout/generate"].end_s
     assert batch.counters["rollout/tokens"] == 220
-    assert batch.counters["rollout/prefill_tokens"] == 4
+    assert batch.counters["rollout/prompt/prefilled"] == 4
 
 
 @pytest.mark.parametrize(

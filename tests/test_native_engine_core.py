@@ -108,7 +108,7 @@ def test_a_shared_prompt_is_prefilled_once_and_copied_even_to_requests_placed_la
     prompt = _prompt(1, 40)
     group = [make_request(f"s{i}", prompt, 4 + 4 * i, key=i, group="g", shared=40) for i in range(6)]
     together = run_all(core, group)
-    assert recorder.drain().counters["rollout/prefill_tokens"] == 39
+    assert recorder.drain().counters["rollout/prompt/prefilled"] == 39
     for request in group:
         alone = run_all(_core(mimo), [make_request("x", prompt, request.max_new_tokens, key=request.key)])["x"]
         assert together[request.id][0] == alone[0]
@@ -249,7 +249,7 @@ def test_kv_kept_across_versions_marks_the_tokens_and_is_not_shared_with_new_req
     events = core.drain()
     seen = {(id, v.number, mixed) for id, v, mixed in zip(events.ids, events.versions, events.mixed_kv)}
     assert seen == {("old", 0, False), ("old", 1, True), ("new", 1, False)}
-    assert recorder.drain().counters["rollout/prefill_tokens"] == 2 * 19
+    assert recorder.drain().counters["rollout/prompt/prefilled"] == 2 * 19
 
 
 def test_generation_ends_at_the_end_of_the_context(mimo):

@@ -17,12 +17,12 @@ from asyncrl.param_sync.buckets import Bucket, pack
 from asyncrl.param_sync.digest import digest_tensors
 from asyncrl.param_sync.live_weights import LiveWeights
 from asyncrl.param_sync.manifest import Manifest, TensorSpec
+from asyncrl.rollouter.engine_metrics import engine_metrics
 from asyncrl.rollouter.engines.native.core import Core
 from asyncrl.rollouter.engines.native.engine import NativeEngine
 from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.rollouter.engines.native.sampler import SamplingColumns, inverse_cdf, sample
 from asyncrl.rollouter.engines.native.speculation import Speculation
-from asyncrl.rollouter.spec_metrics import spec_metrics
 from asyncrl.types.versions import PolicyVersion
 from tests.support.stepping import full_forward, make_request, run_all
 
@@ -148,7 +148,7 @@ def test_speculation_changes_no_greedy_token(device, wide, counting, k):
         core = _core(model, k, recorder)
         requests = _requests(temperature=0.0)
         assert _tokens(run_all(core, requests)) == _tokens(run_all(_core(model), requests))
-        assert spec_metrics(recorder.drain().counters)["rollout/spec_accept_length"] >= accepted
+        assert engine_metrics(recorder.drain().counters)["rollout/spec_accept_length"] >= accepted
 
 
 @pytest.fixture(scope="module")

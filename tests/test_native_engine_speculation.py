@@ -14,13 +14,13 @@ from asyncrl.models.decoder import Decoder
 from asyncrl.models.layout import PackedLayout
 from asyncrl.models.warm_start import Demonstration, warm_start
 from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.rollouter.engine_metrics import ZERO_ACCEPTANCE_TOKENS, engine_metrics
 from asyncrl.rollouter.engines.base import EngineError
 from asyncrl.rollouter.engines.native import speculation
 from asyncrl.rollouter.engines.native.core import Core
 from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.rollouter.engines.native.sampler import SamplingColumns, distributions, inverse_cdf
 from asyncrl.rollouter.engines.native.speculation import Speculation, judge
-from asyncrl.rollouter.spec_metrics import ZERO_ACCEPTANCE_TOKENS, spec_metrics
 from asyncrl.types.samples import FinishReason
 from asyncrl.types.versions import PolicyVersion
 from tests.support.stepping import full_forward, make_request, read, run_all
@@ -99,7 +99,7 @@ def _tokens(outputs):
 
 def _figures(core) -> dict[str, float]:
     core.drain()
-    return spec_metrics(core._recorder.drain().counters)
+    return engine_metrics(core._recorder.drain().counters)
 
 
 # -- exactness -----------------------------------------------------------------------------------------------------
@@ -434,7 +434,7 @@ def test_metrics_are_ratios_of_sums_that_agree_with_the_emitted_tokens(trained):
     core = _core(trained, 3, recorder=recorder)
     outputs = run_all(core, _requests(temperature=0.0))
     counters = recorder.drain().counters
-    values = spec_metrics(counters)
+    values = engine_metrics(counters)
     assert counters["rollout/spec/tokens"] == counters["rollout/tokens"] == sum(len(t) for t, _, _ in outputs.values())
     rates = [values[f"rollout/spec_accept_rate_{place}"] for place in (1, 2, 3)]
     assert rates == sorted(rates, reverse=True)
@@ -444,7 +444,7 @@ def test_metrics_are_ratios_of_sums_that_agree_with_the_emitted_tokens(trained):
     accepted = sum(counters[f"rollout/spec/accepted/{place}"] for place in (1, 2, 3))
     # each verification emits one token more than it accepts, unless a sample ends with an accepted one
     assert 0 <= verifications + accepted - tokens <= len(outputs)
-    assert spec_metrics({"rollout/tokens": 5.0}) == {}
+    assert engine_metrics({"rollout/tokens": 5.0}) == {}
 
 
 def test_tokens_accepted_after_a_sample_s_end_are_not_counted(trained, monkeypatch):
@@ -476,7 +476,7 @@ def test_a_thousand_drafted_tokens_with_none_accepted_raise_an_alarm(random, cap
         for _ in range(ZERO_ACCEPTANCE_TOKENS // 24 + 1):
             count(3, [3] * 8, [0] * 8, 8)
         core.drain()
-        return spec_metrics(recorder.drain().counters)["rollout/spec_zero_acceptance"]
+        return engine_metrics(recorder.drain().counters)["rollout/spec_zero_acceptance"]
 
     count(3, [3] * 8, [1] + [0] * 7, 9)
     assert alarm() == 0.0

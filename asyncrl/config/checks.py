@@ -55,6 +55,13 @@ def sends_adapters(config: Config) -> bool:
     return config.model.lora.rank > 0 and config.param_sync.adapters == "adapter"
 
 
+def warm_kv_bytes(config: Config) -> int:
+    """Limit of the memory in which the native engine keeps finished turns' KV: none where no other turn follows, nor in
+    deterministic mode, since KV of decode steps differs in its bits from that of a prefill."""
+    used = config.rollout.agent_loop != "single_turn" and not config.rollout.engine.deterministic
+    return config.rollout.engine.warm_kv_mb << 20 if used else 0
+
+
 def problems(config: Config, cpus: int | None) -> Iterator[str]:
     """One line per violated constraint. ``cpus``: of the one machine that runs everything; None on a cluster, where
     placement decides."""

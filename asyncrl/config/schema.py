@@ -63,6 +63,9 @@ class EngineConfig(Section):
     max_context_tokens: NonNegativeInt = 0  # prompt and response together; 0: the model's max_position_embeddings
     prefill_chunk_tokens: PositiveInt = 512  # maximum tokens per prefill step
     deterministic: bool = False  # native: fixed-shape decoding, bitwise independent of the rest of the batch
+    # native: MiB per replica for the KV of finished turns, from which a sample's next turn continues; unused with
+    # single_turn
+    warm_kv_mb: NonNegativeInt = 1024
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 for a 16-bit checkpoint, else float32
     device: Device = "auto"  # auto: cuda if there is a GPU
     threads: PositiveInt = 1  # CPU threads per replica

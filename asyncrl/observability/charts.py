@@ -162,6 +162,13 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
             (Line("perf/fraction_of_ideal", "of the ideal", GREEN),),
             percent=True,
         ),
+        Chart(
+            "Prefix reuse",
+            "Share of prompt tokens whose KV the engines had already, from the group's other samples or from earlier "
+            "turns.",
+            (Line("rollout/prefix_reuse", "not prefilled again", ORANGE),),
+            percent=True,
+        ),
         Chart("Step time", "Seconds from one train step to the next.", (Line("perf/step_s", "step", BLUE),)),
         Chart(
             "Parameter sync speed",

@@ -16,7 +16,7 @@ from asyncrl.observability.telemetry.intervals import Activity, intersect, lengt
 from asyncrl.observability.telemetry.recorder import Batch, Recorder, now_s
 from asyncrl.observability.trajectories import Decode, sampled_rows
 from asyncrl.processes.actor_client import ActorDied
-from asyncrl.rollouter.spec_metrics import spec_metrics
+from asyncrl.rollouter.engine_metrics import engine_metrics
 from asyncrl.trainer.progress import Progress
 from asyncrl.types.groups import Group
 
@@ -173,7 +173,7 @@ class Monitor:
             values |= {f"rollout/{name}": total / samples for name, total in sums.items()}
         if groups := counters["rollout/groups"]:
             values["rollout/zero_variance"] = counters["rollout/zero_variance_groups"] / groups
-        values |= spec_metrics(counters)
+        values |= engine_metrics(counters)
         return values | {k: v for k, v in self._totals.items() if k.startswith(_TOTALS)}
 
     def _efficiency_metrics(self, metrics: Mapping[str, float], window: Mapping[str, float]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from asyncrl.config.checks import warm_kv_bytes
 from asyncrl.config.schema import Config
 from asyncrl.models.checkpoint import tensor_shapes
 from asyncrl.param_sync.manifest import DTYPE_BYTES
@@ -193,6 +194,8 @@ def _memory(config: Config, found: Preflight) -> dict[str, str]:
     if preallocates:
         drafts = config.mtp.enable_rollout
         generates["KV cache"] = kv_cache_bytes(found.model, engine.slots, found.context_tokens, dtype, drafts)
+        if warm := warm_kv_bytes(config):
+            generates["finished turns' KV"] = warm
     rollout = _itemized(generates) + (f", over {shared} GPUs" if shared > 1 else "")
     if not preallocates:
         rollout += f", plus the KV cache of {engine.name}"

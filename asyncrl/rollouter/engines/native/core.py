@@ -23,6 +23,7 @@ import torch
 
 from asyncrl.models.device_copy import on_device
 from asyncrl.observability.telemetry.recorder import Recorder, now_s
+from asyncrl.rollouter.engine_metrics import count_prompt
 from asyncrl.rollouter.engines.admission import why_impossible
 from asyncrl.rollouter.engines.base import EngineError, EventBatch, Request, Scheduling
 from asyncrl.rollouter.engines.events import Event, EventLog
@@ -32,6 +33,7 @@ from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.rollouter.engines.native.sampler import SamplingColumns, sample, uniforms
 from asyncrl.rollouter.engines.native.scheduler import CopyPrefix, Scheduler, Sequence
 from asyncrl.rollouter.engines.native.speculation import Speculation, Speculator
+from asyncrl.rollouter.engines.native.warm import WarmPrefix, WarmPrefixes
 from asyncrl.rollouter.engines.occupancy import Occupancy
 from asyncrl.rollouter.engines.stops import StopStrings, Tokenizer
 from asyncrl.types.samples import FinishReason
@@ -43,7 +45,9 @@ NO_VERSION = PolicyVersion(0, -1)  # for events without tokens before the first 
 
 
 class Core:
-    """Steps one model. In deterministic mode, decode always runs all slots over the whole context, prompts are
+    """Steps one model. ``warm_bytes``: limit of the KV of finished requests that is kept for later turns.
+
+    In deterministic mode, decode always runs all slots over the whole context, prompts are
     prefilled in chunks of one shape, and the tokens that an interrupted request already has are replayed in decode
     steps: the bits of a token then depend only on the weights and the request's tokens, key and position."""
 
@@ -58,12 +62,15 @@ class Core:
         recorder: Recorder | None = None,
         tokenizer: Tokenizer | None = None,
         speculation: Speculation | None = None,
+        warm_bytes: int = 0,
     ) -> None:
         if speculation is not None and deterministic:
             raise EngineError(
                 "deterministic mode does not speculate: the number of accepted tokens changes the computed shapes; use "
                 "rollout.engine.deterministic=false or mtp.enable_rollout=false"
             )
+        if warm_bytes and deterministic:
+            raise EngineError("deterministic mode keeps no warm KV: its bits differ from those of a prefill")
         self.model, self.slots, self.context_tokens = model, slots, context_tokens
         self.deterministic = deterministic
         self.kv = KVCache(model.config, slots, context_tokens, model.dtype, model.device, draft=speculation is not None)
@@ -72,7 +79,8 @@ class Core:
         self._chunk_tokens = min(prefill_chunk_tokens, context_tokens)
         if deterministic:
             self._chunk_tokens = min(self._chunk_tokens, _FIXED_CHUNK_TOKENS)
-        self._scheduler = Scheduler(slots, self._chunk_tokens, aligned=deterministic)
+        self._warm = WarmPrefixes(warm_bytes)
+        self._scheduler = Scheduler(slots, self._chunk_tokens, deterministic, self._warm)
         self._held: list[Request] | None = None  # while the gate is closed
         self._recorder = recorder or Recorder("engine")
         self.occupancy = Occupancy(self._recorder, slots)
@@ -174,11 +182,13 @@ class Core:
         for sequence in self._scheduler.placed:
             if sequence is not None and sequence.computed:
                 sequence.mixed_kv = True
+        self._warm.mix()
         self.version = version
 
     def flush_kv(self) -> None:
         """Discard all KV; placed sequences are prefilled again."""
         self._emit_all()
+        self._warm.clear()
         for sequence in self._scheduler.forget_kv():
             self._heal(sequence.slot)
             self._feed(sequence)
@@ -189,7 +199,7 @@ class Core:
         """Free the cache's memory; returns its bytes. Raises EngineError while requests hold slots."""
         if self._scheduler.running:
             raise EngineError(f"{self._scheduler.running} requests still hold KV: abort them or let them finish first")
-        return self.kv.release()
+        return self._warm.clear() + self.kv.release()
 
     def _require_equal_rows(self) -> None:
         """Check that kernels compute the same bits for a row at any batch index, as deterministic mode requires. Runs
@@ -245,14 +255,12 @@ class Core:
         self._positions[sequence.slot] = sequence.computed
 
     def _prefill(self) -> None:
-        budget, computed = self._chunk_tokens, 0
+        budget, computed, reused = self._chunk_tokens, 0, 0
         while work := self._scheduler.next_prefill(budget - computed):
             sequence = work.sequence
             if isinstance(work, CopyPrefix):
-                self.kv.copy(work.source.slot, sequence.slot, work.tokens)
-                sequence.computed = work.tokens
-                if self._speculator is not None:
-                    self._speculator.copied(work.source.slot, sequence.slot, work.tokens)
+                self._copy(work)
+                reused += work.tokens
             else:
                 chunk = sequence.tokens[work.start : work.start + work.tokens]
                 rows = self._chunk_tokens if self.deterministic else round_up(len(chunk), ROWS_STEP)
@@ -266,8 +274,28 @@ class Core:
                     self._speculator.prefilled(sequence.slot, sequence.computed)
                 computed += work.tokens
             self._feed(sequence)
-        if computed:
-            self._recorder.count("rollout/prefill_tokens", computed)
+        if computed or reused:
+            count_prompt(self._recorder, computed, reused)
+
+    def _copy(self, work: CopyPrefix) -> None:
+        source, sequence, tokens = work.source, work.sequence, work.tokens
+        sequence.computed = tokens
+        if isinstance(source, WarmPrefix):
+            self.kv.load(sequence.slot, source.kv, tokens)
+            self._warm.used(source)
+            sequence.mixed_kv = source.mixed_kv
+            drafted = source.drafted
+        else:
+            self.kv.copy(source.slot, sequence.slot, tokens)
+            drafted = self._speculator.drafted(source.slot) if self._speculator is not None else 0
+        if self._speculator is not None:
+            self._speculator.copied(sequence.slot, tokens, drafted)
+
+    def _keep_warm(self, sequence: Sequence) -> None:
+        tokens = np.array(sequence.tokens[: sequence.computed], np.int32)
+        drafted = self._speculator.drafted(sequence.slot) if self._speculator is not None else 0
+        kv = self.kv.save(sequence.slot, len(tokens))
+        self._warm.keep(WarmPrefix(sequence.request.group, tokens, kv, drafted, sequence.mixed_kv))
 
     def _decode(self, decoding: SequenceOf[Sequence]) -> None:
         began_s = now_s()
@@ -371,6 +399,8 @@ class Core:
 
     def _finish(self, sequence: Sequence, finish: FinishReason, error: str = "") -> None:
         self._emit(sequence, finish, error)
+        if self._warm.limit and finish in (FinishReason.STOP, FinishReason.LENGTH):
+            self._keep_warm(sequence)
         self._scheduler.remove(sequence)
         if sequence.slot >= 0:
             self._positions[sequence.slot] = 0
@@ -411,6 +441,8 @@ class Core:
         self._counted_tokens = self.generated_tokens
         if self._speculator is not None:
             self._speculator.report()
+        if self._warm.limit:
+            self._recorder.gauge("rollout/warm_kv_bytes", self._warm.nbytes)
         return self._log.take()
 
     def rest(self) -> None:

@@ -55,6 +55,7 @@ class NativeEngine:
     """Implements `asyncrl.rollouter.engines.base.Engine`. ``tokenizer`` is needed only for stop strings. With
     ``load_weights=False`` the weights are zeros and must be synced before the first `resume`. ``mtp`` decides whether
     it speculates. With ``lora`` syncs send such adapters, and the base only once.
+    ``warm_bytes``: for finished turns' KV.
 
     Raises CheckpointError for a checkpoint that cannot be built or read, EngineError for options that do not fit it.
     """
@@ -69,6 +70,7 @@ class NativeEngine:
         load_weights: bool = True,
         mtp: MTPConfig | None = None,
         lora: LoraConfig | None = None,
+        warm_bytes: int = 0,
     ) -> None:
         from_trunk = mtp is not None and mtp.init_from_trunk
         decoder = check_checkpoint(checkpoint, from_trunk)
@@ -91,6 +93,7 @@ class NativeEngine:
             recorder=recorder,
             tokenizer=tokenizer,
             speculation=Speculation(mtp.num_speculative_tokens, mtp.guard) if mtp and mtp.enable_rollout else None,
+            warm_bytes=warm_bytes,
         )
         self._threads, self._priority = config.threads, config.cpu_priority
         self._weights_loaded = load_weights

@@ -5,10 +5,23 @@ Shape suffixes: S slots, K key/value heads, L context tokens, D head_dim, M hidd
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from asyncrl.models.config import DecoderConfig
+
+
+class SlotKV(NamedTuple):
+    """Copy of a slot's first n positions: ``kv`` [layers, 2, K, n, D] and ``hidden`` [MTP layers, n, M]."""
+
+    kv: Tensor
+    hidden: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.kv.nbytes + self.hidden.nbytes
 
 
 class KVCache:
@@ -83,3 +96,16 @@ class KVCache:
         assert self._hidden is not None
         self._data[:, :, target, :, :tokens] = self._data[:, :, source, :, :tokens]
         self._hidden[:, target, :tokens] = self._hidden[:, source, :tokens]
+
+    def save(self, slot: int, tokens: int) -> SlotKV:
+        """Copy of the slot's first ``tokens`` positions, in memory of its own."""
+        assert self._data is not None
+        assert self._hidden is not None
+        return SlotKV(self._data[:, :, slot, :, :tokens].clone(), self._hidden[:, slot, :tokens].clone())
+
+    def load(self, slot: int, saved: SlotKV, tokens: int) -> None:
+        """Copy the first ``tokens`` positions of ``saved`` to the slot."""
+        assert self._data is not None
+        assert self._hidden is not None
+        self._data[:, :, slot, :, :tokens] = saved.kv[:, :, :, :tokens]
+        self._hidden[:, slot, :tokens] = saved.hidden[:, :tokens]

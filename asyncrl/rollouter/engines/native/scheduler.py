@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncrl.rollouter.engines.base import Request
+from asyncrl.rollouter.engines.native.warm import WarmPrefix, WarmPrefixes
 
 
 @dataclass(eq=False)
@@ -51,7 +52,7 @@ class CopyPrefix(NamedTuple):
     """Copy the first ``tokens`` positions of ``source``'s KV to ``sequence``."""
 
     sequence: Sequence
-    source: Sequence
+    source: Sequence | WarmPrefix
     tokens: int
 
 
@@ -66,13 +67,14 @@ class Chunk(NamedTuple):
 class Scheduler:
     """Assigns ``slots`` to sequences, at most ``max_training`` of them to training requests. With ``validation_first``,
     validation is placed before training, whatever the priority. With ``aligned``, chunks start only at multiples of
-    ``chunk_tokens``, so that a token is always computed in the same row of the same chunk, however much was shared."""
+    ``chunk_tokens``, so that a token is always computed in the same row of the same chunk, however much was shared.
+    ``warm`` prefixes are copied from if they share more than any slot does."""
 
-    def __init__(self, slots: int, chunk_tokens: int, aligned: bool) -> None:
+    def __init__(self, slots: int, chunk_tokens: int, aligned: bool, warm: WarmPrefixes | None = None) -> None:
         self.max_training, self.validation_first = slots, False
         self.placed: list[Sequence | None] = [None] * slots
         self.by_id: dict[str, Sequence] = {}
-        self._chunk_tokens, self._aligned = chunk_tokens, aligned
+        self._chunk_tokens, self._aligned, self._warm = chunk_tokens, aligned, warm
         self._waiting: dict[bool, list[tuple[int, int, Sequence]]] = {True: [], False: []}  # by whether they train
         self._arrivals = itertools.count()
         self._prefilling: list[Sequence] = []
@@ -145,7 +147,8 @@ class Scheduler:
         return None
 
     def _shared(self, sequence: Sequence, target: int) -> CopyPrefix | None:
-        """Copy of the longest shared prefix that another slot of the group holds, computed under the same weights."""
+        """Copy of the longest prefix that the sequence shares with another slot of its group, computed under the same
+        weights, or with an earlier turn."""
         best: CopyPrefix | None = None
         request = sequence.request
         for other in self._groups[request.group]:
@@ -158,6 +161,8 @@ class Scheduler:
                 continue
             if np.array_equal(request.tokens[:tokens], other.request.tokens[:tokens]):
                 best = CopyPrefix(sequence, other, tokens)
+        if self._warm is not None and (match := self._warm.longest(request.group, request.tokens[:target])):
+            return best if best and best.tokens >= match.tokens else CopyPrefix(sequence, match.prefix, match.tokens)
         return best
 
     def remove(self, sequence: Sequence) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncrl.config.checks import sends_adapters
+from asyncrl.config.checks import sends_adapters, warm_kv_bytes
 from asyncrl.config.schema import Config
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.rollouter.engines.base import Engine, EngineSpec
@@ -39,6 +39,7 @@ class NativeSpec(EngineSpec):
             tokenizer=tokenizer.hf,
             mtp=config.mtp,
             lora=config.model.lora if sends_adapters(config) else None,
+            warm_bytes=warm_kv_bytes(config),
         )
 
 

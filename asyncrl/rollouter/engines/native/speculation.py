@@ -21,6 +21,7 @@ from torch import Tensor
 
 from asyncrl.models.device_copy import on_device
 from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.rollouter.engine_metrics import ZERO_ACCEPTANCE_TOKENS, count_speculation
 from asyncrl.rollouter.engines.base import EngineError
 from asyncrl.rollouter.engines.native.drafter import Drafter
 from asyncrl.rollouter.engines.native.guard import Guard
@@ -28,7 +29,6 @@ from asyncrl.rollouter.engines.native.kernels import ROWS_STEP, round_up
 from asyncrl.rollouter.engines.native.kv import KVCache
 from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.rollouter.engines.native.sampler import SamplingColumns, distributions, inverse_cdf, uniforms
-from asyncrl.rollouter.spec_metrics import ZERO_ACCEPTANCE_TOKENS, count_speculation
 
 log = logging.getLogger(__name__)
 
@@ -122,10 +122,14 @@ class Speculator:
     def append(self, slot: int, place: int, token: int) -> None:
         self._tokens[slot, place] = token
 
-    def copied(self, source: int, target: int, tokens: int) -> None:
-        """The first ``tokens`` places were copied. The draft's KV at the last one is invalid: it read the source's next
-        token."""
-        self._drafted[target] = max(min(self._drafted[source], tokens - 1), 0)
+    def drafted(self, slot: int) -> int:
+        """Number of leading places of the slot whose draft KV is valid."""
+        return int(self._drafted[slot])
+
+    def copied(self, slot: int, tokens: int, drafted: int) -> None:
+        """The first ``tokens`` places were copied to the slot, and valid draft KV of ``drafted`` places of the source.
+        That of the last one is invalid: it read the source's next token."""
+        self._drafted[slot] = max(min(drafted, tokens - 1), 0)
 
     def prefilled(self, slot: int, end: int) -> None:
         """The target has computed the places before ``end``: compute the draft's too."""
@@ -253,7 +257,7 @@ class Speculator:
             log.info("%s", self.guard.switches.pop(0))
 
     def report(self) -> None:
-        """Record the counters since the last call, from which `asyncrl.rollouter.spec_metrics` derives rates, and a
+        """Record the counters since the last call, from which `asyncrl.rollouter.engine_metrics` derives rates, and a
         gauge."""
         drafted, accepted = self._drafts.tolist(), self._accepts.tolist()
         count_speculation(self._recorder, self._verifications, self._produced, drafted, accepted)

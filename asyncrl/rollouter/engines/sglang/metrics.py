@@ -1,4 +1,4 @@
-"""Reports SGLang's counters of speculative decoding under asyncrl's names, see `asyncrl.rollouter.spec_metrics`."""
+"""Reports SGLang's counters under asyncrl's names, see `asyncrl.rollouter.engine_metrics`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.observability.telemetry.recorder import Recorder
-from asyncrl.rollouter.spec_metrics import count_speculation
+from asyncrl.rollouter.engine_metrics import count_prompt, count_speculation
 
 
 def count_finished(recorder: Recorder, meta: Mapping[str, Any]) -> None:
     """Count one finished request. SGLang drafts the same number of tokens for every verification and reports a
     histogram of how many were accepted."""
+    cached = meta.get("cached_tokens", 0)
+    count_prompt(recorder, meta.get("prompt_tokens", 0) - cached, cached)
     verifications = meta.get("spec_verify_ct", 0)
     if not verifications:
         return

@@ -1,4 +1,4 @@
-"""Reports vLLM's counters of speculative decoding under asyncrl's names, see `asyncrl.rollouter.spec_metrics`."""
+"""Reports vLLM's counters under asyncrl's names, see `asyncrl.rollouter.engine_metrics`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from asyncrl.observability.telemetry.recorder import Recorder
-from asyncrl.rollouter.spec_metrics import count_speculation
+from asyncrl.rollouter.engine_metrics import count_prompt, count_speculation
 
 
 def stat_logger(recorder: Recorder) -> Callable[[VllmConfig, int], StatLoggerBase]:
     """Factory of the stat logger, which vLLM calls after every step of the engine core."""
 
     def make(config: VllmConfig, engine_index: int = 0) -> StatLoggerBase:
-        return _SpeculationCounters(recorder)
+        return _Counters(recorder)
 
     return make
 
 
-class _SpeculationCounters(StatLoggerBase):
+class _Counters(StatLoggerBase):
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
@@ -33,7 +33,12 @@ class _SpeculationCounters(StatLoggerBase):
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
-        if scheduler_stats is None or (spec := scheduler_stats.spec_decoding_stats) is None:
+        if scheduler_stats is None:
+            return
+        prompt = scheduler_stats.prefix_cache_stats
+        if prompt.queries:
+            count_prompt(self._recorder, prompt.queries - prompt.hits, prompt.hits)
+        if (spec := scheduler_stats.spec_decoding_stats) is None:
             return
         count_speculation(
             self._recorder,
