@@ -14,6 +14,11 @@ def long():
     return 100
 
 
+@pytest.fixture(scope="module")
+def caches_prefixes():
+    return False
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def replica(checkpoint):
     replica = await Replica.start(replica_config("docs.examples.toy_engine:ENGINE", checkpoint))

@@ -22,6 +22,7 @@ from asyncrl.models.checkpoint import read_tensors
 from asyncrl.models.make_checkpoint import make_checkpoint
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.manifest import ManifestError
+from asyncrl.rollouter.engine_metrics import engine_metrics
 from asyncrl.rollouter.engines.base import ENGINES, EngineError, Scheduling
 from asyncrl.types.samples import FinishReason
 from asyncrl.types.versions import PolicyVersion
@@ -48,6 +49,12 @@ def long():
     """Tokens of a request that is still running when the next event batch arrives. A module with a slow engine
     overrides it, with 90 or more."""
     return LONG
+
+
+@pytest.fixture(scope="module")
+def caches_prefixes():
+    """A module with an engine that keeps no KV of finished requests overrides it."""
+    return True
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +147,24 @@ async def test_greedy_follows_the_synced_weights_and_not_a_stale_prefix(replica,
         assert answer.tokens == expected.tolist()
         answers.append(answer.tokens)
     assert answers[0] != answers[1]
+
+
+async def test_a_next_turn_does_not_compute_its_prefix_again(replica, reference, initial, caches_prefixes):
+    """Until a sync. An engine that caches whole blocks computes up to a block again."""
+    if not caches_prefixes:
+        pytest.skip("the engine caches none")
+    await replica.sync(initial)
+    prompt = PROMPT * 85
+    (answer,) = (await replica.generate([request("turn/1", prompt, 12)])).values()
+    turn = [*prompt, *answer.tokens, *PROMPT]
+    for name, share in (("turn/2", 0.8), ("turn/3", 0.0)):
+        replica.recorder.drain()
+        (after,) = (await replica.generate([request(name, turn, 12)])).values()
+        counters = replica.recorder.drain().counters
+        assert engine_metrics(counters)["rollout/prefix_reuse"] >= share
+        assert share or counters["rollout/prompt/reused"] == 0
+        assert error_of(reference, initial, turn, after) < 1e-4
+        await replica.sync(initial)
 
 
 async def test_a_resumed_request_ends_at_its_stop_tokens_and_strings(replica, tokenizer, initial):

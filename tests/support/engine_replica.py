@@ -43,7 +43,7 @@ def replica_config(
     return Config(
         name="test",
         model=ModelConfig(path=str(checkpoint)),
-        rollout=RolloutConfig(engine=EngineConfig(**(options | engine))),
+        rollout=RolloutConfig(agent_loop="conversations", engine=EngineConfig(**(options | engine))),
         mtp=mtp or MTPConfig(),
         param_sync=ParamSyncConfig(pause=pause),
     )
