@@ -30,6 +30,14 @@ def test_jsonl_rows_become_prompts(tmp_path):
     assert (first.extra, second.extra) == ({"level": 1}, {"level": 2})
 
 
+def test_the_data_source_is_a_column_or_the_file_s_name(tmp_path):
+    rows = [{"prompt": "a", "answer": "x", "data_source": "openai/gsm8k"}, {"prompt": "b", "answer": "y"}]
+    file = write(tmp_path / "sums.jsonl", *rows)
+    assert [p.data_source for p in load_prompts([file], DataConfig())] == ["openai/gsm8k", "sums"]
+    assert [p.extra for p in load_prompts([file], DataConfig())] == [{}, {}]
+    assert [p.data_source for p in load_prompts([file], DataConfig(source_key=""))] == ["sums", "sums"]
+
+
 def test_parquet_rows_are_the_same_prompts_as_jsonl_rows(tmp_path):
     rows = [{"question": CHAT, "truth": str(i), "level": i} for i in range(5)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "sums.parquet", row_group_size=2)
@@ -55,6 +63,7 @@ def test_without_the_chat_template_messages_are_joined(tmp_path):
         ({"prompt": "", "answer": "4"}, "expected a prompt, found an empty one"),
         ({"prompt": [], "answer": "4"}, "a string or a list of chat messages"),
         ({"prompt": [{"role": "user"}], "answer": "4"}, "string 'role' and 'content'"),
+        ({"prompt": "2+2?", "answer": "4", "data_source": 3}, "'data_source': expected a string, found 3"),
         ({"prompt": "2+2?", "answer": ["4"]}, "expected a string or a number, found list"),
     ],
 )

@@ -1,6 +1,7 @@
 """The rollout loop with a real queue and a real engine: groups, drops and refills, drops by reason, validation."""
 
 import asyncio
+import json
 from collections import Counter
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from asyncrl.rollouter.drops import NothingToTrain
 from asyncrl.rollouter.engines.base import SamplingParams
 from asyncrl.rollouter.limiter import GroupPlaces, InFlightLimiter
 from asyncrl.rollouter.sampling import random_key, truncations
+from asyncrl.rollouter.sources import MAX_SOURCES, SourceCounts, several_sources, source_means
 from asyncrl.types.samples import FinishReason, Sample
 from asyncrl.types.versions import PolicyVersion, VersionSpan
 from tests.support.rollout import System, broken, fine
@@ -453,6 +455,40 @@ async def test_validation_answers_every_prompt_and_reports_means(inputs):
         ours = [call for call in system.rewards.calls if len(call) == 2]  # training groups have four samples
         assert sorted(ours) == sorted([p.uid] * 2 for p in system.prompts[:5])  # one call per group
         assert values["validation/accuracy"] == values["validation/reward"] == pytest.approx(0.5)
+
+
+async def test_figures_are_told_apart_by_data_source(inputs, tmp_path):
+    rows = [
+        {"prompt": f"{i}+1=", "answer": "2", "data_source": source} for i in range(6) for source in ("a/sums", "words")
+    ]
+    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    judge = lambda prompt, i: fine(0.5 if prompt.data_source == "a/sums" and i % 2 else 0.0)
+    more = (f"data.train_files=[{tmp_path / 'mixed.jsonl'}]", "data.epochs=1", "async_training.staleness_threshold=50")
+    async with System(inputs, judge, *more, "validation.samples=2") as system:
+        await asyncio.wait_for(system.tasks[1], 60)
+        groups = await system.groups(12)
+        assert Counter(g.data_source for g in groups) == {"a/sums": 6, "words": 6}
+        counters = system.recorder.drain().counters
+        assert several_sources(counters)
+        means = source_means(counters)
+        assert (means["rollout/source/a/sums/reward"], means["rollout/source/a/sums/success"]) == (0.25, 0.5)
+        assert means["rollout/source/words/reward"] == means["rollout/source/words/success"] == 0.0
+        of_words = [g for g in groups if g.data_source == "words"]
+        lengths = sum(len(g.tokens) for g in of_words) / sum(map(len, of_words))
+        assert means["rollout/source/words/response_tokens"] == pytest.approx(lengths)
+        values = await asyncio.wait_for(system.validation.run(system.prompts), 60)
+        assert values["validation/source/a/sums/reward"] == 0.25
+        assert values["validation/source/words/success"] == 0.0
+        values = await asyncio.wait_for(system.validation.run(system.prompts[:1]), 60)
+        assert not any("source" in name for name in values)
+
+
+def test_sources_beyond_the_limit_are_counted_together():
+    counts = SourceCounts()
+    for i in range(MAX_SOURCES):
+        assert f"rollout/source/s{i}/samples" in counts.of(f"s{i}", [])
+    assert all(name.startswith("rollout/source/other/") for name in counts.of("one more", []))
+    assert "rollout/source/s3/samples" in counts.of("s3", [])
 
 
 async def test_an_undecodable_validation_answer_counts_as_failed(inputs):

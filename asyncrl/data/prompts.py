@@ -1,7 +1,7 @@
 """Prompt files: reads JSONL or Parquet rows as `Prompt`s; errors name file and line.
 
-A row has a prompt (a string, used verbatim, or a list of chat messages), an answer, an optional ``id``, and any other
-columns, which reach the reward and the agent loop as ``Prompt.extra``::
+A row has a prompt (a string, used verbatim, or a list of chat messages), an answer, an optional ``id`` and
+``data_source``, and any other columns, which reach the reward and the agent loop as ``Prompt.extra``::
 
     {"prompt": [{"role": "user", "content": "Compute 34+7"}], "answer": "41", "level": 1}
 
@@ -37,7 +37,7 @@ def load_prompts(files: Sequence[str | Path], config: DataConfig) -> list[Prompt
     for file in map(Path, files):
         before = len(prompts)
         for number, (where, row) in enumerate(_rows(file)):
-            prompt = _prompt(row, f"{file.stem}:{number}", where, config)
+            prompt = _prompt(row, file.stem, number, where, config)
             if prompt.prompt_id in seen:
                 raise DataError(
                     f"{where}: expected unique prompt ids, found {prompt.prompt_id!r} again, first at "
@@ -92,14 +92,17 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise DataError(f"{file}: cannot be read as Parquet after row {number} ({e})") from None
 
 
-def _prompt(row: dict[str, Any], default_id: str, where: str, config: DataConfig) -> Prompt:
+def _prompt(row: dict[str, Any], file: str, number: int, where: str, config: DataConfig) -> Prompt:
     columns = dict(row)
     for key in (config.prompt_key, config.answer_key):
         if columns.get(key) is None:
             raise DataError(f"{where}: expected a column {key!r}, found {', '.join(sorted(row)) or 'none'}")
     content, answer = columns.pop(config.prompt_key), columns.pop(config.answer_key)
     prompt_id = columns.pop(ID_COLUMN, None)
-    prompt_id = default_id if prompt_id is None else str(prompt_id)
+    prompt_id = f"{file}:{number}" if prompt_id is None else str(prompt_id)
+    source = columns.pop(config.source_key, None)
+    if not (source is None or isinstance(source, str)):
+        raise DataError(f"{where}: {config.source_key!r}: expected a string, found {source!r}")
     if isinstance(answer, dict | list):
         raise DataError(f"{where}: {config.answer_key!r}: expected a string or a number, found {type(answer).__name__}")
     messages: tuple[Message, ...] = ()
@@ -112,7 +115,7 @@ def _prompt(row: dict[str, Any], default_id: str, where: str, config: DataConfig
             text, messages = "".join(m["content"] for m in messages), ()
     if text == "":
         raise DataError(f"{where}: expected a prompt, found an empty one")
-    return Prompt(prompt_id, prompt_id, messages, str(answer), text=text, extra=columns)
+    return Prompt(prompt_id, prompt_id, messages, str(answer), data_source=source or file, text=text, extra=columns)
 
 
 def _messages(content: Any, where: str, key: str) -> tuple[Message, ...]:

@@ -30,6 +30,7 @@ from asyncrl.rollouter.limiter import GroupPlaces, InFlightLimiter
 from asyncrl.rollouter.partial import PartialSample
 from asyncrl.rollouter.samples import FailedSample, GroupTask, SampleMaker
 from asyncrl.rollouter.sampling import training_sampling, truncations
+from asyncrl.rollouter.sources import SourceCounts
 from asyncrl.sample_queue.messages import POISON, InFlight, Recovery, Refusal, Ticket
 from asyncrl.types.groups import Group
 from asyncrl.types.prompts import Prompt
@@ -84,6 +85,7 @@ class RolloutLoop:
         self._maker = maker
         self._queue = queue
         self._recorder = recorder
+        self._sources = SourceCounts()
         self._sampling = training_sampling(config, maker.tokenizer.stop_token_ids)
         self._drop_policy = DropPolicy(config, recorder)
         self.limiter = InFlightLimiter(derived.slots, config.rollout.max_concurrent_groups)
@@ -223,7 +225,7 @@ class RolloutLoop:
         for f in failed:
             self._recorder.count(f"rollout/failed_samples/{f.reason}")
         if intact and (reason := self._drop_policy.reason(samples, failed)):
-            self._count(samples)
+            self._count(prompt, samples)
             self._drops.add((prompt.uid, reason))
             self._drop_policy.dropped(reason, failed[0].message if failed else "")
             return None
@@ -231,10 +233,12 @@ class RolloutLoop:
         if first_token_s := [s.first_token_s for s in group.samples if s.first_token_s is not None]:
             times["started_s"] = min(first_token_s)
         attempt = group.samples[0].attempt
-        whole = Group.from_samples(prompt.uid, prompt.prompt_id, prompt.epoch, tokens, samples, times, attempt)
+        whole = Group.from_samples(
+            prompt.uid, prompt.prompt_id, prompt.epoch, tokens, samples, times, attempt, prompt.data_source
+        )
         # the queue also answers None for a group that it ignores: a repeated call, or one that was overdue
         if (refusal := await self._hand_over(whole)) is None and intact:
-            self._count(samples)
+            self._count(prompt, samples)
             self._drop_policy.accepted()
         return refusal
 
@@ -261,11 +265,13 @@ class RolloutLoop:
             if not group.answer.done():  # else its task was cancelled
                 group.answer.set_result(refusals.get(group.uid))
 
-    def _count(self, samples: Sequence[Sample]) -> None:
+    def _count(self, prompt: Prompt, samples: Sequence[Sample]) -> None:
         """Metrics of all generated samples, before any filter: the true accuracy of the current policy."""
         self._recorder.count("rollout/groups")
         self._recorder.count("rollout/samples", len(samples))
         self._recorder.count("rollout/partial_samples", sum(len(s.versions) > 1 for s in samples))
+        for name, value in self._sources.of(prompt.data_source, samples).items():
+            self._recorder.count(name, value)
         for s in samples:
             assert s.reward is not None
             self._recorder.count("rollout/sum/reward", s.reward)

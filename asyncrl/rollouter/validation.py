@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.rollouter.partial import PartialSample
 from asyncrl.rollouter.samples import FailedSample, GroupTask, SampleMaker
 from asyncrl.rollouter.sampling import validation_sampling
+from asyncrl.rollouter.sources import validation_means
 from asyncrl.types.prompts import Prompt
 from asyncrl.types.samples import Sample
 from asyncrl.types.versions import PolicyVersion
@@ -47,7 +48,7 @@ class Validation:
                 lineage = max((version.lineage for version in versions), default=0)
                 outdated = [p for p in prompts if any(v.lineage < lineage for v in _versions(answers[p.uid]))]
                 if not outdated:
-                    return self._values(answers.values(), versions)
+                    return self._values(prompts, answers, versions)
         raise RuntimeError(
             f"validation: after {ROUNDS} rounds {len(outdated)} of {len(prompts)} prompts are not answered under the "
             f"newest lineage {lineage}: the trainer is restored faster than prompts are answered"
@@ -67,9 +68,12 @@ class Validation:
         return await self._maker.score(prompt, made)  # one call per prompt, since reward.timeout_s is per group
 
     def _values(
-        self, answers: Iterable[Sequence[Sample | FailedSample]], versions: set[PolicyVersion]
+        self,
+        prompts: Sequence[Prompt],
+        answers: Mapping[str, Sequence[Sample | FailedSample]],
+        versions: set[PolicyVersion],
     ) -> dict[str, float]:
-        all_samples = [s for group in answers for s in group]
+        all_samples = [s for group in answers.values() for s in group]
         scored = [s for s in all_samples if isinstance(s, Sample)]
         values: dict[str, float] = {
             "validation/samples": len(scored),
@@ -84,7 +88,8 @@ class Validation:
             values["validation/reward"] = float(np.mean([s.reward for s in scored if s.reward is not None]))
             for name in sorted({k for s in scored for k in s.metrics}):
                 values[f"validation/{name}"] = float(np.mean([s.metrics.get(name, 0.0) for s in scored]))
-        return values
+        answered = [(p.data_source, [s for s in answers[p.uid] if isinstance(s, Sample)]) for p in prompts]
+        return values | validation_means(answered)
 
 
 def _versions(samples: Iterable[Sample | FailedSample]) -> set[PolicyVersion]:

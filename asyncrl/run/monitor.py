@@ -17,6 +17,7 @@ from asyncrl.observability.telemetry.recorder import Batch, Recorder, now_s
 from asyncrl.observability.trajectories import Decode, sampled_rows
 from asyncrl.processes.actor_client import ActorDied
 from asyncrl.rollouter.engine_metrics import engine_metrics
+from asyncrl.rollouter.sources import several_sources, source_means
 from asyncrl.trainer.progress import Progress
 from asyncrl.types.groups import Group
 
@@ -173,6 +174,8 @@ class Monitor:
             values |= {f"rollout/{name}": total / samples for name, total in sums.items()}
         if groups := counters["rollout/groups"]:
             values["rollout/zero_variance"] = counters["rollout/zero_variance_groups"] / groups
+        if several_sources(self._totals):
+            values |= source_means(counters)
         values |= engine_metrics(counters)
         return values | {k: v for k, v in self._totals.items() if k.startswith(_TOTALS)}
 

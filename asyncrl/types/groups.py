@@ -80,6 +80,8 @@ class Group:
     times: dict[str, float] = field(default_factory=dict)
     #: refusals by the queue before this attempt
     attempt: int = 0
+    #: of its prompt
+    data_source: str = ""
 
     @classmethod
     def from_samples(
@@ -91,6 +93,7 @@ class Group:
         samples: Sequence[Sample],
         times: Mapping[str, float] | None = None,
         attempt: int = 0,
+        data_source: str = "",
     ) -> Group:
         """Gathers samples into columns. Raises ValueError for an empty group, a sample without sequences, columns of
         unequal length, and a prefix or version spans out of place."""
@@ -136,6 +139,7 @@ class Group:
             },
             times=dict(times or {}),
             attempt=attempt,
+            data_source=data_source,
         )
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -227,7 +231,7 @@ class Group:
         return arrays
 
     def to_bytes(self) -> bytes:
-        names = ("uid", "prompt_id", "epoch", "replicas", "times", "attempt")
+        names = ("uid", "prompt_id", "epoch", "replicas", "times", "attempt", "data_source")
         meta = {name: getattr(self, name) for name in names}
         return _GROUP.to_bytes(meta, self._arrays())
 
