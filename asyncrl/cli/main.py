@@ -1,4 +1,4 @@
-"""Command line: ``asyncrl train|report|ledger``."""
+"""Command line: ``asyncrl train|report|ledger|trajectories``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ _COMMANDS = {
     "train": ("asyncrl.fully_async_main", "start a run, or resume one"),
     "report": ("asyncrl.cli.report", "rebuild a run's report, at any time"),
     "ledger": ("asyncrl.cli.ledger", "account for every group of a run"),
+    "trajectories": ("asyncrl.cli.trajectories", "show samples of a run, turn by turn"),
 }
 
 
@@ -22,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="asyncrl",
         description="Asynchronous RL post-training of language models.",
-        epilog="\n".join(f"  {name:<8}{help}" for name, (_, help) in _COMMANDS.items()),
+        epilog="\n".join(f"  {name:<14}{help}" for name, (_, help) in _COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"asyncrl {__version__}")

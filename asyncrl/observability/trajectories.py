@@ -1,14 +1,17 @@
-"""Random samples of the training batches, as readable rows."""
+"""Samples for people to read: turn by turn, with what was trained, by which version, for what reward."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from asyncrl.observability.number_format import json_number
 from asyncrl.types.groups import Group
-from asyncrl.types.samples import FinishReason
+from asyncrl.types.prompts import Prompt
+from asyncrl.types.samples import TOKEN_REWARDS, FinishReason
 
 BETWEEN_SEQUENCES = "\n\n[next sequence]\n\n"
 
@@ -17,15 +20,16 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def trajectory_row(step: int, group: Group, s: int, decode: Decode) -> dict[str, Any]:
-    """Sample ``s`` of a group as a JSON object. ``response`` has the texts of its sequences one after another;
-    ``versions`` lists the version spans of each: ``{"sequence": index, "start": first token, "version":
-    "lineage.number", "mixed_kv": bool}``."""
+    """Sample ``s`` of a group, as a row of `asyncrl.observability.trajectory_files`. ``response`` has the texts of its
+    sequences one after another, ``parts`` the same in parts, see `_parts`."""
     sequences = group.sequences(s)
     rows = [group.response(q) for q in sequences]
+    parts = [part for i, q in enumerate(sequences) for part in _parts(i, group, q, decode)]
     return {
         "step": int(step),
         "uid": group.uid,
         "prompt_id": group.prompt_id,
+        "data_source": group.data_source,
         "epoch": int(group.epoch),
         "sample": int(group.sample_index[s]),
         "prompt": decode(group.prompt_tokens.tolist()),
@@ -36,10 +40,82 @@ def trajectory_row(step: int, group: Group, s: int, decode: Decode) -> dict[str,
         "response_tokens": sum(of.stop - of.start for of in rows),
         "trained_tokens": sum(int(group.loss_mask[of].sum()) for of in rows),
         "finish": FinishReason(int(group.finish[s])).name.lower(),
-        "versions": [
-            {"sequence": i, "start": span.start, "version": str(span.version), "mixed_kv": span.mixed_kv}
-            for i, q in enumerate(sequences)
-            for span in group.spans(q)
+        "versions": list(dict.fromkeys(part["version"] for part in parts if part["version"])),
+        "parts": parts,
+    }
+
+
+def _parts(index: int, group: Group, q: int, decode: Decode) -> list[dict[str, Any]]:
+    """Sequence ``q``, number ``index`` of its sample, cut wherever the mask or the version changes.
+
+    ``kind``: trained; masked (sampled, but trained in another sequence or not at all); read (a tool's answer, say).
+    ``start``: first token of the response; ``reward``: of the turns that end in it; ``logprob``: mean of its tokens.
+    Version, replica and logprob only of sampled ones."""
+    of, spans = group.response(q), group.spans(q)
+    count = of.stop - of.start
+    mask, logprobs = group.loss_mask[of], group.logprobs[of]
+    rewards = np.zeros(count)
+    if TOKEN_REWARDS in group.extras:
+        values, offsets = group.extras[TOKEN_REWARDS]
+        given = values[offsets[q] : offsets[q + 1]]
+        rewards[: len(given)] = given
+    kind = np.where(mask, 2, np.where(logprobs != 0, 1, 0))  # an unsampled token has logprob 0
+    span = np.searchsorted([x.start for x in spans], np.arange(count), side="right") - 1
+    span = np.where(kind > 0, span, -1)
+    cuts = np.flatnonzero((np.diff(kind) != 0) | (np.diff(span) != 0)) + 1
+    parts = []
+    for tokens in np.split(np.arange(count), cuts) if count else []:
+        first, sampled = int(tokens[0]), bool(kind[tokens[0]])
+        by = spans[span[first]] if sampled else None
+        parts.append(
+            {
+                "sequence": index,
+                "start": first,
+                "tokens": len(tokens),
+                "kind": ("read", "masked", "trained")[kind[first]],
+                "text": decode(group.tokens[of][tokens].tolist()),
+                "version": str(by.version) if by else None,
+                "mixed_kv": by.mixed_kv if by else False,
+                "replica": by.replica if by else None,
+                "reward": json_number(rewards[tokens].sum()) if rewards[tokens].any() else None,
+                "logprob": json_number(logprobs[tokens].mean()) if sampled else None,
+            }
+        )
+    return parts
+
+
+def caption(part: Mapping[str, Any]) -> str:
+    """What a part is, in a line."""
+    words = [f"{part['kind']}, {part['tokens']} tokens"]
+    if part["version"] is not None:
+        words.append(f"version {part['version']}{' over mixed KV' if part['mixed_kv'] else ''}")
+    if part["logprob"] is not None:
+        words.append(f"mean logprob {part['logprob']:.3g}")
+    if part["reward"] is not None:
+        words.append(f"reward {part['reward']:.3g}")
+    return f"sequence {part['sequence'] + 1}: {', '.join(words)}"
+
+
+def failed_row(
+    prompt: Prompt, prompt_text: str, sample: int, failure: str, error: str, calls: Sequence[tuple[int, str]]
+) -> dict[str, Any]:
+    """A sample that failed; ``calls``: number of tokens and text of what was sampled, as far as it is known."""
+    kept = [(count, text) for count, text in calls if count]
+    return {
+        "uid": prompt.uid,
+        "prompt_id": prompt.prompt_id,
+        "data_source": prompt.data_source,
+        "epoch": prompt.epoch,
+        "sample": sample,
+        "prompt": prompt_text,
+        "response": BETWEEN_SEQUENCES.join(text for _, text in kept),
+        "response_tokens": sum(count for count, _ in kept),
+        "trained_tokens": 0,
+        "failure": failure,
+        "error": error,
+        "parts": [
+            {"sequence": i, "start": 0, "tokens": count, "kind": "masked", "text": text}
+            for i, (count, text) in enumerate(kept)
         ],
     }
 

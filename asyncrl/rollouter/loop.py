@@ -23,6 +23,7 @@ from asyncrl.config.schema import Config
 from asyncrl.data.order import PromptOrder
 from asyncrl.data.prompts import DataError
 from asyncrl.observability.telemetry.recorder import Recorder, now_s
+from asyncrl.observability.trajectories import failed_row
 from asyncrl.rollouter.batching_sender import BatchingSender
 from asyncrl.rollouter.drops import DropPolicy
 from asyncrl.rollouter.in_flight import InFlightGroup, SnapshotStore, Snapshotter, recovered_samples
@@ -222,8 +223,9 @@ class RolloutLoop:
             made = await self._maker.score(prompt, made)
         failed = [s for s in made if isinstance(s, FailedSample)]
         samples = [s for s in made if isinstance(s, Sample)]
-        for f in failed:
-            self._recorder.count(f"rollout/failed_samples/{f.reason}")
+        for index, f in enumerate(made):
+            if isinstance(f, FailedSample):
+                self._report_failed(prompt, tokens, index, f, group.samples[index])
         if intact and (reason := self._drop_policy.reason(samples, failed)):
             self._count(prompt, samples)
             self._drops.add((prompt.uid, reason))
@@ -253,6 +255,17 @@ class RolloutLoop:
         )
         made = await self._maker.make(task, group.samples, group.places)
         return [_without_untrained(s) for s in made]
+
+    def _report_failed(
+        self, prompt: Prompt, tokens: np.ndarray, index: int, failed: FailedSample, partial: PartialSample
+    ) -> None:
+        self._recorder.count(f"rollout/failed_samples/{failed.reason}")
+        if self._recorder.wants_failed_samples:
+            outputs = [np.concatenate([np.empty(0, np.int32), *call.output.tokens]) for call in partial.calls]
+            readable = [part if self._maker.tokenizer.in_vocabulary(part) else part[:0] for part in outputs]
+            text, *texts = self._maker.tokenizer.decode_batch([tokens, *readable])
+            calls = list(zip(map(len, outputs), texts, strict=True))
+            self._recorder.failed_sample(failed_row(prompt, text, index, failed.reason, failed.message, calls))
 
     async def _hand_over(self, group: Group) -> Refusal | None:
         answer: asyncio.Future[Refusal | None] = asyncio.get_running_loop().create_future()

@@ -39,7 +39,7 @@ LOCK_PATIENCE_S = 30.0  # for the processes of a killed run to end
 
 
 class RunFolder:
-    """``path`` holds config.yaml, metrics.jsonl, spans.jsonl, trajectories.jsonl, logs/, checkpoints/, drivers/,
+    """``path`` holds config.yaml, metrics.jsonl, spans.jsonl, trajectories/, logs/, checkpoints/, drivers/,
     wandb/, summary.json, report.html and trace.json.gz. ``journal`` holds ledger.sqlite, snapshots.sqlite and spool/:
     the same folder, unless ``config.journal_dir`` names another disk; then each checkpoint copies them to
     ``journal_copy``. ``checkpoint``: the verified checkpoint to resume from, None at the start. Locked against other

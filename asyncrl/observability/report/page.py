@@ -39,10 +39,19 @@ class Section(NamedTuple):
     charts: list[Chart]
 
 
+class Part(NamedTuple):
+    """Tokens of a trajectory, under a ``caption``. ``kind``: its class in style.css."""
+
+    caption: str
+    kind: str
+    text: str
+
+
 class Trajectory(NamedTuple):
     chips: list[Label]
+    error: str
     prompt: str
-    response: str
+    parts: list[Part]
 
 
 def charts(*drawn: tuple[str, str, go.Figure | None], wide: bool = False) -> list[Chart]:

@@ -11,12 +11,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from asyncrl.observability import charts
+from asyncrl.observability import charts, trajectory_files
 from asyncrl.observability.number_format import is_number, short_number, short_seconds
 from asyncrl.observability.report import group_timeline, page, swimlanes
 from asyncrl.observability.sinks.jsonl import METRICS_FILE, read_jsonl
 from asyncrl.observability.sinks.timeline import read_spans
-from asyncrl.observability.sinks.trajectories import TRAJECTORIES_FILE
+from asyncrl.observability.trajectories import caption
 
 REPORT_FILE = "report.html"
 MAX_TRAJECTORIES = 24
@@ -25,7 +25,7 @@ MAX_TRAJECTORIES = 24
 def write_report(run_dir: Path | str) -> Path:
     """Writes ``run_dir/report.html`` atomically, replacing any earlier one, and returns its path.
 
-    Reads metrics.jsonl, trajectories.jsonl, spans.jsonl, the ledger, config.yaml (the head of the page shows ``name``,
+    Reads metrics.jsonl, trajectories/, spans.jsonl, the ledger, config.yaml (the head of the page shows ``name``,
     ``trainer.total_steps``, ``model.path`` and the modes) and summary.json, all of them optional. summary.json is a
     flat object: ``status`` (finished | interrupted | failed; derived from ``failed`` if missing), ``reason`` (why the
     run ended before its last step, or null) and ``failed`` (the error, or null). Its ``accuracy_before``,
@@ -68,7 +68,7 @@ def _render(run_dir: Path) -> str:
     config_path = run_dir / "config.yaml"
     config_text = config_path.read_text(encoding="utf-8") if config_path.exists() else ""
     config = OmegaConf.create(config_text or "{}")
-    rows = read_jsonl(run_dir / TRAJECTORIES_FILE)
+    rows = trajectory_files.read(run_dir)
     shown = _evenly(rows, MAX_TRAJECTORIES)
     return page.render(
         title=str(OmegaConf.select(config, "name", throw_on_missing=False) or run_dir.resolve().name),
@@ -115,22 +115,21 @@ def _groups(run_dir: Path) -> list[page.Chart]:
 
 
 def _trajectory(row: Mapping[str, Any]) -> page.Trajectory:
-    """A row of trajectories.jsonl; missing fields are left out."""
+    """A row of `asyncrl.observability.trajectory_files`."""
     chips = []
-    if "step" in row:
+    if row["step"] is not None:
         chips.append(page.Label(f"step {row['step']}", ""))
-    if row.get("reward") is not None:
+    if row["reward"] is not None:
         chips.append(page.Label(f"reward {row['reward']:.3g}", "good" if row["reward"] > 0 else "poor"))
-    if "finish" in row:
-        chips.append(page.Label(str(row["finish"]), ""))
-    if "response_tokens" in row:
-        chips.append(page.Label(f"{row.get('prompt_tokens', '?')} + {row['response_tokens']} tokens", ""))
-    for i, span in enumerate(row.get("versions") or []):
-        start = f" from token {span['start']}" if i else ""
-        chips.append(page.Label(f"version {span['version']}{start}{', mixed KV' if span.get('mixed_kv') else ''}", ""))
-    if "prompt_id" in row:
-        chips.append(page.Label(str(row["prompt_id"]), ""))
-    return page.Trajectory(chips, str(row.get("prompt", "")), str(row.get("response", "")))
+    chips += [page.Label(f"{name} {value:.3g}", "") for name, value in row["metrics"].items() if value is not None]
+    if row["failure"] is not None:
+        chips.append(page.Label(row["failure"], "poor"))
+    if row["finish"] is not None:
+        chips.append(page.Label(row["finish"], ""))
+    chips.append(page.Label(f"{row['response_tokens']} tokens, {row['trained_tokens']} trained", ""))
+    chips.append(page.Label(f"{row['data_source']}: {row['prompt_id']}, sample {row['sample']}", ""))
+    parts = [page.Part(caption(part), part["kind"], part["text"]) for part in row["parts"] or ()]
+    return page.Trajectory(chips, row["error"] or "", row["prompt"] or "", parts)
 
 
 def _badge(summary: Mapping[str, Any]) -> page.Label:

@@ -1,4 +1,4 @@
-"""Sampled trajectories in the run folder: trajectories.jsonl."""
+"""Sampled trajectories, and some failed ones, in the run folder: trajectories/."""
 
 from __future__ import annotations
 
@@ -7,22 +7,27 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.observability.sinks.base import Sink, SinkSpec
-from asyncrl.observability.sinks.jsonl import JsonlFile
+from asyncrl.observability.telemetry.recorder import Batch
+from asyncrl.observability.trajectory_files import read_failed, write_failed, write_step
 
-TRAJECTORIES_FILE = "trajectories.jsonl"
+MAX_FAILED = 500  # of a run: the first ones show what is wrong
 
 
 class TrajectorySink(Sink):
-    """Appends one JSON object per sampled trajectory."""
+    """One Parquet file per step, and one of failed samples."""
 
     def __init__(self, run_dir: Path | str) -> None:
-        self._lines = JsonlFile(Path(run_dir) / TRAJECTORIES_FILE)
+        self._run_dir = Path(run_dir)
+        self._failed = read_failed(self._run_dir)
 
     def trajectories(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._lines.write(rows)
+        if rows:
+            write_step(self._run_dir, rows[0]["step"], rows)
 
-    def close(self, failed: str | None, stopped: str | None = None) -> None:
-        self._lines.close()
+    def spans(self, batch: Batch) -> None:
+        if batch.failed_samples and len(self._failed) < MAX_FAILED:
+            self._failed += batch.failed_samples
+            write_failed(self._run_dir, self._failed)
 
 
 SINK = SinkSpec(open=lambda config, run_dir: TrajectorySink(run_dir), enabled=lambda config: True)

@@ -35,6 +35,9 @@ class Span(NamedTuple):
     args: dict[str, Any]
 
 
+MAX_FAILED_SAMPLES = 4  # between two drains
+
+
 @dataclass
 class Batch:
     """Recordings of one process since its last drain. Open spans end at the time of the drain and appear again, longer,
@@ -45,6 +48,7 @@ class Batch:
     open_spans: list[Span] = field(default_factory=list)
     counters: dict[str, float] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
+    failed_samples: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Recorder:
@@ -60,6 +64,7 @@ class Recorder:
         self._next = 0
         self._counters: dict[str, float] = {}
         self._gauges: dict[str, float] = {}
+        self._failed_samples: list[dict[str, Any]] = []
 
     def begin(self, name: str, **args: Any) -> int:
         """Starts a span that ends elsewhere; returns the token for `end`."""
@@ -97,12 +102,22 @@ class Recorder:
         with self._lock:
             self._gauges[name] = value
 
+    @property
+    def wants_failed_samples(self) -> bool:
+        """False once `MAX_FAILED_SAMPLES` came since the last drain: many fail alike, and counters count them all."""
+        return len(self._failed_samples) < MAX_FAILED_SAMPLES
+
+    def failed_sample(self, row: dict[str, Any]) -> None:
+        """A sample that failed, as a row of `asyncrl.observability.trajectory_files`."""
+        with self._lock:
+            self._failed_samples.append(row)
+
     def drain(self) -> Batch:
         at = now_s()
         with self._lock:
             still_open = [Span(self.actor, name, start, at, args) for name, start, args in self._open.values()]
-            batch = Batch(self.actor, self._spans, still_open, self._counters, dict(self._gauges))
-            self._spans, self._counters = [], {}
+            batch = Batch(self.actor, self._spans, still_open, self._counters, dict(self._gauges), self._failed_samples)
+            self._spans, self._counters, self._failed_samples = [], {}, []
         return batch
 
     def _append(self, span: Span) -> None:

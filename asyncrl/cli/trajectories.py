@@ -1,0 +1,83 @@
+"""Shows samples of a run, turn by turn: ``asyncrl trajectories RUN_DIR``.
+
+Only reads, also during the run. Exit status: 0, 2 for a bad filter or without a run's samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.observability.trajectories import caption
+from asyncrl.observability.trajectory_files import FOLDER, Filter, read
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="asyncrl trajectories",
+        description="Shows samples of a run, turn by turn: what was trained, by which version, for what reward.",
+        epilog="RANGE is MIN:MAX, both included; either may be missing, as in --reward 0.5:",
+    )
+    parser.add_argument("run_dir", type=Path, help=f"run folder, with the Parquet files of {FOLDER}/")
+    parser.add_argument("--reward", type=_range, metavar="RANGE", help="reward of the sample")
+    parser.add_argument("--tokens", type=_range, metavar="RANGE", help="response tokens, over all sequences")
+    parser.add_argument("--step", type=_range, metavar="RANGE", help="train steps")
+    parser.add_argument("--source", metavar="NAME", help="data source of the prompt")
+    parser.add_argument("--finish", metavar="REASON", help="stop, length, turns, time, tokens, …")
+    parser.add_argument(
+        "--failure", metavar="REASON", nargs="?", const="any", help="failed samples, of one reason or all"
+    )
+    parser.add_argument("--uid", help="samples of this group")
+    parser.add_argument("--limit", type=int, default=20, help="at most so many, the last ones (20)")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    args = parser.parse_args(argv)
+    if not (args.run_dir / FOLDER).is_dir():
+        print(f"{args.run_dir}: expected a run folder with {FOLDER}/, found none", file=sys.stderr)
+        return 2
+    names = ("reward", "tokens", "step", "source", "finish", "failure", "uid")
+    try:
+        rows = read(args.run_dir, Filter(**{name: getattr(args, name) for name in names}))
+    except ValueError as e:
+        print(str(e), file=sys.stderr)
+        return 2
+    shown = rows[max(len(rows) - args.limit, 0) :]
+    for row in shown:
+        print(json.dumps(row, ensure_ascii=False) if args.json else "\n".join(_lines(row)))
+    if not args.json:
+        print(f"{len(shown)} of {len(rows)} samples" if len(shown) < len(rows) else f"{len(rows)} samples")
+    return 0
+
+
+def _range(text: str) -> tuple[float, float]:
+    low, colon, high = text.partition(":")
+    try:
+        return float(low or -math.inf), float(high or math.inf) if colon else float(low)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected MIN:MAX, found {text!r}") from None
+
+
+def _lines(row: Mapping[str, Any]) -> Iterator[str]:
+    facts = [f"group {row['uid']} sample {row['sample']}", f"{row['data_source']}: {row['prompt_id']}"]
+    facts += [f"step {row['step']}"] if row["step"] is not None else []
+    facts += [f"reward {row['reward']:.3g}"] if row["reward"] is not None else []
+    facts += [f"{name} {value:.3g}" for name, value in row["metrics"].items() if value is not None]
+    facts += [row["finish"]] if row["finish"] is not None else []
+    yield "── " + " · ".join(facts)
+    if row["failure"] is not None:
+        yield f"failed: {row['failure']}: {row['error']}"
+    yield "[prompt]"
+    yield row["prompt"] or ""
+    for part in row["parts"] or ():
+        yield f"[{caption(part)}]"
+        yield part["text"]
+    yield ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""The run folder's ``trajectories/``: samples as Parquet, a file per train step, and how to select among them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+
+FOLDER = "trajectories"
+_FAILED = "failed.parquet"
+
+_PART = pa.struct(
+    [
+        ("sequence", pa.int32()),
+        ("start", pa.int32()),
+        ("tokens", pa.int32()),
+        ("kind", pa.string()),
+        ("text", pa.string()),
+        ("version", pa.string()),
+        ("mixed_kv", pa.bool_()),
+        ("replica", pa.string()),
+        ("reward", pa.float64()),
+        ("logprob", pa.float64()),
+    ]
+)
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("uid", pa.string()),
+        ("prompt_id", pa.string()),
+        ("data_source", pa.string()),
+        ("epoch", pa.int64()),
+        ("sample", pa.int32()),
+        ("prompt", pa.string()),
+        ("response", pa.string()),
+        ("reward", pa.float64()),
+        ("metrics", pa.map_(pa.string(), pa.float64())),
+        ("prompt_tokens", pa.int64()),
+        ("response_tokens", pa.int64()),
+        ("trained_tokens", pa.int64()),
+        ("finish", pa.string()),
+        ("failure", pa.string()),
+        ("error", pa.string()),
+        ("versions", pa.list_(pa.string())),
+        ("parts", pa.list_(_PART)),
+    ]
+)
+
+
+def write_step(run_dir: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes the samples of a step, in place of those of an earlier run of the same step."""
+    _write(run_dir / FOLDER / f"step-{step:08d}.parquet", rows)
+
+
+def write_failed(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes all failed samples that are kept."""
+    _write(run_dir / FOLDER / _FAILED, rows)
+
+
+def read_failed(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / FOLDER / _FAILED
+    return _rows(path, None) if path.exists() else []
+
+
+def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    pq.write_table(pa.Table.from_pylist([_clean(row) for row in rows], SCHEMA), partial)
+    os.replace(partial, path)
+
+
+def _clean(value: Any) -> Any:
+    """``value`` with text that UTF-8 can hold: a model may sample half of a surrogate pair."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, Mapping):
+        return {name: _clean(item) for name, item in value.items()}
+    return [_clean(item) for item in value] if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class Filter:
+    """What to select; None selects all. Ranges include both ends. ``failure``: a reason, or "any"."""
+
+    reward: tuple[float, float] | None = None
+    tokens: tuple[float, float] | None = None
+    step: tuple[float, float] | None = None
+    source: str | None = None
+    finish: str | None = None
+    failure: str | None = None
+    uid: str | None = None
+
+    def expression(self) -> ds.Expression:
+        field = ds.field
+        parts = [
+            (field(column) >= of[0]) & (field(column) <= of[1])
+            for column, of in (("reward", self.reward), ("response_tokens", self.tokens), ("step", self.step))
+            if of is not None
+        ]
+        equal = {"data_source": self.source, "finish": self.finish, "uid": self.uid}
+        parts += [field(column) == value for column, value in equal.items() if value is not None]
+        if self.failure is not None:
+            parts.append(field("failure").is_valid() if self.failure == "any" else field("failure") == self.failure)
+        chosen = ds.scalar(True)
+        for part in parts:
+            chosen = chosen & part
+        return chosen
+
+
+def read(run_dir: Path, where: Filter | None = None) -> list[dict[str, Any]]:
+    """Failed samples, then the others in order of their steps. Raises ValueError for a damaged file, and names it."""
+    files = sorted((run_dir / FOLDER).glob("*.parquet"))
+    return [row for file in files for row in _rows(file, where)]
+
+
+def _rows(file: Path, where: Filter | None) -> list[dict[str, Any]]:
+    chosen = where.expression() if where is not None else None
+    try:
+        table = ds.dataset(file, schema=SCHEMA, format="parquet").to_table(filter=chosen)
+    except (pa.ArrowInvalid, OSError) as e:
+        raise ValueError(f"{file} cannot be read ({e}); delete it to read the others") from None
+    return [row | {"metrics": dict(row["metrics"] or ())} for row in table.to_pylist()]
