@@ -16,9 +16,10 @@ from asyncrl.observability.sinks.console import ConsoleSink
 from asyncrl.observability.sinks.hub import Hub
 from asyncrl.observability.sinks.jsonl import METRICS_FILE, JsonlFile, JsonlSink, read_jsonl
 from asyncrl.observability.sinks.timeline import PREVIOUS_SPANS_FILE, SPANS_FILE, TimelineSink, merge_short, read_spans
-from asyncrl.observability.sinks.trajectories import TRAJECTORIES_FILE, TrajectorySink
+from asyncrl.observability.sinks.trajectories import TrajectorySink
 from asyncrl.observability.telemetry.recorder import Batch, Span
 from asyncrl.observability.trajectories import sampled_rows
+from asyncrl.observability.trajectory_files import read
 from asyncrl.types.groups import Group
 from asyncrl.types.samples import FinishReason, Sample
 from asyncrl.types.versions import PolicyVersion, VersionSpan
@@ -89,7 +90,7 @@ def test_a_sink_need_not_consume_trajectories(tmp_path):
     hub.trajectories([{"step": 1, "prompt": "p"}])
     hub.close(None)
     assert hub.failures == {}
-    assert read_jsonl(tmp_path / TRAJECTORIES_FILE) == [{"step": 1, "prompt": "p"}]
+    assert [(row["step"], row["prompt"]) for row in read(tmp_path)] == [(1, "p")]
 
 
 # -- metrics.jsonl -----------------------------------------------------------------------------------------------------
@@ -328,7 +329,7 @@ def group(uid: str, n: int = 4) -> Group:
         Sample.single(
             index=s,
             tokens=np.array([65 + s, 66, 67]),
-            logprobs=np.zeros(3, np.float32),
+            logprobs=np.array([-0.25, -0.75, 0], np.float32),
             loss_mask=np.array([True, True, False]),
             spans=[VersionSpan(0, PolicyVersion(1, 4)), VersionSpan(2, PolicyVersion(1, 5), True)],
             finish=FinishReason.LENGTH,
@@ -337,7 +338,7 @@ def group(uid: str, n: int = 4) -> Group:
         )
         for s in range(n)
     ]
-    return Group.from_samples(uid, "add/7", 2, np.array([63, 63]), samples)
+    return Group.from_samples(uid, "add/7", 2, np.array([63, 63]), samples, data_source="sums")
 
 
 def decode(tokens) -> str:
@@ -347,10 +348,12 @@ def decode(tokens) -> str:
 def test_a_trajectory_row_has_prompt_response_reward_and_versions(tmp_path):
     rows = sampled_rows(9, [group("2/7")], decode, k=10)
     row = sorted(rows, key=lambda row: row["sample"])[1]
+    part = {"sequence": 0, "mixed_kv": False, "replica": None, "reward": None}
     assert row == {
         "step": 9,
         "uid": "2/7",
         "prompt_id": "add/7",
+        "data_source": "sums",
         "epoch": 2,
         "sample": 1,
         "prompt": "??",
@@ -361,14 +364,15 @@ def test_a_trajectory_row_has_prompt_response_reward_and_versions(tmp_path):
         "response_tokens": 3,
         "trained_tokens": 2,
         "finish": "length",
-        "versions": [
-            {"sequence": 0, "start": 0, "version": "1.4", "mixed_kv": False},
-            {"sequence": 0, "start": 2, "version": "1.5", "mixed_kv": True},
+        "versions": ["1.4"],
+        "parts": [
+            part | {"start": 0, "tokens": 2, "kind": "trained", "text": "BB", "version": "1.4", "logprob": -0.5},
+            part | {"start": 2, "tokens": 1, "kind": "read", "text": "C", "version": None, "logprob": None},
         ],
     }
     sink = TrajectorySink(tmp_path)
     sink.trajectories(rows)
-    assert read_jsonl(tmp_path / TRAJECTORIES_FILE) == rows
+    assert [{name: row[name] for name in rows[0]} for row in read(tmp_path)] == rows
     assert rows[[r["sample"] for r in rows].index(0)]["metrics"] == {"accuracy": None}
 
 
@@ -383,8 +387,8 @@ def test_k_trajectories_are_drawn_from_all_groups_with_the_step_as_seed():
 
 def test_a_lone_surrogate_can_be_written(tmp_path):
     sink = TrajectorySink(tmp_path)
-    sink.trajectories([{"step": 1, "response": "cut \ud83d"}, {"step": 2, "response": "whole 🙂"}])
-    assert [row["response"] for row in read_jsonl(tmp_path / TRAJECTORIES_FILE)] == ["cut ?", "whole 🙂"]
+    sink.trajectories([{"step": 1, "response": "cut \ud83d"}, {"step": 1, "response": "whole 🙂"}])
+    assert [row["response"] for row in read(tmp_path)] == ["cut ?", "whole 🙂"]
 
 
 # -- timeline ----------------------------------------------------------------------------------------------------------

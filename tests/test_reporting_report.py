@@ -16,7 +16,7 @@ from asyncrl.observability.report.report import MAX_TRAJECTORIES, REPORT_FILE, r
 from asyncrl.observability.report.trace import TRACE_FILE
 from asyncrl.observability.sinks.jsonl import METRICS_FILE, JsonlFile
 from asyncrl.observability.sinks.timeline import SPANS_FILE
-from asyncrl.observability.sinks.trajectories import TRAJECTORIES_FILE
+from asyncrl.observability.trajectory_files import write_step
 
 PHASES = ("plan", "pause", "unload", "transfer", "verify", "commit", "reload", "resume")
 EVIL = "</script><img src=x onerror=alert(1)>"
@@ -114,35 +114,49 @@ def test_the_top_of_the_page_says_how_the_run_ended(tmp_path, summary, badge, ba
     assert banner is None or banner in html[: html.index("<h2>")]
 
 
-def test_a_trajectory_shows_its_reward_and_versions(tmp_path):
-    versions = [{"start": 0, "version": "1.4", "mixed_kv": False}, {"start": 7, "version": "1.5", "mixed_kv": True}]
-    row = {"step": 3, "prompt": "2+2?", "response": "4", "reward": 0.5, "finish": "length", "versions": versions}
-    JsonlFile(tmp_path / TRAJECTORIES_FILE).write(
-        [row | {"prompt_tokens": 5, "response_tokens": 9, "prompt_id": "add/1"}]
-    )
+def test_a_trajectory_is_shown_turn_by_turn(tmp_path):
+    read = {"sequence": 0, "start": 3, "tokens": 2, "kind": "read", "text": "tool: 4"}
+    drawn = {
+        "sequence": 0,
+        "start": 0,
+        "tokens": 3,
+        "kind": "trained",
+        "text": "add",
+        "version": "1.4",
+        "logprob": -0.5,
+    }
+    last = drawn | {"start": 5, "text": "it is 4", "version": "1.5", "mixed_kv": True, "reward": 1.0}
+    row = {"step": 3, "prompt": "2+2?", "reward": 0.5, "metrics": {"accuracy": 1.0}, "finish": "length", "sample": 2}
+    row |= {"response_tokens": 9, "trained_tokens": 6, "prompt_id": "add:1", "data_source": "add"}
+    failed = {"prompt": "3+3?", "failure": "agent_error", "error": "KeyError: 'tool'", "parts": []}
+    write_step(tmp_path, 3, [row | {"parts": [drawn, read, last]}, failed])
     html = body_of(write_report(tmp_path).read_text())
-    for text in ("step 3", "reward 0.5", "length", "5 + 9 tokens", "version 1.4", "version 1.5 from token 7, mixed KV"):
+    for text in ("step 3", "reward 0.5", "accuracy 1", "length", "9 tokens, 6 trained", "add: add:1, sample 2"):
         assert f">{text}</span>" in html
-    assert "<pre>2+2?</pre>" in html
-    assert "<pre>4</pre>" in html
+    for part in (
+        '<div class="part trained"><h4>sequence 1: trained, 3 tokens, version 1.4, mean logprob -0.5</h4>',
+        "<pre>add</pre>",
+        '<div class="part read"><h4>sequence 1: read, 2 tokens</h4><pre>tool: 4</pre>',
+        "version 1.5 over mixed KV, mean logprob -0.5, reward 1</h4><pre>it is 4</pre>",
+        '<div class="part read"><h4>Prompt</h4><pre>2+2?</pre>',
+    ):
+        assert part in html
+    assert '<span class="poor">agent_error</span>' in html
+    assert '<pre class="error">KeyError: &#39;tool&#39;</pre>' in html
+
+
+def test_a_damaged_file_of_trajectories_is_named_in_the_report(tmp_path):
+    write_step(tmp_path, 1, [{"step": 1, "prompt": "kept"}])
+    (tmp_path / "trajectories" / "step-00000002.parquet").write_bytes(b"PAR1 cut")
+    html = body_of(write_report(tmp_path).read_text())
+    assert "step-00000002.parquet cannot be read" in html
 
 
 def test_every_text_of_a_run_folder_is_escaped(tmp_path):
-    JsonlFile(tmp_path / TRAJECTORIES_FILE).write(
-        [
-            {
-                "step": EVIL,
-                "prompt": EVIL,
-                "response": f"1 < 2 & {EVIL}",
-                "reward": 1.0,
-                "finish": EVIL,
-                "prompt_id": EVIL,
-                "prompt_tokens": EVIL,
-                "response_tokens": EVIL,
-                "versions": [{"start": 0, "version": EVIL}, {"start": EVIL, "version": "1.4"}],
-            }
-        ]
-    )
+    texts = ("uid", "prompt_id", "data_source", "prompt", "response", "finish", "failure", "error")
+    part = {name: EVIL for name in ("kind", "version", "replica")} | {"sequence": 0, "text": f"1 < 2 & {EVIL}"}
+    row = dict.fromkeys(texts, EVIL) | {"step": 1, "reward": 1.0, "metrics": {EVIL: 1.0}, "parts": [part]}
+    write_step(tmp_path, 1, [row])
     JsonlFile(tmp_path / METRICS_FILE).write([{"step": 1, f"fully_async/dropped/{EVIL}": 3}])
     JsonlFile(tmp_path / SPANS_FILE).write([{"actor": EVIL, "name": EVIL, "start": 0, "end": 1, "args": {EVIL: EVIL}}])
     (tmp_path / "config.yaml").write_text(json.dumps({"name": EVIL, "model": {"path": f"x{EVIL}"}}))
@@ -188,9 +202,10 @@ def test_nested_spans_are_drawn_inside_their_parents():
 
 
 def test_many_trajectories_are_thinned_evenly(tmp_path):
-    JsonlFile(tmp_path / TRAJECTORIES_FILE).write({"step": i, "response": f"answer-{i}."} for i in range(100))
+    for i in range(100):
+        write_step(tmp_path, i, [{"step": i, "prompt": f"question-{i}."}])
     html = body_of(write_report(tmp_path).read_text())
-    shown = [int(i) for i in re.findall(r"answer-(\d+)\.", html)]
+    shown = [int(i) for i in re.findall(r"question-(\d+)\.", html)]
     assert len(shown) == MAX_TRAJECTORIES
     assert (shown[0], shown[-1]) == (0, 99)
     assert f"({MAX_TRAJECTORIES} of 100 kept)" in html
@@ -214,3 +229,14 @@ def test_the_command_rewrites_the_report_and_prints_its_path(tmp_path):
     assert subprocess.run(command, capture_output=True, text=True).returncode == 2
     with pytest.raises(FileNotFoundError, match="is not a folder"):
         write_report(tmp_path / "missing")
+
+
+def test_figures_by_data_source_have_a_line_for_each(tmp_path):
+    names = [f"rollout/source/{source}/reward" for source in ("openai/gsm8k", "words")]
+    JsonlFile(tmp_path / METRICS_FILE).write(
+        {"step": step, "actor/loss": 0.0} | dict.fromkeys(names, step / 2) for step in (1, 2)
+    )
+    html = body_of(write_report(tmp_path).read_text())
+    assert "Reward by data source" in html
+    assert '"name":"openai\\u002fgsm8k"' in html or '"name":"openai/gsm8k"' in html
+    assert "Success by data source" not in html

@@ -483,6 +483,23 @@ async def test_figures_are_told_apart_by_data_source(inputs, tmp_path):
         assert not any("source" in name for name in values)
 
 
+async def test_failed_samples_are_reported_with_what_was_sampled(inputs):
+    class Breaks(SingleTurn):
+        async def run(self, prompt, index, generate):
+            await generate(np.empty(0, np.int32), 5)
+            raise KeyError("tool")
+
+    async with System(inputs, lambda p, i: fine(0.0), agent_loop=Breaks) as system:
+        async with asyncio.timeout(60):
+            while not system.recorder._failures:
+                await asyncio.sleep(0.01)
+        failure = system.recorder.drain().failures[0]
+        assert (failure.failure, failure.error) == ("agent_error", "KeyError: 'tool'")
+        assert failure.data_source == "train"
+        assert "Compute" in failure.prompt
+        assert [count for count, _ in failure.calls] == [5]
+
+
 def test_sources_beyond_the_limit_are_counted_together():
     counts = SourceCounts()
     for i in range(MAX_SOURCES):

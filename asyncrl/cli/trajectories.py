@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--source", metavar="NAME", help="data source of the prompt")
     parser.add_argument("--finish", metavar="REASON", help="stop, length, turns, time, tokens, …")
     parser.add_argument(
-        "--failure", metavar="REASON", nargs="?", const="any", help="failed samples, of one reason or all"
+        "--failure", metavar="REASON", nargs="?", const="any", help="failed samples, of this or any reason"
     )
     parser.add_argument("--uid", help="samples of this group")
     parser.add_argument("--limit", type=int, default=20, help="at most so many, the last ones (20)")

@@ -406,7 +406,7 @@ class ReportingConfig(Section):
     # further sinks: installed names, or import paths such as my_package.sinks:SINK
     sinks: list[str] = field(default_factory=list)
     console_every_s: NonNegativeFloat = 10.0  # interval of progress lines
-    trajectories_per_step: NonNegativeInt = 2  # sampled trajectories written to trajectories.jsonl; 0: none
+    trajectories_per_step: NonNegativeInt = 2  # sampled trajectories written to trajectories/; 0: none
     report: bool = True  # write report.html at the end
     # asyncrl's log level; libraries log warnings only
     log_level: Literal["debug", "info", "warning", "error"] = "info"

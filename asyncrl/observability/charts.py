@@ -330,6 +330,20 @@ def sync_chart(series: Series) -> go.Figure | None:
     return styled(figure)
 
 
+def source_chart(series: Series, figure_name: str) -> go.Figure | None:
+    """``figure_name`` (reward, success, response_tokens) by data source; None for a run with one source."""
+    prefix, suffix = "rollout/source/", f"/{figure_name}"
+    names = [name for name in sorted(series) if name.startswith(prefix) and name.endswith(suffix)]
+    if not names:
+        return None
+    figure = go.Figure()
+    for name, colour in zip(names, colours()):
+        steps, values = _thin(*series[name])
+        label = name.removeprefix(prefix).removesuffix(suffix)
+        figure.add_scatter(x=steps, y=values, name=label, mode=_mode(steps), line={"color": colour})
+    return styled(figure)
+
+
 def dropped_chart(series: Series) -> go.Figure | None:
     """Cumulative dropped groups by reason; None without any."""
     prefix = "fully_async/dropped/"

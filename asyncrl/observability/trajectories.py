@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from asyncrl.observability.number_format import json_number
+from asyncrl.observability.telemetry.recorder import Failure
 from asyncrl.types.groups import Group
-from asyncrl.types.prompts import Prompt
 from asyncrl.types.samples import TOKEN_REWARDS, FinishReason
 
 BETWEEN_SEQUENCES = "\n\n[next sequence]\n\n"
@@ -76,7 +76,7 @@ def _parts(index: int, group: Group, q: int, decode: Decode) -> list[dict[str, A
                 "text": decode(group.tokens[of][tokens].tolist()),
                 "version": str(by.version) if by else None,
                 "mixed_kv": by.mixed_kv if by else False,
-                "replica": by.replica if by else None,
+                "replica": (by.replica or None) if by else None,
                 "reward": json_number(rewards[tokens].sum()) if rewards[tokens].any() else None,
                 "logprob": json_number(logprobs[tokens].mean()) if sampled else None,
             }
@@ -96,23 +96,16 @@ def caption(part: Mapping[str, Any]) -> str:
     return f"sequence {part['sequence'] + 1}: {', '.join(words)}"
 
 
-def failed_row(
-    prompt: Prompt, prompt_text: str, sample: int, failure: str, error: str, calls: Sequence[tuple[int, str]]
-) -> dict[str, Any]:
-    """A sample that failed; ``calls``: number of tokens and text of what was sampled, as far as it is known."""
-    kept = [(count, text) for count, text in calls if count]
+def failed_row(failure: Failure) -> dict[str, Any]:
+    """Its calls are its parts; none of them is trained."""
+    kept = [(count, text) for count, text in failure.calls if count]
+    row = failure._asdict()
+    del row["calls"]
     return {
-        "uid": prompt.uid,
-        "prompt_id": prompt.prompt_id,
-        "data_source": prompt.data_source,
-        "epoch": prompt.epoch,
-        "sample": sample,
-        "prompt": prompt_text,
+        **row,
         "response": BETWEEN_SEQUENCES.join(text for _, text in kept),
         "response_tokens": sum(count for count, _ in kept),
         "trained_tokens": 0,
-        "failure": failure,
-        "error": error,
         "parts": [
             {"sequence": i, "start": 0, "tokens": count, "kind": "masked", "text": text}
             for i, (count, text) in enumerate(kept)

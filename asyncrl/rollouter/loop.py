@@ -22,8 +22,7 @@ from asyncrl.config.checks import Derived
 from asyncrl.config.schema import Config
 from asyncrl.data.order import PromptOrder
 from asyncrl.data.prompts import DataError
-from asyncrl.observability.telemetry.recorder import Recorder, now_s
-from asyncrl.observability.trajectories import failed_row
+from asyncrl.observability.telemetry.recorder import Failure, Recorder, now_s
 from asyncrl.rollouter.batching_sender import BatchingSender
 from asyncrl.rollouter.drops import DropPolicy
 from asyncrl.rollouter.in_flight import InFlightGroup, SnapshotStore, Snapshotter, recovered_samples
@@ -260,12 +259,15 @@ class RolloutLoop:
         self, prompt: Prompt, tokens: np.ndarray, index: int, failed: FailedSample, partial: PartialSample
     ) -> None:
         self._recorder.count(f"rollout/failed_samples/{failed.reason}")
-        if self._recorder.wants_failed_samples:
+        if self._recorder.wants_failures:
             outputs = [np.concatenate([np.empty(0, np.int32), *call.output.tokens]) for call in partial.calls]
-            readable = [part if self._maker.tokenizer.in_vocabulary(part) else part[:0] for part in outputs]
-            text, *texts = self._maker.tokenizer.decode_batch([tokens, *readable])
+            tokenizer = self._maker.tokenizer
+            text, *texts = tokenizer.decode_batch(
+                [tokens, *(o if tokenizer.in_vocabulary(o) else o[:0] for o in outputs)]
+            )
             calls = list(zip(map(len, outputs), texts, strict=True))
-            self._recorder.failed_sample(failed_row(prompt, text, index, failed.reason, failed.message, calls))
+            of = (prompt.uid, prompt.prompt_id, prompt.data_source, prompt.epoch, index)
+            self._recorder.failed(Failure(*of, text, failed.reason, failed.message, calls))
 
     async def _hand_over(self, group: Group) -> Refusal | None:
         answer: asyncio.Future[Refusal | None] = asyncio.get_running_loop().create_future()

@@ -19,6 +19,14 @@ from asyncrl.observability.sinks.timeline import read_spans
 from asyncrl.observability.trajectories import caption
 
 REPORT_FILE = "report.html"
+_BY_SOURCE = {
+    "reward": ("Reward by data source", "Mean reward of the samples of each data source."),
+    "success": (
+        "Success by data source",
+        "Share of samples with a positive accuracy, or without that metric a positive reward.",
+    ),
+    "response_tokens": ("Length by data source", "Mean response tokens of a sample."),
+}
 MAX_TRAJECTORIES = 24
 
 
@@ -68,7 +76,10 @@ def _render(run_dir: Path) -> str:
     config_path = run_dir / "config.yaml"
     config_text = config_path.read_text(encoding="utf-8") if config_path.exists() else ""
     config = OmegaConf.create(config_text or "{}")
-    rows = trajectory_files.read(run_dir)
+    try:
+        rows, damage = trajectory_files.read(run_dir), ""
+    except ValueError as e:
+        rows, damage = [], str(e)
     shown = _evenly(rows, MAX_TRAJECTORIES)
     return page.render(
         title=str(OmegaConf.select(config, "name", throw_on_missing=False) or run_dir.resolve().name),
@@ -79,6 +90,7 @@ def _render(run_dir: Path) -> str:
         has_metrics=bool(series),
         sections=[*_metric_sections(series), page.Section("Timeline", [*_actors(run_dir), *_groups(run_dir)])],
         trajectories=[_trajectory(row) for row in shown],
+        damage=damage,
         trajectories_title="Trajectories" + (f" ({len(shown)} of {len(rows)} kept)" if len(shown) < len(rows) else ""),
         summary={name: _fact(value) for name, value in summary.items() if not isinstance(value, (dict, list))},
         config_text=config_text,
@@ -88,6 +100,10 @@ def _render(run_dir: Path) -> str:
 def _metric_sections(series: charts.Series) -> Iterator[page.Section]:
     for title, group in charts.SECTIONS.items():
         drawn = page.charts(*((chart.title, chart.caption, charts.line_chart(chart, series)) for chart in group))
+        if title == "Learning":
+            drawn += page.charts(
+                *((title, text, charts.source_chart(series, name)) for name, (title, text) in _BY_SOURCE.items())
+            )
         if title == "Asynchrony":
             drawn += page.charts(
                 (

@@ -8,6 +8,7 @@ from typing import Any
 
 from asyncrl.observability.sinks.base import Sink, SinkSpec
 from asyncrl.observability.telemetry.recorder import Batch
+from asyncrl.observability.trajectories import failed_row
 from asyncrl.observability.trajectory_files import read_failed, write_failed, write_step
 
 MAX_FAILED = 500  # of a run: the first ones show what is wrong
@@ -25,8 +26,8 @@ class TrajectorySink(Sink):
             write_step(self._run_dir, rows[0]["step"], rows)
 
     def spans(self, batch: Batch) -> None:
-        if batch.failed_samples and len(self._failed) < MAX_FAILED:
-            self._failed += batch.failed_samples
+        if batch.failures and len(self._failed) < MAX_FAILED:
+            self._failed += map(failed_row, batch.failures)
             write_failed(self._run_dir, self._failed)
 
 

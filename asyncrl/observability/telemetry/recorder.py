@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 now_s = time.monotonic
+MAX_FAILURES = 4  # failed samples kept between two drains
 
 
 class Span(NamedTuple):
@@ -35,7 +36,18 @@ class Span(NamedTuple):
     args: dict[str, Any]
 
 
-MAX_FAILED_SAMPLES = 4  # between two drains
+class Failure(NamedTuple):
+    """A sample that failed, for people to read. ``calls``: number of tokens and text of what was sampled for it."""
+
+    uid: str
+    prompt_id: str
+    data_source: str
+    epoch: int
+    sample: int
+    prompt: str
+    failure: str
+    error: str
+    calls: list[tuple[int, str]]
 
 
 @dataclass
@@ -48,7 +60,7 @@ class Batch:
     open_spans: list[Span] = field(default_factory=list)
     counters: dict[str, float] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
-    failed_samples: list[dict[str, Any]] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
 
 
 class Recorder:
@@ -64,7 +76,7 @@ class Recorder:
         self._next = 0
         self._counters: dict[str, float] = {}
         self._gauges: dict[str, float] = {}
-        self._failed_samples: list[dict[str, Any]] = []
+        self._failures: list[Failure] = []
 
     def begin(self, name: str, **args: Any) -> int:
         """Starts a span that ends elsewhere; returns the token for `end`."""
@@ -103,21 +115,20 @@ class Recorder:
             self._gauges[name] = value
 
     @property
-    def wants_failed_samples(self) -> bool:
-        """False once `MAX_FAILED_SAMPLES` came since the last drain: many fail alike, and counters count them all."""
-        return len(self._failed_samples) < MAX_FAILED_SAMPLES
+    def wants_failures(self) -> bool:
+        """False once `MAX_FAILURES` came since the last drain: many fail alike, and counters count them all."""
+        return len(self._failures) < MAX_FAILURES
 
-    def failed_sample(self, row: dict[str, Any]) -> None:
-        """A sample that failed, as a row of `asyncrl.observability.trajectory_files`."""
+    def failed(self, failure: Failure) -> None:
         with self._lock:
-            self._failed_samples.append(row)
+            self._failures.append(failure)
 
     def drain(self) -> Batch:
         at = now_s()
         with self._lock:
             still_open = [Span(self.actor, name, start, at, args) for name, start, args in self._open.values()]
-            batch = Batch(self.actor, self._spans, still_open, self._counters, dict(self._gauges), self._failed_samples)
-            self._spans, self._counters, self._failed_samples = [], {}, []
+            batch = Batch(self.actor, self._spans, still_open, self._counters, dict(self._gauges), self._failures)
+            self._spans, self._counters, self._failures = [], {}, []
         return batch
 
     def _append(self, span: Span) -> None:
