@@ -21,6 +21,10 @@ from asyncrl.config.schema import WandbConfig
 from asyncrl.observability.sinks import wandb_workspace
 from asyncrl.observability.sinks.jsonl import JsonlSink
 from asyncrl.observability.sinks.wandb import TABLE, WandbSink, git_state
+from asyncrl.observability.trajectories import trajectory_row
+from asyncrl.types.groups import Group
+from asyncrl.types.samples import FinishReason, Sample
+from asyncrl.types.versions import PolicyVersion, VersionSpan
 
 _BLOCK_BYTES = 32_768
 _CHUNK = struct.Struct("<IHB")  # crc, length, kind: 1 whole, 2 first, 3 middle, 4 last
@@ -168,9 +172,11 @@ def test_an_unknown_mode_is_refused_with_the_known_ones():
 
 
 def trajectories(step: int, count: int = 2) -> list[dict]:
-    spans = [{"start": 0, "version": "0.3", "mixed_kv": False}, {"start": 17, "version": "0.4", "mixed_kv": False}]
-    row = {"step": step, "prompt_id": "p", "prompt": "2+2=", "response": "4", "versions": spans, "finish": "stop"}
-    return [row | {"reward": i / 2, "response_tokens": 20 + i, "uid": f"u{i}"} for i in range(count)]
+    spans = [VersionSpan(0, PolicyVersion(0, 3)), VersionSpan(1, PolicyVersion(0, 4))]
+    columns = np.array([52, 53]), np.full(2, -1.0), np.ones(2, bool)
+    samples = [Sample.single(i, *columns, spans, FinishReason.STOP, i / 2) for i in range(count)]
+    group = Group.from_samples("u", "p", 0, np.array([50, 43, 61]), samples)
+    return [trajectory_row(step, group, s, lambda tokens: "".join(map(chr, tokens))) for s in range(count)]
 
 
 def test_sampled_trajectories_become_a_table_every_few_steps(alone, tmp_path):
@@ -185,7 +191,7 @@ def test_sampled_trajectories_become_a_table_every_few_steps(alone, tmp_path):
     assert first["columns"] == list(TABLE)
     assert [row[0] for row in first["data"]] == [1, 1, 2, 2]
     assert [row[0] for row in second["data"]] == [3, 3, 4, 4]
-    assert first["data"][1][1:] == ["p", "2+2=", "4", 0.5, "0.3 · 0.4 from 17", "stop", 21, "u1"]
+    assert first["data"][1][1:] == ["p", "2+=", "45", 0.5, "0.3 · 0.4", "stop", 2, "u"]
 
 
 def test_a_resumed_run_keeps_its_id_and_repeats_no_step(alone, tmp_path):

@@ -120,10 +120,8 @@ def _run_id(path: Path) -> str:
 
 
 def _cell(value: Any) -> Any:
-    """Version spans as text, such as ``0.3 · 0.4 from 17``; other values unchanged."""
-    if not isinstance(value, list):
-        return value
-    return " · ".join(f"{s['version']} from {s['start']}" if s["start"] else s["version"] for s in value)
+    """Versions as text, such as ``0.3 · 0.4``; other values unchanged."""
+    return " · ".join(value) if isinstance(value, list) else value
 
 
 def _loggable(value: Any) -> float | str | None:
