@@ -197,6 +197,11 @@ def restores(folder: Path) -> int:
     return _query(folder, "SELECT MAX(lineage) FROM versions")[0][0]
 
 
+def dropped(folder: Path, reason: str) -> int:
+    """Number of groups dropped for this reason."""
+    return _query(folder, f"SELECT COUNT(*) FROM groups WHERE state = 'dropped' AND reason = '{reason}'")[0][0]
+
+
 def _query(folder: Path, query: str) -> list[tuple]:
     with closing(sqlite3.connect(f"{(folder / 'ledger.sqlite').as_uri()}?mode=ro", uri=True)) as db:
         return db.execute(query).fetchall()

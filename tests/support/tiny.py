@@ -1,12 +1,15 @@
 """A tiny run for tests: a random model, a handful of problems, rewards that any answer can earn."""
 
+import asyncio
 import hashlib
 import json
 import time
 from pathlib import Path
 
 from asyncrl.rollouter.agents.single_turn import SingleTurn
+from asyncrl.rollouter.agents.trajectory import TrajectoryBuilder
 from asyncrl.types.prompts import Prompt
+from asyncrl.types.samples import FinishReason, Sample
 
 MAX_RESPONSE = 24
 
@@ -99,3 +102,18 @@ def authorized_reward(prompt: Prompt, response: str, headers: dict[str, str], sh
 def _authorize(headers: dict[str, str], sha256: str) -> None:
     if hashlib.sha256(headers["Authorization"].encode()).hexdigest() != sha256:
         raise PermissionError("not the token")
+
+
+class SlowTool:
+    """Two turns of six tokens; between them, for the answers 0 and 8, a tool that takes ``slow_s``."""
+
+    def __init__(self, tokenizer, max_response_tokens: int, slow_s: float) -> None:
+        self._slow_s = slow_s
+
+    async def run(self, prompt: Prompt, index: int, generate) -> Sample:
+        turns = TrajectoryBuilder()
+        turns.append(await generate(turns.response, 6))
+        await asyncio.sleep(self._slow_s if prompt.answer in ("0", "8") else 0.0)
+        turns.append([5])
+        turns.append(await generate(turns.response, 6))
+        return turns.sample(index, FinishReason.STOP)

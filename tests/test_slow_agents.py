@@ -1,0 +1,37 @@
+"""Whole runs whose agents sometimes wait for a tool for many steps: who waits for them, and what becomes of them."""
+
+import json
+
+import pytest
+
+from tests.support.faults import audit, dropped
+
+pytestmark = [pytest.mark.timeout(300)]
+
+SLOW_S = 15.0
+OPTIONS = (
+    "rollout.agent_loop=tests.support.tiny:SlowTool",
+    f"rollout.agent_loop_args={{slow_s: {SLOW_S}}}",
+    "async_training.staleness_threshold=1",
+    "async_training.queue_policy=ready_first",
+    "trainer.total_steps=12",
+)
+
+
+@pytest.mark.parametrize("overdue", ["drop", "wait"])
+def test_overdue_decides_about_groups_of_slow_agents(start, tmp_path, overdue):
+    run = start(f"async_training.overdue={overdue}")
+    assert run.wait(240) == 0, run.text
+    folder = tmp_path / "run"
+    audit(folder, [2] * 12, in_order=False)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "actor/loss" in row]
+    longest_s = max(row["perf/step_s"] for row in steps)
+    late = dropped(folder, "overdue")
+    assert steps[-1].get("fully_async/dropped/overdue", 0) == late
+    if overdue == "drop":  # no step waits for a tool
+        assert late > 0
+        assert longest_s < SLOW_S / 2
+    else:  # a step waits for each, once its deadline has come
+        assert late == 0
+        assert longest_s > SLOW_S / 2
