@@ -42,6 +42,7 @@ from tests.support.durable import (
     roll_back,
     train,
 )
+from tests.support.trees import make_trees
 from tests.test_spool import FaultyDisk, flip, in_child
 
 V0 = PolicyVersion(0, 0)
@@ -117,6 +118,26 @@ async def test_the_ledger_tracks_a_group_from_issue_to_final_training(tmp_path):
     found = table.recover()
     assert (found.groups, found.issued, found.final, found.covered_step) == ([], 1, 1, 4)
     await table.close()
+
+
+async def test_a_group_of_several_sequences_is_counted_by_samples_sequences_and_tokens(tmp_path, capsys):
+    table = DurableTable(tmp_path)
+    group = Group.from_buffer(make_trees([2])[0])
+    group.uid = "1"
+    await table.write(*issued(1, 1), finish(group.to_bytes()), lease(["1"], 1), train(1))
+    (found,) = table.recover().groups
+    await table.close()
+    tokens, trained = len(group.tokens), int(group.loss_mask.sum())
+    assert (found.samples, found.sequences, found.tokens, found.trained_tokens) == (
+        2,
+        len(group.prefix),
+        tokens,
+        trained,
+    )
+    assert command.main([str(tmp_path)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["sequences", "per", "sample", "trained", "1", f"{len(group.prefix) / 2:.2f}"] in [row[:6] for row in rows]
+    assert ["trained", "share", "of", "tokens", "trained", "1", f"{trained / tokens:.3f}"] in [row[:7] for row in rows]
 
 
 async def test_a_rollback_queues_later_steps_and_all_leases_in_the_order_of_issue(tmp_path):

@@ -142,12 +142,18 @@ async def test_calls_at_once_share_the_limit_of_the_sample():
         ({"metrics": {"reward": 1.0}}, "a metric 'reward'"),
         ({"messages": [{"content": object()}]}, "not JSON serializable"),
         ({"finish": "stop"}, "expected a FinishReason"),
+        ({"column": [["a"]] * 9}, "extra column 'x': expected rows of numbers, found [['a']"),
+        ({"column": [[1], [2, 3]]}, "inhomogeneous shape"),
     ],
 )
 async def test_what_else_a_loop_returns_is_checked(changes, problem):
     class Careless(Tool):
         async def run(self, prompt, index, generate):
-            return replace(await super().run(prompt, index, generate), **changes)
+            sample = await super().run(prompt, index, generate)
+            (sequence,) = sample.sequences
+            extras = {"x": changes["column"]} if "column" in changes else {}
+            others = {name: value for name, value in changes.items() if name != "column"}
+            return replace(sample, sequences=[replace(sequence, extras=extras)], **others)
 
     failed, _ = await made(Careless(None, 20))
     assert (failed.reason, problem in failed.message) == ("bad_sample", True)

@@ -7,7 +7,7 @@ import pytest
 
 from asyncrl.rollouter.agents import provenance
 from asyncrl.rollouter.agents.base import Completion
-from asyncrl.rollouter.agents.provenance import SampledCall, context_digest
+from asyncrl.rollouter.agents.provenance import SampledCall, result_digest, tokens_digest
 from asyncrl.rollouter.agents.trajectory import TrajectoryBuilder
 from asyncrl.types.samples import FinishReason, Sample
 from asyncrl.types.versions import PolicyVersion, VersionSpan
@@ -27,7 +27,7 @@ class Calls(list):
         context = np.concatenate([PROMPT[: builder.prefix], builder.response])
         logprobs = -np.arange(1, len(tokens) + 1, dtype=np.float32) / (len(self) + 1)
         result = Completion(np.array(tokens, np.int32), logprobs, [VersionSpan(0, version)], FinishReason.STOP)
-        self.append(SampledCall(len(context), context_digest(context), len(tokens), result))
+        self.append(SampledCall(len(context), tokens_digest(context), len(tokens), result))
         builder.append(result)
         return result
 
@@ -41,6 +41,11 @@ def conversation() -> tuple[Sample, Calls]:
     calls.answer(turns, [12, 13], V1)
     calls.answer(fork, [14])
     return turns.sample(0), calls
+
+
+def saved(call: SampledCall) -> SampledCall:
+    """As a process knows it that did not make it."""
+    return call._replace(result=result_digest(call.result.tokens, call.result.logprobs, call.result.spans))
 
 
 def changed(sample: Sample, q: int, **columns) -> Sample:
@@ -58,8 +63,19 @@ def at(column: np.ndarray, index: int, value) -> np.ndarray:
 def test_what_a_builder_makes_passes_also_after_a_restart():
     sample, calls = conversation()
     assert sample_problem(sample, PROMPT, calls) is None
-    forgotten = [call._replace(result=None) for call in calls]
+    forgotten = [saved(call) for call in calls]
     assert sample_problem(sample, PROMPT, forgotten) is None
+
+
+def test_after_a_restart_a_saved_call_s_logprobs_and_versions_are_known():
+    sample, calls = conversation()
+    forgotten, first = [saved(call) for call in calls], sample.sequences[0]
+    for columns in (
+        {"logprobs": np.zeros_like(first.logprobs)},
+        {"tokens": at(first.tokens, 4, 15)},
+        {"spans": [VersionSpan(0, V1)]},
+    ):
+        assert "is trained, but no call" in sample_problem(changed(sample, 0, **columns), PROMPT, forgotten)
 
 
 def test_equal_calls_may_each_be_trained_once():
@@ -81,7 +97,7 @@ def test_after_a_restart_a_saved_call_does_not_take_another_one_s_tokens():
     calls.answer(forks[0], [10, 11])
     calls.answer(forks[1], [12, 13, 14])
     sample = turns.sample(0, FinishReason.STOP)
-    assert sample_problem(sample, PROMPT, [calls[1]._replace(result=None), calls[0]]) is None
+    assert sample_problem(sample, PROMPT, [saved(calls[1]), calls[0]]) is None
 
 
 def test_a_loop_may_drop_the_end_of_an_answer():
@@ -89,7 +105,7 @@ def test_a_loop_may_drop_the_end_of_an_answer():
     answer = calls.answer(turns, [10, 11, 12])
     cut = Sample.single(0, answer.tokens[:2], answer.logprobs[:2], np.ones(2, bool), answer.spans, answer.finish)
     assert sample_problem(cut, PROMPT, calls) is None
-    assert sample_problem(cut, PROMPT, [calls[0]._replace(result=None)]) is None
+    assert sample_problem(cut, PROMPT, [saved(calls[0])]) is None
 
 
 SAMPLE, CALLS = conversation()

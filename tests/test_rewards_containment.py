@@ -162,17 +162,6 @@ async def test_metrics_beyond_their_limits_are_errors_that_say_so():
     assert all("expected a name of 1 to 64 printable characters" in r.message for r in results[1:])
 
 
-async def test_only_the_first_names_of_a_run_are_metrics(caplog):
-    async with pool_of(attacks.many_metrics) as pool:
-        first = await scored(pool, *(f"{i} {i + 50}" for i in range(0, 300, 50)))
-        again = await scored(pool, "0 50", "1000 1050")
-    assert [len(r.metrics) for r in first] == [50] * 5 + [6]
-    assert [len(r.metrics) for r in again] == [50, 0]
-    assert [r.error for r in again] == [None, None]
-    (record,) = caplog.records
-    assert "has returned metrics of 256 names; ignoring those of further names, such as 'm256'" in record.getMessage()
-
-
 def test_numbers_fit_the_precision_in_which_samples_hold_them():
     assert checked({"reward": True, "x": 3}) == {"reward": 1.0, "x": 3.0}
     for value in (1e39, float("inf"), float("nan"), 10**400):

@@ -10,6 +10,7 @@ import pytest
 
 from asyncrl.config.checks import derive
 from asyncrl.config.load import load_config
+from asyncrl.rollouter import samples
 from asyncrl.rollouter.agents.multi_turn import MultiTurn
 from asyncrl.rollouter.agents.single_turn import SingleTurn
 from asyncrl.rollouter.batching_sender import BatchingSender
@@ -137,6 +138,34 @@ async def test_a_bad_sample_is_refused_by_name_and_its_group_goes_on(inputs, age
         assert system.recorder.drain().counters["rollout/failed_samples/bad_sample"] >= 2
     assert caplog.text.count("the agent loop returned a bad sample") == 1
     assert f"sample 0: {problem}" in caplog.text
+
+
+class Widens(SingleTurn):
+    """Gives a column whose rows differ from sample to sample, and metrics of ever new names."""
+
+    async def run(self, prompt, index, generate):
+        sample = await super().run(prompt, index, generate)
+        (q,) = sample.sequences
+        columns = {"x": np.zeros((3, 4 if index == 2 else 2)), "y": np.zeros(index)}
+        metrics = {f"m{50 * index + i}": 1.0 for i in range(50)}
+        return replace(sample, sequences=[replace(q, extras=columns)], metrics=metrics)
+
+
+async def test_a_column_unlike_the_group_s_first_fails_its_sample(inputs):
+    async with System(inputs, lambda prompt, i: fine(float(i)), agent_loop=Widens) as system:
+        for group in await system.groups(2):
+            assert group.sample_index.tolist() == [0, 1, 3]
+            assert group.extras["x"][0].shape == (9, 2)
+            assert group.extras["y"][1].tolist() == [0, 0, 1, 4]
+
+
+async def test_only_the_first_names_of_a_run_are_metrics(inputs, caplog, monkeypatch):
+    monkeypatch.setattr(samples, "MAX_METRICS", 120)
+    async with System(inputs, lambda prompt, i: fine(float(i)), agent_loop=Widens) as system:
+        for group in await system.groups(2):
+            assert len(group.metrics) == 120
+            assert group.metrics["accuracy"].tolist() == [0.0, 1.0, 2.0]
+    assert caplog.text.count("given metrics of 120 names; ignoring others, such as") == 1
 
 
 class SlowTool(MultiTurn):

@@ -355,6 +355,16 @@ def test_training_changes_the_target_and_not_the_draft(checkpoint, start_rank):
     assert moved == {name for name in before if not is_draft(name)}
 
 
+def test_metrics_are_means_over_trained_tokens_whatever_the_loss_divides_by(checkpoint, start_rank):
+    found = []
+    for options in ({}, {"denominators": "trained"}, {"loss_aggregation": "constant"}):
+        metrics = start_rank(make_config(checkpoint, overlong="mask", **options)).train(0, make_groups())
+        found.append([metrics[f"actor/{name}"] for name in ("entropy", "kl_behaviour", "ratio_mean")])
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+    assert found[2] == pytest.approx(found[0], rel=1e-6)
+    assert 0.8 * np.log(VOCAB) < found[0][0] < np.log(VOCAB)  # in nats per token
+
+
 def test_bfloat16_trains_near_float32(checkpoint, start_rank):
     exact = start_rank(make_config(checkpoint)).train(0, make_groups())
     rank = start_rank(make_config(checkpoint, mixed_precision="bfloat16"))

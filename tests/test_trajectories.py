@@ -50,6 +50,22 @@ def test_what_sequences_share_is_trained_by_the_first_of_them():
     assert (third.tokens.tolist(), third.prefix) == ([5, 4000, 4001], 1)
 
 
+def test_rewards_are_discounted_along_each_sequence_whatever_its_siblings_did():
+    turns = TrajectoryBuilder()
+    turns.append(completion(0))
+    forks = [turns.branch(), turns.branch(), turns.start()]
+    for number, fork in enumerate(reversed(forks)):
+        for turn in range(2):
+            fork.append(completion(2 * number + turn + 1))
+            fork.reward(10.0**turn)
+    turns.append(completion(7))
+    again = TrajectoryBuilder.from_bytes(turns.to_bytes())
+    for builder in (turns, again):
+        sample = builder.sample(0, reward=4.0, discount=0.5)
+        assert sample.reward == 3 * (0.5 * 1 + 0.25 * 10) + 0.5 * 4  # the last: of this sequence's second turn
+        assert [q.extras["token_rewards"][q.loss_mask].sum() for q in sample.sequences] == [4, 11, 11, 11]
+
+
 def test_a_sequence_without_tokens_of_its_own_is_left_out():
     turns = TrajectoryBuilder()
     turns.append(completion(0))

@@ -19,6 +19,13 @@ from asyncrl.sample_queue.records import STATES
 
 _LAST_VERSIONS = 10
 _BAR = 40  # characters
+#: distributions over groups: name, SQL expression, digits
+_OF_GROUPS = (
+    ("tokens per sample", "CAST(tokens AS REAL) / samples", 1),
+    ("sequences per sample", "CAST(sequences AS REAL) / samples", 2),
+    ("trained share of tokens", "CAST(trained_tokens AS REAL) / MAX(tokens, 1)", 3),
+    ("reward", "reward", 3),
+)
 _HIDDEN_META = ("spool_segment", "spool_offset", "served_from", "holder", "driver_epoch")
 
 
@@ -73,13 +80,13 @@ def _distributions(db: sqlite3.Connection) -> Iterator[str]:
     """Compares all finished groups with the trained ones: a difference shows a bias of the drops."""
     rows = []
     for label, where in (("generated", "finished_s IS NOT NULL"), ("trained", "state = 'trained'")):
-        query = f"SELECT CAST(tokens AS REAL) / samples, reward FROM groups WHERE {where} AND samples > 0"
-        values = np.array(db.execute(query).fetchall(), dtype=float).reshape(-1, 2)
-        for name, column, digits in (("tokens per sample", values[:, 0], 1), ("reward", values[:, 1], 3)):
-            if len(column):
-                points = [column.mean(), *np.quantile(column, [0, 0.1, 0.5, 0.9, 1])]
-                rows.append([name, label, str(len(column)), *(f"{point:.{digits}f}" for point in points)])
-    rows.sort(key=lambda row: row[0], reverse=True)
+        columns = ", ".join(expression for _, expression, _ in _OF_GROUPS)
+        found = db.execute(f"SELECT {columns} FROM groups WHERE {where} AND samples > 0").fetchall()
+        for (name, _, digits), column in zip(_OF_GROUPS, np.array(found, dtype=float).T):
+            points = [column.mean(), *np.quantile(column, [0, 0.1, 0.5, 0.9, 1])]
+            rows.append([name, label, str(len(column)), *(f"{point:.{digits}f}" for point in points)])
+    names = [name for name, _, _ in _OF_GROUPS]
+    rows.sort(key=lambda row: names.index(row[0]))
     header = ["group mean", "of", "groups", "mean", "min", "p10", "p50", "p90", "max"]
     yield from _table("generated vs trained", header, rows)
 

@@ -263,7 +263,7 @@ class RolloutLoop:
             outputs = [np.concatenate([np.empty(0, np.int32), *call.output.tokens]) for call in partial.calls]
             tokenizer = self._maker.tokenizer
             text, *texts = tokenizer.decode_batch(
-                [tokens, *(o if tokenizer.in_vocabulary(o) else o[:0] for o in outputs)]
+                [tokens, *(o if tokenizer.in_vocabulary(o) else o[:0] for o in outputs)], special_tokens=True
             )
             calls = list(zip(map(len, outputs), texts, strict=True))
             of = (prompt.uid, prompt.prompt_id, prompt.data_source, prompt.epoch, index)

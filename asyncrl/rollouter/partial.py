@@ -15,6 +15,7 @@ import numpy as np
 
 from asyncrl.observability.telemetry.recorder import now_s
 from asyncrl.rollouter.agents.base import Completion
+from asyncrl.rollouter.agents.provenance import result_digest
 from asyncrl.types.columns import Buffer, Layout
 from asyncrl.types.samples import FinishReason
 from asyncrl.types.versions import PolicyVersion, VersionSpan
@@ -75,12 +76,19 @@ class GenerateCall:
     finish: FinishReason | None = None
     most: int = 0  # tokens that it may have, while this process runs it
 
+    def saved(self) -> SavedCall:
+        tokens, logprobs = _joined(self.output.tokens, np.int32), _joined(self.output.logprobs, np.float32)
+        return SavedCall(
+            self.context, result_digest(tokens, logprobs, self.output.spans), self.start, self.ordinal, len(tokens)
+        )
+
 
 class SavedCall(NamedTuple):
-    """A call whose result is in the state that the agent loop saved: digest and length of its context, its number among
-    calls with equal ones, and the number of its tokens."""
+    """A call whose result is in the state that the agent loop saved: digest and length of its context, `result_digest`,
+    its number among calls with equal contexts, and the number of its tokens."""
 
     context: int
+    result: int
     start: int
     ordinal: int
     tokens: int
@@ -174,7 +182,7 @@ class PartialSample:
     def save(self, state: bytes, covered: Sequence[GenerateCall]) -> None:
         """Replace the earlier state and the calls ``covered`` by ``state``."""
         self.saved_first_token_s = self.first_token_s if covered else self.saved_first_token_s
-        self.saved_calls += [SavedCall(c.context, c.start, c.ordinal, c.output.count) for c in covered]
+        self.saved_calls += [c.saved() for c in covered]
         self.calls = [call for call in self.calls if not any(call is other for other in covered)]
         self.state = state
         self._replaced += 1
@@ -197,6 +205,7 @@ def pack(uid: str, samples: Sequence[PartialSample], since: Sequence[Position] |
                                      calls, saved_calls, attempt, bytes of state
     ``states``     uint8    [B]      of all samples
     ``contexts``   uint64   [K + C]  of the saved_calls of all samples, then of the calls
+    ``results``    uint64   [K]      of the saved_calls
     ``saved``      int64    [K, 3]   start, ordinal, tokens
     ``calls``      int64    [C, 5]   start, ordinal, finish, tokens, spans
     ``tokens``     int32    [T]
@@ -233,7 +242,8 @@ def pack(uid: str, samples: Sequence[PartialSample], since: Sequence[Position] |
             "samples": _table(rows, 7),
             "states": np.frombuffer(b"".join(states), np.uint8),
             "contexts": np.array([*(c.context for c in saved), *(n.call.context for n in news)], np.uint64),
-            "saved": _table([call[1:] for call in saved], 3),
+            "results": np.array([c.result for c in saved], np.uint64),
+            "saved": _table([call[2:] for call in saved], 3),
             "calls": _table([(n.call.start, n.call.ordinal, _finish(n.call), n.tokens, len(n.spans)) for n in news], 5),
             "tokens": _joined([part for n in news for part in _last(n.call.output.tokens, n.tokens)], np.int32),
             "logprobs": _joined([part for n in news for part in _last(n.call.output.logprobs, n.tokens)], np.float32),
@@ -253,15 +263,15 @@ def unpack(parts: Sequence[Buffer]) -> list[PartialSample]:
 
 def _unpack_part(data: Buffer, samples: dict[int, PartialSample]) -> None:
     meta, columns = _SNAPSHOT.from_buffer(data)
-    contexts, saved = columns["contexts"].tolist(), columns["saved"].tolist()
+    contexts, results = columns["contexts"].tolist(), columns["results"].tolist()
+    saved = [SavedCall(*keys, *rest) for *keys, rest in zip(contexts, results, columns["saved"].tolist())]
     calls = zip(contexts[len(saved) :], columns["calls"].tolist(), strict=True)
     states, spans = columns["states"].tobytes(), columns["spans"].tolist()
     state_at = token_at = span_at = saved_at = 0
     for index, whole, first, count, saved_calls, attempt, state_bytes in columns["samples"].tolist():
         if whole:
-            covered = range(saved_at, saved_at + saved_calls)
+            samples[index] = PartialSample(None, saved[saved_at : saved_at + saved_calls], attempt=attempt)
             saved_at += saved_calls
-            samples[index] = PartialSample(None, [SavedCall(contexts[i], *saved[i]) for i in covered], attempt=attempt)
         sample = samples[index]
         if state_bytes != _NONE:
             sample.state = states[state_at : state_at + state_bytes]

@@ -17,7 +17,7 @@ import numpy as np
 from asyncrl.config.schema import RolloutConfig
 from asyncrl.observability.telemetry.recorder import Recorder, now_s
 from asyncrl.rollouter.agents.base import Completion, GenerationFailed, LimitReached
-from asyncrl.rollouter.agents.provenance import SampledCall, context_digest
+from asyncrl.rollouter.agents.provenance import SampledCall, tokens_digest
 from asyncrl.rollouter.agents.watch import AgentWatch
 from asyncrl.rollouter.engines.base import Request
 from asyncrl.rollouter.partial import GenerateCall, PartialSample
@@ -50,7 +50,7 @@ class ReplayedGenerate:
         self._running: set[asyncio.Task[Any]] = set()  # tasks that wait for a call
         self._closed = False
         #: all calls whose results the loop has
-        self.sampled = [SampledCall(call.start, call.context, call.tokens, None) for call in sample.saved_calls]
+        self.sampled = [SampledCall(call.start, call.context, call.tokens, call.result) for call in sample.saved_calls]
 
     @property
     def state(self) -> bytes | None:
@@ -105,7 +105,7 @@ class ReplayedGenerate:
     def _claim(self, context: np.ndarray, response_tokens: int) -> GenerateCall:
         """The first call of the record with this context that this run has not made yet, or a new one. Raises
         LimitReached."""
-        digest = context_digest(context)
+        digest = tokens_digest(context)
         for call in self._sample.calls:
             if call.context == digest and not any(call is other for other in self._claimed):
                 break

@@ -32,6 +32,8 @@ from asyncrl.types.prompts import Prompt
 from asyncrl.types.samples import Sample
 from asyncrl.types.trajectories import Trajectory, TrajectorySequence
 
+MAX_METRICS = 256  # of all samples, under different names; each is a curve in every sink
+
 log = logging.getLogger(__name__)
 
 
@@ -86,7 +88,8 @@ class SampleMaker:
         self._router = router
         self._rewards = rewards
         self._recorder = recorder
-        self._reported: set[str] = set()  # kinds of agent errors
+        self._metrics: set[str] = set()  # names
+        self._reported: set[str] = set()  # kinds of agent errors, and of what else is reported once
 
     async def make(
         self, task: GroupTask, partials: Sequence[PartialSample], places: GroupPlaces | None = None
@@ -112,7 +115,7 @@ class SampleMaker:
 
         samples = [asyncio.create_task(one(index, partial)) for index, partial in enumerate(partials)]
         try:
-            return await asyncio.gather(*samples)
+            return self._with_equal_columns(task.prompt, await asyncio.gather(*samples))
         except Exception:
             for sample in samples:
                 sample.cancel()
@@ -135,7 +138,7 @@ class SampleMaker:
         config, graded = self._reward, [s for s in scored if isinstance(s, Sample)]
         asked = [s for s in graded if config.has_function and (s.reward is None or config.function_share)]
         if not asked:
-            return scored
+            return self._with_known_metrics(scored)
         with self._recorder.span("rollout/reward", samples=len(asked)):
             results = await self._rewards.score(self._answers(prompt, asked))
         failures: dict[int, FailedSample] = {}
@@ -150,7 +153,22 @@ class SampleMaker:
             if sample.reward is not None:
                 reward = (1 - config.function_share) * sample.reward + config.function_share * reward
             sample.reward, sample.metrics = reward, {**sample.metrics, **result.metrics}
-        return [failures.get(id(s), s) for s in scored]
+        return self._with_known_metrics([failures.get(id(s), s) for s in scored])
+
+    def _with_known_metrics(self, scored: list[Sample | FailedSample]) -> list[Sample | FailedSample]:
+        """The samples without metrics that are not among the first `MAX_METRICS` names."""
+        for sample in scored:
+            if not isinstance(sample, Sample) or sample.metrics.keys() <= self._metrics:
+                continue
+            new = [name for name in sample.metrics if name not in self._metrics]
+            room = MAX_METRICS - len(self._metrics)
+            self._metrics.update(new[:room])
+            if new[room:] and "metrics" not in self._reported:
+                self._reported.add("metrics")
+                message = "agent loop and reward function have given metrics of %d names; ignoring others, such as %r"
+                log.warning(message, MAX_METRICS, new[room])
+            sample.metrics = {name: v for name, v in sample.metrics.items() if name in self._metrics}
+        return scored
 
     def _scorable(self, sample: Sample) -> Sample | FailedSample:
         """The sample, or its failure if it cannot have a reward."""
@@ -161,11 +179,11 @@ class SampleMaker:
         return sample
 
     def _answers(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Answer]:
+        if self._rewards.takes_trajectories:
+            trajectories = [self._trajectory(s) for s in samples]
+            return [Answer(prompt, t.sequences[-1].text, t) for t in trajectories]
         texts = self.tokenizer.decode_batch([s.sequences[-1].tokens for s in samples])
-        takes = self._rewards.takes_trajectories
-        return [
-            Answer(prompt, text, self._trajectory(s) if takes else None) for text, s in zip(texts, samples, strict=True)
-        ]
+        return [Answer(prompt, text, None) for text in texts]
 
     def _trajectory(self, sample: Sample) -> Trajectory:
         texts = self.tokenizer.decode_batch([q.tokens for q in sample.sequences])
@@ -211,17 +229,33 @@ class SampleMaker:
         finally:
             watch.close()
             generate.close()
-        if problem is not None:
-            return self._bad_sample(f"group {task.prompt.uid} sample {index}: {problem}")
-        return _with_arrays(sample, index)
+        return self._bad_sample(task.prompt, index, problem) if problem else _with_arrays(sample, index)
 
     def _problem(self, sample: object, prompt_tokens: np.ndarray, calls: Sequence[SampledCall]) -> str | None:
         """What is wrong with what an agent loop returned, if anything."""
         problem = sample_problem(sample, prompt_tokens, calls, self._rollout.max_response_tokens)
-        return problem or (_bad_extras(sample) if isinstance(sample, Sample) else None)
+        return problem or (_problem_beside_tokens(sample) if isinstance(sample, Sample) else None)
 
-    def _bad_sample(self, message: str) -> FailedSample:
+    def _with_equal_columns(self, prompt: Prompt, made: Sequence[Sample | FailedSample]) -> list[Sample | FailedSample]:
+        """The samples, or the failures of those whose extra columns have rows of another shape than the first's."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        checked: list[Sample | FailedSample] = []
+        for index, sample in enumerate(made):
+            if isinstance(sample, Sample):
+                columns = [(name, v.shape[1:]) for q in sample.sequences for name, v in q.extras.items()]
+                expected = dict(reversed(columns)) | shapes
+                if different := next(((name, shape) for name, shape in columns if shape != expected[name]), None):
+                    name, shape = different
+                    problem = f"extra column {name!r}: expected rows of shape {expected[name]}, found {shape}"
+                    sample = self._bad_sample(prompt, index, problem)
+                else:
+                    shapes = expected
+            checked.append(sample)
+        return checked
+
+    def _bad_sample(self, prompt: Prompt, index: int, problem: str) -> FailedSample:
         """Logs the first one; `rollout/failed_samples/bad_sample` counts all."""
+        message = f"group {prompt.uid} sample {index}: {problem}"
         if "bad_sample" not in self._reported:
             self._reported.add("bad_sample")
             log.warning("the agent loop returned a bad sample, which is dropped; further ones are counted: %s", message)
@@ -241,13 +275,17 @@ class SampleMaker:
         return FailedSample("agent_error", f"{kind}: {error}")
 
 
-def _bad_extras(sample: Sample) -> str | None:
-    """What is wrong with the reward, metrics and messages that an agent loop gave, if anything."""
+def _problem_beside_tokens(sample: Sample) -> str | None:
+    """What is wrong with the reward, metrics, messages and extra columns that an agent loop gave, if anything."""
     if "reward" in sample.metrics:
         return "a metric 'reward'; expected the reward in Sample.reward"
     try:
         checked({**sample.metrics, "reward": 0.0 if sample.reward is None else sample.reward})
         json.dumps(sample.messages)
+        for name, values in ((name, v) for q in sample.sequences for name, v in q.extras.items()):
+            column = np.asarray(values)
+            if column.dtype.kind not in "biuf" or not column.ndim:
+                return f"extra column {name!r}: expected rows of numbers, found {values!r:.100}"
     except (TypeError, ValueError, OverflowError) as e:
         return str(e)
     return None
@@ -261,6 +299,7 @@ def _with_arrays(sample: Sample, index: int) -> Sample:
             tokens=np.asarray(q.tokens, np.int32),
             logprobs=np.asarray(q.logprobs, np.float32),
             loss_mask=np.asarray(q.loss_mask, bool),
+            extras={name: np.asarray(values) for name, values in q.extras.items()},
         )
         for q in sample.sequences
     ]

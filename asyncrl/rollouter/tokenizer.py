@@ -72,8 +72,8 @@ class PromptTokenizer:
         """Text without special tokens, as reward functions get it."""
         return self.hf.decode(np.asarray(tokens).tolist(), skip_special_tokens=True)
 
-    def decode_batch(self, tokens: Sequence[np.ndarray]) -> list[str]:
-        return self.hf.batch_decode([t.tolist() for t in tokens], skip_special_tokens=True)
+    def decode_batch(self, tokens: Sequence[np.ndarray], special_tokens: bool = False) -> list[str]:
+        return self.hf.batch_decode([t.tolist() for t in tokens], skip_special_tokens=not special_tokens)
 
 
 def _eos_token_ids(checkpoint: Path) -> list[int]:

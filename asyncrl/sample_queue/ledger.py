@@ -18,7 +18,7 @@ from asyncrl.sample_queue.spool import RecordLocation
 from asyncrl.types.versions import PolicyVersion
 
 FILE = "ledger.sqlite"
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 _APPLICATION_ID = 0x41524C4C  # "ARLL": marks an SQLite file as an asyncrl ledger
 _ROWS_PER_STATEMENT = 32
 _KEYS_PER_STATEMENT = 512
@@ -44,7 +44,9 @@ CREATE TABLE groups (
   trained_lineage INTEGER,
   trained_number INTEGER,
   samples INTEGER,
+  sequences INTEGER,
   tokens INTEGER,
+  trained_tokens INTEGER,
   reward REAL,
   started_s REAL,
   generated_s REAL,

@@ -36,7 +36,9 @@ class GroupRecord(NamedTuple):
     trained_lineage: int | None = None  # version published last before its training
     trained_number: int | None = None
     samples: int | None = None
-    tokens: int | None = None  # response tokens of all samples
+    sequences: int | None = None  # token sequences of all samples
+    tokens: int | None = None  # response tokens of all sequences
+    trained_tokens: int | None = None  # those that have loss_mask
     reward: float | None = None  # mean over the samples
     started_s: float | None = None  # first token sampled
     generated_s: float | None = None  # all samples generated; rewards follow

@@ -123,7 +123,7 @@ class TrainerRank:
                 except NonFiniteError as e:
                     raise NonFiniteError(f"train step {step}, epoch {epoch}, mini batch {k}: {e}") from e
                 if first:
-                    self.sampler_kl = take_sampler_kl(result, sampled_by, denominator)
+                    self.sampler_kl = take_sampler_kl(result, sampled_by)
                 for name, value in result.items():
                     figures[name].append(value)
         return {"trainer/optimizer_steps": float(len(figures["loss"])), **step_metrics(figures)}

@@ -32,16 +32,16 @@ def with_sampler_kl(loss: LossFunction, samplers: int) -> LossFunction:
         kl = (torch.expm1(d) - d).clamp(max=MAX_TOKEN_KL)
         sums = torch.zeros(2, samplers, dtype=torch.float64, device=device)
         sums.index_add_(1, on_device(sampler[counted], device), torch.stack([kl, torch.ones_like(kl)]).double())
-        return dataclasses.replace(output, sums={**output.sums, _KL: sums[0], _TOKENS: sums[1]})
+        return dataclasses.replace(output, counts={**output.counts, _KL: sums[0], _TOKENS: sums[1]})
 
     return measured
 
 
-def take_sampler_kl(figures: dict[str, float], samplers: Sequence[Sampler], denominator: float) -> list[SamplerKL]:
-    """Remove the sums of `with_sampler_kl` from a train step's metrics, which are divided by its ``denominator``."""
+def take_sampler_kl(figures: dict[str, float], samplers: Sequence[Sampler]) -> list[SamplerKL]:
+    """Remove the sums of `with_sampler_kl` from a train step's metrics."""
     found = []
     for i, sampler in enumerate(samplers):
-        kl, tokens = figures.pop(f"{_KL}/{i}") * denominator, round(figures.pop(f"{_TOKENS}/{i}") * denominator)
+        kl, tokens = figures.pop(f"{_KL}/{i}"), round(figures.pop(f"{_TOKENS}/{i}"))
         if tokens:
             found.append(SamplerKL(sampler, tokens, kl / tokens))
     return found

@@ -63,7 +63,10 @@ class Generate(Protocol):
     def seconds_left(self) -> float:
         """Until the sample's limit of time; infinite without one."""
 
-    def save(self, state: bytes) -> None: ...
+    def save(self, state: bytes) -> None:
+        """Store what `state` is after a crash. Calls that have returned are not replayed any more, so a loop with
+        several under way saves where ``state`` has the results of all that have: not while `asyncio.gather` still
+        holds some back."""
 
     async def __call__(
         self, response: np.ndarray, max_new_tokens: int | None = None, prefix: int | None = None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,18 +14,35 @@ from asyncrl.types.versions import VersionSpan
 
 
 class SampledCall(NamedTuple):
-    """A finished call of ``generate``: the length of its context and the `context_digest` of it, the number of tokens
-    that it sampled, and its result (None: this process does not have it, as after a restart)."""
+    """A finished call of ``generate``: the length of its context and the `tokens_digest` of it, the number of tokens
+    that it sampled, and its result, or only the `result_digest` of it: this process does not have it after a
+    restart."""
 
     start: int
     context: int
     tokens: int
-    result: Completion | None
+    result: Completion | int
 
 
-def context_digest(tokens: np.ndarray) -> int:
+def tokens_digest(tokens: np.ndarray) -> int:
     """64-bit digest of int32 [T] tokens."""
     return xxhash.xxh3_64_intdigest(np.ascontiguousarray(tokens, np.int32).data)
+
+
+def result_digest(tokens: np.ndarray, logprobs: np.ndarray, spans: Sequence[VersionSpan], at: int = 0) -> int:
+    """64-bit digest of tokens that were sampled, with their logprobs and versions. The first is at ``at`` in what the
+    ``spans`` describe."""
+    digest = xxhash.xxh3_64(np.ascontiguousarray(tokens, np.int32).data)
+    digest.update(np.ascontiguousarray(logprobs, np.float32).data)
+    digest.update(_versions(spans, at, len(tokens)).data)
+    return digest.intdigest()
+
+
+def _versions(spans: Sequence[VersionSpan], at: int, count: int) -> np.ndarray:
+    """int64 [count, 3]: lineage and number of the version of each token from ``at``, and whether over mixed KV; not the
+    replica, which a loop may leave out."""
+    of_span = np.searchsorted([span.start for span in spans], np.arange(at, at + count), "right") - 1
+    return np.array([(*span.version, span.mixed_kv) for span in spans], np.int64).reshape(-1, 3)[of_span]
 
 
 def sample_problem(
@@ -35,15 +51,15 @@ def sample_problem(
     """What is wrong with an agent loop's ``sample`` of a prompt (int32 [P]), if anything.
 
     A trained token is one that a call sampled after the very tokens before it, with its logprob and version. Each
-    token of a call is trained at most once. A loop may drop the last tokens of a call's result. Of a call without a
-    result only the place of its tokens is known."""
+    token of a call is trained at most once. A loop may drop the last tokens of a call's result; if it does so with one
+    that only a digest is left of, what it keeps is checked by its place alone."""
     if not isinstance(sample, Sample):
         return f"expected a Sample, found {type(sample).__name__}"
     if not isinstance(sample.finish, FinishReason):
         return f"expected a FinishReason, found {sample.finish!r}"
     if not sample.sequences:
         return "expected at least one sequence, found none"
-    calls = sorted(calls, key=lambda call: call.result is None)  # those explain no other call's tokens
+    calls = sorted(calls, key=lambda call: isinstance(call.result, int))  # the others explain no other call's tokens
     trained = [np.zeros(call.tokens, bool) for call in calls]
     for q, sequence in enumerate(sample.sequences):
         if len(sequence.tokens) > max_response_tokens:
@@ -66,12 +82,13 @@ def _unsampled(
     tokens = np.concatenate([prompt_tokens[:prefix], np.asarray(sequence.tokens, np.int32)])
     unexplained = np.asarray(sequence.loss_mask, bool).copy()
     repeated = np.zeros_like(unexplained)
+    contexts = _digests(tokens, {call.start for call in calls})
     for call, taken in zip(calls, trained, strict=True):
         at = call.start - prefix  # of its first token in the response
         count = min(call.tokens, len(tokens) - call.start)
-        if at < 0 or count <= 0 or context_digest(tokens[: call.start]) != call.context:
+        if at < 0 or count <= 0 or contexts[call.start] != call.context:
             continue
-        sampled = np.ones(count, bool) if call.result is None else _same(sequence, at, count, call.result)
+        sampled = _same(sequence, at, count, call)
         here = slice(at, at + count)
         repeated[here] |= unexplained[here] & sampled & taken[:count]
         explains = unexplained[here] & sampled & ~taken[:count]
@@ -88,26 +105,27 @@ def _unsampled(
     )
 
 
-def _same(sequence: TokenSequence, at: int, count: int, result: Completion) -> np.ndarray:
+def _digests(tokens: np.ndarray, ends: Iterable[int]) -> dict[int, int]:
+    """`tokens_digest` of ``tokens[:end]`` for each of the ``ends``, in one pass over the tokens."""
+    digest, at, found = xxhash.xxh3_64(), 0, {}
+    for end in sorted(ends):
+        digest.update(tokens[at:end].data)
+        found[end], at = digest.intdigest(), end
+    return found
+
+
+def _same(sequence: TokenSequence, at: int, count: int, call: SampledCall) -> np.ndarray:
     """bool [count]: the sequence has the call's tokens from ``at`` up to there, with their logprobs and versions."""
-    here = slice(at, at + count)
+    here, result = slice(at, at + count), call.result
+    if isinstance(result, int):
+        tokens, logprobs = np.asarray(sequence.tokens)[here], np.asarray(sequence.logprobs)[here]
+        found = result_digest(tokens, logprobs, sequence.spans, at)
+        return np.full(count, count < call.tokens or found == result)
     same = np.asarray(sequence.tokens)[here] == result.tokens[:count]
     np.logical_and.accumulate(same, out=same)  # what follows another token was not sampled after it
     logprobs = np.asarray(sequence.logprobs, np.float32)[here]
     return (
         same
         & (logprobs.view(np.int32) == np.asarray(result.logprobs[:count], np.float32).view(np.int32))
-        & _same_versions(sequence.spans, at, result.spans, count)
+        & (_versions(sequence.spans, at, count) == _versions(result.spans, 0, count)).all(1)
     )
-
-
-def _same_versions(spans: Sequence[VersionSpan], at: int, sampled: Sequence[VersionSpan], count: int) -> np.ndarray:
-    """bool [count]: ``spans``, from token ``at``, name what ``sampled`` the tokens."""
-    starts, sampled_starts = [span.start - at for span in spans], [span.start for span in sampled]
-    same = np.zeros(count, bool)
-    edges = sorted({0, count, *(edge for edge in starts + sampled_starts if 0 < edge < count)})
-    for first, end in itertools.pairwise(edges):
-        theirs = spans[int(np.searchsorted(starts, first, "right")) - 1]
-        ours = sampled[int(np.searchsorted(sampled_starts, first, "right")) - 1]
-        same[first:end] = theirs[1:3] == ours[1:3]  # not the replica, which a loop may leave out
-    return same

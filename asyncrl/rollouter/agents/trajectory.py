@@ -39,6 +39,7 @@ class TrajectoryBuilder:
     def __init__(self, prefix: int | None = None) -> None:
         self.prefix = prefix
         self._parts: list[Completion | np.ndarray] = []
+        self._turns_before = 0  # completions of the sequences from which it was started, until then
         self._response = np.empty(0, np.int32)
         self._children: list[TrajectoryBuilder] = []
         self._root = self
@@ -90,14 +91,14 @@ class TrajectoryBuilder:
     def branch(self) -> TrajectoryBuilder:
         """A further sequence that begins with all tokens so far."""
         child = self.start(self.prefix)
-        child._parts, child._response = list(self._parts), self._response
+        child._parts, child._response, child._turns_before = list(self._parts), self._response, self._turns_before
         return child
 
     def start(self, prefix: int | None = 0) -> TrajectoryBuilder:
         """A further sequence that begins with ``prefix`` tokens of the prompt (None: all): a sub-agent, or the task
         with a compacted history."""
         child = TrajectoryBuilder(prefix)
-        child._root = self._root
+        child._root, child._turns_before = self._root, self._turns_before + self.completions
         self._children.append(child)
         return child
 
@@ -107,17 +108,22 @@ class TrajectoryBuilder:
         """The sample of the whole tree. ``finish``: by default of this sequence's last completion. Sequences that would
         train nothing are left out, and what a sequence only reads after its last completion.
 
-        ``reward``: of the whole sample. If turns were rewarded, the reward is Σₖ ``discount``ᵏ rₖ over the completions
-        in the order of training, to the last of which ``reward`` is added, and each rₖ also stands in the column
+        ``reward``: of the whole sample. If turns were rewarded, it is added to this sequence's last completion (the
+        tree's, if this has none), and the sample's is Σ ``discount``ᵏ r over all completions, each of reward r and with
+        k others before it: in its sequence, and in those from which this was started. Each r also stands in the column
         ``token_rewards`` (float32 [R]) at the completion's last token. Raises ValueError if nothing was sampled."""
         tree = self._root._tree()
-        turns = list(dict.fromkeys(id(part) for builder in tree for part in builder._completions))
+        before: dict[int, int] = {}  # completions before each
+        for builder in tree:
+            for k, completion in enumerate(builder._completions, builder._turns_before):
+                before.setdefault(id(completion), k)
         finish = self.finish if finish is None else finish
         rewards = dict(self._root._rewards)
         if rewards:
-            rewards[turns[-1]] = rewards.get(turns[-1], 0.0) + (reward or 0.0)
-            reward = sum(discount**k * rewards.get(turn, 0.0) for k, turn in enumerate(turns))
-        untrained = set(turns)
+            last = id(self._completions[-1]) if self._completions else next(reversed(before))
+            rewards[last] = rewards.get(last, 0.0) + (reward or 0.0)
+            reward = sum(discount**k * rewards.get(turn, 0.0) for turn, k in before.items())
+        untrained = set(before)
         sequences = [sequence for builder in tree if (sequence := builder._sequence(untrained, rewards))]
         if finish is None or not sequences:
             raise ValueError("a trajectory without a completion: expected at least one call of generate")
@@ -174,6 +180,7 @@ class TrajectoryBuilder:
             "uid": "",
             "current": place[id(self)],
             "prefixes": [builder.prefix for builder in tree],
+            "turns_before": [builder._turns_before for builder in tree],
             "children": [[place[id(child)] for child in builder._children] for builder in tree],
             "parts": [[number[id(p)] for p in builder._parts] for builder in tree],
             "finish": [int(p.finish) if isinstance(p, Completion) else -1 for p in unique.values()],
@@ -211,8 +218,10 @@ class TrajectoryBuilder:
             parts.append(Completion(tokens, logprobs, spans.get(sampled, []), FinishReason(finish)))
             logprob_at, sampled = logprob_at + length, sampled + 1
         tree = [cls(prefix) for prefix in meta["prefixes"]]
-        for builder, children, numbers in zip(tree, meta["children"], meta["parts"], strict=True):
+        columns_of_tree = zip(tree, meta["turns_before"], meta["children"], meta["parts"], strict=True)
+        for builder, turns_before, children, numbers in columns_of_tree:
             builder._root = tree[0]
+            builder._turns_before = turns_before
             builder._children = [tree[child] for child in children]
             builder._parts = [parts[n] for n in numbers]
             builder._response = _joined(

@@ -38,7 +38,6 @@ from asyncrl.rollouter.rewards.replies import FRAME, MAX_OUTCOME_BYTES, BadReply
 
 START_TIMEOUT_S = 120.0  # to import the reward function's module, however heavy
 KILL_TIMEOUT_S = 15.0  # for the keeper to kill what is below it
-MAX_NAMES = 256  # metrics of a run under different names; each is a curve in every sink
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +65,6 @@ class RewardPool:
         self._config = config
         self._workers = [_Worker(config) for _ in range(config.workers if config.has_function else 0)]
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
-        self._names: set[str] = set()  # of metrics
-        self._ignores_names = False
         self._open = False
 
     async def start(self) -> None:
@@ -99,7 +96,7 @@ class RewardPool:
         retries = await asyncio.gather(*(self._attempt([answers[i]]) for i in failed))
         for i, (result,) in zip(failed, retries):
             results[i] = result
-        return [self._with_known_metrics(result) for result in results]
+        return results
 
     async def close(self) -> None:
         """Kill the workers; pending calls to `score` raise RewardError."""
@@ -120,19 +117,6 @@ class RewardPool:
     def _check_open(self) -> None:
         if not self._open:
             raise RewardError("the reward pool is not open: call start() first, and score() not after close()")
-
-    def _with_known_metrics(self, result: RewardResult) -> RewardResult:
-        """The result without metrics that are not among the first `MAX_NAMES` names of this pool."""
-        new = [name for name in result.metrics if name not in self._names]
-        room = MAX_NAMES - len(self._names)
-        self._names.update(new[:room])
-        if len(new) <= room:
-            return result
-        if not self._ignores_names:
-            self._ignores_names = True
-            message = "%s has returned metrics of %d names; ignoring those of further names, such as %r"
-            log.warning(message, self._config.function, MAX_NAMES, new[room])
-        return replace(result, metrics={name: v for name, v in result.metrics.items() if name in self._names})
 
 
 def import_problem(config: RewardConfig) -> str | None:

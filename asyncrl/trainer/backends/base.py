@@ -75,11 +75,13 @@ class LossOutput:
     """A micro-batch's loss and metrics.
 
     ``loss``: weighted sum over its tokens; the sum over all micro-batches and ranks, divided by the global denominator,
-    is the batch's loss. ``sums``: scalars that add up likewise, or vectors, of which each element becomes a metric;
-    ``extremes``: scalars reduced by maximum."""
+    is the batch's loss. ``sums``: scalars, each a sum over tokens that is weighted by the column ``weights``; the
+    metrics are means, divided by the sum of the weights. ``counts``: vectors, whose metrics are plain sums, one for
+    each element; ``extremes``: scalars reduced by maximum."""
 
     loss: Tensor
     sums: dict[str, Tensor]
+    counts: dict[str, Tensor] = field(default_factory=dict)
     extremes: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -131,8 +133,8 @@ class Backend(Protocol):
         self, batch: TrainBatch, loss: LossFunction, global_denominator: float, temperature: float
     ) -> Mapping[str, float]:
         """One optimizer step on this rank's batch, which the backend cuts into micro-batches. The gradient is that of
-        (sum of losses over all ranks) / global_denominator. Returns global metrics: sums divided by the denominator,
-        extremes, ``loss``, ``grad_norm``, ``lr``. Raises NonFiniteError, without a step, if loss or gradient norm is
+        (sum of losses over all ranks) / global_denominator. Returns global metrics: weighted means, counts, extremes,
+        ``loss``, ``grad_norm``, ``lr``. Raises NonFiniteError, without a step, if loss or gradient norm is
         not finite."""
         ...
 

@@ -20,10 +20,9 @@ def reduce_scalars(
     op: dist.ReduceOp.RedOpType,
     device: torch.device,
     group: dist.ProcessGroup | None = None,
-    scale: float = 1.0,
 ) -> dict[str, float]:
-    """Reduce ``values`` over a group (None: all ranks) and scale them: one collective on ``device``, one copy to the
-    host. A vector [n] under ``name`` becomes ``name/0`` to ``name/{n − 1}``."""
+    """Reduce ``values`` over a group (None: all ranks): one collective on ``device``, one copy to the host. A vector
+    [n] under ``name`` becomes ``name/0`` to ``name/{n − 1}``."""
     if not values:
         return {}
     packed = torch.cat([value.double().reshape(-1) for value in values.values()])
@@ -31,4 +30,4 @@ def reduce_scalars(
     if dist.get_world_size(group) > 1:
         packed = packed.to(device)
         dist.all_reduce(packed, op, group=group)
-    return dict(zip(names, (packed * scale).tolist(), strict=True))
+    return dict(zip(names, packed.tolist(), strict=True))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.config.schema import Config, OptimizerConfig
+from asyncrl.models.device_copy import on_device
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.manifest import Manifest
 from asyncrl.trainer.backends.base import LossFunction, NonFiniteError, Scores, TrainBatch
@@ -41,6 +42,7 @@ class GradientPass:
     temperature: float
     draft_counts: Sequence[float]
     sums: dict[str, Tensor] = field(default_factory=dict)
+    counts: dict[str, Tensor] = field(default_factory=dict)
     extremes: dict[str, Tensor] = field(default_factory=dict)
     draft_sums: dict[str, Tensor] = field(default_factory=dict)
     hidden: dict[int, Tensor] = field(default_factory=dict)
@@ -48,10 +50,18 @@ class GradientPass:
     def policy_loss(self, logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> Tensor:
         """A micro-batch's loss, not yet divided by the denominator; adds its metrics to the totals."""
         output = self.loss(logprobs, entropy, batch)
-        add_scalars(self.sums, {"loss": output.loss.detach(), **output.sums})
+        weight = on_device(batch.columns["weights"], logprobs.device)
+        add_scalars(self.sums, {"loss": output.loss.detach(), "weight": weight.sum(dtype=torch.float64), **output.sums})
+        add_scalars(self.counts, output.counts)
         for name, value in output.extremes.items():
             self.extremes[name] = torch.maximum(self.extremes[name], value) if name in self.extremes else value
         return output.loss
+
+    def means(self, totals: Mapping[str, float]) -> dict[str, float]:
+        """Metrics, given the totals of ``sums`` and ``counts`` over all ranks."""
+        weight = totals.get("weight", 0.0) or 1.0
+        over = {**dict.fromkeys(self.sums, weight), "loss": self.denominator}
+        return {name: total / over.get(name, 1.0) for name, total in totals.items() if name != "weight"}
 
 
 class BaseBackend(ABC):
@@ -114,7 +124,7 @@ class BaseBackend(ABC):
                 counts = joint.counts([micros]) if joint else []
                 step = GradientPass(loss, global_denominator, temperature, counts[0] if joint else ())
                 self._accumulate_gradients(micros, step)
-                figures = self._over_data_ranks(step.sums, dist.ReduceOp.SUM, 1 / global_denominator)
+                figures = step.means(self._over_data_ranks({**step.sums, **step.counts}, dist.ReduceOp.SUM))
                 figures |= self._over_data_ranks(step.extremes, dist.ReduceOp.MAX)
                 if joint:
                     figures |= joint.figures(step.draft_sums, counts)
@@ -164,10 +174,8 @@ class BaseBackend(ABC):
         micros = [MicroBatch.of(batch, sequences[cut].tolist(), self._device) for cut in cuts]
         return micros + [MicroBatch.placeholder(batch, self._device) for _ in range(count - len(cuts))]
 
-    def _over_data_ranks(
-        self, values: Mapping[str, Tensor], op: dist.ReduceOp.RedOpType, scale: float = 1.0
-    ) -> dict[str, float]:
-        return reduce_scalars(values, op, self._device, self._data_group, scale)
+    def _over_data_ranks(self, values: Mapping[str, Tensor], op: dist.ReduceOp.RedOpType) -> dict[str, float]:
+        return reduce_scalars(values, op, self._device, self._data_group)
 
     # -- weights out -----------------------------------------------------------------------------------------------
 

@@ -294,7 +294,7 @@ class Core:
     def _keep_warm(self, sequence: Sequence) -> None:
         tokens = np.array(sequence.tokens[: sequence.computed], np.int32)
         drafted = self._speculator.drafted(sequence.slot) if self._speculator is not None else 0
-        kv = self.kv.save(sequence.slot, len(tokens))
+        kv = self.kv.view(sequence.slot, len(tokens))
         self._warm.keep(WarmPrefix(sequence.request.group, tokens, kv, drafted, sequence.mixed_kv))
 
     def _decode(self, decoding: SequenceOf[Sequence]) -> None:

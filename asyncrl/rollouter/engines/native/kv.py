@@ -14,7 +14,7 @@ from asyncrl.models.config import DecoderConfig
 
 
 class SlotKV(NamedTuple):
-    """Copy of a slot's first n positions: ``kv`` [layers, 2, K, n, D] and ``hidden`` [MTP layers, n, M]."""
+    """A slot's first n positions: ``kv`` [layers, 2, K, n, D] and ``hidden`` [MTP layers, n, M]."""
 
     kv: Tensor
     hidden: Tensor
@@ -22,6 +22,9 @@ class SlotKV(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.kv.nbytes + self.hidden.nbytes
+
+    def copy(self) -> SlotKV:
+        return SlotKV(self.kv.clone(), self.hidden.clone())
 
 
 class KVCache:
@@ -97,11 +100,11 @@ class KVCache:
         self._data[:, :, target, :, :tokens] = self._data[:, :, source, :, :tokens]
         self._hidden[:, target, :tokens] = self._hidden[:, source, :tokens]
 
-    def save(self, slot: int, tokens: int) -> SlotKV:
-        """Copy of the slot's first ``tokens`` positions, in memory of its own."""
+    def view(self, slot: int, tokens: int) -> SlotKV:
+        """The slot's first ``tokens`` positions, not copied."""
         assert self._data is not None
         assert self._hidden is not None
-        return SlotKV(self._data[:, :, slot, :, :tokens].clone(), self._hidden[:, slot, :tokens].clone())
+        return SlotKV(self._data[:, :, slot, :, :tokens], self._hidden[:, slot, :tokens])
 
     def load(self, slot: int, saved: SlotKV, tokens: int) -> None:
         """Copy the first ``tokens`` positions of ``saved`` to the slot."""

@@ -40,7 +40,8 @@ class WarmPrefixes:
         self._by_use: dict[WarmPrefix, None] = {}  # least recently used first
 
     def keep(self, prefix: WarmPrefix) -> None:
-        """Add a prefix, in place of those that it continues. One larger than the limit is not kept."""
+        """Add a prefix, in place of those that it continues, with a copy of its KV. One larger than the limit is not
+        kept."""
         if prefix.kv.nbytes > self.limit:
             return
         for other in list(self._groups.get(prefix.group, ())):
@@ -48,6 +49,7 @@ class WarmPrefixes:
                 self._drop(other)
         while self.nbytes + prefix.kv.nbytes > self.limit:
             self._drop(next(iter(self._by_use)))
+        prefix.kv = prefix.kv.copy()
         self.nbytes += prefix.kv.nbytes
         self._groups.setdefault(prefix.group, []).append(prefix)
         self._by_use[prefix] = None
