@@ -1,6 +1,7 @@
 """Prompt files: rows become prompts; errors name file and line."""
 
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -32,10 +33,13 @@ def test_jsonl_rows_become_prompts(tmp_path):
 
 def test_the_data_source_is_a_column_or_the_file_s_name(tmp_path):
     rows = [{"prompt": "a", "answer": "x", "data_source": "openai/gsm8k"}, {"prompt": "b", "answer": "y"}]
-    file = write(tmp_path / "sums.jsonl", *rows)
+    file = Path(write(tmp_path / "sums.jsonl", *rows))
     assert [p.data_source for p in load_prompts([file], DataConfig())] == ["openai/gsm8k", "sums"]
     assert [p.extra for p in load_prompts([file], DataConfig())] == [{}, {}]
     assert [p.data_source for p in load_prompts([file], DataConfig(source_key=""))] == ["sums", "sums"]
+    for shard in ("train-00001-of-00064", "00001-of-00002"):
+        file = file.rename(tmp_path / f"{shard}.jsonl")
+        assert load_prompts([file], DataConfig())[1].data_source == (shard if shard[0] == "0" else "train")
 
 
 def test_parquet_rows_are_the_same_prompts_as_jsonl_rows(tmp_path):

@@ -90,7 +90,7 @@ def test_a_sink_need_not_consume_trajectories(tmp_path):
     hub.trajectories([{"step": 1, "prompt": "p"}])
     hub.close(None)
     assert hub.failures == {}
-    assert [(row["step"], row["prompt"]) for row in read(tmp_path)] == [(1, "p")]
+    assert [(row["step"], row["prompt"]) for row in read(tmp_path).rows()] == [(1, "p")]
 
 
 # -- metrics.jsonl -----------------------------------------------------------------------------------------------------
@@ -372,7 +372,7 @@ def test_a_trajectory_row_has_prompt_response_reward_and_versions(tmp_path):
     }
     sink = TrajectorySink(tmp_path)
     sink.trajectories(rows)
-    assert [{name: row[name] for name in rows[0]} for row in read(tmp_path)] == rows
+    assert [{name: row[name] for name in rows[0]} for row in read(tmp_path).rows()] == rows
     assert rows[[r["sample"] for r in rows].index(0)]["metrics"] == {"accuracy": None}
 
 
@@ -388,7 +388,7 @@ def test_k_trajectories_are_drawn_from_all_groups_with_the_step_as_seed():
 def test_a_lone_surrogate_can_be_written(tmp_path):
     sink = TrajectorySink(tmp_path)
     sink.trajectories([{"step": 1, "response": "cut \ud83d"}, {"step": 1, "response": "whole 🙂"}])
-    assert [row["response"] for row in read(tmp_path)] == ["cut ?", "whole 🙂"]
+    assert [row["response"] for row in read(tmp_path).rows()] == ["cut ?", "whole 🙂"]
 
 
 # -- timeline ----------------------------------------------------------------------------------------------------------

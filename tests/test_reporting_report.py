@@ -12,11 +12,11 @@ import pytest
 
 from asyncrl.observability import charts
 from asyncrl.observability.report import swimlanes
-from asyncrl.observability.report.report import MAX_TRAJECTORIES, REPORT_FILE, read_series, write_report
+from asyncrl.observability.report.report import MAX_FAILED, MAX_TRAJECTORIES, REPORT_FILE, read_series, write_report
 from asyncrl.observability.report.trace import TRACE_FILE
 from asyncrl.observability.sinks.jsonl import METRICS_FILE, JsonlFile
 from asyncrl.observability.sinks.timeline import SPANS_FILE
-from asyncrl.observability.trajectory_files import write_step
+from asyncrl.observability.trajectory_files import write_failed, write_step
 
 PHASES = ("plan", "pause", "unload", "transfer", "verify", "commit", "reload", "resume")
 EVIL = "</script><img src=x onerror=alert(1)>"
@@ -209,6 +209,11 @@ def test_many_trajectories_are_thinned_evenly(tmp_path):
     assert len(shown) == MAX_TRAJECTORIES
     assert (shown[0], shown[-1]) == (0, 99)
     assert f"({MAX_TRAJECTORIES} of 100 kept)" in html
+    for i in range(60):
+        write_failed(tmp_path, i, [{"prompt": f"failure-{i}.", "failure": "agent_error", "error": "KeyError"}])
+    html = body_of(write_report(tmp_path).read_text())
+    assert len(re.findall(r"failure-(\d+)\.", html)) == MAX_FAILED
+    assert len(re.findall(r"question-(\d+)\.", html)) == MAX_TRAJECTORIES - MAX_FAILED
 
 
 def test_a_run_without_a_step_and_a_running_one_have_a_report(tmp_path):

@@ -516,6 +516,8 @@ async def test_failed_samples_are_reported_with_what_was_sampled(inputs):
     class Breaks(SingleTurn):
         async def run(self, prompt, index, generate):
             await generate(np.empty(0, np.int32), 5)
+            generate.save(b"one call")
+            await generate(np.empty(0, np.int32), 3)
             raise KeyError("tool")
 
     async with System(inputs, lambda p, i: fine(0.0), agent_loop=Breaks) as system:
@@ -526,7 +528,7 @@ async def test_failed_samples_are_reported_with_what_was_sampled(inputs):
         assert (failure.failure, failure.error) == ("agent_error", "KeyError: 'tool'")
         assert failure.data_source == "train"
         assert "Compute" in failure.prompt
-        assert [count for count, _ in failure.calls] == [5]
+        assert [count for count, _ in failure.sampled] == [5, 3]
 
 
 def test_sources_beyond_the_limit_are_counted_together():

@@ -202,7 +202,7 @@ def test_a_run_with_two_ranks_and_two_replicas_trains_reports_and_leaves_nothing
     assert summary["failed"] is None
     assert (summary["samples_before"], summary["samples_after"]) == (6, 6)
     assert (folder / "report.html").stat().st_size > 100_000
-    assert [row["step"] for row in read(folder)] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert [row["step"] for row in read(folder).rows()] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     assert list(folder.glob("wandb/offline-run-*/*.wandb"))
     logs = {path.stem: path.read_text() for path in (folder / "logs").iterdir()}
     assert logs.keys() == {"driver", "trainer-0", "trainer-1", "replica-0", "replica-1", "rollouter", "queue"}

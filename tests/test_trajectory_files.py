@@ -13,6 +13,7 @@ from asyncrl.observability.trajectories import trajectory_row
 from asyncrl.observability.trajectory_files import Filter, read, write_step
 from asyncrl.rollouter.agents.base import Completion
 from asyncrl.rollouter.agents.trajectory import TrajectoryBuilder
+from asyncrl.trainer.batches import as_trained
 from asyncrl.types.groups import Group
 from asyncrl.types.samples import FinishReason
 from asyncrl.types.versions import PolicyVersion, VersionSpan
@@ -38,15 +39,15 @@ def test_a_row_has_its_turns_with_masks_versions_and_rewards():
     branch.append(drawn("4!"))
     sample = turns.sample(5, FinishReason.STOP, 1.0)
     row = trajectory_row(2, Group.from_samples("u", "p", 0, np.array([63]), [sample]), 0, decode)
-    told = [(p["sequence"], p["start"], p["kind"], p["text"], p["version"], p["reward"]) for p in row["parts"]]
-    assert told == [
+    shown = [(p["sequence"], p["start"], p["kind"], p["text"], p["version"], p["reward"]) for p in row["parts"]]
+    assert shown == [
         (0, 0, "trained", "add", "0.3", 0.25),
         (0, 3, "read", "=4", None, None),
         (0, 5, "trained", "fou", "0.3", None),
-        (0, 8, "trained", "r", "0.4", None),
+        (0, 8, "trained", "r", "0.4", 1.0),
         (1, 0, "masked", "add", "0.3", None),
         (1, 3, "read", "=4", None, None),
-        (1, 5, "trained", "4!", "0.3", 1.0),
+        (1, 5, "trained", "4!", "0.3", None),
     ]
     assert [p["mixed_kv"] for p in row["parts"]] == [False, False, False, True, False, False, False]
     assert [p["logprob"] for p in row["parts"]] == [-0.5, None, -0.5, -0.5, -0.5, None, -0.5]
@@ -94,7 +95,8 @@ def run(tmp_path):
         (["--reward", ":0", "--tokens", "20:"], ["2 words", "3 words"]),
         (["--step", "2"], ["2 sums", "2 words"]),
         (["--source", "words", "--finish", "length", "--step", "1:2"], ["1 words", "2 words"]),
-        (["--failure"], ["0", "1"]),
+        (["--failed"], ["0", "1"]),
+        (["--reward", "-1:0", "--step", "3"], ["3 words"]),
         (["--failure", "agent_timeout"], ["1"]),
         (["--uid", "e0-3"], ["3 sums", "3 words"]),
         (["--limit", "1"], ["3 words"]),
@@ -117,7 +119,7 @@ def test_samples_are_printed_turn_by_turn(run, capsys):
         "[sequence 1: trained, 3 tokens]",
         "answer 2",
         "",
-        "1 samples",
+        "1 of 1 sample",
     ]
     assert main([str(run), "--failure", "agent_error"]) == 0
     assert "failed: agent_error: KeyError: 'x'" in capsys.readouterr().out
@@ -130,8 +132,10 @@ def test_nonsense_is_answered_in_a_line(run, tmp_path, capsys):
         main([str(run), "--reward", "high"])
     assert "expected MIN:MAX, found 'high'" in capsys.readouterr().err
     (run / "trajectories" / "step-00000001.parquet").write_bytes(b"PAR1")
-    assert main([str(run)]) == 2
-    assert "step-00000001.parquet cannot be read" in capsys.readouterr().err
+    assert main([str(run), "--step", "1:2"]) == 1
+    shown = capsys.readouterr()
+    assert "step-00000001.parquet cannot be read and is left out" in shown.err
+    assert "2 of 2 samples" in shown.out
 
 
 def test_any_reader_of_parquet_reads_the_files(run):
@@ -142,7 +146,7 @@ def test_any_reader_of_parquet_reads_the_files(run):
 
 def test_a_step_that_a_rollback_repeats_replaces_its_samples(run):
     write_step(run, 2, [{"step": 2, "prompt": "again"}])
-    assert [row["prompt"] for row in read(run, Filter(step=(2, 2)))] == ["again"]
+    assert [row["prompt"] for row in read(run, Filter(step=(2, 2))).rows()] == ["again"]
 
 
 def test_failed_samples_are_bounded_and_survive_a_restart(run):
@@ -153,8 +157,54 @@ def test_failed_samples_are_bounded_and_survive_a_restart(run):
     batch = recorder.drain()
     assert [failure.sample for failure in batch.failures] == list(range(MAX_FAILURES))
     assert recorder.drain().failures == []
-    sink = TrajectorySink(run)
-    for _ in range(MAX_FAILED):
-        sink.spans(batch)
-    assert len(read(run, Filter(failure="again"))) <= MAX_FAILED
+    for _ in range(MAX_FAILED // MAX_FAILURES):
+        TrajectorySink(run).spans(batch)  # as after restarts
+    assert len(read(run, Filter(failure="again"))) == MAX_FAILED - 2
     assert len(read(run, Filter(failure="agent_error"))) == 1
+
+
+def test_a_damaged_file_of_failed_samples_hides_no_others(run):
+    (file,) = (run / "trajectories").glob("failed-*")
+    file.write_bytes(file.read_bytes()[:-9])
+    TrajectorySink(run).spans(Batch("rollouter", failures=[failed(7, "again")]))
+    found = read(run)
+    assert [row["sample"] for row in found.rows() if row["failure"]] == [7]
+    assert (len(found), len(found.damaged)) == (7, 1)
+
+
+def test_a_masked_turn_of_which_the_policy_was_certain_is_not_taken_for_read():
+    turns = TrajectoryBuilder()
+    turns.append([ord("?")])
+    certain = drawn("ABCDE")
+    certain.logprobs[[0, 2, 3]] = 0.0
+    turns.append(certain)
+    turns.append([ord("=")])
+    branch = turns.branch()
+    turns.append(drawn("F"))
+    sure = drawn("GHI")
+    sure.logprobs[:2] = 0.0
+    branch.append(sure)
+    again = branch.branch()
+    again.append(drawn("J"))
+    sample = turns.sample(0)
+    row = trajectory_row(2, Group.from_samples("u", "p", 0, np.array([63]), [sample]), 0, decode)
+    shown = [(p["kind"], p["text"]) for p in row["parts"] if p["sequence"] == 2]
+    # the first span begins with what was read before, so its certain first token is taken for read
+    assert shown == [("read", "?A"), ("masked", "BCDE"), ("read", "="), ("masked", "GHI"), ("trained", "J")]
+
+
+def test_a_row_shows_what_the_step_really_trained():
+    old, young = VersionSpan(0, PolicyVersion(0, 1)), VersionSpan(2, PolicyVersion(0, 2))
+    samples = []
+    for index, finish in enumerate((FinishReason.STOP, FinishReason.LENGTH)):
+        turns = TrajectoryBuilder()
+        turns.append(drawn("abcd", old, young))
+        samples.append(turns.sample(index, finish))
+    group = Group.from_samples("u", "p", 0, np.array([63]), samples)
+    rows = [trajectory_row(2, as_trained(group, 2, "mask"), s, decode) for s in range(2)]
+    assert [[(p["kind"], p["text"]) for p in row["parts"]] for row in rows] == [
+        [("masked", "ab"), ("trained", "cd")],
+        [("masked", "ab"), ("masked", "cd")],
+    ]
+    assert [row["trained_tokens"] for row in rows] == [2, 0]
+    assert as_trained(group, None, "penalize").loss_mask.all()

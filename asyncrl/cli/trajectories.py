@@ -1,6 +1,7 @@
 """Shows samples of a run, turn by turn: ``asyncrl trajectories RUN_DIR``.
 
-Only reads, also during the run. Exit status: 0, 2 for a bad filter or without a run's samples.
+Only reads, also during the run. Exit status: 0, 1 if a file is damaged, 2 for a bad filter or without a
+run's samples.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.observability.trajectories import caption
+from asyncrl.observability.trajectories import caption, plural
 from asyncrl.observability.trajectory_files import FOLDER, Filter, read
+
+_RANGES = ("--reward", "--tokens", "--step")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,28 +33,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--step", type=_range, metavar="RANGE", help="train steps")
     parser.add_argument("--source", metavar="NAME", help="data source of the prompt")
     parser.add_argument("--finish", metavar="REASON", help="stop, length, turns, time, tokens, …")
-    parser.add_argument(
-        "--failure", metavar="REASON", nargs="?", const="any", help="failed samples, of this or any reason"
-    )
+    parser.add_argument("--failed", action="store_const", const="any", dest="failure", help="failed samples")
+    parser.add_argument("--failure", metavar="REASON", help="samples that failed for this reason")
     parser.add_argument("--uid", help="samples of this group")
     parser.add_argument("--limit", type=int, default=20, help="at most so many, the last ones (20)")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
-    args = parser.parse_args(argv)
+    args = parser.parse_args(_joined(sys.argv[1:] if argv is None else argv))
     if not (args.run_dir / FOLDER).is_dir():
         print(f"{args.run_dir}: expected a run folder with {FOLDER}/, found none", file=sys.stderr)
         return 2
     names = ("reward", "tokens", "step", "source", "finish", "failure", "uid")
-    try:
-        rows = read(args.run_dir, Filter(**{name: getattr(args, name) for name in names}))
-    except ValueError as e:
-        print(str(e), file=sys.stderr)
-        return 2
-    shown = rows[max(len(rows) - args.limit, 0) :]
-    for row in shown:
+    found = read(args.run_dir, Filter(**{name: getattr(args, name) for name in names}))
+    shown = range(max(len(found) - args.limit, 0), len(found))
+    for row in found.rows(shown):
         print(json.dumps(row, ensure_ascii=False) if args.json else "\n".join(_lines(row)))
     if not args.json:
-        print(f"{len(shown)} of {len(rows)} samples" if len(shown) < len(rows) else f"{len(rows)} samples")
-    return 0
+        print(f"{len(shown)} of {plural(len(found), 'sample')}")
+    for line in found.damaged:
+        print(line, file=sys.stderr)
+    return 1 if found.damaged else 0
+
+
+def _joined(argv: Sequence[str]) -> list[str]:
+    """``--reward -1:0`` as ``--reward=-1:0``: argparse takes a value that begins with a minus for an option."""
+    joined: list[str] = []
+    for argument in argv:
+        if joined and joined[-1] in _RANGES:
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
 
 
 def _range(text: str) -> tuple[float, float]:

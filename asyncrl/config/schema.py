@@ -47,7 +47,7 @@ class DataConfig(Section):
     validation_files: list[str] = field(default_factory=list)
     prompt_key: str = "prompt"  # column that holds a string or a list of chat messages
     answer_key: str = "answer"  # column that the reward function gets as the answer
-    source_key: str = "data_source"  # optional column, by whose values metrics are told apart; default: the file's name
+    source_key: str = "data_source"  # optional column by which metrics are reported, too; default: file name
     shuffle: bool = True  # a new order every epoch, seeded by seed
     epochs: NonNegativeInt = 0  # maximum passes over the data; 0: as many as trainer.total_steps needs
     # longer prompts are dropped and counted; 0: the context size minus rollout.max_response_tokens

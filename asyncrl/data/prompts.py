@@ -11,6 +11,7 @@ A row has a prompt (a string, used verbatim, or a list of chat messages), an ans
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from asyncrl.config.schema import DataConfig
 from asyncrl.types.prompts import Message, Prompt
 
 ID_COLUMN = "id"
+
+_SHARD = re.compile(r"[-_.]?\d+-of-\d+$")  # end of the name of a data set's file that is one of several
 
 
 class DataError(ValueError):
@@ -105,6 +108,7 @@ def _prompt(row: dict[str, Any], file: str, number: int, where: str, config: Dat
         raise DataError(f"{where}: {config.source_key!r}: expected a string, found {source!r}")
     if isinstance(answer, dict | list):
         raise DataError(f"{where}: {config.answer_key!r}: expected a string or a number, found {type(answer).__name__}")
+    source = source or _SHARD.sub("", file) or file
     messages: tuple[Message, ...] = ()
     text = None
     if isinstance(content, str):
@@ -115,7 +119,15 @@ def _prompt(row: dict[str, Any], file: str, number: int, where: str, config: Dat
             text, messages = "".join(m["content"] for m in messages), ()
     if text == "":
         raise DataError(f"{where}: expected a prompt, found an empty one")
-    return Prompt(prompt_id, prompt_id, messages, str(answer), data_source=source or file, text=text, extra=columns)
+    return Prompt(
+        prompt_id,
+        prompt_id,
+        messages,
+        str(answer),
+        data_source=source,
+        text=text,
+        extra=columns,
+    )
 
 
 def _messages(content: Any, where: str, key: str) -> tuple[Message, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import plotly.graph_objects as go
 
@@ -330,9 +331,31 @@ def sync_chart(series: Series) -> go.Figure | None:
     return styled(figure)
 
 
-def source_chart(series: Series, figure_name: str) -> go.Figure | None:
-    """``figure_name`` (reward, success, response_tokens) by data source; None for a run with one source."""
-    prefix, suffix = "rollout/source/", f"/{figure_name}"
+class SourceChart(NamedTuple):
+    """Of ``prefix<source>/figure``."""
+
+    title: str
+    caption: str
+    prefix: str
+    figure: str
+
+
+BY_SOURCE = (
+    SourceChart("Reward by data source", "Mean reward of the samples of each source.", "rollout/source/", "reward"),
+    SourceChart(
+        "Success by data source",
+        "Share of samples with a positive accuracy, or without that metric a positive reward.",
+        "rollout/source/",
+        "success",
+    ),
+    SourceChart("Length by data source", "Mean response tokens of a sample.", "rollout/source/", "response_tokens"),
+    SourceChart("Held-out success by data source", "Success in the validations.", "validation/source/", "success"),
+)
+
+
+def source_chart(chart: SourceChart, series: Series) -> go.Figure | None:
+    """A line for each data source; None for a run with one."""
+    prefix, suffix = chart.prefix, f"/{chart.figure}"
     names = [name for name in sorted(series) if name.startswith(prefix) and name.endswith(suffix)]
     if not names:
         return None

@@ -48,7 +48,8 @@ def trajectory_row(step: int, group: Group, s: int, decode: Decode) -> dict[str,
 def _parts(index: int, group: Group, q: int, decode: Decode) -> list[dict[str, Any]]:
     """Sequence ``q``, number ``index`` of its sample, cut wherever the mask or the version changes.
 
-    ``kind``: trained; masked (sampled, but trained in another sequence or not at all); read (a tool's answer, say).
+    ``kind``: trained; masked (sampled, but trained in another sequence or not at all); read (a tool's answer, say). A
+    failed sample has parts of the kind ``sampled`` instead, of no sequence.
     ``start``: first token of the response; ``reward``: of the turns that end in it; ``logprob``: mean of its tokens.
     Version, replica and logprob only of sampled ones."""
     of, spans = group.response(q), group.spans(q)
@@ -59,8 +60,8 @@ def _parts(index: int, group: Group, q: int, decode: Decode) -> list[dict[str, A
         values, offsets = group.extras[TOKEN_REWARDS]
         given = values[offsets[q] : offsets[q + 1]]
         rewards[: len(given)] = given
-    kind = np.where(mask, 2, np.where(logprobs != 0, 1, 0))  # an unsampled token has logprob 0
     span = np.searchsorted([x.start for x in spans], np.arange(count), side="right") - 1
+    kind = np.where(mask, 2, _sampled(logprobs, mask, span))
     span = np.where(kind > 0, span, -1)
     cuts = np.flatnonzero((np.diff(kind) != 0) | (np.diff(span) != 0)) + 1
     parts = []
@@ -84,31 +85,50 @@ def _parts(index: int, group: Group, q: int, decode: Decode) -> list[dict[str, A
     return parts
 
 
+def _sampled(logprobs: np.ndarray, mask: np.ndarray, span: np.ndarray) -> np.ndarray:
+    """bool [R]: tokens that the policy sampled, as far as they are not trained.
+
+    A token that it only read has logprob 0. So has one that it was certain of, hence all between two others of a
+    version span count as sampled, and all from its first token: each span begins with a sampled token, but for a
+    sequence's first, which also covers what was read before."""
+    sampled = np.zeros(len(mask), bool)
+    edges = np.flatnonzero((np.diff(span) != 0) | (np.diff(mask.astype(np.int8)) != 0)) + 1
+    for run in np.split(np.arange(len(mask)), edges):
+        if len(found := run[logprobs[run] != 0]):
+            begins = run[0] > 0 and span[run[0]] != span[run[0] - 1]
+            sampled[run[0] if begins else found[0] : found[-1] + 1] = True
+    return sampled
+
+
+def plural(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 def caption(part: Mapping[str, Any]) -> str:
-    """What a part is, in a line."""
-    words = [f"{part['kind']}, {part['tokens']} tokens"]
+    """A line above a part's text."""
+    words = [part["kind"], plural(part["tokens"], "token")]
     if part["version"] is not None:
         words.append(f"version {part['version']}{' over mixed KV' if part['mixed_kv'] else ''}")
     if part["logprob"] is not None:
         words.append(f"mean logprob {part['logprob']:.3g}")
     if part["reward"] is not None:
         words.append(f"reward {part['reward']:.3g}")
-    return f"sequence {part['sequence'] + 1}: {', '.join(words)}"
+    where = "" if part["sequence"] is None else f"sequence {part['sequence'] + 1}: "
+    return where + ", ".join(words)
 
 
 def failed_row(failure: Failure) -> dict[str, Any]:
-    """Its calls are its parts; none of them is trained."""
-    kept = [(count, text) for count, text in failure.calls if count]
+    """What was sampled for it are its parts; none of them is trained."""
+    kept = [(count, text) for count, text in failure.sampled if count]
     row = failure._asdict()
-    del row["calls"]
+    del row["sampled"]
     return {
         **row,
         "response": BETWEEN_SEQUENCES.join(text for _, text in kept),
         "response_tokens": sum(count for count, _ in kept),
         "trained_tokens": 0,
         "parts": [
-            {"sequence": i, "start": 0, "tokens": count, "kind": "masked", "text": text}
-            for i, (count, text) in enumerate(kept)
+            {"sequence": None, "start": None, "tokens": count, "kind": "sampled", "text": text} for count, text in kept
         ],
     }
 

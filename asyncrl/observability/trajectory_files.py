@@ -1,4 +1,4 @@
-"""The run folder's ``trajectories/``: samples as Parquet, a file per train step, and how to select among them."""
+"""The run folder's ``trajectories/``: samples as Parquet, files per train step and of failures, and how to select."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 FOLDER = "trajectories"
-_FAILED = "failed.parquet"
 
 _PART = pa.struct(
     [
@@ -58,14 +57,22 @@ def write_step(run_dir: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> N
     _write(run_dir / FOLDER / f"step-{step:08d}.parquet", rows)
 
 
-def write_failed(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes all failed samples that are kept."""
-    _write(run_dir / FOLDER / _FAILED, rows)
+def failed_files(run_dir: Path) -> list[Path]:
+    """Those of failed samples, in the order of writing."""
+    return sorted((run_dir / FOLDER).glob("failed-*.parquet"))
 
 
-def read_failed(run_dir: Path) -> list[dict[str, Any]]:
-    path = run_dir / FOLDER / _FAILED
-    return _rows(path, None) if path.exists() else []
+def write_failed(run_dir: Path, number: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes failed samples to the file of this number."""
+    _write(run_dir / FOLDER / f"failed-{number:08d}.parquet", rows)
+
+
+def row_count(file: Path) -> int:
+    """0 for a damaged file."""
+    try:
+        return int(pq.read_metadata(file).num_rows)
+    except (pa.ArrowInvalid, OSError):
+        return 0
 
 
 def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -113,16 +120,28 @@ class Filter:
         return chosen
 
 
-def read(run_dir: Path, where: Filter | None = None) -> list[dict[str, Any]]:
-    """Failed samples, then the others in order of their steps. Raises ValueError for a damaged file, and names it."""
-    files = sorted((run_dir / FOLDER).glob("*.parquet"))
-    return [row for file in files for row in _rows(file, where)]
+class Trajectories(NamedTuple):
+    """Failed samples, then the others in order of their steps. ``damaged``: what is wrong with files that are
+    missing here, one line each."""
+
+    table: pa.Table
+    damaged: list[str]
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    def rows(self, which: Sequence[int] | None = None) -> list[dict[str, Any]]:
+        """All, or those of these numbers."""
+        table = self.table if which is None else self.table.take(pa.array(which, pa.int64()))
+        return [row | {"metrics": dict(row["metrics"] or ())} for row in table.to_pylist()]
 
 
-def _rows(file: Path, where: Filter | None) -> list[dict[str, Any]]:
+def read(run_dir: Path, where: Filter | None = None) -> Trajectories:
     chosen = where.expression() if where is not None else None
-    try:
-        table = ds.dataset(file, schema=SCHEMA, format="parquet").to_table(filter=chosen)
-    except (pa.ArrowInvalid, OSError) as e:
-        raise ValueError(f"{file} cannot be read ({e}); delete it to read the others") from None
-    return [row | {"metrics": dict(row["metrics"] or ())} for row in table.to_pylist()]
+    tables, damaged = [SCHEMA.empty_table()], []
+    for file in sorted((run_dir / FOLDER).glob("*.parquet")):
+        try:
+            tables.append(ds.dataset(file, schema=SCHEMA, format="parquet").to_table(filter=chosen))
+        except (pa.ArrowInvalid, OSError) as e:
+            damaged.append(f"{file} cannot be read and is left out: {e}")
+    return Trajectories(pa.concat_tables(tables), damaged)

@@ -224,7 +224,7 @@ class RolloutLoop:
         samples = [s for s in made if isinstance(s, Sample)]
         for index, f in enumerate(made):
             if isinstance(f, FailedSample):
-                self._report_failed(prompt, tokens, index, f, group.samples[index])
+                self._report_failed(prompt, tokens, index, f)
         if intact and (reason := self._drop_policy.reason(samples, failed)):
             self._count(prompt, samples)
             self._drops.add((prompt.uid, reason))
@@ -255,19 +255,25 @@ class RolloutLoop:
         made = await self._maker.make(task, group.samples, group.places)
         return [_without_untrained(s) for s in made]
 
-    def _report_failed(
-        self, prompt: Prompt, tokens: np.ndarray, index: int, failed: FailedSample, partial: PartialSample
-    ) -> None:
+    def _report_failed(self, prompt: Prompt, tokens: np.ndarray, index: int, failed: FailedSample) -> None:
         self._recorder.count(f"rollout/failed_samples/{failed.reason}")
         if self._recorder.wants_failures:
-            outputs = [np.concatenate([np.empty(0, np.int32), *call.output.tokens]) for call in partial.calls]
             tokenizer = self._maker.tokenizer
-            text, *texts = tokenizer.decode_batch(
-                [tokens, *(o if tokenizer.in_vocabulary(o) else o[:0] for o in outputs)], special_tokens=True
+            known = [o if tokenizer.in_vocabulary(o) else o[:0] for o in failed.sampled]
+            text, *texts = tokenizer.decode_batch([tokens, *known], special_tokens=True)
+            self._recorder.failed(
+                Failure(
+                    uid=prompt.uid,
+                    prompt_id=prompt.prompt_id,
+                    data_source=prompt.data_source,
+                    epoch=prompt.epoch,
+                    sample=index,
+                    prompt=text,
+                    failure=failed.reason,
+                    error=failed.message,
+                    sampled=list(zip(map(len, failed.sampled), texts, strict=True)),
+                )
             )
-            calls = list(zip(map(len, outputs), texts, strict=True))
-            of = (prompt.uid, prompt.prompt_id, prompt.data_source, prompt.epoch, index)
-            self._recorder.failed(Failure(*of, text, failed.reason, failed.message, calls))
 
     async def _hand_over(self, group: Group) -> Refusal | None:
         answer: asyncio.Future[Refusal | None] = asyncio.get_running_loop().create_future()
@@ -304,5 +310,6 @@ def _without_untrained(sample: Sample | FailedSample) -> Sample | FailedSample:
     """The sample, or its failure if it has no token to train."""
     if isinstance(sample, Sample) and not any(q.loss_mask.any() for q in sample.sequences):
         tokens = sum(len(q.tokens) for q in sample.sequences)
-        return FailedSample("no_trained_token", f"none of its {tokens} response tokens has loss_mask set")
+        message = f"none of its {tokens} response tokens has loss_mask set"
+        return FailedSample("no_trained_token", message, [q.tokens for q in sample.sequences])
     return sample

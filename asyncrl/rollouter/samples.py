@@ -15,7 +15,7 @@ import numpy as np
 
 from asyncrl.config.schema import Config
 from asyncrl.observability.telemetry.recorder import Recorder
-from asyncrl.rollouter.agents.base import AgentLoop, GenerationFailed
+from asyncrl.rollouter.agents.base import AgentLoop, Completion, GenerationFailed
 from asyncrl.rollouter.agents.provenance import SampledCall, sample_problem
 from asyncrl.rollouter.agents.watch import AgentWatch
 from asyncrl.rollouter.engines.base import Request, SamplingParams
@@ -46,10 +46,12 @@ class Rewards(Protocol):
 
 @dataclass(frozen=True)
 class FailedSample:
-    """A sample without a usable response or reward; drops are counted by ``reason``."""
+    """A sample without a usable response or reward; drops are counted by ``reason``. ``sampled`` (int32 [C] each): for
+    people to read, what calls returned, or what each sequence trains."""
 
     reason: str
     message: str
+    sampled: Sequence[np.ndarray] = ()
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class SampleMaker:
             reward = result.reward
             if result.error is not None:
                 if config.on_failure == "drop":
-                    failures[id(sample)] = FailedSample(result.error, result.message)
+                    failures[id(sample)] = _failed(sample, result.error, result.message)
                     continue
                 reward = config.failure_value
                 self._recorder.count(f"rollout/failed_rewards/{result.error}")
@@ -173,9 +175,9 @@ class SampleMaker:
     def _scorable(self, sample: Sample) -> Sample | FailedSample:
         """The sample, or its failure if it cannot have a reward."""
         if not self.decodable([sample]):
-            return FailedSample("token_out_of_vocabulary", "it has tokens outside the model's vocabulary")
+            return _failed(sample, "token_out_of_vocabulary", "it has tokens outside the model's vocabulary")
         if sample.reward is None and not self._reward.has_function:
-            return FailedSample("no_reward", "the agent loop gave no reward, and reward.function is none")
+            return _failed(sample, "no_reward", "the agent loop gave no reward, and reward.function is none")
         return sample
 
     def _answers(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Answer]:
@@ -216,20 +218,23 @@ class SampleMaker:
         )
         try:
             sample = await self._agent_loop.run(task.prompt, index, generate)
-            problem = self._problem(sample, task.tokens, generate.sampled)
+            if (problem := self._problem(sample, task.tokens, generate.sampled)) is None:
+                return _with_arrays(sample, index)
+            reason, message = "bad_sample", self._bad_sample(task.prompt, index, problem)
         except GenerationFailed as e:
-            return FailedSample(e.reason, str(e))
+            reason, message = e.reason, str(e)
         except asyncio.CancelledError:
             if not watch.expired:
                 raise
+            reason = "agent_timeout"
             message = f"no call of generate within rollout.agent_timeout_s = {self._rollout.agent_timeout_s:g} s"
-            return FailedSample("agent_timeout", message)
         except Exception as e:
-            return self._agent_error(task.prompt, e)
+            reason, message = "agent_error", self._agent_error(task.prompt, e)
         finally:
             watch.close()
             generate.close()
-        return self._bad_sample(task.prompt, index, problem) if problem else _with_arrays(sample, index)
+        returned = (call.result for call in generate.sampled)
+        return FailedSample(reason, message, [r.tokens for r in returned if isinstance(r, Completion)])
 
     def _problem(self, sample: object, prompt_tokens: np.ndarray, calls: Sequence[SampledCall]) -> str | None:
         """What is wrong with what an agent loop returned, if anything."""
@@ -247,22 +252,23 @@ class SampleMaker:
                 if different := next(((name, shape) for name, shape in columns if shape != expected[name]), None):
                     name, shape = different
                     problem = f"extra column {name!r}: expected rows of shape {expected[name]}, found {shape}"
-                    sample = self._bad_sample(prompt, index, problem)
+                    sample = _failed(sample, "bad_sample", self._bad_sample(prompt, index, problem))
                 else:
                     shapes = expected
             checked.append(sample)
         return checked
 
-    def _bad_sample(self, prompt: Prompt, index: int, problem: str) -> FailedSample:
-        """Logs the first one; `rollout/failed_samples/bad_sample` counts all."""
+    def _bad_sample(self, prompt: Prompt, index: int, problem: str) -> str:
+        """Logs the first one; `rollout/failed_samples/bad_sample` counts all. Returns the message."""
         message = f"group {prompt.uid} sample {index}: {problem}"
         if "bad_sample" not in self._reported:
             self._reported.add("bad_sample")
             log.warning("the agent loop returned a bad sample, which is dropped; further ones are counted: %s", message)
-        return FailedSample("bad_sample", message)
+        return message
 
-    def _agent_error(self, prompt: Prompt, error: Exception) -> FailedSample:
-        """Logs the first error of each type with its traceback; `rollout/failed_samples/agent_error` counts all."""
+    def _agent_error(self, prompt: Prompt, error: Exception) -> str:
+        """Logs the first error of each type with its traceback; `rollout/failed_samples/agent_error` counts all.
+        Returns the message."""
         kind = type(error).__name__
         if kind not in self._reported:
             self._reported.add(kind)
@@ -272,7 +278,11 @@ class SampleMaker:
                 kind,
                 exc_info=error,
             )
-        return FailedSample("agent_error", f"{kind}: {error}")
+        return f"{kind}: {error}"
+
+
+def _failed(sample: Sample, reason: str, message: str) -> FailedSample:
+    return FailedSample(reason, message, [q.tokens[q.loss_mask] for q in sample.sequences])
 
 
 def _problem_beside_tokens(sample: Sample) -> str | None:

@@ -22,6 +22,7 @@ from asyncrl.processes.actor_client import ActorBroken, ActorClient, SupervisedA
 from asyncrl.processes.device_errors import is_device_error
 from asyncrl.sample_queue.messages import Lease
 from asyncrl.trainer.mismatch import SamplerKL
+from asyncrl.types.groups import Group
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class TrainerRankActor(SupervisedActor):
         self._sender: Any = None
         self._store: Any = None
         self._payload: Sequence[bytes] = []
+        self._mask_before: int | None = None
 
     async def rendezvous(self) -> str:
         """Rendezvous address of the ranks. It listens from now on, because another program could take a free port
@@ -77,13 +79,17 @@ class TrainerRankActor(SupervisedActor):
     async def train(
         self, step: int, payload: Sequence[bytes], mask_before: int | None
     ) -> tuple[dict[str, float], list[SamplerKL]]:
-        self._payload = payload
+        self._payload, self._mask_before = payload, mask_before
         metrics = await self._compute(lambda: self._core.train(step, payload, mask_before))
         return metrics, self._core.sampler_kl
 
     async def first_groups(self, count: int) -> list[bytes]:
-        """The first groups of the last batch, for display."""
-        return list(self._payload[:count])
+        """The first groups of the last batch, as they were trained, for people to read."""
+        from asyncrl.trainer.batches import as_trained
+
+        overlong = self._config.algorithm.overlong
+        groups = map(Group.from_buffer, self._payload[:count])
+        return [as_trained(group, self._mask_before, overlong).to_bytes() for group in groups]
 
     async def stage(self) -> None:
         await self._compute(lambda: self._core.stage())

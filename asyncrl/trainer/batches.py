@@ -6,6 +6,7 @@ communication and equal input gives equal bits.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from asyncrl.trainer.backends.base import TrainBatch
 from asyncrl.types.groups import Group
-from asyncrl.types.samples import TOKEN_REWARDS
+from asyncrl.types.samples import TOKEN_REWARDS, effective_reward
 from asyncrl.types.versions import PolicyVersion, Sampler
 
 
@@ -136,6 +137,14 @@ def _young(group: Group, mask_before: int | None) -> np.ndarray:
     if mask_before is None or not (group.span_number < mask_before).any():
         return np.ones(len(group.tokens), np.bool_)
     return group.per_token(group.span_number >= mask_before)
+
+
+def as_trained(group: Group, mask_before: int | None, overlong: str) -> Group:
+    """The group with the tokens that a step trains in ``loss_mask``: not those of versions below ``mask_before``, nor
+    of samples that ``overlong`` (algorithm.overlong) masks."""
+    kept = np.array([effective_reward(0.0, finish, overlong, 0.0) is not None for finish in group.finish.tolist()])
+    of_token = np.repeat(kept[group.sequence_sample], group.response_lengths)
+    return dataclasses.replace(group, loss_mask=group.loss_mask & _young(group, mask_before) & of_token)
 
 
 def per_token(batch: TrainBatch, values_B: np.ndarray) -> np.ndarray:

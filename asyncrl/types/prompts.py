@@ -14,7 +14,7 @@ class Prompt:
     """One task instance, as read from the data source.
 
     ``uid`` is unique in a run (epoch and row); ``prompt_id`` identifies the row of its data set in every epoch;
-    ``data_source`` names the data set, by which metrics are told apart."""
+    ``data_source`` names the data set, by which metrics are also reported."""
 
     uid: str
     prompt_id: str

@@ -16,18 +16,11 @@ from asyncrl.observability.number_format import is_number, short_number, short_s
 from asyncrl.observability.report import group_timeline, page, swimlanes
 from asyncrl.observability.sinks.jsonl import METRICS_FILE, read_jsonl
 from asyncrl.observability.sinks.timeline import read_spans
-from asyncrl.observability.trajectories import caption
+from asyncrl.observability.trajectories import caption, plural
 
 REPORT_FILE = "report.html"
-_BY_SOURCE = {
-    "reward": ("Reward by data source", "Mean reward of the samples of each data source."),
-    "success": (
-        "Success by data source",
-        "Share of samples with a positive accuracy, or without that metric a positive reward.",
-    ),
-    "response_tokens": ("Length by data source", "Mean response tokens of a sample."),
-}
 MAX_TRAJECTORIES = 24
+MAX_FAILED = 8  # of these
 
 
 def write_report(run_dir: Path | str) -> Path:
@@ -76,11 +69,9 @@ def _render(run_dir: Path) -> str:
     config_path = run_dir / "config.yaml"
     config_text = config_path.read_text(encoding="utf-8") if config_path.exists() else ""
     config = OmegaConf.create(config_text or "{}")
-    try:
-        rows, damage = trajectory_files.read(run_dir), ""
-    except ValueError as e:
-        rows, damage = [], str(e)
-    shown = _evenly(rows, MAX_TRAJECTORIES)
+    found = trajectory_files.read(run_dir)
+    shown = _shown(found)
+    kept = f" ({len(shown)} of {len(found)} kept)" if len(shown) < len(found) else ""
     return page.render(
         title=str(OmegaConf.select(config, "name", throw_on_missing=False) or run_dir.resolve().name),
         badge=_badge(summary),
@@ -90,8 +81,8 @@ def _render(run_dir: Path) -> str:
         has_metrics=bool(series),
         sections=[*_metric_sections(series), page.Section("Timeline", [*_actors(run_dir), *_groups(run_dir)])],
         trajectories=[_trajectory(row) for row in shown],
-        damage=damage,
-        trajectories_title="Trajectories" + (f" ({len(shown)} of {len(rows)} kept)" if len(shown) < len(rows) else ""),
+        damage="; ".join(found.damaged),
+        trajectories_title=f"Trajectories{kept}",
         summary={name: _fact(value) for name, value in summary.items() if not isinstance(value, (dict, list))},
         config_text=config_text,
     )
@@ -102,7 +93,7 @@ def _metric_sections(series: charts.Series) -> Iterator[page.Section]:
         drawn = page.charts(*((chart.title, chart.caption, charts.line_chart(chart, series)) for chart in group))
         if title == "Learning":
             drawn += page.charts(
-                *((title, text, charts.source_chart(series, name)) for name, (title, text) in _BY_SOURCE.items())
+                *((chart.title, chart.caption, charts.source_chart(chart, series)) for chart in charts.BY_SOURCE)
             )
         if title == "Asynchrony":
             drawn += page.charts(
@@ -142,7 +133,7 @@ def _trajectory(row: Mapping[str, Any]) -> page.Trajectory:
         chips.append(page.Label(row["failure"], "poor"))
     if row["finish"] is not None:
         chips.append(page.Label(row["finish"], ""))
-    chips.append(page.Label(f"{row['response_tokens']} tokens, {row['trained_tokens']} trained", ""))
+    chips.append(page.Label(f"{plural(row['response_tokens'], 'token')}, {row['trained_tokens']} trained", ""))
     chips.append(page.Label(f"{row['data_source']}: {row['prompt_id']}, sample {row['sample']}", ""))
     parts = [page.Part(caption(part), part["kind"], part["text"]) for part in row["parts"] or ()]
     return page.Trajectory(chips, row["error"] or "", row["prompt"] or "", parts)
@@ -232,11 +223,19 @@ def _fact(value: Any) -> str:
     return short_number(value) if isinstance(value, float) else "–" if value is None else str(value)
 
 
-def _evenly(rows: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
-    """``count`` evenly spaced rows, first and last included."""
-    if len(rows) <= count:
-        return list(rows)
-    return [rows[round(i * (len(rows) - 1) / (count - 1))] for i in range(count)]
+def _shown(found: trajectory_files.Trajectories) -> list[dict[str, Any]]:
+    """At most `MAX_TRAJECTORIES` rows, evenly spaced, and of them at most `MAX_FAILED` of failed samples."""
+    fine = found.table["failure"].is_null().to_pylist()
+    failed = _evenly([i for i, ok in enumerate(fine) if not ok], MAX_FAILED)
+    others = _evenly([i for i, ok in enumerate(fine) if ok], MAX_TRAJECTORIES - len(failed))
+    return found.rows(failed + others)
+
+
+def _evenly(numbers: Sequence[int], count: int) -> list[int]:
+    """``count`` evenly spaced ones, first and last included."""
+    if len(numbers) <= count:
+        return list(numbers)
+    return [numbers[round(i * (len(numbers) - 1) / (count - 1))] for i in range(count)]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -22,7 +22,8 @@ class Sink:
         """Metrics of a train step, or validation results measured at ``step``; steps may repeat or go back."""
 
     def spans(self, batch: Batch) -> None:
-        """Spans, counters and gauges that one actor recorded since the last call, about every two seconds."""
+        """What one actor recorded since the last call, about every two seconds: spans, counters, gauges, failed
+        samples."""
 
     def trajectories(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Samples of one train step, see `asyncrl.observability.trajectories.sampled_rows`."""

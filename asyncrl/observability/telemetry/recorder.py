@@ -37,7 +37,8 @@ class Span(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """A sample that failed, for people to read. ``calls``: number of tokens and text of what was sampled for it."""
+    """A sample that failed, for people to read. ``sampled``: tokens and text of each call for it, or of each of its
+    sequences if it failed later."""
 
     uid: str
     prompt_id: str
@@ -47,7 +48,7 @@ class Failure(NamedTuple):
     prompt: str
     failure: str
     error: str
-    calls: list[tuple[int, str]]
+    sampled: list[tuple[int, str]]
 
 
 @dataclass
