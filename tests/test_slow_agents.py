@@ -26,7 +26,9 @@ def test_overdue_decides_about_groups_of_slow_agents(start, tmp_path, overdue):
     audit(folder, [2] * 10, in_order=False)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "actor/loss" in row]
-    longest_s = max(row["perf/step_s"] for row in steps)
+    durations_s = sorted(row["perf/step_s"] for row in steps)
+    longest_s = durations_s[-1]
+    assert durations_s[len(steps) // 2] < SLOW_S / 2  # most groups have no slow agent, and wait for none
     late = dropped(folder, "overdue")
     assert steps[-1].get("fully_async/dropped/overdue", 0) == late
     if overdue == "drop":  # no step waits for a tool

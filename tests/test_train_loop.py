@@ -296,6 +296,17 @@ async def test_a_step_is_reported_with_the_metrics_of_its_window():
     assert monitor.summary()["tokens"] == 70
 
 
+async def test_a_step_of_several_data_sources_is_reported_by_source():
+    rank, replica = Recorder("trainer/0"), Recorder("replica/0")
+    monitor = await monitored(rank, replica)
+    for step, source in enumerate(("sums", "words", "sums"), start=1):
+        for figure, total in (("samples", 4), ("reward", 3.0), ("success", 2), ("response_tokens", 40)):
+            replica.count(f"rollout/source/{source}/{figure}", total)
+        values = await monitor.on_step(at(step), {})
+        found = {name.split("/")[2]: value for name, value in values.items() if name.endswith("/reward")}
+        assert found == ({source: 0.75} if step > 1 else {})  # one source says nothing that all samples do not
+
+
 async def test_the_overlap_of_a_run_is_that_of_all_its_steps_however_many_spans_they_have():
     rank, replica = Recorder("trainer/0"), Recorder("replica/0")
     monitor, busy_s = await monitored(rank, replica), 0.0
