@@ -5,7 +5,8 @@
 #   scripts/make_venv.sh vllm     that of a backend (vllm, sglang, megatron), $VENV-vllm, from constraints-vllm.txt
 #   scripts/make_venv.sh megatron-newest    the same for its newest releases, with CPython 3.12
 #
-# With ASYNCRL_ENV_CACHE set, it is created there under the lock's hash, and $VENV links to it.
+# With ASYNCRL_ENV_CACHE set, it is created there under the lock's hash, and $VENV links to it. Clones share it, so use
+# `python -m asyncrl…` in a clone: the command `asyncrl` is that of the clone which created the environment.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
