@@ -25,8 +25,8 @@ from benchmarks.quickstart import ROOT, ensure_inputs, run
 TARGET = 0.85
 MEAN_OF_STEPS = 3
 ANCHORS = {
-    "behaviour": ["algorithm.anchor=behaviour", "algorithm.importance_cap=0"],
-    "proximal": ["algorithm.anchor=proximal", "algorithm.importance_cap=2"],
+    "behaviour": ["algorithm.anchor=behaviour"],
+    "proximal": ["algorithm.anchor=proximal", "algorithm.corrections=[tis]"],
 }
 
 

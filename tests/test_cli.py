@@ -35,14 +35,14 @@ def test_train_takes_the_arguments_of_the_main_module(tmp_path, capsys):
 
 
 def test_a_part_may_be_a_module_of_the_working_directory(tmp_path):
-    (tmp_path / "mine.py").write_text("ALGORITHM = object()\n")
+    (tmp_path / "mine.py").write_text("SURROGATE = object()\n")
     script = "import sys; from asyncrl.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    options = ["algorithm.name=mine:ALGORITHM", "model.path=m", "reward.function=arithmetic"]
+    options = ["algorithm.surrogate=mine:SURROGATE", "model.path=m", "reward.function=arithmetic"]
     command = [sys.executable, "-P", "-c", script, "train", *options]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert "config: algorithm.name: mine:ALGORITHM lacks advantages" in done.stderr
+    assert "config: algorithm.surrogate: mine:SURROGATE lacks loss" in done.stderr
 
 
 def test_the_exit_status_is_the_subcommand_s(tmp_path, capsys):

@@ -75,7 +75,7 @@ def test_a_bad_override_is_one_line_naming_the_key(override, expected):
 
 def test_a_file_with_several_problems_reports_them_all_and_where_each_is_set(tmp_path):
     (tmp_path / "base.yaml").write_text("rollout: {n: 0, replica: 2}\ndata: 3\n")
-    (tmp_path / "more.yaml").write_text("extends: base.yaml\nalgorithm: {clip_low: 1}\nmtp: {enable_rollout: maybe}\n")
+    (tmp_path / "more.yaml").write_text("extends: base.yaml\nalgorithm: {clip_low: 2}\nmtp: {enable_rollout: maybe}\n")
     with pytest.raises(ConfigError) as e:
         load_config(tmp_path / "more.yaml", ["model.path=m", "rollout.engine.dtype=half"])
     assert set(e.value.problems) == {
@@ -83,7 +83,7 @@ def test_a_file_with_several_problems_reports_them_all_and_where_each_is_set(tmp
         "rollout.n: expected at least 1, found 0 (in base.yaml)",
         "rollout.replica: unknown key; did you mean rollout.replicas? (in base.yaml)",
         "data: expected a group of options, found 3 (in base.yaml)",
-        "algorithm.clip_low: expected at least 0 and less than 1, found 1 (in more.yaml)",
+        "algorithm.clip_low: expected at least 0 and at most 1, found 2 (in more.yaml)",
         "mtp.enable_rollout: expected bool, found 'maybe' (in more.yaml)",
         "rollout.engine.dtype: expected one of auto, float32, bfloat16; found 'half'",
     }
@@ -168,8 +168,18 @@ def test_missing_values_and_files_are_reported(tmp_path):
         ("rollout.temperature=0", "rollout.temperature: expected more than 0"),
         ("rollout.top_p=1.5", "rollout.top_p"),
         ("algorithm.kl_estimator=k9", "algorithm.kl_estimator: expected one of k1, k2, k3; found 'k9'"),
-        ("algorithm.anchor=rollout", "algorithm.anchor: expected one of behaviour, proximal; found 'rollout'"),
-        ("algorithm.importance_cap=2", "algorithm.importance_cap: the ratio to algorithm.anchor=behaviour already"),
+        (
+            "algorithm.anchor=rollout",
+            "algorithm.anchor: expected one of behaviour, proximal, loglinear",
+        ),
+        ("algorithm.corrections=[tis]", "algorithm.corrections: the ratio to algorithm.anchor=behaviour already"),
+        (
+            "algorithm.sapo_tau_positive=2",
+            "algorithm.sapo_tau_positive: read only by sapo, not selected here; expected its",
+        ),
+        ("algorithm.args={x: 1}", "algorithm.args: no selected item reads 'x'; expected none"),
+        ("algorithm.dual_clip=1.1", "algorithm.dual_clip: expected 0, or more than 1 + clip_high = 1.2, found 1.1"),
+        ("algorithm.kl_unbiased=true", "algorithm.kl_unbiased: there is no KL with algorithm.kl_coef=0"),
         ("algorithm.overlong_penalty=-1", "algorithm.overlong_penalty: expected at least 0"),
         ("algorithm.std_ddof=2", "algorithm.std_ddof: expected at least 0 and at most 1, found 2"),
         ("rollout.max_attempts=0", "rollout.max_attempts: expected at least 1, found 0"),
@@ -180,8 +190,8 @@ def test_missing_values_and_files_are_reported(tmp_path):
         ("model.path=nowhere", "model.path: no checkpoint at nowhere"),
         ("data.train_files=[absent.jsonl]", "data.train_files: no such file: absent.jsonl"),
         (
-            "algorithm.name=ppo",
-            "algorithm.name: expected one of grpo, or an import path such as",
+            "algorithm.surrogate=ppo",
+            "algorithm.surrogate: expected one of cispo, clip, gspo, sapo, or",
         ),
         ("seed=-1", "seed: expected at least 0, found -1"),
         ("trainer.optimizer.betas=[0.9,1.5]", "trainer.optimizer.betas: expected two numbers, 0 ≤ beta < 1"),
@@ -222,14 +232,19 @@ def test_impossible_values_are_refused(files, override, expected):
     [
         (
             ["algorithm.anchor=proximal", "async_training.staleness_threshold=1"],
-            "algorithm.importance_cap: with algorithm.anchor=proximal and 0 nothing corrects stale tokens",
+            "algorithm.corrections: with algorithm.anchor=proximal nothing corrects stale tokens",
         ),
         (
             ["algorithm.anchor=proximal", "async_training.trigger_parameter_sync_step=2"],
-            "algorithm.importance_cap: with algorithm.anchor=proximal and 0 nothing corrects stale tokens",
+            "algorithm.corrections: with algorithm.anchor=proximal nothing corrects stale tokens",
         ),
-        (["algorithm.anchor=proximal", "algorithm.importance_cap=0.5"], "(a smaller cap would truncate fresh"),
+        (["algorithm.anchor=proximal", "algorithm.corrections=[tis,mis]"], "tis and mis weigh tokens by importance"),
         (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"], "as a loss, k1's gradient is zero in the mean"),
+        (["rollout.n=1", "rollout.min_group_size=1"], "rollout.n: grpo compares the samples of a group and needs at"),
+        (
+            ["algorithm.surrogate=gspo", "algorithm.dual_clip=3"],
+            "algorithm.dual_clip: read only by clip, not selected here",
+        ),
     ],
 )
 def test_options_of_the_loss_that_contradict_each_other_are_refused(files, overrides, expected):
@@ -416,14 +431,14 @@ def test_options_that_sglang_does_not_support_are_refused(files):
 
 
 def test_problems_of_the_config_and_of_all_parts_are_reported_at_once(files):
-    parts = ["rollout.engine.name=vlm", "trainer.backend=math:pi", "algorithm.name=no_such_module:ALGORITHM"]
+    parts = ["rollout.engine.name=vlm", "trainer.backend=math:pi", "algorithm.advantage=no_such_module:ADVANTAGE"]
     parts += ["param_sync.transport=pigeon", "reporting.sinks=[nowhere]"]
     found = problems([*files, *parts, "param_sync.in_flight=finish"])
     assert [problem.partition(":")[0] for problem in found] == [
         "param_sync.in_flight",
         "rollout.engine.name",
         "trainer.backend",
-        "algorithm.name",
+        "algorithm.advantage",
         "param_sync.transport",
         "reporting.sinks",
     ]

@@ -185,7 +185,7 @@ def test_parts_that_fail_while_their_processes_live_are_replaced_and_poison_is_d
         f"trainer.total_steps={steps}",
         f"rollout.engine.name={broken}:ENGINE",
         f"rollout.agent_loop={broken}:Raises",
-        f"algorithm.name={broken}:ALGORITHM",
+        f"algorithm.advantage={broken}:ADVANTAGE",
         "rollout.replicas=2",
         "ray.cpus_per_replica=0.25",
     )

@@ -1,23 +1,38 @@
 """Batches: packing, partitions, advantages and overlong policies against plain formulas."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config.schema import AlgorithmConfig, OptimizerConfig
-from asyncrl.trainer.algorithms.advantages import apply_overlong, group_advantages
-from asyncrl.trainer.algorithms.base import ALGORITHMS
-from asyncrl.trainer.algorithms.grpo import GRPO
-from asyncrl.trainer.algorithms.losses import token_weights
+from asyncrl.config.schema import AlgorithmConfig, Config, OptimizerConfig, RolloutConfig
 from asyncrl.trainer.backends.schedule import learning_rate
-from asyncrl.trainer.batches import build_batch, cut_micro_batches, cut_mini_batches, partition
+from asyncrl.trainer.batches import apply_overlong, build_batch, cut_micro_batches, cut_mini_batches, partition
+from asyncrl.trainer.objective import Objective
 from asyncrl.trainer.rank import batch_metrics, step_metrics
 from asyncrl.types.groups import Group
 from asyncrl.types.samples import FinishReason, Sample, TokenSequence, effective_reward
 from asyncrl.types.versions import PolicyVersion, VersionSpan
 
 LENGTHS = st.lists(st.integers(1, 200), max_size=60).map(lambda x: np.array(x, dtype=np.int64))
+
+
+def prepared(batch, constant=1, **options):
+    """The batch with the columns of its algorithm, and its denominators."""
+    batch = dataclasses.replace(batch, columns=dict(batch.columns))
+    config = Config(algorithm=AlgorithmConfig(**options), rollout=RolloutConfig(max_response_tokens=constant))
+    return batch, Objective(config).prepare(batch)
+
+
+def advantages(batch, **options):
+    return prepared(batch, **options)[0].columns["advantages"]
+
+
+def weights_of(batch, constant=1, **options):
+    batch, shares = prepared(batch, constant, **options)
+    return batch.columns["weights"], shares
 
 
 def sample(index, response, reward=0.0, mask=None, finish=FinishReason.STOP, versions=(0,)):
@@ -123,8 +138,7 @@ def test_a_batch_has_each_sequence_with_its_own_context(branched):
 
 def test_statistics_of_a_group_are_over_samples(branched):
     batch = build_batch([branched])
-    advantages = GRPO().advantages(batch, AlgorithmConfig(normalize_by_std=False))
-    assert advantages.tolist() == [1.5] * 8 + [-1.5]
+    assert advantages(batch, normalize_by_std=False).tolist() == [1.5] * 8 + [-1.5]
 
 
 def test_weights_of_several_sequences(branched):
@@ -135,16 +149,16 @@ def test_weights_of_several_sequences(branched):
         ("sample_mean", np.repeat([5, 1], [8, 1]), [0.4, 0.2, 0.4, 1]),
         ("constant", np.ones(9), [4, 2, 4, 10]),
     ):
-        weights, shares = token_weights(batch, how, constant=10)
+        weights, shares = weights_of(batch, constant=10, loss_aggregation=how)
         np.testing.assert_allclose(weights, mask / owned, rtol=1e-6)
         np.testing.assert_allclose(shares, share)
 
 
 def test_masks_leave_the_denominators_unless_configured_otherwise():
     young = build_batch([group("a", [1], sample(0, [5] * 4, versions=(2, 3, 3, 3)), sample(1, [6], versions=(2,)))], 3)
-    weights, share = token_weights(young, "sequence_mean")
+    weights, share = weights_of(young, loss_aggregation="sequence_mean")
     assert (weights.tolist(), share.tolist()) == ([0, 0.25, 0.25, 0.25, 0], [1, 1])
-    weights, share = token_weights(young, "sequence_mean", "trained")
+    weights, share = weights_of(young, loss_aggregation="sequence_mean", denominators="trained")
     np.testing.assert_allclose(weights, np.array([0, 1, 1, 1, 0]) / 3, rtol=1e-6)
     assert share.tolist() == [1, 0]
 
@@ -169,54 +183,33 @@ def test_micro_batches_hold_every_sequence_once_within_the_budget(lengths, budge
     assert all(a + b > budget for i, a in enumerate(fullness) for b in fullness[i + 1 :])  # none could be merged
 
 
-def test_group_advantages_equal_the_naive_formula():
-    rng = np.random.default_rng(0)
-    rewards, ids = rng.normal(size=12).astype(np.float32), np.repeat([0, 1, 2], [5, 3, 4])
-    for by_std, ddof in ((True, 1), (True, 0), (False, 1)):
-        found = group_advantages(rewards, ids, normalize_by_std=by_std, std_ddof=ddof)
-        for k in range(3):
-            r = rewards[ids == k].astype(np.float64)
-            expected = (r - r.mean()) / (r.std(ddof=ddof) + 1e-6 if by_std else 1)
-            np.testing.assert_allclose(found[ids == k], expected, rtol=1e-6)
-
-
 def test_the_deviation_divides_by_n_minus_one_unless_configured_otherwise(groups):
     batch = build_batch(groups)
-    one_less = GRPO().advantages(batch, AlgorithmConfig())
-    population = GRPO().advantages(batch, AlgorithmConfig(std_ddof=0))
+    one_less = advantages(batch)
+    population = advantages(batch, std_ddof=0)
     # the first group has two samples: √2 between the two
     np.testing.assert_allclose(population[:3], one_less[:3] * np.sqrt(2), rtol=1e-5)
 
 
 def test_equal_rewards_give_exactly_zero_advantages():
     for size in (1, 3, 7, 8):
-        assert not group_advantages(np.full(size, 0.1, np.float32), np.zeros(size, np.int64)).any()
+        alike = build_batch([group("g", [1], *(sample(i, [5], reward=0.1) for i in range(size)))])
+        assert not advantages(alike).any()
 
 
 def test_overlong_policies_keep_mask_or_penalize(groups):
-    batch, config = build_batch(groups), AlgorithmConfig(normalize_by_std=False)
+    batch, centred = build_batch(groups), {"normalize_by_std": False}
     last = slice(6, 8)  # the response of the overlong sample
     keep = apply_overlong(batch, "keep", 0.5)
     assert keep.loss_mask[last].all()
-    assert GRPO().advantages(keep, config)[last].tolist() == [1.5, 1.5]
+    assert advantages(keep, **centred)[last].tolist() == [1.5, 1.5]
     masked = apply_overlong(batch, "mask", 0.5)
     assert masked.loss_mask.tolist() == [True, False, True, True, True, True, False, False]
-    assert GRPO().advantages(masked, config)[5:].tolist() == [0, 0, 0]  # nor does its reward change the group's mean
+    assert advantages(masked, **centred)[5:].tolist() == [0, 0, 0]  # nor does its reward change the group's mean
     penalized = apply_overlong(batch, "penalize", 0.5)
     assert penalized.loss_mask[last].all()
-    assert GRPO().advantages(penalized, config)[last].tolist() == [1.25, 1.25]
+    assert advantages(penalized, **centred)[last].tolist() == [1.25, 1.25]
     assert batch.sequence_columns["rewards"].tolist() == [0, 1, 2, 5]  # the given batch is unchanged
-    with pytest.raises(ValueError, match="keep, mask, penalize"):
-        apply_overlong(batch, "drop", 0.5)
-
-
-def test_uncounted_samples_affect_neither_mean_nor_deviation():
-    rewards, ids = np.array([1, 3, 9, 4, 4], np.float32), np.array([0, 0, 0, 1, 1])
-    counted = np.array([True, True, False, False, False])
-    for by_std in (True, False):
-        found = group_advantages(rewards, ids, normalize_by_std=by_std, counted=counted)
-        np.testing.assert_array_equal(found[:2], group_advantages(rewards[:2], ids[:2], normalize_by_std=by_std))
-        assert not found[2:].any()
 
 
 @given(
@@ -226,9 +219,9 @@ def test_uncounted_samples_affect_neither_mean_nor_deviation():
 def test_a_group_has_a_gradient_exactly_if_its_effective_rewards_differ(rows, policy):
     samples = [sample(i, [7], reward, finish=FinishReason(finish)) for i, (reward, finish) in enumerate(rows)]
     batch = apply_overlong(build_batch([group("g", [1], *samples)]), policy, 0.5)
-    advantages = GRPO().advantages(batch, AlgorithmConfig()) * batch.loss_mask
+    found = advantages(batch) * batch.loss_mask
     effective = {effective_reward(reward, finish, policy, 0.5) for reward, finish in rows} - {None}
-    assert advantages.any() == (len(effective) > 1)
+    assert found.any() == (len(effective) > 1)
 
 
 def test_batch_metrics_describe_the_distribution_of_rewards_lengths_and_versions():
@@ -258,19 +251,12 @@ def test_extremes_are_reduced_over_optimizer_steps():
 
 def test_weights_and_denominators_follow_the_aggregation(groups):
     batch = build_batch(groups)
-    weights, share = token_weights(batch, "token_mean")
+    weights, share = weights_of(batch)
     assert weights.tolist() == [1, 0, 1, 1, 1, 1, 1, 1]
     assert share.tolist() == [2, 2, 1, 2]
-    weights, share = token_weights(batch, "sequence_mean")
+    weights, share = weights_of(batch, loss_aggregation="sequence_mean")
     assert weights.tolist() == [0.5, 0, 0.5, 0.5, 0.5, 1, 0.5, 0.5]
     assert share.tolist() == [1, 1, 1, 1]
-    with pytest.raises(ValueError, match="token_mean, sequence_mean"):
-        token_weights(batch, "sum")
-
-
-def test_an_unknown_algorithm_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"algorithm.name: expected one of grpo, or an import path .* found 'ppo'"):
-        ALGORITHMS.find("ppo")
 
 
 def test_learning_rate_schedules():

@@ -2,9 +2,9 @@
 
 import pytest
 
+from asyncrl.algorithms.items import ADVANTAGES, CORRECTIONS, SURROGATES
 from asyncrl.config.load import load_config
 from asyncrl.plugins.registry import UnknownPart
-from asyncrl.trainer.algorithms.base import ALGORITHMS
 from asyncrl.trainer.backends.base import BACKENDS
 
 KEY = "trainer.megatron"
@@ -23,9 +23,11 @@ def test_the_backends_are_found_by_name_and_import_path():
         BACKENDS.find("jax")
 
 
-def test_the_algorithms_are_found_by_name_and_import_path():
-    assert ALGORITHMS.names() == ["grpo"]
-    assert ALGORITHMS.find("asyncrl.trainer.algorithms.grpo:ALGORITHM") is ALGORITHMS.find("grpo")
+def test_the_items_of_algorithms_are_found_by_name_and_import_path():
+    assert ADVANTAGES.names() == ["grpo", "pass_at_k", "reinforce_pp", "rloo"]
+    assert SURROGATES.names() == ["cispo", "clip", "gspo", "sapo"]
+    assert CORRECTIONS.names() == ["mis", "reject", "tis"]
+    assert ADVANTAGES.find("asyncrl.algorithms.advantages.grpo:ADVANTAGE") is ADVANTAGES.find("grpo")
 
 
 def test_a_backend_that_lacks_a_method_is_refused_by_its_name():
@@ -62,28 +64,4 @@ def test_ranks_share_a_copy_of_the_model_only_if_the_backend_shards_it():
 )
 def test_a_backend_refuses_options_that_it_does_not_support(backend, overrides, expected):
     (found,) = BACKENDS.find(backend).problems(options(*overrides))
-    assert found.startswith(expected)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (
-            ["rollout.n=1", "rollout.min_group_size=1"],
-            "rollout.n: grpo compares the samples of a group and needs at least 2, found 1",
-        ),
-        (
-            ["algorithm.anchor=proximal", "algorithm.importance_cap=0.5"],
-            "algorithm.importance_cap: expected 0 or at least 1",
-        ),
-        (["algorithm.importance_cap=2"], "algorithm.importance_cap: the ratio to algorithm.anchor=behaviour already"),
-        (
-            ["algorithm.anchor=proximal", "async_training.staleness_threshold=1"],
-            "algorithm.importance_cap: with algorithm.anchor=proximal and 0 nothing corrects stale tokens",
-        ),
-        (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"], "algorithm.kl_estimator: as a loss, k1's gradient"),
-    ],
-)
-def test_grpo_refuses_options_that_contradict_each_other(overrides, expected):
-    (found,) = ALGORITHMS.find("grpo").problems(options(*overrides))
     assert found.startswith(expected)

@@ -452,7 +452,7 @@ def test_a_backend_reports_its_missing_packages(checkpoint):
 
 def test_invalid_parts_and_devices_are_reported(checkpoint):
     for config, match in (
-        (make_config(checkpoint, name="ppo"), "algorithm.name: expected one of grpo, or"),
+        (make_config(checkpoint, advantage="gae"), "algorithm.advantage: expected one of grpo, pass_at_k, rei"),
         (make_config(checkpoint, backend="jax"), "trainer.backend: expected one of megatron, torch, or"),
         (make_config(checkpoint, device="tpu"), "auto, cpu or cuda"),
     ):

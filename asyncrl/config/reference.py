@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from asyncrl.algorithms.options import readers
 from asyncrl.config.options import choices, fields_of, limits
 from asyncrl.config.schema import Config
 
@@ -40,13 +41,14 @@ def reference() -> str:
 
 
 def _section(kind: type, prefix: str, title: str) -> Iterator[str]:
-    comments = _comments(kind)
+    comments = {name: text for base in reversed(kind.__mro__) for name, text in _comments(base).items()}
+    own = inspect.get_annotations(kind)
     yield f"## {title}\n"
     if kind.__doc__:
         yield f"{_cell(kind.__doc__)}\n"
     groups = []
     rows = []
-    for name, field in fields_of(kind).items():
+    for name, field in sorted(fields_of(kind).items(), key=lambda option: option[0] not in own):
         if dataclasses.is_dataclass(field.annotation):
             groups.append((name, typing.cast(type, field.annotation)))
         else:
@@ -60,7 +62,11 @@ def _section(kind: type, prefix: str, title: str) -> Iterator[str]:
 
 
 def _comments(kind: type) -> dict[str, str]:
-    """Option → its comments: those on its own lines, and whole-line comments directly above."""
+    """Option that a class declares → its comments: those on its own lines, and whole-line comments directly above; for
+    the options of items of algorithms also the items that read it."""
+    if not (dataclasses.is_dataclass(kind) and inspect.get_annotations(kind)):
+        return {}
+    items = f" ({', '.join(found)})" if (found := readers(kind)) else ""
     source = inspect.getsource(kind)
     lines = source.splitlines()
     comments = {
@@ -69,15 +75,15 @@ def _comments(kind: type) -> dict[str, str]:
         if token.type == tokenize.COMMENT
     }
     (body,) = (node.body for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
-    found = {}
+    texts = {}
     for node in body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             first = node.lineno
             while lines[first - 2].lstrip().startswith("#"):
                 first -= 1
             own = [comments[line] for line in range(first, (node.end_lineno or first) + 1) if line in comments]
-            found[node.target.id] = " ".join(own)
-    return found
+            texts[node.target.id] = " ".join(own) + items
+    return texts
 
 
 def _default(field: FieldInfo) -> str:

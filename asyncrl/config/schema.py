@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from asyncrl.algorithms.options import AlgorithmConfig
 from asyncrl.config.section import Section, from_env
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -202,33 +203,6 @@ class TrainerConfig(Section):
     threads: PositiveInt = 1  # CPU threads per rank
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
-
-
-@dataclass
-class AlgorithmConfig(Section):
-    name: str = "grpo"  # grpo, the name of an installed algorithm, or an import path
-    normalize_by_std: bool = True  # false: advantages are only centred (Dr. GRPO)
-    # divisor of the variance; 1: n − 1, as in verl and TRL; 0: n
-    std_ddof: Annotated[int, Field(ge=0, le=1)] = 1
-    # policy in the ratio's denominator; behaviour: the one that sampled the token; proximal: the one at batch start
-    anchor: Literal["behaviour", "proximal"] = "behaviour"
-    clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2  # the ratio is clipped below 1 − clip_low
-    clip_high: NonNegativeFloat = 0.2  # and above 1 + clip_high
-    # equal weight for all tokens, all sequences, or all samples; constant: a sample is divided by max_response_tokens
-    loss_aggregation: Literal["token_mean", "sequence_mean", "sample_mean", "constant"] = "token_mean"
-    # tokens that the means divide by; owned: all sampled ones; trained: without those that overdue or overlong masks
-    denominators: Literal["owned", "trained"] = "owned"
-    epochs: PositiveInt = 1  # optimizer epochs per batch
-    # with anchor=proximal: upper bound of the importance weight exp(proximal − behaviour); 0: no weight
-    importance_cap: NonNegativeFloat = 0.0
-    kl_coef: NonNegativeFloat = 0.0  # KL penalty against the reference model; 0: no reference model is loaded
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    reference_path: str = ""  # checkpoint folder of the reference model; empty: model.path
-    entropy_coef: float = 0.0  # entropy bonus; negative: a penalty
-    filter_zero_variance: bool = True  # drop, count and replace groups whose rewards are all equal
-    # samples truncated at rollout.max_response_tokens; penalize subtracts overlong_penalty from the reward
-    overlong: Literal["keep", "mask", "penalize"] = "keep"
-    overlong_penalty: NonNegativeFloat = 0.5
 
 
 @dataclass

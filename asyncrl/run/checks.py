@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
+from asyncrl.algorithms.options import problems as algorithm_problems
 from asyncrl.config.checks import Derived, derive
 from asyncrl.config.checks import problems as problems_between_sections
 from asyncrl.config.load import ConfigError
@@ -14,7 +15,6 @@ from asyncrl.observability.sinks.open import sink_problems
 from asyncrl.param_sync.transports.choose import problems as transport_problems
 from asyncrl.plugins.registry import Registry, UnknownPart
 from asyncrl.rollouter.engines.base import ENGINES
-from asyncrl.trainer.algorithms.base import ALGORITHMS
 from asyncrl.trainer.backends.base import BACKENDS, BackendSpec
 
 
@@ -26,7 +26,7 @@ def check(config: Config, cpus: int | None = None) -> Derived:
         *problems_between_sections(config, cpus),
         *_part_problems(ENGINES, config.rollout.engine.name, config),
         *_backend_problems(config),
-        *_part_problems(ALGORITHMS, config.algorithm.name, config),
+        *_algorithm_problems(config),
         *transport_problems(config),
         *sink_problems(config),
     ]
@@ -42,6 +42,15 @@ def _part_problems(registry: Registry[Any], name: str, config: Config) -> Iterat
         yield str(e)
     else:
         yield from part.problems(config)
+
+
+def _algorithm_problems(config: Config) -> Iterator[str]:
+    training = config.async_training
+    off_policy = training.staleness_threshold > 0 or training.trigger_parameter_sync_step > 1
+    try:
+        yield from algorithm_problems(config.algorithm, config.rollout.n, off_policy)
+    except UnknownPart as e:
+        yield str(e)
 
 
 def _backend_problems(config: Config) -> Iterator[str]:

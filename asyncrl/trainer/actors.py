@@ -77,10 +77,10 @@ class TrainerRankActor(SupervisedActor):
         await self._compute(build)
 
     async def train(
-        self, step: int, payload: Sequence[bytes], mask_before: int | None
+        self, step: int, payload: Sequence[bytes], mask_before: int | None, version: float
     ) -> tuple[dict[str, float], list[SamplerKL]]:
         self._payload, self._mask_before = payload, mask_before
-        metrics = await self._compute(lambda: self._core.train(step, payload, mask_before))
+        metrics = await self._compute(lambda: self._core.train(step, payload, mask_before, version))
         return metrics, self._core.sampler_kl
 
     async def first_groups(self, count: int) -> list[bytes]:
@@ -164,8 +164,10 @@ class RankGroup:
         init_method = await self._ranks[0].rendezvous() if len(self._ranks) > 1 else None
         await self._all(lambda rank: rank.start(init_method))
 
-    async def train(self, step: int, payload: Any, mask_before: int | None) -> tuple[dict[str, float], list[SamplerKL]]:
-        return (await self._all(lambda rank: rank.train(step, payload, mask_before)))[0]
+    async def train(
+        self, step: int, payload: Any, mask_before: int | None, version: float
+    ) -> tuple[dict[str, float], list[SamplerKL]]:
+        return (await self._all(lambda rank: rank.train(step, payload, mask_before, version)))[0]
 
     async def first_groups(self, count: int) -> list[bytes]:
         return await self._ranks[0].first_groups(count)

@@ -22,13 +22,13 @@ def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> Trai
     """All sequences of ``groups`` in the given order, within a group by sample index. Tokens sampled by a version below
     ``mask_before`` are not trained.
 
-    Columns: ``behaviour_logprobs``, ``sampler`` (int32: index in `samplers`; -1 for a token with mixed KV), and if an
-    agent loop rewarded turns, ``token_rewards`` (float32: at the last token of each rewarded turn, else 0). Sequence
-    columns, [B] each: ``group`` int64 (index in ``groups``), ``sample`` int64 (index of its sample in the batch),
-    ``owned`` int64 (tokens that it trains, whatever masks follow), ``finish`` uint8 (FinishReason) and ``rewards``
-    float32 of its sample, ``versions`` and ``version_span`` int64 of its sample (number of policy versions that sampled
-    it, and the newest number minus the oldest). Raises ValueError for no groups.
-    """
+    Columns: ``behaviour_logprobs``, ``sampler`` (int32: index in `samplers`; -1 for a token with mixed KV), ``version``
+    (int32: number of the policy version that sampled it), and if an agent loop rewarded turns, ``token_rewards``
+    (float32: at the last token of each rewarded turn, else 0). Sequence columns, [B] each: ``group`` int64 (index in
+    ``groups``), ``sample`` int64 (index of its sample in the batch), ``owned`` int64 (tokens that it trains, whatever
+    masks follow), ``finish`` uint8 (FinishReason) and ``rewards`` float32 of its sample, ``versions`` and
+    ``version_span`` int64 of its sample (number of policy versions that sampled it, and the newest number minus the
+    oldest). Raises ValueError for no groups."""
     if not groups:
         raise ValueError("a batch needs at least one group, found none")
     tokens: list[np.ndarray] = []
@@ -51,6 +51,7 @@ def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> Trai
                     columns[name].append(value)
     index = {sampler: i for i, sampler in enumerate(samplers(groups))}
     sampled_by = {id(group): _sampled_by(group, index) for group in groups}
+    numbers = {id(group): group.per_token(group.span_number) for group in groups}
     masks = {id(group): group.loss_mask & _young(group, mask_before) for group in groups}
     prefix_lengths = np.array(prefixes, dtype=np.int64)
     response_lengths = np.array([rows.stop - rows.start for _, rows in response], dtype=np.int64)
@@ -75,6 +76,7 @@ def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> Trai
         columns={
             "behaviour_logprobs": _concatenate([group.logprobs[rows] for group, rows in response], np.float32),
             "sampler": _concatenate([sampled_by[id(group)][rows] for group, rows in response], np.int32),
+            "version": _concatenate([numbers[id(group)][rows] for group, rows in response], np.int32),
             **token_rewards,
         },
         sequence_columns={
@@ -137,6 +139,30 @@ def _young(group: Group, mask_before: int | None) -> np.ndarray:
     if mask_before is None or not (group.span_number < mask_before).any():
         return np.ones(len(group.tokens), np.bool_)
     return group.per_token(group.span_number >= mask_before)
+
+
+def apply_overlong(batch: TrainBatch, policy: str, penalty: float) -> TrainBatch:
+    """Apply the overlong ``policy`` to samples that a limit ended (`FinishReason.truncated`):
+
+    - ``keep``: no change.
+    - ``mask``: their tokens are not trained, and their rewards do not count in the group's mean, since a truncated
+      answer says little about the policy (overlong filtering, Yu et al. 2025, "DAPO", section 3.4).
+    - ``penalize``: ``penalty`` is subtracted from their reward before advantages are computed (the constant end of
+      DAPO's soft overlong punishment, its equation 13).
+
+    Rewards are those of `asyncrl.types.samples.effective_reward`, which also decides what the rollouter drops."""
+    columns = batch.sequence_columns
+    effective = [
+        effective_reward(reward, finish, policy, penalty)
+        for reward, finish in zip(columns["rewards"].tolist(), columns["finish"].tolist(), strict=True)
+    ]
+    counted = np.array([reward is not None for reward in effective])
+    rewards = np.array([0.0 if reward is None else reward for reward in effective], dtype=np.float32)
+    return dataclasses.replace(
+        batch,
+        loss_mask=batch.loss_mask & per_token(batch, counted),
+        sequence_columns={**columns, "rewards": rewards},
+    )
 
 
 def as_trained(group: Group, mask_before: int | None, overlong: str) -> Group:

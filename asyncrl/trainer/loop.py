@@ -20,7 +20,6 @@ from asyncrl.config.schema import Config
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.processes.tasks import cancelled
 from asyncrl.sample_queue.messages import Lease
-from asyncrl.trainer.algorithms.base import ALGORITHMS
 from asyncrl.trainer.checkpoint_saver import CheckpointSaver
 from asyncrl.trainer.checkpoints import Checkpoint, CheckpointMetadata, CheckpointStore
 from asyncrl.trainer.mismatch import MismatchAlarm
@@ -89,10 +88,10 @@ class TrainLoop:
         Propagates the exceptions of all parts. After `stop` saves and returns; when the prompts end also publishes."""
         algorithm = self._config.algorithm
         one_step = self._config.async_training.require_batches * algorithm.epochs == 1
-        if one_step and ALGORITHMS.find(algorithm.name).reads_proximal(algorithm):
+        if one_step and algorithm.anchor == "proximal":
             log.warning(
-                "algorithm: a batch takes one optimizer step, in which the ratio to the proximal policy is 1: clip_low "
-                "and clip_high have no effect. Expected algorithm.anchor=behaviour, or more steps per batch"
+                "algorithm: a batch takes one optimizer step, in which the ratio to the proximal policy is 1: the "
+                "surrogate's bounds have no effect. Expected algorithm.anchor=behaviour, or more steps per batch"
             )
 
         async def train_again() -> Progress:
@@ -148,7 +147,8 @@ class TrainLoop:
         self._training = [group.uid for group in lease.groups]
         progress = self._state.progress
         metrics = batch_metrics(step, lease, progress.version, self._derived.staleness_bound)
-        trained, sampler_kl = await self._ranks.train(step, payload, lease.mask_before)
+        version = progress.version.number + progress.trained_since_publish / self._derived.groups_per_version
+        trained, sampler_kl = await self._ranks.train(step, payload, lease.mask_before, version)
         fresh = progress.trained_since_publish == 0
         metrics |= trained | self._mismatch.observe(step, sampler_kl, progress.version, fresh)
         metrics |= self._publisher.take_sync_metrics()

@@ -35,7 +35,7 @@ class Ranks(Protocol):
     """All trainer ranks at once. ``stage`` copies their state; ``write`` writes the copy while training continues."""
 
     async def train(
-        self, step: int, payload: Any, mask_before: int | None
+        self, step: int, payload: Any, mask_before: int | None, version: float
     ) -> tuple[dict[str, float], Sequence[SamplerKL]]:
         """Train on a batch: its metrics, and for each sampler the KL to the trainer's policy before the batch."""
         ...

@@ -12,11 +12,9 @@ from torch import Tensor
 from asyncrl.config.schema import Config
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.manifest import Manifest
-from asyncrl.trainer.algorithms.advantages import apply_overlong
-from asyncrl.trainer.algorithms.base import ALGORITHMS
-from asyncrl.trainer.algorithms.losses import token_weights
 from asyncrl.trainer.backends.base import BACKENDS, Backend, NonFiniteError, TrainBatch
 from asyncrl.trainer.batches import (
+    apply_overlong,
     build_batch,
     cut_mini_batches,
     first_sequences,
@@ -25,6 +23,7 @@ from asyncrl.trainer.batches import (
     trained_tokens,
 )
 from asyncrl.trainer.mismatch import SamplerKL
+from asyncrl.trainer.objective import Objective, effective_sample_size
 from asyncrl.trainer.sampler_kl import take_sampler_kl, with_sampler_kl
 from asyncrl.types.groups import Group
 from asyncrl.types.samples import FinishReason
@@ -44,11 +43,12 @@ class TrainerRank:
 
     def __init__(self, config: Config, rank: int, world_size: int, init_method: str | None, recorder: Recorder) -> None:
         self._config, self._recorder = config, recorder
-        self._algorithm = ALGORITHMS.find(config.algorithm.name)
-        self._loss = self._algorithm.loss(config.algorithm)
+        self._objective = Objective(config)
         spec = BACKENDS.find(config.trainer.backend)
         backend = spec.make(config, rank, world_size, init_method, recorder)
         self._backend = BACKENDS.checked(backend, Backend, config.trainer.backend)
+        #: what a train step adds to the position of the weights in versions
+        self._versions_per_step = 1 / config.async_training.trigger_parameter_sync_step
         #: of the last batch, in its first optimizer step; equal on all ranks
         self.sampler_kl: list[SamplerKL] = []
 
@@ -57,9 +57,10 @@ class TrainerRank:
         step: int,
         buffers: Sequence[bytes | bytearray | memoryview | np.ndarray],
         mask_before: int | None = None,
+        version: float = 0.0,
     ) -> dict[str, float]:
         """One train step on the groups in ``buffers``: ``algorithm.epochs`` passes, an optimizer step per mini batch.
-        Tokens of versions below ``mask_before`` are not trained.
+        Tokens of versions below ``mask_before`` are not trained. ``version``: position of the weights in versions.
 
         Returns metrics of the whole batch, equal on all ranks. Raises NonFiniteError, which names the step; earlier
         optimizer steps of the batch have been taken, so restart from a checkpoint."""
@@ -68,25 +69,21 @@ class TrainerRank:
                 groups = [Group.from_buffer(data) for data in buffers]
                 whole = build_batch(groups, mask_before)
                 metrics = batch_metrics(whole)
-                mini_batches = self._mini_batches(whole)
+                mini_batches = self._mini_batches(whole, version)
             with self._recorder.span("trainer/logprobs"):
                 for mini_batch, _ in mini_batches:
                     self._score(mini_batch, several_steps=len(mini_batches) * self._config.algorithm.epochs > 1)
             metrics |= self._optimize(step, mini_batches, samplers(groups))
         return metrics
 
-    def _mini_batches(self, whole: TrainBatch) -> list[tuple[TrainBatch, float]]:
+    def _mini_batches(self, whole: TrainBatch, version: float) -> list[tuple[TrainBatch, float]]:
         """This rank's part of every mini batch, and the mini batch's denominator over all ranks.
 
         All ranks hold all groups, so they agree on both without a collective. Mini batches without a trained token are
         skipped: on a zero gradient AdamW would still move by momentum."""
         algorithm = self._config.algorithm
         whole = apply_overlong(whole, algorithm.overlong, algorithm.overlong_penalty)
-        weights, share_of_denominator = token_weights(
-            whole, algorithm.loss_aggregation, algorithm.denominators, self._config.rollout.max_response_tokens
-        )
-        whole.columns["weights"] = weights
-        whole.columns["advantages"] = self._algorithm.advantages(whole, algorithm)
+        share_of_denominator = self._objective.prepare(whole, version, self._versions_per_step)
         mini_batches, trained = [], trained_tokens(whole) > 0
         for every in cut_mini_batches(whole, self._config.trainer.mini_batch_groups):
             sequences = every[trained[every]]  # the others would cost a forward pass and have no gradient
@@ -102,9 +99,9 @@ class TrainerRank:
         In a batch's only optimizer step the current policy is the proximal one, so the loss uses its detached logprobs:
         exactly equal, without another forward pass."""
         temperature = self._config.rollout.temperature
-        if several_steps and self._algorithm.reads_proximal(self._config.algorithm):
+        if several_steps and self._objective.needs_proximal:
             mini_batch.columns["proximal_logprobs"] = self._backend.logprobs(mini_batch, temperature).logprobs
-        if self._config.algorithm.kl_coef > 0:
+        if self._objective.needs_reference:
             mini_batch.columns["reference_logprobs"] = self._backend.reference_logprobs(mini_batch, temperature)
 
     def _optimize(
@@ -115,7 +112,7 @@ class TrainerRank:
         for epoch in range(self._config.algorithm.epochs):
             for k, (mini_batch, denominator) in enumerate(mini_batches):
                 first = not figures
-                loss = with_sampler_kl(self._loss, len(sampled_by)) if first else self._loss
+                loss = with_sampler_kl(self._objective.loss, len(sampled_by)) if first else self._objective.loss
                 try:
                     result = dict(
                         self._backend.train_step(mini_batch, loss, denominator, self._config.rollout.temperature)
@@ -124,6 +121,7 @@ class TrainerRank:
                     raise NonFiniteError(f"train step {step}, epoch {epoch}, mini batch {k}: {e}") from e
                 if first:
                     self.sampler_kl = take_sampler_kl(result, sampled_by)
+                effective_sample_size(result)
                 for name, value in result.items():
                     figures[name].append(value)
         return {"trainer/optimizer_steps": float(len(figures["loss"])), **step_metrics(figures)}

@@ -3,14 +3,16 @@
 Environment variables: ``BROKEN_MARKS`` is a folder with a mark for each fault that has happened, ``BROKEN_PROMPT`` the
 uid of the group whose requests kill their engine, ``BROKEN_TOOL`` of the one whose agent loop raises."""
 
+import itertools
 import os
 from pathlib import Path
 
+from asyncrl.algorithms.advantages import grpo
+from asyncrl.algorithms.items import Advantage
 from asyncrl.rollouter.agents.single_turn import SingleTurn
 from asyncrl.rollouter.engines.native.engine import NativeEngine
 from asyncrl.rollouter.engines.native.spec import NativeSpec
 from asyncrl.rollouter.tokenizer import PromptTokenizer
-from asyncrl.trainer.algorithms.grpo import GRPO
 
 
 def happens(fault: str) -> bool:
@@ -46,16 +48,14 @@ class Spec(NativeSpec):
         return BrokenEngine(config.model.path, config.rollout.engine, recorder=recorder, tokenizer=tokenizer.hf)
 
 
-class LosesItsDevice(GRPO):
-    """In its third batch."""
+_batches = itertools.count(1)
 
-    batches = 0
 
-    def advantages(self, batch, config):
-        self.batches += 1
-        if self.batches == 3 and happens("device"):
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return super().advantages(batch, config)
+def loses_the_device(batch, options):
+    """In the process's third batch."""
+    if next(_batches) == 3 and happens("device"):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    return grpo.compute(batch, options)
 
 
 class Raises(SingleTurn):
@@ -68,4 +68,4 @@ class Raises(SingleTurn):
 
 
 ENGINE = Spec()
-ALGORITHM = LosesItsDevice()
+ADVANTAGE = Advantage(loses_the_device, grpo.GRPOOptions)

@@ -144,7 +144,7 @@ class Storm:
         if draw.random() < 0.5:
             broken = "tests.support.broken"
             self.options += [f"rollout.engine.name={broken}:ENGINE", f"rollout.agent_loop={broken}:Raises"]
-            self.options += [f"algorithm.name={broken}:ALGORITHM"]
+            self.options += [f"algorithm.advantage={broken}:ADVANTAGE"]
 
     def run(self, faults: int) -> None:
         """At most ``faults`` faults, then undisturbed."""

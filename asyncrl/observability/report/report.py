@@ -163,8 +163,8 @@ def _subtitle(config: Any, times: Sequence[float]) -> str:
     parts = []
     if model := option("model.path"):
         parts.append(Path(str(model)).name)
-    if algorithm := option("algorithm.name"):
-        parts.append(str(algorithm))
+    if algorithm := [str(name) for key in ("advantage", "surrogate") if (name := option(f"algorithm.{key}"))]:
+        parts.append(", ".join(algorithm))
     if (threshold := option("async_training.staleness_threshold")) is not None:
         every = option("async_training.trigger_parameter_sync_step") or 1
         partial = option("async_training.partial_rollout")

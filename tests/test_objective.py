@@ -1,4 +1,4 @@
-"""The policy loss compared with its formula, token by token."""
+"""The objective: what the items of an algorithm make together, and which option changes what."""
 
 import dataclasses
 import itertools
@@ -8,14 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.config.schema import AlgorithmConfig
-from asyncrl.trainer.algorithms.advantages import apply_overlong
-from asyncrl.trainer.algorithms.grpo import GRPO
-from asyncrl.trainer.algorithms.losses import clipped_policy_loss, kl_estimate, token_weights
+from asyncrl.algorithms.divergence import kl_estimate
+from asyncrl.config.schema import AlgorithmConfig, Config, RolloutConfig
 from asyncrl.trainer.backends.base import TrainBatch
-from asyncrl.trainer.batches import trained_tokens
+from asyncrl.trainer.batches import apply_overlong, trained_tokens
+from asyncrl.trainer.objective import Objective
 
 R = 40
+
+
+def loss_of(options: AlgorithmConfig):
+    return Objective(Config(algorithm=options)).loss
 
 
 def batch_of(**columns):
@@ -57,40 +60,40 @@ def naive(logprobs, entropy, columns, config):
             anchor, drift, importance = c["behaviour_logprobs"], logprobs[r] - c["behaviour_logprobs"], 1.0
         else:
             anchor, drift = c["proximal_logprobs"], c["proximal_logprobs"] - c["behaviour_logprobs"]
-            importance = min(math.exp(drift), config.importance_cap) if config.importance_cap else 1.0
+            importance = min(math.exp(drift), config.tis_cap) if config.corrections else 1.0
         ratio = math.exp(logprobs[r] - anchor)
         clipped = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
         d = c["reference_logprobs"] - logprobs[r]
         kl = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[config.kl_estimator]
+        kl *= math.exp(logprobs[r] - c["behaviour_logprobs"]) if config.kl_unbiased else 1.0
         loss = -importance * min(ratio * advantage, clipped * advantage)
         total += c["weights"] * (loss + config.kl_coef * kl - config.entropy_coef * entropy[r])
         figures["clip_fraction_low"] += c["weights"] * (advantage < 0 and ratio < 1 - config.clip_low)
         figures["clip_fraction_high"] += c["weights"] * (advantage > 0 and ratio > 1 + config.clip_high)
-        figures["tis_truncated"] += c["weights"] * (0 < config.importance_cap < math.exp(drift))
+        figures["tis_truncated"] += c["weights"] * (math.exp(drift) > config.tis_cap)
         figures["kl_behaviour"] += c["weights"] * (math.exp(drift) - 1 - drift)
         figures["kl_proximal"] += c["weights"] * (ratio - 1 - math.log(ratio))
     return total, figures
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize(("estimator", "unbiased"), [("k1", True), ("k2", False), ("k3", False), ("k3", True)])
 @pytest.mark.parametrize(("anchor", "cap"), [("behaviour", 0.0), ("proximal", 0.0), ("proximal", 1.5)])
-def test_the_loss_equals_the_formula(case, estimator, anchor, cap):
+def test_the_loss_equals_the_formula(case, estimator, unbiased, anchor, cap):
     logprobs, entropy, columns = case
     config = AlgorithmConfig(
         anchor=anchor,
         clip_low=0.1,
         clip_high=0.3,
-        importance_cap=cap,
+        **({"corrections": ["tis"], "tis_cap": cap} if cap else {}),
         kl_coef=0.2,
         kl_estimator=estimator,
+        kl_unbiased=unbiased,
         entropy_coef=0.05,
     )
-    out = clipped_policy_loss(config)(
-        torch.tensor(logprobs).float(), torch.tensor(entropy).float(), batch_of(**columns)
-    )
+    out = loss_of(config)(torch.tensor(logprobs).float(), torch.tensor(entropy).float(), batch_of(**columns))
     loss, figures = naive(logprobs, entropy, columns, config)
     assert out.loss.item() == pytest.approx(loss, rel=1e-5)
-    absent = {"kl_proximal", "tis_truncated"} if anchor == "behaviour" else set()
+    absent = ({"kl_proximal"} if anchor == "behaviour" else set()) | (set() if cap else {"tis_truncated"})
     for name, value in figures.items():
         if name in absent:
             assert name not in out.sums
@@ -106,7 +109,7 @@ def test_importance_is_truncated_at_the_cap_and_reported_before_it():
         "proximal_logprobs": np.array([-1.0, -1.0, -2.0, -1.0]),
     }
     logprobs = torch.tensor([-1.0, -1.0, -2.0, -1.0], requires_grad=True)
-    out = clipped_policy_loss(AlgorithmConfig(anchor="proximal", importance_cap=2.0))(
+    out = loss_of(AlgorithmConfig(anchor="proximal", corrections=["tis"], tis_cap=2.0))(
         logprobs, torch.zeros(4), batch_of(**columns)
     )
     out.loss.backward()
@@ -124,7 +127,7 @@ def test_extremes_of_the_ppo_ratio_cover_trained_tokens_before_the_clip():
         "proximal_logprobs": np.array([-1.0, -2.0, -3.0, -1.0]),
     }
     logprobs = torch.tensor([-1.0, -1.0, -4.0, -9.0])
-    out = clipped_policy_loss(AlgorithmConfig(anchor="proximal"))(logprobs, torch.zeros(4), batch_of(**columns))
+    out = loss_of(AlgorithmConfig(anchor="proximal"))(logprobs, torch.zeros(4), batch_of(**columns))
     assert out.extremes["ppo_ratio_max"].item() == pytest.approx(math.e)
     assert -out.extremes["ppo_ratio_min_negated"].item() == pytest.approx(1 / math.e)  # not the untrained e^-8
 
@@ -138,8 +141,8 @@ def test_clip_higher_lets_good_tokens_grow_further(anchor):
         f"{anchor}_logprobs": np.log([1 / 1.25, 1 / 1.35]),
     }
     logprobs = torch.zeros(2, requires_grad=True)
-    config = AlgorithmConfig(anchor=anchor, clip_low=0.2, clip_high=0.3, importance_cap=0)
-    out = clipped_policy_loss(config)(logprobs, torch.zeros(2), batch_of(**columns))
+    config = AlgorithmConfig(anchor=anchor, clip_low=0.2, clip_high=0.3)
+    out = loss_of(config)(logprobs, torch.zeros(2), batch_of(**columns))
     out.loss.backward()
     torch.testing.assert_close(logprobs.grad, torch.tensor([-1.25, 0.0]))
     assert out.sums["clip_fraction_high"] == 1
@@ -151,7 +154,7 @@ def test_without_proximal_logprobs_the_current_policy_stands_for_the_proximal_on
     grads, losses = [], []
     for names in (columns.keys(), columns.keys() - {"proximal_logprobs"}):
         x = torch.tensor(logprobs, dtype=torch.float32, requires_grad=True)
-        out = clipped_policy_loss(AlgorithmConfig(anchor="proximal"))(
+        out = loss_of(AlgorithmConfig(anchor="proximal"))(
             x, torch.tensor(entropy).float(), batch_of(**{n: columns[n] for n in names})
         )
         out.loss.backward()
@@ -165,7 +168,7 @@ def test_without_proximal_logprobs_the_current_policy_stands_for_the_proximal_on
 
 def test_far_apart_policies_stay_finite():
     columns = {"weights": np.ones(1), "advantages": np.ones(1), "behaviour_logprobs": np.array([-500.0])}
-    out = clipped_policy_loss(AlgorithmConfig())(torch.zeros(1), torch.zeros(1), batch_of(**columns))
+    out = loss_of(AlgorithmConfig())(torch.zeros(1), torch.zeros(1), batch_of(**columns))
     assert math.isfinite(out.loss.item())
     assert all(math.isfinite(v.item()) for v in {**out.sums, **out.extremes}.values())
 
@@ -179,24 +182,46 @@ def test_k3_is_never_negative_and_unknown_estimators_are_refused():
         AlgorithmConfig(kl_coef=0.1, kl_estimator="k4")
 
 
+PROXIMAL = {"anchor": "proximal"}
+TIS, MIS, REJECT = ({**PROXIMAL, "corrections": [name]} for name in ("tis", "mis", "reject"))
+KL = {"kl_coef": 0.1}
+LEVELS = ("token", "sequence", "geometric")
+
 #: option of the loss → (other options, value); each of these must give another gradient
 CHANGES_THE_GRADIENT = {
+    "advantage": [({}, name) for name in ("grpo", "rloo", "reinforce_pp", "pass_at_k")],
+    "surrogate": [({}, name) for name in ("clip", "gspo", "cispo", "sapo")],
+    "anchor": [({}, "behaviour"), ({}, "proximal"), ({}, "loglinear")],
+    "corrections": [
+        ({**PROXIMAL, "reject_low": 0.9}, names) for names in ([], ["tis"], ["mis"], ["reject"], ["tis", "reject"])
+    ],
     "normalize_by_std": [({}, True), ({}, False)],
     "std_ddof": [({}, 1), ({}, 0)],
-    "anchor": [({}, "behaviour"), ({}, "proximal")],
+    "group_baseline": [({"advantage": "reinforce_pp"}, False), ({"advantage": "reinforce_pp"}, True)],
     "clip_low": [({}, 0.2), ({}, 0.9)],
     "clip_high": [({}, 0.2), ({}, 9.0)],
+    "dual_clip": [({}, 0.0), ({}, 2.0)],
+    "sapo_tau_positive": [({"surrogate": "sapo"}, 1.0), ({"surrogate": "sapo"}, 0.5)],
+    "sapo_tau_negative": [({"surrogate": "sapo"}, 1.05), ({"surrogate": "sapo"}, 2.0)],
+    "tis_cap": [(TIS, 1.1), (TIS, 2.0)],
+    "tis_level": [(TIS, level) for level in LEVELS],
+    "mis_low": [(MIS, 0.0), (MIS, 0.9)],
+    "mis_high": [(MIS, 1.1), (MIS, 9.0)],
+    "mis_level": [(MIS, level) for level in LEVELS],
+    "reject_low": [({**REJECT, "reject_level": "token"}, 0.0), ({**REJECT, "reject_level": "token"}, 0.9)],
+    "reject_high": [({**REJECT, "reject_level": "token"}, 1.1), ({**REJECT, "reject_level": "token"}, 9.0)],
+    "reject_level": [(REJECT, level) for level in LEVELS],
     "loss_aggregation": [({}, how) for how in ("token_mean", "sequence_mean", "sample_mean", "constant")],
     "denominators": [({"overlong": "mask"}, "owned"), ({"overlong": "mask"}, "trained")],
-    "importance_cap": [({"anchor": "proximal"}, 0.0), ({"anchor": "proximal"}, 1.5)],
     "kl_coef": [({}, 0.0), ({}, 0.1)],
-    "kl_estimator": [({"kl_coef": 0.1}, "k1"), ({"kl_coef": 0.1}, "k2"), ({"kl_coef": 0.1}, "k3")],
+    "kl_estimator": [({**KL, "kl_unbiased": True}, "k1"), (KL, "k2"), (KL, "k3")],
+    "kl_unbiased": [(KL, False), (KL, True)],
     "entropy_coef": [({}, 0.0), ({}, 0.1)],
     "overlong": [({}, "keep"), ({}, "mask"), ({}, "penalize")],
     "overlong_penalty": [({"overlong": "penalize"}, 0.5), ({"overlong": "penalize"}, 2.0)],
 }
-#: options that select passes and groups, and the algorithm's name
-NOT_OF_THE_LOSS = {"name", "epochs", "reference_path", "filter_zero_variance"}
+#: options that select passes and groups, and those of items from elsewhere
+NOT_OF_THE_LOSS = {"args", "epochs", "reference_path", "filter_zero_variance"}
 
 
 def gradient(config: AlgorithmConfig) -> np.ndarray:
@@ -217,6 +242,7 @@ def gradient(config: AlgorithmConfig) -> np.ndarray:
         columns={
             "behaviour_logprobs": rng.uniform(-3, -0.1, size).astype(np.float32),
             "reference_logprobs": rng.uniform(-3, -0.1, size).astype(np.float32),
+            "version": rng.integers(0, 4, size).astype(np.int32),
         },
         sequence_columns={
             "group": np.array([0, 0, 0, 0, 1, 1, 1, 1]),
@@ -227,11 +253,13 @@ def gradient(config: AlgorithmConfig) -> np.ndarray:
     )
     batch.sequence_columns["owned"] = trained_tokens(batch)
     batch = apply_overlong(batch, config.overlong, config.overlong_penalty)
-    batch.columns["weights"], shares = token_weights(batch, config.loss_aggregation, config.denominators, constant=7)
-    batch.columns["advantages"] = GRPO().advantages(batch, config)
+    objective = Objective(Config(algorithm=config, rollout=RolloutConfig(max_response_tokens=7)))
+    shares = objective.prepare(batch, version=3.0)
+    if config.anchor == "proximal":
+        batch.columns["proximal_logprobs"] = rng.uniform(-3, -0.1, size).astype(np.float32)
     logits = torch.tensor(rng.normal(size=(size, 3)), dtype=torch.float32, requires_grad=True)
     log_p = logits.log_softmax(-1)
-    out = clipped_policy_loss(config)(log_p[:, 0], -(log_p.exp() * log_p).sum(-1), batch)
+    out = objective.loss(log_p[:, 0], -(log_p.exp() * log_p).sum(-1), batch)
     (out.loss / shares.sum()).backward()
     return logits.grad.numpy()
 
@@ -250,9 +278,8 @@ def test_every_enabled_option_changes_some_gradient(option):
 @pytest.mark.parametrize("anchor", ["behaviour", "proximal"])
 def test_values_of_untrained_tokens_have_no_effect(case, anchor):
     logprobs, entropy, columns = case
-    config = AlgorithmConfig(
-        anchor=anchor, importance_cap=2.0 * (anchor == "proximal"), kl_coef=0.2, entropy_coef=0.05, clip_high=0.3
-    )
+    corrections = ["tis"] if anchor == "proximal" else ["reject"]
+    config = AlgorithmConfig(anchor=anchor, corrections=corrections, kl_coef=0.2, entropy_coef=0.05, clip_high=0.3)
     found = []
     for nonsense in (0.0, np.nan, np.inf, -np.inf, 1e30):
         out_of_loss = columns["weights"] == 0
@@ -261,7 +288,7 @@ def test_values_of_untrained_tokens_have_no_effect(case, anchor):
             torch.tensor(np.where(out_of_loss, nonsense, v), dtype=torch.float32, requires_grad=True)
             for v in (logprobs, entropy)
         )
-        out = clipped_policy_loss(config)(x, h, batch_of(**changed))
+        out = loss_of(config)(x, h, batch_of(**changed))
         out.loss.backward()
         found.append([out.loss.detach(), x.grad, h.grad, *out.sums.values(), *out.extremes.values()])
     for other in found[1:]:

@@ -1,0 +1,1 @@
+"""Advantages: how much better a sample was than expected."""

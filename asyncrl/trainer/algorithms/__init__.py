@@ -1,2 +1,0 @@
-"""Algorithms, a file each, and the maths that they share: `ALGORITHMS` of `asyncrl.trainer.algorithms.base` finds
-them."""

@@ -1,0 +1,157 @@
+"""The objective of a run: the selected items of its algorithm put together, over whole batches and micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.aggregation import token_weights
+from asyncrl.algorithms.batch_view import BatchView
+from asyncrl.algorithms.divergence import kl_estimate, kl_loss
+from asyncrl.algorithms.ratios import clamped
+from asyncrl.config.schema import Config
+from asyncrl.models.device_copy import on_device
+from asyncrl.trainer.backends.base import LossOutput, TrainBatch
+from asyncrl.trainer.batches import first_sequences
+from asyncrl.trainer.segments import RowSegments
+
+
+class Objective:
+    """Per token of a train step, with the advantage A, the weights w of the corrections and the policies π (current),
+    π_anchor (``algorithm.anchor``), μ (behaviour) and π_reference::
+
+        loss = w(π_anchor / μ) · surrogate(π, π_anchor, A) + kl_coef · KL(π ‖ π_reference) − entropy_coef · entropy
+
+    - ``anchor=behaviour``: π_anchor = μ. What the surrogate bounds is how far a stale token's probability may have
+      moved, over all optimizer steps since it was sampled. Corrections may only mask.
+    - ``anchor=proximal``: the trainer's policy at the start of the batch, which with the correction ``tis`` is
+      decoupled PPO (Hilton et al. 2021, "Batch size-invariance for policy optimization"). In the first optimizer step
+      of a batch the ratio is 1.
+    - ``anchor=loglinear``: that policy estimated between μ and π, so that it needs no forward pass (Fu et al. 2025,
+      "AReaL")::
+
+        log π_anchor = log μ + α (log sg(π) − log μ),    α = (v − v_μ) / (v + δ − v_μ)
+
+      with v the position of the trainer's weights in versions, δ how much a train step adds, v_μ the token's version.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._options, self._constant = config.algorithm, config.rollout.max_response_tokens
+        self._advantage, self._surrogate, self._corrections = config.algorithm.items()
+        self._weighs = any(item.weighs for item in self._corrections)
+
+    @property
+    def needs_proximal(self) -> bool:
+        """True if the loss reads the column ``proximal_logprobs``: those of the policy at the start of the batch.
+        Absent in a batch's only step, where the current policy is that one."""
+        return self._options.anchor == "proximal"
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if the loss reads the column ``reference_logprobs``."""
+        return self._options.kl_coef > 0
+
+    def prepare(self, batch: TrainBatch, version: float = 0.0, step: float = 1.0) -> np.ndarray:
+        """Add the columns ``weights`` and ``advantages``, and those that the anchor reads, to a whole batch, in which
+        the overlong policy is applied. Returns each sequence's share of the denominator, float64 [B].
+
+        ``version``: position of the weights in versions; ``step``: what a train step adds to it."""
+        columns, first = batch.sequence_columns, first_sequences(batch)
+        weights, shares = token_weights(
+            batch.loss_mask, batch.row_offsets, columns["sample"], columns["owned"], self._options, self._constant
+        )
+        sample = columns["sample"]
+        trained = np.concatenate([[0], np.cumsum(batch.loss_mask)])[batch.row_offsets]
+        view = BatchView(
+            rewards=columns["rewards"][first],
+            group=columns["group"][first],
+            counted=np.bincount(sample, np.diff(trained)) > 0,
+            sample=sample,
+            row_offsets=batch.row_offsets,
+            loss_mask=batch.loss_mask,
+        )
+        batch.columns["weights"] = weights
+        batch.columns["advantages"] = self._advantage.compute(view, self._options.read_by(self._advantage))
+        if self._options.anchor == "loglinear":
+            age = np.maximum(version - batch.columns["version"], 0.0)
+            batch.columns["anchor_share"] = (age / (age + step)).astype(np.float32)
+        return shares
+
+    def loss(self, logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> LossOutput:
+        """A `LossFunction`. Tokens of weight 0 are not trained: whatever their columns hold, NaN included, changes
+        neither loss nor gradient.
+
+        Sums: ``entropy``, ``kl_behaviour`` (k3 of behaviour ‖ anchor, with the behaviour anchor ‖ current),
+        ``ratio_mean`` (of those two policies), ``kl_reference``, ``kl_proximal`` (k3 of anchor ‖ current, for other
+        anchors), and the items' own figures. Extremes over trained tokens: ``ratio_max`` and ``ratio_min_negated`` of
+        the ratio of ``ratio_mean``, ``ppo_ratio_max`` and ``ppo_ratio_min_negated`` of current to anchor."""
+        options = self._options
+        column = {name: on_device(values, logprobs.device) for name, values in batch.columns.items()}
+        weights = column["weights"]
+        # untrained tokens become zeros before any product: 0 · NaN is NaN, in the gradient too
+        trained = weights != 0
+        column = {name: torch.where(trained, values, 0) for name, values in column.items()}
+        logprobs, entropy = torch.where(trained, logprobs, 0), torch.where(trained, entropy, 0)
+        segments = RowSegments(batch.row_offsets, trained)
+
+        behaviour, current = column["behaviour_logprobs"], logprobs.detach()
+        anchor = self._anchor(current, column)
+        token_loss, figures = self._surrogate.loss(
+            logprobs, anchor, column["advantages"], segments, options.read_by(self._surrogate)
+        )
+        compared = current if options.anchor == "behaviour" else anchor
+        drift = clamped(compared - behaviour)
+        importance = drift.exp()
+        sums = {"entropy": entropy.detach(), "kl_behaviour": torch.expm1(drift) - drift, "ratio_mean": importance}
+        sums |= figures
+        correction = torch.ones_like(drift)
+        for item in self._corrections:
+            factor, figures = item.weights(compared - behaviour, segments, options.read_by(item))
+            correction = correction * factor
+            sums |= figures
+        if self._corrections:
+            token_loss = token_loss * correction
+        if self._weighs:
+            sums |= {"correction_weight": correction, "correction_weight_squared": correction.square()}
+        change = clamped(current - anchor)
+        if options.anchor != "behaviour":
+            sums["kl_proximal"] = torch.expm1(change) - change
+        if options.kl_coef:
+            reference = column["reference_logprobs"]
+            token_loss = token_loss + options.kl_coef * kl_loss(logprobs, reference, behaviour, options)
+            sums["kl_reference"] = kl_estimate(current, reference, "k3")
+        if options.entropy_coef:
+            token_loss = token_loss - options.entropy_coef * entropy
+
+        def largest(values: Tensor) -> Tensor:
+            return values.masked_fill(~trained, -torch.inf).max()
+
+        ratio = change.exp()
+        return LossOutput(
+            loss=token_loss @ weights,
+            sums={name: values.to(weights.dtype) @ weights for name, values in sums.items()},
+            extremes={
+                "ratio_max": largest(importance),
+                "ratio_min_negated": largest(-importance),
+                "ppo_ratio_max": largest(ratio),
+                "ppo_ratio_min_negated": largest(-ratio),
+            },
+        )
+
+    def _anchor(self, current: Tensor, column: Mapping[str, Tensor]) -> Tensor:
+        behaviour = column["behaviour_logprobs"]
+        if self._options.anchor == "behaviour":
+            return behaviour
+        if self._options.anchor == "proximal":
+            return column.get("proximal_logprobs", current)
+        return behaviour + column["anchor_share"] * (current - behaviour)
+
+
+def effective_sample_size(figures: dict[str, float]) -> None:
+    """Replace the moments of the corrections' weights, where there are any, by ``effective_sample_size``: (mean w)² /
+    mean w², the share of tokens that equal weights would have needed (Kish 1965)."""
+    if (squared := figures.pop("correction_weight_squared", None)) is not None:
+        figures["effective_sample_size"] = figures["correction_weight"] ** 2 / max(squared, np.finfo(float).tiny)

@@ -1,0 +1,84 @@
+"""The items of docs/extending.md, selected by their import paths, implement their published formulas."""
+
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.algorithms.items import SURROGATES
+from asyncrl.algorithms.options import problems
+from asyncrl.config.schema import AlgorithmConfig
+from asyncrl.trainer.segments import RowSegments
+from tests.support.trainer import make_config, make_groups
+
+DOCS = Path(__file__).parent.parent / "docs"
+EXAMPLES = ("topr", "opsm")
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS / "examples")
+
+
+def gradients(name, options, logprobs, behaviour, advantages, row_offsets):
+    item = SURROGATES.find(f"{name}:SURROGATE")
+    config = AlgorithmConfig(surrogate=f"{name}:SURROGATE", args=options)
+    assert list(problems(config, 2, True)) == []
+    x = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True)
+    segments = RowSegments(row_offsets, torch.ones(len(logprobs), dtype=torch.bool))
+    behaviour, advantages = (torch.tensor(v, dtype=torch.float64) for v in (behaviour, advantages))
+    loss, _ = item.loss(x, behaviour, advantages, segments, config.read_by(item))
+    loss.sum().backward()
+    return x.grad.numpy()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_topr_weighs_negative_sequences_by_their_ratio_up_to_the_cap(seed):
+    rng = np.random.default_rng(seed)
+    row_offsets, advantages = np.array([0, 3, 4, 9]), np.repeat([1.5, -0.5, -1.0], [3, 1, 5])
+    logprobs, behaviour = rng.uniform(-2, -0.1, (2, 9))
+    found = gradients("topr", {"topr_cap": 0.8}, logprobs, behaviour, advantages, row_offsets)
+    for first, end in itertools.pairwise(row_offsets):
+        ratio = math.exp(sum(logprobs[first:end]) - sum(behaviour[first:end]))
+        weight = min(ratio, 0.8) if advantages[first] < 0 else 1.0
+        np.testing.assert_allclose(found[first:end], -weight * advantages[first], rtol=1e-10)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_opsm_masks_negative_sequences_that_the_policy_has_left(seed):
+    rng = np.random.default_rng(seed)
+    row_offsets, advantages = np.array([0, 3, 4, 9]), np.repeat([1.5, -0.5, -1.0], [3, 1, 5])
+    logprobs, behaviour = rng.uniform(-2, -0.1, (2, 9))
+    found = gradients("opsm", {"opsm_delta": 0.2, "clip_high": 9.0}, logprobs, behaviour, advantages, row_offsets)
+    for first, end in itertools.pairwise(row_offsets):
+        left = sum(behaviour[first:end] - logprobs[first:end]) / (end - first) > 0.2
+        for r in range(first, end):
+            ratio = math.exp(logprobs[r] - behaviour[r])
+            trained = ratio <= 10.0 if advantages[r] > 0 else ratio >= 0.8 and not left
+            assert found[r] == pytest.approx(-advantages[r] * ratio * trained, rel=1e-10)
+
+
+def test_a_rank_trains_with_an_item_from_elsewhere(checkpoint, start_rank):
+    config = make_config(checkpoint, surrogate="topr:SURROGATE", args={"topr_cap": 0.5})
+    metrics = start_rank(config).train(0, make_groups())
+    assert 0 < metrics["actor/topr_weight"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"topr_top": 1.0}, "algorithm.args: no selected item reads 'topr_top'; expected topr_cap"),
+        ({"topr_cap": 0.0}, "algorithm.args: "),
+    ],
+)
+def test_its_options_are_checked(options, expected):
+    (found,) = problems(AlgorithmConfig(surrogate="topr:SURROGATE", args=options), 2, True)
+    assert found.startswith(expected)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_page_shows_the_whole_example(name):
+    assert (DOCS / "examples" / f"{name}.py").read_text() in (DOCS / "extending.md").read_text()
