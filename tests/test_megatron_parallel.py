@@ -11,7 +11,7 @@ from asyncrl.trainer.rank import TrainerRank
 from tests.support.delta_nets import make_delta_net
 from tests.support.megatron import APART, CUTS, OPTIONS, in_processes, make_experts
 from tests.support.trainer import make_checkpoint, make_config, make_groups, weights
-from tests.support.trees import LINEAR, largest_difference, make_trees, save_gradient, written_out
+from tests.support.trees import OF_SEQUENCES, OF_TOKENS, largest_difference, make_trees, save_gradient, written_out
 
 pytestmark = pytest.mark.megatron
 
@@ -89,10 +89,12 @@ def test_two_ranks_train_like_one(runs, cut):
     expect_like_one(runs, cut)
 
 
-def test_the_gradient_of_trees_equals_that_of_their_tokens_written_out_at_every_cut(tmp_path):
-    options = {**LINEAR, "kl_coef": 0.05, "entropy_coef": 0.01, "anchor": "proximal"}
+@pytest.mark.parametrize("options", [OF_TOKENS, OF_SEQUENCES], ids=["tokens", "sequences"])
+def test_the_gradient_of_trees_equals_that_of_their_tokens_written_out_at_every_cut(options, tmp_path):
     checkpoint, trees = make_checkpoint(tmp_path / "model", **SIZES), make_trees()
-    in_processes(1, save_gradient, 1, {"plain": None}, checkpoint, options, tmp_path, written_out(trees))
+    # an item of whole sequences sees others when each run of tokens is written out: only the cuts are compared
+    plain = written_out(trees) if options is OF_TOKENS else trees
+    in_processes(1, save_gradient, 1, {"plain": None}, checkpoint, options, tmp_path, plain)
     in_processes(1, save_gradient, 1, {"one": {}}, checkpoint, options, tmp_path, trees)
     in_processes(2, save_gradient, 2, {cut: CUTS[cut] for cut in TWO}, checkpoint, options, tmp_path, trees)
     expected = torch.load(tmp_path / "plain_0.pt")

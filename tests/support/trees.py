@@ -16,6 +16,24 @@ from tests.support.trainer import VOCAB, make_config, weights
 #: an epsilon far above all gradients makes AdamW's first step −`STEP` · gradient, far above the weights' rounding
 STEP = 1e3
 LINEAR = {"lr": 1e12, "eps": 1e9, "weight_decay": 0.0, "grad_clip": 0.0}
+#: algorithms of items that look at tokens, and at whole sequences
+OF_TOKENS = {**LINEAR, "kl_coef": 0.05, "entropy_coef": 0.01, "anchor": "proximal"}
+OF_SEQUENCES = {
+    **LINEAR,
+    "advantage": "reinforce_pp",
+    "surrogate": "gspo",
+    "clip_low": 0.5,
+    "clip_high": 9.0,
+    "anchor": "loglinear",
+    "corrections": ["mis", "reject"],
+    "mis_level": "sequence",
+    "mis_high": 1e6,
+    "reject_low": 1e-3,
+    "reject_high": 1e3,
+    "loss_aggregation": "sample_mean",
+    "kl_coef": 0.05,
+    "kl_unbiased": True,
+}
 
 
 def make_trees(sizes=(3, 2, 2), seed=0) -> list[bytes]:
