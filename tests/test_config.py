@@ -50,10 +50,10 @@ def test_yaml_written_out_reads_back_equal(tmp_path):
 
 
 def test_a_file_extends_another_and_overrides_win(tmp_path):
-    (tmp_path / "base.yaml").write_text("model: {path: m}\nreward: {function: 'a:b'}\nrollout: {n: 2, top_p: 0.5}\n")
+    (tmp_path / "base.yaml").write_text("model: {path: m}\nreward: {function: 'a:b'}\nrollout: {n: 2, max_turns: 5}\n")
     (tmp_path / "more.yaml").write_text("extends: base.yaml\nrollout:\n  n: 4\ntrainer:\n  optimizer:\n    lr: 1e-3\n")
     config = load_config(tmp_path / "more.yaml", ["rollout.n=6"])
-    assert (config.rollout.n, config.rollout.top_p, config.trainer.optimizer.lr) == (6, 0.5, 1e-3)
+    assert (config.rollout.n, config.rollout.max_turns, config.trainer.optimizer.lr) == (6, 5, 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_a_number_is_neither_a_boolean_nor_a_fraction(override, expected):
 
 def test_numbers_may_come_from_the_environment_and_strings_may_look_like_numbers(monkeypatch):
     monkeypatch.setenv("SLOTS", "8")
-    config = load_config(None, [*REQUIRED, "rollout.engine.slots=${oc.env:SLOTS}", "rollout.top_p=1", "name=2024"])
-    assert (config.rollout.engine.slots, config.rollout.top_p, config.name) == (8, 1.0, "2024")
+    config = load_config(None, [*REQUIRED, "rollout.engine.slots=${oc.env:SLOTS}", "validation.top_p=1", "name=2024"])
+    assert (config.rollout.engine.slots, config.validation.top_p, config.name) == (8, 1.0, "2024")
 
 
 def test_a_section_is_validated_wherever_it_is_constructed():
@@ -166,7 +166,8 @@ def test_missing_values_and_files_are_reported(tmp_path):
     [
         ("rollout.replicas=0", "rollout.replicas: expected at least 1, found 0"),
         ("rollout.temperature=0", "rollout.temperature: expected more than 0"),
-        ("rollout.top_p=1.5", "rollout.top_p"),
+        ("validation.top_p=1.5", "validation.top_p"),
+        ("rollout.top_p=0.9", "rollout.top_p: unknown key; did you mean validation.top_p?"),
         ("algorithm.kl_estimator=k9", "algorithm.kl_estimator: expected one of k1, k2, k3; found 'k9'"),
         (
             "algorithm.anchor=rollout",
@@ -402,7 +403,7 @@ def test_pause_must_be_compatible_with_kv_and_partial_rollout(files):
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_options_of_the_native_engine_are_refused_for_other_engines(files, engine):
-    for option in ("rollout.engine.deterministic=true", "param_sync.staging=full", "rollout.top_p=0.9"):
+    for option in ("rollout.engine.deterministic=true", "param_sync.staging=full"):
         (problem,) = problems([*files, f"rollout.engine.name={engine}", option])
         assert problem.startswith(option.partition("=")[0])
         assert engine in problem

@@ -76,7 +76,7 @@ def test_every_option_is_in_the_reference():
 def test_the_reference_shows_the_limits_of_each_option():
     rows = dict(re.findall(r"^\| `(\S+)` \| (.*?) \| ", options.reference(), re.MULTILINE))
     assert rows["rollout.n"] == "integer, at least 1"
-    assert rows["rollout.top_p"] == "number, more than 0 and at most 1"
+    assert rows["validation.top_p"] == "number, more than 0 and at most 1"
     assert rows["supervision.window_s"] == "seconds, more than 0"
     assert rows["rollout.engine.dtype"] == "`auto`, `float32`, `bfloat16`"
 

@@ -62,7 +62,6 @@ LORA = LoraConfig(rank=8)
         (of(param_sync=ParamSyncConfig(staging="full")), "param_sync.staging: the x engine offers bucket, found full"),
         (of(engine={"deterministic": True}), "rollout.engine.deterministic: the x engine's results depend on what"),
         (of(engine={"delivery": "gloo"}), "rollout.engine.delivery: the x engine offers memory, found gloo"),
-        (of(rollout={"top_k": 5}), "rollout.top_p: with top_p, top_k or min_p the x engine returns logprobs after"),
         (of(engine={"args": {"a": 1}}), "rollout.engine.args: the x engine takes none beside its options, found ['a']"),
         (of(engine={"tensor_parallel_size": 2}), "rollout.engine.tensor_parallel_size: the x engine has one device"),
         (of(mtp=MTPConfig(enable_rollout=True)), "mtp.enable_rollout: the x engine does not speculate"),

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from asyncrl.algorithms.divergence import kl_estimate
+from asyncrl.algorithms.rewards import FilterOptions
 from asyncrl.config.schema import AlgorithmConfig, Config, RolloutConfig
 from asyncrl.trainer.backends.base import TrainBatch
-from asyncrl.trainer.batches import apply_overlong, trained_tokens
+from asyncrl.trainer.batches import shape_rewards, trained_tokens
 from asyncrl.trainer.objective import Objective
 
 R = 40
@@ -218,10 +219,12 @@ CHANGES_THE_GRADIENT = {
     "kl_unbiased": [(KL, False), (KL, True)],
     "entropy_coef": [({}, 0.0), ({}, 0.1)],
     "overlong": [({}, "keep"), ({}, "mask"), ({}, "penalize")],
+    "overlong_buffer": [({"overlong": "penalize"}, 0), ({"overlong": "penalize"}, 4)],
+    "length_penalty": [({}, 0.0), ({}, 0.5)],
     "overlong_penalty": [({"overlong": "penalize"}, 0.5), ({"overlong": "penalize"}, 2.0)],
 }
 #: options that select passes and groups, and those of items from elsewhere
-NOT_OF_THE_LOSS = {"args", "epochs", "reference_path", "filter_zero_variance"}
+NOT_OF_THE_LOSS = {"args", "epochs", "reference_path", *(f.name for f in dataclasses.fields(FilterOptions))}
 
 
 def gradient(config: AlgorithmConfig) -> np.ndarray:
@@ -252,7 +255,7 @@ def gradient(config: AlgorithmConfig) -> np.ndarray:
         },
     )
     batch.sequence_columns["owned"] = trained_tokens(batch)
-    batch = apply_overlong(batch, config.overlong, config.overlong_penalty)
+    batch = shape_rewards(batch, config, 7)
     objective = Objective(Config(algorithm=config, rollout=RolloutConfig(max_response_tokens=7)))
     shares = objective.prepare(batch, version=3.0)
     if config.anchor == "proximal":

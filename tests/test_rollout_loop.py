@@ -1,9 +1,11 @@
 """The rollout loop with a real queue and a real engine: groups, drops and refills, drops by reason, validation."""
 
 import asyncio
+import itertools
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from asyncrl.rollouter.batching_sender import BatchingSender
 from asyncrl.rollouter.drops import NothingToTrain
 from asyncrl.rollouter.engines.base import SamplingParams
 from asyncrl.rollouter.limiter import GroupPlaces, InFlightLimiter
-from asyncrl.rollouter.sampling import random_key, truncations
+from asyncrl.rollouter.sampling import random_key, training_sampling, validation_sampling
 from asyncrl.rollouter.sources import MAX_SOURCES, SourceCounts, several_sources, source_means
 from asyncrl.types.samples import FinishReason, Sample
 from asyncrl.types.versions import PolicyVersion, VersionSpan
@@ -248,6 +250,19 @@ async def test_groups_of_equal_rewards_are_dropped_counted_and_refilled(inputs):
         assert system.recorder.drain().counters["rollout/zero_variance_groups"] >= 1
 
 
+async def test_groups_that_are_too_easy_or_too_hard_are_dropped(inputs):
+    succeeded = {"easy": 4, "fit": 2, "hard": 1}
+    kinds = itertools.cycle(succeeded.items())
+    kind_of = defaultdict(lambda: next(kinds))
+    judge = lambda prompt, i: fine(float(i < kind_of[prompt.uid][1]))
+    options = ("algorithm.filter_success_low=0.3", "algorithm.filter_success_high=0.9", "data.epochs=1")
+    async with System(inputs, judge, *options, "algorithm.filter_zero_variance=false") as system:
+        for group in await system.groups(2):
+            assert kind_of[group.uid][0] == "fit"
+            assert group.rewards.tolist() == [1, 1, 0, 0]
+        assert (await system.queue.stats())["fully_async/dropped/success_band"] >= 2
+
+
 @pytest.mark.parametrize(
     ("overlong", "rewards", "kept"),
     [
@@ -405,11 +420,11 @@ async def test_a_prompt_is_encoded_once(inputs):
         assert set(system.tokenizer.encoded.values()) == {1}
 
 
-async def test_truncated_sampling_is_warned_about_once(inputs, caplog):
-    async with System(inputs, lambda p, i: fine(float(i)), "rollout.top_p=0.9", "rollout.top_k=40") as system:
-        await system.groups(2)
-    assert caplog.text.count("rollout: top_p=0.9, top_k=40 truncates") == 1
-    assert truncations(SamplingParams(temperature=0.7)) == []
+async def test_only_validations_may_draw_from_the_most_probable_tokens(inputs):
+    config = load_config(None, overrides(inputs, Path("run"), "validation.top_p=0.9", "validation.min_p=0.1"))
+    assert training_sampling(config, [1]) == SamplingParams(temperature=1.0, stop_token_ids=(1,))
+    found = validation_sampling(config, [1])
+    assert (found.top_p, found.top_k, found.min_p, found.stop_token_ids) == (0.9, 0, 0.1, (1,))
 
 
 async def test_groups_of_equal_rewards_are_counted_even_if_kept(inputs):

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from asyncrl.config.schema import AlgorithmConfig, Config, OptimizerConfig, RolloutConfig
 from asyncrl.trainer.backends.schedule import learning_rate
-from asyncrl.trainer.batches import apply_overlong, build_batch, cut_micro_batches, cut_mini_batches, partition
+from asyncrl.trainer.batches import build_batch, cut_micro_batches, cut_mini_batches, partition, shape_rewards
 from asyncrl.trainer.objective import Objective
 from asyncrl.trainer.rank import batch_metrics, step_metrics
 from asyncrl.types.groups import Group
-from asyncrl.types.samples import FinishReason, Sample, TokenSequence, effective_reward
+from asyncrl.types.samples import FinishReason, Sample, TokenSequence
 from asyncrl.types.versions import PolicyVersion, VersionSpan
 
 LENGTHS = st.lists(st.integers(1, 200), max_size=60).map(lambda x: np.array(x, dtype=np.int64))
@@ -200,16 +200,32 @@ def test_equal_rewards_give_exactly_zero_advantages():
 def test_overlong_policies_keep_mask_or_penalize(groups):
     batch, centred = build_batch(groups), {"normalize_by_std": False}
     last = slice(6, 8)  # the response of the overlong sample
-    keep = apply_overlong(batch, "keep", 0.5)
+    keep = shape_rewards(batch, AlgorithmConfig(overlong="keep"), 9)
     assert keep.loss_mask[last].all()
     assert advantages(keep, **centred)[last].tolist() == [1.5, 1.5]
-    masked = apply_overlong(batch, "mask", 0.5)
+    masked = shape_rewards(batch, AlgorithmConfig(overlong="mask"), 9)
     assert masked.loss_mask.tolist() == [True, False, True, True, True, True, False, False]
     assert advantages(masked, **centred)[5:].tolist() == [0, 0, 0]  # nor does its reward change the group's mean
-    penalized = apply_overlong(batch, "penalize", 0.5)
+    penalized = shape_rewards(batch, AlgorithmConfig(overlong="penalize"), 9)
     assert penalized.loss_mask[last].all()
     assert advantages(penalized, **centred)[last].tolist() == [1.25, 1.25]
     assert batch.sequence_columns["rewards"].tolist() == [0, 1, 2, 5]  # the given batch is unchanged
+
+
+def test_the_overlong_penalty_grows_over_the_buffer():
+    samples = [sample(i, [5] * length, 1.0) for i, length in enumerate((5, 6, 7, 8, 9))]
+    samples.append(sample(5, [5] * 3, 1.0, finish=FinishReason.TURNS))
+    options = AlgorithmConfig(overlong="penalize", overlong_buffer=4, overlong_penalty=0.8)
+    batch = shape_rewards(build_batch([group("g", [1], *samples)]), options, max_response_tokens=10)
+    np.testing.assert_allclose(batch.sequence_columns["rewards"], [1, 1, 0.8, 0.6, 0.4, 0.2], rtol=1e-6)
+
+
+def test_the_length_penalty_compares_with_the_group_s_other_samples():
+    lengths, rewards = (2, 4, 6, 10), (1.0, 0.0, 0.0, 1.0)
+    samples = [sample(i, [5] * length, reward) for i, (length, reward) in enumerate(zip(lengths, rewards, strict=True))]
+    alike = group("b", [1], sample(0, [5], 1.0), sample(1, [5], 0.0))
+    batch = shape_rewards(build_batch([group("a", [1], *samples), alike]), AlgorithmConfig(length_penalty=0.1), 99)
+    np.testing.assert_allclose(batch.sequence_columns["rewards"], [1.05, 0, 0, 0.95, 1, 0], atol=1e-6)
 
 
 @given(
@@ -218,9 +234,10 @@ def test_overlong_policies_keep_mask_or_penalize(groups):
 )
 def test_a_group_has_a_gradient_exactly_if_its_effective_rewards_differ(rows, policy):
     samples = [sample(i, [7], reward, finish=FinishReason(finish)) for i, (reward, finish) in enumerate(rows)]
-    batch = apply_overlong(build_batch([group("g", [1], *samples)]), policy, 0.5)
+    batch = shape_rewards(build_batch([group("g", [1], *samples)]), AlgorithmConfig(overlong=policy), 9)
     found = advantages(batch) * batch.loss_mask
-    effective = {effective_reward(reward, finish, policy, 0.5) for reward, finish in rows} - {None}
+    taken = {"keep": 0.0, "mask": None, "penalize": 0.5}[policy]
+    effective = {r - taken * f if taken is not None else r for r, f in rows if taken is not None or not f}
     assert found.any() == (len(effective) > 1)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import field
 from typing import Any, Literal
 
-from pydantic import NonNegativeFloat, PositiveInt
+from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
 from asyncrl.algorithms.advantages.grpo import GRPOOptions
@@ -19,6 +19,7 @@ from asyncrl.algorithms.corrections.reject import RejectOptions
 from asyncrl.algorithms.corrections.tis import TISOptions
 from asyncrl.algorithms.divergence import EntropyOptions, KLOptions
 from asyncrl.algorithms.items import ADVANTAGES, CORRECTIONS, SURROGATES, Advantage, Correction, Surrogate
+from asyncrl.algorithms.rewards import FilterOptions, RewardOptions
 from asyncrl.algorithms.surrogates.clip import ClipOptions
 from asyncrl.algorithms.surrogates.sapo import SAPOOptions
 from asyncrl.plugins.registry import Registry
@@ -28,6 +29,8 @@ Item = Advantage | Surrogate | Correction
 
 @dataclass
 class AlgorithmConfig(
+    FilterOptions,
+    RewardOptions,
     RejectOptions,
     MISOptions,
     TISOptions,
@@ -51,10 +54,6 @@ class AlgorithmConfig(
     corrections: list[str] = field(default_factory=list)
     args: dict[str, Any] = field(default_factory=dict)  # options of items from elsewhere
     epochs: PositiveInt = 1  # optimizer epochs per batch
-    filter_zero_variance: bool = True  # drop, count and replace groups whose rewards are all equal
-    # samples truncated at rollout.max_response_tokens; penalize subtracts overlong_penalty from the reward
-    overlong: Literal["keep", "mask", "penalize"] = "keep"
-    overlong_penalty: NonNegativeFloat = 0.5
 
     def items(self) -> tuple[Advantage, Surrogate, list[Correction]]:
         """The selected items. Raises UnknownPart."""

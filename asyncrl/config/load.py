@@ -187,10 +187,11 @@ def _origin(path: Sequence[str], layers: Sequence[tuple[str, Tree]]) -> str:
 
 def _nearest(path: str) -> str:
     known = list(known_keys())
+    by_leaf, leaf = {key.rsplit(".", 1)[-1]: key for key in known}, path.rsplit(".", 1)[-1]
+    if leaf in by_leaf:  # the right name in the wrong group
+        return f"; did you mean {by_leaf[leaf]}?"
     close = difflib.get_close_matches(path, known, n=1, cutoff=0.6)
-    if not close:  # perhaps the right name in the wrong group
-        by_leaf = {key.rsplit(".", 1)[-1]: key for key in known}
-        close = [by_leaf[leaf] for leaf in difflib.get_close_matches(path.rsplit(".", 1)[-1], by_leaf, n=1)]
+    close = close or [by_leaf[name] for name in difflib.get_close_matches(leaf, by_leaf, n=1)]
     return f"; did you mean {close[0]}?" if close else ""
 
 

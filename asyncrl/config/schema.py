@@ -86,10 +86,7 @@ class RolloutConfig(Section):
     n: PositiveInt = 8  # samples per prompt
     min_group_size: PositiveInt = 2  # a group with fewer samples left after failures is dropped
     replicas: PositiveInt = 1  # engine processes, each with its own copy of the model
-    temperature: PositiveFloat = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # 1: off
-    top_k: NonNegativeInt = 0  # 0: off
-    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0  # 0: off
+    temperature: PositiveFloat = 1.0  # samples are drawn from the whole vocabulary, as the loss assumes
     max_response_tokens: PositiveInt = 256  # of one sequence; tokens that a tool adds to it count, too
     max_turns: NonNegativeInt = 0  # calls of generate in one sample; 0: any number
     max_sample_tokens: NonNegativeInt = 0  # that one sample samples, over all of its sequences; 0: any number
@@ -314,6 +311,11 @@ class ValidationConfig(Section):
     every_versions: NonNegativeInt = 0  # versions between validations; 0: only before the first and after the last step
     samples: PositiveInt = 1  # per prompt
     temperature: NonNegativeFloat = 1.0  # 0: greedy
+    # answers are drawn from the most probable tokens only: those with top_p of the probability, the top_k first ones,
+    # those with min_p of the first one's
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # 1: off
+    top_k: NonNegativeInt = 0  # 0: off
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0  # 0: off
     max_prompts: NonNegativeInt = 0  # 0: all
     # a sync waits this long for a running validation, so that one version gives all its answers; later ones come from
     # the versions that follow. inf: as long as it takes

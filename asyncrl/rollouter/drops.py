@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+
+from asyncrl.algorithms.rewards import shaped, too_easy_or_hard
 from asyncrl.config.schema import Config
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.rollouter.samples import FailedSample
 from asyncrl.sample_queue.messages import POISON
-from asyncrl.types.samples import Sample, effective_reward
+from asyncrl.types.samples import Sample
 
 
 class NothingToTrain(RuntimeError):
@@ -28,16 +31,20 @@ class DropPolicy:
         """Why to drop this group; None to keep it."""
         if len(samples) < self._rollout.min_group_size:
             return failed[0].reason if failed else "too_small"
-        a = self._algorithm
-        rewards = {
-            effective_reward(s.reward, s.finish, a.overlong, a.overlong_penalty)
-            for s in samples
-            if s.reward is not None  # all have one by now
-        } - {None}
-        if len(rewards) <= 1:
+        options, rewards = self._algorithm, np.array([s.reward for s in samples], np.float32)  # all have one by now
+        effective, trained = shaped(
+            rewards,
+            np.array([max(len(q.tokens) for q in s.sequences) for s in samples]),
+            np.array([s.finish.truncated for s in samples]),
+            options,
+            self._rollout.max_response_tokens,
+        )
+        if len(np.unique(effective[trained])) <= 1:
             self._recorder.count("rollout/zero_variance_groups")
-            if a.filter_zero_variance:
+            if options.filter_zero_variance:
                 return "zero_variance"
+        if too_easy_or_hard(np.array([s.succeeded for s in samples]), options):
+            return "success_band"
         return None
 
     def accepted(self) -> None:
@@ -51,7 +58,7 @@ class DropPolicy:
             return
         counts = ", ".join(f"{n} × {reason}" for reason, n in self._consecutive.most_common())
         last = f"; the last one: {message}" if message else ""
-        check = "the task, the reward, or algorithm.filter_zero_variance"
+        check = "the task, the reward, or algorithm.filter_zero_variance and filter_success_low and _high"
         if self._consecutive.most_common(1)[0][0] == POISON:
             check = "the engine and its weights: they return impossible samples"
         raise NothingToTrain(f"the last {total} groups were all dropped ({counts}){last}. Check {check}")

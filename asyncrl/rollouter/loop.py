@@ -29,7 +29,7 @@ from asyncrl.rollouter.in_flight import InFlightGroup, SnapshotStore, Snapshotte
 from asyncrl.rollouter.limiter import GroupPlaces, InFlightLimiter
 from asyncrl.rollouter.partial import PartialSample
 from asyncrl.rollouter.samples import FailedSample, GroupTask, SampleMaker
-from asyncrl.rollouter.sampling import training_sampling, truncations
+from asyncrl.rollouter.sampling import training_sampling
 from asyncrl.rollouter.sources import SourceCounts
 from asyncrl.sample_queue.messages import POISON, InFlight, Recovery, Refusal, Ticket
 from asyncrl.types.groups import Group
@@ -105,12 +105,6 @@ class RolloutLoop:
         """Roll out until the queue is closed: first the groups of ``recovery``, then the prompts after its last uid.
 
         Raises the errors of agent loops and of the queue, and NothingToTrain."""
-        if cuts := truncations(self._sampling):
-            log.warning(
-                "rollout: %s truncates the sampling distribution, but behaviour logprobs are over the whole "
-                "vocabulary: importance ratios are biased. Expected top_p=1, top_k=0 and min_p=0",
-                ", ".join(cuts),
-            )
         if recovery.last_uid is not None:
             self._prompts.continue_after(recovery.last_uid)
         self._upcoming = {item.uid: self._recover(item) for item in recovery.in_flight}

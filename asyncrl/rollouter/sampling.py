@@ -11,30 +11,26 @@ from asyncrl.rollouter.engines.base import SamplingParams
 
 
 def training_sampling(config: Config, stop_token_ids: Sequence[int]) -> SamplingParams:
+    """From the whole vocabulary: behaviour logprobs are those of the distribution from which tokens were drawn."""
     rollout = config.rollout
     return SamplingParams(
         temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
         stop_token_ids=tuple(stop_token_ids),
         stop_strings=tuple(rollout.stop_strings),
     )
 
 
 def validation_sampling(config: Config, stop_token_ids: Sequence[int]) -> SamplingParams:
-    """Samples end as in training, but are drawn at ``validation.temperature`` from the whole vocabulary."""
+    """Samples end as in training."""
+    validation = config.validation
     return SamplingParams(
-        temperature=config.validation.temperature,
+        temperature=validation.temperature,
+        top_p=validation.top_p,
+        top_k=validation.top_k,
+        min_p=validation.min_p,
         stop_token_ids=tuple(stop_token_ids),
         stop_strings=tuple(config.rollout.stop_strings),
     )
-
-
-def truncations(sampling: SamplingParams) -> list[str]:
-    """The options that truncate the sampling distribution, as ``name=value``."""
-    off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    return [f"{name}={getattr(sampling, name)}" for name, value in off.items() if getattr(sampling, name) != value]
 
 
 def random_key(seed: int, uid: str, sample: int, attempt: int = 0) -> int:

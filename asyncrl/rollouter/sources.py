@@ -13,9 +13,7 @@ _PREFIX = "rollout/source/"
 
 
 class SourceCounts:
-    """Counters ``rollout/source/<source>/<figure>``, sums over samples, of which `source_means` makes means.
-
-    A sample's ``success`` is 1 if its metric ``accuracy`` is positive, or without that metric its reward."""
+    """Counters ``rollout/source/<source>/<figure>``, sums over samples, of which `source_means` makes means."""
 
     def __init__(self) -> None:
         self._sources: set[str] = set()
@@ -29,7 +27,7 @@ class SourceCounts:
         sums = {
             "samples": len(made),
             "reward": sum(rewards),
-            "success": sum(s.metrics.get("accuracy", s.reward or 0.0) > 0 for s in made),
+            "success": sum(s.succeeded for s in made),
             "response_tokens": sum(len(sequence.tokens) for s in made for sequence in s.sequences),
         }
         return {f"{_PREFIX}{name}/{figure}": value for figure, value in sums.items()}

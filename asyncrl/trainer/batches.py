@@ -12,10 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from asyncrl.algorithms.rewards import RewardOptions, shaped
 from asyncrl.trainer.backends.base import TrainBatch
 from asyncrl.types.groups import Group
-from asyncrl.types.samples import TOKEN_REWARDS, effective_reward
+from asyncrl.types.samples import TOKEN_REWARDS, FinishReason
 from asyncrl.types.versions import PolicyVersion, Sampler
+
+_TRUNCATED = [reason for reason in FinishReason if reason.truncated]
 
 
 def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> TrainBatch:
@@ -141,34 +144,28 @@ def _young(group: Group, mask_before: int | None) -> np.ndarray:
     return group.per_token(group.span_number >= mask_before)
 
 
-def apply_overlong(batch: TrainBatch, policy: str, penalty: float) -> TrainBatch:
-    """Apply the overlong ``policy`` to samples that a limit ended (`FinishReason.truncated`):
-
-    - ``keep``: no change.
-    - ``mask``: their tokens are not trained, and their rewards do not count in the group's mean, since a truncated
-      answer says little about the policy (overlong filtering, Yu et al. 2025, "DAPO", section 3.4).
-    - ``penalize``: ``penalty`` is subtracted from their reward before advantages are computed (the constant end of
-      DAPO's soft overlong punishment, its equation 13).
-
-    Rewards are those of `asyncrl.types.samples.effective_reward`, which also decides what the rollouter drops."""
-    columns = batch.sequence_columns
-    effective = [
-        effective_reward(reward, finish, policy, penalty)
-        for reward, finish in zip(columns["rewards"].tolist(), columns["finish"].tolist(), strict=True)
-    ]
-    counted = np.array([reward is not None for reward in effective])
-    rewards = np.array([0.0 if reward is None else reward for reward in effective], dtype=np.float32)
+def shape_rewards(batch: TrainBatch, options: RewardOptions, max_response_tokens: int) -> TrainBatch:
+    """The batch with rewards as advantages see them, and without the samples that are not trained, see
+    `asyncrl.algorithms.rewards.shaped`, which also decides what the rollouter drops."""
+    columns, first = batch.sequence_columns, first_sequences(batch)
+    lengths = np.maximum.reduceat(np.diff(batch.row_offsets), first)
+    truncated = np.isin(columns["finish"][first], _TRUNCATED)
+    rewards, trained = columns["rewards"][first].copy(), np.ones(len(first), bool)
+    group = columns["group"][first]
+    for g in np.unique(group):
+        of = group == g
+        rewards[of], trained[of] = shaped(rewards[of], lengths[of], truncated[of], options, max_response_tokens)
     return dataclasses.replace(
         batch,
-        loss_mask=batch.loss_mask & per_token(batch, counted),
-        sequence_columns={**columns, "rewards": rewards},
+        loss_mask=batch.loss_mask & per_token(batch, trained[columns["sample"]]),
+        sequence_columns={**columns, "rewards": rewards[columns["sample"]]},
     )
 
 
 def as_trained(group: Group, mask_before: int | None, overlong: str) -> Group:
     """The group with the tokens that a step trains in ``loss_mask``: not those of versions below ``mask_before``, nor
-    of samples that ``overlong`` (algorithm.overlong) masks."""
-    kept = np.array([effective_reward(0.0, finish, overlong, 0.0) is not None for finish in group.finish.tolist()])
+    with ``overlong`` (algorithm.overlong) mask those of truncated samples."""
+    kept = ~np.isin(group.finish, _TRUNCATED) | (overlong != "mask")
     of_token = np.repeat(kept[group.sequence_sample], group.response_lengths)
     return dataclasses.replace(group, loss_mask=group.loss_mask & _young(group, mask_before) & of_token)
 

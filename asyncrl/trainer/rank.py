@@ -14,12 +14,12 @@ from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.manifest import Manifest
 from asyncrl.trainer.backends.base import BACKENDS, Backend, NonFiniteError, TrainBatch
 from asyncrl.trainer.batches import (
-    apply_overlong,
     build_batch,
     cut_mini_batches,
     first_sequences,
     partition,
     samplers,
+    shape_rewards,
     trained_tokens,
 )
 from asyncrl.trainer.mismatch import SamplerKL
@@ -82,7 +82,7 @@ class TrainerRank:
         All ranks hold all groups, so they agree on both without a collective. Mini batches without a trained token are
         skipped: on a zero gradient AdamW would still move by momentum."""
         algorithm = self._config.algorithm
-        whole = apply_overlong(whole, algorithm.overlong, algorithm.overlong_penalty)
+        whole = shape_rewards(whole, algorithm, self._config.rollout.max_response_tokens)
         share_of_denominator = self._objective.prepare(whole, version, self._versions_per_step)
         mini_batches, trained = [], trained_tokens(whole) > 0
         for every in cut_mini_batches(whole, self._config.trainer.mini_batch_groups):

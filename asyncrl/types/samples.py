@@ -30,19 +30,6 @@ class FinishReason(enum.IntEnum):
         return self in (FinishReason.LENGTH, FinishReason.TURNS, FinishReason.TIME, FinishReason.TOKENS)
 
 
-def effective_reward(reward: float, finish: int, overlong: str, penalty: float) -> float | None:
-    """Reward from which advantages are computed, in float32 as in a group; None for a masked sample. ``finish`` is a
-    FinishReason; ``overlong`` and ``penalty`` are algorithm.overlong and algorithm.overlong_penalty.
-
-    Shared by both pools: a group whose effective rewards are all equal has no gradient, so the rollouter drops it,
-    judging by the values that the trainer would use."""
-    truncated = FinishReason(finish).truncated
-    if truncated and overlong == "mask":
-        return None
-    taken = penalty if truncated and overlong == "penalize" else 0.0
-    return float(np.float32(reward) - np.float32(taken))
-
-
 @dataclass
 class TokenSequence:
     """What the policy read and wrote in one order: the first ``prefix`` tokens of the group's prompt (None: all), then
@@ -91,6 +78,11 @@ class Sample:
         """A sample of one sequence after the whole prompt; shapes as in `TokenSequence`."""
         sequence = TokenSequence(tokens, logprobs, loss_mask, spans, extras=extras or {})
         return cls(index, [sequence], finish, reward, metrics or {})
+
+    @property
+    def succeeded(self) -> bool:
+        """True if its metric ``accuracy`` is positive, or without that metric its reward."""
+        return self.metrics.get("accuracy", self.reward or 0.0) > 0
 
     @property
     def versions(self) -> set[PolicyVersion]:

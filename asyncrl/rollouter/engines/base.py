@@ -187,8 +187,6 @@ class EngineSpec(Protocol):
     multi_device: bool = False
     #: legal values of rollout.engine.delivery
     deliveries: frozenset[str] = frozenset({"memory"})
-    #: reports logprobs over the whole vocabulary even with top_p, top_k or min_p
-    logprobs_before_truncation: bool = False
     #: supports speculative decoding, see mtp.enable_rollout
     speculates: bool = False
     #: takes further arguments, see rollout.engine.args; `asyncrl.config.secrets.revealed` reads the secrets in them
@@ -224,12 +222,6 @@ class EngineSpec(Protocol):
             yield (
                 f"rollout.engine.deterministic: the {name} engine's results depend on what else is in the batch; "
                 "expected false"
-            )
-        rollout = config.rollout
-        if not self.logprobs_before_truncation and (rollout.top_p < 1 or rollout.top_k or rollout.min_p):
-            yield (
-                f"rollout.top_p: with top_p, top_k or min_p the {name} engine returns logprobs after truncation, and "
-                "training needs those of the whole vocabulary; expected top_p=1, top_k=0 and min_p=0"
             )
         if engine.delivery not in self.deliveries:
             offered = ", ".join(sorted(self.deliveries))

@@ -15,7 +15,6 @@ class NativeSpec(EngineSpec):
     takes_adapters = True
     deterministic = True
     speculates = True
-    logprobs_before_truncation = True
     native_decoder = True
     preallocates_kv = True
 
