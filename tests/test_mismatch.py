@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from asyncrl.trainer.batches import build_batch
-from asyncrl.trainer.mismatch import MismatchAlarm, MismatchError, SamplerKL
+from asyncrl.trainer.mismatch import MismatchAlarm, MismatchError, SamplerKL, by_staleness
 from asyncrl.types.groups import Group
 from asyncrl.types.samples import FinishReason, Sample
 from asyncrl.types.versions import PolicyVersion, Sampler, VersionSpan
@@ -51,6 +51,21 @@ def test_older_tokens_have_wider_bounds_and_are_pooled(caplog):
         assert alarm.observe(2, [kl(1.1)], V4, False) == {"mismatch/fresh_tokens": 0, "mismatch/older_kl": 1.1}
     with pytest.raises(MismatchError, match=r"under version 0\.4"):
         alarm.check()
+
+
+def test_kl_and_ratio_are_reported_by_age():
+    found = [
+        kl(0.1, version=V4)._replace(ratio=1.2),
+        kl(0.3, "replica/1", V4, 300),
+        kl(0.5, version=V2),
+        kl(0.0, version=V3),
+    ]
+    assert by_staleness(found, V3) == {
+        "fully_async/kl_by_staleness/0": pytest.approx(0.2),
+        "fully_async/ratio_by_staleness/0": pytest.approx(1.04),
+        "fully_async/kl_by_staleness/1": 0.5,
+        "fully_async/ratio_by_staleness/1": 1.0,
+    }
 
 
 def test_few_tokens_are_measured_over_several_steps():
@@ -100,9 +115,14 @@ def test_a_rank_measures_the_kl_of_each_sampler(checkpoint, start_rank):
     off = own - np.where(np.arange(12) < 8, 0.0, 0.5)  # the trainer's logprob is higher by 0.5
     rank.train(0, [g.to_bytes() for g in groups(off)])
     first, second = rank.sampler_kl
-    assert first == (Sampler("replica/0", V3), 32, pytest.approx(0, abs=1e-6))
+    assert first == (Sampler("replica/0", V3), 32, pytest.approx(0, abs=1e-6), pytest.approx(1))
     # four tokens of the first sample were drawn over another version's KV cache
-    assert second == (Sampler("replica/1", V4), 12, pytest.approx(np.exp(0.5) - 1.5, rel=1e-4))
+    assert second == (
+        Sampler("replica/1", V4),
+        12,
+        pytest.approx(np.exp(0.5) - 1.5, rel=1e-4),
+        pytest.approx(np.exp(0.5)),
+    )
 
 
 def test_a_run_ends_if_a_replica_samples_at_another_temperature(tmp_path):

@@ -242,12 +242,30 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         ),
         Chart(
             "Clipped tokens",
-            "Tokens whose ratio left the clip range and, with the proximal anchor, tokens with a truncated importance "
-            "weight.",
+            "Tokens whose ratio left the surrogate's range.",
             (
                 Line("actor/clip_fraction_low", "clipped low", BLUE),
                 Line("actor/clip_fraction_high", "clipped high", ORANGE),
-                Line("actor/tis_truncated", "importance truncated", VIOLET),
+                Line("actor/clip_fraction_dual", "clipped dual", VIOLET),
+            ),
+            percent=True,
+        ),
+        Chart(
+            "Corrected tokens",
+            "Tokens with a truncated importance weight, and tokens masked where the policies are too far apart.",
+            (
+                Line("actor/tis_truncated", "tis: truncated", BLUE),
+                Line("actor/mis_masked", "mis: masked", ORANGE),
+                Line("actor/rejected", "reject: masked", VIOLET),
+            ),
+            percent=True,
+        ),
+        Chart(
+            "Effective sample size",
+            "Share of the tokens that would give as much information with equal weights; SAPO's gate, 1 on-policy.",
+            (
+                Line("actor/effective_sample_size", "effective sample size", BLUE),
+                Line("actor/gate", "gate", ORANGE),
             ),
             percent=True,
         ),
@@ -331,31 +349,48 @@ def sync_chart(series: Series) -> go.Figure | None:
     return styled(figure)
 
 
-class SourceChart(NamedTuple):
-    """Of ``prefix<source>/figure``."""
+class FamilyChart(NamedTuple):
+    """A line for each metric ``prefix…suffix``."""
 
     title: str
     caption: str
     prefix: str
-    figure: str
+    suffix: str = ""
 
 
-BY_SOURCE = (
-    SourceChart("Reward by data source", "Mean reward of the samples of each source.", "rollout/source/", "reward"),
-    SourceChart(
-        "Success by data source",
-        "Share of samples with a positive accuracy, or without that metric a positive reward.",
-        "rollout/source/",
-        "success",
+#: section → its charts of families
+FAMILIES = {
+    "Learning": (
+        FamilyChart("Reward by data source", "Mean reward of each source's samples.", "rollout/source/", "/reward"),
+        FamilyChart(
+            "Success by data source",
+            "Share of samples with a positive accuracy, or without that metric a positive reward.",
+            "rollout/source/",
+            "/success",
+        ),
+        FamilyChart(
+            "Length by data source", "Mean response tokens of a sample.", "rollout/source/", "/response_tokens"
+        ),
+        FamilyChart("Held-out success by data source", "Success in the validations.", "validation/source/", "/success"),
     ),
-    SourceChart("Length by data source", "Mean response tokens of a sample.", "rollout/source/", "response_tokens"),
-    SourceChart("Held-out success by data source", "Success in the validations.", "validation/source/", "success"),
-)
+    "Policy": (
+        FamilyChart(
+            "KL by staleness",
+            "KL of the behaviour policy to the trainer's, of tokens that are so many versions old.",
+            "fully_async/kl_by_staleness/",
+        ),
+        FamilyChart(
+            "Ratio by staleness",
+            "Mean ratio of the trainer's policy to the behaviour policy, of tokens that are so many versions old.",
+            "fully_async/ratio_by_staleness/",
+        ),
+    ),
+}
 
 
-def source_chart(chart: SourceChart, series: Series) -> go.Figure | None:
-    """A line for each data source; None for a run with one."""
-    prefix, suffix = chart.prefix, f"/{chart.figure}"
+def family_chart(chart: FamilyChart, series: Series) -> go.Figure | None:
+    """None without data."""
+    prefix, suffix = chart.prefix, chart.suffix
     names = [name for name in sorted(series) if name.startswith(prefix) and name.endswith(suffix)]
     if not names:
         return None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncrl.observability.charts import BY_SOURCE, SECTIONS
+from asyncrl.observability.charts import FAMILIES, SECTIONS
 from asyncrl.observability.sinks.console import SYNC_PHASES
 
 HEAD = """# Charts
@@ -27,9 +27,8 @@ def _sections() -> Iterator[str]:
         yield f"## {name}\n\n| chart | what it shows | metrics |\n|---|---|---|"
         for chart in charts:
             yield _row(chart.title, chart.caption, [line.metric for line in chart.lines])
-        if name == "Learning":
-            for by_source in BY_SOURCE:
-                yield _row(by_source.title, by_source.caption, [f"{by_source.prefix}…/{by_source.figure}"])
+        for family in FAMILIES.get(name, ()):
+            yield _row(family.title, family.caption, [f"{family.prefix}…{family.suffix}"])
         if name == "Asynchrony":
             metrics = [*SYNC_PHASES, "param_sync/paused_s"]
             yield _row("Parameter sync", "Seconds per phase, and of the pause in generation.", metrics)

@@ -22,7 +22,7 @@ from asyncrl.processes.tasks import cancelled
 from asyncrl.sample_queue.messages import Lease
 from asyncrl.trainer.checkpoint_saver import CheckpointSaver
 from asyncrl.trainer.checkpoints import Checkpoint, CheckpointMetadata, CheckpointStore
-from asyncrl.trainer.mismatch import MismatchAlarm
+from asyncrl.trainer.mismatch import MismatchAlarm, by_staleness
 from asyncrl.trainer.progress import Progress, TrainingState
 from asyncrl.trainer.protocols import Observer, QueueClient, Ranks, Rollouter, Sync, Validation
 from asyncrl.trainer.publisher import Publisher
@@ -150,7 +150,8 @@ class TrainLoop:
         version = progress.version.number + progress.trained_since_publish / self._derived.groups_per_version
         trained, sampler_kl = await self._ranks.train(step, payload, lease.mask_before, version)
         fresh = progress.trained_since_publish == 0
-        metrics |= trained | self._mismatch.observe(step, sampler_kl, progress.version, fresh)
+        metrics |= trained | by_staleness(sampler_kl, progress.version)
+        metrics |= self._mismatch.observe(step, sampler_kl, progress.version, fresh)
         metrics |= self._publisher.take_sync_metrics()
         await self._queue.trained(step)
         self._state.step_done(step, self._training)

@@ -26,12 +26,13 @@ _CAUSES = "wrong weights, temperature or tokenizer in the engine, or too differe
 
 
 class SamplerKL(NamedTuple):
-    """Mean over ``tokens`` of one sampler of k3 = e^d − 1 − d, in nats, with d = trainer − behaviour logprob: an
-    estimate of KL(sampler ‖ trainer)."""
+    """Means over ``tokens`` of one sampler, with d = trainer − behaviour logprob: ``kl`` of e^d − 1 − d, in nats, an
+    estimate of KL(sampler ‖ trainer), and ``ratio`` of e^d, near 1 unless tokens are missing."""
 
     sampler: Sampler
     tokens: int
     kl: float
+    ratio: float = 1.0
 
     def __str__(self) -> str:
         who = self.sampler.replica or "a replica that the agent loop does not name"
@@ -110,8 +111,21 @@ class MismatchAlarm:
             log.warning(what, step, kl, _CAUSES)
 
 
+def by_staleness(found: Sequence[SamplerKL], trainer: PolicyVersion) -> dict[str, float]:
+    """Metrics ``fully_async/kl_by_staleness/0`` and so on: means over the tokens that are so many versions old."""
+    ages: dict[int, list[SamplerKL]] = defaultdict(list)
+    for kl in found:
+        ages[max(0, trainer.number - kl.sampler.version.number)].append(kl)
+    figures = {}
+    for age, pooled in ((age, _pooled(of)) for age, of in sorted(ages.items())):
+        figures[f"fully_async/kl_by_staleness/{age}"] = pooled.kl
+        figures[f"fully_async/ratio_by_staleness/{age}"] = pooled.ratio
+    return figures
+
+
 def _pooled(found: Sequence[SamplerKL]) -> SamplerKL:
     """All together, under the name of the worst."""
     tokens = sum(kl.tokens for kl in found)
     worst = max(found, key=lambda kl: kl.kl)
-    return SamplerKL(worst.sampler, tokens, sum(kl.kl * kl.tokens for kl in found) / tokens)
+    mean_kl = sum(kl.kl * kl.tokens for kl in found) / tokens
+    return SamplerKL(worst.sampler, tokens, mean_kl, sum(kl.ratio * kl.tokens for kl in found) / tokens)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.ratios import MAX_LOG_RATIO
 from asyncrl.models.device_copy import on_device
 from asyncrl.trainer.backends.base import LossFunction, LossOutput, TrainBatch
 from asyncrl.trainer.mismatch import SamplerKL
@@ -16,7 +17,7 @@ from asyncrl.types.versions import Sampler
 
 MAX_TOKEN_KL = 5.0  # nats; bounds a single token's share of the mean
 
-_KL, _TOKENS = "sampler_kl", "sampler_tokens"
+_KL, _RATIO, _TOKENS = "sampler_kl", "sampler_ratio", "sampler_tokens"
 
 
 def with_sampler_kl(loss: LossFunction, samplers: int) -> LossFunction:
@@ -30,9 +31,10 @@ def with_sampler_kl(loss: LossFunction, samplers: int) -> LossFunction:
         behaviour = on_device(batch.columns["behaviour_logprobs"][counted], device)
         d = logprobs.detach()[on_device(counted, device)].float() - behaviour
         kl = (torch.expm1(d) - d).clamp(max=MAX_TOKEN_KL)
-        sums = torch.zeros(2, samplers, dtype=torch.float64, device=device)
-        sums.index_add_(1, on_device(sampler[counted], device), torch.stack([kl, torch.ones_like(kl)]).double())
-        return dataclasses.replace(output, counts={**output.counts, _KL: sums[0], _TOKENS: sums[1]})
+        ratio = d.clamp(max=MAX_LOG_RATIO).exp()
+        sums = torch.zeros(3, samplers, dtype=torch.float64, device=device)
+        sums.index_add_(1, on_device(sampler[counted], device), torch.stack([kl, ratio, torch.ones_like(kl)]).double())
+        return dataclasses.replace(output, counts={**output.counts, _KL: sums[0], _RATIO: sums[1], _TOKENS: sums[2]})
 
     return measured
 
@@ -41,7 +43,7 @@ def take_sampler_kl(figures: dict[str, float], samplers: Sequence[Sampler]) -> l
     """Remove the sums of `with_sampler_kl` from a train step's metrics."""
     found = []
     for i, sampler in enumerate(samplers):
-        kl, tokens = figures.pop(f"{_KL}/{i}"), round(figures.pop(f"{_TOKENS}/{i}"))
+        kl, ratio, tokens = (figures.pop(f"{name}/{i}") for name in (_KL, _RATIO, _TOKENS))
         if tokens:
-            found.append(SamplerKL(sampler, tokens, kl / tokens))
+            found.append(SamplerKL(sampler, round(tokens), kl / tokens, ratio / tokens))
     return found

@@ -91,10 +91,12 @@ def _render(run_dir: Path) -> str:
 def _metric_sections(series: charts.Series) -> Iterator[page.Section]:
     for title, group in charts.SECTIONS.items():
         drawn = page.charts(*((chart.title, chart.caption, charts.line_chart(chart, series)) for chart in group))
-        if title == "Learning":
-            drawn += page.charts(
-                *((chart.title, chart.caption, charts.source_chart(chart, series)) for chart in charts.BY_SOURCE)
+        drawn += page.charts(
+            *(
+                (family.title, family.caption, charts.family_chart(family, series))
+                for family in charts.FAMILIES.get(title, ())
             )
+        )
         if title == "Asynchrony":
             drawn += page.charts(
                 (
