@@ -1,5 +1,6 @@
 """Order of prompts: each once per epoch, reshuffled, resumable after any prompt."""
 
+from collections import Counter
 from itertools import islice
 
 import pytest
@@ -67,3 +68,54 @@ def test_an_unknown_uid_is_refused(uid):
 def test_an_empty_order_is_refused():
     with pytest.raises(DataError, match="at least one prompt"):
         PromptOrder([], seed=0)
+
+
+def mixed(counts=(3, 20, 7), **options):
+    """Prompts of the sources a, b and c."""
+    sources = [name for name, count in zip("abc", counts, strict=True) for _ in range(count)]
+    rows = [Prompt(f"row:{i}", f"row:{i}", (), "", data_source=s, text=str(i)) for i, s in enumerate(sources)]
+    return PromptOrder(rows, seed=0, **options)
+
+
+def test_a_mixture_has_its_shares_in_every_stretch():
+    order = mixed(mixture={"a": 3, "b": 1, "c": 2})
+    issued = [p.data_source for p in islice(order, 600)]
+    for first in range(0, 600, 60):
+        assert Counter(issued[first : first + 60]) == {"a": 30, "b": 10, "c": 20}
+    assert all(abs(issued[:n].count("c") - n / 3) <= 1 for n in range(600))
+
+
+def test_each_source_of_a_mixture_has_epochs_of_its_own():
+    issued = list(islice(mixed(mixture={"a": 1, "b": 1, "c": 0}), 40))
+    assert [p.epoch for p in issued if p.data_source == "a"] == [i // 3 for i in range(20)]
+    assert {p.epoch for p in issued if p.data_source == "b"} == {0}
+    assert len({p.uid for p in issued}) == 40
+    assert len(list(mixed(mixture={"a": 1, "b": 1, "c": 0}, epochs=2))) == 12  # a has had two
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_mixture_continued_after_any_prompt_issues_exactly_the_rest(shuffle):
+    options = {"mixture": {"a": 0.25, "b": 0.6, "c": 0.15}, "shuffle": shuffle, "epochs": 4}
+    issued = list(mixed(**options))
+    for count in range(1, len(issued) + 1):
+        resumed = mixed(**options)
+        resumed.continue_after(issued[count - 1].uid)
+        assert list(resumed) == issued[count:]
+
+
+@pytest.mark.parametrize(
+    ("mixture", "problem"),
+    [
+        ({"a": 1, "b": 1}, "expected a share for each data source, a, b, c; found a, b"),
+        ({"a": 1, "b": 1, "c": -1}, "expected shares of at least 0"),
+        ({"a": 0, "b": 0, "c": 0}, "one of them above 0"),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_refused(mixture, problem):
+    with pytest.raises(DataError, match=problem):
+        mixed(mixture=mixture)
+
+
+def test_a_prompt_of_a_source_that_is_left_out_is_refused():
+    with pytest.raises(DataError, match=r"data\.mixture leaves out"):
+        mixed(mixture={"a": 1, "b": 1, "c": 0}).continue_after("e0-000025")

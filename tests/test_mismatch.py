@@ -54,12 +54,8 @@ def test_older_tokens_have_wider_bounds_and_are_pooled(caplog):
 
 
 def test_kl_and_ratio_are_reported_by_age():
-    found = [
-        kl(0.1, version=V4)._replace(ratio=1.2),
-        kl(0.3, "replica/1", V4, 300),
-        kl(0.5, version=V2),
-        kl(0.0, version=V3),
-    ]
+    fresh = [kl(0.1, version=V4)._replace(ratio=1.2), kl(0.3, "replica/1", V4, 300), kl(0.0, version=V3)]
+    found = [*fresh, kl(0.5, version=V2)]
     assert by_staleness(found, V3) == {
         "fully_async/kl_by_staleness/0": pytest.approx(0.2),
         "fully_async/ratio_by_staleness/0": pytest.approx(1.04),

@@ -49,6 +49,8 @@ class DataConfig(Section):
     prompt_key: str = "prompt"  # column that holds a string or a list of chat messages
     answer_key: str = "answer"  # column that the reward function gets as the answer
     source_key: str = "data_source"  # optional column by which metrics are reported, too; default: file name
+    # shares of the data sources among the prompts, by name, in any unit; empty: as many as the files have
+    mixture: dict[str, float] = field(default_factory=dict)
     shuffle: bool = True  # a new order every epoch, seeded by seed
     epochs: NonNegativeInt = 0  # maximum passes over the data; 0: as many as trainer.total_steps needs
     # longer prompts are dropped and counted; 0: the context size minus rollout.max_response_tokens

@@ -165,7 +165,8 @@ class RollouterActor(SupervisedActor):
         self._held_queue = HeldQueue(self._queue, self._fencing_token)
 
         def new_loop() -> RolloutLoop:
-            order = PromptOrder(prompts, config.seed, config.data.shuffle, config.data.epochs)
+            data = config.data
+            order = PromptOrder(prompts, config.seed, data.shuffle, data.epochs, data.mixture)
             return RolloutLoop(config, self._derived, order, maker, self._held_queue, self._recorder)
 
         self._new_loop = new_loop

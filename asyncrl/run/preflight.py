@@ -14,6 +14,7 @@ from asyncrl.config.checks import Derived
 from asyncrl.config.load import ConfigError
 from asyncrl.config.schema import Config
 from asyncrl.config.secrets import missing_secrets
+from asyncrl.data.order import PromptOrder
 from asyncrl.data.prompts import DataError, load_prompts
 from asyncrl.models.checkpoint import check_model, without_draft
 from asyncrl.models.config import CheckpointError, ModelConfig
@@ -85,8 +86,9 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
             counts[key] = len(prompts)
             if key == "train_files":
                 fingerprint = prompts_fingerprint(prompts)
+                PromptOrder(prompts, config.seed, mixture=config.data.mixture)  # checks it
         except DataError as e:
-            problems.append(f"data.{key}: {e}")
+            problems.append(str(e) if str(e).startswith("data.") else f"data.{key}: {e}")
     problems += _reward_problems(config, cpus)
     try:
         find_agent_loop(config.rollout.agent_loop)
