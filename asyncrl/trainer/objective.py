@@ -43,16 +43,18 @@ class Objective:
         self._advantage, self._surrogate, self._corrections = config.algorithm.items()
         self._weighs = any(item.weighs for item in self._corrections)
 
-    @property
-    def needs_proximal(self) -> bool:
-        """True if the loss reads the column ``proximal_logprobs``: those of the policy at the start of the batch.
-        Absent in a batch's only step, where the current policy is that one."""
-        return self._options.anchor == "proximal"
+    def scores(self, several_steps: bool) -> dict[str, str]:
+        """Columns of logprobs that the loss reads beside those of the current policy → the model that gives them,
+        before the first of a batch's optimizer steps.
 
-    @property
-    def needs_reference(self) -> bool:
-        """True if the loss reads the column ``reference_logprobs``."""
-        return self._options.kl_coef > 0
+        In a batch's only step the current policy is the proximal one, so the loss uses its detached logprobs: exactly
+        equal, without another forward pass."""
+        found = {}
+        if several_steps and self._options.anchor == "proximal":
+            found["proximal_logprobs"] = "policy"
+        if self._options.kl_coef > 0:
+            found["reference_logprobs"] = "reference"
+        return found
 
     def prepare(self, batch: TrainBatch, version: float = 0.0, step: float = 1.0) -> np.ndarray:
         """Add the columns ``weights`` and ``advantages``, and those that the anchor reads, to a whole batch, in which

@@ -94,15 +94,10 @@ class TrainerRank:
         return mini_batches
 
     def _score(self, mini_batch: TrainBatch, several_steps: bool) -> None:
-        """Add the logprobs that the loss needs beside those of the current policy.
-
-        In a batch's only optimizer step the current policy is the proximal one, so the loss uses its detached logprobs:
-        exactly equal, without another forward pass."""
-        temperature = self._config.rollout.temperature
-        if several_steps and self._objective.needs_proximal:
-            mini_batch.columns["proximal_logprobs"] = self._backend.logprobs(mini_batch, temperature).logprobs
-        if self._objective.needs_reference:
-            mini_batch.columns["reference_logprobs"] = self._backend.reference_logprobs(mini_batch, temperature)
+        """Add the logprobs that the loss needs beside those of the current policy."""
+        for column, model in self._objective.scores(several_steps).items():
+            scores = self._backend.logprobs(mini_batch, self._config.rollout.temperature, model)
+            mini_batch.columns[column] = scores.logprobs
 
     def _optimize(
         self, step: int, mini_batches: list[tuple[TrainBatch, float]], sampled_by: Sequence[Sampler]

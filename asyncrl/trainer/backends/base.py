@@ -121,12 +121,9 @@ class Backend(Protocol):
         it may be sent without a copy."""
         ...
 
-    def logprobs(self, batch: TrainBatch, temperature: float) -> Scores:
-        """Score this rank's batch without gradient, under the current weights."""
-        ...
-
-    def reference_logprobs(self, batch: TrainBatch, temperature: float) -> np.ndarray:
-        """float32 [R] under the frozen reference model; collective. Raises RuntimeError if none is held."""
+    def logprobs(self, batch: TrainBatch, temperature: float, model: str = "policy") -> Scores:
+        """Score this rank's batch without gradient, under the current weights of one of the models that the rank holds:
+        ``policy``, or ``reference``. Raises RuntimeError for one that it does not hold."""
         ...
 
     def train_step(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -64,6 +64,17 @@ class GradientPass:
         return {name: total / over.get(name, 1.0) for name, total in totals.items() if name != "weight"}
 
 
+@dataclass(frozen=True)
+class HeldModel:
+    """One of the models of a rank. ``module``: in the form that `BaseBackend._score` takes; ``weights``: the kind of
+    `BaseBackend._resident` state that they are, so that an idle model may be offloaded; ``context``: in which it
+    computes, as a model may be another one with something switched off."""
+
+    module: Any
+    weights: str = "parameters"
+    context: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
 class BaseBackend(ABC):
     """Template for `asyncrl.trainer.backends.base.Backend`, which documents the public methods.
 
@@ -72,8 +83,7 @@ class BaseBackend(ABC):
 
     data_rank: int
     data_ranks: int
-    _policy: Any  #: the trained model, in the form that `_score` takes
-    _reference: Any | None  #: the frozen reference model in the same form, if one is held
+    _models: dict[str, HeldModel]  #: by name: the ``policy``, which is trained, and frozen ones
     _draft: DraftTraining | None
     _export: Export
     _data_group: dist.ProcessGroup | None = None  #: the ranks that train on different sequences; None: all ranks
@@ -90,6 +100,14 @@ class BaseBackend(ABC):
             self._options.total_steps * config.async_training.require_batches * config.algorithm.epochs
         )
 
+    def _hold(self, policy: Any, reference: Any | None) -> None:
+        """Hold these models. With LoRA the policy without its adapters is the reference, unless there is another."""
+        self._models = {"policy": HeldModel(policy)}
+        if reference is not None:
+            self._models["reference"] = HeldModel(reference, weights="reference")
+        elif self._lora:
+            self._models["reference"] = HeldModel(policy, context=self._without_adapters)
+
     def _prepare_checkpoints(self, timeout_s: float) -> None:
         self._checkpoint_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         # with periodic checkpoints allocated at the start, because allocation takes longer than a copy
@@ -98,18 +116,13 @@ class BaseBackend(ABC):
 
     # -- scoring and training --------------------------------------------------------------------------------------
 
-    def logprobs(self, batch: TrainBatch, temperature: float) -> Scores:
-        with self._resident("parameters"):
-            return self._score(self._policy, batch, temperature)
-
-    def reference_logprobs(self, batch: TrainBatch, temperature: float) -> np.ndarray:
-        if self._reference is not None:
-            with self._resident("reference"):
-                return self._score(self._reference, batch, temperature).logprobs
-        if self._lora:
-            with self._resident("parameters"), self._without_adapters():
-                return self._score(self._policy, batch, temperature).logprobs
-        raise RuntimeError("no reference model is held: it is loaded only if algorithm.kl_coef > 0")
+    def logprobs(self, batch: TrainBatch, temperature: float, model: str = "policy") -> Scores:
+        if (held := self._models.get(model)) is None:
+            raise RuntimeError(
+                f"no {model} model is held, only {', '.join(self._models)}: reference is loaded with algorithm.kl_coef"
+            )
+        with self._resident(held.weights), held.context():
+            return self._score(held.module, batch, temperature)
 
     def train_step(
         self, batch: TrainBatch, loss: LossFunction, global_denominator: float, temperature: float

@@ -65,7 +65,6 @@ class MegatronBackend(BaseBackend):
 
     _draft: MegatronDraftTraining | None
     _policy: list[Any]
-    _reference: list[Any] | None
 
     def __init__(
         self,
@@ -104,13 +103,14 @@ class MegatronBackend(BaseBackend):
             for name, parameter in chunk.named_parameters():
                 learns = not self._lora or ".adapter." in name
                 parameter.requires_grad_(config.mtp.enable_train if name.startswith("mtp.") else learns)
-        self._reference = None
+        frozen: list[Any] | None = None
         if (path := reference_path(config)) is not None:
             reference = bridge_of(read_source(path), config.model.bridge)
-            self._reference = [in_precision(reference.provider, chunk) for chunk in self._load_chunks(reference)[0]]
+            frozen = [in_precision(reference.provider, chunk) for chunk in self._load_chunks(reference)[0]]
 
         master = {p: p.detach().clone() for chunk in self._chunks for p in chunk.parameters() if p.requires_grad}
         self._policy, self._parallel_draft = self._wrap(self._chunks)
+        self._hold(self._policy, frozen)
         self._optimizer = ShardedAdamW(self._policy, self._parallel_draft, self._options.optimizer)
         for parameter, weight in master.items():
             self._optimizer.set_weight(parameter, weight)
@@ -340,8 +340,8 @@ class MegatronBackend(BaseBackend):
     def _make_offload(self) -> Offload:
         options, kinds = self._options.megatron, {}
         if options.param_offload:
-            for kind, chunks in (("parameters", self._chunks), ("reference", self._reference or [])):
-                kinds[kind] = [parameter.data for chunk in chunks for parameter in chunk.parameters()]
+            for held in self._models.values():
+                kinds[held.weights] = [parameter.data for chunk in held.module for parameter in chunk.parameters()]
         if options.grad_offload:
             modules = self._policy + ([self._parallel_draft] if self._parallel_draft else [])
             buffers = [buffer for module in modules for buffer in module.buffers + module.expert_parallel_buffers]

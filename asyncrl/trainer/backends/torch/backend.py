@@ -93,7 +93,7 @@ class TorchFSDPBackend(BaseBackend):
         self._policy.activation_checkpointing = self._options.activation_checkpointing
         self._export = Export(ShardedWeights(self._policy, rank), adapter, config, rank)
         path = reference_path(config)
-        self._reference = None if path is None else self._sharded(load_decoder(path).requires_grad_(False))
+        self._hold(self._policy, None if path is None else self._sharded(load_decoder(path).requires_grad_(False)))
 
         self._trained = {name: p for name, p in self._policy.named_parameters() if p.requires_grad}
         #: draft or not → its parameters; an optimizer for each that has any
