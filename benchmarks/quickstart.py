@@ -30,10 +30,17 @@ def ensure_inputs(checkpoint: Path, data: Path) -> None:
         subprocess.run([sys.executable, "-m", "asyncrl.data.arithmetic", "--out", str(data)], check=True)
 
 
-def run(seed: int, checkpoint: Path, data: Path, folder: Path, overrides: list[str]) -> dict[str, Any]:
+def run(
+    seed: int,
+    checkpoint: Path,
+    data: Path,
+    folder: Path,
+    overrides: list[str],
+    config: Path = ROOT / "configs/quickstart.yaml",
+) -> dict[str, Any]:
     """Run one quickstart; returns its summary.json. Raises SystemExit if the run fails."""
     run_dir = folder / f"seed-{seed}"
-    command = [sys.executable, "-m", "asyncrl.fully_async_main", "--config", str(ROOT / "configs/quickstart.yaml")]
+    command = [sys.executable, "-m", "asyncrl.fully_async_main", "--config", str(config)]
     options = [
         f"seed={seed}",
         f"run_dir={run_dir}",
