@@ -16,7 +16,7 @@ import pytest
 
 from asyncrl.config.schema import RewardConfig
 from asyncrl.rollouter.rewards.base import Answer
-from asyncrl.rollouter.rewards.pool import RewardError, RewardPool
+from asyncrl.rollouter.rewards.pool import RewardError, RewardPool, import_problem
 from asyncrl.types.trajectories import Trajectory, TrajectorySequence
 from tests.support.rewards import PROMPT, pool_of
 
@@ -252,3 +252,52 @@ def test_a_worker_in_a_hanging_call_dies_with_its_parent():
 async def test_workers_are_light():
     async with pool_of(loaded_torch) as pool:
         assert [r.reward for r in await pool.score([Answer(PROMPT, "")])] == [0.0]
+
+
+def of_length(prompt, response, target):
+    return {"reward": float(len(response) == target), "length": float(len(response))}
+
+
+async def of_trajectory(prompt, response, trajectory):
+    return {"reward": float(len(trajectory.sequences)), "length": 7.0}
+
+
+def weighted(**functions):
+    described = {
+        name: {"function": f"tests.test_rewards_pool:{value.pop('of')}", **value} for name, value in functions.items()
+    }
+    return RewardConfig(function="weighted", args={"functions": described}, workers=1)
+
+
+async def test_several_functions_are_summed_with_weights():
+    parts = {"exact": {"of": "of_length", "args": {"target": 2}}, "turns": {"of": "of_trajectory", "weight": 0.25}}
+    pool = RewardPool(weighted(**parts))
+    await pool.start()
+    try:
+        assert pool.takes_trajectories
+        trajectory = Trajectory([TrajectorySequence("a"), TrajectorySequence("ab")])
+        (result,) = await pool.score([Answer(PROMPT, "ab", trajectory)])
+    finally:
+        await pool.close()
+    assert (result.error, result.reward) == (None, 1.5)
+    expected = {"reward_exact": 1.0, "length": 2.0, "reward_turns": 2.0, "turns/length": 7.0}
+    assert result.metrics == expected
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        ({}, "reward.args.functions: expected name: {function: …, weight: …}, found None"),
+        ({"functions": {"a": {"weight": 1}}}, "reward.args.functions.a: expected function, and perhaps weight"),
+        ({"functions": {"a": {"function": "nowhere:f"}}}, "reward.args.functions.a: reward.function: "),
+        (
+            {"functions": {"a": {"function": "arithmetic", "weight": "much"}}},
+            "a.weight: expected a number, found 'much'",
+        ),
+        ({"functions": {"a": {"function": "arithmetic", "args": {"key": "${secret:ABSENT}"}}}}, None),
+    ],
+)
+def test_functions_that_cannot_be_summed_are_refused_before_a_run(args, problem):
+    found = import_problem(RewardConfig(function="weighted", args=args))
+    assert (found is None) == (problem is None)
+    assert problem is None or problem in found

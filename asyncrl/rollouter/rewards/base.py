@@ -26,7 +26,8 @@ class RewardFunction(Protocol):
     `Trajectory`, too. Runs in worker processes, within the limits of ``reward``.
 
     Returns a number, or a dict with ``reward`` and further numbers, which are reported as ``rollout/NAME``. May be
-    ``async``: then a group's responses are scored concurrently."""
+    ``async``: then a group's responses are scored concurrently. An object with a method ``prepare`` is asked with
+    ``reward.args`` before its first call, and raises UnknownPart for those that it cannot serve."""
 
     def __call__(self, prompt: Prompt, response: str, **args: Any) -> Score | Awaitable[Score]: ...
 

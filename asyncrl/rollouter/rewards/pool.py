@@ -59,11 +59,12 @@ class RewardResult:
 
 
 class RewardPool:
-    """``config.workers`` processes; calls to `score` share them and may overlap."""
+    """``config.workers`` processes; calls to `score` share them and may overlap. Without ``reveal`` they get the names
+    of secrets in place of their values, enough to load the function."""
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, reveal: bool = True) -> None:
         self._config = config
-        self._workers = [_Worker(config) for _ in range(config.workers if config.has_function else 0)]
+        self._workers = [_Worker(config, reveal) for _ in range(config.workers if config.has_function else 0)]
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
         self._open = False
 
@@ -123,7 +124,7 @@ def import_problem(config: RewardConfig) -> str | None:
     """Why the reward function does not load, found in a worker; None if it does. Needs no event loop, nor minds one."""
 
     async def start() -> None:
-        pool = RewardPool(replace(config, workers=1, args={}))  # secrets among them may be set elsewhere only
+        pool = RewardPool(replace(config, workers=1), reveal=False)  # secrets may be set elsewhere only
         await pool.start()
         await pool.close()
 
@@ -138,14 +139,14 @@ def import_problem(config: RewardConfig) -> str | None:
 class _Worker:
     """One worker process at a time, below its keeper, and the frames exchanged with it."""
 
-    def __init__(self, config: RewardConfig) -> None:
-        self._config = config
+    def __init__(self, config: RewardConfig, reveal: bool) -> None:
+        self._config, self._reveal = config, reveal
         self.takes_trajectories = False
         self._keeper: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
         function = self._config.function
-        begin = function, revealed("reward.args", self._config.args)
+        begin = function, revealed("reward.args", self._config.args) if self._reveal else self._config.args
         try:
             await self._start_keeper()
             started = decode_start(await self._exchange(begin, START_TIMEOUT_S, MAX_OUTCOME_BYTES))

@@ -33,6 +33,8 @@ def serve(connection: socket.socket) -> None:
         path, args = _read(requests)
         try:
             function = find_reward(path)
+            if prepare := getattr(function, "prepare", None):
+                prepare(**args)
         except UnknownPart as e:
             _write(replies, one_line(str(e)))
             return
