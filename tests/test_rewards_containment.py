@@ -286,7 +286,9 @@ def test_memory_that_forks_share_counts_once():
         "print([Meter(Limits(memory_mb, 1), 0, '.').exceeded()[:4] for memory_mb in (200, 50)])\n"
         "for pid in pids: os.kill(pid, signal.SIGKILL)\n"
     )
-    assert subprocess.check_output([sys.executable, "-c", script], text=True, cwd="/proc/self/task") == "['', 'used']\n"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    found = subprocess.check_output([sys.executable, "-c", script], text=True, cwd="/proc/self/task", env=environment)
+    assert found == "['', 'used']\n"
 
 
 async def test_a_process_left_behind_has_a_bounded_cpu_time(lock, caplog):
