@@ -57,7 +57,7 @@ class Run:
         self.config, self.died, self.poison = config, False, None
 
     # ranks
-    async def train(self, step, payload, mask_before):
+    async def train(self, step, payload, mask_before, version):
         if step == self.poison or (step == 4 and not self.died):
             self.died = True
             raise RuntimeError("a rank died")

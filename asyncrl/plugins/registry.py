@@ -1,9 +1,9 @@
-"""Registry of one kind of part: engines, backends, transports, algorithms, rewards, agent loops, sinks.
+"""Registry of one kind of part: engines, backends, transports, items of algorithms, rewards, agent loops, sinks.
 
 An option such as ``rollout.engine.name`` names a part in one of three ways:
 
 - a module or sub-package in the kind's own folder that defines the kind's attribute: ``vllm`` is
-  ``asyncrl/rollouter/engines/vllm/spec.py``, which defines ``ENGINE``; ``grpo`` is ``trainer/algorithms/grpo.py``;
+  ``asyncrl/rollouter/engines/vllm/spec.py``, which defines ``ENGINE``; ``grpo`` is ``algorithms/advantages/grpo.py``;
 - an entry point of an installed package, in the kind's group::
 
       [project.entry-points."asyncrl.engines"]

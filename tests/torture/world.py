@@ -141,7 +141,7 @@ class World:
 
     # -- ranks ---------------------------------------------------------------------------------------------------------
 
-    async def train(self, step, payload, mask_before):
+    async def train(self, step, payload, mask_before, version):
         await asyncio.sleep(0)
         if self.chaos.random() < 0.01:
             self.weights, self.deaths = "", self.deaths + 1
