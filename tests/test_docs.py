@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.algorithms import reference as algorithms
 from asyncrl.config import reference as options
 from asyncrl.config.load import load_config
 from asyncrl.config.options import known_keys
@@ -63,7 +64,8 @@ def test_links_and_options_exist(page):
 
 
 def test_the_generated_pages_are_current():
-    for name, page in (("configuration.md", options.reference()), ("charts.md", charts.reference())):
+    pages = {"configuration.md": options, "charts.md": charts, "algorithms.md": algorithms}
+    for name, page in ((name, generator.reference()) for name, generator in pages.items()):
         assert (ROOT / "docs" / name).read_text() == page, f"docs/{name} is outdated, see its first lines"
 
 

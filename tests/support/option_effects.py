@@ -45,7 +45,7 @@ CHANGES_THE_GRADIENT: dict[str, list[tuple[dict[str, Any], Any]]] = {
     "mis_level": [(MIS, level) for level in LEVELS],
     "reject_low": [({**REJECT, "reject_level": "token"}, 0.0), ({**REJECT, "reject_level": "token"}, 0.9)],
     "reject_high": [({**REJECT, "reject_level": "token"}, 1.1), ({**REJECT, "reject_level": "token"}, 9.0)],
-    "reject_level": [(REJECT, level) for level in LEVELS],
+    "reject_level": [({**REJECT, "reject_low": 0.9, "reject_high": 1.1}, level) for level in LEVELS],
     "loss_aggregation": [({}, how) for how in ("token_mean", "sequence_mean", "sample_mean", "constant")],
     "denominators": [({"overlong": "mask"}, "owned"), ({"overlong": "mask"}, "trained")],
     "kl_coef": [({}, 0.0), ({}, 0.1)],
@@ -53,7 +53,7 @@ CHANGES_THE_GRADIENT: dict[str, list[tuple[dict[str, Any], Any]]] = {
     "kl_unbiased": [(KL, False), (KL, True)],
     "entropy_coef": [({}, 0.0), ({}, 0.1)],
     "overlong": [({}, "keep"), ({}, "mask"), ({}, "penalize")],
-    "overlong_buffer": [({"overlong": "penalize"}, 0), ({"overlong": "penalize"}, 4)],
+    "overlong_buffer": [({"overlong": "penalize"}, 0), ({"overlong": "penalize"}, 40)],
     "length_penalty": [({}, 0.0), ({}, 0.5)],
     "overlong_penalty": [({"overlong": "penalize"}, 0.5), ({"overlong": "penalize"}, 2.0)],
 }
@@ -80,13 +80,14 @@ def gradient(
     return torch.stack([x.grad, torch.zeros_like(x) if h.grad is None else h.grad]).numpy()
 
 
-def effect(option: str, gradient_of: Callable[[AlgorithmConfig], np.ndarray]) -> float:
-    """The smallest difference that two alternatives of an option make: of any element, relative to the largest one."""
+def effects(option: str, gradient_of: Callable[[AlgorithmConfig], np.ndarray]) -> list[float]:
+    """The difference that each pair of an option's alternatives makes: the largest of any element, relative to the
+    largest element."""
     found = [
         gradient_of(AlgorithmConfig(**{**others, option: value})) for others, value in CHANGES_THE_GRADIENT[option]
     ]
     largest = max(np.abs(one).max() for one in found)
-    return float(min(np.abs(one - other).max() for one, other in itertools.combinations(found, 2)) / largest)
+    return [float(np.abs(one - other).max() / largest) for one, other in itertools.combinations(found, 2)]
 
 
 def random_batch(seed: int = 0) -> tuple[TrainBatch, np.ndarray, np.ndarray]:
