@@ -241,7 +241,15 @@ def test_impossible_values_are_refused(files, override, expected):
         ),
         (["algorithm.anchor=proximal", "algorithm.corrections=[tis,mis]"], "tis and mis weigh tokens by importance"),
         (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"], "as a loss, k1's gradient is zero in the mean"),
-        (["rollout.n=1", "rollout.min_group_size=1"], "rollout.n: grpo compares the samples of a group and needs at"),
+        (["algorithm.corrections=[reject,reject]"], "algorithm.corrections: expected each once, found reject, reject"),
+        (
+            ["algorithm.advantage=reinforce_pp", "rollout.n=1", "rollout.min_group_size=1"],
+            "algorithm.filter_zero_variance: a group of one sample has equal rewards",
+        ),
+        (
+            ["rollout.n=1", "rollout.min_group_size=1", "algorithm.filter_zero_variance=false"],
+            "rollout.n: grpo compares the samples of a group and needs at",
+        ),
         (
             ["algorithm.surrogate=gspo", "algorithm.dual_clip=3"],
             "algorithm.dual_clip: read only by clip, not selected here",

@@ -111,6 +111,13 @@ def problems(config: AlgorithmConfig, samples: int, off_policy: bool) -> Iterato
             f"rollout.n: {config.advantage} compares the samples of a group and needs at least "
             f"{advantage.min_samples}, found {samples}"
         )
+    if samples == 1 and config.filter_zero_variance:
+        yield (
+            "algorithm.filter_zero_variance: a group of one sample has equal rewards, so all would be dropped; "
+            "expected false, or rollout.n of at least 2"
+        )
+    if len(set(config.corrections)) < len(config.corrections):
+        yield f"algorithm.corrections: expected each once, found {', '.join(config.corrections)}"
     weighing = [name for name, item in zip(config.corrections, corrections, strict=True) if item.weighs]
     if len(weighing) > 1:
         yield (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,8 +42,12 @@ class Objective:
 
     def __init__(self, config: Config) -> None:
         self._options, self._constant = config.algorithm, config.rollout.max_response_tokens
-        self._advantage, self._surrogate, self._corrections = config.algorithm.items()
-        self._weighs = any(item.weighs for item in self._corrections)
+        options = config.algorithm
+        advantage, surrogate, corrections = options.items()
+        self._advantage = partial(_with, advantage.compute, options.read_by(advantage))
+        self._surrogate = partial(_with, surrogate.loss, options.read_by(surrogate))
+        self._corrections = [partial(_with, item.weights, options.read_by(item)) for item in corrections]
+        self._weighs = any(item.weighs for item in corrections)
 
     def scores(self, several_steps: bool) -> dict[str, str]:
         """Columns of logprobs that the loss reads beside those of the current policy → the model that gives them,
@@ -76,7 +82,7 @@ class Objective:
             loss_mask=batch.loss_mask,
         )
         batch.columns["weights"] = weights
-        batch.columns["advantages"] = self._advantage.compute(view, self._options.read_by(self._advantage))
+        batch.columns["advantages"] = self._advantage(view)
         if self._options.anchor == "loglinear":
             age = np.maximum(version - batch.columns["version"], 0.0)
             batch.columns["anchor_share"] = (age / (age + step)).astype(np.float32)
@@ -91,7 +97,7 @@ class Objective:
         anchors), and the items' own figures. Extremes over trained tokens: ``ratio_max`` and ``ratio_min_negated`` of
         the ratio of ``ratio_mean``, ``ppo_ratio_max`` and ``ppo_ratio_min_negated`` of current to anchor."""
         options = self._options
-        column = {name: on_device(values, logprobs.device) for name, values in batch.columns.items()}
+        column = {name: on_device(batch.columns[name], logprobs.device) for name in _READ if name in batch.columns}
         weights = column["weights"]
         # untrained tokens become zeros before any product: 0 · NaN is NaN, in the gradient too
         trained = weights != 0
@@ -101,17 +107,15 @@ class Objective:
 
         behaviour, current = column["behaviour_logprobs"], logprobs.detach()
         anchor = self._anchor(current, column)
-        token_loss, figures = self._surrogate.loss(
-            logprobs, anchor, column["advantages"], segments, options.read_by(self._surrogate)
-        )
+        token_loss, figures = self._surrogate(logprobs, anchor, column["advantages"], segments)
         compared = current if options.anchor == "behaviour" else anchor
         drift = clamped(compared - behaviour)
         importance = drift.exp()
         sums = {"entropy": entropy.detach(), "kl_behaviour": torch.expm1(drift) - drift, "ratio_mean": importance}
         sums |= figures
         correction = torch.ones_like(drift)
-        for item in self._corrections:
-            factor, figures = item.weights(compared - behaviour, segments, options.read_by(item))
+        for weigh in self._corrections:
+            factor, figures = weigh(compared - behaviour, segments)
             correction = correction * factor
             sums |= figures
         if self._corrections:
@@ -150,6 +154,21 @@ class Objective:
         if self._options.anchor == "proximal":
             return column.get("proximal_logprobs", current)
         return behaviour + column["anchor_share"] * (current - behaviour)
+
+
+#: columns of tokens that the loss reads, those that are there
+_READ = (
+    "weights",
+    "advantages",
+    "behaviour_logprobs",
+    "proximal_logprobs",
+    "reference_logprobs",
+    "anchor_share",
+)
+
+
+def _with(function: Callable[..., Any], options: Any, *given: Any) -> Any:
+    return function(*given, options)
 
 
 def effective_sample_size(figures: dict[str, float]) -> None:
