@@ -43,7 +43,7 @@ from tests.support.option_effects import CHANGES_THE_GRADIENT, effects, gradient
 CASES = 200
 RECIPES = sorted(path.stem for path in (ROOT / "configs/algorithms").glob("*.yaml"))
 LEAST_EFFECT = 1e-6  # of a gradient, relative
-RECORDED = {"steps": 12, "groups": 24, "max_tokens": 48}
+RECORDED = {"steps": 12, "groups": 24, "max_tokens": 32}
 GAIN = 4 / 3
 
 
