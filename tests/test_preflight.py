@@ -93,7 +93,10 @@ def test_a_model_that_the_native_decoder_does_not_support_may_use_other_backends
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("reward.function=no_colon", "reward.function: expected one of arithmetic, or an import path such as"),
+        (
+            "reward.function=no_colon",
+            "reward.function: expected one of arithmetic, weighted, or an import path such as",
+        ),
         ("reward.function=math:nothing", "reward.function: math:nothing: module math has no nothing"),
         ("reward.function=math:pi", "reward.function: expected a function, found float at math:pi"),
         ("rollout.agent_loop=json:JSONDecoder", "rollout.agent_loop: json:JSONDecoder lacks run, which every"),

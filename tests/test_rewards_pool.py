@@ -201,7 +201,10 @@ async def test_a_cancelled_call_leaves_no_reply_for_the_next_one():
         ("no_such_package.module:f", "No module named 'no_such_package'"),
         (f"{__name__}:no_such_function", "no_such_function"),
         (f"{__name__}:PROMPT", "reward.function: expected a function, found Prompt"),
-        ("no_colon", "reward.function: expected one of arithmetic, or an import path such as package.module:REWARD"),
+        (
+            "no_colon",
+            "reward.function: expected one of arithmetic, weighted, or an import path such as package.module:REWARD",
+        ),
     ],
 )
 async def test_a_function_that_cannot_be_imported_fails_at_start(path, complaint):

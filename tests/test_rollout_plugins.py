@@ -28,7 +28,11 @@ def test_parts_are_found_by_module_name_and_by_import_path():
 @pytest.mark.parametrize(
     ("find", "name", "message"),
     [
-        (find_reward, "arithmetics", "reward.function: expected one of arithmetic, or an import path such as"),
+        (
+            find_reward,
+            "arithmetics",
+            "reward.function: expected one of arithmetic, weighted, or an import path such as",
+        ),
         (find_reward, "no_such.module:f", "reward.function: no_such.module:f: module no_such.module does not import"),
         (find_reward, f"{__name__}:absent", f"reward.function: {__name__}:absent: module {__name__} has no absent"),
         (find_reward, f"{__name__}:not_callable", "reward.function: expected a function, found float at"),
