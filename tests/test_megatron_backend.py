@@ -438,13 +438,13 @@ def test_offloaded_state_is_resident_when_needed_and_changes_no_bit(mixed_precis
         settings.param_offload = settings.grad_offload = settings.optimizer_offload = offload
         rank = start_rank(config)
         here = lambda: {kind for kind in KINDS if rank._backend._offload.held_bytes(kind)}
-        plain, while_losses = rank._loss, []
+        plain, while_losses = rank._objective.loss, []
 
         def watched(logprobs, entropy, batch):
             while_losses.append(here())
             return plain(logprobs, entropy, batch)
 
-        rank._loss = watched if offload else plain
+        rank._objective.loss = watched if offload else plain
         metrics = [rank.train(step, make_groups(seed=step)) for step in range(2)]
         exported = [(name, tensor, tensor.clone()) for name, tensor in rank.export()]
         rank.save(tmp_path / f"{offload}")
