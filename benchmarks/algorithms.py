@@ -115,7 +115,8 @@ def _advantage_error(name: str, case: Case) -> float:
     options, (offsets, trained, *_) = AlgorithmConfig(advantage=name), _columns(case)
     counted = np.isin(np.arange(len(case.rewards)), case.trained_samples())
     rewards = np.array(case.rewards, np.float32)
-    view = BatchView(rewards, np.array(case.group), counted, np.array(case.sequences), offsets, trained)
+    sample, penalty = np.array(case.sequences), np.zeros(len(trained))
+    view = BatchView(rewards, np.array(case.group), counted, sample, offsets, trained, penalty)
     found = ADVANTAGES.find(name).compute(view, options)
     return _error(found[trained], np.array(formulas.ADVANTAGES[name](case, vars(options)))[trained])
 

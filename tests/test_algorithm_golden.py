@@ -39,7 +39,8 @@ def ids(of):
 def view() -> BatchView:
     rewards = np.array(GOLDEN["rewards"], np.float32)
     group = np.unique(GOLDEN["group"], return_inverse=True)[1]
-    return BatchView(rewards, group, np.ones(len(rewards), bool), np.arange(len(rewards)), OFFSETS, TRAINED)
+    counted, sample, penalty = np.ones(len(rewards), bool), np.arange(len(rewards)), np.zeros(len(TRAINED))
+    return BatchView(rewards, group, counted, sample, OFFSETS, TRAINED, penalty)
 
 
 @pytest.mark.parametrize("of", GOLDEN["advantage"], ids=ids)

@@ -50,11 +50,13 @@ def double(values) -> torch.Tensor:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("name", "options"), cases(ADVANTAGES, formulas.ADVANTAGES))
 def test_an_advantage_equals_its_formula(name, options, seed):
-    case, config = Case.random(seed), AlgorithmConfig(advantage=name, **options)
+    case, config = Case.random(seed).penalized(0.3 * (seed % 2)), AlgorithmConfig(advantage=name, **options)
     row_offsets, trained, *_ = columns(case)
     counted = np.isin(np.arange(len(case.rewards)), case.trained_samples())
     rewards, group = np.array(case.rewards, np.float32), np.array(case.group)
-    view = BatchView(rewards, group, counted, np.array(case.sequences), row_offsets, trained)
+    penalty = np.array(case.penalty, np.float32)
+    case.rewards, case.penalty = rewards.astype(float).tolist(), penalty.astype(float).tolist()  # as rounded
+    view = BatchView(rewards, group, counted, np.array(case.sequences), row_offsets, trained, penalty)
     found = ADVANTAGES.find(name).compute(view, config)
     expected = np.array(formulas.ADVANTAGES[name](case, vars(config)))
     assert found.dtype == np.float32
@@ -157,6 +159,8 @@ WHOLE = [
     {"surrogate": "cispo", "advantage": "rloo", "loss_aggregation": "constant", "kl_coef": 0.1, "kl_unbiased": True},
     {"advantage": "reinforce_pp", "dual_clip": 3.0, "kl_coef": 0.2, "kl_estimator": "k1", "kl_unbiased": True},
     {"advantage": "pass_at_k", "corrections": ["reject"], "surrogate": "clip"},
+    {"advantage": "reinforce_pp", "kl_reward_coef": 0.3, "group_baseline": True},
+    {"advantage": "grpo", "kl_reward_coef": 0.1, "anchor": "proximal", "corrections": ["tis"]},
 ]
 whole = pytest.mark.parametrize("options", WHOLE, ids=lambda o: "-".join(map(str, o.values())))
 
@@ -173,7 +177,7 @@ def test_an_objective_equals_the_formulas_of_its_items(options, seed):
         drifted = Case(case.sequences, corrected, case.rewards, case.group)  # masks compare current and behaviour
     else:
         drifted = case
-    advantages = formulas.ADVANTAGES[config.advantage](case, vars(config))
+    advantages = formulas.ADVANTAGES[config.advantage](case.penalized(config.kl_reward_coef), vars(config))
     values = formulas.SURROGATES[config.surrogate](case, advantages, vars(config))
     weights = [formulas.CORRECTIONS[name](drifted, vars(config)) for name in config.corrections]
     total, slopes = 0.0, np.zeros(len(case.tokens))

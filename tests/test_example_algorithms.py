@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.items import SURROGATES
+from asyncrl.algorithms.items import CORRECTIONS, SURROGATES
 from asyncrl.algorithms.options import problems
 from asyncrl.config.schema import AlgorithmConfig
 from asyncrl.trainer.segments import RowSegments
 from tests.support.trainer import make_config, make_groups
 
 DOCS = Path(__file__).parent.parent / "docs"
-EXAMPLES = ("topr", "opsm")
+EXAMPLES = ("topr", "opsm", "m2po")
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +59,35 @@ def test_opsm_masks_negative_sequences_that_the_policy_has_left(seed):
             ratio = math.exp(logprobs[r] - behaviour[r])
             trained = ratio <= 10.0 if advantages[r] > 0 else ratio >= 0.8 and not left
             assert found[r] == pytest.approx(-advantages[r] * ratio * trained, rel=1e-10)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("threshold", [0.0, 0.05, 0.3, 99.0])
+def test_m2po_masks_the_fewest_tokens_with_which_the_second_moment_is_small(seed, threshold):
+    rng = np.random.default_rng(seed)
+    log_ratio, trained = rng.normal(0, 0.5, 30), rng.random(30) > 0.2
+    item = CORRECTIONS.find("m2po:CORRECTION")
+    config = AlgorithmConfig(corrections=["m2po:CORRECTION"], args={"m2_threshold": threshold})
+    assert list(problems(config, 2, True)) == []
+    segments = RowSegments(np.array([0, 12, 30]), torch.tensor(trained))
+    weights, figures = item.weights(torch.tensor(log_ratio), segments, config.read_by(item))
+    kept, expected = weights.numpy()[trained] == 1, log_ratio[trained] ** 2
+    order = np.argsort(expected)
+    count = max(k for k in range(len(order) + 1) if k == 0 or expected[order[:k]].mean() <= threshold)
+    assert np.array_equal(np.flatnonzero(kept), np.sort(order[:count]))
+    assert np.array_equal(figures["m2_masked"].numpy()[trained], ~kept)
+
+
+def test_m2po_sees_the_tokens_of_a_whole_step(checkpoint, start_rank):
+    options = {"corrections": ["m2po:CORRECTION"], "args": {"m2_threshold": 2.0}}
+    found = []
+    for cut in ({}, {"max_tokens_per_micro_batch": 1}):
+        config = make_config(checkpoint, **options, **cut)
+        found.append(start_rank(config).train(0, make_groups())["actor/m2_masked"])
+    assert 0.1 < found[0] < 0.9
+    assert found[1] == pytest.approx(found[0])
+    free = start_rank(make_config(checkpoint, corrections=["m2po:CORRECTION"], args={"m2_threshold": 1e9}))
+    assert free.train(0, make_groups())["actor/m2_masked"] == 0
 
 
 def test_a_rank_trains_with_an_item_from_elsewhere(checkpoint, start_rank):

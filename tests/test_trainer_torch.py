@@ -162,6 +162,22 @@ def test_a_restored_run_continues_bit_for_bit(checkpoint, start_rank, tmp_path):
     assert len({m["actor/lr"] for m in straight[0]}) == 2
 
 
+def test_a_restored_run_continues_with_its_entropy_coefficient(checkpoint, start_rank, tmp_path):
+    config = make_config(checkpoint, entropy_target=10.0, entropy_coef=0.01, entropy_step=0.003)
+    rank = start_rank(config)
+    coefficients = [rank.train(step, make_groups(seed=step))["actor/entropy_coef"] for step in (0, 1)]
+    rank.save(tmp_path / "state")
+    straight = rank.train(2, make_groups(seed=2))
+    assert [*coefficients, straight["actor/entropy_coef"]] == pytest.approx([0.01, 0.013, 0.016])
+
+    rank = start_rank(config)
+    rank.load(tmp_path / "state")
+    assert rank.train(2, make_groups(seed=2)) == straight
+    rank = start_rank(make_config(checkpoint, entropy_coef=0.02))  # a resumed run may change its options
+    rank.load(tmp_path / "state")
+    assert rank.train(2, make_groups(seed=2))["actor/entropy_coef"] == 0.02
+
+
 def run_two_steps_more(_, config, folder):
     rank = TrainerRank(config, 0, 1, None, Recorder("trainer/0"))
     rank.load(folder / "state")
@@ -417,6 +433,17 @@ def test_a_batch_without_a_trained_token_takes_no_step(checkpoint, start_rank):
     assert all(torch.equal(tensor, before[name]) for name, tensor in rank.export())
 
 
+def test_the_kl_to_the_reference_is_taken_from_the_rewards(checkpoint, start_rank, tmp_path):
+    make_checkpoint(tmp_path / "other", tie_word_embeddings=True)
+    groups, equal = make_groups(rewards=1.0), []
+    for options in ({}, {"kl_reward_coef": 0.1}, {"kl_reward_coef": 0.1, "reference_path": str(tmp_path / "other")}):
+        metrics = start_rank(make_config(checkpoint, **options)).train(0, groups)
+        equal.append(metrics["actor/grad_norm"])
+        assert ("actor/kl_reference" in metrics) == bool(options)
+    assert equal[0] == 0 < equal[1]  # all samples have the same reward, but not the same KL
+    assert equal[2] != pytest.approx(equal[1], rel=1e-3)
+
+
 def test_metrics_and_spans_describe_the_batch(checkpoint, start_rank):
     recorder = Recorder("trainer/0")
     rank = start_rank(make_config(checkpoint, mini_batch_groups=2, epochs=2), recorder)
@@ -435,7 +462,7 @@ def test_metrics_and_spans_describe_the_batch(checkpoint, start_rank):
     assert 0 < metrics["actor/ratio_min"] < metrics["actor/ratio_mean"] < metrics["actor/ratio_max"]
     names = [span.name for span in recorder.drain().spans]
     assert {name: names.count(name) for name in names} == {
-        "trainer/batch": 1,
+        "trainer/batch": 2,
         "trainer/logprobs": 1,
         "trainer/forward_backward": 4,
         "trainer/optimizer": 4,

@@ -1,11 +1,11 @@
-"""Regularisers: KL to a reference policy, and entropy."""
+"""Regularisers: KL to a reference policy, in the loss or in the reward, and entropy, with a target or without."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import NonNegativeFloat
+from pydantic import NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from asyncrl.algorithms.ratios import clamped
@@ -19,14 +19,27 @@ ESTIMATORS = ("k1", "k2", "k3")
 
 @dataclass
 class KLOptions(Section):
-    kl_coef: NonNegativeFloat = 0.0  # KL penalty against the reference model; 0: no reference model is loaded
+    kl_coef: NonNegativeFloat = 0.0  # of the KL to the reference model in the loss; 0: none
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     # weigh each token's KL by its ratio to the policy that sampled it: unbiased for stale tokens, and in its gradient
     kl_unbiased: bool = False
+    # of the same KL in the reward: log(sampling policy / reference) of each trained token is subtracted from it. Groups
+    # of equal rewards are still dropped by filter_zero_variance
+    kl_reward_coef: NonNegativeFloat = 0.0
     reference_path: str = ""  # checkpoint folder of the reference model; empty: model.path
+
+    @property
+    def needs_reference(self) -> bool:
+        """A reference model is loaded."""
+        return self.kl_coef > 0 or self.kl_reward_coef > 0
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        if self.kl_coef and self.kl_reward_coef:
+            yield (
+                "algorithm.kl_reward_coef: the KL would count twice, in the reward and with algorithm.kl_coef="
+                f"{self.kl_coef:g} in the loss; expected one of them to be 0"
+            )
         if self.kl_unbiased and not self.kl_coef:
             yield "algorithm.kl_unbiased: there is no KL with algorithm.kl_coef=0; expected a positive one, or false"
         if self.kl_coef and self.kl_estimator == "k1" and not self.kl_unbiased:
@@ -38,7 +51,66 @@ class KLOptions(Section):
 
 @dataclass
 class EntropyOptions(Section):
-    entropy_coef: float = 0.0  # entropy bonus; negative: a penalty
+    entropy_coef: float = 0.0  # entropy bonus, with entropy_target its first coefficient; negative: a penalty
+    # nats per token below which the policy's entropy shall not fall: a bonus while it is lower; 0: no target
+    entropy_target: NonNegativeFloat = 0.0
+    # with entropy_target, what each train step adds to the coefficient below the target, and takes from it above
+    entropy_step: PositiveFloat = 0.005
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.entropy_target and self.entropy_coef < 0:
+            yield (
+                f"algorithm.entropy_coef: a penalty works against algorithm.entropy_target={self.entropy_target:g}; "
+                f"expected at least 0, found {self.entropy_coef:g}"
+            )
+        if self.entropy_step != EntropyOptions.entropy_step and not self.entropy_target:
+            yield (
+                "algorithm.entropy_step: read only with algorithm.entropy_target; expected its default, found "
+                f"{self.entropy_step:g}"
+            )
+
+
+@dataclass
+class EntropyControl:
+    """Coefficient of the entropy bonus: adaptive entropy control (He et al. 2025, "Skywork Open Reasoner 1", arXiv
+    2505.22312). With c = ``entropy_coef`` at first, after a train step of entropy e::
+
+        c ← max(0, c ± entropy_step)    + where e < entropy_target
+        coefficient = c where e < entropy_target, else 0
+
+    It lags a step behind the published form: a step's entropy is known after its forward passes. Without a target the
+    coefficient is always ``entropy_coef``."""
+
+    options: EntropyOptions
+    level: float = 0.0  #: c
+    coefficient: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.level = self.coefficient = self.options.entropy_coef
+
+    def observe(self, entropy: float) -> None:
+        """``entropy``: mean of the trained tokens of a train step, nats."""
+        if not self.options.entropy_target:
+            return
+        low = entropy < self.options.entropy_target
+        self.level = max(0.0, self.level + self.options.entropy_step * (1 if low else -1))
+        self.coefficient = self.level if low else 0.0
+
+    @property
+    def used(self) -> bool:
+        """There is a bonus or a penalty, or may be one later."""
+        return bool(self.options.entropy_coef or self.options.entropy_target)
+
+    @property
+    def state(self) -> list[float]:
+        """For a checkpoint: level and coefficient."""
+        return [self.level, self.coefficient]
+
+    def restore(self, state: list[float]) -> None:
+        """Continue from a checkpoint's `state`; without a target the option counts, which a resumed run may change."""
+        if self.options.entropy_target:
+            self.level, self.coefficient = state
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:

@@ -73,11 +73,14 @@ class Surrogate:
 class Correction:
     """``weights(log_ratio, segments, options)``: weight of each token of a micro-batch, float32 [R] ≥ 0, and figures,
     given log(anchor policy / behaviour policy) [R] without gradient. ``weighs``: the weights estimate that ratio
-    (importance sampling); else they are 0 or 1, and the item only masks tokens."""
+    (importance sampling); else they are 0 or 1, and the item only masks tokens. ``of_step``: instead of a micro-batch,
+    the function gets all tokens of a train step at once, on the CPU, and the log-ratio of the policy at the step's
+    start, which costs a forward pass."""
 
     weights: Callable[[Tensor, Segments, Any], tuple[Tensor, TokenFigures]]
     options: type = NoOptions
     weighs: bool = True
+    of_step: bool = False
 
 
 ADVANTAGES: Registry[Advantage] = Registry(

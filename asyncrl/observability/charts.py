@@ -222,6 +222,11 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
             (Line("actor/entropy", "entropy", BLUE),),
         ),
         Chart(
+            "Entropy bonus",
+            "Coefficient of the entropy in the loss, which algorithm.entropy_target adapts.",
+            (Line("actor/entropy_coef", "coefficient", BLUE),),
+        ),
+        Chart(
             "KL divergence",
             "KL of the policy to the behaviour policy (grows with staleness), with the proximal anchor to the policy "
             "at the start of the batch (grows with the optimizer steps per batch), and to the reference model.",

@@ -182,7 +182,7 @@ def _memory(config: Config, found: Preflight) -> dict[str, str]:
     held = {"weights, gradients, optimizer": parameters * TRAIN_BYTES / shards}
     if config.model.lora.rank:  # the adapters are small, and the frozen weights are the reference
         held = {"frozen weights": parameters * 4 / shards}
-    elif config.algorithm.kl_coef:
+    elif config.algorithm.needs_reference:
         held["reference"] = parameters * 4 / shards
     held["logits"] = 2 * t.logprob_chunk_tokens * found.model.vocab_size * 4
     dtype = found.model.engine_dtype(engine.dtype)

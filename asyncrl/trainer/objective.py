@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from asyncrl.algorithms.aggregation import token_weights
 from asyncrl.algorithms.batch_view import BatchView
-from asyncrl.algorithms.divergence import kl_estimate, kl_loss
+from asyncrl.algorithms.divergence import EntropyControl, kl_estimate, kl_loss
+from asyncrl.algorithms.items import TokenFigures
 from asyncrl.algorithms.ratios import clamped
 from asyncrl.config.schema import Config
 from asyncrl.models.device_copy import on_device
@@ -25,7 +26,7 @@ class Objective:
     """Per token of a train step, with the advantage A, the weights w of the corrections and the policies π (current),
     π_anchor (``algorithm.anchor``), μ (behaviour) and π_reference::
 
-        loss = w(π_anchor / μ) · surrogate(π, π_anchor, A) + kl_coef · KL(π ‖ π_reference) − entropy_coef · entropy
+        loss = w(π_anchor / μ) · surrogate(π, π_anchor, A) + kl_coef · KL(π ‖ π_reference) − c · entropy
 
     - ``anchor=behaviour``: π_anchor = μ. What the surrogate bounds is how far a stale token's probability may have
       moved, over all optimizer steps since it was sampled. Corrections may only mask.
@@ -38,6 +39,10 @@ class Objective:
         log π_anchor = log μ + α (log sg(π) − log μ),    α = (v − v_μ) / (v + δ − v_μ)
 
       with v the position of the trainer's weights in versions, δ how much a train step adds, v_μ the token's version.
+
+    c is ``entropy_coef``, or follows ``entropy_target``. With ``kl_reward_coef`` log(μ / π_reference) of each trained
+    token is subtracted from its sample's reward. A train step goes through four methods: `step_scores`, `prepare`,
+    `scores`, and `loss` for every micro-batch.
     """
 
     def __init__(self, config: Config) -> None:
@@ -46,21 +51,35 @@ class Objective:
         advantage, surrogate, corrections = options.items()
         self._advantage = partial(_with, advantage.compute, options.read_by(advantage))
         self._surrogate = partial(_with, surrogate.loss, options.read_by(surrogate))
-        self._corrections = [partial(_with, item.weights, options.read_by(item)) for item in corrections]
+        #: of whole steps or not → the corrections
+        self._corrections = {
+            of_step: [partial(_with, c.weights, options.read_by(c)) for c in corrections if c.of_step == of_step]
+            for of_step in (False, True)
+        }
         self._weighs = any(item.weighs for item in corrections)
+        self.entropy = EntropyControl(options)
+
+    def step_scores(self) -> dict[str, str]:
+        """Columns of logprobs that `prepare` reads, of the whole train step → the model that gives them."""
+        found = {}
+        if self._corrections[True]:
+            found["proximal_logprobs"] = "policy"
+        if self._options.kl_reward_coef:
+            found["reference_logprobs"] = "reference"
+        return found
 
     def scores(self, several_steps: bool) -> dict[str, str]:
-        """Columns of logprobs that the loss reads beside those of the current policy → the model that gives them,
-        before the first of a batch's optimizer steps.
+        """Columns of logprobs that the loss reads beside those of the current policy and of `step_scores` → the model
+        that gives them, before the first of a batch's optimizer steps.
 
         In a batch's only step the current policy is the proximal one, so the loss uses its detached logprobs: exactly
         equal, without another forward pass."""
         found = {}
         if several_steps and self._options.anchor == "proximal":
             found["proximal_logprobs"] = "policy"
-        if self._options.kl_coef > 0:
+        if self._options.kl_coef:
             found["reference_logprobs"] = "reference"
-        return found
+        return {column: model for column, model in found.items() if column not in self.step_scores()}
 
     def prepare(self, batch: TrainBatch, version: float = 0.0, step: float = 1.0) -> np.ndarray:
         """Add the columns ``weights`` and ``advantages``, and those that the anchor reads, to a whole batch, in which
@@ -73,20 +92,43 @@ class Objective:
         )
         sample = columns["sample"]
         trained = np.concatenate([[0], np.cumsum(batch.loss_mask)])[batch.row_offsets]
+        penalty = self._penalty(batch)
+        of_token = np.repeat(sample, np.diff(batch.row_offsets))
         view = BatchView(
-            rewards=columns["rewards"][first],
+            rewards=columns["rewards"][first] - np.bincount(of_token, penalty, len(first)).astype(np.float32),
             group=columns["group"][first],
             counted=np.bincount(sample, np.diff(trained)) > 0,
             sample=sample,
             row_offsets=batch.row_offsets,
             loss_mask=batch.loss_mask,
+            penalty=penalty,
         )
         batch.columns["weights"] = weights
         batch.columns["advantages"] = self._advantage(view)
         if self._options.anchor == "loglinear":
             age = np.maximum(version - batch.columns["version"], 0.0)
             batch.columns["anchor_share"] = (age / (age + step)).astype(np.float32)
+        if self._corrections[True]:
+            self._correct_step(batch)
         return shares
+
+    def _penalty(self, batch: TrainBatch) -> np.ndarray:
+        """float32 [R]: the KL that each trained token's reward loses."""
+        if not self._options.kl_reward_coef:
+            return np.zeros(len(batch.loss_mask), np.float32)
+        columns = batch.columns
+        kl = _difference(columns["behaviour_logprobs"], columns["reference_logprobs"], batch.loss_mask)
+        return (self._options.kl_reward_coef * kl).astype(np.float32)
+
+    def _correct_step(self, batch: TrainBatch) -> None:
+        """Add the column ``step_correction``, and one for each figure."""
+        columns, trained = batch.columns, torch.from_numpy(batch.loss_mask)
+        log_ratio = _difference(columns["proximal_logprobs"], columns["behaviour_logprobs"], batch.loss_mask)
+        correction, figures = _product(
+            self._corrections[True], torch.from_numpy(log_ratio), RowSegments(batch.row_offsets, trained)
+        )
+        columns["step_correction"] = correction.float().numpy()
+        columns |= {_FIGURE + name: values.float().numpy() for name, values in figures.items()}
 
     def loss(self, logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> LossOutput:
         """A `LossFunction`. Tokens of weight 0 are not trained: whatever their columns hold, NaN included, changes
@@ -97,7 +139,11 @@ class Objective:
         anchors), and the items' own figures. Extremes over trained tokens: ``ratio_max`` and ``ratio_min_negated`` of
         the ratio of ``ratio_mean``, ``ppo_ratio_max`` and ``ppo_ratio_min_negated`` of current to anchor."""
         options = self._options
-        column = {name: on_device(batch.columns[name], logprobs.device) for name in _READ if name in batch.columns}
+        column = {
+            name: on_device(values, logprobs.device)
+            for name, values in batch.columns.items()
+            if name in _READ or name.startswith(_FIGURE)
+        }
         weights = column["weights"]
         # untrained tokens become zeros before any product: 0 · NaN is NaN, in the gradient too
         trained = weights != 0
@@ -113,24 +159,24 @@ class Objective:
         importance = drift.exp()
         sums = {"entropy": entropy.detach(), "kl_behaviour": torch.expm1(drift) - drift, "ratio_mean": importance}
         sums |= figures
-        correction = torch.ones_like(drift)
-        for weigh in self._corrections:
-            factor, figures = weigh(compared - behaviour, segments)
-            correction = correction * factor
-            sums |= figures
-        if self._corrections:
+        sums |= {name.removeprefix(_FIGURE): v for name, v in column.items() if name.startswith(_FIGURE)}
+        correction, figures = _product(self._corrections[False], compared - behaviour, segments)
+        sums |= figures
+        if (of_step := column.get("step_correction")) is not None:
+            correction = correction * of_step
+        if of_step is not None or self._corrections[False]:
             token_loss = token_loss * correction
         if self._weighs:
             sums |= {"correction_weight": correction, "correction_weight_squared": correction.square()}
         change = clamped(current - anchor)
         if options.anchor != "behaviour":
             sums["kl_proximal"] = torch.expm1(change) - change
-        if options.kl_coef:
-            reference = column["reference_logprobs"]
-            token_loss = token_loss + options.kl_coef * kl_loss(logprobs, reference, behaviour, options)
+        if (reference := column.get("reference_logprobs")) is not None:
             sums["kl_reference"] = kl_estimate(current, reference, "k3")
-        if options.entropy_coef:
-            token_loss = token_loss - options.entropy_coef * entropy
+            if options.kl_coef:
+                token_loss = token_loss + options.kl_coef * kl_loss(logprobs, reference, behaviour, options)
+        if self.entropy.coefficient:
+            token_loss = token_loss - self.entropy.coefficient * entropy
 
         def largest(values: Tensor) -> Tensor:
             return values.masked_fill(~trained, -torch.inf).max()
@@ -164,7 +210,28 @@ _READ = (
     "proximal_logprobs",
     "reference_logprobs",
     "anchor_share",
+    "step_correction",
 )
+#: prefix of the columns that hold figures of corrections of whole steps
+_FIGURE = "figure/"
+
+
+def _difference(a: np.ndarray, b: np.ndarray, trained: np.ndarray) -> np.ndarray:
+    """a − b for trained tokens, 0 for others, whatever they hold."""
+    return np.subtract(a, b, out=np.zeros_like(a), where=trained)
+
+
+def _product(
+    corrections: Sequence[Callable[..., tuple[Tensor, TokenFigures]]], log_ratio: Tensor, segments: RowSegments
+) -> tuple[Tensor, TokenFigures]:
+    """The product of the weights, ones without any correction, and all figures."""
+    weights = torch.ones_like(log_ratio)
+    figures: dict[str, Tensor] = {}
+    for correction in corrections:
+        factor, found = correction(log_ratio, segments)
+        weights = weights * factor
+        figures |= found
+    return weights, figures
 
 
 def _with(function: Callable[..., Any], options: Any, *given: Any) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from asyncrl.config.schema import Config
@@ -47,6 +48,7 @@ class TrainerRank:
         spec = BACKENDS.find(config.trainer.backend)
         backend = spec.make(config, rank, world_size, init_method, recorder)
         self._backend = BACKENDS.checked(backend, Backend, config.trainer.backend)
+        self._backend.kept[:] = torch.tensor(self._objective.entropy.state, dtype=torch.float64)
         #: what a train step adds to the position of the weights in versions
         self._versions_per_step = 1 / config.async_training.trigger_parameter_sync_step
         #: of the last batch, in its first optimizer step; equal on all ranks
@@ -69,35 +71,48 @@ class TrainerRank:
                 groups = [Group.from_buffer(data) for data in buffers]
                 whole = build_batch(groups, mask_before)
                 metrics = batch_metrics(whole)
-                mini_batches = self._mini_batches(whole, version)
+                whole = shape_rewards(whole, self._config.algorithm, self._config.rollout.max_response_tokens)
+                parts = self._parts(whole)
+            if columns := self._objective.step_scores():
+                with self._recorder.span("trainer/logprobs"):
+                    mine = np.sort(np.concatenate([np.arange(0), *(part for _, part in parts)]))
+                    self._score_step(whole, mine, columns)
+            with self._recorder.span("trainer/batch"):
+                shares = self._objective.prepare(whole, version, self._versions_per_step)
+                mini_batches = [(whole.select(part.tolist()), float(shares[every].sum())) for every, part in parts]
             with self._recorder.span("trainer/logprobs"):
+                columns = self._objective.scores(several_steps=len(mini_batches) * self._config.algorithm.epochs > 1)
                 for mini_batch, _ in mini_batches:
-                    self._score(mini_batch, several_steps=len(mini_batches) * self._config.algorithm.epochs > 1)
+                    mini_batch.columns |= self._scored(mini_batch, columns)
             metrics |= self._optimize(step, mini_batches, samplers(groups))
         return metrics
 
-    def _mini_batches(self, whole: TrainBatch, version: float) -> list[tuple[TrainBatch, float]]:
-        """This rank's part of every mini batch, and the mini batch's denominator over all ranks.
+    def _parts(self, whole: TrainBatch) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Of every mini batch all sequences, and those that this rank trains: indices, ascending.
 
-        All ranks hold all groups, so they agree on both without a collective. Mini batches without a trained token are
-        skipped: on a zero gradient AdamW would still move by momentum."""
-        algorithm = self._config.algorithm
-        whole = shape_rewards(whole, algorithm, self._config.rollout.max_response_tokens)
-        share_of_denominator = self._objective.prepare(whole, version, self._versions_per_step)
-        mini_batches, trained = [], trained_tokens(whole) > 0
+        All ranks hold all groups, so they agree without a collective. Mini batches without a trained token are skipped:
+        on a zero gradient AdamW would still move by momentum."""
+        parts, trained = [], trained_tokens(whole) > 0
         for every in cut_mini_batches(whole, self._config.trainer.mini_batch_groups):
             sequences = every[trained[every]]  # the others would cost a forward pass and have no gradient
             if len(sequences):
                 mine = partition(whole.lengths[sequences], self._backend.data_ranks)[self._backend.data_rank]
-                denominator = float(share_of_denominator[every].sum())
-                mini_batches.append((whole.select(sequences[mine]), denominator))
-        return mini_batches
+                parts.append((every, sequences[mine]))
+        return parts
 
-    def _score(self, mini_batch: TrainBatch, several_steps: bool) -> None:
-        """Add the logprobs that the loss needs beside those of the current policy."""
-        for column, model in self._objective.scores(several_steps).items():
-            scores = self._backend.logprobs(mini_batch, self._config.rollout.temperature, model)
-            mini_batch.columns[column] = scores.logprobs
+    def _score_step(self, whole: TrainBatch, mine: np.ndarray, columns: Mapping[str, str]) -> None:
+        """Add columns of logprobs to the whole batch, of which this rank scores the sequences ``mine``; 0 in sequences
+        that no rank trains."""
+        rows = np.isin(np.repeat(np.arange(len(whole)), np.diff(whole.row_offsets)), mine)
+        for column, logprobs in self._scored(whole.select(mine.tolist()), columns).items():
+            values = np.zeros(len(rows), np.float32)
+            values[rows] = logprobs
+            whole.columns[column] = self._backend.summed(values)
+
+    def _scored(self, batch: TrainBatch, columns: Mapping[str, str]) -> dict[str, np.ndarray]:
+        """The logprobs of each of ``columns``, under the model that gives them."""
+        temperature = self._config.rollout.temperature
+        return {column: self._backend.logprobs(batch, temperature, model).logprobs for column, model in columns.items()}
 
     def _optimize(
         self, step: int, mini_batches: list[tuple[TrainBatch, float]], sampled_by: Sequence[Sampler]
@@ -119,7 +134,13 @@ class TrainerRank:
                 effective_sample_size(result)
                 for name, value in result.items():
                     figures[name].append(value)
-        return {"trainer/optimizer_steps": float(len(figures["loss"])), **step_metrics(figures)}
+        metrics = {"trainer/optimizer_steps": float(len(figures["loss"])), **step_metrics(figures)}
+        control = self._objective.entropy
+        if mini_batches and control.used:
+            metrics["actor/entropy_coef"] = control.coefficient
+            control.observe(metrics["actor/entropy"])
+            self._backend.kept[:] = torch.tensor(control.state, dtype=torch.float64)
+        return metrics
 
     # -- weights and state -----------------------------------------------------------------------------------------
 
@@ -145,6 +166,7 @@ class TrainerRank:
 
     def load(self, path: str | Path) -> None:
         self._backend.load(Path(path))
+        self._objective.entropy.restore(self._backend.kept.tolist())
 
     def export_hf(self, path: str | Path) -> None:
         self._backend.export_hf(Path(path))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import mean, stdev
 
 import numpy as np
@@ -16,12 +16,25 @@ import numpy as np
 @dataclass
 class Case:
     """``sequences``: sample of each; ``tokens``: (sequence, trained, current, anchor, behaviour, reference logprob) of
-    each token; ``rewards`` and ``group`` of each sample."""
+    each token; ``rewards`` and ``group`` of each sample; ``penalty`` of each token, which its sample's reward is less
+    by."""
 
     sequences: list[int]
     tokens: list[tuple[int, bool, float, float, float, float]]
     rewards: list[float]
     group: list[int]
+    penalty: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.penalty = self.penalty or [0.0] * len(self.tokens)
+
+    def penalized(self, coefficient: float) -> Case:
+        """With the KL of the behaviour to the reference policy taken from the rewards."""
+        penalty = [coefficient * (t[4] - t[5]) if t[1] else 0.0 for t in self.tokens]
+        rewards = list(self.rewards)
+        for r, cost in enumerate(penalty):
+            rewards[self.sample_of(r)] -= cost
+        return Case(self.sequences, self.tokens, rewards, self.group, penalty)
 
     @classmethod
     def random(cls, seed: int, spread: float = 0.5) -> Case:
@@ -88,7 +101,9 @@ def reinforce_pp(case: Case, o: Options) -> list[float]:
     for r in range(len(case.tokens)):
         s = case.sample_of(r)
         rewards = [case.rewards[other] for other in _of_group(case, s)]
-        shaped.append(case.rewards[s] - (mean(rewards) if o["group_baseline"] and rewards else 0.0))
+        own = [other for other in range(len(case.tokens)) if case.sample_of(other) == s]
+        paid = sum(case.penalty[other] for other in own if other < r)  # before this token, so not part of its return
+        shaped.append(case.rewards[s] + paid - (mean(rewards) if o["group_baseline"] and rewards else 0.0))
     of_batch = [value for value, token in zip(shaped, case.tokens, strict=True) if token[1]]
     return [(value - mean(of_batch)) / math.sqrt(stdev(of_batch) ** 2 + 1e-8) for value in shaped]
 

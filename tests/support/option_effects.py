@@ -51,7 +51,10 @@ CHANGES_THE_GRADIENT: dict[str, list[tuple[dict[str, Any], Any]]] = {
     "kl_coef": [({}, 0.0), ({}, 0.1)],
     "kl_estimator": [({**KL, "kl_unbiased": True}, "k1"), (KL, "k2"), (KL, "k3")],
     "kl_unbiased": [(KL, False), (KL, True)],
+    "kl_reward_coef": [({}, 0.0), ({}, 0.1)],
     "entropy_coef": [({}, 0.0), ({}, 0.1)],
+    "entropy_target": [({"entropy_coef": 0.1}, 0.0), ({"entropy_coef": 0.1}, 0.01), ({"entropy_coef": 0.1}, 9.0)],
+    "entropy_step": [({"entropy_target": 9.0}, 0.005), ({"entropy_target": 9.0}, 0.5)],
     "overlong": [({}, "keep"), ({}, "mask"), ({}, "penalize")],
     "overlong_buffer": [({"overlong": "penalize"}, 0), ({"overlong": "penalize"}, 40)],
     "length_penalty": [({}, 0.0), ({}, 0.5)],
@@ -70,11 +73,12 @@ def gradient(
     version: float,
 ) -> np.ndarray:
     """float32 [2, R]: of the loss of a whole batch with its columns of logprobs, with respect to logprobs and entropy.
-    ``version``: position of the weights in versions."""
+    ``version``: position of the weights in versions. The train step before had the same entropy."""
     batch = dataclasses.replace(batch, columns=dict(batch.columns))
     batch = shape_rewards(batch, config, max_tokens)
     objective = Objective(Config(algorithm=config, rollout=RolloutConfig(max_response_tokens=max_tokens)))
     shares = objective.prepare(batch, version)
+    objective.entropy.observe(float(entropy[batch.loss_mask].mean()))
     x, h = (torch.tensor(values, dtype=torch.float32, requires_grad=True) for values in (logprobs, entropy))
     (objective.loss(x, h, batch).loss / shares.sum()).backward()
     return torch.stack([x.grad, torch.zeros_like(x) if h.grad is None else h.grad]).numpy()

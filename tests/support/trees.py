@@ -16,8 +16,8 @@ from tests.support.trainer import VOCAB, make_config, weights
 #: an epsilon far above all gradients makes AdamW's first step −`STEP` · gradient, far above the weights' rounding
 STEP = 1e3
 LINEAR = {"lr": 1e12, "eps": 1e9, "weight_decay": 0.0, "grad_clip": 0.0}
-#: algorithms of items that look at tokens, and at whole sequences
-OF_TOKENS = {**LINEAR, "kl_coef": 0.05, "entropy_coef": 0.01, "anchor": "proximal"}
+#: algorithms of items that look at tokens, and at whole sequences and train steps
+OF_TOKENS = {**LINEAR, "kl_coef": 0.05, "kl_unbiased": True, "entropy_coef": 0.01, "anchor": "proximal"}
 OF_SEQUENCES = {
     **LINEAR,
     "advantage": "reinforce_pp",
@@ -25,14 +25,14 @@ OF_SEQUENCES = {
     "clip_low": 0.5,
     "clip_high": 9.0,
     "anchor": "loglinear",
-    "corrections": ["mis", "reject"],
+    "corrections": ["mis", "reject", "docs.examples.m2po:CORRECTION"],
+    "args": {"m2_threshold": 2.0},
     "mis_level": "sequence",
     "mis_high": 1e6,
     "reject_low": 1e-3,
     "reject_high": 1e3,
     "loss_aggregation": "sample_mean",
-    "kl_coef": 0.05,
-    "kl_unbiased": True,
+    "kl_reward_coef": 0.05,
 }
 
 

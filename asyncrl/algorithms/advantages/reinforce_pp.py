@@ -2,9 +2,11 @@
 
 Hu et al. 2025, "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization"::
 
-    A = (r − mean(r)) / sqrt(var(r) + ε)    over all trained tokens of the batch, each with its sample's r
+    A = (R − mean(R)) / sqrt(var(R) + ε)    over all trained tokens of the batch
 
-With ``group_baseline`` (the paper's REINFORCE++-baseline) each group's mean is subtracted from r first.
+R is a token's return: its sample's reward, less the KL penalties of this token and of those after it
+(``kl_reward_coef``), undiscounted. With ``group_baseline`` (the paper's REINFORCE++-baseline) the mean reward of its
+group is subtracted first.
 """
 
 from __future__ import annotations
@@ -29,13 +31,11 @@ def compute(batch: BatchView, options: ReinforcePPOptions) -> np.ndarray:
     rewards = batch.rewards.astype(np.float64)
     if options.group_baseline:
         rewards = rewards - batch.over_group(rewards) / batch.group_size
-    tokens = np.bincount(batch.sample, batch.trained_tokens, minlength=len(rewards))  # of each sample
-    count = tokens.sum()
-    if not count:
-        return np.zeros(len(batch.loss_mask), np.float32)
-    centred = rewards - (rewards * tokens).sum() / count
-    variance = (centred**2 * tokens).sum() / max(count - 1, 1)
-    return batch.of_tokens((centred / np.sqrt(variance + VAR_EPS)).astype(np.float32))
+    returns = batch.of_tokens(rewards) + batch.penalty_before()
+    count = max(int(batch.loss_mask.sum()), 1)
+    centred = returns - returns[batch.loss_mask].sum() / count
+    variance = (centred[batch.loss_mask] ** 2).sum() / max(count - 1, 1)
+    return (centred / np.sqrt(variance + VAR_EPS)).astype(np.float32)
 
 
 ADVANTAGE = Advantage(compute, ReinforcePPOptions)

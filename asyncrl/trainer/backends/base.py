@@ -104,14 +104,16 @@ class NonFiniteError(ArithmeticError):
 class Backend(Protocol):
     """One rank of the trainer.
 
-    ``export``, ``logprobs``, ``train_step`` and ``load`` are collective: all ranks call them in the same order.
-    ``write`` is collective too, but ordered separately."""
+    ``export``, ``logprobs``, ``summed``, ``train_step`` and ``load`` are collective: all ranks call them in the same
+    order. ``write`` is collective too, but ordered separately."""
 
     rank: int
     world_size: int
     #: index and number of the data parallel copies; ranks that hold one copy of the model share a data_rank
     data_rank: int
     data_ranks: int
+    #: float64 [2]: numbers that the caller keeps in the training state, equal on all ranks
+    kept: Tensor
 
     def manifest(self) -> Manifest: ...
 
@@ -124,6 +126,10 @@ class Backend(Protocol):
     def logprobs(self, batch: TrainBatch, temperature: float, model: str = "policy") -> Scores:
         """Score this rank's batch without gradient, under the current weights of one of the models that the rank holds:
         ``policy``, or ``reference``. Raises RuntimeError for one that it does not hold."""
+        ...
+
+    def summed(self, values: np.ndarray) -> np.ndarray:
+        """The elementwise sum of all data ranks' ``values``, an array of one shape; collective."""
         ...
 
     def train_step(

@@ -96,6 +96,7 @@ class BaseBackend(ABC):
             torch.set_num_threads(self._options.threads)
         self._lora = config.model.lora.rank > 0
         self._optimizer_steps = 0
+        self.kept = torch.zeros(2, dtype=torch.float64)
         self._total_optimizer_steps = (
             self._options.total_steps * config.async_training.require_batches * config.algorithm.epochs
         )
@@ -119,10 +120,18 @@ class BaseBackend(ABC):
     def logprobs(self, batch: TrainBatch, temperature: float, model: str = "policy") -> Scores:
         if (held := self._models.get(model)) is None:
             raise RuntimeError(
-                f"no {model} model is held, only {', '.join(self._models)}: reference is loaded with algorithm.kl_coef"
+                f"no {model} model is held, only {', '.join(self._models)}: reference is loaded with "
+                "algorithm.kl_coef or kl_reward_coef"
             )
         with self._resident(held.weights), held.context():
             return self._score(held.module, batch, temperature)
+
+    def summed(self, values: np.ndarray) -> np.ndarray:
+        if self.data_ranks == 1:
+            return values
+        total = torch.from_numpy(values).to(self._device)
+        dist.all_reduce(total, group=self._data_group)
+        return total.cpu().numpy()
 
     def train_step(
         self, batch: TrainBatch, loss: LossFunction, global_denominator: float, temperature: float
@@ -212,6 +221,7 @@ class BaseBackend(ABC):
                 **self._model_state(),
                 "optimizer_steps": torch.tensor(self._optimizer_steps),
                 "draft_steps": torch.tensor(self._draft.steps if self._draft else 0),
+                "kept": self.kept,
                 "random_state": {f"rank_{self.rank}": self._random_state()},
             }
 
@@ -244,6 +254,7 @@ class BaseBackend(ABC):
             rest: dict[str, Any] = {
                 "optimizer_steps": torch.tensor(0),
                 "draft_steps": torch.tensor(0),
+                "kept": self.kept,
                 "random_state": {f"rank_{owner}": random},
             }
             load_state(path, rest)
@@ -326,7 +337,7 @@ class BaseBackend(ABC):
 def reference_path(config: Config) -> str | None:
     """The checkpoint to load as a frozen reference model; None if the run needs no separate one."""
     algorithm = config.algorithm
-    if algorithm.kl_coef > 0 and (algorithm.reference_path or not config.model.lora.rank):
+    if algorithm.needs_reference and (algorithm.reference_path or not config.model.lora.rank):
         return algorithm.reference_path or config.model.path
     return None
 
