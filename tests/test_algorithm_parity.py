@@ -138,7 +138,9 @@ def evaluated(made: Objective, batch: TrainBatch, logprobs: np.ndarray, cuts=Non
     for cut in cuts or [range(len(batch))]:
         rows = np.concatenate([np.arange(batch.row_offsets[b], batch.row_offsets[b + 1]) for b in cut])
         part = doubles(batch.select(list(cut)))
-        total = total + made.loss(x[rows], torch.zeros(len(rows), dtype=torch.float64), part).loss
+        total = (
+            total + made.loss({"logprobs": x[rows], "entropy": torch.zeros(len(rows), dtype=torch.float64)}, part).loss
+        )
     total.backward()
     return total.item(), x.grad.numpy()
 
@@ -267,7 +269,7 @@ def test_far_apart_policies_stay_finite_in_float32(options, far):
     for name in ("behaviour_logprobs", "proximal_logprobs", "reference_logprobs"):
         batch.columns[name] = (batch.columns[name] + (far if far < 0 else 0)).astype(np.float32)
     x = torch.tensor([t[2] - max(far, 0) for t in case.tokens], dtype=torch.float32, requires_grad=True)
-    out = made.loss(x, torch.zeros(len(x)), batch)
+    out = made.loss({"logprobs": x, "entropy": torch.zeros(len(x))}, batch)
     out.loss.backward()
     assert all(torch.isfinite(v).all() for v in (out.loss, x.grad, *out.sums.values(), *out.extremes.values()))
 

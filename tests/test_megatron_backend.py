@@ -171,9 +171,9 @@ def test_logprobs_and_entropies_equal_the_torch_backends(checkpoint, start_rank)
             updates_per_pass=1,
             max_tokens_per_micro_batch=50,
         )
-        found[backend] = start_rank(config)._backend.logprobs(batch, temperature=0.7)
-    assert np.abs(found["megatron"].logprobs - found["torch"].logprobs).max() < 1e-5
-    assert np.abs(found["megatron"].entropy - found["torch"].entropy).max() < 1e-5
+        found[backend] = start_rank(config)._backend.outputs(batch, temperature=0.7)
+    for name in ("logprobs", "entropy"):
+        assert np.abs(found["megatron"][name] - found["torch"][name]).max() < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_a_vision_models_text_model_is_trained_and_the_rest_is_exported_with_it(
     assert [t.name for t in rank.manifest().sent()] == list(sent)
     if tied:
         assert rank.manifest().tensors[-1].tied_to == "model.language_model.embed_tokens.weight"
-    scores = rank._backend.logprobs(batch, 1.0).logprobs
+    scores = rank._backend.outputs(batch, 1.0)["logprobs"]
     with torch.no_grad():
         each = torch.from_numpy(batch.tokens).long().split(batch.lengths.tolist())
         drawn = torch.cat([theirs(tokens[None]).logits[0] for tokens in each])[batch.rows].log_softmax(-1)
@@ -440,9 +440,9 @@ def test_offloaded_state_is_resident_when_needed_and_changes_no_bit(mixed_precis
         here = lambda: {kind for kind in KINDS if rank._backend._offload.held_bytes(kind)}
         plain, while_losses = rank._objective.loss, []
 
-        def watched(logprobs, entropy, batch):
+        def watched(outputs, batch):
             while_losses.append(here())
-            return plain(logprobs, entropy, batch)
+            return plain(outputs, batch)
 
         rank._objective.loss = watched if offload else plain
         metrics = [rank.train(step, make_groups(seed=step)) for step in range(2)]

@@ -50,7 +50,7 @@ def train(rank, steps):
 
 def logprobs(rank, reference=False):
     batch = build_batch([Group.from_buffer(data) for data in make_groups(seed=1)])
-    return rank._backend.logprobs(batch, 0.7, "reference" if reference else "policy").logprobs
+    return rank._backend.outputs(batch, 0.7, "reference" if reference else "policy")["logprobs"]
 
 
 def expect_alike(found, expected, tolerance=1e-4):

@@ -107,7 +107,7 @@ def test_a_rank_measures_the_kl_of_each_sampler(checkpoint, start_rank):
         return [Group.from_samples("g0", "p0", 0, prompt, samples)]
 
     batch = build_batch(groups([np.zeros(12)] * 4))
-    own = rank._backend.logprobs(batch, 1.0).logprobs.reshape(4, 12)
+    own = rank._backend.outputs(batch, 1.0)["logprobs"].reshape(4, 12)
     off = own - np.where(np.arange(12) < 8, 0.0, 0.5)  # the trainer's logprob is higher by 0.5
     rank.train(0, [g.to_bytes() for g in groups(off)])
     first, second = rank.sampler_kl

@@ -17,7 +17,8 @@ R = 40
 
 
 def loss_of(options: AlgorithmConfig):
-    return Objective(Config(algorithm=options)).loss
+    objective = Objective(Config(algorithm=options))
+    return lambda logprobs, entropy, batch: objective.loss({"logprobs": logprobs, "entropy": entropy}, batch)
 
 
 def batch_of(**columns):

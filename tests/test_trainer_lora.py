@@ -39,7 +39,7 @@ def lora_config(checkpoint, targets=TARGETS, **options):
 
 def logprobs(rank, reference=False):
     batch = build_batch([Group.from_buffer(data) for data in make_groups(seed=1)])
-    return rank._backend.logprobs(batch, 0.7, "reference" if reference else "policy").logprobs
+    return rank._backend.outputs(batch, 0.7, "reference" if reference else "policy")["logprobs"]
 
 
 def train(rank, steps=3):

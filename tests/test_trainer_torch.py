@@ -397,11 +397,11 @@ def test_scoring_leaves_no_gathered_weights(checkpoint, start_rank, tmp_path):
     rank.train(0, make_groups())
     trained = weights(rank)
     batch = build_batch([Group.from_buffer(data) for data in make_groups(seed=1)])
-    of_trained = rank._backend.logprobs(batch, 1.0).logprobs
+    of_trained = rank._backend.outputs(batch, 1.0)["logprobs"]
     assert all(torch.equal(tensor, trained[name]) for name, tensor in rank.export())
     rank.load(tmp_path / "old")
-    of_old = rank._backend.logprobs(batch, 1.0).logprobs
-    assert np.array_equal(of_old, start_rank(make_config(checkpoint))._backend.logprobs(batch, 1.0).logprobs)
+    of_old = rank._backend.outputs(batch, 1.0)["logprobs"]
+    assert np.array_equal(of_old, start_rank(make_config(checkpoint))._backend.outputs(batch, 1.0)["logprobs"])
     assert not np.array_equal(of_old, of_trained)
 
 

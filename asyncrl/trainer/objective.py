@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,9 +17,16 @@ from asyncrl.algorithms.items import TokenFigures
 from asyncrl.algorithms.ratios import clamped
 from asyncrl.config.schema import Config
 from asyncrl.models.device_copy import on_device
-from asyncrl.trainer.backends.base import LossOutput, TrainBatch
+from asyncrl.trainer.backends.base import LossOutput, Outputs, TrainBatch
 from asyncrl.trainer.batches import first_sequences
 from asyncrl.trainer.segments import RowSegments
+
+
+class Source(NamedTuple):
+    """Of a column: one of a rank's models, and which of its outputs."""
+
+    model: str
+    output: str
 
 
 class Objective:
@@ -59,27 +66,27 @@ class Objective:
         self._weighs = any(item.weighs for item in corrections)
         self.entropy = EntropyControl(options)
 
-    def step_scores(self) -> dict[str, str]:
-        """Columns of logprobs that `prepare` reads, of the whole train step → the model that gives them."""
+    def step_scores(self) -> dict[str, Source]:
+        """Columns that `prepare` reads, of the whole train step, and where they come from."""
         found = {}
         if self._corrections[True]:
-            found["proximal_logprobs"] = "policy"
+            found["proximal_logprobs"] = Source("policy", "logprobs")
         if self._options.kl_reward_coef:
-            found["reference_logprobs"] = "reference"
+            found["reference_logprobs"] = Source("reference", "logprobs")
         return found
 
-    def scores(self, several_steps: bool) -> dict[str, str]:
-        """Columns of logprobs that the loss reads beside those of the current policy and of `step_scores` → the model
-        that gives them, before the first of a batch's optimizer steps.
+    def scores(self, several_steps: bool) -> dict[str, Source]:
+        """Columns that the loss reads beside the current policy's outputs and those of `step_scores`, before the first
+        of a batch's optimizer steps, and where they come from.
 
         In a batch's only step the current policy is the proximal one, so the loss uses its detached logprobs: exactly
         equal, without another forward pass."""
         found = {}
         if several_steps and self._options.anchor == "proximal":
-            found["proximal_logprobs"] = "policy"
+            found["proximal_logprobs"] = Source("policy", "logprobs")
         if self._options.kl_coef:
-            found["reference_logprobs"] = "reference"
-        return {column: model for column, model in found.items() if column not in self.step_scores()}
+            found["reference_logprobs"] = Source("reference", "logprobs")
+        return {column: source for column, source in found.items() if column not in self.step_scores()}
 
     def prepare(self, batch: TrainBatch, version: float = 0.0, step: float = 1.0) -> np.ndarray:
         """Add the columns ``weights`` and ``advantages``, and those that the anchor reads, to a whole batch, in which
@@ -130,7 +137,7 @@ class Objective:
         columns["step_correction"] = correction.float().numpy()
         columns |= {_FIGURE + name: values.float().numpy() for name, values in figures.items()}
 
-    def loss(self, logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> LossOutput:
+    def loss(self, outputs: Outputs, batch: TrainBatch) -> LossOutput:
         """A `LossFunction`. Tokens of weight 0 are not trained: whatever their columns hold, NaN included, changes
         neither loss nor gradient.
 
@@ -138,7 +145,7 @@ class Objective:
         ``ratio_mean`` (of those two policies), ``kl_reference``, ``kl_proximal`` (k3 of anchor ‖ current, for other
         anchors), and the items' own figures. Extremes over trained tokens: ``ratio_max`` and ``ratio_min_negated`` of
         the ratio of ``ratio_mean``, ``ppo_ratio_max`` and ``ppo_ratio_min_negated`` of current to anchor."""
-        options = self._options
+        options, logprobs, entropy = self._options, outputs["logprobs"], outputs["entropy"]
         column = {
             name: on_device(values, logprobs.device)
             for name, values in batch.columns.items()

@@ -24,7 +24,7 @@ from asyncrl.trainer.batches import (
     trained_tokens,
 )
 from asyncrl.trainer.mismatch import SamplerKL
-from asyncrl.trainer.objective import Objective, effective_sample_size
+from asyncrl.trainer.objective import Objective, Source, effective_sample_size
 from asyncrl.trainer.sampler_kl import take_sampler_kl, with_sampler_kl
 from asyncrl.types.groups import Group
 from asyncrl.types.samples import FinishReason
@@ -100,19 +100,20 @@ class TrainerRank:
                 parts.append((every, sequences[mine]))
         return parts
 
-    def _score_step(self, whole: TrainBatch, mine: np.ndarray, columns: Mapping[str, str]) -> None:
-        """Add columns of logprobs to the whole batch, of which this rank scores the sequences ``mine``; 0 in sequences
+    def _score_step(self, whole: TrainBatch, mine: np.ndarray, columns: Mapping[str, Source]) -> None:
+        """Add columns to the whole batch, of which this rank scores the sequences ``mine``; 0 in sequences
         that no rank trains."""
         rows = np.isin(np.repeat(np.arange(len(whole)), np.diff(whole.row_offsets)), mine)
-        for column, logprobs in self._scored(whole.select(mine.tolist()), columns).items():
+        for column, of_mine in self._scored(whole.select(mine.tolist()), columns).items():
             values = np.zeros(len(rows), np.float32)
-            values[rows] = logprobs
+            values[rows] = of_mine
             whole.columns[column] = self._backend.summed(values)
 
-    def _scored(self, batch: TrainBatch, columns: Mapping[str, str]) -> dict[str, np.ndarray]:
-        """The logprobs of each of ``columns``, under the model that gives them."""
+    def _scored(self, batch: TrainBatch, columns: Mapping[str, Source]) -> dict[str, np.ndarray]:
+        """The values of ``columns``: outputs of models that this rank holds."""
         temperature = self._config.rollout.temperature
-        return {column: self._backend.logprobs(batch, temperature, model).logprobs for column, model in columns.items()}
+        found = {model: self._backend.outputs(batch, temperature, model) for model, _ in columns.values()}
+        return {column: found[model][output] for column, (model, output) in columns.items()}
 
     def _optimize(
         self, step: int, mini_batches: list[tuple[TrainBatch, float]], sampled_by: Sequence[Sampler]

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from asyncrl.algorithms.ratios import MAX_LOG_RATIO
 from asyncrl.models.device_copy import on_device
-from asyncrl.trainer.backends.base import LossFunction, LossOutput, TrainBatch
+from asyncrl.trainer.backends.base import LossFunction, LossOutput, Outputs, TrainBatch
 from asyncrl.trainer.mismatch import SamplerKL
 from asyncrl.types.versions import Sampler
 
@@ -23,8 +22,8 @@ _KL, _RATIO, _TOKENS = "sampler_kl", "sampler_ratio", "sampler_tokens"
 def with_sampler_kl(loss: LossFunction, samplers: int) -> LossFunction:
     """``loss`` with sums for each of the batch's ``samplers``, which `take_sampler_kl` reads."""
 
-    def measured(logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> LossOutput:
-        output = loss(logprobs, entropy, batch)
+    def measured(outputs: Outputs, batch: TrainBatch) -> LossOutput:
+        output, logprobs = loss(outputs, batch), outputs["logprobs"]
         sampler = batch.columns["sampler"]
         counted = np.flatnonzero(batch.loss_mask & (sampler >= 0))
         device = logprobs.device

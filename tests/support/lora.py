@@ -93,7 +93,7 @@ class LoraTrainer:
 
     def scores(self, samples: list[Sample], temperature: float) -> np.ndarray:
         """The trainer's logprobs of all their tokens, concatenated."""
-        return self.rank._backend.logprobs(build_batch([self._group(samples)]), temperature).logprobs
+        return self.rank._backend.outputs(build_batch([self._group(samples)]), temperature)["logprobs"]
 
     def _group(self, samples: list[Sample]) -> Group:
         return Group.from_samples("g", "p", 0, np.array(PROMPT), samples)

@@ -80,7 +80,7 @@ def gradient(
     shares = objective.prepare(batch, version)
     objective.entropy.observe(float(entropy[batch.loss_mask].mean()))
     x, h = (torch.tensor(values, dtype=torch.float32, requires_grad=True) for values in (logprobs, entropy))
-    (objective.loss(x, h, batch).loss / shares.sum()).backward()
+    (objective.loss({"logprobs": x, "entropy": h}, batch).loss / shares.sum()).backward()
     return torch.stack([x.grad, torch.zeros_like(x) if h.grad is None else h.grad]).numpy()
 
 

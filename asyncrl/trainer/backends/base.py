@@ -85,16 +85,10 @@ class LossOutput:
     extremes: dict[str, Tensor] = field(default_factory=dict)
 
 
-#: (logprobs [R], entropy [R], micro-batch) → LossOutput
-LossFunction = Callable[[Tensor, Tensor, TrainBatch], LossOutput]
-
-
-@dataclass(frozen=True)
-class Scores:
-    """float32 [R] each."""
-
-    logprobs: np.ndarray
-    entropy: np.ndarray
+#: of a model, float32 [R] by name: a language model's are ``logprobs`` and ``entropy``
+Outputs = Mapping[str, Tensor]
+#: (outputs of the policy, micro-batch) → LossOutput
+LossFunction = Callable[[Outputs, TrainBatch], LossOutput]
 
 
 class NonFiniteError(ArithmeticError):
@@ -104,7 +98,7 @@ class NonFiniteError(ArithmeticError):
 class Backend(Protocol):
     """One rank of the trainer.
 
-    ``export``, ``logprobs``, ``summed``, ``train_step`` and ``load`` are collective: all ranks call them in the same
+    ``export``, ``outputs``, ``summed``, ``train_step`` and ``load`` are collective: all ranks call them in the same
     order. ``write`` is collective too, but ordered separately."""
 
     rank: int
@@ -123,9 +117,9 @@ class Backend(Protocol):
         it may be sent without a copy."""
         ...
 
-    def logprobs(self, batch: TrainBatch, temperature: float, model: str = "policy") -> Scores:
-        """Score this rank's batch without gradient, under the current weights of one of the models that the rank holds:
-        ``policy``, or ``reference``. Raises RuntimeError for one that it does not hold."""
+    def outputs(self, batch: TrainBatch, temperature: float, model: str = "policy") -> Mapping[str, np.ndarray]:
+        """`Outputs` for this rank's batch, without gradient, of one of the models that the rank holds under its current
+        weights: ``policy``, or ``reference``. Raises RuntimeError for one that it does not hold."""
         ...
 
     def summed(self, values: np.ndarray) -> np.ndarray:

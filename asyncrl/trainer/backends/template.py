@@ -20,7 +20,7 @@ from asyncrl.config.schema import Config, OptimizerConfig
 from asyncrl.models.device_copy import on_device
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.manifest import Manifest
-from asyncrl.trainer.backends.base import LossFunction, NonFiniteError, Scores, TrainBatch
+from asyncrl.trainer.backends.base import LossFunction, NonFiniteError, Outputs, TrainBatch
 from asyncrl.trainer.backends.draft import DraftTraining
 from asyncrl.trainer.backends.export import Export
 from asyncrl.trainer.backends.packing import MicroBatch
@@ -47,10 +47,10 @@ class GradientPass:
     draft_sums: dict[str, Tensor] = field(default_factory=dict)
     hidden: dict[int, Tensor] = field(default_factory=dict)
 
-    def policy_loss(self, logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> Tensor:
+    def policy_loss(self, outputs: Outputs, batch: TrainBatch) -> Tensor:
         """A micro-batch's loss, not yet divided by the denominator; adds its metrics to the totals."""
-        output = self.loss(logprobs, entropy, batch)
-        weight = on_device(batch.columns["weights"], logprobs.device)
+        output = self.loss(outputs, batch)
+        weight = on_device(batch.columns["weights"], output.loss.device)
         add_scalars(self.sums, {"loss": output.loss.detach(), "weight": weight.sum(dtype=torch.float64), **output.sums})
         add_scalars(self.counts, output.counts)
         for name, value in output.extremes.items():
@@ -117,7 +117,7 @@ class BaseBackend(ABC):
 
     # -- scoring and training --------------------------------------------------------------------------------------
 
-    def logprobs(self, batch: TrainBatch, temperature: float, model: str = "policy") -> Scores:
+    def outputs(self, batch: TrainBatch, temperature: float, model: str = "policy") -> Mapping[str, np.ndarray]:
         if (held := self._models.get(model)) is None:
             raise RuntimeError(
                 f"no {model} model is held, only {', '.join(self._models)}: reference is loaded with "
@@ -286,8 +286,8 @@ class BaseBackend(ABC):
     # -- framework-specific ----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _score(self, model: Any, batch: TrainBatch, temperature: float) -> Scores:
-        """Log-probabilities and entropies under ``model``, without gradient."""
+    def _score(self, model: Any, batch: TrainBatch, temperature: float) -> Mapping[str, np.ndarray]:
+        """See `outputs`."""
 
     @abstractmethod
     def _without_adapters(self) -> AbstractContextManager[None]:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,7 +21,7 @@ from asyncrl.models.mtp_from_trunk import draft_from_trunk
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.manifest import is_adapter
 from asyncrl.trainer.backends import process_group
-from asyncrl.trainer.backends.base import Scores, TrainBatch
+from asyncrl.trainer.backends.base import TrainBatch
 from asyncrl.trainer.backends.export import Export
 from asyncrl.trainer.backends.megatron.bridges import Bridge, bridge_of, read_source
 from asyncrl.trainer.backends.megatron.draft import MegatronDraftTraining, by_sequence, share_of
@@ -47,6 +48,8 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # iso
 
 #: (model, micro-batch, this rank's share of it, hidden states [T, 1, M] of policy and draft) → the loss, already
 #: divided by the global count
+_OUTPUTS = ("logprobs", "entropy")
+
 MicroBatchLoss = Callable[[PolicyModel, MicroBatch, PackedSequences, tuple[Tensor, ...]], Tensor]
 
 
@@ -132,7 +135,7 @@ class MegatronBackend(BaseBackend):
     # -- scoring and training --------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _score(self, model: list[Any], batch: TrainBatch, temperature: float) -> Scores:
+    def _score(self, model: list[Any], batch: TrainBatch, temperature: float) -> dict[str, np.ndarray]:
         found = torch.zeros(2, len(batch.targets), device=self._device)
 
         def keep(chunk: PolicyModel, micro: MicroBatch, share: PackedSequences, states: tuple[Tensor, ...]) -> Tensor:
@@ -143,8 +146,7 @@ class MegatronBackend(BaseBackend):
 
         self._run(model, self._micro_batches(batch), keep, draft_depths=0, forward_only=True)
         self._broadcast_from_last_stage(found)
-        logprobs, entropy = found.cpu().numpy()
-        return Scores(logprobs, entropy)
+        return dict(zip(_OUTPUTS, found.cpu().numpy(), strict=True))
 
     def _without_adapters(self) -> AbstractContextManager[None]:
         assert self._adapters is not None
@@ -155,8 +157,8 @@ class MegatronBackend(BaseBackend):
         joint = draft if draft is not None and not draft.detached else None
 
         def losses(model: PolicyModel, micro: MicroBatch, share: PackedSequences, states: tuple[Tensor, ...]) -> Tensor:
-            logprobs, entropy = self._policy_scores(model, micro, share, states[0], step.temperature)
-            total = step.policy_loss(logprobs, entropy, micro.batch) / step.denominator
+            scores = self._policy_scores(model, micro, share, states[0], step.temperature)
+            total = step.policy_loss(dict(zip(_OUTPUTS, scores, strict=True)), micro.batch) / step.denominator
             if joint:
                 counts, sums = step.draft_counts, step.draft_sums
                 total = total + joint.loss(micro, share, states[0], states[1:], counts, step.temperature, sums)
@@ -216,7 +218,7 @@ class MegatronBackend(BaseBackend):
     def _policy_scores(
         self, model: PolicyModel, micro: MicroBatch, share: PackedSequences, hidden_T1M: Tensor, temperature: float
     ) -> Tensor:
-        """float32 [2, R]: log-probabilities and entropies of the whole micro-batch."""
+        """float32 [2, R]: `_OUTPUTS` for the whole micro-batch."""
         hidden_rM, mine = share.rows(hidden_T1M, micro.rows)
         head_WM, chunk = model.head_weight, self._options.logprob_chunk_tokens
         scores = VocabParallelScores.apply(

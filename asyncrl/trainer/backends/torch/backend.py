@@ -31,7 +31,7 @@ from asyncrl.param_sync.digest import digest_tensors
 from asyncrl.param_sync.lora.adapters import adapter_spec
 from asyncrl.param_sync.manifest import AdapterSpec, is_adapter
 from asyncrl.trainer.backends import process_group
-from asyncrl.trainer.backends.base import Scores, TrainBatch
+from asyncrl.trainer.backends.base import TrainBatch
 from asyncrl.trainer.backends.export import Export
 from asyncrl.trainer.backends.packing import MicroBatch
 from asyncrl.trainer.backends.state import (
@@ -113,17 +113,17 @@ class TorchFSDPBackend(BaseBackend):
     # -- scoring and training --------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _score(self, model: Decoder, batch: TrainBatch, temperature: float) -> Scores:
-        logprobs, entropy = np.empty(len(batch.targets), np.float32), np.empty(len(batch.targets), np.float32)
+    def _score(self, model: Decoder, batch: TrainBatch, temperature: float) -> dict[str, np.ndarray]:
+        found = {name: np.empty(len(batch.targets), np.float32) for name in ("logprobs", "entropy")}
         for micro in self._micro_batches(batch):
             scores = self._forward(model, micro, temperature)
             if len(micro.places):
-                logprobs[micro.places] = scores.logprobs.cpu().numpy()
-                entropy[micro.places] = scores.entropy.cpu().numpy()
+                found["logprobs"][micro.places] = scores.logprobs.cpu().numpy()
+                found["entropy"][micro.places] = scores.entropy.cpu().numpy()
         # FSDP2 keeps the root's weights gathered after a forward pass, for the backward pass that usually follows. None
         # follows here, and `named_parameters` would return the gathered copy, stale after an optimizer step.
         cast(FSDPModule, model).reshard()
-        return Scores(logprobs, entropy)
+        return found
 
     def _without_adapters(self) -> AbstractContextManager[None]:
         return without_adapters(self._policy)
@@ -136,9 +136,8 @@ class TorchFSDPBackend(BaseBackend):
         for micro in micros:
             scores = self._forward(self._policy, micro, step.temperature, micro.drafts(joint.depths) if joint else [])
             # FSDP averages gradients over ranks, but the losses are sums over them
-            total = step.policy_loss(scores.logprobs, scores.entropy, micro.batch) * (
-                self.world_size / step.denominator
-            )
+            outputs = {"logprobs": scores.logprobs, "entropy": scores.entropy}
+            total = step.policy_loss(outputs, micro.batch) * (self.world_size / step.denominator)
             if joint:
                 total = total + joint.loss(scores.drafts, step.draft_counts, step.draft_sums)
             total.backward()
