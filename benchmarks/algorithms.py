@@ -5,8 +5,7 @@
 1. *Parity*: the largest error of any item in float32, relative to the largest value of its case, against float64 loops
    written from the papers (`tests.support.formulas`), over random steps with masks, versions and several sequences.
 2. *Effects*: options whose alternatives (`tests.support.option_effects`) give the same gradient, on random batches or
-on
-   the last groups of a real run, which are some versions old, scored with that run's final weights.
+   on the last groups of a real run, which are some versions old, scored with that run's final weights.
 3. *Learning*: each of configs/algorithms/ on the quickstart's task for ``--steps`` train steps; it has learned if its
    held-out accuracy grows by a third. ``--all``: the quickstart's 48 steps at staleness 0 and 2, about 70 minutes.
 
