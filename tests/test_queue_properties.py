@@ -24,7 +24,7 @@ from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.core import SampleQueue
 from asyncrl.sample_queue.group_state import GroupTable, QueueError
 from asyncrl.sample_queue.journal import Journal
-from asyncrl.sample_queue.messages import Refusal, Snapshot, Ticket
+from asyncrl.sample_queue.messages import Drop, Refusal, Snapshot, Ticket
 from asyncrl.sample_queue.records import IN_FLIGHT, LEASED, QUEUED, TRAINED, JournalError
 from asyncrl.sample_queue.schedule import Schedule
 from asyncrl.sample_queue.versions import VersionTable
@@ -310,7 +310,7 @@ class History:
         if not self.in_flight:
             return False
         uid, reason = self.random.choice(self.in_flight), self.random.choice(["zero_variance", "generation_failed"])
-        await self.call("drop", [(uid, reason), *((uid, "late") for uid in self.gone[:1])])
+        await self.call("drop", [Drop(uid, reason), *(Drop(uid, "late") for uid in self.gone[:1])])
         del self.live[uid]
         self.dropped[reason] += 1
         return True

@@ -17,7 +17,7 @@ from asyncrl.rollouter.engines.native.engine import NativeEngine
 from asyncrl.rollouter.loop import RolloutLoop
 from asyncrl.rollouter.partial import PartialSample, pack, unpack
 from asyncrl.rollouter.validation import ROUNDS
-from asyncrl.sample_queue.messages import InFlight, Recovery, Snapshot
+from asyncrl.sample_queue.messages import Drop, InFlight, Recovery, Snapshot
 from asyncrl.types.groups import Group
 from asyncrl.types.samples import FinishReason
 from asyncrl.types.versions import PolicyVersion, VersionSpan
@@ -317,14 +317,14 @@ async def test_overdue_groups_are_cancelled_and_neither_put_nor_dropped(inputs):
             return await put(groups)
 
         async def noted_drop(drops):
-            reported.extend(uid for uid, _ in drops)
+            reported.extend(drop.uid for drop in drops)
             await drop(drops)
 
         system.queue.overdue, system.queue.put, system.queue.drop = overdue.get, noted_put, noted_drop
         async with system:
             await until(lambda: engine._core.running >= 8)
             uids = list(system.loop.in_flight)[:2]
-            await drop([(uid, "overdue") for uid in uids])  # as the queue does before it reports them
+            await drop([Drop(uid, "overdue") for uid in uids])  # as the queue does before it reports them
             overdue.put_nowait([*uids, "e0-000024-long-gone"])
             await until(lambda: not set(uids) & set(system.loop.in_flight))
             await until(lambda: not any(id.split("/")[0] in uids for id in engine._core._scheduler.by_id))

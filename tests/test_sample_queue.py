@@ -12,7 +12,7 @@ from asyncrl.sample_queue.core import SampleQueue
 from asyncrl.sample_queue.group_state import QueueError
 from asyncrl.sample_queue.journal import Journal
 from asyncrl.sample_queue.ledger import FILE, reading
-from asyncrl.sample_queue.messages import InFlight, Recovery, Refusal, Snapshot, Ticket
+from asyncrl.sample_queue.messages import Drop, InFlight, Issued, Recovery, Refusal, Snapshot, Ticket
 from asyncrl.sample_queue.records import JournalError
 from asyncrl.types.groups import Group
 from asyncrl.types.samples import FinishReason, Sample
@@ -93,7 +93,7 @@ async def test_a_dropped_group_frees_its_place_at_once():
     await q.publish(PolicyVersion(0, 0))
     await q.issue(tickets(["a"]))
     refill = await waits(q.issue(tickets(["b"])))
-    await q.drop([("a", "zero_variance")])
+    await q.drop([Drop("a", "zero_variance")])
     assert await refill == 1
     assert (await q.stats())["fully_async/dropped/zero_variance"] == 1
 
@@ -159,7 +159,7 @@ async def test_an_illegal_call_is_refused_with_the_group_and_its_state():
         await q.put([payload("b", 0)])
     await q.put([payload("a", 0)])
     with pytest.raises(QueueError, match="group a is queued"):
-        await q.drop([("a", "late")])
+        await q.drop([Drop("a", "late")])
     with pytest.raises(QueueError, match="issued before and is queued"):
         await q.issue(tickets(["a"]))
     with pytest.raises(QueueError, match="step 7 has no lease"):
@@ -175,7 +175,7 @@ async def test_acknowledged_calls_are_in_the_ledger(tmp_path):
     await q.publish(PolicyVersion(0, 0))
     await q.issue(tickets(["a", "b"]))
     await q.put([payload("a", 0)])
-    await q.drop([("b", "zero_variance")])
+    await q.drop([Drop("b", "zero_variance")])
     await q.issue(tickets(["c"]))
     found = journal.recover()
     assert [(g.uid, g.state) for g in found.groups] == [("a", "queued"), ("c", "in_flight")]
@@ -198,7 +198,7 @@ async def test_a_failed_write_fails_its_callers_and_leaves_the_queue_with_what_i
     await q.publish(PolicyVersion(0, 0))
     await started(q, "abc")
     disk.room_bytes = 10
-    calls = [q.put([payload("a", 0)]), q.put([payload("b", 0)]), q.drop([("c", "zero_variance")])]
+    calls = [q.put([payload("a", 0)]), q.put([payload("b", 0)]), q.drop([Drop("c", "zero_variance")])]
     errors = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(error, JournalError) for error in errors[:2])
     dropped = int(errors[2] is None)  # it may have come late enough for a separate write
@@ -257,7 +257,7 @@ async def test_a_restarted_queue_recovers_its_state_and_every_call_may_be_repeat
     await twice("publish", PolicyVersion(0, 0))
     assert await twice("issue", tickets("abcdefgh")) == 6
     await twice("put", [payload(u, 0) for u in "bcd"])
-    await twice("drop", [("a", "zero_variance")])
+    await twice("drop", [Drop("a", "zero_variance")])
     lease, payloads = await twice("lease", 1, 3)
     assert [g.uid for g in lease.groups] == ["b", "c", "d"]
     assert payloads == [payload(u, 0) for u in "bcd"]
@@ -279,10 +279,45 @@ async def test_a_restarted_rollouter_gets_the_groups_in_flight_and_the_last_uid(
     await q.snapshot([Snapshot("c", 0, 0, b"c0"), Snapshot("b", 0, 0, b"half of b")])
     await q.snapshot([Snapshot("c", 0, 1, b"c1"), Snapshot("a", 1, 0, b"of an attempt that never was")])
     await q.put([payload("b", 0)])
-    await q.drop([("d", "zero_variance")])
+    await q.drop([Drop("d", "zero_variance")])
     await q.snapshot([Snapshot("b", 0, 0, b"too late")])
     found = await q.recover()
     assert found == Recovery("d", [InFlight("a", "a", 0, []), InFlight("c", "c", 0, [b"c0", b"c1"])])
+
+
+async def test_a_restarted_rollouter_may_ask_for_all_groups_that_were_ever_issued(tmp_path):
+    journal = Journal(tmp_path)
+    q = queue(per_version=2, threshold="1", records=journal)
+    await q.publish(PolicyVersion(0, 0))
+    await started(q, "abcd")
+    await q.put([payload("b", 0), payload("a", 0)])
+    await trained(q, 1, 2)
+    await q.publish(PolicyVersion(0, 1))
+    await q.covered(1)
+    await q.drop([Drop("c", "zero_variance", 1.0), Drop("d", "too_small")])
+    await started(q, "e")
+    history = [("a", 0, 0.0), ("b", 0, 0.0), ("c", 0, 1.0), ("d", 0, None), ("e", 1, None)]
+    assert (await q.recover(history=True)).history == [Issued(*group) for group in history]
+    assert (await q.recover()).history == []
+    await journal.close()
+
+
+async def test_a_group_that_is_chosen_late_asks_for_room_first():
+    q = queue(per_version=2)
+    asked = await waits(q.room(5))
+    await q.publish(PolicyVersion(0, 0))
+    assert await asked == (2, 0)
+    await started(q, "a")
+    assert await q.room(5) == (1, 0)
+    assert await q.room(1) == (1, 0)
+    await started(q, "b")
+    asked = await waits(q.room(5))
+    await q.drop([Drop("b", "zero_variance")])
+    assert await asked == (1, 0)
+    await started(q, "c")
+    asked = await waits(q.room(5))
+    await q.close("the end")
+    assert await asked == (0, 0)
 
 
 async def test_calls_of_a_rollouter_that_was_replaced_are_refused_even_those_that_wait(tmp_path):
@@ -294,7 +329,13 @@ async def test_calls_of_a_rollouter_that_was_replaced_are_refused_even_those_tha
     waiting = [asyncio.create_task(q.issue(tickets("c"), 1)), asyncio.create_task(q.overdue(1))]
     await settle()
     assert [g.uid for g in (await q.recover(2)).in_flight] == ["a", "b"]
-    late = [q.put([payload("a", 0)], 1), q.drop([("b", "failed")], 1), q.issue(tickets("d"), 1), q.recover(1)]
+    late = [
+        q.put([payload("a", 0)], 1),
+        q.drop([Drop("b", "failed")], 1),
+        q.issue(tickets("d"), 1),
+        q.recover(1),
+        q.room(1, 1),
+    ]
     late.append(q.snapshot([Snapshot("a", 0, 0, b"late")], 1))
     for call in [*waiting, *late]:
         with pytest.raises(QueueError, match="a call of rollouter 1 came after rollouter 2 had taken over"):
@@ -415,7 +456,7 @@ async def test_a_drop_written_together_with_a_rollback_counts_once(tmp_path):
     q = queue(per_version=4, records=journal)
     await q.publish(PolicyVersion(0, 0))
     await started(q, "ab")
-    await asyncio.gather(q.rollback(0), q.drop([("a", "zero_variance")]))
+    await asyncio.gather(q.rollback(0), q.drop([Drop("a", "zero_variance")]))
     assert (q.balance()["dropped"], journal.recover().dropped) == (1, {"zero_variance": 1})
     await journal.close()
 
@@ -542,7 +583,7 @@ async def test_drop_drops_groups_past_their_deadline_and_notifies_the_rollouter(
     await q.publish(PolicyVersion(0, 2))
     assert await overdue == ["a"]
     await q.put([payload("a", 0)])  # to finish or drop it now changes nothing
-    await q.drop([("a", "zero_variance")])
+    await q.drop([Drop("a", "zero_variance")])
     assert (await q.stats())["fully_async/dropped/overdue"] == q.balance()["dropped"] == 1
 
 
@@ -570,9 +611,9 @@ async def test_queue_and_rollouter_may_drop_a_group_at_the_same_time(tmp_path):
     q = queue(per_version=1, threshold="0", order="ready_first", overdue="drop", records=journal)
     await q.publish(PolicyVersion(0, 0))
     await started(q, "a")
-    await asyncio.gather(q.drop([("a", "zero_variance")]), q.publish(PolicyVersion(0, 1)))
+    await asyncio.gather(q.drop([Drop("a", "zero_variance")]), q.publish(PolicyVersion(0, 1)))
     await started(q, "b")
-    await asyncio.gather(q.publish(PolicyVersion(0, 2)), q.drop([("b", "zero_variance")]))
+    await asyncio.gather(q.publish(PolicyVersion(0, 2)), q.drop([Drop("b", "zero_variance")]))
     assert (q.balance()["dropped"], journal.recover().dropped) == (2, {"zero_variance": 1, "overdue": 1})
     await journal.close()
 
@@ -724,7 +765,7 @@ async def test_a_new_rollouter_does_not_get_groups_that_the_previous_one_is_endi
     q = queue(records=journal)
     await q.publish(PolicyVersion(0, 0))
     await started(q, "ab")
-    ending = [q.drop([("a", "zero_variance")]), q.put([payload("b", 0)])]
+    ending = [q.drop([Drop("a", "zero_variance")]), q.put([payload("b", 0)])]
     pending = [asyncio.create_task(call) for call in ending]
     await asyncio.sleep(0)
     assert (await q.recover()).in_flight == []

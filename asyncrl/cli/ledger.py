@@ -25,6 +25,7 @@ _OF_GROUPS = (
     ("sequences per sample", "CAST(sequences AS REAL) / samples", 2),
     ("trained share of tokens", "CAST(trained_tokens AS REAL) / MAX(tokens, 1)", 3),
     ("reward", "reward", 3),
+    ("success", "success", 3),
 )
 _HIDDEN_META = ("spool_segment", "spool_offset", "served_from", "holder", "driver_epoch")
 

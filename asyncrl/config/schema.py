@@ -43,6 +43,17 @@ class ModelConfig(Section):
 
 
 @dataclass
+class CurriculumConfig(Section):
+    """Prompts come as often as they teach: classes of which half of the answers succeed most, those that always or
+    never succeed least. Each class has epochs of its own."""
+
+    # column by whose values prompts are classed, such as level, or data_source; empty: no curriculum
+    by: str = ""
+    window: PositiveInt = 64  # groups of a class, the last that have ended, whose mean success counts
+    floor: Annotated[float, Field(gt=0, le=1)] = 0.1  # weight of a class that always or never succeeds; the most is 1
+
+
+@dataclass
 class DataConfig(Section):
     train_files: list[str] = field(default_factory=list)  # JSONL or Parquet, at least one
     validation_files: list[str] = field(default_factory=list)
@@ -51,11 +62,26 @@ class DataConfig(Section):
     source_key: str = "data_source"  # optional column by which metrics are reported, too; default: file name
     # shares of the data sources among the prompts, by name, in any unit; empty: as many as the files have
     mixture: dict[str, float] = field(default_factory=dict)
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     shuffle: bool = True  # a new order every epoch, seeded by seed
     epochs: NonNegativeInt = 0  # maximum passes over the data; 0: as many as trainer.total_steps needs
     # longer prompts are dropped and counted; 0: the context size minus rollout.max_response_tokens
     max_prompt_tokens: NonNegativeInt = 0
     apply_chat_template: bool = True  # false: message contents are concatenated
+
+    def problems(self) -> Iterator[str]:
+        if not self.curriculum.by:
+            return
+        if self.epochs:
+            yield (
+                f"data.epochs: with data.curriculum.by={self.curriculum.by} each class has epochs of its own; expected "
+                f"0, found {self.epochs}"
+            )
+        if self.mixture and self.curriculum.by != "data_source":
+            yield (
+                f"data.mixture: shares of data sources do not go with data.curriculum.by={self.curriculum.by}; "
+                "expected none, or by=data_source"
+            )
 
 
 @dataclass

@@ -1,16 +1,22 @@
-"""Order of prompts: shuffled every epoch, mixed by data source, endless or limited, resumable after any prompt."""
+"""Order of prompts: shuffled every epoch, mixed by data source or by success, endless or limited, resumable after any
+prompt."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from asyncrl.config.schema import CurriculumConfig
+from asyncrl.data.curriculum import Curriculum
 from asyncrl.data.prompts import DataError
 from asyncrl.types.prompts import Prompt
+
+MAX_CLASSES = 32  # of a curriculum; each has its own epochs and metrics
+SOURCE = "data_source"  # the class of a prompt is its source, whatever data.source_key names the column
 
 _UID = re.compile(r"e(\d+)-(\d{6,})")
 
@@ -29,7 +35,17 @@ class PromptOrder(Iterator[Prompt]):
 
     ``mixture``: shares of data sources by name, in any unit. Every stretch of prompts has them as nearly as whole
     prompts allow, and each source has epochs of its own; the first one to have had ``epochs`` ends the order. Raises
-    DataError for a mixture that does not name each source."""
+    DataError for a mixture that does not name each source.
+
+    ``curriculum``: the prompts' classes come by success instead, see `asyncrl.data.curriculum`. The caller says under
+    which version it issues, and how each group ends; a uid alone does not identify a position then, but the groups of
+    the run do::
+
+        order.version = 3
+        prompt = next(order)
+        order.ended(prompt.uid, success=0.5)
+        again.continue_from([(prompt.uid, 3, 0.5)])   # continues with the second prompt
+    """
 
     def __init__(
         self,
@@ -38,21 +54,32 @@ class PromptOrder(Iterator[Prompt]):
         shuffle: bool = True,
         epochs: int = 0,
         mixture: Mapping[str, float] | None = None,
+        curriculum: CurriculumConfig | None = None,
     ) -> None:
         if not prompts:
             raise DataError("expected at least one prompt, found none")
         self._prompts, self._epochs = prompts, epochs
-        if mixture:
-            sources = np.array([prompt.data_source for prompt in prompts])
-            _check(mixture, sources)
-            total = sum(mixture.values())
-            names = [name for name in sorted(mixture) if mixture[name]]
-            self._shares = [mixture[name] / total for name in names]
-            rows = [np.flatnonzero(sources == name) for name in names]
+        self.version = 0  #: number of the one under which the next prompt will be issued
+        self._curriculum: Curriculum | None = None
+        if mixture or (curriculum and curriculum.by):
+            by = curriculum.by if curriculum else SOURCE
+            classes = np.array([_class(prompt, by) for prompt in prompts])
+            shares = mixture or dict.fromkeys(classes.tolist(), 1.0)
+            _check(shares, classes)
+            total = sum(shares.values())
+            self.classes = [name for name in sorted(shares) if shares[name]]
+            self._shares = [shares[name] / total for name in self.classes]
+            rows = [np.flatnonzero(classes == name) for name in self.classes]
             seeds = [[seed, k] for k in range(len(rows))]
+            if curriculum and curriculum.by:
+                _check_classes(curriculum.by, self.classes)
+                self._curriculum = Curriculum(self._shares, seed, curriculum.window, curriculum.floor)
         else:
-            self._shares, rows, seeds = [1.0], [np.arange(len(prompts))], [[seed]]
+            self._shares, rows, seeds, self.classes = [1.0], [np.arange(len(prompts))], [[seed]], []
         self._sources = [_Source(of, key, shuffle) for of, key in zip(rows, seeds, strict=True)]
+        self._source_of_row = np.full(len(prompts), -1)
+        for k, of in enumerate(rows):
+            self._source_of_row[of] = k
 
     def __next__(self) -> Prompt:
         source = self._next_source()
@@ -60,7 +87,40 @@ class PromptOrder(Iterator[Prompt]):
         if self._epochs and epoch >= self._epochs:
             raise StopIteration
         source.issued += 1
-        return self._prompt(epoch, row)
+        prompt = self._prompt(epoch, row)
+        if self._curriculum is not None:
+            self._curriculum.issued(prompt.uid, self._sources.index(source), self.version)
+        return prompt
+
+    @property
+    def adapts(self) -> bool:
+        """There is a curriculum: prompts should be taken as late as possible."""
+        return self._curriculum is not None
+
+    def ended(self, uid: str, success: float | None) -> None:
+        """A group has ended, with this share of its samples; None: it has no samples."""
+        if self._curriculum is not None:
+            self._curriculum.ended(uid, success)
+
+    def figures(self) -> dict[str, float]:
+        """Of each class, by name: its share of the next prompts, and its success."""
+        if self._curriculum is None:
+            return {}
+        weights, success = self._curriculum.weights(self.version), self._curriculum.success(self.version)
+        shares = {f"{name}/share": share for name, share in zip(self.classes, weights / weights.sum(), strict=True)}
+        ended = zip(self.classes, success, strict=True)
+        return shares | {f"{name}/success": found for name, found in ended if found is not None}
+
+    def continue_from(self, history: Iterable[tuple[str, int, float | None]]) -> None:
+        """Continues after these groups, all that the run has issued: uid, version and success, in the order of issue.
+        Raises DataError if one is not a row of these prompts."""
+        assert self._curriculum is not None
+        for uid, version, success in history:
+            source = self._source_of(uid)
+            source.issued += 1
+            self._curriculum.issued(uid, self._sources.index(source), version)
+            if success is not None:  # else it may be in flight
+                self._curriculum.ended(uid, success)
 
     def at(self, uid: str) -> Prompt:
         """Prompt that was issued as ``uid``. Raises DataError if it is not a row of these prompts."""
@@ -68,13 +128,7 @@ class PromptOrder(Iterator[Prompt]):
 
     def continue_after(self, uid: str) -> None:
         """Continues with the prompt that follows ``uid``. Raises DataError if it is not a row of these prompts."""
-        epoch, row = self._parse(uid)
-        its = next((source for source in self._sources if row in source.rows), None)
-        if its is None:
-            raise DataError(
-                f"{uid!r} is of a data source that data.mixture leaves out: resume with the first run's mixture"
-            )
-        target = its.place(epoch, row)
+        its, target = self._source_of(uid), self._source_of(uid).place(*self._parse(uid))
         for source in self._sources:
             source.issued = 0
         if len(self._sources) == 1:
@@ -82,8 +136,18 @@ class PromptOrder(Iterator[Prompt]):
         while its.issued <= target:  # others were issued meanwhile
             self._next_source().issued += 1
 
+    def _source_of(self, uid: str) -> _Source:
+        _, row = self._parse(uid)
+        if (found := int(self._source_of_row[row])) < 0:
+            raise DataError(
+                f"{uid!r} is of a data source that data.mixture leaves out: resume with the first run's mixture"
+            )
+        return self._sources[found]
+
     def _next_source(self) -> _Source:
-        """The source that is furthest behind its share."""
+        """That of the class which the curriculum draws, else the one that is furthest behind its share."""
+        if self._curriculum is not None:
+            return self._sources[self._curriculum.draw(self.version)]
         count = 1 + sum(source.issued for source in self._sources)
         behind = [share * count - source.issued for share, source in zip(self._shares, self._sources, strict=True)]
         return self._sources[behind.index(max(behind))]
@@ -126,6 +190,26 @@ class _Source:
             if self._shuffle:
                 np.random.default_rng([*self._seed, epoch]).shuffle(self._order)
         return self._order
+
+
+def _class(prompt: Prompt, by: str) -> str:
+    """Raises DataError for a prompt without the column."""
+    if by == SOURCE:
+        return prompt.data_source
+    if by not in prompt.extra:
+        raise DataError(
+            f"data.curriculum.by: prompt {prompt.prompt_id} has no column {by!r}; expected it in each row, or "
+            f"{SOURCE}, which each has"
+        )
+    return str(prompt.extra[by])
+
+
+def _check_classes(by: str, classes: Sequence[str]) -> None:
+    if not 2 <= len(classes) <= MAX_CLASSES:
+        raise DataError(
+            f"data.curriculum.by: expected 2 to {MAX_CLASSES} different values in the column {by!r}, found "
+            f"{len(classes)}"
+        )
 
 
 def _check(mixture: Mapping[str, float], sources: np.ndarray) -> None:

@@ -376,6 +376,18 @@ FAMILIES = {
         FamilyChart(
             "Length by data source", "Mean response tokens of a sample.", "rollout/source/", "/response_tokens"
         ),
+        FamilyChart(
+            "Share by class of the curriculum",
+            "How likely each class of prompts is to come next, see data.curriculum.",
+            "rollout/curriculum/",
+            "/share",
+        ),
+        FamilyChart(
+            "Success by class of the curriculum",
+            "Mean over the last data.curriculum.window groups of each class that have ended.",
+            "rollout/curriculum/",
+            "/success",
+        ),
         FamilyChart("Held-out success by data source", "Success in the validations.", "validation/source/", "/success"),
     ),
     "Policy": (

@@ -166,7 +166,7 @@ class RollouterActor(SupervisedActor):
 
         def new_loop() -> RolloutLoop:
             data = config.data
-            order = PromptOrder(prompts, config.seed, data.shuffle, data.epochs, data.mixture)
+            order = PromptOrder(prompts, config.seed, data.shuffle, data.epochs, data.mixture, data.curriculum)
             return RolloutLoop(config, self._derived, order, maker, self._held_queue, self._recorder)
 
         self._new_loop = new_loop
@@ -227,7 +227,7 @@ class RollouterActor(SupervisedActor):
 
     async def _roll_out(self) -> None:
         """Run one rollout loop, from the queue's current state until `reset`: a rollback may reopen a closed queue."""
-        recovery = await self._held_queue.recover()
+        recovery = await self._held_queue.recover(history=bool(self._config.data.curriculum.by))
         self._loop = self._new_loop()
         async with asyncio.TaskGroup() as tasks:
             pacing = tasks.create_task(self._pace()) if self._config.rollout.pacing else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.sample_queue.messages import Recovery, Refusal, Snapshot, Ticket
+from asyncrl.sample_queue.messages import Drop, Recovery, Refusal, Snapshot, Ticket
 
 
 class HeldQueue:
@@ -14,8 +14,11 @@ class HeldQueue:
     def __init__(self, queue: Any, token: int) -> None:
         self._queue, self._token = queue, token
 
-    async def recover(self) -> Recovery:
-        return await self._queue.recover(self._token)
+    async def recover(self, history: bool = False) -> Recovery:
+        return await self._queue.recover(self._token, history)
+
+    async def room(self, count: int) -> tuple[int, int]:
+        return await self._queue.room(count, self._token)
 
     async def issue(self, tickets: Sequence[Ticket]) -> int:
         return await self._queue.issue(tickets, self._token)
@@ -23,7 +26,7 @@ class HeldQueue:
     async def put(self, groups: Sequence[bytes]) -> Sequence[Refusal]:
         return await self._queue.put(groups, self._token)
 
-    async def drop(self, drops: Sequence[tuple[str, str]]) -> None:
+    async def drop(self, drops: Sequence[Drop]) -> None:
         await self._queue.drop(drops, self._token)
 
     async def snapshot(self, parts: Sequence[Snapshot]) -> None:

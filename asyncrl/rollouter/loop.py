@@ -31,7 +31,7 @@ from asyncrl.rollouter.partial import PartialSample
 from asyncrl.rollouter.samples import FailedSample, GroupTask, SampleMaker
 from asyncrl.rollouter.sampling import training_sampling
 from asyncrl.rollouter.sources import SourceCounts
-from asyncrl.sample_queue.messages import POISON, InFlight, Recovery, Refusal, Ticket
+from asyncrl.sample_queue.messages import POISON, Drop, InFlight, Recovery, Refusal, Ticket
 from asyncrl.types.groups import Group
 from asyncrl.types.prompts import Prompt
 from asyncrl.types.samples import Sample
@@ -47,11 +47,13 @@ class QueueClient(SnapshotStore, Protocol):
 
     async def issue(self, tickets: Sequence[Ticket]) -> int: ...
     async def put(self, groups: Sequence[bytes]) -> Sequence[Refusal]: ...
-    async def drop(self, drops: Sequence[tuple[str, str]]) -> None: ...
+    async def drop(self, drops: Sequence[Drop]) -> None: ...
     async def close(self, reason: str) -> None: ...
 
-    async def recover(self) -> Recovery:
-        """Groups that an earlier rollouter had in flight."""
+    async def room(self, count: int) -> tuple[int, int]: ...
+
+    async def recover(self, history: bool = False) -> Recovery:
+        """Groups that an earlier rollouter had in flight; with ``history`` all groups of the run."""
         ...
 
     async def overdue(self) -> list[str]:
@@ -91,7 +93,7 @@ class RolloutLoop:
         self.limiter = InFlightLimiter(derived.slots, config.rollout.max_concurrent_groups)
         # an idle slot may mean that new groups wait until the trainer gets the finished ones
         self._finished: BatchingSender[_FinishedGroup] = BatchingSender(self._put, _PUT_INTERVAL_S, self.limiter.idle)
-        self._drops: BatchingSender[tuple[str, str]] = BatchingSender(queue.drop)
+        self._drops: BatchingSender[Drop] = BatchingSender(queue.drop)
         self.in_flight: dict[str, InFlightGroup] = {}
         self.snapshotter: Snapshotter | None = None
         if not config.rollout.engine.deterministic:  # which restarts groups instead of restoring them
@@ -105,7 +107,9 @@ class RolloutLoop:
         """Roll out until the queue is closed: first the groups of ``recovery``, then the prompts after its last uid.
 
         Raises the errors of agent loops and of the queue, and NothingToTrain."""
-        if recovery.last_uid is not None:
+        if self._prompts.adapts:
+            self._prompts.continue_from(recovery.history)
+        elif recovery.last_uid is not None:
             self._prompts.continue_after(recovery.last_uid)
         self._upcoming = {item.uid: self._recover(item) for item in recovery.in_flight}
         async with asyncio.TaskGroup() as tasks:
@@ -153,19 +157,33 @@ class RolloutLoop:
         """Start groups until the prompts end (returns True) or the queue is closed (False)."""
         while True:
             wanted = await self.limiter.room(self._rollout.n)
-            while len(self._upcoming) < wanted and (prompt := next(self._prompts, None)) is not None:
-                self._upcoming[prompt.uid] = prompt, [PartialSample() for _ in range(self._rollout.n)]
-            if not self._upcoming:
-                return True
-            batch = list(itertools.islice(self._upcoming.values(), wanted))
             self._blocked_since_s = now_s()
-            issued = await self._queue.issue([Ticket(p.uid, p.prompt_id, p.epoch) for p, _ in batch])
+            issued = await self._issue_up_to(wanted)
             self._blocked_s, self._blocked_since_s = self.blocked_s, None
-            if issued == 0:
-                return False
-            for prompt, samples in batch[:issued]:
+            if not issued:
+                return issued is None
+            for prompt, samples in issued:
                 if self._upcoming.pop(prompt.uid, None):  # unless it became overdue meanwhile
                     self._start(groups, prompt, samples)
+
+    async def _issue_up_to(self, wanted: int) -> list[tuple[Prompt, list[PartialSample]]] | None:
+        """At most ``wanted`` groups that may start, none once the queue is closed; None if the prompts ended."""
+        draw = wanted
+        if self._prompts.adapts:  # each is drawn when it may start: all that may count is known then
+            draw = 0
+            if not self._upcoming:
+                draw, self._prompts.version = await self._queue.room(wanted)
+                if not draw:
+                    return []
+                for name, value in self._prompts.figures().items():
+                    self._recorder.gauge(f"rollout/curriculum/{name}", value)
+        while len(self._upcoming) < draw and (prompt := next(self._prompts, None)) is not None:
+            self._upcoming[prompt.uid] = prompt, [PartialSample() for _ in range(self._rollout.n)]
+        if not self._upcoming:
+            return None
+        batch = list(itertools.islice(self._upcoming.values(), wanted))
+        count = await self._queue.issue([Ticket(p.uid, p.prompt_id, p.epoch) for p, _ in batch])
+        return batch[:count]
 
     def _start(self, groups: asyncio.TaskGroup, prompt: Prompt, samples: list[PartialSample]) -> None:
         group = self.in_flight[prompt.uid] = InFlightGroup(samples, GroupPlaces(self.limiter, len(samples)))
@@ -219,9 +237,12 @@ class RolloutLoop:
         for index, f in enumerate(made):
             if isinstance(f, FailedSample):
                 self._report_failed(prompt, tokens, index, f)
+        success = float(np.mean([s.succeeded for s in samples])) if samples else None
+        if intact:  # before the queue knows, and so before a version is published that follows
+            self._prompts.ended(prompt.uid, success)
         if intact and (reason := self._drop_policy.reason(samples, failed)):
             self._count(prompt, samples)
-            self._drops.add((prompt.uid, reason))
+            self._drops.add(Drop(prompt.uid, reason, success))
             self._drop_policy.dropped(reason, failed[0].message if failed else "")
             return None
         times["finished_s"] = now_s()

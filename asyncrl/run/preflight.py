@@ -86,7 +86,8 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
             counts[key] = len(prompts)
             if key == "train_files":
                 fingerprint = prompts_fingerprint(prompts)
-                PromptOrder(prompts, config.seed, mixture=config.data.mixture)  # checks it
+                # checks them
+                PromptOrder(prompts, config.seed, mixture=config.data.mixture, curriculum=config.data.curriculum)
         except DataError as e:
             problems.append(str(e) if str(e).startswith("data.") else f"data.{key}: {e}")
     problems += _reward_problems(config, cpus)

@@ -17,7 +17,7 @@ from asyncrl.processes.actor_client import SupervisedActor
 from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.core import SampleQueue
 from asyncrl.sample_queue.journal import Journal
-from asyncrl.sample_queue.messages import Lease, Recovery, Refusal, Snapshot, Ticket
+from asyncrl.sample_queue.messages import Drop, Lease, Recovery, Refusal, Snapshot, Ticket
 from asyncrl.sample_queue.records import JournalError
 from asyncrl.sample_queue.schedule import Order, Overdue
 
@@ -69,8 +69,11 @@ class SampleQueueActor(SupervisedActor):
         """See `Journal.stalled_s`."""
         return self._journal.stalled_s
 
-    async def recover(self, holder: int) -> Recovery:
-        return await self._queue.recover(holder)
+    async def recover(self, holder: int, history: bool) -> Recovery:
+        return await self._queue.recover(holder, history)
+
+    async def room(self, count: int, holder: int) -> tuple[int, int]:
+        return await self._queue.room(count, holder)
 
     async def issue(self, tickets: list[Ticket], holder: int) -> int:
         return await self._queue.issue(tickets, holder)
@@ -78,7 +81,7 @@ class SampleQueueActor(SupervisedActor):
     async def put(self, groups: list[bytes], holder: int) -> list[Refusal]:
         return await self._queue.put(groups, holder)
 
-    async def drop(self, drops: list[tuple[str, str]], holder: int) -> None:
+    async def drop(self, drops: list[Drop], holder: int) -> None:
         await self._queue.drop(drops, holder)
 
     async def snapshot(self, parts: list[Snapshot], holder: int) -> None:

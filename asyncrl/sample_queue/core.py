@@ -31,7 +31,9 @@ from asyncrl.sample_queue.messages import (
     OVERDUE,
     POISON,
     SKIPPED,
+    Drop,
     InFlight,
+    Issued,
     Lease,
     LeasedGroup,
     Recovery,
@@ -72,6 +74,7 @@ class Records(Protocol):
     async def snapshot(self, parts: Sequence[Snapshot]) -> None: ...
     def snapshots(self, in_flight: Mapping[str, int]) -> dict[str, list[bytes]]: ...
     def states(self, uids: Sequence[str]) -> dict[str, str]: ...
+    def history(self) -> list[Issued]: ...
 
 
 class SampleQueue:
@@ -108,9 +111,9 @@ class SampleQueue:
 
     # ``holder`` is the fencing token of the calling rollouter; the queue serves the one that recovered last.
 
-    async def recover(self, holder: int = 0) -> Recovery:
+    async def recover(self, holder: int = 0, history: bool = False) -> Recovery:
         """State for a new rollouter, which holds the queue from now on: the last group issued, and the groups in
-        flight, which it must `issue` again, in this order and before any others.
+        flight, which it must `issue` again, in this order and before any others; with ``history`` all groups.
 
         Raises QueueError, like all calls of this side, if a newer rollouter holds the queue."""
         self._check_holder(holder)
@@ -121,7 +124,21 @@ class SampleQueue:
         return Recovery(
             self._table.last_uid,
             [InFlight(g.uid, g.prompt_id, g.epoch, snapshots.get(g.uid, []), g.attempt) for g in in_flight],
+            self._records.history() if history else [],
         )
+
+    async def room(self, count: int, holder: int = 0) -> tuple[int, int]:
+        """How many new groups may start now, of ``count``, and the number of the version under which `issue` would
+        start them; waits until at least one may. (0, 0) once the queue is closed."""
+        async with self._changed:
+            await self._wait_until(
+                lambda: self._holder != holder or self._closed is not None or self._schedule.room() > 0
+            )
+            self._check_holder(holder)
+            oldest = self._versions.oldest
+            if self._closed is not None or oldest is None:
+                return 0, 0
+            return min(count, self._schedule.room()), oldest.number
 
     async def issue(self, tickets: Sequence[Ticket], holder: int = 0) -> int:
         """Starts as many of these groups, from the front, as may start now; waits until at least one may.
@@ -183,15 +200,15 @@ class SampleQueue:
         await self._commit()
         return refusals
 
-    async def drop(self, drops: Sequence[tuple[str, str]], holder: int = 0) -> None:
-        """Drops groups in flight, given as (uid, reason), and frees their places in the staleness budget."""
+    async def drop(self, drops: Sequence[Drop], holder: int = 0) -> None:
+        """Drops groups in flight, and frees their places in the staleness budget."""
         if self._over:
             return
         self._check_holder(holder)
-        expected = self._in_flight("drop", [uid for uid, _ in drops])
-        for uid, reason in drops:
-            if uid in expected:
-                self._table.drop(uid, reason)
+        expected = self._in_flight("drop", [drop.uid for drop in drops])
+        for drop in drops:
+            if drop.uid in expected:
+                self._table.drop(*drop)
         await self._commit()
 
     async def snapshot(self, parts: Sequence[Snapshot], holder: int = 0) -> None:

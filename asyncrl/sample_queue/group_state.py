@@ -126,6 +126,7 @@ class GroupTable:
             tokens=len(group.tokens),
             trained_tokens=int(group.loss_mask.sum()),
             reward=float(group.rewards.mean()),
+            success=float(group.succeeded.mean()),
             started_s=at_s - ago["started_s"] if "started_s" in ago else None,
             generated_s=at_s - ago["generated_s"] if "generated_s" in ago else None,
             finished_s=at_s,
@@ -137,11 +138,12 @@ class GroupTable:
         known = self._expect("refuse", uid, IN_FLIGHT)
         self._set(known, attempt=known.attempt + 1, refusal=reason)
 
-    def drop(self, uid: str, reason: str) -> None:
+    def drop(self, uid: str, reason: str, success: float | None = None) -> None:
         known = self._expect("drop", uid, IN_FLIGHT, QUEUED)
         self._changes.payloads[uid] = None
         self.dropped[reason] += 1
-        self._set(known, state=DROPPED, reason=reason, dropped_s=self._clock())
+        success = known.success if success is None else success
+        self._set(known, state=DROPPED, reason=reason, success=success, dropped_s=self._clock())
 
     # -- the trainer's transitions ---------------------------------------------------------------------------------
 

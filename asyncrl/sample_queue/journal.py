@@ -37,13 +37,14 @@ from asyncrl.sample_queue.ledger import (
     FILE,
     Ledger,
     LedgerError,
+    history,
     payload_locations,
     read_meta,
     reading,
     recover,
     states,
 )
-from asyncrl.sample_queue.messages import Snapshot
+from asyncrl.sample_queue.messages import Issued, Snapshot
 from asyncrl.sample_queue.records import IN_FLIGHT, Changes, JournalError, Recovered
 from asyncrl.sample_queue.snapshots import FILE as SNAPSHOTS
 from asyncrl.sample_queue.snapshots import SnapshotStore
@@ -136,6 +137,11 @@ class Journal:
         with self._arrived:
             self._error = None
         return found
+
+    def history(self) -> list[Issued]:
+        """See `asyncrl.sample_queue.ledger.history`; of all changes that are on disk."""
+        with reading(self._ledger.path, thorough=False) as db:
+            return history(db)
 
     def write(self, changes: Changes) -> asyncio.Future[None]:
         """Queues ``changes`` at once, in the order of the calls; the future is done when they are on disk.

@@ -13,12 +13,13 @@ from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
 
+from asyncrl.sample_queue.messages import Issued
 from asyncrl.sample_queue.records import DROPPED, GroupRecord, Recovered, VersionRecord
 from asyncrl.sample_queue.spool import RecordLocation
 from asyncrl.types.versions import PolicyVersion
 
 FILE = "ledger.sqlite"
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 _APPLICATION_ID = 0x41524C4C  # "ARLL": marks an SQLite file as an asyncrl ledger
 _ROWS_PER_STATEMENT = 32
 _KEYS_PER_STATEMENT = 512
@@ -48,6 +49,7 @@ CREATE TABLE groups (
   tokens INTEGER,
   trained_tokens INTEGER,
   reward REAL,
+  success REAL,
   started_s REAL,
   generated_s REAL,
   finished_s REAL,
@@ -210,6 +212,11 @@ def recover(db: sqlite3.Connection) -> Recovered:
         closed=str(meta.get("closed", "")) or None,
         holder=int(meta.get("holder", 0)),
     )
+
+
+def history(db: sqlite3.Connection) -> list[Issued]:
+    """All groups of the run, in the order of issue."""
+    return list(map(Issued._make, db.execute("SELECT uid, number, success FROM groups ORDER BY seq")))
 
 
 def payload_locations(db: sqlite3.Connection) -> dict[str, RecordLocation]:

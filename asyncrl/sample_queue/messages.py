@@ -50,11 +50,30 @@ class Refusal(NamedTuple):
     attempt: int | None
 
 
+class Drop(NamedTuple):
+    """``success``: share of the group's samples that succeeded; None without samples."""
+
+    uid: str
+    reason: str
+    success: float | None = None
+
+
+class Issued(NamedTuple):
+    """A group of the run, in any state. ``number``: of the version under which it was issued; ``success``: None until
+    it ends, or if it ends without samples."""
+
+    uid: str
+    number: int
+    success: float | None
+
+
 class Recovery(NamedTuple):
-    """State for a new rollouter. ``last_uid``: group issued last in the run, in any state; None if there is none."""
+    """State for a new rollouter. ``last_uid``: group issued last in the run, in any state; None if there is none.
+    ``history``: all groups ever issued, in the order of issue, for a rollouter that asks for it."""
 
     last_uid: str | None
     in_flight: list[InFlight]
+    history: list[Issued] = []  # noqa: RUF012 - never changed
 
 
 @dataclass(frozen=True)

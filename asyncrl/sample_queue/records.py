@@ -40,6 +40,7 @@ class GroupRecord(NamedTuple):
     tokens: int | None = None  # response tokens of all sequences
     trained_tokens: int | None = None  # those that have loss_mask
     reward: float | None = None  # mean over the samples
+    success: float | None = None  # share of the samples that succeeded
     started_s: float | None = None  # first token sampled
     generated_s: float | None = None  # all samples generated; rewards follow
     finished_s: float | None = None

@@ -46,8 +46,13 @@ class Schedule:
         if again < len(known):
             return [ticket.uid for ticket in tickets].index(known[again].uid)
         gone = sum(ticket.uid in given_up for ticket in tickets)
-        limit = self._admission.limit(self._versions.served[oldest])
-        return min(len(tickets), again + gone + max(0, limit - self._table.held))
+        return min(len(tickets), again + gone + self.room())
+
+    def room(self) -> int:
+        """Number of new groups that may start now."""
+        if (oldest := self._versions.oldest) is None:
+            return 0
+        return max(0, self._admission.limit(self._versions.served[oldest]) - self._table.held)
 
     def _startable_again(self, groups: Sequence[GroupRecord], oldest: PolicyVersion) -> int:
         """Number of these groups in flight, from the front, that may start again."""

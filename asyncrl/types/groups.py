@@ -83,6 +83,12 @@ class Group:
     #: of its prompt
     data_source: str = ""
 
+    @property
+    def succeeded(self) -> np.ndarray:
+        """bool [S]: see `asyncrl.types.samples.Sample.succeeded`."""
+        accuracy = self.metrics.get("accuracy", np.full(len(self.rewards), np.nan))
+        return np.where(np.isnan(accuracy), self.rewards, accuracy) > 0
+
     @classmethod
     def from_samples(
         cls,

@@ -5,6 +5,7 @@ A queue built over the same records finds what a restarted process would find.""
 import asyncio
 from collections import Counter
 
+from asyncrl.sample_queue.messages import Issued
 from asyncrl.sample_queue.records import DROPPED, IN_FLIGHT, Changes, GroupRecord, Recovered, VersionRecord
 from asyncrl.types.versions import PolicyVersion
 
@@ -71,6 +72,10 @@ class InMemoryRecords:
 
     def read(self, uid: str) -> bytes | None:
         return self.payloads.get(uid)
+
+    def history(self) -> list[Issued]:
+        groups = sorted(self.groups.values(), key=lambda group: group.seq)
+        return [Issued(group.uid, group.number, group.success) for group in groups]
 
     def states(self, uids) -> dict[str, str]:
         return {uid: self.groups[uid].state for uid in uids if uid in self.groups}

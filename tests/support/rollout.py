@@ -41,6 +41,9 @@ class ScriptedRewards:
         return [self._judge(answer.prompt, i) for i, answer in enumerate(answers)]
 
 
+FIRST = PolicyVersion(0, 0)
+
+
 def fine(reward: float) -> RewardResult:
     return RewardResult(reward=reward, metrics={"accuracy": reward}, error=None, message="")
 
@@ -75,9 +78,12 @@ class System:
         rewards=None,
         replicas=None,
         records=None,
+        version=FIRST,
     ) -> None:
         """``judge`` computes the rewards unless ``rewards`` is given. ``replicas`` are clients of engines that
-        outlive the system; None creates one engine. ``records``: those of an earlier queue."""
+        outlive the system; None creates one engine. ``records``: those of an earlier queue, which had published
+        ``version``."""
+        self.version = version
         self.config = load_config(None, [*overrides(inputs, inputs / "run"), *more])
         self.engine = None if replicas else NativeEngine(self.config.model.path, self.config.rollout.engine)
         derived = derive(self.config)
@@ -93,7 +99,8 @@ class System:
         self.recorder = Recorder("rollouter")
         self.prompts = load_prompts(self.config.data.train_files, self.config.data)
         self.router = Router(replicas or {"replica": LeasedEngine(EngineLease(self.engine), 1)}, is_death)
-        order = PromptOrder(self.prompts, seed=0, epochs=self.config.data.epochs)
+        data = self.config.data
+        order = PromptOrder(self.prompts, seed=0, epochs=data.epochs, curriculum=data.curriculum)
         maker = SampleMaker(
             self.config, tokenizer, agent_loop(tokenizer, MAX_RESPONSE), max_prompt_tokens, self.router, self.rewards,
             self.recorder,
@@ -103,10 +110,10 @@ class System:
 
     async def __aenter__(self):
         if self.engine is not None:
-            await self.engine.resume(PolicyVersion(0, 0))
-        recovery = await self.queue.recover()
+            await self.engine.resume(self.version)
+        recovery = await self.queue.recover(history=True)
         self.tasks = [asyncio.create_task(self.router.run()), asyncio.create_task(self.loop.run(recovery))]
-        await self.queue.publish(PolicyVersion(0, 0))
+        await self.queue.publish(self.version)
         return self
 
     async def __aexit__(self, *_):

@@ -1,0 +1,62 @@
+"""Curriculum: classes of prompts come as often as they teach.
+
+The weight of a class with success p, the mean over its last ``window`` groups that have ended, is::
+
+    floor + (1 − floor) · 4 p (1 − p),    1 without any
+
+p (1 − p) is the variance of a reward that is 0 or 1, so it is highest where half of the answers succeed (Foster et al.
+2025, "Learning to Reason at the Frontier of Learnability", arXiv 2502.12272). The ledger has all that a
+resumed run needs: which groups were issued, under which version, and how each one ended.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+
+import numpy as np
+
+
+class Curriculum:
+    """Draws the class of each next prompt, from how the groups of the classes ended.
+
+    A draw under version v looks at groups that were issued under versions before v. With staleness 0 these have all
+    ended by then, so that draws do not depend on timing; and a draw's random number depends only on ``seed`` and on
+    the number of draws before. ``shares`` [classes]: factors of the weights."""
+
+    def __init__(self, shares: Sequence[float], seed: int, window: int, floor: float) -> None:
+        self._shares, self._seed, self._window, self._floor = np.array(shares), seed, window, floor
+        self._drawn = 0
+        self._open: dict[str, tuple[int, int, int]] = {}  # uid → class, place in the order of issue, version
+        self._ended: list[list[tuple[int, int, float]]] = [[] for _ in shares]  # of a class: place, version, success
+
+    def draw(self, version: int) -> int:
+        """Class of the next prompt."""
+        weights = self.weights(version).cumsum()
+        random = np.random.default_rng([self._seed, self._drawn]).random()
+        return int(np.searchsorted(weights, random * weights[-1], side="right"))
+
+    def issued(self, uid: str, class_: int, version: int) -> None:
+        self._open[uid] = class_, self._drawn, version
+        self._drawn += 1
+
+    def ended(self, uid: str, success: float | None) -> None:
+        """``success``: share of the group's samples that succeeded; None if it has none."""
+        if (found := self._open.pop(uid, None)) is not None and success is not None:
+            class_, place, version = found
+            insort(self._ended[class_], (place, version, success))
+
+    def success(self, version: int) -> list[float | None]:
+        """Of each class, as a draw under ``version`` sees it."""
+        found: list[float | None] = []
+        for class_, groups in enumerate(self._ended):
+            counted = [group for group in groups if group[1] < version][-self._window :]
+            found.append(sum(success for *_, success in counted) / len(counted) if counted else None)
+            if counted:  # earlier places are never looked at again
+                self._ended[class_] = [group for group in groups if group[0] >= counted[0][0]]
+        return found
+
+    def weights(self, version: int) -> np.ndarray:
+        """float64 [classes]"""
+        teaches = [1.0 if p is None else 4 * p * (1 - p) for p in self.success(version)]
+        return self._shares * (self._floor + (1 - self._floor) * np.array(teaches))
