@@ -176,6 +176,28 @@ def test_logprobs_and_entropies_equal_the_torch_backends(checkpoint, start_rank)
         assert np.abs(found["megatron"][name] - found["torch"][name]).max() < 1e-5
 
 
+def test_norms_and_biases_do_not_decay(checkpoint, start_rank):
+    rank = start_rank(make_config(checkpoint, backend="megatron", lr=0.1, weight_decay=0.5))
+    before = weights(rank)
+    rank.train(0, make_groups(rewards=1.0))  # without a gradient
+    for name, tensor in rank.export():
+        decays = tensor.ndim > 1 and not is_draft(name)
+        torch.testing.assert_close(tensor, before[name] * (0.95 if decays else 1.0))
+
+
+def test_logits_in_float32_are_not_rounded(checkpoint, start_rank):
+    batch, found = build_batch([Group.from_buffer(data) for data in make_groups()]), {}
+    for exact in (False, True):
+        options = {"mixed_precision": "bfloat16", "float32_head": exact}
+        rank = start_rank(make_config(checkpoint, backend="megatron", **options))
+        found[exact] = rank._backend.outputs(batch, 0.7)["logprobs"]
+        part, hidden = rank._backend._chunks[-1].vocabulary_part, torch.randn(40, 64).bfloat16()
+        weight = torch.randn(part.end, 64).bfloat16()
+        errors = part.logits(hidden, weight, 0.7) - hidden.double() @ weight.double().t() / 0.7
+        assert (errors.abs().max() < 1e-4) == exact
+    assert 1e-5 < np.abs(found[True] - found[False]).mean() < 0.02
+
+
 @pytest.mark.parametrize(
     ("make", "recomputed"),
     [(make_experts, False), (partial(make_delta_net, family="qwen3_next"), True)],

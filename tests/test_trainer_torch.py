@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 
 from asyncrl.config.schema import CheckpointConfig
 from asyncrl.models.checkpoint import is_draft, load_decoder, read_tensors
+from asyncrl.models.chunked import ChunkedScores, head_logits
 from asyncrl.models.config import CheckpointError, DecoderConfig
 from asyncrl.models.layout import PackedLayout
 from asyncrl.observability.telemetry.recorder import Recorder
@@ -419,6 +420,43 @@ def test_gradients_are_clipped_by_their_global_norm(checkpoint, start_rank):
     clipped = first_gradient(start_rank(make_config(checkpoint, grad_clip=0.01)), make_groups())
     assert free.norm() > 0.01
     assert relative(clipped, free * 0.01 / free.norm()) < 1e-4
+
+
+def test_norms_and_biases_do_not_decay(checkpoint, start_rank):
+    rank = start_rank(make_config(checkpoint, lr=0.1, weight_decay=0.5))
+    before = weights(rank)
+    rank.train(0, make_groups(rewards=1.0))  # without a gradient
+    for name, tensor in rank.export():
+        decays = tensor.ndim > 1 and not is_draft(name)
+        torch.testing.assert_close(tensor, before[name] * (0.95 if decays else 1.0))
+
+
+def test_logits_in_float32_bring_a_bfloat16_trainer_nearer_to_exact_ones(checkpoint, start_rank):
+    """Nearer to the same rounded weights and hidden states with an exact head."""
+    batch, found = build_batch([Group.from_buffer(data) for data in make_groups()]), {}
+    for exact in (False, True):
+        rank = start_rank(make_config(checkpoint, mixed_precision="bfloat16", float32_head=exact))
+        found[exact] = rank._backend.outputs(batch, 1.0)
+    hidden, weight = torch.randn(40, 64).bfloat16(), torch.randn(VOCAB, 64).bfloat16()
+    exact = hidden.double() @ weight.double().t()
+    assert (head_logits(hidden, weight, True) - exact).abs().max() < 1e-4
+    assert (head_logits(hidden, weight, False) - exact).abs().max() > 1e-2
+    differences = np.abs(found[True]["logprobs"] - found[False]["logprobs"])
+    assert 1e-5 < differences.mean() < 0.02
+
+
+def test_float32_logits_have_the_gradient_of_exact_ones():
+    hidden, weight = torch.randn(9, 16).bfloat16(), torch.randn(11, 16).bfloat16()
+    targets, g, e = torch.randint(0, 11, (9,)), torch.randn(9), torch.randn(9)
+    found = []
+    for exact in (True, False):
+        h, w = ((t.float() if exact else t).clone().requires_grad_() for t in (hidden, weight))
+        logprobs, entropy = ChunkedScores.apply(h, w, targets, 0.7, 4, True)
+        (logprobs @ g + entropy @ e).backward()
+        found.append((logprobs, entropy, h.grad.float(), w.grad.float()))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, one, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-5, atol=1e-5)
 
 
 def test_a_batch_without_a_trained_token_takes_no_step(checkpoint, start_rank):

@@ -39,6 +39,9 @@ class ModelConfig(Section):
     overrides: dict[str, Any] = field(default_factory=dict)  # values that replace entries of the model's config.json
     # megatron: package that converts weights, megatron_bridge or mbridge; auto: megatron_bridge
     bridge: str = "auto"
+    # logits of bfloat16 hidden states and weights are computed in float32, in trainer and engine, instead of rounded to
+    # bfloat16: sampled and trained logprobs differ less
+    float32_head: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 
@@ -189,7 +192,7 @@ class OptimizerConfig(Section):
     lr: NonNegativeFloat = 1e-6
     betas: Annotated[list[float], AfterValidator(_betas)] = field(default_factory=lambda: [0.9, 0.999])
     eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: NonNegativeFloat = 0.0  # of matrices; norms and biases do not decay
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up
     warmup_steps: NonNegativeInt = 0  # linear warm-up
     min_lr_ratio: NonNegativeFloat = 0.0  # final learning rate of linear and cosine, as a multiple of lr

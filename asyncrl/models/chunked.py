@@ -14,6 +14,7 @@ from torch import Tensor
 
 class ChunkedScores(torch.autograd.Function):
     """Log-probabilities and entropies of ``softmax(hidden @ W.T / temperature)`` without ever holding [R, V].
+    ``float32``: see `head_logits`.
 
     Both passes go over chunks of rows; the backward pass recomputes the chunk's logits. With p the softmax, z the
     scaled logits, H the entropy and g, e the gradients of logprob and entropy::
@@ -22,16 +23,18 @@ class ChunkedScores(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int) -> Any:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int, float32: bool = False
+    ) -> Any:
         logprobs = hidden.new_empty(len(targets), dtype=torch.float32)
         entropy = torch.empty_like(logprobs)
         for lo in range(0, len(targets), chunk):
             rows = slice(lo, lo + chunk)
-            logp_CV = _log_softmax(hidden[rows], weight, temperature)
+            logp_CV = _log_softmax(hidden[rows], weight, temperature, float32)
             logprobs[rows] = logp_CV.gather(1, targets[rows, None]).squeeze(1)
             entropy[rows] = -(logp_CV.exp() * logp_CV).sum(-1)
         ctx.save_for_backward(hidden, weight, targets, entropy)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature, ctx.chunk, ctx.float32 = temperature, chunk, float32
         return logprobs, entropy
 
     @staticmethod
@@ -41,7 +44,7 @@ class ChunkedScores(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for lo in range(0, len(targets), ctx.chunk):
             rows = slice(lo, lo + ctx.chunk)
-            logp_CV = _log_softmax(hidden[rows], weight, ctx.temperature)
+            logp_CV = _log_softmax(hidden[rows], weight, ctx.temperature, ctx.float32)
             p_CV = logp_CV.exp()
             entropy_term = (e[rows, None] * p_CV).mul_(logp_CV + entropy[rows, None])
             dz_CV = p_CV.mul_(-g[rows, None]).sub_(entropy_term)
@@ -50,7 +53,7 @@ class ChunkedScores(torch.autograd.Function):
             d_hidden[rows] = dz_CV @ weight
             if d_weight is not None:
                 d_weight += dz_CV.t() @ hidden[rows]
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None, None
 
 
 class SumOverRows(torch.autograd.Function):
@@ -95,13 +98,15 @@ class ChunkedCrossEntropy(SumOverRows):
     likeliest token, without ever holding [R, V]."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int) -> Any:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int, float32: bool = False
+    ) -> Any:
         loss, hits = hidden.new_zeros((), dtype=torch.float32), hidden.new_zeros((), dtype=torch.float32)
         gradients = _Gradients(ctx, hidden, weight, temperature)
         for lo in range(0, len(targets), chunk):
             rows = slice(lo, lo + chunk)
             targets_C1 = targets[rows, None]
-            logp_CV = _log_softmax(hidden[rows], weight, temperature)
+            logp_CV = _log_softmax(hidden[rows], weight, temperature, float32)
             loss -= logp_CV.gather(1, targets_C1).sum()
             hits += (logp_CV.argmax(1, keepdim=True) == targets_C1).sum()
             if gradients.wanted:
@@ -134,13 +139,14 @@ class ChunkedAcceptance(SumOverRows):
         targets: Tensor,
         temperature: float,
         chunk: int,
+        float32: bool = False,
     ) -> Any:
         loss, hits = hidden.new_zeros((), dtype=torch.float32), hidden.new_zeros((), dtype=torch.float32)
         gradients = _Gradients(ctx, hidden, weight, temperature)
         for lo in range(0, len(targets), chunk):
             rows = slice(lo, lo + chunk)
-            q_CV = _log_softmax(hidden[rows], weight, temperature).exp_()
-            p_CV = _log_softmax(target_hidden[rows], weight, temperature).exp_()
+            q_CV = _log_softmax(hidden[rows], weight, temperature, float32).exp_()
+            p_CV = _log_softmax(target_hidden[rows], weight, temperature, float32).exp_()
             hits += (q_CV.argmax(1) == targets[rows]).sum()
             below_CV = q_CV < p_CV
             overlap_C1 = p_CV.minimum(q_CV).sum(1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)
@@ -153,6 +159,16 @@ class ChunkedAcceptance(SumOverRows):
         return loss, hits
 
 
-def _log_softmax(hidden_CM: Tensor, weight_VM: Tensor, temperature: float) -> Tensor:
-    logits_CV = F.linear(hidden_CM, weight_VM).float()
+def head_logits(hidden_RM: Tensor, weight_VM: Tensor, float32: bool) -> Tensor:
+    """Logits [R, V] in float32. Of bfloat16 operands the sums are rounded to bfloat16 before, unless ``float32``
+    (model.float32_head): half of a unit in the last place is 0.06 nats for logits between 16 and 32."""
+    if not float32 or weight_VM.dtype is torch.float32:
+        return F.linear(hidden_RM, weight_VM).float()
+    if weight_VM.is_cuda:  # without a copy of the weights
+        return torch.mm(hidden_RM, weight_VM.t(), out_dtype=torch.float32)
+    return F.linear(hidden_RM.float(), weight_VM.float())
+
+
+def _log_softmax(hidden_CM: Tensor, weight_VM: Tensor, temperature: float, float32: bool) -> Tensor:
+    logits_CV = head_logits(hidden_CM, weight_VM, float32)
     return torch.log_softmax(logits_CV.div_(temperature) if temperature != 1.0 else logits_CV, -1)

@@ -222,6 +222,7 @@ class Decoder(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.activation_checkpointing = False
+        self.float32_head = False  #: see `asyncrl.models.chunked.head_logits`
 
     @torch.no_grad()
     def init_weights(self, seed: int, std: float = 0.02) -> None:
@@ -296,7 +297,7 @@ class Decoder(nn.Module):
         For the other arguments see `score_drafts`; the MTP layers run only for ``drafts``."""
         hidden_TM = self.hidden_states(tokens_T, layout)
         logprobs, entropy = ChunkedScores.apply(
-            hidden_TM.index_select(0, rows_R), self.lm_head.weight, targets_R, temperature, chunk
+            hidden_TM.index_select(0, rows_R), self.lm_head.weight, targets_R, temperature, chunk, self.float32_head
         )
         scored = self.score_drafts(hidden_TM, tokens_T, layout, drafts, temperature, chunk, draft_loss, detach_draft)
         return TokenScores(logprobs, entropy, hidden_TM.detach(), scored)
@@ -324,8 +325,10 @@ class Decoder(nn.Module):
             draft_RM = draft_TM.index_select(0, places_R)
             if loss == "acceptance":
                 target_RM = hidden_TM.detach().index_select(0, places_R + 1)  # predicts the same token
-                found = ChunkedAcceptance.apply(draft_RM, head_VM, target_RM, tokens_R, temperature, chunk)
+                found = ChunkedAcceptance.apply(
+                    draft_RM, head_VM, target_RM, tokens_R, temperature, chunk, self.float32_head
+                )
             else:
-                found = ChunkedCrossEntropy.apply(draft_RM, head_VM, tokens_R, temperature, chunk)
+                found = ChunkedCrossEntropy.apply(draft_RM, head_VM, tokens_R, temperature, chunk, self.float32_head)
             scores.append(DraftScores(*found))
         return tuple(scores)

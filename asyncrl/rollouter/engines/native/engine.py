@@ -55,7 +55,7 @@ class NativeEngine:
     """Implements `asyncrl.rollouter.engines.base.Engine`. ``tokenizer`` is needed only for stop strings. With
     ``load_weights=False`` the weights are zeros and must be synced before the first `resume`. ``mtp`` decides whether
     it speculates. With ``lora`` syncs send such adapters, and the base only once.
-    ``warm_bytes``: for finished turns' KV.
+    ``warm_bytes``: for finished turns' KV. ``float32_head``: see `asyncrl.models.chunked.head_logits`.
 
     Raises CheckpointError for a checkpoint that cannot be built or read, EngineError for options that do not fit it.
     """
@@ -71,6 +71,7 @@ class NativeEngine:
         mtp: MTPConfig | None = None,
         lora: LoraConfig | None = None,
         warm_bytes: int = 0,
+        float32_head: bool = False,
     ) -> None:
         from_trunk = mtp is not None and mtp.init_from_trunk
         decoder = check_checkpoint(checkpoint, from_trunk)
@@ -81,7 +82,8 @@ class NativeEngine:
                 f"{decoder.max_position_embeddings}"
             )
         dtype = getattr(torch, decoder.engine_dtype(config.dtype))
-        self._model = NativeModel(decoder, context, dtype, torch.device(resolve_device(config.device)))
+        device = torch.device(resolve_device(config.device))
+        self._model = NativeModel(decoder, context, dtype, device, float32_head)
         if load_weights:
             self._model.load(checkpoint, from_trunk)
         self._core = Core(

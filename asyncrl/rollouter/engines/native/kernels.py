@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from asyncrl.models.chunked import head_logits
+
 # With few rows, a product takes as long as reading its weight. oneDNN reads a weight in its own blocked layout 1.4 to
 # 1.9 times as fast as either library reads it row by row. Small weights do not repay the cost of its call. Measured on
 # AMD Zen 4, 8 to 32 rows.
@@ -25,11 +27,13 @@ class Linear:
     """``x @ weight.T + bias``, [N, I] → [N, O], over a weight that syncs write through live views.
 
     A large weight is also kept in the kernel's layout, so call `refresh` after every write to ``weight``. The choice of
-    kernel depends only on shape, dtype and machine.
+    kernel depends only on shape, dtype and machine. ``float32``: see `asyncrl.models.chunked.head_logits`; without a
+    bias.
     """
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None, float32: bool = False) -> None:
         self.weight, self.bias = weight_OI, bias_O
+        self._float32 = float32 and weight_OI.dtype is not torch.float32
         large = weight_OI.numel() >= _WORTH_PACKING
         self._pack = _CAN_PACK and large and weight_OI.dtype is torch.float32 and weight_OI.device.type == "cpu"
         self._packed: Tensor | None = None
@@ -41,6 +45,8 @@ class Linear:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
 
     def __call__(self, x_NI: Tensor) -> Tensor:
+        if self._float32:
+            return head_logits(x_NI, self.weight, True)
         if self._packed is None:
             return F.linear(x_NI, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x_NI, self._packed, self.bias, "none", [], "")

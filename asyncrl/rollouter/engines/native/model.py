@@ -33,7 +33,12 @@ class NativeModel:
     """
 
     def __init__(
-        self, config: DecoderConfig, context_tokens: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+        self,
+        config: DecoderConfig,
+        context_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        float32_head: bool = False,
     ) -> None:
         self.config, self.dtype = config, dtype
         # with its index: "cuda" means each thread's current device
@@ -42,7 +47,8 @@ class NativeModel:
         self.embed = self._empty(config.vocab_size, config.hidden_size)
         self.layers = [_Layer(config, self._empty) for _ in range(config.num_layers)]
         self.norm = self._empty(config.hidden_size)
-        self.head = Linear(self.embed if config.tie_word_embeddings else self._empty(*self.embed.shape))
+        head = self.embed if config.tie_word_embeddings else self._empty(*self.embed.shape)
+        self.head = Linear(head, float32=float32_head)
         self.draft = [DraftLayer(config, self._empty) for _ in range(config.num_mtp_layers)]
         cos_T1D, sin_T1D = rope_table(config, torch.arange(context_tokens))
         # rotate(x) = x·cos + swap(x)·sin, with the sign of the swapped half in the table

@@ -39,6 +39,7 @@ class NativeSpec(EngineSpec):
             mtp=config.mtp,
             lora=config.model.lora if sends_adapters(config) else None,
             warm_bytes=warm_kv_bytes(config),
+            float32_head=config.model.float32_head,
         )
 
 

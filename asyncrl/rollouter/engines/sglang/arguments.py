@@ -39,6 +39,7 @@ def server_arguments(config: Config, device: str) -> dict[str, Any]:
         "enable_memory_saver": device == "cuda" and config.param_sync.kv == "unload",  # needed to free the KV cache
         "log_level": "error",
         "skip_server_warmup": True,  # its request might still run during the first sync
+        "enable_fp32_lm_head": config.model.float32_head,
     }
     if mtp.enable_rollout:
         arguments |= {

@@ -56,6 +56,8 @@ def engine_arguments(config: Config, device: str) -> AsyncEngineArgs:
         arguments["distributed_executor_backend"] = "mp"  # within a Ray actor, vLLM's default is actors of its own
     if mtp.enable_rollout:
         arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": mtp.num_speculative_tokens}
+    if config.model.float32_head:
+        arguments["hf_overrides"] = {"head_dtype": "float32"}
     if sends_adapters(config):
         arguments |= _lora_arguments(config)
     if device == "cpu":

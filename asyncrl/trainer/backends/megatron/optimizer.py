@@ -66,12 +66,15 @@ class ShardedAdamW:
             params_dtype=torch.bfloat16 if half else torch.float32,
             use_distributed_optimizer=True,
         )
-        # no overrides: weight decay applies to all parameters, norms and biases included, as in the torch backend
+        # its standard groups keep norms and biases from decaying, as in the torch backend
         self._optimizers = {
-            draft: get_megatron_optimizer(settings, modules, config_overrides={}, use_gloo_process_groups=False)
+            draft: get_megatron_optimizer(settings, modules, use_gloo_process_groups=False)
             for draft, modules in self._modules.items()
             if modules
         }
+        for part in (*self._parts(draft=False), *self._parts(draft=True)):
+            for group in part.param_groups:  # megatron-core's own scheduler, unused here, would apply the factor
+                group["weight_decay"] = options.weight_decay * group["wd_mult"]
         self._device = next(policy[0].parameters()).device
         self._by_parameter: dict[int, list[Shard]] = {}
         self.shards = [shard for draft in self._optimizers for shard in self._find_shards(draft)]

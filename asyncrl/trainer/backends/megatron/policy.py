@@ -42,11 +42,13 @@ class PolicyModel(GPTModel):
     outside, with asyncrl's temperature and global count.
 
     ``draft_depths``: number of draft depths in the next forward pass; ``detach_draft``: no gradient from them reaches
-    trunk and embedding; ``draft_starts_blank``: see `Bridge`. The draft's states are those of
-    `asyncrl.models.decoder.Decoder.draft_states`, for at most as many depths as there are MTP layers."""
+    trunk and embedding; ``float32_head``: see `asyncrl.models.chunked.head_logits`; ``draft_starts_blank``: see
+    `Bridge`. The draft's states are those of `asyncrl.models.decoder.Decoder.draft_states`, for at most as many
+    depths as there are MTP layers."""
 
     draft_depths = 0
     detach_draft = True
+    float32_head = False
     draft_starts_blank = True
 
     def _postprocess(self, hidden_states: Tensor, **layers: Any) -> Tensor | tuple[Tensor, ...]:
@@ -107,7 +109,7 @@ class PolicyModel(GPTModel):
     def vocabulary_part(self) -> VocabularyPart:
         """The part of the vocabulary in this rank's rows of the head."""
         group = parallel_state.get_tensor_model_parallel_group()
-        return VocabularyPart.of(self.config.vocab_size, len(self.head_weight), group)
+        return VocabularyPart.of(self.config.vocab_size, len(self.head_weight), group, self.float32_head)
 
     @property
     def head_weight(self) -> Tensor:

@@ -12,26 +12,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from asyncrl.models.chunked import SumOverRows
+from asyncrl.models.chunked import SumOverRows, head_logits
 
 
 @dataclass(frozen=True)
 class VocabularyPart:
     """This rank's slice ``first``:``end`` of the vocabulary; its head may have padding rows beyond. ``group``: all
-    ranks that share the vocabulary."""
+    ranks that share the vocabulary. ``float32``: see `asyncrl.models.chunked.head_logits`."""
 
     first: int
     end: int
     group: dist.ProcessGroup
+    float32: bool = False
 
     @classmethod
-    def of(cls, vocab_size: int, rows: int, group: dist.ProcessGroup) -> VocabularyPart:
+    def of(cls, vocab_size: int, rows: int, group: dist.ProcessGroup, float32: bool = False) -> VocabularyPart:
         """The part of a rank whose head has ``rows`` rows, like every head of the group."""
         first = min(dist.get_rank(group) * rows, vocab_size)
-        return cls(first, min(first + rows, vocab_size), group)
+        return cls(first, min(first + rows, vocab_size), group, float32)
 
     def sum(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduce over the group, in place."""
@@ -46,7 +46,7 @@ class VocabularyPart:
 
     def logits(self, hidden_CM: Tensor, weight_WM: Tensor, temperature: float) -> Tensor:
         """float32 [C, W], divided by the temperature."""
-        logits_CW = F.linear(hidden_CM.to(weight_WM.dtype), weight_WM[: self.end - self.first]).float()
+        logits_CW = head_logits(hidden_CM.to(weight_WM.dtype), weight_WM[: self.end - self.first], self.float32)
         return logits_CW.div_(temperature) if temperature != 1.0 else logits_CW
 
 

@@ -222,6 +222,7 @@ class TorchFSDPBackend(BaseBackend):
 
     def _sharded(self, model: Decoder) -> Decoder:
         """Shard layer by layer; the root's own group is embedding, final norm and head."""
+        model.float32_head = self._config.model.float32_head
         # without CUDA the state is in host memory already
         offload = self._options.cpu_offload and self._device.type == "cuda"
         shared: dict[str, Any] = {
@@ -239,8 +240,10 @@ class TorchFSDPBackend(BaseBackend):
 
 
 def _make_optimizer(parameters: Sequence[Tensor], options: OptimizerConfig) -> torch.optim.AdamW:
+    decayed = [p for p in parameters if p.ndim > 1]
+    others = [p for p in parameters if p.ndim <= 1]
     optimizer = torch.optim.AdamW(
-        parameters,
+        [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
         lr=options.lr,
         betas=(options.betas[0], options.betas[1]),
         eps=options.eps,
