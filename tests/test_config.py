@@ -120,8 +120,8 @@ def test_a_value_of_the_wrong_shape_does_not_replace_the_file_below(tmp_path, gr
         ("rollout.stop_strings=[no]", "rollout.stop_strings: expected list[str], found [False]"),
         (
             "trainer.mixed_precision=no",
-            "trainer.mixed_precision: expected one of no, bfloat16; found False (YAML reads an unquoted no, yes, off "
-            "or on as a boolean)",
+            "trainer.mixed_precision: expected one of auto, no, bfloat16; found False (YAML reads an unquoted no, yes, "
+            "off or on as a boolean)",
         ),
     ],
 )

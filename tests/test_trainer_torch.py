@@ -422,6 +422,17 @@ def test_gradients_are_clipped_by_their_global_norm(checkpoint, start_rank):
     assert relative(clipped, free * 0.01 / free.norm()) < 1e-4
 
 
+@pytest.mark.parametrize(("engine", "same"), [("auto", "bfloat16"), ("float32", "no")])
+def test_by_default_the_trainer_computes_as_the_engine_samples(engine, same, start_rank, tmp_path):
+    checkpoint = make_checkpoint(tmp_path, torch_dtype="bfloat16")
+    batch, found = build_batch([Group.from_buffer(data) for data in make_groups()]), []
+    for precision in ("auto", same):
+        config = make_config(checkpoint, mixed_precision=precision)
+        config.rollout.engine.dtype = engine
+        found.append(start_rank(config)._backend.outputs(batch, 1.0)["logprobs"])
+    assert np.array_equal(*found)
+
+
 def test_norms_and_biases_do_not_decay(checkpoint, start_rank):
     rank = start_rank(make_config(checkpoint, lr=0.1, weight_decay=0.5))
     before = weights(rank)

@@ -224,7 +224,9 @@ class TrainerConfig(Section):
     mini_batch_groups: PositiveInt = 16  # groups per optimizer step (verl: ppo_mini_batch_size)
     max_tokens_per_micro_batch: PositiveInt = 8192  # bounds activation memory; a longer sample has its own micro-batch
     logprob_chunk_tokens: PositiveInt = 1024  # rows of logits in memory at a time
-    mixed_precision: Literal["no", "bfloat16"] = "no"  # bfloat16: float32 weights, computation in bfloat16
+    # bfloat16: float32 weights, computation in bfloat16; auto: where the engine samples in bfloat16, see
+    # rollout.engine.dtype, so that both compute alike
+    mixed_precision: Literal["auto", "no", "bfloat16"] = "auto"
     activation_checkpointing: bool = False  # recompute activations in the backward pass to save memory
     cpu_offload: bool = False  # torch: FSDP keeps parameters, gradients and optimizer state in host memory
     device: Device = "auto"  # auto: cuda if there is a GPU

@@ -86,7 +86,7 @@ def built(path, cut="one", mtp_from_trunk=False, package="megatron_bridge"):
     config = Config()
     config.trainer.megatron = MegatronConfig(**CUTS[cut])
     bridge = bridge_of(read_source(path, mtp_from_trunk), package)
-    chunks = build_chunks(bridge, config.trainer)
+    chunks = build_chunks(bridge, config.trainer, half=False)
     conversion = Conversion(bridge, chunks)
     conversion.load(read_tensors(path).__getitem__)
     return chunks, conversion

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.config.schema import Config, OptimizerConfig
+from asyncrl.models.config import ModelConfig
 from asyncrl.models.device_copy import on_device
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.manifest import Manifest
@@ -91,6 +92,7 @@ class BaseBackend(ABC):
     def __init__(self, config: Config, rank: int, world_size: int, recorder: Recorder) -> None:
         self.rank, self.world_size = rank, world_size
         self._config, self._options, self._recorder = config, config.trainer, recorder
+        self._half = computes_in_bfloat16(config)
         self._device = choose_device(self._options.device, rank)
         if self._device.type == "cpu":
             torch.set_num_threads(self._options.threads)
@@ -332,6 +334,13 @@ class BaseBackend(ABC):
 
     def _destroy_groups(self) -> None:
         dist.destroy_process_group()
+
+
+def computes_in_bfloat16(config: Config) -> bool:
+    """trainer.mixed_precision, with ``auto`` resolved."""
+    if config.trainer.mixed_precision == "auto":
+        return ModelConfig.load(config.model.path).engine_dtype(config.rollout.engine.dtype) == "bfloat16"
+    return config.trainer.mixed_precision == "bfloat16"
 
 
 def reference_path(config: Config) -> str | None:

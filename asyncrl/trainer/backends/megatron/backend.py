@@ -295,7 +295,7 @@ class MegatronBackend(BaseBackend):
         )
 
     def _load_chunks(self, bridge: Bridge) -> tuple[list[PolicyModel], Conversion]:
-        chunks = [chunk.to(self._device) for chunk in build_chunks(bridge, self._options)]
+        chunks = [chunk.to(self._device) for chunk in build_chunks(bridge, self._options, self._half)]
         for chunk in chunks:
             chunk.float32_head = self._config.model.float32_head
         conversion = Conversion(bridge, chunks)

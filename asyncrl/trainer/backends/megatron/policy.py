@@ -123,11 +123,11 @@ def has_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def build_chunks(bridge: Bridge, options: TrainerConfig) -> list[PolicyModel]:
+def build_chunks(bridge: Bridge, options: TrainerConfig, half: bool) -> list[PolicyModel]:
     """This rank's part of the model, uninitialized: one chunk, or one per virtual stage. Needs the model parallel
-    groups. Raises CheckpointError for a rope that differs from the checkpoint's."""
+    groups. ``half``: it computes in bfloat16. Raises CheckpointError for a rope that differs from the checkpoint's."""
     provider = bridge.provider
-    _complete(provider, options)
+    _complete(provider, options, half)
     virtual = options.megatron.virtual_pipeline_model_parallel_size
     chunks = [_build(provider, stage) for stage in (range(virtual) if virtual > 1 else [None])]
     for chunk in chunks:
@@ -186,9 +186,9 @@ def _build(provider: GPTModelProvider, stage: int | None) -> PolicyModel:
     return model
 
 
-def _complete(provider: GPTModelProvider, options: TrainerConfig) -> None:
+def _complete(provider: GPTModelProvider, options: TrainerConfig, half: bool) -> None:
     """Add sharding, precision and kernels to the configuration that the bridge read from config.json."""
-    cut, fast, half = options.megatron, has_transformer_engine(), options.mixed_precision == "bfloat16"
+    cut, fast = options.megatron, has_transformer_engine()
     settings: dict[str, Any] = {
         "tensor_model_parallel_size": cut.tensor_model_parallel_size,
         "pipeline_model_parallel_size": cut.pipeline_model_parallel_size,

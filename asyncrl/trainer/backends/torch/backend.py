@@ -227,7 +227,7 @@ class TorchFSDPBackend(BaseBackend):
         offload = self._options.cpu_offload and self._device.type == "cuda"
         shared: dict[str, Any] = {
             "mesh": self._mesh,
-            "mp_policy": _precision(self._options.mixed_precision),
+            "mp_policy": _precision(self._half),
             "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
         }
         for layer in [*model.model.layers, *getattr(model.model, "mtp_layers", [])]:
@@ -240,10 +240,12 @@ class TorchFSDPBackend(BaseBackend):
 
 
 def _make_optimizer(parameters: Sequence[Tensor], options: OptimizerConfig) -> torch.optim.AdamW:
-    decayed = [p for p in parameters if p.ndim > 1]
-    others = [p for p in parameters if p.ndim <= 1]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.ndim > 1]},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(
-        [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
+        groups,
         lr=options.lr,
         betas=(options.betas[0], options.betas[1]),
         eps=options.eps,
@@ -260,8 +262,8 @@ def _make_optimizer(parameters: Sequence[Tensor], options: OptimizerConfig) -> t
     return optimizer
 
 
-def _precision(name: str) -> MixedPrecisionPolicy:
+def _precision(half: bool) -> MixedPrecisionPolicy:
     """bfloat16 for compute; weights, gradient sums and optimizer state stay float32."""
-    if name == "no":
+    if not half:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
