@@ -25,7 +25,7 @@ from asyncrl.param_sync.errors import SyncError
 from asyncrl.rollouter.engines.base import EngineDied, EngineError
 from asyncrl.types.samples import FinishReason
 from tests.support.engine_contract import *  # noqa: F403
-from tests.support.engine_contract import PROMPT, changed, error_of, perfect_draft, until
+from tests.support.engine_contract import PROMPT, changed, error_of, perfect_draft, rounding, until
 from tests.support.engine_replica import Replica, request
 from tests.support.sglang_replica import replica_config, server_processes
 
@@ -37,6 +37,12 @@ async def replica(checkpoint):
     replica = await Replica.start(replica_config(checkpoint))
     yield replica
     await replica.close()
+
+
+@pytest.mark.slow
+async def test_logits_in_float32_are_not_rounded(checkpoint, initial):
+    found = await rounding(Replica, replica_config(checkpoint), initial)
+    assert found[True] < found[False] / 10, found
 
 
 async def test_ids_with_a_common_prefix_are_aborted_separately(replica, initial, long):

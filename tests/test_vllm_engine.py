@@ -42,6 +42,7 @@ from tests.support.engine_contract import (
     error_of,
     one_after_the_other,
     perfect_draft,
+    rounding,
     until,
 )
 from tests.support.engine_replica import request
@@ -57,6 +58,12 @@ async def replica(checkpoint):
     replica = await Replica.start(replica_config(checkpoint))
     yield replica
     await replica.close()
+
+
+@pytest.mark.slow
+async def test_logits_in_float32_are_not_rounded(checkpoint, initial):
+    found = await rounding(Replica, replica_config(checkpoint), initial)
+    assert found[True] < found[False] / 10, found
 
 
 async def test_a_sync_succeeds_after_an_abandoned_update(replica, reference, initial):

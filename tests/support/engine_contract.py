@@ -106,6 +106,24 @@ def perfect_draft(tensors, sharpness=1.0):
     return made
 
 
+async def rounding(replica, config, initial):
+    """Mean difference, in nats, between logprobs of a bfloat16 model and exact ones of its last hidden states, without
+    and with model.float32_head. ``replica``: makes one."""
+    weights, found = {name: t.bfloat16() for name, t in perfect_draft(initial, sharpness=6.0).items()}, {}
+    for exact in (False, True):
+        config.rollout.engine.dtype, config.model.float32_head = "bfloat16", exact
+        made = await replica.start(config)
+        await made.sync(weights)
+        answer = (await made.generate([request("a", PROMPT, 24)]))["a"]
+        await made.close()
+        embed_TM = weights["model.embed_tokens.weight"][torch.tensor([PROMPT[-1], *answer.tokens[:-1]])].float()
+        hidden_TM = (embed_TM / (embed_TM.square().mean(-1, keepdim=True) + 1e-6).sqrt()).bfloat16()
+        exact_TV = torch.log_softmax(hidden_TM.double() @ weights["lm_head.weight"].double().t(), -1)
+        expected = exact_TV[torch.arange(len(answer.tokens)), torch.tensor(answer.tokens)]
+        found[exact] = (expected - torch.tensor(answer.logprobs)).abs().mean().item()
+    return found
+
+
 def one_after_the_other(tensors, tokens):
     """Weights under which greedy decoding cycles through ``tokens``: the head maps each token to the next one, and the
     last to the first."""
