@@ -307,6 +307,14 @@ async def test_a_step_of_several_data_sources_is_reported_by_source():
         assert found == ({source: 0.75} if step > 1 else {})  # one source says nothing that all samples do not
 
 
+async def test_the_curriculum_is_reported_with_each_step():
+    rank, replica = Recorder("trainer/0"), Recorder("replica/0")
+    monitor = await monitored(rank, replica)
+    replica.gauge("rollout/curriculum/hard/share", 0.25)
+    for step in (1, 2):
+        assert (await monitor.on_step(at(step), {}))["rollout/curriculum/hard/share"] == 0.25
+
+
 async def test_the_overlap_of_a_run_is_that_of_all_its_steps_however_many_spans_they_have():
     rank, replica = Recorder("trainer/0"), Recorder("replica/0")
     monitor, busy_s = await monitored(rank, replica), 0.0

@@ -27,6 +27,8 @@ DRAIN_EVERY_S = 2.0  # at least
 CHECK_EVERY_S = 1.0
 DRAIN_PATIENCE_S = 1.0  # for an answer; a later one is taken in the next round
 
+#: gauges that are metrics of a step, too
+_GAUGES = ("rollout/curriculum/",)
 #: counters reported as totals since training began, not per step
 _TOTALS = (
     "rollout/failed_samples/",
@@ -177,6 +179,7 @@ class Monitor:
         if several_sources(self._totals):
             values |= source_means(counters)
         values |= engine_metrics(counters)
+        values |= {k: v for k, v in self._gauges.items() if k.startswith(_GAUGES)}
         return values | {k: v for k, v in self._totals.items() if k.startswith(_TOTALS)}
 
     def _efficiency_metrics(self, metrics: Mapping[str, float], window: Mapping[str, float]) -> dict[str, float]:
