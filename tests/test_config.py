@@ -181,6 +181,7 @@ def test_missing_values_and_files_are_reported(tmp_path):
         ("algorithm.args={x: 1}", "algorithm.args: no selected item reads 'x'; expected none"),
         ("algorithm.dual_clip=1.1", "algorithm.dual_clip: expected 0, or more than 1 + clip_high = 1.2, found 1.1"),
         ("algorithm.kl_unbiased=true", "algorithm.kl_unbiased: there is no KL with algorithm.kl_coef=0"),
+        ("algorithm.entropy_step=0.1", "algorithm.entropy_step: read only with algorithm.entropy_target; expected its"),
         ("algorithm.overlong_penalty=-1", "algorithm.overlong_penalty: expected at least 0"),
         ("algorithm.std_ddof=2", "algorithm.std_ddof: expected at least 0 and at most 1, found 2"),
         ("rollout.max_attempts=0", "rollout.max_attempts: expected at least 1, found 0"),
@@ -260,6 +261,19 @@ def test_options_of_the_loss_that_contradict_each_other_are_refused(files, overr
     found = problems([*files, *overrides])
     assert len(found) == 1
     assert expected in found[0]
+
+
+def test_a_penalty_with_a_target_of_the_entropy_and_two_kinds_of_kl_are_refused():
+    common = ["model.path=x", "reward.function=arithmetic", "async_training.staleness_threshold=1"]
+    for options, problem in (
+        (["entropy_coef=-0.1", "entropy_target=0.5"], "algorithm.entropy_coef: a penalty works against algorithm.entr"),
+        (
+            ["kl_coef=0.1", "kl_reward_coef=0.1"],
+            "algorithm.kl_reward_coef: the KL would count twice, in the reward and",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            load_config(None, [*common, *(f"algorithm.{option}" for option in options)])
 
 
 def test_on_policy_training_with_the_proximal_anchor_needs_no_weight(files):

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.config.schema import CurriculumConfig
 from asyncrl.data.order import PromptOrder
 from asyncrl.data.prompts import DataError
 from asyncrl.types.prompts import Prompt
@@ -74,7 +75,7 @@ def mixed(counts=(3, 20, 7), **options):
     """Prompts of the sources a, b and c."""
     sources = [name for name, count in zip("abc", counts, strict=True) for _ in range(count)]
     rows = [Prompt(f"row:{i}", f"row:{i}", (), "", data_source=s, text=str(i)) for i, s in enumerate(sources)]
-    return PromptOrder(rows, seed=0, **options)
+    return PromptOrder(rows, seed=0, curriculum=CurriculumConfig(), **options)
 
 
 def test_a_mixture_has_its_shares_in_every_stretch():

@@ -61,9 +61,9 @@ class PromptOrder(Iterator[Prompt]):
         self._prompts, self._epochs = prompts, epochs
         self.version = 0  #: number of the one under which the next prompt will be issued
         self._curriculum: Curriculum | None = None
-        if mixture or (curriculum and curriculum.by):
-            by = curriculum.by if curriculum else SOURCE
-            classes = np.array([_class(prompt, by) for prompt in prompts])
+        by = curriculum.by if curriculum else ""
+        if mixture or by:
+            classes = np.array([_class(prompt, by or SOURCE) for prompt in prompts])
             shares = mixture or dict.fromkeys(classes.tolist(), 1.0)
             _check(shares, classes)
             total = sum(shares.values())
@@ -71,8 +71,8 @@ class PromptOrder(Iterator[Prompt]):
             self._shares = [shares[name] / total for name in self.classes]
             rows = [np.flatnonzero(classes == name) for name in self.classes]
             seeds = [[seed, k] for k in range(len(rows))]
-            if curriculum and curriculum.by:
-                _check_classes(curriculum.by, self.classes)
+            if curriculum and by:
+                _check_classes(by, self.classes)
                 self._curriculum = Curriculum(self._shares, seed, curriculum.window, curriculum.floor)
         else:
             self._shares, rows, seeds, self.classes = [1.0], [np.arange(len(prompts))], [[seed]], []
