@@ -243,10 +243,11 @@ class AsyncTrainingConfig(Section):
     require_batches: PositiveInt = 1  # mini-batches per train step
     # true: a sync interrupts running samples, which continue afterwards; false: a sync waits until they finish
     partial_rollout: bool = True
-    # fifo: in order of issue; ready_first: finished groups first, of these the one with the earliest deadline
+    # fifo: in order of issue; ready_first: finished groups first, of these the one with the earliest deadline, so short
+    # samples are trained fresher than long ones
     queue_policy: Literal["fifo", "ready_first"] = "fifo"
     # groups about to pass the staleness bound; wait: training waits for them in time; mask: their stale tokens are not
-    # trained; drop: they are dropped
+    # trained; drop: they are dropped, which takes more of the long samples
     overdue: Literal["wait", "mask", "drop"] = "wait"
 
 
