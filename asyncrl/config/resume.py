@@ -11,6 +11,7 @@ from asyncrl.config.schema import Config
 #: options, and groups of options (with a final dot), that may differ in a resumed run
 MAY_CHANGE = (
     "name",
+    "model.float32_head",
     "run_dir",
     "journal_dir",
     "data.validation_files",

@@ -40,7 +40,7 @@ class ModelConfig(Section):
     # megatron: package that converts weights, megatron_bridge or mbridge; auto: megatron_bridge
     bridge: str = "auto"
     # logits of bfloat16 hidden states and weights are computed in float32, in trainer and engine, instead of rounded to
-    # bfloat16: sampled and trained logprobs differ less
+    # bfloat16
     float32_head: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
 

@@ -22,6 +22,7 @@ _DERIVED = frozenset(
         "api_key",
         "admin_api_key",
         "random_seed",
+        "enable_fp32_lm_head",
         "max_running_requests",
         "context_length",
         "tp_size",

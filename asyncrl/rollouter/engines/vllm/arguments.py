@@ -56,8 +56,6 @@ def engine_arguments(config: Config, device: str) -> AsyncEngineArgs:
         arguments["distributed_executor_backend"] = "mp"  # within a Ray actor, vLLM's default is actors of its own
     if mtp.enable_rollout:
         arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": mtp.num_speculative_tokens}
-    if config.model.float32_head:
-        arguments["hf_overrides"] = {"head_dtype": "float32"}
     if sends_adapters(config):
         arguments |= _lora_arguments(config)
     if device == "cpu":
@@ -68,6 +66,8 @@ def engine_arguments(config: Config, device: str) -> AsyncEngineArgs:
         arguments["enable_sleep_mode"] = config.param_sync.kv == "unload"  # needed to free the KV cache
     arguments |= revealed("rollout.engine.args", engine.args)
     try:
+        if config.model.float32_head:
+            arguments["hf_overrides"] = {**arguments.get("hf_overrides", {}), "head_dtype": "float32"}
         return AsyncEngineArgs(**arguments)
     except (TypeError, ValueError) as e:
         raise EngineError(f"rollout.engine.args: vLLM {check_release()} says {reason(e, engine)}") from None
