@@ -1,6 +1,6 @@
 """Holds every item of the algorithms against its formula, every option against having no effect, and trains with each.
 
-    python -m benchmarks.algorithms [--steps 16] [--recipes grpo gspo …] [--all]
+    python -m benchmarks.algorithms [--steps 16] [--recipes grpo gspo …] [--staleness 0 2] [--all]
 
 1. *Parity*: the largest error of any item in float32, relative to the largest value of its case, against float64 loops
    written from the papers (`tests.support.formulas`), over random steps with masks, versions and several sequences.
@@ -50,7 +50,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES)
-    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--staleness", type=int, nargs="+", default=[2])
+    parser.add_argument("--all", action="store_true", help="48 steps at staleness 0 and at 2")
     args = parser.parse_args()
     torch.set_num_threads(1)
     checkpoint, data = ROOT / "checkpoints/arith-mimo", ROOT / "data/arithmetic"
@@ -62,10 +63,10 @@ def main() -> None:
     inert = inert_options(recorded_batch(checkpoint, data))
     print(f"effects     {len(CHANGES_THE_GRADIENT)} options, without any: {', '.join(inert) or 'none'}", flush=True)
 
-    settings = [(48, staleness) for staleness in (0, 2)] if args.all else [(args.steps, 2)]
+    steps, thresholds = (48, [0, 2]) if args.all else (args.steps, args.staleness)
     learned = dict.fromkeys(args.recipes, True)
     print(f"{'algorithm':<16} staleness  steps  accuracy before  after  seconds", flush=True)
-    for steps, staleness in settings:
+    for staleness in thresholds:
         for recipe in args.recipes:
             options = [f"trainer.total_steps={steps}", f"async_training.staleness_threshold={staleness}"]
             with tempfile.TemporaryDirectory(prefix="asyncrl-algorithms-") as folder:
