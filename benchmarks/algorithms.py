@@ -116,7 +116,7 @@ def _advantage_error(name: str, case: Case) -> float:
     counted = np.isin(np.arange(len(case.rewards)), case.trained_samples())
     rewards = np.array(case.rewards, np.float32)
     sample, penalty = np.array(case.sequences), np.zeros(len(trained))
-    view = BatchView(rewards, np.array(case.group), counted, sample, offsets, trained, penalty)
+    view = BatchView(rewards, np.array(case.group), counted, sample, offsets, trained, penalty, 0 * penalty)
     found = ADVANTAGES.find(name).compute(view, options)
     return _error(found[trained], np.array(formulas.ADVANTAGES[name](case, vars(options)))[trained])
 

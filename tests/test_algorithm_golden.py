@@ -40,7 +40,7 @@ def view() -> BatchView:
     rewards = np.array(GOLDEN["rewards"], np.float32)
     group = np.unique(GOLDEN["group"], return_inverse=True)[1]
     counted, sample, penalty = np.ones(len(rewards), bool), np.arange(len(rewards)), np.zeros(len(TRAINED))
-    return BatchView(rewards, group, counted, sample, OFFSETS, TRAINED, penalty)
+    return BatchView(rewards, group, counted, sample, OFFSETS, TRAINED, penalty, penalty)
 
 
 @pytest.mark.parametrize("of", GOLDEN["advantage"], ids=ids)

@@ -56,7 +56,7 @@ def test_an_advantage_equals_its_formula(name, options, seed):
     rewards, group = np.array(case.rewards, np.float32), np.array(case.group)
     penalty = np.array(case.penalty, np.float32)
     case.rewards, case.penalty = rewards.astype(float).tolist(), penalty.astype(float).tolist()  # as rounded
-    view = BatchView(rewards, group, counted, np.array(case.sequences), row_offsets, trained, penalty)
+    view = BatchView(rewards, group, counted, np.array(case.sequences), row_offsets, trained, penalty, 0 * penalty)
     found = ADVANTAGES.find(name).compute(view, config)
     expected = np.array(formulas.ADVANTAGES[name](case, vars(config)))
     assert found.dtype == np.float32
@@ -115,6 +115,7 @@ def batch_of(case: Case, sequences=None) -> TrainBatch:
             "proximal_logprobs": anchor,
             "reference_logprobs": reference,
             "version": np.random.default_rng(0).integers(0, 4, size),
+            "token_rewards": np.zeros(size, np.float32),
         },
         sequence_columns={
             "group": np.array(case.group)[sample],

@@ -180,9 +180,12 @@ def test_missing_values_and_files_are_reported(tmp_path):
         ),
         ("algorithm.args={x: 1}", "algorithm.args: no selected item reads 'x'; expected none"),
         ("algorithm.dual_clip=1.1", "algorithm.dual_clip: expected 0, or more than 1 + clip_high = 1.2, found 1.1"),
-        ("algorithm.kl_unbiased=true", "algorithm.kl_unbiased: there is no KL with algorithm.kl_coef=0"),
+        ("algorithm.kl_unbiased=true", "algorithm.kl_unbiased: read only with algorithm.kl_coef above 0"),
+        ("algorithm.kl_estimator=k2", "algorithm.kl_estimator: read only with algorithm.kl_coef above 0; expected its"),
+        ("algorithm.overlong_penalty=1", "algorithm.overlong_penalty: only algorithm.overlong=penalize reads it"),
+        ("algorithm.denominators=trained", "algorithm.denominators: owned and trained tokens differ only with"),
         ("algorithm.entropy_step=0.1", "algorithm.entropy_step: read only with algorithm.entropy_target; expected its"),
-        ("algorithm.overlong_penalty=-1", "algorithm.overlong_penalty: expected at least 0"),
+        ("algorithm.overlong_penalty=-1", "algorithm.overlong_penalty: expected more than 0"),
         ("algorithm.std_ddof=2", "algorithm.std_ddof: expected at least 0 and at most 1, found 2"),
         ("rollout.max_attempts=0", "rollout.max_attempts: expected at least 1, found 0"),
         ("reward.memory_mb=0", "reward.memory_mb: expected at least 1, found 0"),
@@ -242,6 +245,19 @@ def test_impossible_values_are_refused(files, override, expected):
         ),
         (["algorithm.anchor=proximal", "algorithm.corrections=[tis,mis]"], "tis and mis weigh tokens by importance"),
         (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"], "as a loss, k1's gradient is zero in the mean"),
+        (
+            ["algorithm.anchor=loglinear", "async_training.staleness_threshold=0"],
+            "algorithm.anchor: loglinear lies between the policies that sampled and train, which here are the same",
+        ),
+        (
+            ["algorithm.kl_reward_coef=0.1", "async_training.overdue=mask", "async_training.staleness_threshold=1"],
+            "algorithm.kl_reward_coef: a sample would lose the KL of only those tokens that",
+        ),
+        (
+            ["algorithm.overlong=penalize", "algorithm.overlong_buffer=99999"],
+            "algorithm.overlong_buffer: expected at most rollout.max_response_tokens=",
+        ),
+        (["algorithm.reference_path=there"], "algorithm.reference_path: read only with algorithm.kl_coef or"),
         (["algorithm.corrections=[reject,reject]"], "algorithm.corrections: expected each once, found reject, reject"),
         (
             ["algorithm.advantage=reinforce_pp", "rollout.n=1", "rollout.min_group_size=1"],
@@ -280,6 +296,11 @@ def test_on_policy_training_with_the_proximal_anchor_needs_no_weight(files):
     check(load_config(None, [*files, "algorithm.anchor=proximal"]))
 
 
+def test_off_policy_training_with_the_proximal_anchor_may_only_reject(files):
+    stale = ["async_training.staleness_threshold=1"]
+    check(load_config(None, [*files, *stale, "algorithm.anchor=proximal", "algorithm.corrections=[reject]"]))
+
+
 def test_keep_best_needs_a_checkpoint_that_is_validated(files):
     validated = ["data.validation_files=[train.jsonl]", "validation.every_versions=3", "checkpoint.keep_best=1"]
     often = ["async_training.trigger_parameter_sync_step=2", "checkpoint.every_steps=10"]
@@ -296,6 +317,12 @@ def test_every_number_must_be_finite(files, value):
     found = problems([*files, *(f"{key}={written}" for key in floats), f"trainer.optimizer.betas=[0.9,{written}]"])
     betas = f"trainer.optimizer.betas: expected finite numbers, found [0.9, {value}]"
     assert set(found) == {betas, *(f"{key}: expected a finite number, found {value}" for key in floats)}
+
+
+def test_a_baseline_of_the_group_needs_two_samples(files):
+    one = ["rollout.n=1", "rollout.min_group_size=1", "algorithm.filter_zero_variance=false"]
+    (found,) = problems([*files, *one, "algorithm.advantage=reinforce_pp", "algorithm.group_baseline=true"])
+    assert found.startswith("algorithm.group_baseline: an only sample has no baseline but itself")
 
 
 def test_a_group_of_one_is_refused(files):

@@ -78,6 +78,16 @@ def test_the_last_groups_count_and_only_those_of_earlier_versions():
     assert curriculum.success(2) == [0.25, None]
 
 
+def test_a_group_that_is_sampled_again_counts_as_it_ended_last():
+    curriculum = Curriculum([1.0], seed=0, window=4, floor=0.1)
+    for uid in ("first", "again", "poison"):
+        curriculum.issued(uid, 0, 0)
+        curriculum.ended(uid, 1.0)
+    curriculum.ended("again", 0.5)
+    curriculum.ended("poison", None)
+    assert curriculum.success(1) == [0.75]
+
+
 def test_each_class_has_epochs_of_its_own():
     issued = list(islice(order_of(), 60))
     for name in LEVELS:

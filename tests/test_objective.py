@@ -176,8 +176,6 @@ def test_far_apart_policies_stay_finite():
 def test_k3_is_never_negative_and_unknown_estimators_are_refused():
     d = torch.linspace(-4, 4, 33)
     assert (kl_estimate(torch.zeros(33), d, "k3") >= 0).all()
-    with pytest.raises(ValueError, match="k1, k2, k3"):
-        kl_estimate(d, d, "k4")
     with pytest.raises(ValueError, match="'k1', 'k2' or 'k3'"):
         AlgorithmConfig(kl_coef=0.1, kl_estimator="k4")
 

@@ -128,7 +128,7 @@ def test_a_bad_reference_is_reported_under_its_own_key(inputs, tmp_path):
     reference = tmp_path / "reference"
     shutil.copytree(inputs / "checkpoint", reference)
     (reference / "model.safetensors").write_bytes(b"cut")
-    (problem,) = problems(inputs, f"algorithm.reference_path={reference}")
+    (problem,) = problems(inputs, f"algorithm.reference_path={reference}", "algorithm.kl_coef=0.1")
     assert problem.startswith("algorithm.reference_path: ")
     assert "truncated or damaged" in problem
 
@@ -139,7 +139,7 @@ def test_a_reference_of_another_vocabulary_is_refused(inputs, tmp_path):
     raw = json.loads((inputs / "checkpoint/config.json").read_text())
     other = DecoderConfig.from_dict({**raw, "vocab_size": raw["vocab_size"] + 64})
     save_checkpoint(tmp_path, Decoder(other).named_parameters(), other)
-    (problem,) = problems(inputs, f"algorithm.reference_path={tmp_path}")
+    (problem,) = problems(inputs, f"algorithm.reference_path={tmp_path}", "algorithm.kl_coef=0.1")
     assert f"a vocabulary of {other.vocab_size}, the policy of {raw['vocab_size']}" in problem
 
 

@@ -163,6 +163,14 @@ def test_a_restored_run_continues_bit_for_bit(checkpoint, start_rank, tmp_path):
     assert len({m["actor/lr"] for m in straight[0]}) == 2
 
 
+def test_figures_are_means_over_trained_tokens_whatever_the_aggregation(checkpoint, start_rank):
+    found = []
+    for how in ("token_mean", "sequence_mean", "sample_mean", "constant"):
+        metrics = start_rank(make_config(checkpoint, loss_aggregation=how)).train(0, make_groups())
+        found.append([metrics[f"actor/{name}"] for name in ("entropy", "ratio_mean", "kl_behaviour")])
+    assert found[1:] == [pytest.approx(found[0])] * 3
+
+
 def test_a_restored_run_continues_with_its_entropy_coefficient(checkpoint, start_rank, tmp_path):
     config = make_config(checkpoint, entropy_target=10.0, entropy_coef=0.01, entropy_step=0.003)
     rank = start_rank(config)

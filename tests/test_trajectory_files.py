@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from asyncrl.algorithms.rewards import RewardOptions
 from asyncrl.cli.trajectories import main
 from asyncrl.observability.sinks.trajectories import MAX_FAILED, TrajectorySink
 from asyncrl.observability.telemetry.recorder import MAX_FAILURES, Batch, Failure, Recorder
@@ -201,10 +202,10 @@ def test_a_row_shows_what_the_step_really_trained():
         turns.append(drawn("abcd", old, young))
         samples.append(turns.sample(index, finish))
     group = Group.from_samples("u", "p", 0, np.array([63]), samples)
-    rows = [trajectory_row(2, as_trained(group, 2, "mask"), s, decode) for s in range(2)]
+    rows = [trajectory_row(2, as_trained(group, 2, RewardOptions(overlong="mask")), s, decode) for s in range(2)]
     assert [[(p["kind"], p["text"]) for p in row["parts"]] for row in rows] == [
         [("masked", "ab"), ("trained", "cd")],
         [("masked", "ab"), ("masked", "cd")],
     ]
     assert [row["trained_tokens"] for row in rows] == [2, 0]
-    assert as_trained(group, None, "penalize").loss_mask.all()
+    assert as_trained(group, None, RewardOptions(overlong="penalize")).loss_mask.all()

@@ -14,7 +14,8 @@ class BatchView:
     ``rewards`` float32 [S], ``group`` int64 [S] (id of each sample's group), ``counted`` bool [S] (it has a trained
     token; others must not affect anything), ``sample`` int64 [B] (sample of each sequence, ascending), ``row_offsets``
     int64 [B+1] (the sequences' bounds in the tokens), ``loss_mask`` bool [R], ``penalty`` float32 [R] (what each token
-    cost: its sample's reward is already less by their sum)."""
+    cost: its sample's reward is already less by their sum), ``token_rewards`` float32 [R] (what an agent loop gave for
+    each turn, at its last token; 0 elsewhere)."""
 
     rewards: np.ndarray
     group: np.ndarray
@@ -23,6 +24,7 @@ class BatchView:
     row_offsets: np.ndarray
     loss_mask: np.ndarray
     penalty: np.ndarray
+    token_rewards: np.ndarray
 
     def of_tokens(self, values_S: np.ndarray) -> np.ndarray:
         """[S] → [R]: each sample's value for the tokens of its sequences."""

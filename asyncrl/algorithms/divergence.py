@@ -14,8 +14,6 @@ from asyncrl.config.section import Section
 if TYPE_CHECKING:
     from torch import Tensor
 
-ESTIMATORS = ("k1", "k2", "k3")
-
 
 @dataclass
 class KLOptions(Section):
@@ -40,8 +38,16 @@ class KLOptions(Section):
                 "algorithm.kl_reward_coef: the KL would count twice, in the reward and with algorithm.kl_coef="
                 f"{self.kl_coef:g} in the loss; expected one of them to be 0"
             )
-        if self.kl_unbiased and not self.kl_coef:
-            yield "algorithm.kl_unbiased: there is no KL with algorithm.kl_coef=0; expected a positive one, or false"
+        for name, default in (("kl_estimator", "k3"), ("kl_unbiased", False)):
+            if not self.kl_coef and (found := getattr(self, name)) != default:
+                yield (
+                    f"algorithm.{name}: read only with algorithm.kl_coef above 0; expected its default, found {found}"
+                )
+        if self.reference_path and not self.needs_reference:
+            yield (
+                "algorithm.reference_path: read only with algorithm.kl_coef or kl_reward_coef above 0; expected it "
+                f"empty, found {self.reference_path}"
+            )
         if self.kl_coef and self.kl_estimator == "k1" and not self.kl_unbiased:
             yield (
                 "algorithm.kl_estimator: as a loss, k1's gradient is zero in the mean; expected k2 or k3, or "
@@ -113,20 +119,18 @@ class EntropyControl:
             self.level, self.coefficient = state
 
 
-def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
+def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
     """KL(policy ‖ reference) per token [R], from tokens of the policy (Schulman 2020, "Approximating KL Divergence").
 
     With d = reference − logprobs: k1 = −d, unbiased but noisy (as a loss its gradient is zero in the mean); k2 = d²/2,
-    biased but with the right gradient; k3 = e^d − 1 − d, unbiased and never negative. Raises ValueError for others."""
+    biased but with the right gradient; k3 = e^d − 1 − d, unbiased and never negative."""
     d = reference - logprobs
     if estimator == "k1":
         return -d
     if estimator == "k2":
         return d.square() / 2
-    if estimator == "k3":
-        d = clamped(d)
-        return d.expm1() - d
-    raise ValueError(f"algorithm.kl_estimator is {estimator!r}; expected one of {', '.join(ESTIMATORS)}")
+    d = clamped(d)
+    return d.expm1() - d
 
 
 def kl_loss(logprobs: Tensor, reference: Tensor, behaviour: Tensor, options: KLOptions) -> Tensor:

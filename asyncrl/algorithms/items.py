@@ -63,10 +63,12 @@ TokenFigures = Mapping[str, "Tensor"]
 class Surrogate:
     """``loss(logprobs, anchor, advantages, segments, options)``: loss of each token of a micro-batch, float32 [R], and
     figures. ``anchor``: logprobs of the policy that the ratio is relative to, without gradient. Tokens that are not
-    trained have zeros in all columns."""
+    trained have zeros in all columns. ``anchors``: the values of ``algorithm.anchor`` for which it is defined; empty:
+    all."""
 
     loss: Callable[[Tensor, Tensor, Tensor, Segments, Any], tuple[Tensor, TokenFigures]]
     options: type = NoOptions
+    anchors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 #: log-ratios are clamped to ±20 before exp: float32 cannot overflow, and no weight beyond e^20 is meaningful
 MAX_LOG_RATIO = 20.0
 
-LEVELS = ("token", "sequence", "geometric")
-
 
 def clamped(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field, NonNegativeFloat, NonNegativeInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from asyncrl.config.section import Section
@@ -21,7 +21,7 @@ class RewardOptions(Section):
     # samples that a limit ended; mask: they are not trained, nor compared with; penalize: overlong_penalty is
     # subtracted
     overlong: Literal["keep", "mask", "penalize"] = "keep"
-    overlong_penalty: NonNegativeFloat = 0.5
+    overlong_penalty: PositiveFloat = 0.5
     # with overlong=penalize: tokens before rollout.max_response_tokens over which the penalty grows from 0; 0: none
     overlong_buffer: NonNegativeInt = 0
     # weight of a reward for being shorter than the group's other samples: ±0.5, and not above 0 for failed ones; 0:
@@ -30,16 +30,19 @@ class RewardOptions(Section):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        if self.overlong_buffer and self.overlong != "penalize":
-            yield (
-                f"algorithm.overlong_buffer: only algorithm.overlong=penalize reads it; expected 0, found "
-                f"{self.overlong_buffer}"
-            )
+        for name in ("overlong_penalty", "overlong_buffer"):
+            found, default = getattr(self, name), getattr(RewardOptions, name)
+            if self.overlong != "penalize" and found != default:
+                yield (
+                    f"algorithm.{name}: only algorithm.overlong=penalize reads it; expected {default:g}, found "
+                    f"{found:g}"
+                )
 
 
 @dataclass
 class FilterOptions(Section):
-    filter_zero_variance: bool = True  # drop, count and replace groups whose rewards are all equal
+    # drop, count and replace groups whose rewards are all equal, to which only reinforce_pp gives a gradient
+    filter_zero_variance: bool = True
     # drop, count and replace groups of which a smaller share succeeded (accuracy, or without that metric reward, above
     # 0)
     filter_success_low: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -52,6 +55,11 @@ class FilterOptions(Section):
                 f"algorithm.filter_success_low: expected at most filter_success_high = {self.filter_success_high:g}, "
                 f"found {self.filter_success_low:g}"
             )
+
+
+def masked(truncated: np.ndarray, options: RewardOptions) -> np.ndarray:
+    """bool [S]: samples that are not trained because a limit ended them, as ``truncated`` bool [S] says."""
+    return truncated & (options.overlong == "mask")
 
 
 def shaped(
@@ -68,11 +76,9 @@ def shaped(
     - ``length_penalty``: w · λ where the reward is positive, else w · min(0, λ), with λ = 0.5 − (length − shortest) /
       (longest − shortest) of the group (Kimi Team 2025, "Kimi k1.5: Scaling Reinforcement Learning with LLMs", section
       2.3.3)."""
-    rewards, trained = rewards.astype(np.float32), np.ones(len(rewards), bool)
+    rewards, trained = rewards.astype(np.float32), ~masked(truncated, options)
     added = np.zeros(len(rewards))
-    if options.overlong == "mask":
-        trained = ~truncated
-    elif options.overlong == "penalize":
+    if options.overlong == "penalize":
         share = truncated.astype(np.float64)
         if buffer := options.overlong_buffer:
             share = np.maximum(share, np.clip((lengths - (max_tokens - buffer)) / buffer, 0.0, 1.0))

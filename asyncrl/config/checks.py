@@ -1,7 +1,8 @@
 """Constraints between sections of a `Config`, and the figures derived from it.
 
-Constraints within one section are in `asyncrl.config.schema`; those of an engine, backend, transport or algorithm are
-in its spec. `asyncrl.run.checks.check` applies all of them.
+Constraints within one section are in `asyncrl.config.schema`, those of an algorithm's items in
+`asyncrl.config.algorithm_checks`, those of an engine, backend or transport in its spec. `asyncrl.run.checks.check`
+applies all of them.
 """
 
 from __future__ import annotations

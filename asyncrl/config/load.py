@@ -17,10 +17,10 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from asyncrl.config.options import choices, known_keys, limits, options
+from asyncrl.config.fields import expected, type_name
+from asyncrl.config.options import known_keys, options
 from asyncrl.config.schema import Config
 from asyncrl.config.secrets import misplaced_secrets, secrets_stay_names
 from asyncrl.config.section import OptionProblems
@@ -53,7 +53,9 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     except OmegaConfBaseException as e:
         raise ConfigError([f"{e.full_key or 'config'}: {_first_line(e)}"]) from None
     missing = {*map(str, OmegaConf.missing_keys(merged)), *_left_open(layers)}
-    problems += [f"{key}: must be given, has no default (expected {_type_name(key)})" for key in sorted(missing)]
+    problems += [
+        f"{key}: must be given, has no default (expected {type_name(known_keys().get(key))})" for key in sorted(missing)
+    ]
     values = typing.cast(Tree, OmegaConf.to_container(merged))
     if misplaced := list(misplaced_secrets(values)):
         raise ConfigError([*problems, *misplaced])
@@ -79,8 +81,8 @@ def _well_shaped(tree: Tree, name: str, problems: list[str], prefix: str = "") -
         elif kind is None or isinstance(value, str) or _shape(value) is _shape_of(kind):  # unknown, or an interpolation
             shaped[part] = value
         else:
-            expected = "a group of options" if dataclasses.is_dataclass(kind) else _type_name(key)
-            problems.append(f"{key}: expected {expected}, found {value!r}{f' (in {name})' if name else ''}")
+            shape = "a group of options" if dataclasses.is_dataclass(kind) else type_name(kind)
+            problems.append(f"{key}: expected {shape}, found {value!r}{f' (in {name})' if name else ''}")
     return shaped
 
 
@@ -155,22 +157,7 @@ def _line(error: ErrorDetails, values: Tree, layers: Sequence[tuple[str, Tree]])
         path.pop()
     key = ".".join(path)
     found: Any = functools.reduce(lambda tree, part: tree[part], path, values)
-    return f"{key}: {_expected(error, key, known[key], found)}{_origin(path, layers)}"
-
-
-def _expected(error: ErrorDetails, key: str, field: FieldInfo, found: Any) -> str:
-    if dataclasses.is_dataclass(field.annotation):
-        return f"expected a group of options, found {found!r}"
-    if allowed := choices(field):
-        unquoted = " (YAML reads an unquoted no, yes, off or on as a boolean)" if isinstance(found, bool) else ""
-        return f"expected one of {', '.join(allowed)}; found {found!r}{unquoted}"
-    if error["type"] == "finite_number":
-        return f"expected {'a finite number' if field.annotation is float else 'finite numbers'}, found {found}"
-    if error["type"] in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
-        return f"expected {limits(field)}, found {found}"
-    if error["type"] == "value_error":  # raised by the option's own validator
-        return str(error["ctx"]["error"])
-    return f"expected {_type_name(key)}, found {found!r}"
+    return f"{key}: {expected(error, known[key], found)}{_origin(path, layers)}"
 
 
 def _origin(path: Sequence[str], layers: Sequence[tuple[str, Tree]]) -> str:
@@ -193,11 +180,6 @@ def _nearest(path: str) -> str:
     close = difflib.get_close_matches(path, known, n=1, cutoff=0.6)
     close = close or [by_leaf[name] for name in difflib.get_close_matches(leaf, by_leaf, n=1)]
     return f"; did you mean {close[0]}?" if close else ""
-
-
-def _type_name(key: str) -> str:
-    kind = known_keys().get(key)
-    return getattr(kind, "__name__", str(kind)) if typing.get_origin(kind) is None else str(kind).replace("typing.", "")
 
 
 def _first_line(e: Exception) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from asyncrl.algorithms.options import readers
-from asyncrl.config.options import choices, fields_of, limits
+from asyncrl.config.fields import choices, fields_of, limits
 from asyncrl.config.schema import Config
 
 HEAD = """# Configuration

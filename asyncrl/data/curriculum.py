@@ -11,10 +11,19 @@ resumed run needs: which groups were issued, under which version, and how each o
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice, takewhile
 
 import numpy as np
+
+
+@dataclass
+class _Issued:
+    """A group: the version under which it was issued, and its success once it has ended."""
+
+    version: int
+    success: float | None = None
 
 
 class Curriculum:
@@ -27,8 +36,7 @@ class Curriculum:
     def __init__(self, shares: Sequence[float], seed: int, window: int, floor: float) -> None:
         self._shares, self._seed, self._window, self._floor = np.array(shares), seed, window, floor
         self._drawn = 0
-        self._open: dict[str, tuple[int, int, int]] = {}  # uid → class, place in the order of issue, version
-        self._ended: list[list[tuple[int, int, float]]] = [[] for _ in shares]  # of a class: place, version, success
+        self._groups: list[dict[str, _Issued]] = [{} for _ in shares]  # of a class, by uid in the order of issue
 
     def draw(self, version: int) -> int:
         """Class of the next prompt."""
@@ -37,23 +45,29 @@ class Curriculum:
         return int(np.searchsorted(weights, random * weights[-1], side="right"))
 
     def issued(self, uid: str, class_: int, version: int) -> None:
-        self._open[uid] = class_, self._drawn, version
+        self._groups[class_][uid] = _Issued(version)
         self._drawn += 1
 
     def ended(self, uid: str, success: float | None) -> None:
-        """``success``: share of the group's samples that succeeded; None if it has none."""
-        if (found := self._open.pop(uid, None)) is not None and success is not None:
-            class_, place, version = found
-            insort(self._ended[class_], (place, version, success))
+        """``success``: share of the group's samples that succeeded; None if it has none. A group that is sampled again
+        ends again, and the last time counts."""
+        for groups in self._groups:
+            if uid in groups:
+                groups[uid].success = success
 
     def success(self, version: int) -> list[float | None]:
         """Of each class, as a draw under ``version`` sees it."""
         found: list[float | None] = []
-        for class_, groups in enumerate(self._ended):
-            counted = [group for group in groups if group[1] < version][-self._window :]
-            found.append(sum(success for *_, success in counted) / len(counted) if counted else None)
-            if counted:  # earlier places are never looked at again
-                self._ended[class_] = [group for group in groups if group[0] >= counted[0][0]]
+        for groups in self._groups:
+            ended = (
+                (uid, g.success) for uid, g in reversed(groups.items()) if g.success is not None and g.version < version
+            )
+            counted = dict(islice(ended, self._window))
+            found.append(sum(counted.values()) / len(counted) if counted else None)
+            if counted:  # earlier ones are never looked at again
+                for uid in list(takewhile(next(reversed(counted)).__ne__, groups)):
+                    if groups[uid].success is not None:
+                        del groups[uid]
         return found
 
     def weights(self, version: int) -> np.ndarray:

@@ -211,6 +211,7 @@ class RolloutLoop:
         while (refusal := await self._attempt(prompt, tokens, group)) is not None:
             self._recorder.count(f"rollout/refused_groups/{refusal.reason}")
             if refusal.attempt is None:
+                self._prompts.ended(prompt.uid, None)
                 self._drop_policy.dropped(POISON, refusal.reason)
                 return
             level = logging.DEBUG if refusal.reason in self._warned_reasons else logging.WARNING

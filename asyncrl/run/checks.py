@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
-from asyncrl.algorithms.options import problems as algorithm_problems
+from asyncrl.config.algorithm_checks import problems as algorithm_problems
 from asyncrl.config.checks import Derived, derive
 from asyncrl.config.checks import problems as problems_between_sections
 from asyncrl.config.load import ConfigError
@@ -45,10 +45,8 @@ def _part_problems(registry: Registry[Any], name: str, config: Config) -> Iterat
 
 
 def _algorithm_problems(config: Config) -> Iterator[str]:
-    training = config.async_training
-    off_policy = training.staleness_threshold > 0 or training.trigger_parameter_sync_step > 1
     try:
-        yield from algorithm_problems(config.algorithm, config.rollout.n, off_policy)
+        yield from algorithm_problems(config)
     except UnknownPart as e:
         yield str(e)
 

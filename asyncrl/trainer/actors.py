@@ -87,9 +87,9 @@ class TrainerRankActor(SupervisedActor):
         """The first groups of the last batch, as they were trained, for people to read."""
         from asyncrl.trainer.batches import as_trained
 
-        overlong = self._config.algorithm.overlong
+        options = self._config.algorithm
         groups = map(Group.from_buffer, self._payload[:count])
-        return [as_trained(group, self._mask_before, overlong).to_bytes() for group in groups]
+        return [as_trained(group, self._mask_before, options).to_bytes() for group in groups]
 
     async def stage(self) -> None:
         await self._compute(lambda: self._core.stage())

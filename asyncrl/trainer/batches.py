@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from asyncrl.algorithms.rewards import RewardOptions, shaped
+from asyncrl.algorithms.rewards import RewardOptions, masked, shaped
 from asyncrl.trainer.backends.base import TrainBatch
 from asyncrl.types.groups import Group
 from asyncrl.types.samples import TOKEN_REWARDS, FinishReason
@@ -26,8 +26,8 @@ def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> Trai
     ``mask_before`` are not trained.
 
     Columns: ``behaviour_logprobs``, ``sampler`` (int32: index in `samplers`; -1 for a token with mixed KV), ``version``
-    (int32: number of the policy version that sampled it), and if an agent loop rewarded turns, ``token_rewards``
-    (float32: at the last token of each rewarded turn, else 0). Sequence columns, [B] each: ``group`` int64 (index in
+    (int32: number of the policy version that sampled it), and ``token_rewards`` (float32: at the last token of each
+    turn that an agent loop rewarded, else 0). Sequence columns, [B] each: ``group`` int64 (index in
     ``groups``), ``sample`` int64 (index of its sample in the batch), ``owned`` int64 (tokens that it trains, whatever
     masks follow), ``finish`` uint8 (FinishReason) and ``rewards`` float32 of its sample, ``versions`` and
     ``version_span`` int64 of its sample (number of policy versions that sampled it, and the newest number minus the
@@ -64,11 +64,7 @@ def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> Trai
     first_row = cu_seqlens[:-1] + prefix_lengths - 1
     rows_R = np.arange(row_offsets[-1]) + np.repeat(first_row - row_offsets[:-1], response_lengths)
     rows_R = np.maximum(rows_R, np.repeat(cu_seqlens[:-1], response_lengths))
-    token_rewards = {}
-    if any(TOKEN_REWARDS in group.extras for group in groups):
-        of_group = {id(group): _token_rewards(group) for group in groups}
-        rewards_R = _concatenate([of_group[id(group)][rows] for group, rows in response], np.float32)
-        token_rewards = {TOKEN_REWARDS: rewards_R}
+    of_turns = {id(group): _token_rewards(group) for group in groups}
     return TrainBatch(
         tokens=_concatenate(tokens, np.int32),
         cu_seqlens=cu_seqlens,
@@ -80,7 +76,7 @@ def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> Trai
             "behaviour_logprobs": _concatenate([group.logprobs[rows] for group, rows in response], np.float32),
             "sampler": _concatenate([sampled_by[id(group)][rows] for group, rows in response], np.int32),
             "version": _concatenate([numbers[id(group)][rows] for group, rows in response], np.int32),
-            **token_rewards,
+            TOKEN_REWARDS: _concatenate([of_turns[id(group)][rows] for group, rows in response], np.float32),
         },
         sequence_columns={
             "owned": np.array([group.loss_mask[rows].sum() for group, rows in response], dtype=np.int64),
@@ -162,10 +158,10 @@ def shape_rewards(batch: TrainBatch, options: RewardOptions, max_response_tokens
     )
 
 
-def as_trained(group: Group, mask_before: int | None, overlong: str) -> Group:
+def as_trained(group: Group, mask_before: int | None, options: RewardOptions) -> Group:
     """The group with the tokens that a step trains in ``loss_mask``: not those of versions below ``mask_before``, nor
-    with ``overlong`` (algorithm.overlong) mask those of truncated samples."""
-    kept = ~np.isin(group.finish, _TRUNCATED) | (overlong != "mask")
+    those of samples that the overlong policy masks."""
+    kept = ~masked(np.isin(group.finish, _TRUNCATED), options)
     of_token = np.repeat(kept[group.sequence_sample], group.response_lengths)
     return dataclasses.replace(group, loss_mask=group.loss_mask & _young(group, mask_before) & of_token)
 

@@ -20,6 +20,7 @@ from asyncrl.models.device_copy import on_device
 from asyncrl.trainer.backends.base import LossOutput, Outputs, TrainBatch
 from asyncrl.trainer.batches import first_sequences
 from asyncrl.trainer.segments import RowSegments
+from asyncrl.types.samples import TOKEN_REWARDS
 
 
 class Source(NamedTuple):
@@ -109,6 +110,7 @@ class Objective:
             row_offsets=batch.row_offsets,
             loss_mask=batch.loss_mask,
             penalty=penalty,
+            token_rewards=batch.columns[TOKEN_REWARDS],
         )
         batch.columns["weights"] = weights
         batch.columns["advantages"] = self._advantage(view)
@@ -191,7 +193,7 @@ class Objective:
         ratio = change.exp()
         return LossOutput(
             loss=token_loss @ weights,
-            sums={name: values.to(weights.dtype) @ weights for name, values in sums.items()},
+            sums={name: values.masked_fill(~trained, 0).sum(dtype=torch.float64) for name, values in sums.items()},
             extremes={
                 "ratio_max": largest(importance),
                 "ratio_min_negated": largest(-importance),

@@ -22,12 +22,12 @@ class Options(Section):
 
 
 def weights(log_ratio, segments, options):
-    moments = log_ratio[segments.trained].double().square().sort().values
+    moments, order = log_ratio[segments.trained].double().square().sort(stable=True)
     means = moments.cumsum(0) / torch.arange(1, len(moments) + 1)
-    kept = moments[means <= options.m2_threshold]  # the means of ascending values ascend
-    largest = kept[-1] if len(kept) else -1.0
-    keep = log_ratio.double().square() <= largest
-    return keep.to(log_ratio.dtype), {"m2_masked": ~keep}
+    kept = order[means <= options.m2_threshold]  # the means of ascending values ascend
+    weights = torch.zeros_like(log_ratio)
+    weights[segments.trained.nonzero().squeeze(1)[kept]] = 1
+    return weights, {"m2_masked": 1 - weights}
 
 
 CORRECTION = Correction(weights, Options, weighs=False, of_step=True)

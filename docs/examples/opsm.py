@@ -24,4 +24,4 @@ def loss(logprobs, anchor, advantages, segments, options):
     return clipped * ~masked, {**figures, "opsm_masked": masked}
 
 
-SURROGATE = Surrogate(loss, Options)
+SURROGATE = Surrogate(loss, Options, anchors=("behaviour",))

@@ -1,7 +1,7 @@
 """TOPR: negative samples are weighed by how likely they still are, positive ones are not.
 
 Le Roux et al. 2025, "Tapered Off-Policy REINFORCE: Stable and Efficient Reinforcement Learning for LLMs"
-(arXiv 2503.14286). With algorithm.anchor=behaviour::
+(arXiv 2503.14286)::
 
     loss = −A · log π                            where A ≥ 0
     loss = −A · log π · min(π(y) / μ(y), cap)    where A < 0, for the whole sequence y
@@ -28,4 +28,4 @@ def loss(logprobs, anchor, advantages, segments, options):
     return -weight * advantages * logprobs, {"topr_weight": weight}
 
 
-SURROGATE = Surrogate(loss, Options)
+SURROGATE = Surrogate(loss, Options, anchors=("behaviour",))

@@ -113,6 +113,7 @@ def random_batch(seed: int = 0) -> tuple[TrainBatch, np.ndarray, np.ndarray]:
             "proximal_logprobs": proximal.astype(np.float32),
             "reference_logprobs": reference.astype(np.float32),
             "version": rng.integers(0, 4, size).astype(np.int32),
+            "token_rewards": np.zeros(size, np.float32),
         },
         sequence_columns={
             "group": np.array([0, 0, 0, 0, 1, 1, 1, 1]),

@@ -75,9 +75,9 @@ class LossOutput:
     """A micro-batch's loss and metrics.
 
     ``loss``: weighted sum over its tokens; the sum over all micro-batches and ranks, divided by the global denominator,
-    is the batch's loss. ``sums``: scalars, each a sum over tokens that is weighted by the column ``weights``; the
-    metrics are means, divided by the sum of the weights. ``counts``: vectors, whose metrics are plain sums, one for
-    each element; ``extremes``: scalars reduced by maximum."""
+    is the batch's loss. ``sums``: scalars, each a sum over the tokens whose weight (column ``weights``) is not 0; the
+    metrics are means over these. ``counts``: vectors, whose metrics are plain sums, one for each element; ``extremes``:
+    scalars reduced by maximum."""
 
     loss: Tensor
     sums: dict[str, Tensor]
@@ -130,7 +130,7 @@ class Backend(Protocol):
         self, batch: TrainBatch, loss: LossFunction, global_denominator: float, temperature: float
     ) -> Mapping[str, float]:
         """One optimizer step on this rank's batch, which the backend cuts into micro-batches. The gradient is that of
-        (sum of losses over all ranks) / global_denominator. Returns global metrics: weighted means, counts, extremes,
+        (sum of losses over all ranks) / global_denominator. Returns global metrics: means, counts, extremes,
         ``loss``, ``grad_norm``, ``lr``. Raises NonFiniteError, without a step, if loss or gradient norm is
         not finite."""
         ...

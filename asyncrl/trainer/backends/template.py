@@ -18,7 +18,6 @@ from torch import Tensor
 
 from asyncrl.config.schema import Config, OptimizerConfig
 from asyncrl.models.config import ModelConfig
-from asyncrl.models.device_copy import on_device
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.manifest import Manifest
 from asyncrl.trainer.backends.base import LossFunction, NonFiniteError, Outputs, TrainBatch
@@ -29,6 +28,8 @@ from asyncrl.trainer.backends.scalars import add_scalars, reduce_scalars
 from asyncrl.trainer.backends.schedule import learning_rate
 from asyncrl.trainer.backends.state import StagedState, load_state, saved_names
 from asyncrl.trainer.batches import cut_micro_batches
+
+_TRAINED = "trained"  # among the totals: the number of tokens over which the others are means
 
 
 @dataclass
@@ -51,8 +52,9 @@ class GradientPass:
     def policy_loss(self, outputs: Outputs, batch: TrainBatch) -> Tensor:
         """A micro-batch's loss, not yet divided by the denominator; adds its metrics to the totals."""
         output = self.loss(outputs, batch)
-        weight = on_device(batch.columns["weights"], output.loss.device)
-        add_scalars(self.sums, {"loss": output.loss.detach(), "weight": weight.sum(dtype=torch.float64), **output.sums})
+        count = int(np.count_nonzero(batch.columns["weights"]))
+        trained = output.loss.new_full((), count, dtype=torch.float64)
+        add_scalars(self.sums, {"loss": output.loss.detach(), _TRAINED: trained, **output.sums})
         add_scalars(self.counts, output.counts)
         for name, value in output.extremes.items():
             self.extremes[name] = torch.maximum(self.extremes[name], value) if name in self.extremes else value
@@ -60,9 +62,9 @@ class GradientPass:
 
     def means(self, totals: Mapping[str, float]) -> dict[str, float]:
         """Metrics, given the totals of ``sums`` and ``counts`` over all ranks."""
-        weight = totals.get("weight", 0.0) or 1.0
-        over = {**dict.fromkeys(self.sums, weight), "loss": self.denominator}
-        return {name: total / over.get(name, 1.0) for name, total in totals.items() if name != "weight"}
+        trained = totals.get(_TRAINED, 0.0) or 1.0
+        over = {**dict.fromkeys(self.sums, trained), "loss": self.denominator}
+        return {name: total / over.get(name, 1.0) for name, total in totals.items() if name != _TRAINED}
 
 
 @dataclass(frozen=True)
