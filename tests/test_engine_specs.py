@@ -65,6 +65,7 @@ LORA = LoraConfig(rank=8)
         (of(engine={"args": {"a": 1}}), "rollout.engine.args: the x engine takes none beside its options, found ['a']"),
         (of(engine={"tensor_parallel_size": 2}), "rollout.engine.tensor_parallel_size: the x engine has one device"),
         (of(mtp=MTPConfig(enable_rollout=True)), "mtp.enable_rollout: the x engine does not speculate"),
+        (of(model=replace(Config().model, float32_head=True)), "model.float32_head: the x engine rounds its logits"),
         (of(model=replace(Config().model, lora=LORA)), "param_sync.adapters: the x engine takes no adapters"),
         (of(param_sync=ParamSyncConfig(in_flight="finish")), "param_sync.in_flight: the x engine moves requests"),
     ],

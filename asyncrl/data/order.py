@@ -128,7 +128,8 @@ class PromptOrder(Iterator[Prompt]):
 
     def continue_after(self, uid: str) -> None:
         """Continues with the prompt that follows ``uid``. Raises DataError if it is not a row of these prompts."""
-        its, target = self._source_of(uid), self._source_of(uid).place(*self._parse(uid))
+        its = self._source_of(uid)
+        target = its.place(*self._parse(uid))
         for source in self._sources:
             source.issued = 0
         if len(self._sources) == 1:

@@ -189,6 +189,8 @@ class EngineSpec(Protocol):
     deliveries: frozenset[str] = frozenset({"memory"})
     #: supports speculative decoding, see mtp.enable_rollout
     speculates: bool = False
+    #: keeps the head's sums in float32, see model.float32_head
+    float32_head: bool = False
     #: takes further arguments, see rollout.engine.args; `asyncrl.config.secrets.revealed` reads the secrets in them
     takes_args: bool = False
     #: runs asyncrl's own decoder, which must support the checkpoint
@@ -228,6 +230,8 @@ class EngineSpec(Protocol):
             yield f"rollout.engine.delivery: the {name} engine offers {offered}, found {engine.delivery}"
         if config.mtp.enable_rollout and not self.speculates:
             yield f"mtp.enable_rollout: the {name} engine does not speculate; expected false"
+        if config.model.float32_head and not self.float32_head:
+            yield f"model.float32_head: the {name} engine rounds its logits as it does; expected false"
         if engine.args and not self.takes_args:
             yield f"rollout.engine.args: the {name} engine takes none beside its options, found {sorted(engine.args)}"
         if not self.multi_device:

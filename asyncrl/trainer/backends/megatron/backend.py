@@ -46,10 +46,10 @@ from megatron.core.distributed import (  # isort: skip
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # isort: skip
 
-#: (model, micro-batch, this rank's share of it, hidden states [T, 1, M] of policy and draft) → the loss, already
-#: divided by the global count
 _OUTPUTS = ("logprobs", "entropy")
 
+#: (model, micro-batch, this rank's share of it, hidden states [T, 1, M] of policy and draft) → the loss, already
+#: divided by the global count
 MicroBatchLoss = Callable[[PolicyModel, MicroBatch, PackedSequences, tuple[Tensor, ...]], Tensor]
 
 
