@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_HEAD_ROWS = 256
+
 
 class ChunkedScores(torch.autograd.Function):
     """Log-probabilities and entropies of ``softmax(hidden @ W.T / temperature)`` without ever holding [R, V].
@@ -166,7 +168,11 @@ def head_logits(hidden_RM: Tensor, weight_VM: Tensor, float32: bool) -> Tensor:
         return F.linear(hidden_RM, weight_VM).float()
     if weight_VM.is_cuda:  # without a copy of the weights
         return torch.mm(hidden_RM, weight_VM.t(), out_dtype=torch.float32)
-    return F.linear(hidden_RM.float(), weight_VM.float())
+    hidden_RM = hidden_RM.float()
+    logits_RV = hidden_RM.new_empty(len(hidden_RM), len(weight_VM))
+    for lo in range(0, len(weight_VM), _HEAD_ROWS):  # converted rows stay in the cache
+        logits_RV[:, lo : lo + _HEAD_ROWS] = F.linear(hidden_RM, weight_VM[lo : lo + _HEAD_ROWS].float())
+    return logits_RV
 
 
 def _log_softmax(hidden_CM: Tensor, weight_VM: Tensor, temperature: float, float32: bool) -> Tensor:
