@@ -82,7 +82,7 @@ class BaseBackend(ABC):
     """Template for `asyncrl.trainer.backends.base.Backend`, which documents the public methods.
 
     A subclass builds model and optimizers, sets the attributes declared below, and calls `_prepare_checkpoints` last.
-    Policy and draft have an optimizer each; a method's argument ``draft`` selects one."""
+    What is trained has an optimizer each: the argument ``trained`` of a method is ``policy`` or ``draft``."""
 
     data_rank: int
     data_ranks: int
@@ -156,7 +156,7 @@ class BaseBackend(ABC):
                     figures |= joint.figures(step.draft_sums, counts)
                 figures = self._shared(figures)
             with self._resident("optimizer", written=True):
-                figures["grad_norm"] = self._clip_gradients(draft=False)
+                figures["grad_norm"] = self._clip_gradients("policy")
                 self._expect_finite(figures)
                 if joint:
                     figures["mtp/grad_norm"] = self._update_draft()
@@ -165,7 +165,7 @@ class BaseBackend(ABC):
                         figures |= self._shared(draft.learn(batch, step.hidden, temperature, self._update_draft))
                 with self._recorder.span("trainer/optimizer"):
                     figures["lr"] = self._learning_rate(self._options.optimizer)
-                    self._step(figures["lr"], draft=False)
+                    self._step(figures["lr"], "policy")
                     self._optimizer_steps += 1
         return figures
 
@@ -173,9 +173,9 @@ class BaseBackend(ABC):
         """Step the draft. Its gradient is clipped separately, so that it cannot shorten the policy's step. Returns the
         gradient norm before clipping."""
         assert self._draft is not None
-        norm = self._clip_gradients(draft=True)
+        norm = self._clip_gradients("draft")
         self._expect_finite({"mtp/grad_norm": norm})
-        self._step(self._learning_rate(self._draft.options), draft=True)
+        self._step(self._learning_rate(self._draft.options), "draft")
         self._draft.steps += 1
         return norm
 
@@ -266,10 +266,10 @@ class BaseBackend(ABC):
             if "cuda" in random:
                 torch.cuda.set_rng_state(random["cuda"], self._device)
             self._optimizer_steps = int(rest["optimizer_steps"])
-            self._set_steps(self._optimizer_steps, draft=False)
+            self._set_steps(self._optimizer_steps, "policy")
             if self._draft:
                 self._draft.steps = int(rest["draft_steps"])
-                self._set_steps(self._draft.steps, draft=True)
+                self._set_steps(self._draft.steps, "draft")
 
     def _random_state(self) -> dict[str, Tensor]:
         """uint8 tensors by kind of device."""
@@ -302,15 +302,15 @@ class BaseBackend(ABC):
         """Forward and backward passes over ``micros``, from a zero gradient; fills the totals of ``step``."""
 
     @abstractmethod
-    def _clip_gradients(self, draft: bool) -> float:
+    def _clip_gradients(self, trained: str) -> float:
         """Clip the gradient to norm ``grad_clip``; returns its norm before, over all ranks."""
 
     @abstractmethod
-    def _step(self, lr: float, draft: bool) -> None:
+    def _step(self, lr: float, trained: str) -> None:
         """Take an optimizer step."""
 
     @abstractmethod
-    def _set_steps(self, steps: int, draft: bool) -> None:
+    def _set_steps(self, steps: int, trained: str) -> None:
         """Set the number of steps that an optimizer's moments cover."""
 
     @abstractmethod

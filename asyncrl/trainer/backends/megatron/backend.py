@@ -166,21 +166,21 @@ class MegatronBackend(BaseBackend):
                 step.hidden.update(zip(micro.sequences, by_sequence(states[0].detach(), share), strict=True))
             return total
 
-        self._optimizer.zero_grad(draft=False)
-        self._optimizer.zero_grad(draft=True)
+        self._optimizer.zero_grad("policy")
+        self._optimizer.zero_grad("draft")
         self._run(self._policy, micros, losses, joint.depths if joint else 0, forward_only=False)
         if joint:
             joint.reduce_gradients()
 
-    def _clip_gradients(self, draft: bool) -> float:
-        self._optimizer.prepare(draft)
-        return self._optimizer.clip(draft)
+    def _clip_gradients(self, trained: str) -> float:
+        self._optimizer.prepare(trained)
+        return self._optimizer.clip(trained)
 
-    def _step(self, lr: float, draft: bool) -> None:
-        self._optimizer.step(lr, draft)
+    def _step(self, lr: float, trained: str) -> None:
+        self._optimizer.step(lr, trained)
 
-    def _set_steps(self, steps: int, draft: bool) -> None:
-        self._optimizer.set_steps(steps, draft)
+    def _set_steps(self, steps: int, trained: str) -> None:
+        self._optimizer.set_steps(steps, trained)
 
     def _run(
         self,

@@ -101,7 +101,7 @@ class MegatronDraftTraining(DraftTraining):
         temperature: float,
         sums: dict[str, Tensor],
     ) -> None:
-        self._optimizer.zero_grad(draft=True)
+        self._optimizer.zero_grad("draft")
         if self._model.post_process:
             for micro in micros:
                 share = share_of(micro, self._model.config)

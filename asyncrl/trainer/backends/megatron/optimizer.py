@@ -35,7 +35,7 @@ class Shard:
     end: int
     main: Tensor
     state: dict[str, Tensor]
-    draft: bool
+    trained: str
     counts: bool
 
 
@@ -52,7 +52,7 @@ class ShardedAdamW:
         options: OptimizerConfig,
     ) -> None:
         self._options = options
-        self._modules = {False: list(policy), True: [] if draft is None else [draft]}
+        self._modules = {"policy": list(policy), "draft": [] if draft is None else [draft]}
         half = next(policy[0].parameters()).dtype == torch.bfloat16
         settings = MegatronOptimizerConfig(
             optimizer="adam",
@@ -68,31 +68,31 @@ class ShardedAdamW:
         )
         # its standard groups keep norms and biases from decaying, as in the torch backend
         self._optimizers = {
-            draft: get_megatron_optimizer(settings, modules, use_gloo_process_groups=False)
-            for draft, modules in self._modules.items()
+            trained: get_megatron_optimizer(settings, modules, use_gloo_process_groups=False)
+            for trained, modules in self._modules.items()
             if modules
         }
-        for part in (*self._parts(draft=False), *self._parts(draft=True)):
+        for part in (*self._parts("policy"), *self._parts("draft")):
             for group in part.param_groups:  # megatron-core's own scheduler, unused here, would apply the factor
                 group["weight_decay"] = options.weight_decay * group["wd_mult"]
         self._device = next(policy[0].parameters()).device
         self._by_parameter: dict[int, list[Shard]] = {}
-        self.shards = [shard for draft in self._optimizers for shard in self._find_shards(draft)]
+        self.shards = [shard for trained in self._optimizers for shard in self._find_shards(trained)]
 
-    def zero_grad(self, draft: bool) -> None:
-        for module in self._modules[draft]:
+    def zero_grad(self, trained: str) -> None:
+        for module in self._modules[trained]:
             module.zero_grad_buffer()
-        if draft in self._optimizers:
-            self._optimizers[draft].zero_grad()
+        if trained in self._optimizers:
+            self._optimizers[trained].zero_grad()
 
-    def prepare(self, draft: bool) -> None:
+    def prepare(self, trained: str) -> None:
         """Give each shard its gradient from the reduced buffers."""
-        if draft in self._optimizers:
-            self._optimizers[draft].prepare_grads()
+        if trained in self._optimizers:
+            self._optimizers[trained].prepare_grads()
 
-    def clip(self, draft: bool) -> float:
+    def clip(self, trained: str) -> float:
         """Clip the gradient of policy or draft to norm ``grad_clip``; returns its norm before, over all ranks."""
-        shards = [shard for shard in self.shards if shard.draft == draft]
+        shards = [shard for shard in self.shards if shard.trained == trained]
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         for shard in shards:
             if shard.counts:
@@ -104,19 +104,19 @@ class ShardedAdamW:
                 _gradient(shard).mul_(self._options.grad_clip / (norm + 1e-6))
         return norm
 
-    def step(self, lr: float, draft: bool) -> None:
-        for part in self._parts(draft):
+    def step(self, lr: float, trained: str) -> None:
+        for part in self._parts(trained):
             for group in part.param_groups:
                 group["lr"] = lr
-        if draft in self._optimizers:
-            self._optimizers[draft].step_with_ready_grads()
+        if trained in self._optimizers:
+            self._optimizers[trained].step_with_ready_grads()
 
-    def set_steps(self, steps: int, draft: bool) -> None:
+    def set_steps(self, steps: int, trained: str) -> None:
         """Set the number of steps that the moments cover."""
         for shard in self.shards:
-            if shard.draft == draft:
+            if shard.trained == trained:
                 shard.state["step"].fill_(steps)
-        for part in self._parts(draft):
+        for part in self._parts(trained):
             for group in part.param_groups:
                 group["step"] = steps  # read by Transformer Engine's Adam; torch's reads the state
 
@@ -159,13 +159,13 @@ class ShardedAdamW:
             dist.all_reduce(whole, group=group)
         return whole.view(parameter.shape)
 
-    def _parts(self, draft: bool) -> Sequence[Any]:
-        whole = self._optimizers.get(draft)
+    def _parts(self, trained: str) -> Sequence[Any]:
+        whole = self._optimizers.get(trained)
         return [] if whole is None else getattr(whole, "chained_optimizers", [whole])
 
-    def _find_shards(self, draft: bool) -> Iterator[Shard]:
+    def _find_shards(self, trained: str) -> Iterator[Shard]:
         group = parallel_state.get_tensor_model_parallel_group()
-        for part in self._parts(draft):
+        for part in self._parts(trained):
             if part.is_stub_optimizer:
                 continue
             stepped = [*part.model_fp32_groups, *part.model_float16_groups]
@@ -183,7 +183,7 @@ class ShardedAdamW:
                         where.end,
                         main,
                         part.optimizer.state[main],
-                        draft=draft,
+                        trained=trained,
                         # experts are distributed over tensor parallel ranks too
                         counts=not getattr(parameter, "allreduce", True)
                         or (

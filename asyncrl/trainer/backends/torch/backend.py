@@ -96,14 +96,12 @@ class TorchFSDPBackend(BaseBackend):
         self._hold(self._policy, None if path is None else self._sharded(load_decoder(path).requires_grad_(False)))
 
         self._trained = {name: p for name, p in self._policy.named_parameters() if p.requires_grad}
-        #: draft or not → its parameters; an optimizer for each that has any
-        self._parameters = {
-            draft: [p for name, p in self._trained.items() if is_draft(name) == draft] for draft in (False, True)
-        }
+        self._parameters: dict[str, list[nn.Parameter]] = {"policy": []}
+        for name, parameter in self._trained.items():
+            self._parameters.setdefault(_owner(name), []).append(parameter)
         self._optimizers = {
-            draft: _make_optimizer(parameters, self._options.optimizer)
-            for draft, parameters in self._parameters.items()
-            if parameters or not draft
+            trained: _make_optimizer(parameters, self._options.optimizer)
+            for trained, parameters in self._parameters.items()
         }
         self._draft = None
         if config.mtp.enable_train:
@@ -164,16 +162,16 @@ class TorchFSDPBackend(BaseBackend):
         """The highest number on any rank."""
         return int(self._over_data_ranks({"count": torch.tensor(float(own))}, dist.ReduceOp.MAX)["count"])
 
-    def _clip_gradients(self, draft: bool) -> float:
-        parameters, limit = self._parameters[draft], self._options.optimizer.grad_clip
+    def _clip_gradients(self, trained: str) -> float:
+        parameters, limit = self._parameters[trained], self._options.optimizer.grad_clip
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = cast(DTensor, nn.utils.get_total_norm(gradients)).full_tensor()
         if 0 < limit < norm:
             nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         return float(norm)
 
-    def _step(self, lr: float, draft: bool) -> None:
-        optimizer = self._optimizers[draft]
+    def _step(self, lr: float, trained: str) -> None:
+        optimizer = self._optimizers[trained]
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
@@ -201,12 +199,12 @@ class TorchFSDPBackend(BaseBackend):
         if self._lora:
             expect_same_base(path, state["base"], self._base_digest, self._config.model.path)
 
-    def _set_steps(self, steps: int, draft: bool) -> None:
-        for state in self._optimizers[draft].state.values():
+    def _set_steps(self, steps: int, trained: str) -> None:
+        for state in self._optimizers[trained].state.values():
             state["step"].fill_(steps)
 
     def _moments(self, name: str) -> dict[str, Tensor]:
-        return self._optimizers[is_draft(name)].state[self._trained[name]]
+        return self._optimizers[_owner(name)].state[self._trained[name]]
 
     # -- construction ----------------------------------------------------------------------------------------------
 
@@ -237,6 +235,11 @@ class TorchFSDPBackend(BaseBackend):
         fully_shard(model, **shared)
         register_fsdp_forward_method(model, "score_drafts")
         return model
+
+
+def _owner(parameter: str) -> str:
+    """Whose optimizer steps a parameter."""
+    return "draft" if is_draft(parameter) else "policy"
 
 
 def _make_optimizer(parameters: Sequence[Tensor], options: OptimizerConfig) -> torch.optim.AdamW:
