@@ -171,6 +171,17 @@ def test_figures_are_means_over_trained_tokens_whatever_the_aggregation(checkpoi
     assert found[1:] == [pytest.approx(found[0])] * 3
 
 
+def test_the_effective_sample_size_is_that_of_the_weights(checkpoint, start_rank):
+    """Kish 1965, over the trained tokens of all sequences."""
+    rank = start_rank(make_config(checkpoint, anchor="proximal", corrections=["tis"], tis_cap=1.5))
+    batch = build_batch([Group.from_buffer(data) for data in make_groups()])
+    log_ratio = rank._backend.outputs(batch, 1.0)["logprobs"] - batch.columns["behaviour_logprobs"]
+    weight = np.minimum(np.exp(log_ratio[batch.loss_mask].astype(float)), 1.5)
+    metrics = rank.train(0, make_groups())
+    assert metrics["actor/effective_sample_size"] == pytest.approx(weight.mean() ** 2 / (weight**2).mean(), rel=1e-4)
+    assert metrics["actor/tis_truncated"] == pytest.approx((weight == 1.5).mean())
+
+
 def test_a_restored_run_continues_with_its_entropy_coefficient(checkpoint, start_rank, tmp_path):
     config = make_config(checkpoint, entropy_target=10.0, entropy_coef=0.01, entropy_step=0.003)
     rank = start_rank(config)
