@@ -22,7 +22,6 @@ from asyncrl.algorithms.items import ADVANTAGES, CORRECTIONS, SURROGATES, Advant
 from asyncrl.algorithms.rewards import FilterOptions, RewardOptions
 from asyncrl.algorithms.surrogates.clip import ClipOptions
 from asyncrl.algorithms.surrogates.sapo import SAPOOptions
-from asyncrl.config.fields import fields_of
 from asyncrl.plugins.registry import Registry
 
 Item = Advantage | Surrogate | Correction
@@ -75,7 +74,7 @@ class AlgorithmConfig(
 
 
 def _names(options: type) -> set[str]:
-    return set(fields_of(options)) if dataclasses.is_dataclass(options) else set()
+    return {f.name for f in dataclasses.fields(options)} if dataclasses.is_dataclass(options) else set()
 
 
 def _own_names(item: Item) -> set[str]:
