@@ -42,7 +42,7 @@ def test_a_part_may_be_a_module_of_the_working_directory(tmp_path):
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert "config: algorithm.surrogate: mine:SURROGATE lacks loss" in done.stderr
+    assert "config: algorithm.surrogate: mine:SURROGATE lacks anchors, loss" in done.stderr
 
 
 def test_the_exit_status_is_the_subcommand_s(tmp_path, capsys):
