@@ -27,6 +27,7 @@ FORMS = (
     "asyncrl.rollouter.engines.base:EventBatch",  # columns of many requests
     "asyncrl.rollouter.partial:GeneratedTokens",  # grows over aborts and syncs
     "asyncrl.rollouter.agents.base:Completion",  # returned to an agent loop
+    "asyncrl.rollouter.endpoint.calls:Answer",  # sent to an agent over HTTP
     "asyncrl.types.samples:TokenSequence",
     "asyncrl.types.groups:Group",  # its bytes are spooled, leased and sent to ranks
     "asyncrl.trainer.backends.base:TrainBatch",  # a rank's packed sequences

@@ -98,5 +98,6 @@ def test_every_folder_has_import_rules():
 def test_the_wall_clock_decides_nothing():
     """It may be set at any time; only what people read shows it."""
     reads = [p for p in FILES if any(clock in p.read_text() for clock in ("time.time(", "time.time_ns(", ".now("))]
-    display = ("observability/sinks/", "observability/report/", "run/run_folder.py")  # the latter names a folder
+    display = ("observability/sinks/", "observability/report/")
+    display += ("run/run_folder.py", "rollouter/endpoint/session.py")  # the name of a folder, the date of an answer
     assert [n for p in reads if not (n := str(p.relative_to(PACKAGE))).startswith(display)] == []

@@ -90,7 +90,8 @@ def test_a_value_is_passed_on_as_it_is(monkeypatch):
 def test_a_secret_is_refused_where_its_name_would_be_used_as_the_value(token, more, key):
     problem, *_ = problems(*more)  # the default of run_dir contains the name
     assert problem.startswith(f"{key}: expected no secret, found ")
-    assert problem.endswith("only in values inside reward.args, rollout.agent_loop_args and rollout.engine.args")
+    holders = "reward.args, rollout.agent_loop_args, rollout.agent.args and rollout.engine.args"
+    assert problem.endswith(f"only in values inside {holders}")
     assert token not in problem
 
 

@@ -74,10 +74,12 @@ class World:
         self._joined: dict[str, Replica] = {}
         self.fleet = SimpleNamespace(sessions=self._joined)
         self.queue = RestartableClient(None, "queue", once=lambda handle, name: handle)
+        self.endpoint: RestartableClient | None = None
         self.rollouter = SimpleNamespace(
             once=None,
             unfit=self._unfit,
             replace_queue=self._replace_queue,
+            replace_endpoint=self._replace_endpoint,
             replace_replica=self._replace,
         )
 
@@ -86,6 +88,9 @@ class World:
 
     async def _replace_queue(self, handle):
         self.log.append("replaced queue")
+
+    async def _replace_endpoint(self, handle):
+        self.log.append(f"replaced {handle.name}")
 
     async def _replace(self, name, handle):
         self.unfit.pop(name, None)
@@ -104,6 +109,10 @@ class World:
     async def start_queue(self):
         await self._start("queue")
         self.queue.replace(Queue("queue"))
+
+    async def start_endpoint(self):
+        await self._start("endpoint")
+        self.endpoint.replace(Replica("endpoint"))
 
     async def start_rollouter(self, routable):
         await self._start("rollouter")
@@ -220,6 +229,15 @@ async def test_a_replica_that_dies_too_often_is_left_out_while_others_serve_and_
         with pytest.raises(ExceptionGroup) as raised:
             await asyncio.wait_for(running, 10)
     assert raised.group_contains(DiedTooOften, match="replica/1 died")
+
+
+async def test_a_dead_endpoint_is_restarted_and_the_rollouter_gets_the_new_one():
+    world = World()
+    world.endpoint = RestartableClient(None, "endpoint", once=lambda handle, name: handle)
+    async with started(world):
+        await until(lambda: world.of("endpoint") == ["starting endpoint", "replaced endpoint"])
+        world.endpoint.handle.death.set()
+        await until(lambda: world.of("endpoint") == ["starting endpoint", "replaced endpoint"] * 2)
 
 
 # -- the first start ---------------------------------------------------------------------------------------------------

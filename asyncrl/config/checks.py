@@ -59,7 +59,8 @@ def sends_adapters(config: Config) -> bool:
 def warm_kv_bytes(config: Config) -> int:
     """Limit of the memory in which the native engine keeps finished turns' KV: none where no other turn follows, nor in
     deterministic mode, since KV of decode steps differs in its bits from that of a prefill."""
-    used = config.rollout.agent_loop != "single_turn" and not config.rollout.engine.deterministic
+    several = config.rollout.agent.enabled or config.rollout.agent_loop != "single_turn"
+    used = several and not config.rollout.engine.deterministic
     return config.rollout.engine.warm_kv_mb << 20 if used else 0
 
 

@@ -113,6 +113,37 @@ class EngineConfig(Section):
 
 
 @dataclass
+class AgentConfig(Section):
+    """Agents that call the policy over HTTP, in processes of their own. Either ``path`` or ``command`` switches the
+    endpoint on; see docs/agents.md."""
+
+    path: str = ""  # package.module:function, called for each sample; many of them run in one process
+    command: list[str] = field(default_factory=list)  # program and its arguments, started for each sample
+    python: str = ""  # interpreter of the agents' environment, which does not need asyncrl; empty: the run's own
+    args: dict[str, Any] = field(default_factory=dict)  # further keyword arguments of the function
+    # names of the environment variables that agents get, besides those that programs need, such as PATH
+    secrets: list[str] = field(default_factory=list)
+    processes: PositiveInt = 1  # of the function
+    memory_mb: PositiveInt = 4096  # MiB of a process of agents with all that it starts; beyond it, its samples fail
+    unresponsive_s: PositiveFloat = 60.0  # a process whose event loop is blocked for longer is killed
+    retries: NonNegativeInt = 1  # further attempts at a sample whose process ended, grew too large or was blocked
+    # a call with another temperature, top_p, top_k or min_p: refuse it, or mask: serve it and never train its tokens
+    untrained: Literal["refuse", "mask"] = "refuse"
+    host: str = "127.0.0.1"  # address on which the endpoint listens
+    port: NonNegativeInt = 0  # 0: a free one
+
+    def problems(self) -> Iterator[str]:
+        if self.path and self.command:
+            yield f"rollout.agent.command: expected either path or command, found both, {self.path} and {self.command}"
+        if self.args and not self.path:
+            yield f"rollout.agent.args: expected none without rollout.agent.path, found {sorted(self.args)}"
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self.path or self.command)
+
+
+@dataclass
 class RolloutConfig(Section):
     n: PositiveInt = 8  # samples per prompt
     min_group_size: PositiveInt = 2  # a group with fewer samples left after failures is dropped
@@ -129,6 +160,7 @@ class RolloutConfig(Section):
     # single_turn, the name of an installed agent loop, or an import path, package.module:Class
     agent_loop: str = "single_turn"
     agent_loop_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the agent loop
+    agent: AgentConfig = field(default_factory=AgentConfig)
     # a sample fails if its agent loop spends this long without generating, such as in a tool
     agent_timeout_s: PositiveFloat = 600.0
     max_concurrent_groups: NonNegativeInt = 0  # 0: enough to fill every slot, plus one per replica
@@ -142,6 +174,10 @@ class RolloutConfig(Section):
     def problems(self) -> Iterator[str]:
         if self.min_group_size > self.n:
             yield f"rollout.min_group_size: expected at most rollout.n = {self.n}, found {self.min_group_size}"
+        if self.agent.enabled and self.agent_loop != "single_turn":
+            yield (
+                f"rollout.agent_loop: rollout.agent makes the samples; expected the default, found {self.agent_loop}"
+            )
         if "" in self.stop_strings:
             yield (
                 f"rollout.stop_strings: expected texts, found an empty one, which every response contains: "

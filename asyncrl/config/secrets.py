@@ -22,7 +22,7 @@ from omegaconf.resolvers import oc
 from asyncrl.config.schema import Config
 
 #: options whose values may name secrets, at any depth
-HOLDERS = ("reward.args", "rollout.agent_loop_args", "rollout.engine.args")
+HOLDERS = ("reward.args", "rollout.agent_loop_args", "rollout.agent.args", "rollout.engine.args")
 _WHERE = f"values inside {', '.join(HOLDERS[:-1])} and {HOLDERS[-1]}"
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -7,14 +7,13 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _KEEN_S = 1.0  # after that, what still lives waits for a device and needs no hurry
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
-@dataclass(frozen=True)
-class Process:
+class Process(NamedTuple):  # not a dataclass, whose module would take most of a keeper's start
     """``cpu_s``: CPU time of the process, and of its children that have ended."""
 
     pid: int
@@ -27,12 +26,28 @@ def descendants(pid: int) -> list[Process]:
     return list(_below(pid, _processes()))
 
 
+def pids_below(pid: int) -> list[int]:
+    """The pids below ``pid``, without itself. The cost grows with that tree, not with all that the machine runs, but a
+    process may be missed while its siblings start or end."""
+    if not os.path.exists("/proc/thread-self/children"):  # the kernel has it only if configured so
+        return [process.pid for process in descendants(pid)]
+    found = [pid]
+    for parent in found:  # which grows meanwhile
+        found += _children(parent)
+    return found[1:]
+
+
 def kill_descendants() -> dict[int, int]:
     """Kill all processes below this one, which must have called `asyncrl.processes.parent.adopt_orphans`; returns when
     none is left. Returns pid → wait status of those that ended as children of this one."""
     me, statuses = os.getpid(), {}
     keen_until = time.monotonic() + _KEEN_S
     while True:
+        try:
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                statuses[ended[0]] = ended[1]
+        except ChildProcessError:  # no child, and every orphan becomes one: nothing is left
+            return statuses
         found = []
         for process in _processes():
             if process.parent == me:
@@ -40,11 +55,6 @@ def kill_descendants() -> dict[int, int]:
             found.append(process)
         for process in _below(me, found):
             _kill(process)
-        try:
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                statuses[ended[0]] = ended[1]
-        except ChildProcessError:  # no child, and every orphan becomes one: nothing is left
-            return statuses
         time.sleep(0.001 if time.monotonic() < keen_until else 0.1)
 
 
@@ -54,6 +64,15 @@ def _processes() -> Iterator[Process]:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
             fields = file.read(4096).rpartition(b")")[2].split()  # the name, in parentheses, may contain anything
             yield Process(pid, int(fields[1]), sum(map(int, fields[11:15])) / _TICKS_PER_S)
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # it has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", "rb", buffering=0) as file:
+                found += map(int, file.readall().split())
+    return found
 
 
 def _below(pid: int, found: Iterable[Process]) -> Iterator[Process]:

@@ -1,4 +1,5 @@
-"""Ray actors of the rollout pool: engine replicas and the rollouter, thin shells around Ray-free cores."""
+"""Ray actors of the rollout pool: engine replicas, the agents' endpoint and the rollouter, thin shells around Ray-free
+cores."""
 
 from __future__ import annotations
 
@@ -101,11 +102,69 @@ class EngineReplicaActor(SupervisedActor):
 
 
 @ray.remote
+class EndpointActor(SupervisedActor):
+    """The HTTP endpoint with its agents. The rollouter calls it as `asyncrl.rollouter.endpoint.link.EndpointClient`."""
+
+    def __init__(self, config: Config, logs: LogConfig | None = None) -> None:
+        super().__init__("endpoint", logs)
+        never_interrupt()
+        self._config = config
+        self._recorder = Recorder(self.name)
+
+    async def start(self) -> None:
+        """Load the tokenizer, start the agents' processes, and listen."""
+        from asyncrl.config.secrets import revealed
+        from asyncrl.rollouter.endpoint.agent_processes import AgentOptions, AgentProcesses
+        from asyncrl.rollouter.endpoint.renderer import ChatRenderer
+        from asyncrl.rollouter.endpoint.server import EndpointServer
+        from asyncrl.rollouter.endpoint.service import Endpoint
+        from asyncrl.rollouter.tokenizer import PromptTokenizer
+
+        config, agent = self._config, self._config.rollout.agent
+        tokenizer = PromptTokenizer(config.model.path, config.data.apply_chat_template, config.rollout.stop_token_ids)
+        self._agents = AgentProcesses(AgentOptions.of(agent, revealed("rollout.agent.args", agent.args)))
+        model = os.path.basename(os.path.normpath(config.model.path))
+        rollout = config.rollout
+        renderer = ChatRenderer(tokenizer)
+        self._endpoint = Endpoint(
+            agent, renderer, rollout.temperature, self._agents, model, rollout.agent_timeout_s, self._recorder
+        )
+        self._server = EndpointServer(self._endpoint, agent.host, agent.port, model, rollout.max_response_tokens)
+        await self._server.start()
+        await self._agents.start()
+        log.info("agents call %s", self._endpoint.address)
+
+    async def attach(self, token: int) -> None:
+        await self._endpoint.attach(token)
+
+    async def open(self, token: int, sessions: Sequence[Any]) -> None:
+        await self._endpoint.open(token, sessions)
+
+    async def events(self, token: int) -> Sequence[Any]:
+        return await self._endpoint.events(token)
+
+    async def answer(self, token: int, finished: Sequence[Any]) -> None:
+        await self._endpoint.answer(token, finished)
+
+    async def end(self, token: int, ids: Sequence[str]) -> None:
+        await self._endpoint.end(token, ids)
+
+    async def drain(self) -> Batch:
+        return self._recorder.drain()
+
+    async def close(self) -> None:
+        await self._endpoint.close()
+        await self._server.close()
+        await self._agents.close()
+
+
+@ray.remote
 class RollouterActor(SupervisedActor):
     """The rollout loop with its router and reward workers: ``start()``, then ``run()``.
 
-    ``queue`` (None: not started yet) and ``replicas`` are the current actors; `replace_queue` and `replace_replica`
-    name their successors. ``fencing_token`` grows with each rollouter of a run: engines and queue serve the newest."""
+    ``queue``, ``endpoint`` (None: not started yet, or not used) and ``replicas`` are the current actors;
+    `replace_queue`, `replace_endpoint` and `replace_replica` name their successors. ``fencing_token`` grows with each
+    rollouter of a run: engines, endpoint and queue serve the newest."""
 
     def __init__(
         self,
@@ -115,6 +174,7 @@ class RollouterActor(SupervisedActor):
         queue: Any,
         replicas: Mapping[str, Any],
         fencing_token: int,
+        endpoint: Any = None,
         logs: LogConfig | None = None,
     ):
         super().__init__("rollouter", logs)
@@ -123,6 +183,8 @@ class RollouterActor(SupervisedActor):
         self._recorder = Recorder(self.name)
         self._queue = RestartableClient(queue, "queue")
         self._fencing_token = fencing_token
+        self._endpoint = endpoint
+        self._link: Any = None
         self._replicas = {name: self._leased(name, handle) for name, handle in replicas.items()}
         self._loop: Any = None
         self._rolling_out: asyncio.Task[None] | None = None
@@ -133,7 +195,9 @@ class RollouterActor(SupervisedActor):
         from asyncrl.config.secrets import revealed
         from asyncrl.data.order import PromptOrder
         from asyncrl.data.prompts import load_prompts
-        from asyncrl.rollouter.agents.base import find_agent_loop
+        from asyncrl.rollouter.agents.base import AgentLoop, find_agent_loop
+        from asyncrl.rollouter.endpoint.link import EndpointLink
+        from asyncrl.rollouter.endpoint.loop import EndpointLoop
         from asyncrl.rollouter.held_queue import HeldQueue
         from asyncrl.rollouter.loop import RolloutLoop
         from asyncrl.rollouter.rewards.pool import RewardPool
@@ -144,11 +208,17 @@ class RollouterActor(SupervisedActor):
 
         config = self._config
         tokenizer = PromptTokenizer(config.model.path, config.data.apply_chat_template, config.rollout.stop_token_ids)
-        agent_loop = find_agent_loop(config.rollout.agent_loop)(
-            tokenizer,
-            config.rollout.max_response_tokens,
-            **revealed("rollout.agent_loop_args", config.rollout.agent_loop_args),
-        )
+        agent_loop: AgentLoop
+        if config.rollout.agent.enabled:
+            endpoint = ActorClient(self._endpoint, "endpoint") if self._endpoint is not None else None
+            self._link = EndpointLink(endpoint, self._fencing_token, ActorDied)  # type: ignore[arg-type]
+            agent_loop = EndpointLoop(self._link, config.rollout.max_response_tokens)
+        else:
+            agent_loop = find_agent_loop(config.rollout.agent_loop)(
+                tokenizer,
+                config.rollout.max_response_tokens,
+                **revealed("rollout.agent_loop_args", config.rollout.agent_loop_args),
+            )
         prompts = load_prompts(config.data.train_files, config.data)
         if config.data.validation_files:
             held_out = load_prompts(config.data.validation_files, config.data)
@@ -170,7 +240,7 @@ class RollouterActor(SupervisedActor):
             return RolloutLoop(config, self._derived, order, maker, self._held_queue, self._recorder)
 
         self._new_loop = new_loop
-        self._serving = asyncio.create_task(_unwrapped(self._router.run()))
+        self._serving = asyncio.create_task(_unwrapped(self._serve()))
         log.info("has %d prompts", len(prompts))
 
     async def run(self) -> None:
@@ -211,6 +281,10 @@ class RollouterActor(SupervisedActor):
         """Use a restarted queue; unanswered calls are repeated on it."""
         self._queue.replace(handle)
 
+    async def replace_endpoint(self, handle: Any) -> None:
+        """Use a new or restarted endpoint; samples of the old one begin again."""
+        self._link.replace(ActorClient(handle, "endpoint"))
+
     async def replace_replica(self, name: str, handle: Any) -> None:
         """Use a new or restarted replica; it gets work once `set_routable` names it."""
         self._router.replace(name, self._leased(name, handle))
@@ -224,6 +298,12 @@ class RollouterActor(SupervisedActor):
 
     async def close(self) -> None:
         await self._rewards.close()
+
+    async def _serve(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._router.run())
+            if self._link is not None:
+                tasks.create_task(self._link.run())
 
     async def _roll_out(self) -> None:
         """Run one rollout loop, from the queue's current state until `reset`: a rollback may reopen a closed queue."""

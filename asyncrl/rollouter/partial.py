@@ -54,6 +54,13 @@ class GeneratedTokens:
         self.logprobs.append(logprobs)
         self.count += len(tokens)
 
+    def equals(self, completion: Completion) -> bool:
+        """True if these are the completion's tokens, with its logprobs."""
+        if self.count != len(completion.tokens):
+            return False
+        tokens, logprobs = _joined(self.tokens, np.int32), _joined(self.logprobs, np.float32)
+        return tokens.tobytes() == completion.tokens.tobytes() and logprobs.tobytes() == completion.logprobs.tobytes()
+
     @property
     def last_token(self) -> int | None:
         """None before the first token."""
@@ -168,6 +175,14 @@ class PartialSample:
 
     def finish(self, call: GenerateCall, reason: FinishReason) -> None:
         call.finish = reason
+
+    def restore(self, call: GenerateCall, completion: Completion) -> None:
+        """Give a call the result that an earlier process received."""
+        count, spans = len(completion.tokens), list(completion.spans)
+        version = spans[0].version if spans else None
+        call.output = GeneratedTokens(version, None, count, [completion.tokens], [completion.logprobs], spans)
+        call.finish = completion.finish
+        self._replaced += 1
 
     def start_again(self, call: GenerateCall) -> None:
         """Discard the tokens of a call."""

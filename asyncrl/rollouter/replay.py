@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import math
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from asyncrl.config.schema import RolloutConfig
 from asyncrl.observability.telemetry.recorder import Recorder, now_s
 from asyncrl.rollouter.agents.base import Completion, GenerationFailed, LimitReached
-from asyncrl.rollouter.agents.provenance import SampledCall, tokens_digest
+from asyncrl.rollouter.agents.provenance import SampledCall, tokens_digest, untrained_digest
 from asyncrl.rollouter.agents.watch import AgentWatch
 from asyncrl.rollouter.engines.base import Request
 from asyncrl.rollouter.partial import GenerateCall, PartialSample
@@ -49,8 +50,16 @@ class ReplayedGenerate:
         self._unsaved: list[GenerateCall] = []  # those whose results it has
         self._running: set[asyncio.Task[Any]] = set()  # tasks that wait for a call
         self._closed = False
-        #: all calls whose results the loop has
-        self.sampled = [SampledCall(call.start, call.context, call.tokens, call.result) for call in sample.saved_calls]
+        self.sampled: list[SampledCall] = []  # all calls whose results the loop has
+        self.restart()
+
+    @property
+    def key(self) -> int:
+        return self._prompt.key
+
+    @property
+    def prompt_tokens(self) -> np.ndarray:
+        return self._prompt.tokens
 
     @property
     def state(self) -> bytes | None:
@@ -70,12 +79,57 @@ class ReplayedGenerate:
         for task in self._running:
             task.cancel()
 
+    def restart(self) -> None:
+        saved = self._sample.saved_calls
+        self.sampled = [SampledCall(call.start, call.context, call.tokens, call.result) for call in saved]
+        self._claimed, self._unsaved = [], []
+
+    def restore(self, response: np.ndarray, completion: Completion, prefix: int | None = None) -> Completion:
+        context, _ = self._context(response, prefix)
+        unclaimed = self._unclaimed(tokens_digest(context))
+        finished = (c for c in unclaimed if c.finish is not None and c.output.equals(completion))
+        if (call := next(finished, None)) is None:
+            call = next((c for c in unclaimed if c.finish is None), None)
+            call = call or self._sample.begin(tokens_digest(context), len(context))
+            self._sample.restore(call, completion)
+        self._claimed.append(call)
+        return self._result(call)
+
     async def __call__(
-        self, response: np.ndarray, max_new_tokens: int | None = None, prefix: int | None = None
+        self,
+        response: np.ndarray,
+        max_new_tokens: int | None = None,
+        prefix: int | None = None,
+        stop_strings: Sequence[str] = (),
+        sampling: Mapping[str, float] | None = None,
     ) -> Completion:
         """Raises GenerationFailed, LimitReached, or ValueError for a prefix that the prompt does not have."""
         if self._closed:
             raise GenerationFailed("a call of generate after its sample's end; expected run to wait for all its calls")
+        context, shared = self._context(response, prefix)
+        digest = tokens_digest(context)
+        if sampling is not None:  # so that no token of it is explained by this call, see `sample_problem`
+            digest = untrained_digest(digest, sampling)
+        call = self._claim(digest, len(context), len(response))
+        if call.finish is None:
+            room = self._limits.max_response_tokens - len(response)
+            first = len(context) == len(self.prompt_tokens) == shared and not call.ordinal and sampling is None
+            stops = tuple(dict.fromkeys([*self._prompt.sampling.stop_strings, *stop_strings]))
+            changes: dict[str, Any] = {**(sampling or {}), "stop_strings": stops}
+            request = dataclasses.replace(
+                self._prompt,
+                tokens=context,
+                shared_prefix=shared,
+                # the answer to the plain prompt draws the numbers of a single-turn sample
+                key=self._prompt.key if first else call_key(self._prompt.key, call.context, call.ordinal),
+                max_new_tokens=room if max_new_tokens is None else min(max_new_tokens, room),
+                sampling=dataclasses.replace(self._prompt.sampling, **changes),
+            )
+            await self._generate(call, request)
+        return self._result(call)
+
+    def _context(self, response: np.ndarray, prefix: int | None) -> tuple[np.ndarray, int]:
+        """int32 [P + R]: what a call continues; and P, tokens of the prompt."""
         prompt = self._prompt.tokens
         if prefix is not None and not 0 <= prefix <= len(prompt):
             raise ValueError(f"prefix: expected 0 to {len(prompt)} tokens of the prompt, found {prefix}")
@@ -83,38 +137,27 @@ class ReplayedGenerate:
         context = np.concatenate([shared, np.asarray(response, np.int32)])
         if not len(context):
             raise ValueError("a call of generate without any token; expected at least one, such as BOS")
-        call = self._claim(context, len(response))
-        if call.finish is None:
-            room = self._limits.max_response_tokens - len(response)
-            first = len(context) == len(prompt) == len(shared) and not call.ordinal
-            request = dataclasses.replace(
-                self._prompt,
-                tokens=context,
-                shared_prefix=len(shared),
-                # the answer to the plain prompt draws the numbers of a single-turn sample
-                key=self._prompt.key if first else call_key(self._prompt.key, call.context, call.ordinal),
-                max_new_tokens=room if max_new_tokens is None else min(max_new_tokens, room),
-            )
-            await self._generate(call, request)
+        return context, len(shared)
+
+    def _result(self, call: GenerateCall) -> Completion:
         self._unsaved.append(call)
         assert call.finish is not None
         completion = call.output.completion(call.finish)
         self.sampled.append(SampledCall(call.start, call.context, call.output.count, completion))
         return completion
 
-    def _claim(self, context: np.ndarray, response_tokens: int) -> GenerateCall:
-        """The first call of the record with this context that this run has not made yet, or a new one. Raises
-        LimitReached."""
-        digest = tokens_digest(context)
-        for call in self._sample.calls:
-            if call.context == digest and not any(call is other for other in self._claimed):
-                break
-        else:
+    def _unclaimed(self, context: int) -> list[GenerateCall]:
+        """Calls of the record with this context that this run has not made yet."""
+        return [c for c in self._sample.calls if c.context == context and not any(c is o for o in self._claimed)]
+
+    def _claim(self, context: int, start: int, response_tokens: int) -> GenerateCall:
+        """The first unclaimed call with this context, or a new one. Raises LimitReached."""
+        if (call := next(iter(self._unclaimed(context)), None)) is None:
             if response_tokens >= self._limits.max_response_tokens:
                 raise LimitReached(FinishReason.LENGTH)
             if self._limits.max_turns and self._sample.call_count >= self._limits.max_turns:
                 raise LimitReached(FinishReason.TURNS)
-            call = self._sample.begin(digest, len(context))
+            call = self._sample.begin(context, start)
         self._claimed.append(call)
         return call
 

@@ -19,7 +19,7 @@ from asyncrl.param_sync.session_protocol import ReplicaSession, remote_session
 from asyncrl.processes.actor_client import ActorClient, RestartableClient
 from asyncrl.processes.identity import Process
 from asyncrl.processes.tasks import cancelled
-from asyncrl.rollouter.actors import EngineReplicaActor, RollouterActor
+from asyncrl.rollouter.actors import EndpointActor, EngineReplicaActor, RollouterActor
 from asyncrl.run.environments import interpreter
 from asyncrl.run.placement import Placement
 from asyncrl.run.placement_plan import make_plan, pools
@@ -66,6 +66,7 @@ class Cluster:
         self.sessions: dict[str, ReplicaSession] = {}
         self.queue: Any = RestartableClient(None, "queue", SampleQueueClient)
         self.rollouter: Any = RestartableClient(None, "rollouter")
+        self.endpoint: Any = RestartableClient(None, "endpoint") if config.rollout.agent.enabled else None
 
     async def open(self) -> None:
         """Join or start Ray and place the pools. Raises PlacementError and ConfigError."""
@@ -92,6 +93,13 @@ class Cluster:
         replica = self._make_replica(name)
         await self._started([replica], replica.start())
         self.replicas[name], self.sessions[name] = replica, remote_session(replica.sync)
+
+    async def start_endpoint(self) -> None:
+        """An endpoint without sessions; the agents of an earlier one have ended with it."""
+        await self.kill("endpoint")
+        endpoint = self._make(EndpointActor, "endpoint", {"num_cpus": 0}, self._config)
+        await self._started([endpoint], endpoint.start())
+        self.endpoint.replace(endpoint.handle)
 
     async def start_rollouter(self, routable: Callable[[], Sequence[str]]) -> None:
         """A rollouter that resumes the ledger's in-flight groups. ``routable()``: replicas that it may use at first."""
@@ -198,6 +206,7 @@ class Cluster:
             self.queue.handle,
             {name: client.handle for name, client in self.replicas.items()},
             self._made,  # the fencing token of the newest rollouter is the highest, also over drivers
+            self.endpoint.handle if self.endpoint is not None else None,
         )
 
     def pool_resources(self) -> tuple[float, float, str]:
@@ -209,7 +218,8 @@ class Cluster:
 
     def drains(self) -> dict[str, Callable[[], Awaitable[Batch]]]:
         """Calls that fetch each actor's records: ranks answer while they start, replicas and the rollouter do not."""
-        actors = (*self.senders.values(), *self.replicas.values(), self.rollouter.once)
+        endpoint = [self.endpoint.once] if self.endpoint is not None else []
+        actors = (*self.senders.values(), *self.replicas.values(), *endpoint, self.rollouter.once)
         answering = (a for a in actors if a.name in self._processes and a.handle is self._actors[a.name].handle)
         return {actor.name: actor.drain for actor in answering}
 
@@ -220,9 +230,10 @@ class Cluster:
     async def close(self) -> None:
         """End every actor, release the bundles, and end a cluster that was started here."""
         await self._placement.settled()
-        if self.rollouter.handle is not None:  # it must end its reward workers and their children itself
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(self.rollouter.once.close(), CLOSING_S)
+        for actor in filter(None, (self.rollouter, self.endpoint)):  # they must end their children themselves
+            if actor.handle is not None:
+                with contextlib.suppress(Exception):
+                    await asyncio.wait_for(actor.once.close(), CLOSING_S)
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:

@@ -33,6 +33,7 @@ _GAUGES = ("rollout/curriculum/",)
 _TOTALS = (
     "rollout/failed_samples/",
     "rollout/failed_rewards/",
+    "rollout/agent/",
     "rollout/recovered_",
     "rollout/restarted_",
     "rollout/cancelled_groups",

@@ -58,12 +58,13 @@ class Pool:
 
 @dataclass(frozen=True)
 class Plan:
-    """``machines``: actor → address of its machine. ``memory``: pool → estimate for each of its actors."""
+    """``machines``: pools' actor → address of its machine. ``memory``: pool → estimate for each of its actors."""
 
     machines: Mapping[str, str]
     pools: Sequence[Pool]
     memory: Mapping[str, str] = field(default_factory=dict)
     figures: Mapping[str, str] = field(default_factory=dict)
+    anywhere: Sequence[str] = ("rollouter",)  # actors on any machine
 
     def lines(self) -> Iterator[str]:
         """The plan as a table."""
@@ -72,7 +73,8 @@ class Plan:
             for actor in pool.actors:
                 gpus = str(pool.gpus) if pool.gpus else "–"
                 rows.append((actor, self.machines[actor], f"{pool.cpus:g}", gpus, self.memory.get(pool.name, "")))
-        rows += [("rollouter", "any", "–", "–", ""), ("queue", "the driver's", "–", "–", "")]
+        rows += [(actor, "any", "–", "–", "") for actor in self.anywhere]
+        rows.append(("queue", "the driver's", "–", "–", ""))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         for row in rows:
             yield "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[4]]).rstrip()
@@ -171,7 +173,8 @@ def _missing(pool: Pool, strategy: str, machines: Sequence[Machine]) -> str:
 
 def make_plan(config: Config, found: Preflight, machines: Mapping[str, str]) -> Plan:
     """``config``: with devices resolved; ``machines``: address of each rank's and replica's machine."""
-    return Plan(machines, pools(config), _memory(config, found), _figures(config, found))
+    anywhere = ["rollouter", "endpoint"] if config.rollout.agent.enabled else ["rollouter"]
+    return Plan(machines, pools(config), _memory(config, found), _figures(config, found), anywhere)
 
 
 def _memory(config: Config, found: Preflight) -> dict[str, str]:

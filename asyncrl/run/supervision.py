@@ -4,6 +4,7 @@
     rollouter died ──► new rollouter resumes the in-flight groups from the ledger
     rank died ──► `TrainLoop` asks for new ranks and restores the last checkpoint
     queue died ──► new queue rebuilds its state from disk; calls to it are repeated
+    endpoint died ──► its agents end with it; their samples begin again, with what is recorded of them
 
 The first start works like any other: an actor that dies or hangs before it is up is restarted, within the limits.
 Recovery is automatic until an actor has died too often.
@@ -68,11 +69,13 @@ class SupervisedCluster(Protocol):
     sessions: dict[str, Any]  # their ends of a sync session
     rollouter: Any  # RestartableClient: run(), reset(), unfit(), replace_queue(), replace_replica()
     queue: Any  # RestartableClient: alive(), stalled_s()
+    endpoint: Any  # RestartableClient: alive(); None without agents
     ranks: Any  # the current rank group
     senders: dict[str, Any]  # its ranks
 
     async def start_queue(self) -> None: ...
     async def start_replica(self, name: str) -> None: ...
+    async def start_endpoint(self) -> None: ...
     async def start_rollouter(self, routable: Callable[[], Sequence[str]]) -> None: ...
     async def start_ranks(self) -> None: ...
     def silent(self, name: str) -> str: ...
@@ -91,8 +94,8 @@ class ReplicaMembership(Protocol):
 
 
 class Supervisor:
-    """``run()`` keeps queue and replicas alive; raises DiedTooOften, or any exception of an actor that is not a death.
-    ``started()`` returns when all of them have been up. Ranks and rollouter start by `start`, see
+    """``run()`` keeps queue, endpoint and replicas alive; raises DiedTooOften, or any exception of an actor that is not
+    a death. ``started()`` returns when all of them have been up. Ranks and rollouter start by `start`, see
     `asyncrl.run.restartable`."""
 
     def __init__(
@@ -107,11 +110,14 @@ class Supervisor:
         self._recorder = recorder
         self._serving: set[str] = set()  # replicas that have joined, until they die
         self._ended: dict[str, str] = {}  # replica → why it was killed
-        self._up = {name: asyncio.Event() for name in ("queue", *cluster.replica_names)}
+        endpoint = [] if cluster.endpoint is None else ["endpoint"]
+        self._up = {name: asyncio.Event() for name in ("queue", *endpoint, *cluster.replica_names)}
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._queue(tasks))
+            if self._cluster.endpoint is not None:
+                tasks.create_task(self._endpoint(tasks))
             tasks.create_task(self._fitness())
             for name in self._cluster.replica_names:
                 tasks.create_task(self._replica(name))
@@ -167,6 +173,17 @@ class Supervisor:
             self._up["queue"].set()
             try:
                 await self._queue_death()
+            except ActorDied as died:
+                why = str(died)
+
+    async def _endpoint(self, tasks: asyncio.TaskGroup) -> None:
+        why: str | None = None
+        while True:
+            await self.start("endpoint", self._cluster.start_endpoint, why)
+            tasks.create_task(self._cluster.rollouter.replace_endpoint(self._cluster.endpoint.handle))
+            self._up["endpoint"].set()
+            try:
+                await self._cluster.endpoint.once.alive()
             except ActorDied as died:
                 why = str(died)
 

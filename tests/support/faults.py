@@ -25,6 +25,8 @@ from tests.test_run import Run, processes_of
 
 ACTORS = {"replica": "EngineReplica", "rank": "TrainerRank", "rollouter": "Rollouter", "queue": "SampleQueue"}
 NAMES = {"replica": "replica/0", "rank": "trainer/0", "rollouter": "rollouter", "queue": "queue"}
+#: of runs with agents besides
+ENDPOINT = "endpoint"
 KILLED = -signal.SIGKILL
 CRASH_SITE = Path(__file__).parent / "crash_site"
 
@@ -66,7 +68,8 @@ class FaultyRun(Run):
         return self.actors(kind)[0]
 
     def actors(self, kind: str) -> list[psutil.Process]:
-        return [p for p in self.below() if _name(p).startswith(f"ray::{ACTORS[kind]}")]
+        shown = {**ACTORS, ENDPOINT: "Endpoint"}[kind]
+        return [p for p in self.below() if _name(p).startswith(f"ray::{shown}")]
 
     def below(self) -> list[psutil.Process]:
         """Processes that the run has started."""
@@ -74,7 +77,7 @@ class FaultyRun(Run):
 
     def kill(self, kind: str) -> None:
         """``kill -9`` a process of this kind, and wait until the run has noticed."""
-        noticed = f"supervision: {NAMES[kind].split('/')[0]}"  # any of several
+        noticed = f"supervision: {NAMES.get(kind, kind).split('/')[0]}"  # any of several
         before = self.text.count(noticed)
         self.actor(kind).kill()
         self.until(lambda: self.text.count(noticed) > before, f"noticed the death of the {kind}")

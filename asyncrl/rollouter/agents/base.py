@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,10 +51,20 @@ class Poison(GenerationFailed):
 
 class Generate(Protocol):
     """Samples a continuation of ``prefix`` tokens of the prompt (None: all) and ``response`` (int32 [R]: all tokens
-    after them so far), of ``max_new_tokens`` or what the sample's limits leave, whichever is less.
+    after them so far), of ``max_new_tokens`` or what the sample's limits leave, whichever is less. ``stop_strings`` end
+    it, too. With ``sampling``, parameters such as a temperature that replace those of the run, its tokens cannot be
+    trained.
 
     Bound to one sample. Several calls may be under way at once: what one draws depends on the tokens that it continues,
     and on how many calls with equal ones came before, never on timing. Raises GenerationFailed, and LimitReached."""
+
+    @property
+    def key(self) -> int:
+        """63 bits that name the sample's attempt, equal in every process."""
+
+    @property
+    def prompt_tokens(self) -> np.ndarray:
+        """int32 [P]: the prompt's."""
 
     @property
     def state(self) -> bytes | None:
@@ -68,8 +79,20 @@ class Generate(Protocol):
         several under way saves where ``state`` has the results of all that have: not while `asyncio.gather` still
         holds some back."""
 
+    def restore(self, response: np.ndarray, completion: Completion, prefix: int | None = None) -> Completion:
+        """Record a call that an earlier rollouter answered with ``completion``; it may have died before the record was
+        stored. Returns the recorded completion."""
+
+    def restart(self) -> None:
+        """The loop begins again: its calls until now count no more, and equal ones are answered from their record."""
+
     async def __call__(
-        self, response: np.ndarray, max_new_tokens: int | None = None, prefix: int | None = None
+        self,
+        response: np.ndarray,
+        max_new_tokens: int | None = None,
+        prefix: int | None = None,
+        stop_strings: Sequence[str] = (),
+        sampling: Mapping[str, float] | None = None,
     ) -> Completion: ...
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +27,11 @@ class SampledCall(NamedTuple):
 def tokens_digest(tokens: np.ndarray) -> int:
     """64-bit digest of int32 [T] tokens."""
     return xxhash.xxh3_64_intdigest(np.ascontiguousarray(tokens, np.int32).data)
+
+
+def untrained_digest(context: int, sampling: Mapping[str, float]) -> int:
+    """64-bit digest of a call whose tokens are not trained: that of its context, and what it samples with."""
+    return xxhash.xxh3_64_intdigest(f"{context}/{sorted(sampling.items())}".encode())
 
 
 def result_digest(tokens: np.ndarray, logprobs: np.ndarray, spans: Sequence[VersionSpan], at: int = 0) -> int:

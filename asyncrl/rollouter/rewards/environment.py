@@ -1,4 +1,4 @@
-"""Environment of a reward worker: of the rollouter's, what programs need and what `reward.secrets` names."""
+"""Environment of a process that runs a user's code: what programs need, and the variables that its options name."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def worker_environment(secrets: Sequence[str], folder: str) -> dict[str, str]:
     return kept | {name: os.environ[name] for name in secrets} | own
 
 
-def unset_secrets(secrets: Sequence[str]) -> list[str]:
-    """One line if variables that `reward.secrets` names are not set here."""
+def unset_secrets(secrets: Sequence[str], option: str = "reward.secrets") -> list[str]:
+    """One line if variables that ``option`` names are not set here."""
     missing = [name for name in secrets if name not in os.environ]
     if not missing:
         return []
-    return [f"reward.secrets: expected the environment variable {', '.join(missing)}, found none; set it, or remove it"]
+    return [f"{option}: expected the environment variable {', '.join(missing)}, found none; set it, or remove it"]

@@ -8,12 +8,12 @@ import resource
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from asyncrl.processes.memory import MIB, memory_above
 from asyncrl.processes.tree import Process, descendants
 
 MAX_PROCESSES = 256  # the worker and all that it started
 MAX_ENTRIES = 10_000  # files and folders in the worker's folder
 MAX_OPEN_FILES = 1024  # per process
-MIB = 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,8 @@ class Meter:
 
     def _too_much_memory(self, found: Sequence[Process]) -> str:
         most = self._limits.memory_mb * MIB
-        pids = [process.pid for process in found if process.pid != self._root]
-        used = sum(map(_memory_bytes, pids))
-        if used > most:  # pages that forks share counted several times; a process's share of them is slow to read
-            used = sum(map(_share_bytes, pids))
-        if used <= most:
+        used = memory_above(most, [process.pid for process in found if process.pid != self._root])
+        if not used:
             return ""
         return (
             f"used {used // MIB} MiB of memory with all that it started, more than reward.memory_mb = "
@@ -104,25 +101,6 @@ class Meter:
         if used <= self._limits.file_mb * MIB:
             return ""
         return f"had {used // MIB} MiB of files in its folder, more than reward.file_mb = {self._limits.file_mb}"
-
-
-def _memory_bytes(pid: int) -> int:
-    """Memory of a process that cannot be dropped, unlike pages of its program and of files that it mapped."""
-    return _sum_kb(f"/proc/{pid}/status", b"RssAnon:", b"RssShmem:", b"VmSwap:") * 1024
-
-
-def _share_bytes(pid: int) -> int:
-    """The same, with each page divided by the number of processes that map it. Needs Linux 5.9; else the same."""
-    share = _sum_kb(f"/proc/{pid}/smaps_rollup", b"Pss_Anon:", b"Pss_Shmem:", b"SwapPss:") * 1024
-    return share or _memory_bytes(pid)
-
-
-def _sum_kb(path: str, *names: bytes) -> int:
-    try:
-        with open(path, "rb") as file:
-            return sum(int(line.split()[1]) for line in file if line.startswith(names))
-    except OSError:  # it has ended, or hides its memory
-        return 0
 
 
 def _sizes(folder: str) -> Iterator[int]:

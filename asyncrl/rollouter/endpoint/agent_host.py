@@ -1,0 +1,190 @@
+"""Runs agents: a program of the standard library alone (CPython 3.10 or newer), for any environment.
+
+``python agent_host.py DESCRIPTOR``, a socket on which lines of JSON pass, so that agents may print::
+
+    parent → host   {"path": "package.module:function", "args": {...}}     once
+    host → parent   {"ready": true}, or {"problem": why it does not load}
+    parent → host   {"run": id, "task": fields of AgentTask}               per sample; they run concurrently
+    host → parent   {"id": id, "result": ...}, {"id": id, "bad": what was returned instead of one},
+                    or {"id": id, "error": "Type: message", "traceback": "..."}
+    parent → host   {"cancel": id}                                         ends a coroutine; drops a thread's result
+    parent → host   {"ping": n}
+    host → parent   {"pong": n}                                            from the event loop in which coroutines run
+
+The function is called as ``function(task, **args)``: a coroutine function in the event loop, any other in a thread per
+sample. It returns None, a number (the sample's reward), or ``{"reward": number, "metrics": {name: number}}``, where
+each may be left out.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__":  # nothing in this file's folder should hide a module of the agent's
+    sys.path = [entry for entry in sys.path if entry != os.path.dirname(os.path.abspath(__file__))]
+
+import asyncio
+import contextlib
+import contextvars
+import importlib
+import inspect
+import json
+import socket
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_RESULT_BYTES = 64 * 1024
+MAX_TEXT = 8000  # characters of an error or a traceback
+
+
+@dataclass
+class AgentTask:
+    """A sample to make. OpenAI's clients take ``base_url``, which ends in /v1; Anthropic's ``anthropic_base_url``. The
+    ``api_key`` is of this sample alone: calls with it are its turns."""
+
+    uid: str  # of the prompt
+    index: int  # of the sample among those of its prompt
+    messages: list[dict[str, Any]]  # chat messages of the prompt
+    text: str | None  # the prompt as it is, if it has no messages
+    answer: Any  # the prompt's expected answer
+    model: str
+    base_url: str
+    anthropic_base_url: str
+    api_key: str = field(repr=False)
+    data: dict[str, Any] = field(default_factory=dict)  # the prompt's further columns
+    seconds: float | None = None  # time limit
+
+
+#: the task of the running agent; each coroutine and each thread has its own context
+_current: contextvars.ContextVar[AgentTask] = contextvars.ContextVar("asyncrl_agent_task")
+
+
+class _Unusable(Exception):
+    """The function does not load; the message is one line."""
+
+
+def _load(path: str, args: Mapping[str, Any]) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    if not (module and name):
+        raise _Unusable(f"expected an import path such as package.module:function, found {path!r}")
+    try:
+        found = importlib.import_module(module)
+    except BaseException as e:  # a module may raise anything
+        message = " ".join(str(e).split())[:MAX_TEXT]
+        raise _Unusable(f"{path}: module {module} does not import ({type(e).__name__}: {message})") from e
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise _Unusable(f"{path}: module {module} has no {name}")
+        found = getattr(found, part)
+    if not callable(found) or isinstance(found, type):
+        raise _Unusable(f"{path} is a {'class' if isinstance(found, type) else type(found).__name__}, not a function")
+    with contextlib.suppress(ValueError):  # some functions of C have no signature
+        try:
+            inspect.signature(found).bind(None, **args)
+        except TypeError as e:
+            raise _Unusable(f"{path} cannot be called with a task and the arguments {sorted(args)}: {e}") from e
+    return found
+
+
+class _Host:
+    def __init__(self, function: Callable[..., Any], args: Mapping[str, Any], connection: socket.socket) -> None:
+        self._function, self._args, self._connection = function, args, connection
+        call = getattr(function, "__call__", None)  # noqa: B004 - an instance may have an async one
+        self._in_loop = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+        self._samples: dict[int, asyncio.Task[None]] = {}
+
+    async def serve(self) -> None:
+        """Run until the parent closes its end."""
+        frames, self._replies = await asyncio.open_connection(sock=self._connection, limit=1 << 30)
+        with contextlib.suppress(ConnectionError):
+            while line := await frames.readline():
+                frame = json.loads(line)
+                if "run" in frame:
+                    sample = self._run(frame["run"], AgentTask(**frame["task"]))
+                    self._samples[frame["run"]] = asyncio.create_task(sample)
+                elif "cancel" in frame:
+                    if sample_task := self._samples.pop(frame["cancel"], None):
+                        sample_task.cancel()
+                else:
+                    self._replies.write(_line({"pong": frame["ping"]}))
+        os._exit(0)
+
+    async def _run(self, number: int, task: AgentTask) -> None:
+        _current.set(task)
+        reply: dict[str, Any]
+        try:
+            call = lambda: self._function(task, **self._args)
+            result = call() if self._in_loop else await _in_thread(call)
+            if inspect.isawaitable(result):
+                result = await result
+            reply = _reply(result)
+        except BaseException as e:  # SystemExit would end all samples
+            trace = "".join(traceback.format_exception(type(e), e, e.__traceback__))[-MAX_TEXT:]
+            reply = {"error": f"{type(e).__name__}: {e}"[:MAX_TEXT], "traceback": trace}
+        if self._samples.pop(number, None):  # else it was cancelled
+            self._replies.write(_line({"id": number, **reply}))
+
+
+async def _in_thread(work: Callable[[], Any]) -> Any:
+    """Result of ``work`` in a thread of its own. An executor has few threads, and waits for them at exit."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+
+    def run() -> None:
+        outcome: tuple[Any, BaseException | None]
+        try:
+            outcome = work(), None
+        except BaseException as e:
+            outcome = None, e
+        loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(outcome))
+
+    threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True).start()
+    result, problem = await done
+    if problem is not None:
+        raise problem
+    return result
+
+
+def _reply(result: Any) -> dict[str, Any]:
+    try:
+        encoded = json.dumps(result, default=_number)
+    except (TypeError, ValueError, RecursionError) as e:
+        return {"bad": f"a {type(result).__name__} that JSON cannot hold ({e})"[:MAX_TEXT]}
+    if len(encoded) > MAX_RESULT_BYTES:
+        return {"bad": f"a {type(result).__name__} of {len(encoded)} bytes of JSON, more than {MAX_RESULT_BYTES}"}
+    return {"result": result}
+
+
+def _number(value: Any) -> float:
+    """Numbers of NumPy and PyTorch."""
+    if hasattr(value, "__float__"):
+        return float(value)
+    raise TypeError(f"found a {type(value).__name__}")
+
+
+def _line(frame: Mapping[str, Any]) -> bytes:
+    return json.dumps(frame, default=_number).encode() + b"\n"
+
+
+def main() -> None:
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)  # what an agent starts should not hold it open
+    connection = socket.socket(fileno=descriptor)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    begin = json.loads(connection.makefile("rb").readline())
+    try:
+        function = _load(begin["path"], begin["args"])
+    except _Unusable as e:
+        connection.sendall(_line({"problem": str(e)}))
+        return
+    connection.sendall(_line({"ready": True}))
+    asyncio.run(_Host(function, begin["args"], connection).serve())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""The agent loop of samples whose agent calls the endpoint: serves its calls, then builds the sample that it made."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import numpy as np
+
+from asyncrl.rollouter.agents.base import Completion, Generate, GenerationFailed, LimitReached
+from asyncrl.rollouter.agents.trajectory import TrajectoryBuilder
+from asyncrl.rollouter.endpoint.link import (
+    CallError,
+    EndedSession,
+    EndpointDied,
+    EndpointLink,
+    FinishedCall,
+    KnownCall,
+    RestartedSession,
+    Session,
+    StartedCall,
+)
+from asyncrl.types.prompts import Prompt
+from asyncrl.types.samples import FinishReason, Sample
+
+T = TypeVar("T")
+
+
+class AgentFailure(GenerationFailed):
+    """The sample's agent failed; counted under its reason."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason  # type: ignore[misc]
+
+
+class EndpointLoop:
+    """An `asyncrl.rollouter.agents.base.AgentLoop`. What the agent did survives this process, in the endpoint."""
+
+    def __init__(self, link: EndpointLink, max_response_tokens: int) -> None:
+        self._link, self._max_response_tokens = link, max_response_tokens
+
+    async def run(self, prompt: Prompt, index: int, generate: Generate) -> Sample:
+        """Raises AgentFailure, and the errors of ``generate``."""
+        while True:
+            try:
+                return await self._run(prompt, index, generate)
+            except EndpointDied:  # and the agent with it
+                generate.restart()
+
+    async def _run(self, prompt: Prompt, index: int, generate: Generate) -> Sample:
+        seconds = generate.seconds_left
+        session = Session(f"{generate.key:016x}", prompt, index, None if math.isinf(seconds) else seconds)
+        events = self._link.open(session)
+        served = _ServedCalls(self._link, session, generate, self._max_response_tokens)
+        try:
+            while True:
+                event = await served.unless_failed(events.get())
+                match event:
+                    case StartedCall():
+                        served.start(event)
+                    case KnownCall():
+                        served.restore(event)
+                    case RestartedSession():
+                        await served.cancel()
+                        generate.restart()
+                    case EndpointDied():
+                        raise event
+                    case EndedSession():
+                        return served.sample(index, event)
+        finally:
+            self._link.end(session)
+            await served.cancel()
+
+
+class _ServedCalls:
+    """Calls of one session, and the completions of those that are finished, by number."""
+
+    def __init__(self, link: EndpointLink, session: Session, generate: Generate, max_response_tokens: int) -> None:
+        self._link, self._session, self._generate = link, session, generate
+        self._max_response_tokens = max_response_tokens
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._completions: dict[int, Completion] = {}
+        self._limit: FinishReason | None = None
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def unless_failed(self, waits: Coroutine[Any, Any, T]) -> T:
+        """Result of ``waits``, or the first error of a call."""
+        waiting = asyncio.create_task(waits)
+        try:
+            waits_for: list[asyncio.Future[Any]] = [waiting, self._failed]
+            await asyncio.wait(waits_for, return_when=asyncio.FIRST_COMPLETED)
+            if self._failed.done():
+                self._failed.result()
+            return waiting.result()
+        finally:
+            waiting.cancel()
+
+    def start(self, call: StartedCall) -> None:
+        self._running[call.number] = asyncio.create_task(self._serve(call))
+
+    def restore(self, known: KnownCall) -> None:
+        call = known.call
+        if call.sampling is None:
+            response, prefix = self._split(call.tokens)
+            self._completions[call.number] = self._generate.restore(response, known.completion, prefix)
+
+    async def cancel(self) -> None:
+        tasks, self._running, self._completions = list(self._running.values()), {}, {}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _serve(self, call: StartedCall) -> None:
+        response, prefix = self._split(call.tokens)
+        result: Completion | CallError
+        try:
+            result = await self._generate(response, call.max_tokens, prefix, call.stop, call.sampling)
+            self._completions[call.number] = result
+        except LimitReached as e:
+            if e.finish is FinishReason.LENGTH:
+                most = self._max_response_tokens + prefix
+                message = (
+                    f"the prompt has {len(call.tokens)} tokens; expected less than {most}, of which "
+                    f"rollout.max_response_tokens = {self._max_response_tokens} may follow the task's own prompt"
+                )
+                result = CallError("context", message)
+            else:
+                self._limit = self._limit or e.finish
+                result = CallError("limit", str(e))
+        except Exception as e:
+            if not self._failed.done():
+                self._failed.set_exception(e)
+            return
+        finally:
+            self._running.pop(call.number, None)
+        self._link.answer(FinishedCall(self._session.id, call.number, result))
+
+    def _split(self, tokens: np.ndarray) -> tuple[np.ndarray, int]:
+        """What follows the tokens that a context shares with the group's prompt, and their number."""
+        prompt = self._generate.prompt_tokens
+        most = min(len(prompt), len(tokens))
+        different = np.flatnonzero(prompt[:most] != tokens[:most])
+        prefix = int(different[0]) if len(different) else most
+        return tokens[prefix:], prefix
+
+    def sample(self, index: int, ended: EndedSession) -> Sample:
+        if ended.failure is not None:
+            raise AgentFailure(*ended.failure)
+        root: TrajectoryBuilder | None = None
+        last: FinishReason | None = None
+        builder = root
+        for plan in ended.plan:
+            first = plan[0]
+            assert isinstance(first, np.ndarray)
+            rest, prefix = self._split(first)
+            builder = TrajectoryBuilder(prefix) if root is None else root.start(prefix)
+            root = root or builder
+            builder.append(rest)
+            for part in plan[1:]:
+                builder.append(part if isinstance(part, np.ndarray) else self._completions[part])
+            last = builder.finish or last
+        if root is None:
+            raise AgentFailure("no_calls", "the agent ended without any answer of the policy")
+        root.messages.extend(ended.messages)
+        sample = root.sample(index, self._limit or last or FinishReason.STOP, ended.reward)
+        sample.metrics = dict(ended.metrics)
+        return sample

@@ -1,0 +1,213 @@
+"""The endpoint: agents on one side, the rollouter on the other, whose death it survives, holding the agents' calls."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import xxhash
+
+from asyncrl.config.schema import AgentConfig
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.processes.tasks import cancelled
+from asyncrl.rollouter.endpoint import link
+from asyncrl.rollouter.endpoint.agent_processes import AgentFailed, AgentOutcome, AgentTask
+from asyncrl.rollouter.endpoint.link import Event, FinishedCall
+from asyncrl.rollouter.endpoint.renderer import ChatRenderer
+from asyncrl.rollouter.endpoint.session import AgentSession, SessionEnded
+
+ENDED_KEYS = 100_000  # of ended samples, whose calls get 409 instead of 401
+EVENTS_S = 5.0  # that `events` waits for one
+
+log = logging.getLogger(__name__)
+
+
+class UnknownKey(RuntimeError):
+    """A call without a key, or with one that no sample has: status 401."""
+
+
+class LeaseLost(RuntimeError):
+    """A call of a rollouter after its successor attached."""
+
+
+class Agents(Protocol):
+    """See `asyncrl.rollouter.endpoint.agent_processes.AgentProcesses`."""
+
+    async def run(self, task: AgentTask) -> AgentOutcome: ...
+
+
+class Endpoint:
+    """``address()``: of the HTTP server, such as http://127.0.0.1:4567, once it listens."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        renderer: ChatRenderer,
+        temperature: float,
+        agents: Agents,
+        model: str,
+        orphan_s: float,
+        recorder: Recorder,
+    ) -> None:
+        self._config, self._renderer, self._temperature = config, renderer, temperature
+        self._agents, self._model, self._orphan_s, self._recorder = agents, model, orphan_s, recorder
+        self.address = ""
+        self._token = -1
+        self._sessions: dict[str, AgentSession] = {}
+        self._by_key: dict[int, AgentSession] = {}  # by digest
+        self._ended_keys: OrderedDict[int, None] = OrderedDict()
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._orphans: dict[str, asyncio.TimerHandle] = {}  # sessions that no rollouter has opened since its successor
+        self._events: list[Event] = []
+        self._filled = asyncio.Event()
+
+    def session(self, key: str | None) -> AgentSession:
+        """The session of an API key. Raises UnknownKey and SessionEnded."""
+        digest = _digest(key or "")
+        if (session := self._by_key.get(digest)) is not None:
+            return session
+        if digest in self._ended_keys:
+            raise SessionEnded("the sample of this API key has ended")
+        raise UnknownKey("expected the API key of a sample that is under way")
+
+    # -- calls of the rollouter ------------------------------------------------------------------------------------
+
+    async def attach(self, token: int) -> None:
+        if token < self._token:
+            raise LeaseLost("a newer rollouter uses this endpoint")
+        self._token = token
+        self._events.clear()
+        loop = asyncio.get_running_loop()
+        for session_id in self._sessions.keys() - self._orphans.keys():
+            self._orphans[session_id] = loop.call_later(self._orphan_s, self._forget, session_id)
+
+    async def open(self, token: int, sessions: Sequence[link.Session]) -> None:
+        self._check(token)
+        for start in sessions:
+            if (orphan := self._orphans.pop(start.id, None)) is not None:
+                orphan.cancel()
+                self._recorder.count("rollout/agent/continued")
+                self._sessions[start.id].emit_all()
+                continue
+            self._forget(start.id)
+            mask = self._config.untrained == "mask"
+            session = AgentSession(start, self._renderer, self._temperature, mask, self._emit, self._recorder)
+            self._sessions[start.id] = session
+            self._running[start.id] = asyncio.create_task(self._run(session))
+
+    async def events(self, token: int) -> Sequence[Event]:
+        self._check(token)
+        try:
+            async with asyncio.timeout(EVENTS_S):
+                await self._filled.wait()
+        except TimeoutError:
+            return []
+        self._check(token)
+        self._filled.clear()
+        events, self._events = self._events, []
+        return events
+
+    async def answer(self, token: int, finished: Sequence[FinishedCall]) -> None:
+        self._check(token)
+        for one in finished:
+            if (session := self._sessions.get(one.session)) is not None:
+                session.finish(one)
+
+    async def end(self, token: int, ids: Sequence[str]) -> None:
+        self._check(token)
+        for session_id in ids:
+            self._forget(session_id)
+
+    async def close(self) -> None:
+        for session_id in list(self._sessions):
+            self._forget(session_id)
+
+    # -- one session -----------------------------------------------------------------------------------------------
+
+    async def _run(self, session: AgentSession) -> None:
+        """Run the agent to its end, again after a failure that is not its own fault."""
+        for retries_left in range(self._config.retries, -1, -1):
+            key = session.key
+            self._by_key[_digest(key)] = session
+            try:
+                reward, metrics = await self._agent(session)
+            except AgentFailed as e:
+                self._drop_key(key)
+                if e.retry and retries_left:
+                    self._recorder.count("rollout/agent/restarted")
+                    session.restart()
+                    continue
+                session.fail(e.reason, str(e))
+                return
+            self._drop_key(key)
+            session.end(reward, metrics)
+            return
+
+    async def _agent(self, session: AgentSession) -> tuple[float | None, dict[str, float]]:
+        """Reward and metrics of an agent that has ended, well or by a limit of its sample. Raises AgentFailed."""
+        running = asyncio.ensure_future(self._agents.run(self._task(session)))
+        outcome = AgentOutcome()
+        try:
+            ends: list[asyncio.Future[Any]] = [running, session.limit]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if session.limit.done():
+                await cancelled([running])
+            else:
+                try:
+                    outcome = running.result()
+                except AgentFailed:
+                    if not (session.refused_for_length and session.turns.all):
+                        raise
+                await session.settled()
+        finally:
+            await cancelled([running])
+        if not session.turns.all:
+            limit = f", a limit was reached ({session.limit.result().message})" if session.limit.done() else ""
+            raise AgentFailed("no_calls", f"the agent ended without any answer of the policy{limit}", retry=False)
+        return outcome.reward, outcome.metrics
+
+    def _task(self, session: AgentSession) -> AgentTask:
+        start, prompt = session.start, session.start.prompt
+        return AgentTask(
+            uid=prompt.uid,
+            index=start.index,
+            messages=[dict(message) for message in prompt.messages],
+            text=prompt.text,
+            answer=prompt.answer,
+            data=dict(prompt.extra),
+            model=self._model,
+            base_url=f"{self.address}/v1",
+            anthropic_base_url=self.address,
+            api_key=session.key,
+            seconds=start.seconds,
+        )
+
+    def _drop_key(self, key: str) -> None:
+        digest = _digest(key)
+        self._by_key.pop(digest, None)
+        self._ended_keys[digest] = None
+        while len(self._ended_keys) > ENDED_KEYS:
+            self._ended_keys.popitem(last=False)
+
+    def _forget(self, session_id: str) -> None:
+        if (orphan := self._orphans.pop(session_id, None)) is not None:
+            orphan.cancel()
+        if (session := self._sessions.pop(session_id, None)) is not None:
+            self._running.pop(session_id).cancel()
+            self._drop_key(session.key)
+            session.close()
+
+    def _emit(self, event: Event) -> None:
+        self._events.append(event)
+        self._filled.set()
+
+    def _check(self, token: int) -> None:
+        if token != self._token:
+            raise LeaseLost("a newer rollouter uses this endpoint")
+
+
+def _digest(key: str) -> int:
+    return xxhash.xxh3_64_intdigest(key.encode())

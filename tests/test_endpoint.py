@@ -1,0 +1,417 @@
+"""The endpoint: what agents sample is trained token by token as the engine sampled it, or not at all."""
+
+import asyncio
+import json
+
+import pytest
+
+from asyncrl.rollouter.endpoint.agent_processes import AgentFailed, AgentOutcome
+from asyncrl.rollouter.samples import FailedSample
+from asyncrl.types.samples import FinishReason, Sample
+from tests.support.endpoint import (
+    PROMPT,
+    TEMPLATE,
+    WEATHER,
+    EndpointSystem,
+    Refused,
+    chat,
+    made,
+    make_model,
+    post,
+    sampled_tokens,
+    sequence_texts,
+    trained_tokens,
+)
+
+USER = [dict(m) for m in PROMPT.messages]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+def counting():
+    """Writes one, two, three, …"""
+    numbers = iter(["one", "two", "three", "four", "five", "six"])
+    return lambda prompt: next(numbers)
+
+
+async def test_a_single_turn_trains_the_tokens_of_the_engine(model):
+    async def agent(task, http):
+        answer = await chat(task, http, task.messages)
+        assert answer["content"] == "one"
+        return 0.5
+
+    async with EndpointSystem(model, agent, counting()) as system:
+        sample = await made(system)
+        assert (sample.reward, sample.finish) == (0.5, FinishReason.STOP)
+        assert [q.prefix for q in sample.sequences] == [len(system.tokenizer.encode(PROMPT))]
+        assert sample.messages == [*USER, {"role": "assistant", "content": "one"}]
+        assert system.counted() == {"rendered": 1}
+
+
+async def test_a_conversation_continues_the_very_tokens_of_the_engine(model):
+    async def agent(task, http):
+        messages = list(task.messages)
+        for word in ("more", "again"):
+            messages.append(await chat(task, http, messages))
+            messages.append({"role": "user", "content": word})
+        await chat(task, http, messages)
+
+    async with EndpointSystem(model, agent, counting()) as system:
+        sample = await made(system)
+        (text,) = sequence_texts(system, sample)
+        bridge = "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+        assert text == "one" + bridge.format("more") + "two" + bridge.format("again") + "three<|im_end|>"
+        assert system.counted() == {"rendered": 1, "bridged": 2}
+
+
+async def test_tokens_that_the_tokenizer_would_not_choose_are_kept(model):
+    """The model samples "one" letter by letter; rendering the conversation again would give other tokens."""
+
+    async def agent(task, http):
+        answer = await chat(task, http, task.messages)
+        await chat(task, http, [*task.messages, answer, {"role": "user", "content": "more"}])
+
+    async with EndpointSystem(model, agent, lambda prompt: [*"Compute"]) as system:
+        sample = await made(system)
+        assert len(system.renderer.encode("Compute")) < len("Compute")
+        assert len(sample.sequences) == 1
+        assert system.counted() == {"rendered": 1, "bridged": 1}
+
+
+async def test_tool_calls_are_parsed_and_their_results_are_only_read(model):
+    call = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+    texts = iter([call, "Sunny."])
+
+    async def agent(task, http):
+        answer = await chat(task, http, task.messages, tools=[WEATHER])
+        assert answer["content"] == "Let me see."
+        (tool_call,) = answer["tool_calls"]
+        assert json.loads(tool_call["function"]["arguments"]) == {"city": "Bern"}
+        # harnesses serialise arguments anew
+        tool_call["function"]["arguments"] = '{"city":"Bern"}'
+        result = {"role": "tool", "tool_call_id": tool_call["id"], "content": "sun"}
+        answer = await chat(task, http, [*task.messages, answer, result], tools=[WEATHER])
+        return float(answer["content"] == "Sunny.")
+
+    async with EndpointSystem(model, agent, lambda prompt: next(texts)) as system:
+        sample = await made(system)
+        (text,) = sequence_texts(system, sample)
+        assert text.endswith(
+            "<tool_response>\nsun\n</tool_response><|im_end|>\n<|im_start|>assistant\nSunny.<|im_end|>"
+        )
+        assert sample.reward == 1.0
+        assert system.counted() == {"rendered": 1, "bridged": 1}
+
+
+async def test_reasoning_stays_until_the_template_strips_it(model):
+    thought = "<think>\nhm\n</think>\n\n"
+    call = thought + '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+    texts = iter([call, thought + "Sunny.", "Bye."])
+
+    async def agent(task, http):
+        messages = list(task.messages)
+        answer = await chat(task, http, messages, tools=[WEATHER])
+        assert answer["reasoning_content"] == "hm"
+        messages += [answer, {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "sun"}]
+        messages.append(await chat(task, http, messages, tools=[WEATHER]))
+        messages.append({"role": "user", "content": "bye"})
+        await chat(task, http, messages, tools=[WEATHER])
+
+    async with EndpointSystem(model, agent, lambda prompt: next(texts)) as system:
+        sample = await made(system)
+        assert system.counted() == {
+            "rendered": 1, "bridged": 1, "branched": 1, "branched/history_rewritten": 1,
+        }  # fmt: skip
+        assert [text.count("<think>") for text in sequence_texts(system, sample)] == [2, 0]
+
+
+REWRITES = {
+    "history_rewritten": lambda m: [{"role": "user", "content": "other"}, *m[1:], {"role": "user", "content": "go"}],
+    "new_conversation": lambda m: [{"role": "user", "content": "a summary"}],
+    "changed answer": lambda m: [m[0], {**m[1], "content": "ONE"}, {"role": "user", "content": "go"}],
+}
+
+
+@pytest.mark.parametrize("rewrite", REWRITES.values(), ids=REWRITES)
+async def test_a_rewritten_history_is_a_sequence_of_its_own(model, rewrite):
+    async def agent(task, http):
+        messages = [*task.messages, await chat(task, http, task.messages)]
+        await chat(task, http, rewrite(messages))
+
+    async with EndpointSystem(model, agent, counting()) as system:
+        sample = await made(system)
+        assert len(sample.sequences) == 2
+        assert system.counted() == {"rendered": 1, "branched": 1, "branched/new_conversation": 1}
+
+
+async def test_an_answer_that_a_limit_ended_continues_only_where_rendering_gives_its_tokens(model):
+    async def agent(task, http):
+        answer = await chat(task, http, task.messages, max_tokens=4)
+        await chat(task, http, [*task.messages, answer, {"role": "user", "content": "go"}])
+
+    expected = {"one two": {"bridged": 1}, ("C", "o", "m", "p"): {"branched": 1, "branched/no_stop_token": 1}}
+    for text, counted in expected.items():
+        async with EndpointSystem(model, agent, lambda prompt, text=text: text) as system:
+            sample = await made(system)
+            assert len(sample.sequences) == 1 + ("branched" in counted)
+            assert system.counted() == {"rendered": 1} | counted
+
+
+async def test_sub_agents_at_once(model):
+    async def agent(task, http):
+        async def helper(i):
+            return (await chat(task, http, [{"role": "user", "content": f"helper {i}"}]))["content"]
+
+        found = await asyncio.gather(*map(helper, range(5)))
+        await chat(task, http, [*task.messages, {"role": "assistant", "content": " ".join(found)}, USER[0]])
+
+    async with EndpointSystem(model, agent, lambda prompt: prompt[-24:-12]) as system:
+        sample = await made(system)
+        assert len(sample.sequences) == 6
+
+
+async def test_equal_calls_are_new_samples_unless_they_repeat_another(model):
+    async def agent(task, http):
+        body = {"model": "m", "messages": task.messages}
+
+        async def content(**headers):
+            found = await post(task, http, "/v1/chat/completions", body, headers)
+            return found["choices"][0]["message"]["content"]
+
+        assert [await content(), await content()] == ["one", "two"]  # best of n
+        assert await content(**{"Idempotency-Key": "a"}) == "three"
+        assert await content(**{"Idempotency-Key": "a"}) == "three"
+        assert await content(**{"x-stainless-retry-count": "1"}) == "three"  # all were delivered: the last
+        with pytest.raises(Refused, match="Idempotency-Key"):
+            await post(task, http, "/v1/chat/completions", {**body, "max_tokens": 1}, {"Idempotency-Key": "a"})
+
+    async with EndpointSystem(model, agent, counting()) as system:
+        await made(system)
+        assert system.counted()["repeated_calls"] == 2
+
+
+async def test_a_retry_gets_the_answer_of_the_call_that_was_cut(model):
+    async def agent(task, http):
+        body = {"model": "m", "messages": task.messages}
+        system.policy.held.clear()
+        cut = asyncio.create_task(post(task, http, "/v1/chat/completions", body))
+        while not system.policy.requests:
+            await asyncio.sleep(0.01)
+        cut.cancel()
+        await asyncio.wait([cut])
+        retry = asyncio.create_task(
+            post(task, http, "/v1/chat/completions", body, {"x-stainless-retry-count": "1"})
+        )  # fmt: skip
+        await asyncio.sleep(0.1)
+        system.policy.held.set()
+        assert (await retry)["choices"][0]["message"]["content"] == "one"
+
+    async with EndpointSystem(model, agent, counting()) as system:
+        await made(system)
+        assert len(system.policy.log) == 1
+
+
+async def test_an_answer_that_was_never_delivered_and_sampled_again_is_not_trained(model):
+    async def agent(task, http):
+        body = {"model": "m", "messages": task.messages}
+        system.policy.held.clear()
+        cut = asyncio.create_task(post(task, http, "/v1/chat/completions", body))
+        while not system.policy.requests:
+            await asyncio.sleep(0.01)
+        cut.cancel()
+        await asyncio.wait([cut])
+        again = asyncio.create_task(post(task, http, "/v1/chat/completions", body))
+        await asyncio.sleep(0.1)
+        system.policy.held.set()
+        await again
+
+    async with EndpointSystem(model, agent, counting()) as system:
+        (sample,) = await system.samples()
+        first, second = system.policy.log
+        assert sum(int(q.loss_mask.sum()) for q in sample.sequences) == len(second[1])
+        assert system.counted()["untrained_tokens/never_delivered"] == len(first[1])
+
+
+async def test_another_distribution_is_refused_or_served_untrained(model):
+    async def agent(task, http):
+        await chat(task, http, task.messages, temperature=1.0, top_p=1, frequency_penalty=0)
+        for asked in ({"temperature": 0.3}, {"top_p": 0.9}, {"logit_bias": {"5": 1}}, {"tool_choice": "required"}):
+            with pytest.raises(Refused, match=f"400.*{next(iter(asked))}") as refused:
+                await chat(task, http, task.messages, tools=[WEATHER], **asked)
+            assert "the distribution that is trained" in str(refused.value)
+
+    async with EndpointSystem(model, agent, counting()) as system:
+        await made(system)
+        assert system.counted() == {"rendered": 1, "refused": 4}
+
+    async def masked(task, http):
+        greedy = await chat(task, http, task.messages, temperature=0)
+        await chat(task, http, [*task.messages, greedy, {"role": "user", "content": "go"}])
+        with pytest.raises(Refused):
+            await chat(task, http, task.messages, logit_bias={"5": 1})
+
+    async with EndpointSystem(model, masked, counting(), untrained="mask") as system:
+        (sample,) = await system.samples()
+        first, second = system.policy.log
+        prompt = system.tokenizer.encode(PROMPT)
+        assert trained_tokens(sample, prompt) == sampled_tokens([second])
+        assert system.counted()["untrained_tokens/other_distribution"] == len(first[1])
+
+
+async def test_keys(model):
+    async def agent(task, http):
+        for headers in ({"Authorization": ""}, {"Authorization": "Bearer sk-asyncrl-x"}, {"x-api-key": "y"}):
+            with pytest.raises(Refused, match=r"401.*API key") as refused:
+                await post(task, http, "/v1/chat/completions", {"model": "m", "messages": []}, headers)
+            assert refused.value.body["error"]["type"] == "authentication_error"
+        keys.append(task)
+        path = f"/sessions/{task.api_key}/v1/chat/completions"
+        await post(task, http, path, {"model": "m", "messages": task.messages}, {"Authorization": ""})
+
+    keys = []
+    async with EndpointSystem(model, agent, counting()) as system:
+        await made(system)
+
+        async def late(task, http):
+            with pytest.raises(Refused, match=r"409.*has ended"):
+                await chat(keys[0], http, task.messages)
+            return await chat(task, http, task.messages) and None
+
+        system.agents.agent = late
+        (sample,) = await system.samples()
+        assert isinstance(sample, Sample)
+
+
+BAD_BODIES = {
+    "not JSON": ("[", "body: expected JSON"),
+    "a list": ("[]", "body: expected a JSON object"),
+    "no messages": ('{"model": "m"}', "messages: expected"),
+    "a bad role": ('{"model": "m", "messages": [{"role": "x", "content": "y"}]}', "role"),
+}
+
+
+@pytest.mark.parametrize(("body", "message"), BAD_BODIES.values(), ids=BAD_BODIES)
+async def test_malformed_bodies_are_refused_and_the_sample_goes_on(model, body, message):
+    async def agent(task, http):
+        headers = {"Authorization": f"Bearer {task.api_key}"}
+        async with http.post(f"{task.base_url}/chat/completions", data=body, headers=headers) as response:
+            found = await response.json()
+            assert response.status == 400
+            assert message in found["error"]["message"]
+        await chat(task, http, task.messages)
+
+    async with EndpointSystem(model, agent, counting()) as system:
+        await made(system)
+
+
+async def test_a_prompt_beyond_the_context_is_refused_with_both_figures(model):
+    async def agent(task, http):
+        with pytest.raises(Refused, match=r"400.*the prompt has \d+ tokens; expected less than \d+.*max_response"):
+            await chat(task, http, [{"role": "user", "content": "long " * 100}])
+        await chat(task, http, task.messages)  # an agent that compacts its history goes on
+
+    async with EndpointSystem(model, agent, counting(), max_response_tokens=50) as system:
+        await made(system)
+
+
+async def test_a_limit_of_turns_ends_the_sample_with_what_it_has(model):
+    async def agent(task, http):
+        while True:
+            await chat(task, http, task.messages)
+
+    async with EndpointSystem(model, agent, counting(), max_turns=3) as system:
+        sample = await made(system)
+        assert (sample.finish, len(system.policy.log)) == (FinishReason.TURNS, 3)
+
+
+async def failing(task, http):
+    raise ValueError("no idea")
+
+
+async def silent(task, http):
+    return 1.0
+
+
+FAILURES = {"agent_error": (failing, "ValueError: no idea"), "no_calls": (silent, "without any answer")}
+
+
+@pytest.mark.parametrize("reason", FAILURES)
+async def test_an_agent_that_fails_costs_its_sample_alone(model, reason):
+    bad, message = FAILURES[reason]
+
+    async def agent(task, http):
+        if task.index == 1:
+            return await bad(task, http)
+        await chat(task, http, task.messages)
+        return 1.0
+
+    async with EndpointSystem(model, agent, counting(), n=3) as system:
+        made = await system.samples()
+        assert [type(s) for s in made] == [Sample, FailedSample, Sample]
+        assert made[1].reason == reason
+        assert message in made[1].message
+
+
+async def test_a_process_that_died_costs_a_retry_which_repeats_nothing(model):
+    async def agent(task, http):
+        messages = [*task.messages, await chat(task, http, task.messages)]
+        if len(system.agents.tasks) == 1:
+            raise AgentFailed("agent_exited", "its process ended", retry=True)
+        with pytest.raises(Refused, match="409"):  # the key of the first attempt
+            await chat(system.agents.tasks[0], http, task.messages)
+        await chat(task, http, [*messages, {"role": "user", "content": "go"}])
+        return AgentOutcome(1.0, {"tries": 2.0})
+
+    async with EndpointSystem(model, agent, counting()) as system:
+        sample = await made(system)
+        assert len(system.policy.log) == 2
+        assert sample.metrics == {"tries": 2.0}
+        assert system.counted()["restarted"] == 1
+
+
+async def test_a_sample_goes_on_with_another_rollouter(model):
+    """The first one dies while a call is under way, before any snapshot: the endpoint knows the calls before."""
+    turn = asyncio.Event()
+
+    async def agent(task, http):
+        messages = [*task.messages, await chat(task, http, task.messages)]
+        system.policy.held.clear()
+        turn.set()
+        messages += [USER[0], await chat(task, http, [*messages, USER[0]])]
+        await chat(task, http, [*messages, USER[0]])
+
+    async with EndpointSystem(model, agent, counting()) as system:
+        first = asyncio.create_task(system.samples())
+        await turn.wait()
+        while len(system.policy.requests) < 2:
+            await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.wait([first])
+        system.partials = [type(system.partials[0])()]  # nothing was recorded
+        await system.attach()
+        system.policy.log = system.policy.log[:1]
+        second = asyncio.create_task(system.samples())
+        await asyncio.sleep(0.1)
+        system.policy.log.clear()
+        system.policy.held.set()
+        (sample,) = await second
+        assert isinstance(sample, Sample), sample
+        assert len(sample.sequences) == 1
+        assert int(sample.sequences[0].loss_mask.sum()) > 0
+        assert len(system.agents.tasks) == 1
+        assert system.counted()["continued"] == 1
+
+
+async def test_without_a_format_of_tool_calls_tools_are_refused(tmp_path):
+    plain = TEMPLATE.replace("tool_call>", "strange>")
+
+    async def agent(task, http):
+        with pytest.raises(Refused, match=r"400.*tools: nothing parses the tool calls"):
+            await chat(task, http, task.messages, tools=[WEATHER])
+        await chat(task, http, task.messages)
+
+    async with EndpointSystem(make_model(tmp_path, plain), agent, counting()) as system:
+        await made(system)
