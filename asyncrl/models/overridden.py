@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncrl.models.config import CheckpointError
 
+FOLDER = "model"  #: in a run's folder
 #: keys that may be set even if config.json lacks them
 _MAY_BE_NEW = frozenset({"rope_scaling", "rope_parameters", "rope_theta", "head_dim", "num_nextn_predict_layers"})
 

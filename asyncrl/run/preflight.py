@@ -19,6 +19,7 @@ from asyncrl.data.prompts import DataError, load_prompts
 from asyncrl.models.checkpoint import check_model, without_draft
 from asyncrl.models.config import CheckpointError, ModelConfig
 from asyncrl.models.lora import linear_shapes_at
+from asyncrl.models.overridden import FOLDER as OVERRIDDEN
 from asyncrl.models.overridden import overridden
 from asyncrl.param_sync.lora.adapters import adapter_spec
 from asyncrl.param_sync.manifest import DTYPE_BYTES, ManifestError
@@ -132,7 +133,7 @@ def with_overridden_model(config: Config) -> Config:
     if not config.model.overrides:
         return config
     try:
-        made = overridden(config.model.path, config.model.overrides, Path(config.run_dir).absolute() / "model")
+        made = overridden(config.model.path, config.model.overrides, Path(config.run_dir).absolute() / OVERRIDDEN)
     except CheckpointError as e:
         raise ConfigError([str(e)]) from None
     return replace(config, model=replace(config.model, path=str(made)))

@@ -20,6 +20,7 @@ from asyncrl.config.resume import refused_changes
 from asyncrl.config.schema import Config
 from asyncrl.disk.files import make_folder, write_whole
 from asyncrl.models.config import CheckpointError
+from asyncrl.models.overridden import FOLDER as OVERRIDDEN
 from asyncrl.observability.telemetry.log import LOGS, LogConfig
 from asyncrl.run.driver_epoch import FOLDER as DRIVERS
 from asyncrl.run.driver_epoch import DriverEpoch, InUse, wait_for_previous
@@ -270,8 +271,9 @@ def journal_folder(run: Path, journal_dir: str) -> Path:
 
 
 def _holds_something(path: Path) -> bool:
-    """True unless the folder is empty, or has only what a run leaves that died before it had begun."""
-    return any(item.name != DRIVERS and item.suffix != ".partial" for item in path.iterdir())
+    """True unless the folder is empty, or has only what comes before a run begins: drivers, an overridden model."""
+    before = (DRIVERS, OVERRIDDEN)
+    return any(item.name not in before and item.suffix != ".partial" for item in path.iterdir())
 
 
 def _database(path: Path) -> list[Path]:

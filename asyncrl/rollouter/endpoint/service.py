@@ -8,8 +8,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import xxhash
-
 from asyncrl.config.schema import AgentConfig
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.processes.tasks import cancelled
@@ -57,8 +55,8 @@ class Endpoint:
         self.address = ""
         self._token = -1
         self._sessions: dict[str, AgentSession] = {}
-        self._by_key: dict[int, AgentSession] = {}  # by digest
-        self._ended_keys: OrderedDict[int, None] = OrderedDict()
+        self._by_key: dict[str, AgentSession] = {}
+        self._ended_keys: OrderedDict[str, None] = OrderedDict()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._orphans: dict[str, asyncio.TimerHandle] = {}  # sessions that no rollouter has opened since its successor
         self._events: list[Event] = []
@@ -66,10 +64,9 @@ class Endpoint:
 
     def session(self, key: str | None) -> AgentSession:
         """The session of an API key. Raises UnknownKey and SessionEnded."""
-        digest = _digest(key or "")
-        if (session := self._by_key.get(digest)) is not None:
+        if (session := self._by_key.get(key or "")) is not None:
             return session
-        if digest in self._ended_keys:
+        if key in self._ended_keys:
             raise SessionEnded("the sample of this API key has ended")
         raise UnknownKey("expected the API key of a sample that is under way")
 
@@ -131,7 +128,7 @@ class Endpoint:
         """Run the agent to its end, again after a failure that is not its own fault."""
         for retries_left in range(self._config.retries, -1, -1):
             key = session.key
-            self._by_key[_digest(key)] = session
+            self._by_key[key] = session
             try:
                 reward, metrics = await self._agent(session)
             except AgentFailed as e:
@@ -186,9 +183,8 @@ class Endpoint:
         )
 
     def _drop_key(self, key: str) -> None:
-        digest = _digest(key)
-        self._by_key.pop(digest, None)
-        self._ended_keys[digest] = None
+        self._by_key.pop(key, None)
+        self._ended_keys[key] = None
         while len(self._ended_keys) > ENDED_KEYS:
             self._ended_keys.popitem(last=False)
 
@@ -207,7 +203,3 @@ class Endpoint:
     def _check(self, token: int) -> None:
         if token != self._token:
             raise LeaseLost("a newer rollouter uses this endpoint")
-
-
-def _digest(key: str) -> int:
-    return xxhash.xxh3_64_intdigest(key.encode())
