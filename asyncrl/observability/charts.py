@@ -177,6 +177,38 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
             (Line("param_sync/gb_per_s", "GB/s", BLUE),),
         ),
     ),
+    "Agents": (
+        Chart(
+            "Agents' calls",
+            "Calls of agents so far: continuing the tokens of an earlier one, the first of a conversation, rendered "
+            "whole though the conversation goes on, and refused.",
+            (
+                Line("rollout/agent/bridged", "bridged", BLUE),
+                Line("rollout/agent/rendered", "rendered", GREEN),
+                Line("rollout/agent/branched", "branched", ORANGE),
+                Line("rollout/agent/refused", "refused", RED),
+            ),
+        ),
+        Chart(
+            "Why calls branch",
+            "Calls so far that were rendered whole: another conversation, history or answer that the template or the "
+            "client changed, an answer without a stop token.",
+            (
+                Line("rollout/agent/branched/new_conversation", "new conversation", BLUE),
+                Line("rollout/agent/branched/history_rewritten", "history rewritten", ORANGE),
+                Line("rollout/agent/branched/answer_rewritten", "answer rewritten", RED),
+                Line("rollout/agent/branched/no_stop_token", "no stop token", VIOLET),
+            ),
+        ),
+        Chart(
+            "Untrained tokens of agents",
+            "Tokens so far that were sampled for agents and are not trained, by reason.",
+            (
+                Line("rollout/agent/untrained_tokens/never_delivered", "never delivered", ORANGE),
+                Line("rollout/agent/untrained_tokens/other_distribution", "other distribution", BLUE),
+            ),
+        ),
+    ),
     "Speculation": (
         Chart(
             "Acceptance",
