@@ -61,6 +61,7 @@ class Endpoint:
         self._orphans: dict[str, asyncio.TimerHandle] = {}  # sessions that no rollouter has opened since its successor
         self._events: list[Event] = []
         self._filled = asyncio.Event()
+        self._problem: Exception | None = None  # for which no agent can run
 
     def session(self, key: str | None) -> AgentSession:
         """The session of an API key. Raises UnknownKey and SessionEnded."""
@@ -96,6 +97,7 @@ class Endpoint:
             self._running[start.id] = asyncio.create_task(self._run(session))
 
     async def events(self, token: int) -> Sequence[Event]:
+        """At least one, unless none comes for `EVENTS_S`. Raises the error for which agents cannot run at all."""
         self._check(token)
         try:
             async with asyncio.timeout(EVENTS_S):
@@ -103,6 +105,8 @@ class Endpoint:
         except TimeoutError:
             return []
         self._check(token)
+        if self._problem is not None:
+            raise self._problem
         self._filled.clear()
         events, self._events = self._events, []
         return events
@@ -125,6 +129,13 @@ class Endpoint:
     # -- one session -----------------------------------------------------------------------------------------------
 
     async def _run(self, session: AgentSession) -> None:
+        try:
+            await self._attempts(session)
+        except Exception as e:
+            self._problem = e
+            self._filled.set()
+
+    async def _attempts(self, session: AgentSession) -> None:
         """Run the agent to its end, again after a failure that is not its own fault."""
         for retries_left in range(self._config.retries, -1, -1):
             key = session.key
