@@ -11,6 +11,7 @@ DATA = data/arithmetic
 
 .PHONY: venv quickstart lint format clean
 .PHONY: test torture torture-short test-faults test-slow test-vllm test-vllm-short test-sglang test-sglang-short test-megatron test-megatron-short test-megatron-newest
+.PHONY: test-agents test-agents-short
 
 venv:
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/make_venv.sh
@@ -70,6 +71,15 @@ test-megatron-short: venv-megatron
 # newest releases, on CPython 3.12
 test-megatron-newest: venv-megatron-newest
 	$(VENV)-megatron-newest/bin/python -m pytest -q -m "megatron and not slow"
+
+# unmodified clients as agents, each in an environment of its own
+AGENTS = $(patsubst tests/agents/%/constraints.txt,venv-agent-%,$(wildcard tests/agents/*/constraints.txt))
+
+test-agents: venv $(AGENTS)
+	$(BIN)/python -m pytest -q -m agents
+
+test-agents-short: venv $(AGENTS)
+	$(BIN)/python -m pytest -q -m "agents and not slow"
 
 lint: venv
 	$(BIN)/ruff check .

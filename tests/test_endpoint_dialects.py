@@ -302,6 +302,19 @@ def test_a_response_continues_another_with_instructions_of_its_own():
     assert (call.previous, call.instructions, call.messages) == ("5f0c", "be brief", HI)
 
 
+def test_a_thread_of_messages_continues_an_answer_with_its_tools():
+    begun = messages.call({**MESSAGE, "thread": {"type": "create"}})
+    assert (begun.previous, begun.keeps_tools) == (None, False)
+    body = {**MESSAGE, "thread": {"type": "continue", "previous_message_id": "msg_5f0c"}}
+    call = messages.call(body)
+    assert (call.previous, call.keeps_tools, call.messages) == ("5f0c", True, HI)
+    assert "system: expected none" in refused(messages, {**body, "system": "be brief"})
+    assert "tools: expected none" in refused(messages, {**body, "tools": [{"name": "add", "input_schema": {}}]})
+    assert "thread.type: expected create or continue" in refused(messages, {**MESSAGE, "thread": {"type": "x"}})
+    for bad in ({"type": "continue"}, {"type": "continue", "previous_message_id": "5f0c"}):
+        assert "thread.previous_message_id: expected" in refused(messages, {**MESSAGE, "thread": bad})
+
+
 def test_items_of_one_turn_are_one_message_and_those_of_two_are_two():
     def reasoning(text):
         return {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}

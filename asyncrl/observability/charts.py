@@ -206,6 +206,7 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
             (
                 Line("rollout/agent/untrained_tokens/never_delivered", "never delivered", ORANGE),
                 Line("rollout/agent/untrained_tokens/other_distribution", "other distribution", BLUE),
+                Line("rollout/agent/untrained_tokens/restarted", "restarted", RED),
             ),
         ),
     ),

@@ -141,11 +141,6 @@ class PartialSample:
         return sum(call.tokens for call in self.saved_calls) + sum(call.output.count for call in self.calls)
 
     @property
-    def call_count(self) -> int:
-        """Calls of ``generate`` so far."""
-        return len(self.saved_calls) + len(self.calls)
-
-    @property
     def first_token_s(self) -> float | None:
         """When this process received the sample's first token, in seconds of the node's clock."""
         received = [self.saved_first_token_s, *(call.output.first_token_s for call in self.calls)]

@@ -51,7 +51,8 @@ class ReplayedGenerate:
         self._running: set[asyncio.Task[Any]] = set()  # tasks that wait for a call
         self._closed = False
         self.sampled: list[SampledCall] = []  # all calls whose results the loop has
-        self.restart()
+        self._restarted = False
+        self._begin()
 
     @property
     def key(self) -> int:
@@ -78,8 +79,15 @@ class ReplayedGenerate:
         self._closed = True
         for task in self._running:
             task.cancel()
+        if self._restarted:
+            left_out = [c for c in self._sample.calls if not any(c is other for other in self._claimed)]
+            self._recorder.count("rollout/agent/untrained_tokens/restarted", sum(c.output.count for c in left_out))
 
     def restart(self) -> None:
+        self._restarted = True
+        self._begin()
+
+    def _begin(self) -> None:
         saved = self._sample.saved_calls
         self.sampled = [SampledCall(call.start, call.context, call.tokens, call.result) for call in saved]
         self._claimed, self._unsaved = [], []
@@ -139,6 +147,12 @@ class ReplayedGenerate:
             raise ValueError("a call of generate without any token; expected at least one, such as BOS")
         return context, len(shared)
 
+    @property
+    def _claimed_since(self) -> list[GenerateCall]:
+        """Calls that this run has made and not saved."""
+        recorded = set(map(id, self._sample.calls))
+        return [call for call in self._claimed if id(call) in recorded]
+
     def _result(self, call: GenerateCall) -> Completion:
         self._unsaved.append(call)
         assert call.finish is not None
@@ -155,7 +169,8 @@ class ReplayedGenerate:
         if (call := next(iter(self._unclaimed(context)), None)) is None:
             if response_tokens >= self._limits.max_response_tokens:
                 raise LimitReached(FinishReason.LENGTH)
-            if self._limits.max_turns and self._sample.call_count >= self._limits.max_turns:
+            made = len(self._sample.saved_calls) + len(self._claimed_since)
+            if self._limits.max_turns and made >= self._limits.max_turns:
                 raise LimitReached(FinishReason.TURNS)
             call = self._sample.begin(context, start)
         self._claimed.append(call)
@@ -164,7 +179,7 @@ class ReplayedGenerate:
     async def _generate(self, call: GenerateCall, request: Request) -> None:
         sample, limits = self._sample, self._limits
         most = limits.max_sample_tokens or sys.maxsize  # of the sample; less what other calls have or may have:
-        others = (other for other in sample.calls if other is not call)
+        others = (other for other in self._claimed_since if other is not call)
         most -= sum(max(other.output.count, 0 if other.finish is not None else other.most) for other in others)
         most -= sum(saved.tokens for saved in sample.saved_calls)
         running = asyncio.current_task()

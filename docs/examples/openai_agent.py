@@ -21,7 +21,7 @@ CALCULATOR = {
 async def solve(task, turns: int = 4):
     messages = list(task.messages)
     async with AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
-        for turn in range(turns):
+        for _ in range(turns):
             asked = await client.chat.completions.create(model=task.model, messages=messages, tools=[CALCULATOR])
             answer = asked.choices[0].message
             messages.append(answer.model_dump(exclude_none=True))
@@ -32,4 +32,4 @@ async def solve(task, turns: int = 4):
                 result = str(numbers.get("a", 0) + numbers.get("b", 0))
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     right = (answer.content or "").strip().endswith(str(task.answer))
-    return {"reward": float(right), "metrics": {"tool_turns": turn}}
+    return {"reward": float(right), "metrics": {"messages": len(messages)}}

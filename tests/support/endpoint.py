@@ -84,14 +84,23 @@ class Policy(ScriptedReplica):
         self.log: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         self.held = asyncio.Event()  # cleared: answers wait
         self.held.set()
-        self._tasks: set[asyncio.Task] = set()
+        self._tasks: dict[asyncio.Task, None] = {}  # in order
+
+    async def has_requests(self, count: int) -> None:
+        while len(self.requests) < count:
+            await asyncio.sleep(0.01)
+
+    def answered_to_the_dead(self) -> None:
+        """Calls under way are those of a rollouter that has died."""
+        for task in list(self._tasks)[:-1]:
+            task.cancel()
 
     async def submit(self, requests):
         await super().submit(requests)
         for request in requests:
             task = asyncio.create_task(self._answer(request))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks[task] = None
+            task.add_done_callback(self._tasks.pop)
 
     async def _answer(self, request):
         await self.held.wait()
@@ -99,7 +108,8 @@ class Policy(ScriptedReplica):
         written = self._writes(hf.decode(request.tokens.tolist()))
         texts = [written] if isinstance(written, str) else written
         tokens = [token for text in texts for token in hf.encode(text, add_special_tokens=False)]
-        tokens.append(hf.eos_token_id)
+        if tokens[-1] not in request.sampling.stop_token_ids:
+            tokens.append(hf.eos_token_id)
         finish = FinishReason.STOP
         if len(tokens) > request.max_new_tokens:
             tokens, finish = tokens[: request.max_new_tokens], FinishReason.LENGTH
@@ -138,7 +148,7 @@ class EndpointSystem:
         agent_options = {k: options.pop(k) for k in ("untrained", "retries") if k in options}
         limits = {"max_response_tokens": 2000, "agent_timeout_s": 30.0, "n": n, "min_group_size": 1} | options
         self.config = Config(rollout=RolloutConfig(**limits, agent=AgentConfig(path="in:process", **agent_options)))
-        self.tokenizer = PromptTokenizer(model)
+        self.tokenizer = PromptTokenizer(model, True, self.config.rollout.stop_token_ids)
         self.policy = Policy(self.tokenizer, writes)
         self.recorder = Recorder("endpoint")
         self.agents = agent if isinstance(agent, AgentProcesses) else InProcessAgents(agent)
@@ -182,10 +192,13 @@ class EndpointSystem:
             f"{PROMPT.uid}/{self.token}", PROMPT.uid, False,
         )  # fmt: skip
         making = asyncio.create_task(self.maker.make(task, self.partials))
-        done, _ = await asyncio.wait([making, *self._tasks], timeout=150, return_when=asyncio.FIRST_COMPLETED)
-        for failed in done - {making}:
-            failed.result()
-        return await asyncio.wait_for(making, 1)
+        try:
+            done, _ = await asyncio.wait([making, *self._tasks], timeout=150, return_when=asyncio.FIRST_COMPLETED)
+            for failed in done - {making}:
+                failed.result()
+            return await asyncio.wait_for(making, 1)
+        finally:
+            await cancelled([making])
 
     def cut(self) -> None:
         """Every connection of its clients."""

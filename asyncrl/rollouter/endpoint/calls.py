@@ -28,7 +28,7 @@ class Call:
     {"name", "arguments"}}`` with the arguments as a JSON text, and a tool's answer has a ``tool_call_id``.
 
     ``instructions`` is a system message before them. ``previous``: the id of an earlier answer of the session, whose
-    conversation, without its instructions, they continue.
+    conversation, without its instructions, they continue; ``keeps_tools``: with the tools of that answer's call.
 
     ``sampling``: all that the caller asks for that changes the distribution, by the names of chat completions
     (``temperature``, ``top_p``, ``logit_bias``, ``response_format``, a forced ``tool_choice``, …), without what is
@@ -40,6 +40,7 @@ class Call:
     tokens: list[int] | None = None
     instructions: str | None = None
     previous: str | None = None
+    keeps_tools: bool = False
     tools: list[dict[str, Any]] = field(default_factory=list)
     tools_allowed: bool = True  # False: tool_choice none
     max_tokens: int | None = None

@@ -6,13 +6,14 @@
       open(sessions)            ────────►   an agent starts, or goes on after the rollouter's death
       events()                  ◄────────   KnownCall…, StartedCall…, RestartedSession, EndedSession
       answer(finished calls)    ────────►   the agent's connection gets its answer
-      end(ids)                  ────────►   the session is forgotten, its agent cancelled
+      end(addresses)            ────────►   the session is forgotten, its agent cancelled
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -22,22 +23,29 @@ from asyncrl.rollouter.agents.base import Completion
 from asyncrl.rollouter.batching_sender import BatchingSender
 from asyncrl.rollouter.endpoint.turns import SequencePlan
 from asyncrl.types.prompts import Message, Prompt
+from asyncrl.types.samples import FinishReason
 
 
 @dataclass(frozen=True)
 class Session:
-    """One sample's use of the endpoint. ``id`` is that of the sample's attempt, also in a later rollouter. ``seconds``:
-    limit of the sample's time; None: none."""
+    """One sample's use of the endpoint. ``id`` is that of the sample's attempt, also in a later rollouter; ``opening``
+    counts the sessions that a rollouter opens. ``seconds``: limit of the sample's time; None: none."""
 
     id: str
+    opening: str
     prompt: Prompt
     index: int
     seconds: float | None
 
+    @property
+    def address(self) -> str:
+        """Names this opening in events and calls, so that none of an earlier one is taken for it."""
+        return f"{self.id}.{self.opening}"
+
 
 class StartedCall(NamedTuple):
-    """The policy shall continue ``tokens`` (int32 [P]). ``sampling`` is None, or the parameters of a distribution from
-    which nothing may be trained."""
+    """The policy shall continue ``tokens`` (int32 [P]). ``session``: its address. ``sampling`` is None, or the
+    parameters of a distribution from which nothing may be trained."""
 
     session: str
     number: int
@@ -67,13 +75,14 @@ class RestartedSession(NamedTuple):
 @dataclass(frozen=True)
 class EndedSession:
     """The agent has ended: well, with the plan of the sample's sequences, or with ``failure``, a reason and a
-    message. ``messages``: the conversation that ended last, with its answer."""
+    message. ``messages``: the conversation with the last answer. ``finish``: if a limit of the sample ended it."""
 
     session: str
     plan: Sequence[SequencePlan] = ()
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     messages: Sequence[Message] = ()
+    finish: FinishReason | None = None
     failure: tuple[str, str] | None = None
 
 
@@ -103,14 +112,14 @@ class EndpointClient(Protocol):
     async def open(self, token: int, sessions: Sequence[Session]) -> None: ...
     async def events(self, token: int) -> Sequence[Event]: ...
     async def answer(self, token: int, finished: Sequence[FinishedCall]) -> None: ...
-    async def end(self, token: int, ids: Sequence[str]) -> None: ...
+    async def end(self, token: int, addresses: Sequence[str]) -> None: ...
 
 
 class EndpointDied(RuntimeError):
     """The endpoint's process died, and with it the agent: the sample begins again."""
 
 
-_Sent = Session | FinishedCall | str  # the last: the id of a session that ends
+_Sent = Session | FinishedCall | str  # the last: the address of a session that ends
 
 
 class EndpointLink:
@@ -119,7 +128,8 @@ class EndpointLink:
 
     def __init__(self, client: EndpointClient | None, token: int, death: type[Exception]) -> None:
         self._client, self._token, self._death = client, token, death
-        self._sessions: dict[str, asyncio.Queue[Event | EndpointDied]] = {}
+        self._sessions: dict[str, asyncio.Queue[Event | EndpointDied]] = {}  # by address
+        self._openings = itertools.count()
         self._sender: BatchingSender[_Sent] = BatchingSender(self._send)
         self._replaced = asyncio.Event()
 
@@ -149,27 +159,31 @@ class EndpointLink:
         self._client = client
         self._replaced.set()
 
-    def open(self, session: Session) -> asyncio.Queue[Event | EndpointDied]:
-        """Its events, in order."""
-        events = self._sessions[session.id] = asyncio.Queue()
+    def open(
+        self, id: str, prompt: Prompt, index: int, seconds: float | None
+    ) -> tuple[Session, asyncio.Queue[Event | EndpointDied]]:
+        """A session, and its events in order."""
+        session = Session(id, f"{self._token}-{next(self._openings)}", prompt, index, seconds)
+        events = self._sessions[session.address] = asyncio.Queue()
         self._sender.add(session)
-        return events
+        return session, events
 
     def answer(self, finished: FinishedCall) -> None:
         self._sender.add(finished)
 
     def end(self, session: Session) -> None:
-        if self._sessions.pop(session.id, None) is not None:
-            self._sender.add(session.id)
+        if self._sessions.pop(session.address, None) is not None:
+            self._sender.add(session.address)
 
     async def _send(self, items: Sequence[_Sent]) -> None:
         assert self._client is not None
-        if opened := [item for item in items if isinstance(item, Session)]:
-            await self._client.open(self._token, opened)
-        if finished := [item for item in items if isinstance(item, FinishedCall)]:
-            await self._client.answer(self._token, finished)
-        if ended := [item for item in items if isinstance(item, str)]:
-            await self._client.end(self._token, ended)
+        calls: dict[type, Callable[..., Awaitable[None]]] = {
+            Session: self._client.open,
+            FinishedCall: self._client.answer,
+            str: self._client.end,
+        }
+        for kind, equal in itertools.groupby(items, key=type):  # in order: a sample's agent may end and begin again
+            await calls[kind](self._token, list(equal))
 
     async def _receive(self, client: EndpointClient) -> None:
         while True:

@@ -52,8 +52,8 @@ class EndpointLoop:
 
     async def _run(self, prompt: Prompt, index: int, generate: Generate) -> Sample:
         seconds = generate.seconds_left
-        session = Session(f"{generate.key:016x}", prompt, index, None if math.isinf(seconds) else seconds)
-        events = self._link.open(session)
+        seconds_left = None if math.isinf(seconds) else seconds
+        session, events = self._link.open(f"{generate.key:016x}", prompt, index, seconds_left)
         served = _ServedCalls(self._link, session, generate, self._max_response_tokens)
         try:
             while True:
@@ -137,7 +137,7 @@ class _ServedCalls:
             return
         finally:
             self._running.pop(call.number, None)
-        self._link.answer(FinishedCall(self._session.id, call.number, result))
+        self._link.answer(FinishedCall(self._session.address, call.number, result))
 
     def _split(self, tokens: np.ndarray) -> tuple[np.ndarray, int]:
         """What follows the tokens that a context shares with the group's prompt, and their number."""
@@ -152,7 +152,6 @@ class _ServedCalls:
             raise AgentFailure(*ended.failure)
         root: TrajectoryBuilder | None = None
         last: FinishReason | None = None
-        builder = root
         for plan in ended.plan:
             first = plan[0]
             assert isinstance(first, np.ndarray)
@@ -162,10 +161,10 @@ class _ServedCalls:
             builder.append(rest)
             for part in plan[1:]:
                 builder.append(part if isinstance(part, np.ndarray) else self._completions[part])
-            last = builder.finish or last
-        if root is None:
-            raise AgentFailure("no_calls", "the agent ended without any answer of the policy")
+            last = last if builder.finish is None else builder.finish
+        if root is None or last is None:
+            raise AgentFailure("nothing_trained", "no answer of the policy is trained: it sampled otherwise for all")
         root.messages.extend(ended.messages)
-        sample = root.sample(index, self._limit or last or FinishReason.STOP, ended.reward)
+        sample = root.sample(index, ended.finish or self._limit or last, ended.reward)
         sample.metrics = dict(ended.metrics)
         return sample

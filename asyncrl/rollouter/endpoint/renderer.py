@@ -73,8 +73,10 @@ class ChatRenderer:
     parses the template's tool calls."""
 
     def __init__(self, tokenizer: PromptTokenizer) -> None:
-        self._hf = tokenizer.hf
+        self._tokenizer, self._hf = tokenizer, tokenizer.hf
         self._stops = {token: str(self._hf.decode([token])) for token in tokenizer.stop_token_ids}
+        added = [token.content for token in self._hf.added_tokens_decoder.values() if token.special]
+        self._special = list(dict.fromkeys([*added, *self._stops.values()]))  # texts
         self._reasons = THINK in str(self._hf.chat_template or "")
         self._tool_format = self._find_tool_format()
 
@@ -82,9 +84,16 @@ class ChatRenderer:
         """int32 [T] ids of a text with its special tokens spelt out."""
         return np.asarray(self._hf.encode(text, add_special_tokens=False), np.int32)
 
-    def encode_raw(self, text: str) -> np.ndarray:
-        """int32 [T] ids of a raw prompt, with the special tokens that the tokenizer adds, such as BOS."""
-        return np.asarray(self._hf.encode(text, add_special_tokens=True), np.int32)
+    def given(self, text: str | None, tokens: Sequence[int] | None) -> np.ndarray:
+        """int32 [P] ids of a prompt that is no conversation: of a text, with the special tokens that the tokenizer adds
+        to it, such as BOS; or as they are. Raises BadRequest."""
+        ids = self._hf.encode(text, add_special_tokens=True) if tokens is None else tokens
+        if not ids:
+            raise BadRequest("prompt: expected at least one token, found none", "prompt")
+        found = np.asarray(ids, np.int64)
+        if not self._tokenizer.in_vocabulary(found):
+            raise BadRequest("prompt: expected token ids of the model's vocabulary, found others", "prompt")
+        return found.astype(np.int32)
 
     def text_of(self, tokens: np.ndarray) -> str:
         """Sampled tokens as text, special ones included, without the stop token at their end."""
@@ -143,9 +152,10 @@ class ChatRenderer:
         # the token that ended the answer ends its message in the template, or begins the next one
         end, opened = self._stops[stop], before.opens_reasoning
         answer, found, rest = text[before.length :].partition(end)
-        if not found:
-            raise NoBridge("no_bridge")
-        if _meaning(self.parse(answer, opened, tools)) != _meaning(self.parse(self.text_of(sampled), opened, tools)):
+        written = self.text_of(sampled)
+        if not found or any(text in answer and text not in written for text in self._special):
+            raise NoBridge("no_bridge")  # ``end`` belongs to something behind the answer
+        if _meaning(self.parse(answer, opened, tools)) != _meaning(self.parse(written, opened, tools)):
             raise NoBridge("answer_rewritten")  # such as by a template that strips earlier reasoning
         tokens = self.encode(end + rest)
         if not len(tokens) or tokens[0] != stop:
@@ -162,13 +172,16 @@ class ChatRenderer:
                 self._hf.apply_chat_template(
                     [_for_template(m) for m in turns], tools=[PROBE], tokenize=False, add_generation_prompt=prompts
                 )
-                for turns, prompts in ((messages, True), ([*messages, answer], False))
+                for turns, prompts in ((messages, True), (messages, False), ([*messages, answer], False))
             ]
         except Exception:  # the template knows no tools
             return None
-        prompt, whole = map(str, rendered)
-        equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole)))
-        return fitting_format(whole[equal:], list(self._stops.values()))
+        *prompts, whole = map(str, rendered)
+        for prompt in prompts:  # a generation prompt may begin with what the answer lacks, such as <think>
+            equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole)))
+            if (found := fitting_format(whole[equal:], list(self._stops.values()))) is not None:
+                return found
+        return None
 
 
 def message_key(message: Message) -> str:

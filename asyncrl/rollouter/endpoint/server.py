@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Awaitable, Callable
@@ -61,25 +62,32 @@ class EndpointServer:
         async def handle(request: web.Request) -> web.StreamResponse:
             session = self._session(request)
             body = await request.read()
-            call = dialect.call(_object(body))
             retries = request.headers.get("x-stainless-retry-count", "0")
-            turn = await session.answer(
-                call, body, request.headers.get("Idempotency-Key"), int(retries) if retries.isdigit() else 0
-            )
+            gone = lambda: request.transport is None or request.transport.is_closing()
+            try:
+                call = dialect.call(_object(body))
+                key = request.headers.get("Idempotency-Key")
+                answered = await session.answer(call, body, key, int(retries) if retries.isdigit() else 0, gone)
+            except BadRequest:
+                self._endpoint.refused()
+                raise
+            assert answered.turn is not None
+            answer = answered.turn.answer
             if call.stream:
                 response = web.StreamResponse(
                     headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
                 )
-                parts = dialect.stream(call, turn.answer)
+                parts = dialect.stream(call, answer)
             else:
                 response = web.StreamResponse(headers={"Content-Type": "application/json"})
-                parts = iter([json.dumps(dialect.answer(call, turn.answer)).encode()])
-            await response.prepare(request)
-            for part in parts:
-                await response.write(part)
-            await response.write_eof()
-            if request.transport is not None and not request.transport.is_closing():
-                turn.delivered = True
+                parts = iter([json.dumps(dialect.answer(call, answer)).encode()])
+            with contextlib.suppress(ConnectionError):  # the client has gone; its retry gets the answer
+                await response.prepare(request)
+                for part in parts:
+                    await response.write(part)
+                await response.write_eof()
+                if not gone():
+                    session.delivered(answered)
             return response
 
         return handle
@@ -106,10 +114,9 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except tuple(_STATUS) as e:
         status = next(status for kind, status in _STATUS.items() if isinstance(e, kind))
         return _error(request, status, str(e), getattr(e, "param", None))
-    except ConnectionError:
-        raise
     except Exception as e:
-        log.exception("endpoint: %s %s failed", request.method, request.path)
+        route = request.match_info.route.resource  # not the path, which may hold a key
+        log.exception("endpoint: %s %s failed", request.method, route and route.canonical)
         return _error(request, 500, f"{type(e).__name__}: {e}")
 
 
@@ -124,7 +131,7 @@ def _object(body: bytes) -> dict[str, object]:
     """Raises BadRequest."""
     try:
         found = json.loads(body)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise BadRequest(f"body: expected JSON, found none ({e})") from None
     if not isinstance(found, dict):
         raise BadRequest(f"body: expected a JSON object, found {type(found).__name__}")

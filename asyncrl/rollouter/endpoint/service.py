@@ -12,10 +12,11 @@ from asyncrl.config.schema import AgentConfig
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.processes.tasks import cancelled
 from asyncrl.rollouter.endpoint import link
-from asyncrl.rollouter.endpoint.agent_processes import AgentFailed, AgentOutcome, AgentTask
+from asyncrl.rollouter.endpoint.agent_processes import AgentError, AgentFailed, AgentOutcome, AgentTask
 from asyncrl.rollouter.endpoint.link import Event, FinishedCall
 from asyncrl.rollouter.endpoint.renderer import ChatRenderer
 from asyncrl.rollouter.endpoint.session import AgentSession, SessionEnded
+from asyncrl.types.samples import FinishReason
 
 ENDED_KEYS = 100_000  # of ended samples, whose calls get 409 instead of 401
 EVENTS_S = 5.0  # that `events` waits for one
@@ -63,6 +64,10 @@ class Endpoint:
         self._filled = asyncio.Event()
         self._problem: Exception | None = None  # for which no agent can run
 
+    def refused(self) -> None:
+        """Count a call that is refused with status 400."""
+        self._recorder.count("rollout/agent/refused")
+
     def session(self, key: str | None) -> AgentSession:
         """The session of an API key. Raises UnknownKey and SessionEnded."""
         if (session := self._by_key.get(key or "")) is not None:
@@ -88,7 +93,7 @@ class Endpoint:
             if (orphan := self._orphans.pop(start.id, None)) is not None:
                 orphan.cancel()
                 self._recorder.count("rollout/agent/continued")
-                self._sessions[start.id].emit_all()
+                self._sessions[start.id].reopen(start)
                 continue
             self._forget(start.id)
             mask = self._config.untrained == "mask"
@@ -114,13 +119,14 @@ class Endpoint:
     async def answer(self, token: int, finished: Sequence[FinishedCall]) -> None:
         self._check(token)
         for one in finished:
-            if (session := self._sessions.get(one.session)) is not None:
+            if (session := self._at(one.session)) is not None:
                 session.finish(one)
 
-    async def end(self, token: int, ids: Sequence[str]) -> None:
+    async def end(self, token: int, addresses: Sequence[str]) -> None:
         self._check(token)
-        for session_id in ids:
-            self._forget(session_id)
+        for address in addresses:
+            if (session := self._at(address)) is not None:
+                self._forget(session.start.id)
 
     async def close(self) -> None:
         for session_id in list(self._sessions):
@@ -131,9 +137,13 @@ class Endpoint:
     async def _run(self, session: AgentSession) -> None:
         try:
             await self._attempts(session)
-        except Exception as e:
+        except AgentError as e:
             self._problem = e
             self._filled.set()
+        except Exception as e:  # costs the sample, no more
+            log.exception("endpoint: a sample failed")
+            self._drop_key(session.key)
+            session.fail("endpoint_error", f"{type(e).__name__}: {e}")
 
     async def _attempts(self, session: AgentSession) -> None:
         """Run the agent to its end, again after a failure that is not its own fault."""
@@ -141,7 +151,7 @@ class Endpoint:
             key = session.key
             self._by_key[key] = session
             try:
-                reward, metrics = await self._agent(session)
+                outcome, finish = await self._agent(session)
             except AgentFailed as e:
                 self._drop_key(key)
                 if e.retry and retries_left:
@@ -151,31 +161,38 @@ class Endpoint:
                 session.fail(e.reason, str(e))
                 return
             self._drop_key(key)
-            session.end(reward, metrics)
+            session.end(outcome.reward, outcome.metrics, finish)
             return
 
-    async def _agent(self, session: AgentSession) -> tuple[float | None, dict[str, float]]:
-        """Reward and metrics of an agent that has ended, well or by a limit of its sample. Raises AgentFailed."""
+    async def _agent(self, session: AgentSession) -> tuple[AgentOutcome, FinishReason | None]:
+        """What an agent returned when it ended, well or by a limit of its sample; then no call is under way any more.
+        TIME if it had no time left. Raises AgentFailed."""
         running = asyncio.ensure_future(self._agents.run(self._task(session)))
-        outcome = AgentOutcome()
+        outcome, finish = AgentOutcome(), None
         try:
-            ends: list[asyncio.Future[Any]] = [running, session.limit]
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if session.limit.done():
-                await cancelled([running])
+            ends: list[asyncio.Future[Any]] = [running, session.over]
+            done, _ = await asyncio.wait(ends, timeout=session.start.seconds, return_when=asyncio.FIRST_COMPLETED)
+            if session.over.done():
+                why = session.over.result()
+                if why.kind == "failed":
+                    raise AgentFailed("endpoint_error", why.message, retry=False)
+                log.debug("endpoint: a sample ends: %s", why.message)
+            elif not done:
+                finish = FinishReason.TIME
             else:
                 try:
                     outcome = running.result()
                 except AgentFailed:
                     if not (session.refused_for_length and session.turns.all):
                         raise
-                await session.settled()
+            await cancelled([running])
+            await session.settle()
         finally:
             await cancelled([running])
         if not session.turns.all:
-            limit = f", a limit was reached ({session.limit.result().message})" if session.limit.done() else ""
+            limit = f"; {session.over.result().message}" if session.over.done() else ""
             raise AgentFailed("no_calls", f"the agent ended without any answer of the policy{limit}", retry=False)
-        return outcome.reward, outcome.metrics
+        return outcome, finish
 
     def _task(self, session: AgentSession) -> AgentTask:
         start, prompt = session.start, session.start.prompt
@@ -203,13 +220,22 @@ class Endpoint:
         if (orphan := self._orphans.pop(session_id, None)) is not None:
             orphan.cancel()
         if (session := self._sessions.pop(session_id, None)) is not None:
+            if session.ended is None:
+                self._recorder.count("rollout/agent/cancelled")
             self._running.pop(session_id).cancel()
             self._drop_key(session.key)
             session.close()
 
     def _emit(self, event: Event) -> None:
-        self._events.append(event)
-        self._filled.set()
+        """For the rollouter that has opened the session; `AgentSession.reopen` has all for the next one."""
+        if event.session.rpartition(".")[0] not in self._orphans:
+            self._events.append(event)
+            self._filled.set()
+
+    def _at(self, address: str) -> AgentSession | None:
+        """The session, if its rollouter has not opened it again since."""
+        session = self._sessions.get(address.rpartition(".")[0])
+        return session if session is not None and session.start.address == address else None
 
     def _check(self, token: int) -> None:
         if token != self._token:

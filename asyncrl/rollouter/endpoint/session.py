@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import xxhash
 
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.rollouter.agents.base import Completion
+from asyncrl.rollouter.agents.provenance import tokens_digest
 from asyncrl.rollouter.endpoint import link
 from asyncrl.rollouter.endpoint.calls import Answer, BadRequest, Call, ToolCall
 from asyncrl.rollouter.endpoint.link import CallError, EndedSession, Event, FinishedCall, KnownCall, StartedCall
@@ -20,6 +23,9 @@ from asyncrl.rollouter.endpoint.turns import CallPrompt, Turn, Turns, as_message
 from asyncrl.types.samples import FinishReason
 
 MAX_CALLS_AT_ONCE = 256  # of one sample
+ID_LENGTH = 9  # of a tool call; the only one that Mistral's templates take
+
+log = logging.getLogger(__name__)
 
 #: parameters that change nothing at this value
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -33,6 +39,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "logit_bias": ({},),
     "bad_words": ([],),
     "ignore_eos": (False,),
+    "tool_choice": ("auto",),
+    "response_format": ({"type": "text"},),
 }
 SERVED = frozenset({"temperature", "top_p", "top_k", "min_p"})  # untrained, by every engine
 
@@ -51,25 +59,35 @@ class CallFailed(RuntimeError):
 
 @dataclass(eq=False)
 class PendingCall:
-    """A call and, once it is answered, its turn. ``repeats`` counts clients that wait for it."""
+    """A call and, once it is answered, its turn. ``body``: digest of it. ``clients``: for each client that waits for
+    the answer, or has waited, whether its connection is gone. ``earlier``: equal calls before, of which every client
+    was gone when this one began."""
 
     number: int
     call: Call
     prompt: CallPrompt
     sampling: Mapping[str, float] | None
     result: asyncio.Future[Completion | CallError]
-    body: int  # digest
+    body: int
+    earlier: list[PendingCall]
     turn: Turn | None = None
-    clients: int = 0
+    clients: list[Callable[[], bool]] = field(default_factory=list)
+    repeated: bool = False  # by a later call whose answer was delivered
 
-    def started(self, session: str) -> StartedCall:
-        return StartedCall(
-            session, self.number, self.prompt.tokens, self.call.max_tokens, self.call.stop, self.sampling
-        )
+    @property
+    def abandoned(self) -> bool:
+        """True if nobody has its answer, nor waits for it."""
+        return not (self.turn is not None and self.turn.delivered) and all(gone() for gone in self.clients)
+
+    def started(self, address: str) -> StartedCall:
+        call = self.call
+        return StartedCall(address, self.number, self.prompt.tokens, call.max_tokens, call.stop, self.sampling)
 
 
 class AgentSession:
-    """``key`` is the API key of its agent. ``emit`` passes events to the rollouter."""
+    """``key`` is the API key of its agent, ``start`` what the rollouter opened last. ``emit`` passes events to it.
+
+    ``over`` is set when the sample must end before its agent does: by a limit, or because it cannot be served."""
 
     def __init__(
         self,
@@ -83,7 +101,7 @@ class AgentSession:
         self.start, self._renderer, self._emit, self._recorder = start, renderer, emit, recorder
         self._temperature, self._mask = temperature, mask
         self._numbers = 0
-        self.limit: asyncio.Future[CallError] = asyncio.get_running_loop().create_future()  # that ended the sample
+        self.over: asyncio.Future[CallError] = asyncio.get_running_loop().create_future()
         self._begin()
 
     def _begin(self) -> None:
@@ -92,14 +110,18 @@ class AgentSession:
         self._pending: dict[int, PendingCall] = {}  # without a turn
         self._by_body: dict[int, list[PendingCall]] = {}
         self._by_idempotency_key: dict[str, PendingCall] = {}
+        self._equal_prompts: Counter[int] = Counter()  # calls by digest of their prompt
         self.ended: EndedSession | None = None
         self.refused_for_length = False
-        self._closed = False
+        self._accepts = True
 
     # -- calls of the agent ----------------------------------------------------------------------------------------
 
-    async def answer(self, call: Call, body: bytes, idempotency_key: str | None, retries: int) -> Turn:
-        """The turn that answers a call: the recorded one if it repeats another call, else a new one.
+    async def answer(
+        self, call: Call, body: bytes, idempotency_key: str | None, retries: int, gone: Callable[[], bool]
+    ) -> PendingCall:
+        """The answered call: the recorded one if ``call`` repeats it, else a new one. ``gone()``: the client's
+        connection is closed.
 
         Raises BadRequest, SessionEnded, TooManyCalls and CallFailed."""
         digest = xxhash.xxh3_64_intdigest(body)
@@ -110,62 +132,66 @@ class AgentSession:
                 self._by_idempotency_key[idempotency_key] = pending
         else:
             self._recorder.count("rollout/agent/repeated_calls")
-        pending.clients += 1
+        pending.clients.append(gone)
         try:
             result = await asyncio.shield(pending.result)
         except asyncio.CancelledError:
             if pending.result.cancelled():
                 raise SessionEnded("the sample has ended") from None
             raise
-        finally:
-            pending.clients -= 1
         if isinstance(result, CallError):
             if result.kind == "context":
                 self.refused_for_length = True
                 raise BadRequest(result.message, "messages")
             raise (SessionEnded if result.kind == "limit" else CallFailed)(result.message)
+        return pending
+
+    def delivered(self, pending: PendingCall) -> None:
+        """The client has got the answer: equal calls that it has given up before count no more."""
         assert pending.turn is not None
-        return pending.turn
+        pending.turn.delivered = True
+        for earlier in pending.earlier:
+            earlier.repeated = True
+            if earlier.turn is not None:
+                earlier.turn.repeated = True
 
     def _repeated(self, body: int, idempotency_key: str | None, retries: int) -> PendingCall | None:
-        """The earlier call that this one repeats: by its key, or by a count of retries and an equal body, then the
-        first whose answer nobody has or waits for."""
+        """The earlier call that this one repeats: by its key; or by a count of retries and an equal body, the first
+        whose answer nobody has or waits for, or the only one, whose answer may have been lost on its way."""
         if idempotency_key is not None:
             if (found := self._by_idempotency_key.get(idempotency_key)) is not None and found.body != body:
                 raise BadRequest("Idempotency-Key: expected the body of the call that used it first", "Idempotency-Key")
             return found
-        if not retries or not (equal := self._by_body.get(body)):
-            return None
-        lost = (p for p in equal if not p.clients and not (p.turn is not None and p.turn.delivered))
-        return next(lost, equal[-1])
+        equal = self._by_body.get(body, []) if retries else []
+        return next((p for p in equal if p.abandoned), equal[0] if len(equal) == 1 else None)
 
     def _start(self, call: Call, body: int) -> PendingCall:
-        if self._closed:
+        if not self._accepts:
             raise SessionEnded("the sample has ended")
         if len(self._pending) >= MAX_CALLS_AT_ONCE:
             raise TooManyCalls(f"{MAX_CALLS_AT_ONCE} calls of this sample are under way; expected to wait for some")
         began_s = time.thread_time()
+        sampling = self._sampling(call.sampling)
         try:
-            sampling = self._sampling(call.sampling)
+            call = self.turns.with_tools(call)
             prompt = self.turns.prompt_of(call)
-        except BadRequest:
-            self._recorder.count("rollout/agent/refused")
-            raise
         except KeyError:
-            self._recorder.count("rollout/agent/refused")
-            raise BadRequest(
-                f"previous_response_id: this sample has no answer {call.previous!r}", "previous_response_id"
-            ) from None
+            name = "thread.previous_message_id" if call.keeps_tools else "previous_response_id"
+            raise BadRequest(f"{name}: this sample has no answer {call.previous!r}", name) from None
+        except UnicodeEncodeError:
+            raise BadRequest("body: expected texts of valid Unicode, found half of a surrogate pair") from None
         self._recorder.count("rollout/agent/render_s", time.thread_time() - began_s)
         self._recorder.count(f"rollout/agent/{prompt.how}")
         if prompt.reason:
             self._recorder.count(f"rollout/agent/branched/{prompt.reason}")
         self._numbers += 1
         result: asyncio.Future[Completion | CallError] = asyncio.get_running_loop().create_future()
-        pending = PendingCall(self._numbers, call, prompt, sampling, result, body)
+        equal = self._by_body.setdefault(body, [])
+        earlier = [p for p in equal if p.abandoned]
+        pending = PendingCall(self._numbers, call, prompt, sampling, result, body, earlier)
         self._pending[pending.number] = pending
-        self._by_body.setdefault(body, []).append(pending)
-        self._emit(pending.started(self.start.id))
+        equal.append(pending)
+        self._emit(pending.started(self.start.address))
         return pending
 
     def _sampling(self, asked: Mapping[str, object]) -> Mapping[str, float] | None:
@@ -190,17 +216,25 @@ class AgentSession:
         if (pending := self._pending.pop(finished.number, None)) is None:
             return
         result = finished.result
-        if isinstance(result, CallError):
-            if result.kind == "limit" and not self.limit.done():
-                self.limit.set_result(result)
-        else:
-            began_s = time.thread_time()
-            answer = self._answer(pending, result)
-            self._recorder.count("rollout/agent/render_s", time.thread_time() - began_s)
-            trained = pending.sampling is None
-            pending.turn = Turn(pending.number, pending.call, pending.prompt, result, answer, trained)
-            self.turns.add(pending.turn)
+        if isinstance(result, Completion):
+            try:
+                self._add(pending, result)
+            except Exception as e:  # of what a policy or an agent wrote: it costs the sample, no more
+                log.exception("endpoint: an answer cannot be parsed")
+                result = CallError("failed", f"the answer cannot be parsed ({type(e).__name__}: {e})")
+        if isinstance(result, CallError) and result.kind != "context" and not self.over.done():
+            self.over.set_result(result)
         pending.result.set_result(result)
+
+    def _add(self, pending: PendingCall, completion: Completion) -> None:
+        began_s = time.thread_time()
+        answer, trained = self._answer(pending, completion), pending.sampling is None
+        turn = Turn(
+            pending.number, pending.call, pending.prompt, completion, answer, trained, repeated=pending.repeated
+        )
+        self.turns.add(turn)
+        pending.turn = turn
+        self._recorder.count("rollout/agent/render_s", time.thread_time() - began_s)
 
     def _answer(self, pending: PendingCall, completion: Completion) -> Answer:
         call, renderer = pending.call, self._renderer
@@ -213,16 +247,19 @@ class AgentSession:
             if places:
                 at, stop_string = min(places)
                 text = text[:at]
-        number = xxhash.xxh3_128_hexdigest(f"{self.start.id}/{pending.number}".encode())
         content, reasoning, calls = text, None, []
+        identity = self._identity(pending)
         if call.messages is not None:
             rendered = pending.prompt.rendered
             opened = rendered is not None and rendered.opens_reasoning
             written = renderer.parse(text, opened, call.tools if call.tools_allowed else ())
             content, reasoning = written.content, written.reasoning
-            calls = [ToolCall(f"call{number[:12]}{i}", c.name, c.arguments) for i, c in enumerate(written.tool_calls)]
+            calls = [
+                ToolCall(xxhash.xxh3_64_hexdigest(f"{identity}/{i}".encode())[:ID_LENGTH], c.name, c.arguments)
+                for i, c in enumerate(written.tool_calls)
+            ]
         return Answer(
-            id=number,
+            id=identity,
             model=call.model,
             created_s=int(time.time()),
             text=text,
@@ -237,33 +274,44 @@ class AgentSession:
             token_texts=renderer.token_texts(completion.tokens) if call.wants_logprobs else (),
         )
 
+    def _identity(self, pending: PendingCall) -> str:
+        """Unique in the run; the same for an agent that begins again and repeats its calls."""
+        prompt = tokens_digest(pending.prompt.tokens)
+        self._equal_prompts[prompt] += 1
+        name = f"{self.start.id}/{prompt}/{self._equal_prompts[prompt]}"
+        return xxhash.xxh3_128_hexdigest(name.encode())
+
     # -- life ------------------------------------------------------------------------------------------------------
 
-    def emit_all(self) -> None:
-        """All that a new rollouter must know of the session."""
+    def reopen(self, start: link.Session) -> None:
+        """Tell a new rollouter all that it must know."""
+        self.start, address = start, start.address
         for turn in self.turns.all:
             sampling = None if turn.trained else self._sampling(turn.call.sampling)
-            started = StartedCall(
-                self.start.id, turn.number, turn.prompt.tokens, turn.call.max_tokens, turn.call.stop, sampling
-            )
-            self._emit(KnownCall(started, turn.completion))
+            call = StartedCall(
+                address, turn.number, turn.prompt.tokens, turn.call.max_tokens, turn.call.stop, sampling
+            )  # fmt: skip
+            self._emit(KnownCall(call, turn.completion))
         for pending in self._pending.values():
-            self._emit(pending.started(self.start.id))
+            self._emit(pending.started(address))
         if self.ended is not None:
+            self.ended = replace(self.ended, session=address)
             self._emit(self.ended)
 
     def restart(self) -> None:
         """The agent begins again, with another key."""
         self.close()
         self._begin()
-        self._emit(link.RestartedSession(self.start.id))
+        self._emit(link.RestartedSession(self.start.address))
 
-    async def settled(self) -> None:
-        """Wait for calls under way: a sample with a call that has no result is never trained."""
+    async def settle(self) -> None:
+        """Accept no further calls, and wait for those under way: a sample with a call that has no result is never
+        trained."""
+        self._accepts = False
         while self._pending:
             await asyncio.wait([pending.result for pending in self._pending.values()])
 
-    def end(self, reward: float | None, metrics: Mapping[str, float]) -> None:
+    def end(self, reward: float | None, metrics: Mapping[str, float], finish: FinishReason | None) -> None:
         """The agent has ended well, or by a limit of its sample."""
         turns = self.turns
         for reason, left_out in (
@@ -272,12 +320,12 @@ class AgentSession:
         ):
             if count := sum(len(turn.answer.tokens) for turn in left_out):
                 self._recorder.count(f"rollout/agent/untrained_tokens/{reason}", count)
-        last = max(turns.all, key=lambda turn: turn.number)
+        last = turns.all[-1]
         messages = [*last.prompt.messages, as_message(last.answer)] if last.prompt.messages else []
-        self._ended(EndedSession(self.start.id, turns.sequences(), reward, metrics, messages))
+        self._ended(EndedSession(self.start.address, turns.sequences(), reward, metrics, messages, finish))
 
     def fail(self, reason: str, message: str) -> None:
-        self._ended(EndedSession(self.start.id, failure=(reason, message)))
+        self._ended(EndedSession(self.start.address, failure=(reason, message)))
 
     def _ended(self, ended: EndedSession) -> None:
         self.ended = ended
@@ -286,7 +334,7 @@ class AgentSession:
 
     def close(self) -> None:
         """No call is accepted any more; those under way end with SessionEnded."""
-        self._closed = True
+        self._accepts = False
         pending, self._pending = self._pending, {}
         for one in pending.values():
             one.result.cancel()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,14 +36,28 @@ def split_reasoning(text: str, opened: bool) -> tuple[str | None, str]:
     return reasoning.strip("\n"), rest.lstrip("\n")
 
 
+def _between(text: str, begin: str, end: str) -> Iterator[tuple[int, str, int]]:
+    """What stands between each ``begin`` and the next ``end``, with the places where the pair begins and ends; in
+    linear time, whatever the policy writes."""
+    at = 0
+    while (start := text.find(begin, at)) >= 0 and (stop := text.find(end, start + len(begin))) >= 0:
+        at = stop + len(end)
+        yield start, text[start + len(begin) : stop], at
+
+
 def _tagged(text: str, parse: Callable[[str], WrittenCall | None]) -> tuple[str, list[WrittenCall]]:
-    """Calls between ``<tool_call>`` and ``</tool_call>``. A malformed one makes all of them content."""
-    calls = []
-    for inside in re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL):
+    """Calls between ``<tool_call>`` and ``</tool_call>``, and the text outside. A malformed one makes all of it
+    content."""
+    calls: list[WrittenCall] = []
+    outside, at = [], 0
+    for start, inside, end in _between(text, "<tool_call>", "</tool_call>"):
         if (call := parse(inside.strip())) is None:
             return text, []
         calls.append(call)
-    return (text.partition("<tool_call>")[0].rstrip("\n"), calls) if calls else (text, [])
+        outside.append(text[at:start])
+        at = end
+    outside.append(text[at:])
+    return ("\n".join(filter(None, (part.strip("\n") for part in outside))), calls) if calls else (text, [])
 
 
 def _named_object(text: str) -> WrittenCall | None:
@@ -52,7 +65,7 @@ def _named_object(text: str) -> WrittenCall | None:
     try:
         found = json.loads(text)
         arguments = found.get("arguments", found.get("parameters"))
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return None
     if not isinstance(found.get("name"), str) or not isinstance(arguments, dict):
         return None
@@ -68,11 +81,11 @@ def functions_in_tags(text: str, tools: Sequence[Tool]) -> tuple[str, list[Writt
     """``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``: Qwen3-Coder, Qwen3.5."""
 
     def parse(inside: str) -> WrittenCall | None:
-        if not (found := re.fullmatch(r"<function=([^>\s]+)>(.*?)</function>", inside, re.DOTALL)):
+        name, closed, body = inside.removeprefix("<function=").partition(">")
+        if not (inside.startswith("<function=") and closed and body.endswith("</function>")):
             return None
-        name, body = found.groups()
-        pairs = re.findall(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", body, re.DOTALL)
-        return _typed(name, pairs, tools)
+        pairs = [found.partition(">") for _, found, _ in _between(body, "<parameter=", "</parameter>")]
+        return _typed(name, [(key, v.removeprefix("\n").removesuffix("\n")) for key, _, v in pairs], tools)
 
     return _tagged(text, parse)
 
@@ -82,8 +95,10 @@ def arguments_in_tags(text: str, tools: Sequence[Tool]) -> tuple[str, list[Writt
 
     def parse(inside: str) -> WrittenCall | None:
         name = inside.partition("<arg_key>")[0].strip()
-        pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", inside, re.DOTALL)
-        return _typed(name, pairs, tools) if name else None
+        pairs = [found.partition("</arg_key>") for _, found, _ in _between(inside, "<arg_key>", "</arg_value>")]
+        if not name or not all(value.lstrip().startswith("<arg_value>") for _, _, value in pairs):
+            return None
+        return _typed(name, [(key, value.lstrip().removeprefix("<arg_value>")) for key, _, value in pairs], tools)
 
     return _tagged(text, parse)
 
@@ -100,7 +115,7 @@ def json_list(text: str, tools: Sequence[Tool]) -> tuple[str, list[WrittenCall]]
     content, marker, rest = text.partition("[TOOL_CALLS]")
     try:
         calls = [_named_object(json.dumps(found)) for found in json.loads(rest)] if marker else []
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         calls = []
     found = [call for call in calls if call is not None]
     return (content.strip(), found) if found and len(found) == len(calls) else (text, [])
@@ -135,17 +150,20 @@ def fitting_format(rendered: str, ends: Sequence[str]) -> ToolFormat | None:
 
 def _typed(name: str, pairs: Sequence[tuple[str, str]], tools: Sequence[Tool]) -> WrittenCall:
     """Values that the tool's schema does not declare as texts are JSON where they parse as JSON."""
-    schemas = dict(_schemas(name, tools))
+    types = dict(_types(name, tools))
     arguments: dict[str, Any] = {}
     for key, value in pairs:
         arguments[key] = value
-        if schemas.get(key, {}).get("type") != "string":
-            with contextlib.suppress(ValueError):
+        if types.get(key) != "string":
+            with contextlib.suppress(ValueError, RecursionError):
                 arguments[key] = json.loads(value)
     return WrittenCall(name, json.dumps(arguments, ensure_ascii=False))
 
 
-def _schemas(name: str, tools: Sequence[Tool]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _types(name: str, tools: Sequence[Tool]) -> Iterator[tuple[str, Any]]:
+    """Each argument of a tool with the type in its schema, which may have any form."""
     for tool in tools:
         if tool["function"]["name"] == name:
-            yield from (tool["function"].get("parameters") or {}).get("properties", {}).items()
+            properties = (tool["function"].get("parameters") or {}).get("properties")
+            for key, schema in properties.items() if isinstance(properties, Mapping) else ():
+                yield key, schema.get("type") if isinstance(schema, Mapping) else None

@@ -8,7 +8,7 @@ earlier answers are only read. Each path from a first call to a last one is a se
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +36,8 @@ class CallPrompt(NamedTuple):
 @dataclass(eq=False)
 class Turn:
     """A call that was answered. ``number`` counts the sample's calls. ``trained``: its tokens may be trained;
-    ``delivered``: the client has got the answer."""
+    ``delivered``: the client has got the answer; ``repeated``: it had given up, made the call again, and got that
+    answer."""
 
     number: int
     call: Call
@@ -45,6 +46,7 @@ class Turn:
     answer: Answer
     trained: bool
     delivered: bool = False
+    repeated: bool = False
     parent: Turn | None = None
     children: list[Turn] = field(default_factory=list)
 
@@ -67,15 +69,19 @@ class Turns:
         self._by_messages: dict[int, list[Turn]] = {}  # by digest of tools, messages and answer
         self._by_id: dict[str, Turn] = {}
 
+    def with_tools(self, call: Call) -> Call:
+        """The call with the tools that it keeps. Raises KeyError as `prompt_of`."""
+        if call.previous is None or not call.keeps_tools:
+            return call
+        return replace(call, tools=self._by_id[call.previous].call.tools)
+
     def prompt_of(self, call: Call) -> CallPrompt:
-        """Raises BadRequest for messages or tools that the chat template refuses, and KeyError for a ``previous``
-        answer that this sample does not have."""
-        if call.tokens is not None:
-            return CallPrompt(np.asarray(call.tokens, np.int32), "given")
-        if call.text is not None:
-            return CallPrompt(self._renderer.encode_raw(call.text), "given")
+        """Raises BadRequest for a prompt that is empty or outside the vocabulary, and for messages or tools that the
+        chat template refuses; KeyError for a ``previous`` answer that this sample does not have."""
+        if call.messages is None:
+            return CallPrompt(self._renderer.given(call.text, call.tokens), "given")
         messages = self._messages(call)
-        conversation = Conversation(messages, call.tools if call.tools_allowed else (), call.template_args)
+        conversation = Conversation(messages, call.tools, call.template_args)
         text = self._renderer.render(conversation)
         rendered = RenderedText.of(text)
         bridged: dict[int, np.ndarray] = {}
@@ -95,6 +101,9 @@ class Turns:
         whole = self._renderer.encode(text)
         if self._token_parent(whole) is not None:  # rendered again, it is what the engine had
             return CallPrompt(whole, "bridged", "", rendered, messages)
+        same = next((turn.prompt for turn in self.all if np.array_equal(turn.prompt.tokens, whole)), None)
+        if same is not None:  # such as one of the best of n
+            return CallPrompt(whole, same.how, same.reason, rendered, messages)
         if all(turn.call.messages is None for turn in self.all):
             return CallPrompt(whole, "rendered", "", rendered, messages)
         return CallPrompt(whole, "branched", "ambiguous_parent" if bridged else reason, rendered, messages)
@@ -106,27 +115,21 @@ class Turns:
         self.all.append(turn)
         self._by_id[turn.answer.id] = turn
         if turn.prompt.rendered is not None:
-            tools = turn.call.tools if turn.call.tools_allowed else ()
-            conversation = Conversation(
-                [*turn.prompt.messages, as_message(turn.answer)], tools, turn.call.template_args
-            )
-            *_, digest = _digests(conversation)
+            messages, call = [*turn.prompt.messages, as_message(turn.answer)], turn.call
+            *_, digest = _digests(Conversation(messages, call.tools, call.template_args))
             self._by_messages.setdefault(digest, []).append(turn)
 
     def phantoms(self) -> list[Turn]:
-        """Answers that never reached their client, which repeated the call as a new one and went on with that."""
-        delivered = {tokens_digest(turn.prompt.tokens) for turn in self.all if turn.delivered}
-        lost = [turn for turn in self.all if not (turn.delivered or turn.children)]
-        return [turn for turn in lost if tokens_digest(turn.prompt.tokens) in delivered]
+        """Answers that never reached their client, which made the call again and went on with that answer."""
+        return [turn for turn in self.all if turn.repeated and not (turn.delivered or turn.children)]
 
     def sequences(self) -> list[SequencePlan]:
-        """Sequences that train something, in an order that does not depend on timing, except that the one with the last
-        turn comes last."""
+        """In an order that does not depend on timing, except that the one with the last answer comes last."""
         phantoms = {id(turn) for turn in self.phantoms()}
         kept = [turn for turn in self.all if id(turn) not in phantoms]
         if not kept:
             return []
-        last = max(kept, key=lambda turn: turn.number)
+        last = kept[-1]
         leaves = [turn for turn in kept if not any(id(child) not in phantoms for child in turn.children)]
         leaves.sort(key=lambda leaf: (last in _path(leaf), [_place(turn) for turn in _path(leaf)]))
         return [_parts(_path(leaf)) for leaf in leaves]

@@ -15,7 +15,7 @@ KNOWN = {
     *fields.SAMPLING,
     *fields.IGNORED,
     *"model messages max_tokens system stop_sequences stream tools tool_choice thinking output_config".split(),
-    *"chat_template_kwargs cache_control inference_geo speed".split(),
+    *"chat_template_kwargs cache_control inference_geo speed thread".split(),
 }
 THINKING = ("disabled", "enabled", "adaptive")
 #: Fields of tools that say how the API runs or caches them.
@@ -56,9 +56,12 @@ def call(body: Mapping[str, Any]) -> Call:
     choice = _tool_choice(fields.optional(body, "tool_choice", dict) or {"type": "auto"})
     output = fields.optional(body, "output_config", dict) or {}
     fields.only(output, ("effort", "format"), "output_config")
+    previous = _thread(body, fields.optional(body, "thread", dict) or {"type": "create"})
     return Call(
         model=fields.required(body, "model", str),
         messages=[*_system(body), *_messages(body)],
+        previous=previous,
+        keeps_tools=previous is not None,
         tools=[_tool(tool, path) for path, tool in fields.objects(body.get("tools") or [], "tools")],
         tools_allowed=choice != "none",
         max_tokens=limit,
@@ -67,6 +70,23 @@ def call(body: Mapping[str, Any]) -> Call:
         template_args=fields.optional(body, "chat_template_kwargs", dict) or {},
         stream=fields.flag(body, "stream"),
     )
+
+
+def _thread(body: Mapping[str, Any], thread: dict[str, Any]) -> str | None:
+    """The id of the answer from which a call goes on, with its system prompt and tools. Answers are all kept, so that
+    ``create`` asks for nothing more."""
+    fields.only(thread, ("type", "previous_message_id"), "thread")
+    if (kind := fields.required(thread, "type", str, "thread")) == "create":
+        return None
+    if kind != "continue":
+        raise fields.wrong("thread.type", "create or continue", kind)
+    for name in ("system", "tools"):
+        if body.get(name):
+            raise fields.wrong(name, "none, as a thread keeps those of its first call", body[name])
+    id = fields.required(thread, "previous_message_id", str, "thread")
+    if not id.startswith(PREFIX):
+        raise fields.wrong("thread.previous_message_id", f"the id of a message, which begins with {PREFIX}", id)
+    return id.removeprefix(PREFIX)
 
 
 def _system(body: Mapping[str, Any]) -> list[Message]:
