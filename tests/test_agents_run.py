@@ -34,12 +34,14 @@ def test_a_run_with_agents_survives_the_death_of_each_process(start, tmp_path):
     assert last.get("mismatch/fresh_kl", 0) < 1e-4  # what is trained is what was sampled
 
 
+@pytest.mark.slow
 def test_agents_that_end_their_process_cost_retries(start, tmp_path):
     run = start("trainer.total_steps=4", "rollout.agent.args={die: 0.02}", "rollout.agent.retries=5")
     assert run.wait(240) == 0, run.text
     audit(tmp_path / "run", [2] * 4)
 
 
+@pytest.mark.slow
 def test_a_function_that_does_not_load_ends_the_run_in_one_line(start):
     run = start("rollout.agent.path=tests.support.agents:nothing_here")
     assert run.wait(120) != 0
