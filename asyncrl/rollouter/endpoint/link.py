@@ -90,11 +90,12 @@ Event = StartedCall | KnownCall | RestartedSession | EndedSession
 
 
 class CallError(NamedTuple):
-    """Why a call has no completion. ``kind``: ``context``, the prompt does not fit; ``limit``, a limit of the sample
-    ends it; ``failed``, the engine cannot serve it."""
+    """Why a call has no answer. ``kind``: ``context``, the prompt does not fit; ``limit``, a limit of the sample ends
+    it, with this ``finish``; ``failed``, the sample cannot be served."""
 
     kind: str
     message: str
+    finish: FinishReason | None = None
 
 
 class FinishedCall(NamedTuple):

@@ -83,7 +83,6 @@ class _ServedCalls:
         self._max_response_tokens = max_response_tokens
         self._running: dict[int, asyncio.Task[None]] = {}
         self._completions: dict[int, Completion] = {}
-        self._limit: FinishReason | None = None
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def unless_failed(self, waits: Coroutine[Any, Any, T]) -> T:
@@ -113,6 +112,8 @@ class _ServedCalls:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        if self._failed.done():
+            self._failed.exception()  # was raised, or comes too late for anybody
 
     async def _serve(self, call: StartedCall) -> None:
         response, prefix = self._split(call.tokens)
@@ -129,8 +130,7 @@ class _ServedCalls:
                 )
                 result = CallError("context", message)
             else:
-                self._limit = self._limit or e.finish
-                result = CallError("limit", str(e))
+                result = CallError("limit", str(e), e.finish)
         except Exception as e:
             if not self._failed.done():
                 self._failed.set_exception(e)
@@ -165,6 +165,6 @@ class _ServedCalls:
         if root is None or last is None:
             raise AgentFailure("nothing_trained", "no answer of the policy is trained: it sampled otherwise for all")
         root.messages.extend(ended.messages)
-        sample = root.sample(index, ended.finish or self._limit or last, ended.reward)
+        sample = root.sample(index, last if ended.finish is None else ended.finish, ended.reward)
         sample.metrics = dict(ended.metrics)
         return sample

@@ -165,8 +165,8 @@ class Endpoint:
             return
 
     async def _agent(self, session: AgentSession) -> tuple[AgentOutcome, FinishReason | None]:
-        """What an agent returned when it ended, well or by a limit of its sample; then no call is under way any more.
-        TIME if it had no time left. Raises AgentFailed."""
+        """What an agent returned when it ended, and the limit of its sample if one ended it; no call is under way any
+        more. Raises AgentFailed."""
         running = asyncio.ensure_future(self._agents.run(self._task(session)))
         outcome, finish = AgentOutcome(), None
         try:
@@ -176,7 +176,7 @@ class Endpoint:
                 why = session.over.result()
                 if why.kind == "failed":
                     raise AgentFailed("endpoint_error", why.message, retry=False)
-                log.debug("endpoint: a sample ends: %s", why.message)
+                finish = why.finish
             elif not done:
                 finish = FinishReason.TIME
             else:
