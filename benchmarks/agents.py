@@ -34,7 +34,7 @@ from asyncrl.models.make_checkpoint import make_checkpoint
 from asyncrl.processes.actor_client import ActorClient, ActorDied, start_ray
 from asyncrl.rollouter.actors import EndpointActor
 from asyncrl.rollouter.agents.base import Completion
-from asyncrl.rollouter.endpoint.link import EndedSession, EndpointLink, FinishedCall, Session, StartedCall
+from asyncrl.rollouter.endpoint.link import EndedSession, EndpointLink, FinishedCall, StartedCall
 from asyncrl.rollouter.tokenizer import PromptTokenizer
 from asyncrl.types.prompts import Prompt
 from asyncrl.types.samples import FinishReason
@@ -87,12 +87,14 @@ def faults(inputs: Path, folder: Path, samples: int) -> dict[str, float]:
     try:
         for number, kind in enumerate(["replica", "rollouter", "replica"], start=1):
             run.until_trained(number * steps // 4, timeout_s=1200)
+            if kind == "rollouter":
+                died_s = time.monotonic()
             run.kill(kind)
         if status := run.wait(1200):
             raise SystemExit(f"the run exited {status}\n{run.text}")
     finally:
         run.close()
-    audit = audit_tokens(folder / "faults")
+    audit = audit_tokens(folder / "faults", died_s)
     rows = [json.loads(line) for line in (folder / "faults/metrics.jsonl").read_text().splitlines()]
     counted = {k: v for row in rows for k, v in row.items() if k.startswith(("rollout/agent/", "rollout/failed_sam"))}
     for name, value in sorted(counted.items()):
@@ -133,14 +135,16 @@ async def _endpoint_cpu_ms(inputs: Path, folder: Path) -> float:
 
     async def session(number: int) -> int:
         """Answers each call with random tokens, a stop token at their end."""
-        one, calls = Session(f"{number}", prompt, number, None), 0
-        events = link.open(one)
+        calls = 0
+        one, events = link.open(f"{number}", prompt, number, None)
         while not isinstance(event := await events.get(), EndedSession):
             assert isinstance(event, StartedCall)
             tokens = rng.integers(3, 300, 128, dtype=np.int32)
             tokens[-1] = tokenizer.stop_token_ids[0]
             logprobs = np.full(128, -1.0, np.float32)
-            link.answer(FinishedCall(one.id, event.number, Completion(tokens, logprobs, version, FinishReason.STOP)))
+            link.answer(
+                FinishedCall(one.address, event.number, Completion(tokens, logprobs, version, FinishReason.STOP))
+            )
             calls += 1
         assert event.failure is None, event.failure
         link.end(one)

@@ -39,11 +39,12 @@ class TokenAudit:
         return self.why["unexplained"]
 
 
-def audit_tokens(run: Path) -> TokenAudit:
-    """Of a run with `tests.support.logged_engine` that has ended."""
+def audit_tokens(run: Path, died_s: float) -> TokenAudit:
+    """Of a run with `tests.support.logged_engine` that has ended. ``died_s``: when its rollouter died, in seconds of
+    the machine's clock."""
     audit = TokenAudit()
     log = list(read_log(run))
-    requests = [_Request.of(sampled) for sampled in log]
+    requests = [_Request.of(sampled, sampled.at_s > died_s) for sampled in log]
     entries: Counter[tuple[Place, Entry]] = Counter()
     for request, sampled in zip(requests, log, strict=True):
         entries.update(zip(_places(request.sample, sampled.context, sampled.tokens), _entries(sampled)))
@@ -110,10 +111,12 @@ class _Request:
     attempt: int
 
     @classmethod
-    def of(cls, sampled: Sampled) -> _Request:
+    def of(cls, sampled: Sampled, second: bool) -> _Request:
+        """``second``: of the second rollouter, which counts from the beginning."""
         call, attempt = sampled.request.split("#")
         *uid, loop, index, _ = call.split("/")
-        return cls(("/".join(uid), int(index)), loop, tuple(call.split("/")), int(attempt))
+        rollouter = "second" if second else "first"
+        return cls(("/".join(uid), int(index)), f"{rollouter}/{loop}", (rollouter, call), int(attempt))
 
 
 def _digest(tokens: np.ndarray) -> int:
