@@ -70,9 +70,11 @@ def audit_tokens(run: Path, died_s: float) -> TokenAudit:
     last_attempt: dict[tuple[str, ...], int] = defaultdict(int)
     last_loop: dict[Name, str] = {}
     pairs = sorted(zip(requests, log, strict=True), key=lambda pair: pair[1].at_s)
-    calls: Counter[tuple[Name, int]] = Counter()  # by sample and context
+    context: dict[tuple[str, ...], int] = {}  # of each call, as it began
     for request, sampled in pairs:
-        calls[request.sample, _digest(sampled.context)] += 1
+        context.setdefault(request.call, _digest(sampled.context))
+    calls = Counter((request.sample, context[request.call]) for request in {r.call: r for r in requests}.values())
+    for request, _ in pairs:
         last_attempt[request.call] = max(last_attempt[request.call], request.attempt)
         last_loop[request.sample] = request.loop
     for request, sampled in reversed(pairs):  # what continues an interrupted request may have sampled the same
@@ -92,7 +94,7 @@ def audit_tokens(run: Path, died_s: float) -> TokenAudit:
             reason = "lost with a replica, or in an abort"
         elif request.loop != last_loop[request.sample]:
             reason = "lost with the rollouter"
-        elif calls[request.sample, _digest(sampled.context)] > 1:
+        elif calls[request.sample, context[request.call]] > 1:
             reason = "of several equal calls"
         else:
             reason = "unexplained"
