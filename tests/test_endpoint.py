@@ -93,7 +93,7 @@ async def test_tool_calls_are_parsed_and_their_results_are_only_read(model):
         assert answer["content"] == "Let me see."
         (tool_call,) = answer["tool_calls"]
         assert json.loads(tool_call["function"]["arguments"]) == {"city": "Bern"}
-        # harnesses serialise arguments anew
+        # harnesses serialise arguments again
         tool_call["function"]["arguments"] = '{"city":"Bern"}'
         result = {"role": "tool", "tool_call_id": tool_call["id"], "content": "sun"}
         answer = await chat(task, http, [*task.messages, answer, result], tools=[WEATHER])

@@ -198,7 +198,7 @@ def _path(leaf: Turn) -> list[Turn]:
 
 
 def _place(turn: Turn) -> tuple[int, int]:
-    """Orders turns by what was sampled, not by when."""
+    """Orders turns by their tokens, not by time."""
     return tokens_digest(turn.prompt.tokens), tokens_digest(turn.answer.tokens)
 
 
