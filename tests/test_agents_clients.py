@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from asyncrl.rollouter.endpoint.agent_processes import AgentOptions, AgentProcesses
+from asyncrl.rollouter.agent_processes.pool import AgentOptions, AgentProcesses
 from tests.support.endpoint import EndpointSystem, made, make_model
 from tests.support.faults import audit
 

@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 
 from asyncrl.processes.tasks import cancelled
-from asyncrl.rollouter.endpoint.agent_processes import AgentError, AgentFailed, AgentOutcome
+from asyncrl.rollouter.agent_processes.pool import AgentError, AgentFailed, AgentOutcome
 from asyncrl.rollouter.partial import PartialSample
 from asyncrl.rollouter.samples import FailedSample
 from asyncrl.types.samples import FinishReason, Sample

@@ -114,7 +114,7 @@ class EndpointActor(SupervisedActor):
     async def start(self) -> None:
         """Load the tokenizer, start the agents' processes, and listen."""
         from asyncrl.config.secrets import revealed
-        from asyncrl.rollouter.endpoint.agent_processes import AgentOptions, AgentProcesses
+        from asyncrl.rollouter.agent_processes.pool import AgentOptions, AgentProcesses
         from asyncrl.rollouter.endpoint.renderer import ChatRenderer
         from asyncrl.rollouter.endpoint.server import EndpointServer
         from asyncrl.rollouter.endpoint.service import Endpoint

@@ -10,7 +10,7 @@ import numpy as np
 from asyncrl.config.schema import AgentConfig, Config, RolloutConfig
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.processes.tasks import cancelled
-from asyncrl.rollouter.endpoint.agent_processes import AgentFailed, AgentOutcome, AgentProcesses
+from asyncrl.rollouter.agent_processes.pool import AgentFailed, AgentOutcome, AgentProcesses
 from asyncrl.rollouter.endpoint.link import EndpointLink
 from asyncrl.rollouter.endpoint.loop import EndpointLoop
 from asyncrl.rollouter.endpoint.renderer import ChatRenderer

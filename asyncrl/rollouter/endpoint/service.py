@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from asyncrl.config.schema import AgentConfig
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.processes.tasks import cancelled
+from asyncrl.rollouter.agent_processes.pool import AgentError, AgentFailed, AgentOutcome, AgentTask
 from asyncrl.rollouter.endpoint import link
-from asyncrl.rollouter.endpoint.agent_processes import AgentError, AgentFailed, AgentOutcome, AgentTask
 from asyncrl.rollouter.endpoint.link import Event, FinishedCall
 from asyncrl.rollouter.endpoint.renderer import ChatRenderer
 from asyncrl.rollouter.endpoint.session import AgentSession, SessionEnded
@@ -33,7 +33,7 @@ class LeaseLost(RuntimeError):
 
 
 class Agents(Protocol):
-    """See `asyncrl.rollouter.endpoint.agent_processes.AgentProcesses`."""
+    """See `asyncrl.rollouter.agent_processes.pool.AgentProcesses`."""
 
     async def run(self, task: AgentTask) -> AgentOutcome: ...
 

@@ -22,10 +22,10 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.rollouter.endpoint.agent_host import AgentTask
-from asyncrl.rollouter.endpoint.agent_keeper import MAX_RESULT_BYTES, Job
-from asyncrl.rollouter.endpoint.agent_messages import AgentFailed, AgentOutcome, failure, json_object, outcome, to_json
-from asyncrl.rollouter.endpoint.agent_options import (
+from asyncrl.rollouter.agent_processes.function_host import CLOSED, FunctionHost
+from asyncrl.rollouter.agent_processes.host_program import AgentTask
+from asyncrl.rollouter.agent_processes.keeper import MAX_RESULT_BYTES, Job
+from asyncrl.rollouter.agent_processes.options import (
     OPTION,
     AgentError,
     AgentOptions,
@@ -33,8 +33,8 @@ from asyncrl.rollouter.endpoint.agent_options import (
     program,
     search_path,
 )
-from asyncrl.rollouter.endpoint.agent_tree import AgentTree
-from asyncrl.rollouter.endpoint.function_host import CLOSED, FunctionHost
+from asyncrl.rollouter.agent_processes.outcomes import AgentFailed, AgentOutcome, failure, json_object, outcome, to_json
+from asyncrl.rollouter.agent_processes.tree import AgentTree
 from asyncrl.rollouter.rewards.environment import unset_secrets
 from asyncrl.rollouter.rewards.replies import one_line
 

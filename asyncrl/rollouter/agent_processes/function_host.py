@@ -13,17 +13,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.processes.tasks import Late, cancelled, within
-from asyncrl.rollouter.endpoint.agent_keeper import Job, Report
-from asyncrl.rollouter.endpoint.agent_messages import AgentFailed, failure, json_object, to_json
-from asyncrl.rollouter.endpoint.agent_options import OPTION, AgentError, AgentOptions, environment
-from asyncrl.rollouter.endpoint.agent_tree import AgentTree, how_it_ended
+from asyncrl.rollouter.agent_processes.keeper import Job, Report
+from asyncrl.rollouter.agent_processes.options import OPTION, AgentError, AgentOptions, environment
+from asyncrl.rollouter.agent_processes.outcomes import AgentFailed, failure, json_object, to_json
+from asyncrl.rollouter.agent_processes.tree import AgentTree, how_it_ended
 from asyncrl.rollouter.rewards.replies import one_line
 
 START_TIMEOUT_S = 120.0  # to import the function's module, however heavy
 CLOSED = "agents are closed"
 _SLICES = 4  # pings per `unresponsive_s`; a pause of our own counts as one at most
 _MAX_FRAME_BYTES = 1 << 20
-_PROGRAM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "agent_host.py")
+_PROGRAM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "host_program.py")
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.rollouter.endpoint.agent_keeper import Report
-from asyncrl.rollouter.endpoint.agent_options import OPTION, AgentOptions
-from asyncrl.rollouter.endpoint.agent_tree import how_it_ended
+from asyncrl.rollouter.agent_processes.keeper import Report
+from asyncrl.rollouter.agent_processes.options import OPTION, AgentOptions
+from asyncrl.rollouter.agent_processes.tree import how_it_ended
 from asyncrl.rollouter.rewards.replies import checked, one_line
 
 

@@ -11,14 +11,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from asyncrl.rollouter.endpoint.agent_keeper import Job, Report
+from asyncrl.rollouter.agent_processes.keeper import Job, Report
 
 KILL_TIMEOUT_S = 15.0  # for the keeper to kill what is below it
 _ROOT = str(Path(__file__).parents[3])  # the folder that holds asyncrl
 #: without site packages, which take longer to find than a keeper to start
 _KEEPER = (
     *(sys.executable, "-I", "-S", "-c"),
-    f"import sys; sys.path.append({_ROOT!r}); from asyncrl.rollouter.endpoint.agent_keeper import main; main()",
+    f"import sys; sys.path.append({_ROOT!r}); from asyncrl.rollouter.agent_processes.keeper import main; main()",
 )
 
 

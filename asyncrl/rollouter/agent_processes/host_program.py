@@ -1,6 +1,6 @@
 """Runs agents: a program of the standard library alone (CPython 3.10 or newer), for any environment.
 
-``python agent_host.py DESCRIPTOR``, a socket on which lines of JSON pass, so that agents may print::
+``python host_program.py DESCRIPTOR``, a socket on which lines of JSON pass, so that agents may print::
 
     parent → host   {"path": "package.module:function", "args": {...}}     once
     host → parent   {"ready": true}, or {"problem": why it does not load}

@@ -46,7 +46,7 @@ class Report(NamedTuple):
 
 
 def main() -> None:
-    """``agent_keeper JOB``, as JSON, in the environment and the folder of the program."""
+    """``keeper JOB``, as JSON, in the environment and the folder of the program."""
     job = Job(*json.loads(sys.argv[1]))
     private = [] if job.connection is None else [job.connection]
     for descriptor in private:

@@ -16,8 +16,9 @@ import numpy as np
 import psutil
 import pytest
 
-from asyncrl.rollouter.endpoint import agent_tree, function_host
-from asyncrl.rollouter.endpoint.agent_processes import (
+from asyncrl.rollouter.agent_processes import function_host
+from asyncrl.rollouter.agent_processes import tree as agent_tree
+from asyncrl.rollouter.agent_processes.pool import (
     AgentError,
     AgentFailed,
     AgentOptions,
