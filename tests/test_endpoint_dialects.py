@@ -8,6 +8,7 @@ import pytest
 
 from asyncrl.rollouter.endpoint.calls import Answer, BadRequest, Call, ToolCall
 from asyncrl.rollouter.endpoint.dialects import DIALECTS, chat, completions, generate, messages, responses
+from asyncrl.rollouter.endpoint.token_path import TokenPath
 
 HI = [{"role": "user", "content": "hi"}]
 #: The smallest request of each API.
@@ -34,7 +35,7 @@ def made(**changed) -> Answer:
         "tool_calls": (),
         "finish": "stop",
         "stop_string": None,
-        "prompt_tokens": np.arange(7, dtype=np.int32),
+        "prompt": TokenPath(np.arange(7)),
         "tokens": np.array([3, 4, 2], np.int32),
         "logprobs": np.array([-0.5, -1e-3, -2.25], np.float32),
         "token_texts": ("ab", "é", ""),

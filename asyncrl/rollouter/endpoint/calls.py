@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from asyncrl.rollouter.endpoint.token_path import TokenPath
 from asyncrl.types.prompts import Message
 
 
@@ -67,7 +68,7 @@ class Answer:
     """What was sampled, for the caller. ``text`` is all of it, without the stop token or stop string that ended it;
     ``content``, ``reasoning`` and ``tool_calls`` are its parts (chat).
 
-    ``finish``: ``stop``, ``length`` or ``tool_calls``. ``prompt_tokens``: int32 [P]; ``tokens`` int32 [C], with the
+    ``finish``: ``stop``, ``length`` or ``tool_calls``. ``prompt``: [P] tokens; ``tokens``: int32 [C], with the
     stop token; ``logprobs`` float32 [C]. ``token_texts``: [C] if `Call.wants_logprobs` asked for them."""
 
     id: str  # unique in the run, such as 5f0c…; a dialect adds its prefix
@@ -79,7 +80,7 @@ class Answer:
     tool_calls: Sequence[ToolCall]
     finish: str
     stop_string: str | None
-    prompt_tokens: np.ndarray
+    prompt: TokenPath
     tokens: np.ndarray
     logprobs: np.ndarray
     token_texts: Sequence[str] = ()

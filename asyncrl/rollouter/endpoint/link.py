@@ -44,15 +44,21 @@ class Session:
 
 
 class StartedCall(NamedTuple):
-    """The policy shall continue ``tokens`` (int32 [P]). ``session``: its address. ``sampling`` is None, or the
-    parameters of a distribution from which nothing may be trained."""
+    """The policy shall continue the prompt and the answer of the call ``after`` (None: nothing), then ``tokens`` (int32
+    [T]). ``session``: its address. ``sampling`` is None, or the parameters of a distribution from which nothing may be
+    trained."""
 
     session: str
     number: int
+    after: int | None
     tokens: np.ndarray
     max_tokens: int | None
     stop: tuple[str, ...]
     sampling: Mapping[str, float] | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.tokens.nbytes
 
 
 class KnownCall(NamedTuple):
@@ -65,11 +71,19 @@ class KnownCall(NamedTuple):
     def session(self) -> str:
         return self.call.session
 
+    @property
+    def nbytes(self) -> int:
+        return self.call.nbytes + self.completion.tokens.nbytes + self.completion.logprobs.nbytes
+
 
 class RestartedSession(NamedTuple):
     """The agent starts again from its beginning; its calls until now do not count."""
 
     session: str
+
+    @property
+    def nbytes(self) -> int:
+        return 0
 
 
 @dataclass(frozen=True)
@@ -84,6 +98,10 @@ class EndedSession:
     messages: Sequence[Message] = ()
     finish: FinishReason | None = None
     failure: tuple[str, str] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for plan in self.plan for part in plan if isinstance(part, np.ndarray))
 
 
 Event = StartedCall | KnownCall | RestartedSession | EndedSession

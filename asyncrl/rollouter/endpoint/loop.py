@@ -22,6 +22,7 @@ from asyncrl.rollouter.endpoint.link import (
     Session,
     StartedCall,
 )
+from asyncrl.rollouter.endpoint.token_path import TokenPath
 from asyncrl.types.prompts import Prompt
 from asyncrl.types.samples import FinishReason, Sample
 
@@ -83,6 +84,7 @@ class _ServedCalls:
         self._max_response_tokens = max_response_tokens
         self._running: dict[int, asyncio.Task[None]] = {}
         self._completions: dict[int, Completion] = {}
+        self._ends: dict[int, TokenPath] = {}  # prompt and answer of each
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def unless_failed(self, waits: Coroutine[Any, Any, T]) -> T:
@@ -101,13 +103,15 @@ class _ServedCalls:
         self._running[call.number] = asyncio.create_task(self._serve(call))
 
     def restore(self, known: KnownCall) -> None:
-        call = known.call
+        call, completion = known.call, known.completion
+        prompt = self._prompt(call)
+        self._ends[call.number] = TokenPath(completion.tokens, prompt)
         if call.sampling is None:
-            response, prefix = self._split(call.tokens)
-            self._completions[call.number] = self._generate.restore(response, known.completion, prefix)
+            response, prefix = self._split(prompt.array())
+            self._completions[call.number] = self._generate.restore(response, completion, prefix)
 
     async def cancel(self) -> None:
-        tasks, self._running, self._completions = list(self._running.values()), {}, {}
+        tasks, self._running, self._completions, self._ends = list(self._running.values()), {}, {}, {}
         for task in tasks:
             task.cancel()
         if tasks:
@@ -116,16 +120,17 @@ class _ServedCalls:
             self._failed.exception()  # was raised, or comes too late for anybody
 
     async def _serve(self, call: StartedCall) -> None:
-        response, prefix = self._split(call.tokens)
+        prompt = self._prompt(call)
+        response, prefix = self._split(prompt.array())
         result: Completion | CallError
         try:
             result = await self._generate(response, call.max_tokens, prefix, call.stop, call.sampling)
-            self._completions[call.number] = result
+            self._completions[call.number], self._ends[call.number] = result, TokenPath(result.tokens, prompt)
         except LimitReached as e:
             if e.finish is FinishReason.LENGTH:
                 most = self._max_response_tokens + prefix
                 message = (
-                    f"the prompt has {len(call.tokens)} tokens; expected less than {most}, of which "
+                    f"the prompt has {len(prompt)} tokens; expected less than {most}, of which "
                     f"rollout.max_response_tokens = {self._max_response_tokens} may follow the task's own prompt"
                 )
                 result = CallError("context", message)
@@ -138,6 +143,9 @@ class _ServedCalls:
         finally:
             self._running.pop(call.number, None)
         self._link.answer(FinishedCall(self._session.address, call.number, result))
+
+    def _prompt(self, call: StartedCall) -> TokenPath:
+        return TokenPath(call.tokens, None if call.after is None else self._ends[call.after])
 
     def _split(self, tokens: np.ndarray) -> tuple[np.ndarray, int]:
         """What follows the tokens that a context shares with the group's prompt, and their number."""

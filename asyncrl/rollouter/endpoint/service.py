@@ -20,6 +20,7 @@ from asyncrl.types.samples import FinishReason
 
 ENDED_KEYS = 100_000  # of ended samples, whose calls get 409 instead of 401
 EVENTS_S = 5.0  # that `events` waits for one
+REPLY_BYTES = 16 * 1024 * 1024  # of the tokens in a reply of `events`, but for the last event
 
 log = logging.getLogger(__name__)
 
@@ -112,8 +113,13 @@ class Endpoint:
         self._check(token)
         if self._problem is not None:
             raise self._problem
-        self._filled.clear()
-        events, self._events = self._events, []
+        count, size = 0, 0
+        while count < len(self._events) and size < REPLY_BYTES:
+            size += self._events[count].nbytes
+            count += 1
+        events, self._events = self._events[:count], self._events[count:]
+        if not self._events:
+            self._filled.clear()
         return events
 
     async def answer(self, token: int, finished: Sequence[FinishedCall]) -> None:

@@ -14,12 +14,11 @@ import xxhash
 
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.rollouter.agents.base import Completion
-from asyncrl.rollouter.agents.provenance import tokens_digest
 from asyncrl.rollouter.endpoint import link
 from asyncrl.rollouter.endpoint.calls import Answer, BadRequest, Call, ToolCall
 from asyncrl.rollouter.endpoint.link import CallError, EndedSession, Event, FinishedCall, KnownCall, StartedCall
 from asyncrl.rollouter.endpoint.renderer import ChatRenderer
-from asyncrl.rollouter.endpoint.turns import CallPrompt, Turn, Turns, as_message
+from asyncrl.rollouter.endpoint.turns import CallPrompt, Turn, Turns
 from asyncrl.types.samples import FinishReason
 
 MAX_CALLS_AT_ONCE = 256  # of one sample
@@ -78,10 +77,6 @@ class PendingCall:
     def abandoned(self) -> bool:
         """True if nobody has its answer, nor waits for it."""
         return not (self.turn is not None and self.turn.delivered) and all(gone() for gone in self.clients)
-
-    def started(self, address: str) -> StartedCall:
-        call = self.call
-        return StartedCall(address, self.number, self.prompt.tokens, call.max_tokens, call.stop, self.sampling)
 
 
 class AgentSession:
@@ -191,7 +186,7 @@ class AgentSession:
         pending = PendingCall(self._numbers, call, prompt, sampling, result, body, earlier)
         self._pending[pending.number] = pending
         equal.append(pending)
-        self._emit(pending.started(self.start.address))
+        self._emit(self._started(pending))
         return pending
 
     def _sampling(self, asked: Mapping[str, object]) -> Mapping[str, float] | None:
@@ -233,7 +228,7 @@ class AgentSession:
             pending.number, pending.call, pending.prompt, completion, answer, trained, repeated=pending.repeated
         )
         self.turns.add(turn)
-        pending.turn = turn
+        pending.turn, pending.call = turn, turn.call
         self._recorder.count("rollout/agent/render_s", time.thread_time() - began_s)
 
     def _answer(self, pending: PendingCall, completion: Completion) -> Answer:
@@ -268,7 +263,7 @@ class AgentSession:
             tool_calls=calls,
             finish="tool_calls" if calls and finish == "stop" else finish,
             stop_string=stop_string,
-            prompt_tokens=pending.prompt.tokens,
+            prompt=pending.prompt.tokens,
             tokens=completion.tokens,
             logprobs=completion.logprobs,
             token_texts=renderer.token_texts(completion.tokens) if call.wants_logprobs else (),
@@ -276,7 +271,7 @@ class AgentSession:
 
     def _identity(self, pending: PendingCall) -> str:
         """Unique in the run; the same for an agent that begins again and repeats its calls."""
-        prompt = tokens_digest(pending.prompt.tokens)
+        prompt = pending.prompt.tokens.digest
         self._equal_prompts[prompt] += 1
         name = f"{self.start.id}/{prompt}/{self._equal_prompts[prompt]}"
         return xxhash.xxh3_128_hexdigest(name.encode())
@@ -285,18 +280,26 @@ class AgentSession:
 
     def reopen(self, start: link.Session) -> None:
         """Tell a new rollouter all that it must know."""
-        self.start, address = start, start.address
+        self.start = start
         for turn in self.turns.all:
-            sampling = None if turn.trained else self._sampling(turn.call.sampling)
-            call = StartedCall(
-                address, turn.number, turn.prompt.tokens, turn.call.max_tokens, turn.call.stop, sampling
-            )  # fmt: skip
-            self._emit(KnownCall(call, turn.completion))
+            self._emit(KnownCall(self._started(turn), turn.completion))
         for pending in self._pending.values():
-            self._emit(pending.started(address))
+            self._emit(self._started(pending))
         if self.ended is not None:
-            self.ended = replace(self.ended, session=address)
+            self.ended = replace(self.ended, session=start.address)
             self._emit(self.ended)
+
+    def _started(self, of: PendingCall | Turn) -> StartedCall:
+        parent, call = of.prompt.parent, of.call
+        return StartedCall(
+            session=self.start.address,
+            number=of.number,
+            after=None if parent is None else parent.number,
+            tokens=of.prompt.tokens.own,
+            max_tokens=call.max_tokens,
+            stop=call.stop,
+            sampling=self._sampling(call.sampling),
+        )
 
     def restart(self) -> None:
         """The agent begins again, with another key."""
@@ -321,8 +324,7 @@ class AgentSession:
             if count := sum(len(turn.answer.tokens) for turn in left_out):
                 self._recorder.count(f"rollout/agent/untrained_tokens/{reason}", count)
         last = turns.all[-1]
-        messages = [*last.prompt.messages, as_message(last.answer)] if last.prompt.messages else []
-        self._ended(EndedSession(self.start.address, turns.sequences(), reward, metrics, messages, finish))
+        self._ended(EndedSession(self.start.address, turns.sequences(), reward, metrics, last.conversation(), finish))
 
     def fail(self, reason: str, message: str) -> None:
         self._ended(EndedSession(self.start.address, failure=(reason, message)))

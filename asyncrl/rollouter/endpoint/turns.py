@@ -7,7 +7,7 @@ earlier answers are only read. Each path from a first call to a last one is a se
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -18,26 +18,37 @@ from asyncrl.rollouter.agents.base import Completion
 from asyncrl.rollouter.agents.provenance import tokens_digest
 from asyncrl.rollouter.endpoint.calls import Answer, Call
 from asyncrl.rollouter.endpoint.renderer import ChatRenderer, Conversation, NoBridge, RenderedText, message_key
+from asyncrl.rollouter.endpoint.token_path import TokenPath
 from asyncrl.types.prompts import Message
 
 
-class CallPrompt(NamedTuple):
-    """Prompt of a call: ``tokens`` int32 [P], how it was made (``bridged``, ``rendered``: whole, ``branched``: whole
-    though the conversation goes on, ``given``: token ids or raw text), and why it is branched. ``rendered``: its text,
-    for messages."""
+class Spoken(NamedTuple):
+    """A conversation: that of an earlier turn with its answer, of which no copy is kept, then ``messages``. ``digest``
+    is the `_Digest` of all."""
 
-    tokens: np.ndarray
+    before: Turn | None
+    messages: Sequence[Message]
+    digest: xxhash.xxh3_64
+
+
+class CallPrompt(NamedTuple):
+    """Prompt of a call: ``tokens`` (those of ``parent`` and its answer, then others, or whole), ``how`` it was made
+    (``bridged``, ``rendered``: whole, ``branched``: whole though the conversation goes on, ``given``: token ids or raw
+    text), and why it is branched. For messages: ``rendered``, its text, and what was ``spoken``."""
+
+    tokens: TokenPath
+    parent: Turn | None
     how: str
     reason: str = ""
     rendered: RenderedText | None = None
-    messages: Sequence[Message] = ()
+    spoken: Spoken | None = None
 
 
 @dataclass(eq=False)
 class Turn:
     """A call that was answered. ``number`` counts the sample's calls. ``trained``: its tokens may be trained;
     ``delivered``: the client has got the answer; ``repeated``: it had given up, made the call again, and got that
-    answer."""
+    answer. ``call`` has no prompt of its own any more."""
 
     number: int
     call: Call
@@ -47,13 +58,24 @@ class Turn:
     trained: bool
     delivered: bool = False
     repeated: bool = False
-    parent: Turn | None = None
     children: list[Turn] = field(default_factory=list)
 
-    @property
-    def end(self) -> int:
-        """Tokens of prompt and answer."""
-        return len(self.prompt.tokens) + len(self.answer.tokens)
+    def __post_init__(self) -> None:
+        self.end = TokenPath(self.completion.tokens, self.prompt.tokens)  # prompt and answer
+        parent, call = self.prompt.parent, self.call
+        tools = parent.call.tools if parent is not None and parent.call.tools == call.tools else call.tools
+        self.call = replace(call, messages=None, text=None, tokens=None, tools=tools)
+
+    def conversation(self) -> list[Message]:
+        """Its messages and its answer; empty for a call without messages."""
+        path: list[Turn] = [self]
+        while (spoken := path[-1].prompt.spoken) is not None and spoken.before is not None:
+            path.append(spoken.before)
+        found: list[Message] = []
+        for turn in reversed(path):
+            if turn.prompt.spoken is not None:
+                found += [*turn.prompt.spoken.messages, as_message(turn.answer)]
+        return found
 
 
 #: One sequence of a sample: numbers of calls, whose sampled tokens it has, and int32 [T] tokens that it reads.
@@ -67,6 +89,8 @@ class Turns:
         self._renderer = renderer
         self.all: list[Turn] = []
         self._by_messages: dict[int, list[Turn]] = {}  # by digest of tools, messages and answer
+        self._by_end: dict[int, dict[int, Turn]] = {}  # the first, by length and digest of prompt and answer
+        self._by_prompt: dict[int, CallPrompt] = {}  # likewise of prompts, by their digest
         self._by_id: dict[str, Turn] = {}
 
     def with_tools(self, call: Call) -> Call:
@@ -79,45 +103,50 @@ class Turns:
         """Raises BadRequest for a prompt that is empty or outside the vocabulary, and for messages or tools that the
         chat template refuses; KeyError for a ``previous`` answer that this sample does not have."""
         if call.messages is None:
-            return CallPrompt(self._renderer.given(call.text, call.tokens), "given")
+            whole = self._renderer.given(call.text, call.tokens)
+            return CallPrompt(*self._placed(whole), "given")
         messages = self._messages(call)
         conversation = Conversation(messages, call.tools, call.template_args)
         text = self._renderer.render(conversation)
         rendered = RenderedText.of(text)
-        bridged: dict[int, np.ndarray] = {}
+        digests = _digests(conversation)
+        place, parents = self._parents(messages, digests)
+        bridged: dict[int, CallPrompt] = {}
         reason = "new_conversation"
-        for parent in self._parents(conversation):
+        for parent in parents:
             assert parent.prompt.rendered is not None
-            earlier = parent.prompt.tokens, parent.answer.tokens
             try:
-                bridge = self._renderer.bridge(parent.prompt.rendered, earlier[1], text, conversation.tools)
+                bridge = self._renderer.bridge(parent.prompt.rendered, parent.completion.tokens, text, call.tools)
             except NoBridge as e:
                 reason = str(e)
                 continue
-            tokens = np.concatenate([*earlier, bridge])
-            bridged[tokens_digest(tokens)] = tokens
+            tokens = TokenPath(bridge, parent.end)
+            spoken = Spoken(parent, messages[place + 1 :], digests[-1])
+            bridged.setdefault(tokens.digest, CallPrompt(tokens, parent, "bridged", "", rendered, spoken))
         if len(bridged) == 1:
-            return CallPrompt(next(iter(bridged.values())), "bridged", "", rendered, messages)
-        whole = self._renderer.encode(text)
-        if self._token_parent(whole) is not None:  # rendered again, it is what the engine had
-            return CallPrompt(whole, "bridged", "", rendered, messages)
-        same = next((turn.prompt for turn in self.all if np.array_equal(turn.prompt.tokens, whole)), None)
-        if same is not None:  # such as one of the best of n
-            return CallPrompt(whole, same.how, same.reason, rendered, messages)
-        if all(turn.call.messages is None for turn in self.all):
-            return CallPrompt(whole, "rendered", "", rendered, messages)
-        return CallPrompt(whole, "branched", "ambiguous_parent" if bridged else reason, rendered, messages)
+            return next(iter(bridged.values()))
+        tokens, whole_parent = self._placed(self._renderer.encode(text))
+        spoken = Spoken(None, messages, digests[-1])
+        if whole_parent is not None:  # rendered again, it is what the engine had
+            return CallPrompt(tokens, whole_parent, "bridged", "", rendered, spoken)
+        if (same := self._by_prompt.get(tokens.digest)) is not None:  # such as one of the best of n
+            return CallPrompt(tokens, None, same.how, same.reason, rendered, spoken)
+        if all(turn.prompt.spoken is None for turn in self.all):
+            return CallPrompt(tokens, None, "rendered", "", rendered, spoken)
+        reason = "ambiguous_parent" if bridged else reason
+        return CallPrompt(tokens, None, "branched", reason, rendered, spoken)
 
     def add(self, turn: Turn) -> None:
-        turn.parent = self._token_parent(turn.prompt.tokens)
-        if turn.parent is not None:
-            turn.parent.children.append(turn)
+        if turn.prompt.parent is not None:
+            turn.prompt.parent.children.append(turn)
         self.all.append(turn)
         self._by_id[turn.answer.id] = turn
-        if turn.prompt.rendered is not None:
-            messages, call = [*turn.prompt.messages, as_message(turn.answer)], turn.call
-            *_, digest = _digests(Conversation(messages, call.tools, call.template_args))
-            self._by_messages.setdefault(digest, []).append(turn)
+        self._by_end.setdefault(len(turn.end), {}).setdefault(turn.end.digest, turn)
+        self._by_prompt.setdefault(turn.prompt.tokens.digest, turn.prompt)
+        if turn.prompt.spoken is not None:
+            digest = turn.prompt.spoken.digest.copy()
+            digest.update(message_key(as_message(turn.answer)).encode())
+            self._by_messages.setdefault(digest.intdigest(), []).append(turn)
 
     def phantoms(self) -> list[Turn]:
         """Answers that never reached their client, which made the call again and went on with that answer."""
@@ -139,7 +168,7 @@ class Turns:
         earlier: list[Message] = []
         if call.previous is not None:
             turn = self._by_id[call.previous]
-            earlier = [*turn.prompt.messages, as_message(turn.answer)]
+            earlier = turn.conversation()
             if turn.call.instructions is not None:
                 earlier = earlier[1:]
         instructions: list[Message] = []
@@ -147,25 +176,28 @@ class Turns:
             instructions = [{"role": "system", "content": call.instructions}]
         return [*instructions, *earlier, *call.messages]
 
-    def _parents(self, conversation: Conversation) -> list[Turn]:
-        """Turns whose messages and answer the conversation begins with, as many messages as possible."""
-        digests = list(_digests(conversation))
-        for place in range(len(digests) - 2, -1, -1):  # something follows the answer
-            if conversation.messages[place]["role"] == "assistant" and (found := self._by_messages.get(digests[place])):
-                return found
-        return []
+    def _parents(self, messages: Sequence[Message], digests: Sequence[xxhash.xxh3_64]) -> tuple[int, list[Turn]]:
+        """Turns whose messages and answer the conversation begins with, as many messages as possible, and the place of
+        that answer."""
+        for place in range(len(messages) - 2, -1, -1):  # something follows the answer
+            found = self._by_messages.get(digests[place].intdigest(), [])
+            if found:
+                return place, found
+        return -1, []
 
-    def _token_parent(self, tokens: np.ndarray) -> Turn | None:
-        """The turn with the longest prompt and answer that ``tokens`` begin with."""
-        for turn in sorted(self.all, key=lambda turn: (-turn.end, turn.number)):
-            start = len(turn.prompt.tokens)
-            if (
-                turn.end <= len(tokens)
-                and np.array_equal(tokens[start : turn.end], turn.answer.tokens)
-                and np.array_equal(tokens[:start], turn.prompt.tokens)
-            ):
-                return turn
-        return None
+    def _placed(self, tokens: np.ndarray) -> tuple[TokenPath, Turn | None]:
+        """A whole prompt after the turn with the longest prompt and answer that it begins with."""
+        digest, at = xxhash.xxh3_64(), 0
+        parent: Turn | None = None
+        for length in sorted(self._by_end):
+            if length > len(tokens):
+                break
+            digest.update(tokens[at:length].data)
+            at = length
+            parent = self._by_end[length].get(digest.intdigest(), parent)
+        if parent is None or not np.array_equal(tokens[: len(parent.end)], parent.end.array()):
+            return TokenPath(tokens), None
+        return TokenPath(tokens[len(parent.end) :], parent.end), parent
 
 
 def as_message(answer: Answer) -> Message:
@@ -181,32 +213,32 @@ def as_message(answer: Answer) -> Message:
     return message
 
 
-def _digests(conversation: Conversation) -> Iterator[int]:
+def _digests(conversation: Conversation) -> list[xxhash.xxh3_64]:
     """Of tools, template arguments and messages up to each of them."""
     digest = xxhash.xxh3_64(repr((list(conversation.tools), dict(conversation.template_args))).encode())
+    found = []
     for message in conversation.messages:
         digest.update(message_key(message).encode())
-        yield digest.intdigest()
+        found.append(digest.copy())
+    return found
 
 
 def _path(leaf: Turn) -> list[Turn]:
     """From the first turn of its sequence to the leaf."""
     path = [leaf]
-    while path[-1].parent is not None:
-        path.append(path[-1].parent)
+    while (parent := path[-1].prompt.parent) is not None:
+        path.append(parent)
     return path[::-1]
 
 
 def _place(turn: Turn) -> tuple[int, int]:
     """Orders turns by their tokens, not by time."""
-    return tokens_digest(turn.prompt.tokens), tokens_digest(turn.answer.tokens)
+    return turn.prompt.tokens.digest, tokens_digest(turn.answer.tokens)
 
 
 def _parts(path: Sequence[Turn]) -> SequencePlan:
     parts: SequencePlan = []
-    at = 0
     for turn in path:
-        parts.append(turn.prompt.tokens[at:])
+        parts.append(turn.prompt.tokens.own)
         parts.append(turn.number if turn.trained else turn.answer.tokens)
-        at = turn.end
     return parts

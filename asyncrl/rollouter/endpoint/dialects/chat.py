@@ -110,7 +110,7 @@ def answer(call: Call, answer: Answer) -> dict[str, Any]:
         **wire.openai_head(PREFIX, "chat.completion", answer),
         "choices": [{"index": 0, "message": message, **_end(call, answer)}],
         "usage": wire.openai_usage(answer),
-        **wire.ids(call, prompt_token_ids=answer.prompt_tokens),
+        **wire.ids(call, prompt_token_ids=answer.prompt),
     }
 
 
@@ -119,7 +119,7 @@ def stream(call: Call, answer: Answer) -> Iterator[bytes]:
     going: dict[str, Any] = {"logprobs": None, "finish_reason": None}
     choices = [{"delta": delta, **going} for delta in ({"role": "assistant", "content": ""}, *_deltas(answer))]
     choices.append({"delta": {}, **_end(call, answer)})
-    return wire.openai_stream(call, answer, head, choices, wire.ids(call, prompt_token_ids=answer.prompt_tokens))
+    return wire.openai_stream(call, answer, head, choices, wire.ids(call, prompt_token_ids=answer.prompt))
 
 
 def _deltas(answer: Answer) -> Iterator[dict[str, Any]]:

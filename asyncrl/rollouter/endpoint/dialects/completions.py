@@ -75,7 +75,7 @@ def stream(call: Call, answer: Answer) -> Iterator[bytes]:
 
 
 def _prompt_ids(call: Call, answer: Answer) -> dict[str, Any]:
-    return wire.ids(call, prompt_token_ids=answer.prompt_tokens)
+    return wire.ids(call, prompt_token_ids=answer.prompt)
 
 
 def _end(call: Call, answer: Answer) -> dict[str, Any]:

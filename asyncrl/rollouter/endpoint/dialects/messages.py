@@ -211,7 +211,7 @@ def _end(answer: Answer) -> dict[str, Any]:
 
 
 def _usage(answer: Answer) -> dict[str, int]:
-    return {"input_tokens": len(answer.prompt_tokens), "output_tokens": len(answer.tokens)}
+    return {"input_tokens": len(answer.prompt), "output_tokens": len(answer.tokens)}
 
 
 def _blocks(answer: Answer) -> list[dict[str, Any]]:

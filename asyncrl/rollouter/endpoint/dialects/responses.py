@@ -138,7 +138,7 @@ def answer(call: Call, answer: Answer) -> dict[str, Any]:
 
 def _ended(call: Call, answer: Answer) -> dict[str, Any]:
     cut = answer.finish == "length"
-    prompt, sampled = len(answer.prompt_tokens), len(answer.tokens)
+    prompt, sampled = len(answer.prompt), len(answer.tokens)
     return {
         **_begun(call, answer),
         "status": "incomplete" if cut else "completed",

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.rollouter.endpoint.calls import Answer, Call
+from asyncrl.rollouter.endpoint.token_path import TokenPath
 
 PIECE = 64  # characters of a delta
 
@@ -25,9 +26,9 @@ def pieces(text: str | None) -> Iterator[str]:
     return (text[start : start + PIECE] for start in range(0, len(text), PIECE))
 
 
-def ids(call: Call, **arrays: np.ndarray) -> dict[str, list[int]]:
+def ids(call: Call, **tokens: np.ndarray | TokenPath) -> dict[str, list[int]]:
     """Token ids as fields of an answer, if the call asked for them."""
-    return {name: array.tolist() for name, array in arrays.items()} if call.wants_token_ids else {}
+    return {name: found.tolist() for name, found in tokens.items()} if call.wants_token_ids else {}
 
 
 def bare_finish(answer: Answer) -> str:
@@ -40,7 +41,7 @@ def openai_head(prefix: str, kind: str, answer: Answer) -> dict[str, Any]:
 
 
 def openai_usage(answer: Answer) -> dict[str, int]:
-    prompt, sampled = len(answer.prompt_tokens), len(answer.tokens)
+    prompt, sampled = len(answer.prompt), len(answer.tokens)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
