@@ -245,9 +245,8 @@ class AgentSession:
         content, reasoning, calls = text, None, []
         identity = self._identity(pending)
         if call.messages is not None:
-            rendered = pending.prompt.rendered
-            opened = rendered is not None and rendered.opens_reasoning
-            written = renderer.parse(text, opened, call.tools if call.tools_allowed else ())
+            tools = call.tools if call.tools_allowed else ()
+            written = renderer.parse(text, pending.prompt.opens_reasoning, tools)
             content, reasoning = written.content, written.reasoning
             calls = [
                 ToolCall(xxhash.xxh3_64_hexdigest(f"{identity}/{i}".encode())[:ID_LENGTH], c.name, c.arguments)

@@ -132,6 +132,7 @@ PROBE: Tool = {
     },
 }
 PROBE_ARGUMENTS = {"count": 3, "text": 'a "quoted" word'}
+PROBE_CALL = {"name": "probe_tool", "arguments": json.dumps(PROBE_ARGUMENTS)}
 
 
 def fitting_format(rendered: str, ends: Sequence[str]) -> ToolFormat | None:

@@ -17,31 +17,34 @@ import xxhash
 from asyncrl.rollouter.agents.base import Completion
 from asyncrl.rollouter.agents.provenance import tokens_digest
 from asyncrl.rollouter.endpoint.calls import Answer, Call
-from asyncrl.rollouter.endpoint.renderer import ChatRenderer, Conversation, NoBridge, RenderedText, message_key
+from asyncrl.rollouter.endpoint.renderer import ChatRenderer, Conversation, NoBridge, message_keys
 from asyncrl.rollouter.endpoint.token_path import TokenPath
 from asyncrl.types.prompts import Message
 
 
 class Spoken(NamedTuple):
-    """A conversation: that of an earlier turn with its answer, of which no copy is kept, then ``messages``. ``digest``
-    is the `_Digest` of all."""
+    """A conversation: that of an earlier turn with its answer, of which no copy is kept, then ``messages``.
+
+    ``said``: digest of its tools, template arguments and messages, but for reasoning and the ids of tool calls;
+    ``rest``: of these."""
 
     before: Turn | None
     messages: Sequence[Message]
-    digest: xxhash.xxh3_64
+    said: xxhash.xxh3_64
+    rest: int
 
 
 class CallPrompt(NamedTuple):
     """Prompt of a call: ``tokens`` (those of ``parent`` and its answer, then others, or whole), ``how`` it was made
     (``bridged``, ``rendered``: whole, ``branched``: whole though the conversation goes on, ``given``: token ids or raw
-    text), and why it is branched. For messages: ``rendered``, its text, and what was ``spoken``."""
+    text), and why it is branched. For messages: what was ``spoken``, and whether the tokens end inside reasoning."""
 
     tokens: TokenPath
     parent: Turn | None
     how: str
     reason: str = ""
-    rendered: RenderedText | None = None
     spoken: Spoken | None = None
+    opens_reasoning: bool = False
 
 
 @dataclass(eq=False)
@@ -107,34 +110,37 @@ class Turns:
             return CallPrompt(*self._placed(whole), "given")
         messages = self._messages(call)
         conversation = Conversation(messages, call.tools, call.template_args)
-        text = self._renderer.render(conversation)
-        rendered = RenderedText.of(text)
-        digests = _digests(conversation)
-        place, parents = self._parents(messages, digests)
+        said, saids, rests = _digests(conversation)
+        place, parents = self._parents(saids)
         bridged: dict[int, CallPrompt] = {}
         reason = "new_conversation"
         for parent in parents:
-            assert parent.prompt.rendered is not None
+            assert parent.prompt.spoken is not None
+            before = None if parent.prompt.spoken.rest == rests[place - 1] else parent.conversation()[:-1]
             try:
-                bridge = self._renderer.bridge(parent.prompt.rendered, parent.completion.tokens, text, call.tools)
+                bridge = self._renderer.bridge(conversation, place, parent.completion.tokens, before)
             except NoBridge as e:
                 reason = str(e)
                 continue
-            tokens = TokenPath(bridge, parent.end)
-            spoken = Spoken(parent, messages[place + 1 :], digests[-1])
-            bridged.setdefault(tokens.digest, CallPrompt(tokens, parent, "bridged", "", rendered, spoken))
+            tokens = TokenPath(bridge.tokens, parent.end)
+            spoken = Spoken(parent, messages[place + 1 :], said, rests[-1])
+            prompt = CallPrompt(tokens, parent, "bridged", "", spoken, bridge.opens_reasoning)
+            bridged.setdefault(tokens.digest, prompt)
         if len(bridged) == 1:
             return next(iter(bridged.values()))
-        tokens, whole_parent = self._placed(self._renderer.encode(text))
-        spoken = Spoken(None, messages, digests[-1])
+        rendered = self._renderer.render(conversation)
+        tokens, whole_parent = self._placed(rendered.tokens)
+        how = "branched"
         if whole_parent is not None:  # rendered again, it is what the engine had
-            return CallPrompt(tokens, whole_parent, "bridged", "", rendered, spoken)
-        if (same := self._by_prompt.get(tokens.digest)) is not None:  # such as one of the best of n
-            return CallPrompt(tokens, None, same.how, same.reason, rendered, spoken)
-        if all(turn.prompt.spoken is None for turn in self.all):
-            return CallPrompt(tokens, None, "rendered", "", rendered, spoken)
-        reason = "ambiguous_parent" if bridged else reason
-        return CallPrompt(tokens, None, "branched", reason, rendered, spoken)
+            how, reason = "bridged", ""
+        elif (same := self._by_prompt.get(tokens.digest)) is not None:  # such as one of the best of n
+            how, reason = same.how, same.reason
+        elif all(turn.prompt.spoken is None for turn in self.all):
+            how, reason = "rendered", ""
+        elif bridged:
+            reason = "ambiguous_parent"
+        spoken = Spoken(None, messages, said, rests[-1])
+        return CallPrompt(tokens, whole_parent, how, reason, spoken, rendered.opens_reasoning)
 
     def add(self, turn: Turn) -> None:
         if turn.prompt.parent is not None:
@@ -144,9 +150,9 @@ class Turns:
         self._by_end.setdefault(len(turn.end), {}).setdefault(turn.end.digest, turn)
         self._by_prompt.setdefault(turn.prompt.tokens.digest, turn.prompt)
         if turn.prompt.spoken is not None:
-            digest = turn.prompt.spoken.digest.copy()
-            digest.update(message_key(as_message(turn.answer)).encode())
-            self._by_messages.setdefault(digest.intdigest(), []).append(turn)
+            said = turn.prompt.spoken.said.copy()
+            said.update(message_keys(as_message(turn.answer))[0].encode())
+            self._by_messages.setdefault(said.intdigest(), []).append(turn)
 
     def phantoms(self) -> list[Turn]:
         """Answers that never reached their client, which made the call again and went on with that answer."""
@@ -176,12 +182,11 @@ class Turns:
             instructions = [{"role": "system", "content": call.instructions}]
         return [*instructions, *earlier, *call.messages]
 
-    def _parents(self, messages: Sequence[Message], digests: Sequence[xxhash.xxh3_64]) -> tuple[int, list[Turn]]:
+    def _parents(self, saids: Sequence[int]) -> tuple[int, list[Turn]]:
         """Turns whose messages and answer the conversation begins with, as many messages as possible, and the place of
         that answer."""
-        for place in range(len(messages) - 2, -1, -1):  # something follows the answer
-            found = self._by_messages.get(digests[place].intdigest(), [])
-            if found:
+        for place in range(len(saids) - 2, -1, -1):  # something follows the answer
+            if found := self._by_messages.get(saids[place]):
                 return place, found
         return -1, []
 
@@ -213,14 +218,18 @@ def as_message(answer: Answer) -> Message:
     return message
 
 
-def _digests(conversation: Conversation) -> list[xxhash.xxh3_64]:
-    """Of tools, template arguments and messages up to each of them."""
-    digest = xxhash.xxh3_64(repr((list(conversation.tools), dict(conversation.template_args))).encode())
-    found = []
+def _digests(conversation: Conversation) -> tuple[xxhash.xxh3_64, list[int], list[int]]:
+    """`Spoken.said`, and the values of it and of `Spoken.rest` up to each message."""
+    said = xxhash.xxh3_64(repr((list(conversation.tools), dict(conversation.template_args))).encode())
+    rest = xxhash.xxh3_64()
+    saids, rests = [], []
     for message in conversation.messages:
-        digest.update(message_key(message).encode())
-        found.append(digest.copy())
-    return found
+        text, other = message_keys(message)
+        said.update(text.encode())
+        rest.update(other.encode())
+        saids.append(said.intdigest())
+        rests.append(rest.intdigest())
+    return said, saids, rests
 
 
 def _path(leaf: Turn) -> list[Turn]:
