@@ -137,17 +137,11 @@ class EndpointActor(SupervisedActor):
     async def attach(self, token: int) -> None:
         await self._endpoint.attach(token)
 
-    async def open(self, token: int, sessions: Sequence[Any]) -> None:
-        await self._endpoint.open(token, sessions)
+    async def send(self, token: int, commands: Sequence[Any]) -> None:
+        await self._endpoint.send(token, commands)
 
     async def events(self, token: int) -> Sequence[Any]:
         return await self._endpoint.events(token)
-
-    async def answer(self, token: int, finished: Sequence[Any]) -> None:
-        await self._endpoint.answer(token, finished)
-
-    async def end(self, token: int, ids: Sequence[str]) -> None:
-        await self._endpoint.end(token, ids)
 
     async def drain(self) -> Batch:
         return self._recorder.drain()

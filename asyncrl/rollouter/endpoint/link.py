@@ -2,18 +2,18 @@
 
 ::
 
-    rollouter                               endpoint
-      open(sessions)            ────────►   an agent starts, or goes on after the rollouter's death
-      events()                  ◄────────   KnownCall…, StartedCall…, RestartedSession, EndedSession
-      answer(finished calls)    ────────►   the agent's connection gets its answer
-      end(addresses)            ────────►   the session is forgotten, its agent cancelled
+    rollouter                    endpoint
+      Session          ─send─►   an agent starts, or goes on after the rollouter's death
+                     ◄─events─   KnownCall…, StartedCall…, RestartedSession, EndedSession
+      FinishedCall     ─send─►   the agent's connection gets its answer
+      ForgottenSession ─send─►   the session is forgotten, its agent cancelled
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -24,6 +24,8 @@ from asyncrl.rollouter.batching_sender import BatchingSender
 from asyncrl.rollouter.endpoint.turns import SequencePlan
 from asyncrl.types.prompts import Message, Prompt
 from asyncrl.types.samples import FinishReason
+
+FORGET_S = 0.2  # that sessions wait to be forgotten, for other commands with which to go
 
 
 @dataclass(frozen=True)
@@ -122,23 +124,25 @@ class FinishedCall(NamedTuple):
     result: Completion | CallError
 
 
+class ForgottenSession(NamedTuple):
+    session: str
+
+
+Command = Session | FinishedCall | ForgottenSession
+
+
 class EndpointClient(Protocol):
     """The rollouter's view of the endpoint; the fencing token is its own."""
 
     async def attach(self, token: int) -> None:
         """The first call. Sessions of earlier rollouters wait until they are opened again."""
 
-    async def open(self, token: int, sessions: Sequence[Session]) -> None: ...
+    async def send(self, token: int, commands: Sequence[Command]) -> None: ...
     async def events(self, token: int) -> Sequence[Event]: ...
-    async def answer(self, token: int, finished: Sequence[FinishedCall]) -> None: ...
-    async def end(self, token: int, addresses: Sequence[str]) -> None: ...
 
 
 class EndpointDied(RuntimeError):
     """The endpoint's process died, and with it the agent: the sample begins again."""
-
-
-_Sent = Session | FinishedCall | str  # the last: the address of a session that ends
 
 
 class EndpointLink:
@@ -149,7 +153,8 @@ class EndpointLink:
         self._client, self._token, self._death = client, token, death
         self._sessions: dict[str, asyncio.Queue[Event | EndpointDied]] = {}  # by address
         self._openings = itertools.count()
-        self._sender: BatchingSender[_Sent] = BatchingSender(self._send)
+        self._urgent = asyncio.Event()  # something waits to be sent that is not only to be forgotten
+        self._sender = self._new_sender()
         self._replaced = asyncio.Event()
 
     async def run(self) -> None:
@@ -166,7 +171,7 @@ class EndpointLink:
                     tasks.create_task(sender.run())
                     tasks.create_task(self._receive(client))
             except* self._death:
-                self._sender = BatchingSender(self._send)
+                self._sender = self._new_sender()
                 sessions, self._sessions = self._sessions, {}
                 for events in sessions.values():
                     events.put_nowait(EndpointDied("the endpoint's process died"))
@@ -184,25 +189,27 @@ class EndpointLink:
         """A session, and its events in order."""
         session = Session(id, f"{self._token}-{next(self._openings)}", prompt, index, seconds)
         events = self._sessions[session.address] = asyncio.Queue()
-        self._sender.add(session)
+        self._add(session)
         return session, events
 
     def answer(self, finished: FinishedCall) -> None:
-        self._sender.add(finished)
+        self._add(finished)
 
     def end(self, session: Session) -> None:
         if self._sessions.pop(session.address, None) is not None:
-            self._sender.add(session.address)
+            self._sender.add(ForgottenSession(session.address))
 
-    async def _send(self, items: Sequence[_Sent]) -> None:
+    def _add(self, command: Command) -> None:
+        self._sender.add(command)
+        self._urgent.set()
+
+    def _new_sender(self) -> BatchingSender[Command]:
+        return BatchingSender(self._send, FORGET_S, self._urgent)
+
+    async def _send(self, commands: Sequence[Command]) -> None:
         assert self._client is not None
-        calls: dict[type, Callable[..., Awaitable[None]]] = {
-            Session: self._client.open,
-            FinishedCall: self._client.answer,
-            str: self._client.end,
-        }
-        for kind, equal in itertools.groupby(items, key=type):  # in order: a sample's agent may end and begin again
-            await calls[kind](self._token, list(equal))
+        self._urgent.clear()
+        await self._client.send(self._token, commands)
 
     async def _receive(self, client: EndpointClient) -> None:
         while True:

@@ -13,7 +13,7 @@ from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.processes.tasks import cancelled
 from asyncrl.rollouter.agent_processes.pool import AgentError, AgentFailed, AgentOutcome, AgentTask
 from asyncrl.rollouter.endpoint import link
-from asyncrl.rollouter.endpoint.link import Event, FinishedCall
+from asyncrl.rollouter.endpoint.link import Command, Event, FinishedCall
 from asyncrl.rollouter.endpoint.renderer import ChatRenderer
 from asyncrl.rollouter.endpoint.session import AgentSession, SessionEnded
 from asyncrl.types.samples import FinishReason
@@ -88,19 +88,16 @@ class Endpoint:
         for session_id in self._sessions.keys() - self._orphans.keys():
             self._orphans[session_id] = loop.call_later(self._orphan_s, self._forget, session_id)
 
-    async def open(self, token: int, sessions: Sequence[link.Session]) -> None:
+    async def send(self, token: int, commands: Sequence[Command]) -> None:
         self._check(token)
-        for start in sessions:
-            if (orphan := self._orphans.pop(start.id, None)) is not None:
-                orphan.cancel()
-                self._recorder.count("rollout/agent/continued")
-                self._sessions[start.id].reopen(start)
-                continue
-            self._forget(start.id)
-            mask = self._config.untrained == "mask"
-            session = AgentSession(start, self._renderer, self._temperature, mask, self._emit, self._recorder)
-            self._sessions[start.id] = session
-            self._running[start.id] = asyncio.create_task(self._run(session))
+        for command in commands:  # in order: a sample's agent may end and begin again
+            if isinstance(command, link.Session):
+                self._open(command)
+            elif (session := self._at(command.session)) is not None:
+                if isinstance(command, FinishedCall):
+                    session.finish(command)
+                else:
+                    self._forget(session.start.id)
 
     async def events(self, token: int) -> Sequence[Event]:
         """At least one, unless none comes for `EVENTS_S`. Raises the error for which agents cannot run at all."""
@@ -122,23 +119,23 @@ class Endpoint:
             self._filled.clear()
         return events
 
-    async def answer(self, token: int, finished: Sequence[FinishedCall]) -> None:
-        self._check(token)
-        for one in finished:
-            if (session := self._at(one.session)) is not None:
-                session.finish(one)
-
-    async def end(self, token: int, addresses: Sequence[str]) -> None:
-        self._check(token)
-        for address in addresses:
-            if (session := self._at(address)) is not None:
-                self._forget(session.start.id)
-
     async def close(self) -> None:
         for session_id in list(self._sessions):
             self._forget(session_id)
 
     # -- one session -----------------------------------------------------------------------------------------------
+
+    def _open(self, start: link.Session) -> None:
+        if (orphan := self._orphans.pop(start.id, None)) is not None:
+            orphan.cancel()
+            self._recorder.count("rollout/agent/continued")
+            self._sessions[start.id].reopen(start)
+            return
+        self._forget(start.id)
+        mask = self._config.untrained == "mask"
+        session = AgentSession(start, self._renderer, self._temperature, mask, self._emit, self._recorder)
+        self._sessions[start.id] = session
+        self._running[start.id] = asyncio.create_task(self._run(session))
 
     async def _run(self, session: AgentSession) -> None:
         try:
