@@ -39,7 +39,7 @@ def built(state, saved_tokens, calls) -> PartialSample:
     saved = [SavedCall(7, 2**64 - 1, 1, 0, saved_tokens), SavedCall(2**64 - 1, 5, 3, 4, 2)] if saved_tokens else []
     sample = PartialSample(state, saved)
     for number, (context, parts, finish) in enumerate(calls):
-        call = sample.begin(context, number)
+        call = sample.begin(context, number, 2**64 - 1 - number)
         for length, (lineage, version, mixed) in parts:
             tokens = np.arange(length, dtype=np.int32) + 10 * number
             call.output.add(tokens, -tokens.astype(np.float32), PolicyVersion(lineage, version), mixed)
@@ -52,7 +52,7 @@ def contents(sample: PartialSample):
     calls = []
     for call in sample.calls:
         done = call.output.completion(FinishReason.STOP)
-        of_call = call.context, call.start, call.ordinal, call.finish, call.output.first_version
+        of_call = call.context, call.start, call.ordinal, call.limits, call.finish, call.output.first_version
         calls.append((*of_call, done.tokens.tolist(), done.logprobs.tolist(), done.spans))
     return sample.state, sample.token_count, sample.saved_calls, calls
 
@@ -97,7 +97,7 @@ def test_the_parts_of_a_snapshot_together_are_the_group_as_it_was(plan):
         under_way = [call for call in sample.calls if call.finish is None]
         call = under_way[which % len(under_way)] if under_way else None
         if action == BEGIN:
-            sample.begin(which, 1)
+            sample.begin(which, 1, i)
         elif action in (ADD, ADD_MANY) and call is not None:
             tokens = np.arange(i, i + (3 if action == ADD else 3000), dtype=np.int32)
             call.output.add(tokens, -tokens.astype(np.float32), PolicyVersion(0, i // 5), i % 2 == 0)
@@ -128,7 +128,7 @@ async def test_the_snapshots_of_a_long_sample_cost_what_it_grows():
     """The state that it saved is stored once, and a chain of many small parts is replaced by a whole snapshot."""
     sample = PartialSample()
     sample.save(bytes(100_000), [])
-    store, call = Chains(), sample.begin(0, 1)
+    store, call = Chains(), sample.begin(0, 1, 0)
     snapshotter = Snapshotter({"g": in_flight([sample])}, store, 1.0)
     for i in range(1000):
         call.output.add(np.full(100, i, np.int32), np.zeros(100, np.float32), PolicyVersion(0, 0), False)
@@ -418,16 +418,16 @@ async def test_a_state_saved_during_a_call_keeps_the_call():
     assert (partial.state, partial.token_count) == (b"one", 2)
     (left,) = partial.calls
     assert (left.ordinal, partial.saved_calls) == (1, [(left.context, ANY, 2, 0, 1)])
-    assert partial.begin(left.context, 2).ordinal == 2
+    assert partial.begin(left.context, 2, left.limits).ordinal == 2
     await rollouter.stop()
 
 
 def test_no_two_equal_calls_have_one_number_whichever_is_saved_first():
     partial = PartialSample()
-    _, second = partial.begin(5, 1), partial.begin(5, 1)
+    _, second = partial.begin(5, 1, 0), partial.begin(5, 1, 0)
     partial.save(b"", [second])
     (again,) = unpack([pack(PROMPT.uid, [partial])])
-    assert [partial.begin(5, 1).ordinal, again.begin(5, 1).ordinal] == [2, 2]
+    assert [partial.begin(5, 1, 0).ordinal, again.begin(5, 1, 0).ordinal] == [2, 2]
 
 
 async def test_a_prefix_that_the_prompt_does_not_have_fails_the_sample():

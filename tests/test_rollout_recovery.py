@@ -174,7 +174,7 @@ async def test_in_deterministic_mode_a_killed_rollouter_changes_no_bit(inputs, u
             await until(lambda: first.queue.balance()["queued"] >= 2 and engine._core.active > 2)
         assert not records.snapshots()  # they would not be used
         left = PartialSample()
-        left.begin(context=1, start=2).output.add(
+        left.begin(context=1, start=2, limits=0).output.add(
             np.ones(3, np.int32), -np.ones(3, np.float32), PolicyVersion(0, 0), False
         )
         uid = (await first.queue.recover()).in_flight[0].uid

@@ -74,11 +74,12 @@ class GeneratedTokens:
 @dataclass(eq=False)
 class GenerateCall:
     """One call of ``generate``: 64-bit digest and length of its context, its number among the sample's calls with equal
-    ones, its output, and None or why it finished."""
+    ones, `limits_digest` of its own limits, its output, and None or why it finished."""
 
     context: int
     start: int
     ordinal: int
+    limits: int
     output: GeneratedTokens
     finish: FinishReason | None = None
     most: int = 0  # tokens that it may have, while this process runs it
@@ -162,10 +163,10 @@ class PartialSample:
         others = ((c.output.count, len(c.output.spans), c.finish is not None) for c in self.calls[first:])
         return Position(self._replaced, first, tuple(others))
 
-    def begin(self, context: int, start: int) -> GenerateCall:
+    def begin(self, context: int, start: int, limits: int) -> GenerateCall:
         equals = [call.ordinal for call in self.saved_calls if call.context == context]
         equals += [call.ordinal for call in self.calls if call.context == context]
-        self.calls.append(GenerateCall(context, start, max(equals, default=-1) + 1, GeneratedTokens()))
+        self.calls.append(GenerateCall(context, start, max(equals, default=-1) + 1, limits, GeneratedTokens()))
         return self.calls[-1]
 
     def finish(self, call: GenerateCall, reason: FinishReason) -> None:
@@ -215,6 +216,7 @@ def pack(uid: str, samples: Sequence[PartialSample], since: Sequence[Position] |
                                      calls, saved_calls, attempt, bytes of state
     ``states``     uint8    [B]      of all samples
     ``contexts``   uint64   [K + C]  of the saved_calls of all samples, then of the calls
+    ``limits``     uint64   [C]      of the calls
     ``results``    uint64   [K]      of the saved_calls
     ``saved``      int64    [K, 3]   start, ordinal, tokens
     ``calls``      int64    [C, 5]   start, ordinal, finish, tokens, spans
@@ -252,6 +254,7 @@ def pack(uid: str, samples: Sequence[PartialSample], since: Sequence[Position] |
             "samples": _table(rows, 7),
             "states": np.frombuffer(b"".join(states), np.uint8),
             "contexts": np.array([*(c.context for c in saved), *(n.call.context for n in news)], np.uint64),
+            "limits": np.array([n.call.limits for n in news], np.uint64),
             "results": np.array([c.result for c in saved], np.uint64),
             "saved": _table([call[2:] for call in saved], 3),
             "calls": _table([(n.call.start, n.call.ordinal, _finish(n.call), n.tokens, len(n.spans)) for n in news], 5),
@@ -275,7 +278,7 @@ def _unpack_part(data: Buffer, samples: dict[int, PartialSample]) -> None:
     meta, columns = _SNAPSHOT.from_buffer(data)
     contexts, results = columns["contexts"].tolist(), columns["results"].tolist()
     saved = [SavedCall(*keys, *rest) for *keys, rest in zip(contexts, results, columns["saved"].tolist())]
-    calls = zip(contexts[len(saved) :], columns["calls"].tolist(), strict=True)
+    calls = zip(contexts[len(saved) :], columns["limits"].tolist(), columns["calls"].tolist(), strict=True)
     states, spans = columns["states"].tobytes(), columns["spans"].tolist()
     state_at = token_at = span_at = saved_at = 0
     for index, whole, first, count, saved_calls, attempt, state_bytes in columns["samples"].tolist():
@@ -287,9 +290,9 @@ def _unpack_part(data: Buffer, samples: dict[int, PartialSample]) -> None:
             sample.state = states[state_at : state_at + state_bytes]
             state_at += state_bytes
         for number in range(first, first + count):
-            context, (start, ordinal, finish, tokens, span_count) = next(calls)
+            context, limits, (start, ordinal, finish, tokens, span_count) = next(calls)
             if number == len(sample.calls):
-                sample.calls.append(GenerateCall(context, start, ordinal, GeneratedTokens()))
+                sample.calls.append(GenerateCall(context, start, ordinal, limits, GeneratedTokens()))
             call = sample.calls[number]
             output = call.output
             output.spans += [

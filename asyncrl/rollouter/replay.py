@@ -23,7 +23,7 @@ from asyncrl.rollouter.agents.watch import AgentWatch
 from asyncrl.rollouter.engines.base import Request
 from asyncrl.rollouter.partial import GenerateCall, PartialSample
 from asyncrl.rollouter.router import Router, VersionChanged
-from asyncrl.rollouter.sampling import call_key
+from asyncrl.rollouter.sampling import call_key, limits_digest
 from asyncrl.types.samples import FinishReason
 
 
@@ -92,13 +92,21 @@ class ReplayedGenerate:
         self.sampled = [SampledCall(call.start, call.context, call.tokens, call.result) for call in saved]
         self._claimed, self._unsaved = [], []
 
-    def restore(self, response: np.ndarray, completion: Completion, prefix: int | None = None) -> Completion:
+    def restore(
+        self,
+        response: np.ndarray,
+        completion: Completion,
+        max_new_tokens: int | None = None,
+        prefix: int | None = None,
+        stop_strings: Sequence[str] = (),
+    ) -> Completion:
         context, _ = self._context(response, prefix)
-        unclaimed = self._unclaimed(tokens_digest(context))
+        digest, limits = tokens_digest(context), limits_digest(max_new_tokens, stop_strings)
+        unclaimed = self._unclaimed(digest, limits)
         finished = (c for c in unclaimed if c.finish is not None and c.output.equals(completion))
         if (call := next(finished, None)) is None:
             call = next((c for c in unclaimed if c.finish is None), None)
-            call = call or self._sample.begin(tokens_digest(context), len(context))
+            call = call or self._sample.begin(digest, len(context), limits)
             self._sample.restore(call, completion)
         self._claimed.append(call)
         return self._result(call)
@@ -118,7 +126,7 @@ class ReplayedGenerate:
         digest = tokens_digest(context)
         if sampling is not None:  # so that no token of it is explained by this call, see `sample_problem`
             digest = untrained_digest(digest, sampling)
-        call = self._claim(digest, len(context), len(response))
+        call = self._claim(digest, len(context), limits_digest(max_new_tokens, stop_strings), len(response))
         if call.finish is None:
             room = self._limits.max_response_tokens - len(response)
             first = len(context) == len(self.prompt_tokens) == shared and not call.ordinal and sampling is None
@@ -160,19 +168,20 @@ class ReplayedGenerate:
         self.sampled.append(SampledCall(call.start, call.context, call.output.count, completion))
         return completion
 
-    def _unclaimed(self, context: int) -> list[GenerateCall]:
-        """Calls of the record with this context that this run has not made yet."""
-        return [c for c in self._sample.calls if c.context == context and not any(c is o for o in self._claimed)]
+    def _unclaimed(self, context: int, limits: int) -> list[GenerateCall]:
+        """Calls of the record with this context and these limits that this run has not made yet."""
+        equal = [c for c in self._sample.calls if (c.context, c.limits) == (context, limits)]
+        return [c for c in equal if not any(c is other for other in self._claimed)]
 
-    def _claim(self, context: int, start: int, response_tokens: int) -> GenerateCall:
-        """The first unclaimed call with this context, or a new one. Raises LimitReached."""
-        if (call := next(iter(self._unclaimed(context)), None)) is None:
+    def _claim(self, context: int, start: int, limits: int, response_tokens: int) -> GenerateCall:
+        """The first unclaimed call with this context and these limits, or a new one. Raises LimitReached."""
+        if (call := next(iter(self._unclaimed(context, limits)), None)) is None:
             if response_tokens >= self._limits.max_response_tokens:
                 raise LimitReached(FinishReason.LENGTH)
             made = len(self._sample.saved_calls) + len(self._claimed_since)
             if self._limits.max_turns and made >= self._limits.max_turns:
                 raise LimitReached(FinishReason.TURNS)
-            call = self._sample.begin(context, start)
+            call = self._sample.begin(context, start, limits)
         self._claimed.append(call)
         return call
 

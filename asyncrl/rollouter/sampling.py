@@ -39,6 +39,11 @@ def random_key(seed: int, uid: str, sample: int, attempt: int = 0) -> int:
     return xxhash.xxh3_64_intdigest(f"{seed}/{uid}/{sample}{suffix}".encode()) >> 1
 
 
+def limits_digest(max_new_tokens: int | None, stop_strings: Sequence[str]) -> int:
+    """64-bit digest of the limits that a call of ``generate`` brings of its own, equal in every process."""
+    return xxhash.xxh3_64_intdigest(f"{max_new_tokens}/{list(stop_strings)}".encode())
+
+
 def call_key(sample_key: int, context: int, ordinal: int) -> int:
     """63-bit key of one call of ``generate``: of its context (a digest), and its number among calls with equal ones."""
     return xxhash.xxh3_64_intdigest(f"{sample_key}/{context}/{ordinal}".encode()) >> 1

@@ -79,7 +79,14 @@ class Generate(Protocol):
         several under way saves where ``state`` has the results of all that have: not while `asyncio.gather` still
         holds some back."""
 
-    def restore(self, response: np.ndarray, completion: Completion, prefix: int | None = None) -> Completion:
+    def restore(
+        self,
+        response: np.ndarray,
+        completion: Completion,
+        max_new_tokens: int | None = None,
+        prefix: int | None = None,
+        stop_strings: Sequence[str] = (),
+    ) -> Completion:
         """Record a call that an earlier rollouter answered with ``completion``; it may have died before the record was
         stored. Returns the recorded completion."""
 
@@ -106,9 +113,10 @@ class AgentLoop(Protocol):
 
     After the rollouter died, ``run`` is called again for each sample in flight, and continues from ``generate.state``.
     Calls of ``generate`` whose results came after that state was saved are replayed from a record, and those that were
-    under way continue from their tokens: a call gets the recorded one that continues equal tokens. So a loop that is
-    deterministic between two saves (without any: from its start) given its calls' results loses nothing. Others sample
-    what the record does not have. A loop with tools saves after each of them::
+    under way continue from their tokens: a call gets the recorded one that continues equal tokens with equal
+    ``max_new_tokens`` and ``stop_strings``. So a loop that is deterministic between two saves (without any: from its
+    start) given its calls' results loses nothing. Others sample what the record does not have. A loop with tools saves
+    after each of them::
 
         turns = TrajectoryBuilder.from_bytes(generate.state) if generate.state else TrajectoryBuilder()
         while not done(turns):

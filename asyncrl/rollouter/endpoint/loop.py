@@ -108,7 +108,9 @@ class _ServedCalls:
         self._ends[call.number] = TokenPath(completion.tokens, prompt)
         if call.sampling is None:
             response, prefix = self._split(prompt.array())
-            self._completions[call.number] = self._generate.restore(response, completion, prefix)
+            self._completions[call.number] = self._generate.restore(
+                response, completion, call.max_tokens, prefix, call.stop
+            )
 
     async def cancel(self) -> None:
         tasks, self._running, self._completions, self._ends = list(self._running.values()), {}, {}, {}
