@@ -140,12 +140,61 @@ class InProcessAgents:
         return outcome if isinstance(outcome, AgentOutcome) else AgentOutcome(outcome, {})
 
 
+class MortalEndpoint:
+    """The endpoint as the rollouter sees it. Once it has died, all calls raise Death; those under way at once, unless
+    ``silent``: then only later ones do. ``held``: its events get lost on their way."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.held, self.hangs, self.dead = False, False, False
+
+    def die(self, silent: bool = False) -> None:
+        self.dead = True
+        if not silent:
+            self._death.set_result(None)
+
+    async def attach(self, token):
+        await self._call("attach", token)
+
+    async def open(self, token, sessions):
+        await self._call("open", token, sessions)
+
+    async def events(self, token):
+        return await self._call("events", token)
+
+    async def answer(self, token, finished):
+        await self._call("answer", token, finished)
+
+    async def end(self, token, addresses):
+        await self._call("end", token, addresses)
+
+    async def _call(self, name, *args):
+        if self.dead:
+            raise Death
+        working = asyncio.create_task(self._work(name, *args))
+        try:
+            await asyncio.wait([working, self._death], return_when=asyncio.FIRST_COMPLETED)
+            if self._death.done():
+                raise Death
+            return working.result()
+        finally:
+            await cancelled([working])
+
+    async def _work(self, name, *args):
+        result = await getattr(self._endpoint, name)(*args)
+        if self.dead or self.hangs or (self.held and name == "events"):
+            await asyncio.Event().wait()
+        return result
+
+
 class EndpointSystem:
     """``async with EndpointSystem(model, agent, writes) as system: await system.samples()``. ``agent``: a coroutine
     function, see `InProcessAgents`, or processes that have started."""
 
     def __init__(self, model: Path, agent, writes, n: int = 1, **options) -> None:
         agent_options = {k: options.pop(k) for k in ("untrained", "retries") if k in options}
+        self._orphan_s = options.pop("orphan_s", 30.0)
         limits = {"max_response_tokens": 2000, "agent_timeout_s": 30.0, "n": n, "min_group_size": 1} | options
         self.config = Config(rollout=RolloutConfig(**limits, agent=AgentConfig(path="in:process", **agent_options)))
         self.tokenizer = PromptTokenizer(model, True, self.config.rollout.stop_token_ids)
@@ -161,14 +210,18 @@ class EndpointSystem:
 
     def _new_endpoint(self) -> Endpoint:
         return Endpoint(
-            self.config.rollout.agent, self.renderer, 1.0, self.agents, "tiny", 30.0, self.recorder,
+            self.config.rollout.agent, self.renderer, 1.0, self.agents, "tiny", self._orphan_s, self.recorder,
         )  # fmt: skip
 
     async def __aenter__(self):
-        self.server = EndpointServer(self.endpoint, "127.0.0.1", 0, "tiny", 2000)
-        await self.server.start()
+        await self._listen()
         await self.attach()
         return self
+
+    async def _listen(self) -> None:
+        self.server = EndpointServer(self.endpoint, "127.0.0.1", 0, "tiny", 2000)
+        await self.server.start()
+        self.client = MortalEndpoint(self.endpoint)
 
     async def __aexit__(self, *_):
         await cancelled(self._tasks)
@@ -181,10 +234,22 @@ class EndpointSystem:
         self.token += 1
         self.policy.attached = 0
         self.router = Router({"a": self.policy}, is_death)
-        self.link = EndpointLink(self.endpoint, self.token, Death)
+        self.link = EndpointLink(self.client, self.token, Death)
         loop = EndpointLoop(self.link, self.config.rollout.max_response_tokens)
         self.maker = SampleMaker(self.config, self.tokenizer, loop, 1000, self.router, None, self.rollout_recorder)
         self._tasks = [asyncio.create_task(self.router.run()), asyncio.create_task(self.link.run())]
+
+    async def lose_endpoint(self, silent: bool = False) -> None:
+        """The endpoint's process dies, and its agents with it."""
+        self.client.die(silent)
+        self.cut()
+        await self.endpoint.close()
+        await self.server.close()
+
+    async def replace_endpoint(self) -> None:
+        self.endpoint = self._new_endpoint()
+        await self._listen()
+        self.link.replace(self.client)
 
     async def samples(self):
         task = GroupTask(

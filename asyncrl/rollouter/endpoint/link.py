@@ -153,6 +153,7 @@ class EndpointLink:
         self._client, self._token, self._death = client, token, death
         self._sessions: dict[str, asyncio.Queue[Event | EndpointDied]] = {}  # by address
         self._openings = itertools.count()
+        self._attached = client  # not yet the one of `replace` while the death of the one before is unknown
         self._urgent = asyncio.Event()  # something waits to be sent that is not only to be forgotten
         self._sender = self._new_sender()
         self._replaced = asyncio.Event()
@@ -165,6 +166,7 @@ class EndpointLink:
             self._replaced.clear()
             client, sender = self._client, self._sender
             assert client is not None
+            self._attached = client
             try:
                 async with asyncio.TaskGroup() as tasks:
                     await client.attach(self._token)
@@ -207,9 +209,9 @@ class EndpointLink:
         return BatchingSender(self._send, FORGET_S, self._urgent)
 
     async def _send(self, commands: Sequence[Command]) -> None:
-        assert self._client is not None
+        assert self._attached is not None
         self._urgent.clear()
-        await self._client.send(self._token, commands)
+        await self._attached.send(self._token, commands)
 
     async def _receive(self, client: EndpointClient) -> None:
         while True:
