@@ -6,6 +6,7 @@ from pathlib import Path
 
 import aiohttp
 import numpy as np
+import pytest
 
 from asyncrl.config.schema import AgentConfig, Config, RolloutConfig
 from asyncrl.observability.telemetry.recorder import Recorder
@@ -135,7 +136,7 @@ class InProcessAgents:
                 outcome = await self.agent(task, http)
             except AgentFailed:
                 raise
-            except Exception as e:
+            except (Exception, pytest.fail.Exception) as e:  # the latter is of pytest.raises
                 raise AgentFailed("agent_error", f"{type(e).__name__}: {e}", retry=False) from e
         return outcome if isinstance(outcome, AgentOutcome) else AgentOutcome(outcome, {})
 

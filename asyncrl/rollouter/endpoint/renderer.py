@@ -268,7 +268,7 @@ def message_keys(message: Message) -> tuple[str, str]:
 def _call_key(name: str, arguments: str) -> tuple[str, Any]:
     try:
         return name, json.dumps(json.loads(arguments), sort_keys=True)
-    except ValueError:
+    except (ValueError, RecursionError):
         return name, arguments
 
 
@@ -291,5 +291,5 @@ def _for_template(message: Message) -> Message:
 def _arguments(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text

@@ -168,6 +168,8 @@ class AgentSession:
         began_s = time.thread_time()
         sampling = self._sampling(call.sampling)
         try:
+            for text in (call.text or "", *call.stop):
+                text.encode()  # tokenizers and engines refuse them in ways of their own
             call = self.turns.with_tools(call)
             prompt = self.turns.prompt_of(call)
         except KeyError:
