@@ -659,3 +659,126 @@ async def test_prompts_without_tokens_of_the_vocabulary_are_refused(model, promp
 
     async with EndpointSystem(model, agent, counting()) as system:
         assert (await made(system)).reward == 1.0
+
+
+WEATHER_CALL = 'Compute\n<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+FLAT_WEATHER = {"type": "function", **WEATHER["function"]}
+
+
+def differently(text, texts=()):
+    """Writes equal texts in different tokens, none of them those of the tokenizer; then the ``texts``."""
+    ways = iter([[text[:1], text[1:2], text[2:]], [text[:2], text[2:3], text[3:]], *texts])
+    return lambda prompt: next(ways)
+
+
+@pytest.mark.parametrize("chosen", [0, 1])
+async def test_ids_of_tool_calls_say_which_of_two_equal_answers_goes_on(model, chosen):
+    async def agent(task, http):
+        answers = [await chat(task, http, task.messages, tools=[WEATHER]) for _ in range(2)]
+        assert answers[0]["tool_calls"][0]["function"] == answers[1]["tool_calls"][0]["function"]
+        answer = answers[chosen]
+        result = {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "sun"}
+        messages = [*task.messages, answer, result]
+        messages.append(await chat(task, http, messages, tools=[WEATHER]))
+        await chat(task, http, [*messages, USER[0]], tools=[WEATHER])
+
+    async with EndpointSystem(model, agent, differently(WEATHER_CALL, ["Sunny.", "Bye."])) as system:
+        sample = await made(system)
+        (prompt, answered), (_, other) = system.policy.log[chosen], system.policy.log[1 - chosen]
+        assert answered != other
+        assert system.policy.log[2][0][: len(prompt) + len(answered)] == prompt + answered
+        assert len(sample.sequences) == 2
+        assert system.counted() == {"rendered": 2, "bridged": 2}
+
+
+@pytest.mark.parametrize("chosen", [0, 1])
+async def test_earlier_ids_say_it_for_answers_that_have_none(model, chosen):
+    """Two branches that say the same: they differ in the ids of the call before."""
+
+    async def agent(task, http):
+        branches = []
+        for _ in range(2):
+            answer = await chat(task, http, task.messages, tools=[WEATHER])
+            result = {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "sun"}
+            branches.append([*task.messages, answer, result])
+        for messages in branches:
+            messages.append(await chat(task, http, messages, tools=[WEATHER]))
+        await chat(task, http, [*branches[chosen], USER[0]], tools=[WEATHER])
+
+    async with EndpointSystem(model, agent, differently(WEATHER_CALL, ["Sunny.", "Sunny.", "Bye."])) as system:
+        await made(system)
+        prompt, answered = system.policy.log[2 + chosen]
+        assert system.policy.log[4][0][: len(prompt) + len(answered)] == prompt + answered
+        assert system.counted() == {"rendered": 2, "bridged": 3}
+
+
+async def test_without_ids_that_decide_a_conversation_is_ambiguous(model):
+    async def agent(task, http):
+        answers = [await chat(task, http, task.messages) for _ in range(2)]
+        await chat(task, http, [*task.messages, answers[1], USER[0]])
+
+    async with EndpointSystem(model, agent, differently("Compute", ["Bye."])) as system:
+        assert len((await made(system)).sequences) == 3
+        counted = system.counted()
+        assert (counted["rendered"], counted["branched/ambiguous_parent"]) == (2, 1)
+
+    async def invents(task, http):
+        for _ in range(2):
+            answer = await chat(task, http, task.messages, tools=[WEATHER])
+        answer["tool_calls"][0]["id"] = "another"
+        result = {"role": "tool", "tool_call_id": "another", "content": "sun"}
+        await chat(task, http, [*task.messages, answer, result], tools=[WEATHER])
+
+    async with EndpointSystem(model, invents, differently(WEATHER_CALL, ["Bye."])) as system:
+        await made(system)
+        assert system.counted()["branched/ambiguous_parent"] == 1
+
+
+@pytest.mark.parametrize("chosen", [0, 1])
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+async def test_a_call_continues_the_answer_that_it_names(model, path, chosen):
+    async def agent(task, http):
+        name, more = {
+            "/v1/responses": ("input", {}),
+            "/v1/messages": ("messages", {"max_tokens": 500}),
+        }[path]
+        ids = [(await post(task, http, path, {"model": "m", name: USER, **more}))["id"] for _ in range(2)]
+        previous = {
+            "/v1/responses": {"previous_response_id": ids[chosen]},
+            "/v1/messages": {"thread": {"type": "continue", "previous_message_id": ids[chosen]}},
+        }[path]
+        await post(task, http, path, {"model": "m", name: USER, **more, **previous})
+
+    async with EndpointSystem(model, agent, differently("Compute", ["Bye."])) as system:
+        await made(system)
+        prompt, answered = system.policy.log[chosen]
+        assert system.policy.log[2][0][: len(prompt) + len(answered)] == prompt + answered
+        assert system.counted() == {"rendered": 2, "bridged": 1}
+
+
+async def test_a_response_continues_another_with_the_results_of_its_calls(model):
+    texts = iter([WEATHER_CALL, WEATHER_CALL, "Sunny.", "Bye."])
+
+    async def agent(task, http):
+        async def respond(**body):
+            return await post(task, http, "/v1/responses", {"model": "m", "tools": [FLAT_WEATHER], **body})
+
+        found = await respond(input=task.messages, instructions="Be brief.")
+        while (called := found["output"][-1])["type"] == "function_call":
+            output = {"type": "function_call_output", "call_id": called["call_id"], "output": "sun"}
+            found = await respond(input=[output], instructions="Be brief.", previous_response_id=found["id"])
+        assert found["output"][-1]["content"][0]["text"] == "Sunny."
+        with pytest.raises(Refused, match=r"400.*previous_response_id: this sample has no answer 'x'") as refused:
+            await respond(input="more", previous_response_id="resp_x")
+        assert refused.value.body["error"]["param"] == "previous_response_id"
+        # other instructions take the place of those before, so that the history is another one
+        await respond(input="more", instructions="Be long.", previous_response_id=found["id"])
+
+    async with EndpointSystem(model, agent, lambda prompt: next(texts)) as system:
+        sample = await made(system)
+        first, second = sequence_texts(system, sample)
+        assert (first.count("Be brief."), first.count("<tool_response>"), first.count("Sunny.")) == (1, 2, 1)
+        assert (second.count("Be brief."), second.count("Be long."), second.count("Sunny.")) == (0, 1, 1)
+        assert system.counted() == {
+            "rendered": 1, "bridged": 2, "refused": 1, "branched": 1, "branched/new_conversation": 1,
+        }  # fmt: skip

@@ -111,7 +111,7 @@ class Turns:
         messages = self._messages(call)
         conversation = Conversation(messages, call.tools, call.template_args)
         said, saids, rests = _digests(conversation)
-        place, parents = self._parents(saids)
+        place, parents = self._parents(messages, saids, call.previous)
         bridged: dict[int, CallPrompt] = {}
         reason = "new_conversation"
         for parent in parents:
@@ -182,12 +182,19 @@ class Turns:
             instructions = [{"role": "system", "content": call.instructions}]
         return [*instructions, *earlier, *call.messages]
 
-    def _parents(self, saids: Sequence[int]) -> tuple[int, list[Turn]]:
+    def _parents(
+        self, messages: Sequence[Message], saids: Sequence[int], previous: str | None
+    ) -> tuple[int, list[Turn]]:
         """Turns whose messages and answer the conversation begins with, as many messages as possible, and the place of
-        that answer."""
+        that answer. Of equal ones those that the caller names, if there are any: by the id of the answer, or by those
+        of tool calls."""
         for place in range(len(saids) - 2, -1, -1):  # something follows the answer
             if found := self._by_messages.get(saids[place]):
-                return place, found
+                named = [turn for turn in found if turn.answer.id == previous]
+                if len(found) > 1 and not named:
+                    ids = _call_ids(messages[: place + 1])
+                    named = [turn for turn in found if _call_ids(turn.conversation()) == ids]
+                return place, named or found
         return -1, []
 
     def _placed(self, tokens: np.ndarray) -> tuple[TokenPath, Turn | None]:
@@ -216,6 +223,10 @@ def as_message(answer: Answer) -> Message:
             for call in answer.tool_calls
         ]
     return message
+
+
+def _call_ids(messages: Sequence[Message]) -> list[str]:
+    return [call["id"] for message in messages for call in message.get("tool_calls") or ()]
 
 
 def _digests(conversation: Conversation) -> tuple[xxhash.xxh3_64, list[int], list[int]]:
