@@ -319,7 +319,7 @@ async def test_agents_that_no_rollouter_takes_over_are_cancelled_in_time(model):
             ended.append(e)
             raise
 
-    async with EndpointSystem(model, agent, counting(), orphan_s=0.2) as system:
+    async with EndpointSystem(model, agent, counting(), orphan_s=0.5) as system:
         old = await Rollouter(system, 5).attach()
         await old.open()
         (call,) = await old.events(1)
@@ -432,3 +432,45 @@ async def test_an_agent_that_exits_again_and_again_costs_its_sample_alone(model)
         assert len({task.api_key for task in system.agents.tasks}) == 5
         assert len(system.policy.log) == 3
         assert system.counted()["restarted"] == 2
+
+
+async def test_untrained_calls_count_against_limits_also_with_another_rollouter(model):
+    waits, attached = asyncio.Event(), asyncio.Event()
+
+    async def agent(task, http):
+        await chat(task, http, task.messages, temperature=0)
+        waits.set()
+        await attached.wait()
+        await chat(task, http, task.messages)
+        with pytest.raises(Refused, match="409"):
+            await chat(task, http, said("one too many"))
+
+    async with EndpointSystem(model, agent, counting(), untrained="mask", max_turns=2) as system:
+        first = asyncio.create_task(system.samples())
+        await waits.wait()
+        await cancelled(system._tasks)
+        await cancelled([first])
+        system.partials = [PartialSample()]
+        await system.attach()
+        attached.set()
+        (sample,) = await system.samples()
+        assert sample.finish is FinishReason.TURNS
+        prompt = system.tokenizer.encode(PROMPT)
+        assert trained_tokens(sample, prompt) == sampled_tokens(system.policy.log[1:])
+
+
+async def test_agents_wait_for_a_rollouter_as_long_after_each_that_attached(model):
+    """One that dies before it has opened anything takes no time from the next."""
+
+    async def agent(task, http):
+        await chat(task, http, task.messages)
+
+    async with EndpointSystem(model, agent, counting(), orphan_s=1.0) as system:
+        await (await Rollouter(system, 5).attach()).open()
+        await until(lambda: system.agents.tasks)
+        for token in (6, 7):
+            last = await Rollouter(system, token).attach()
+            await asyncio.sleep(0.6)
+        await last.open()
+        assert len(system.agents.tasks) == 1
+        assert system.counted()["continued"] == 1

@@ -99,9 +99,10 @@ class ReplayedGenerate:
         max_new_tokens: int | None = None,
         prefix: int | None = None,
         stop_strings: Sequence[str] = (),
+        sampling: Mapping[str, float] | None = None,
     ) -> Completion:
         context, _ = self._context(response, prefix)
-        digest, limits = tokens_digest(context), limits_digest(max_new_tokens, stop_strings)
+        digest, limits = _digest(context, sampling), limits_digest(max_new_tokens, stop_strings)
         unclaimed = self._unclaimed(digest, limits)
         finished = (c for c in unclaimed if c.finish is not None and c.output.equals(completion))
         if (call := next(finished, None)) is None:
@@ -123,10 +124,9 @@ class ReplayedGenerate:
         if self._closed:
             raise GenerationFailed("a call of generate after its sample's end; expected run to wait for all its calls")
         context, shared = self._context(response, prefix)
-        digest = tokens_digest(context)
-        if sampling is not None:  # so that no token of it is explained by this call, see `sample_problem`
-            digest = untrained_digest(digest, sampling)
-        call = self._claim(digest, len(context), limits_digest(max_new_tokens, stop_strings), len(response))
+        call = self._claim(
+            _digest(context, sampling), len(context), limits_digest(max_new_tokens, stop_strings), len(response)
+        )
         if call.finish is None:
             room = self._limits.max_response_tokens - len(response)
             first = len(context) == len(self.prompt_tokens) == shared and not call.ordinal and sampling is None
@@ -225,3 +225,9 @@ class ReplayedGenerate:
         finally:
             self._running.discard(running)
             self._watch.generating(False)
+
+
+def _digest(context: np.ndarray, sampling: Mapping[str, float] | None) -> int:
+    """Of a call's context; of an untrained one another, so that it explains no token, see `sample_problem`."""
+    digest = tokens_digest(context)
+    return digest if sampling is None else untrained_digest(digest, sampling)

@@ -86,6 +86,7 @@ class Generate(Protocol):
         max_new_tokens: int | None = None,
         prefix: int | None = None,
         stop_strings: Sequence[str] = (),
+        sampling: Mapping[str, float] | None = None,
     ) -> Completion:
         """Record a call that an earlier rollouter answered with ``completion``; it may have died before the record was
         stored. Returns the recorded completion."""

@@ -106,11 +106,10 @@ class _ServedCalls:
         call, completion = known.call, known.completion
         prompt = self._prompt(call)
         self._ends[call.number] = TokenPath(completion.tokens, prompt)
-        if call.sampling is None:
-            response, prefix = self._split(prompt.array())
-            self._completions[call.number] = self._generate.restore(
-                response, completion, call.max_tokens, prefix, call.stop
-            )
+        response, prefix = self._split(prompt.array())
+        self._completions[call.number] = self._generate.restore(
+            response, completion, call.max_tokens, prefix, call.stop, call.sampling
+        )
 
     async def cancel(self) -> None:
         tasks, self._running, self._completions, self._ends = list(self._running.values()), {}, {}, {}

@@ -85,7 +85,9 @@ class Endpoint:
         self._token = token
         self._events.clear()
         loop = asyncio.get_running_loop()
-        for session_id in self._sessions.keys() - self._orphans.keys():
+        for session_id in self._sessions:
+            if (earlier := self._orphans.get(session_id)) is not None:
+                earlier.cancel()
             self._orphans[session_id] = loop.call_later(self._orphan_s, self._forget, session_id)
 
     async def send(self, token: int, commands: Sequence[Command]) -> None:
