@@ -9,7 +9,14 @@ import pytest
 from asyncrl.processes.tasks import cancelled
 from asyncrl.rollouter.agent_processes.pool import AgentFailed
 from asyncrl.rollouter.agents.base import Completion
-from asyncrl.rollouter.endpoint.link import EndedSession, FinishedCall, ForgottenSession, KnownCall, Session, StartedCall
+from asyncrl.rollouter.endpoint.link import (
+    EndedSession,
+    FinishedCall,
+    ForgottenSession,
+    KnownCall,
+    Session,
+    StartedCall,
+)
 from asyncrl.rollouter.endpoint.service import LeaseLost
 from asyncrl.rollouter.partial import PartialSample, pack, unpack
 from asyncrl.types.samples import FinishReason, Sample

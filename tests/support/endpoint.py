@@ -158,17 +158,11 @@ class MortalEndpoint:
     async def attach(self, token):
         await self._call("attach", token)
 
-    async def open(self, token, sessions):
-        await self._call("open", token, sessions)
+    async def send(self, token, commands):
+        await self._call("send", token, commands)
 
     async def events(self, token):
         return await self._call("events", token)
-
-    async def answer(self, token, finished):
-        await self._call("answer", token, finished)
-
-    async def end(self, token, addresses):
-        await self._call("end", token, addresses)
 
     async def _call(self, name, *args):
         if self.dead:

@@ -76,7 +76,8 @@ class ChatRenderer:
         self._is_local = all(self._agrees_on(messages) for messages in _probes(self._tool_format is not None))
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [T] ids of a text with its special tokens spelt out."""
+        """int32 [T] ids of a text with its special tokens spelt out. Raises UnicodeEncodeError."""
+        text.encode()  # a tokenizer has no name for half of a surrogate pair
         return np.asarray(self._hf.encode(text, add_special_tokens=False), np.int32)
 
     def given(self, text: str | None, tokens: Sequence[int] | None) -> np.ndarray:
