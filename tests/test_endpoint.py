@@ -602,13 +602,14 @@ async def test_the_slower_of_two_equal_calls_is_trained_though_nobody_waits_for_
         assert len(system.policy.log) == 2
 
 
-async def test_a_sample_without_trained_answers_fails_by_name(model):
+async def test_a_sample_without_trained_answers_fails_by_name(model, caplog):
     async def agent(task, http):
         await chat(task, http, task.messages, temperature=0.2)
 
     async with EndpointSystem(model, agent, counting(), untrained="mask") as system:
         (failed,) = await system.samples()
         assert failed.reason == "nothing_trained"
+        assert "a sample of prompt row:0 failed (nothing_trained): no answer of the policy is trained" in caplog.text
 
 
 async def test_ids_of_tool_calls_suit_all_templates_and_do_not_depend_on_the_attempt(model):

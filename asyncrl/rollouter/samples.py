@@ -222,7 +222,7 @@ class SampleMaker:
                 return _with_arrays(sample, index)
             reason, message = "bad_sample", self._bad_sample(task.prompt, index, problem)
         except GenerationFailed as e:
-            reason, message = e.reason, str(e)
+            reason, message = e.reason, self._generation_failed(task.prompt, e)
         except asyncio.CancelledError:
             if not watch.expired:
                 raise
@@ -265,6 +265,13 @@ class SampleMaker:
             self._reported.add("bad_sample")
             log.warning("the agent loop returned a bad sample, which is dropped; further ones are counted: %s", message)
         return message
+
+    def _generation_failed(self, prompt: Prompt, error: GenerationFailed) -> str:
+        """Logs the first one of each reason; `rollout/failed_samples/` counts all. Returns the message."""
+        if error.reason not in self._reported:
+            self._reported.add(error.reason)
+            log.warning("a sample of prompt %s failed (%s): %s", prompt.prompt_id, error.reason, error)
+        return str(error)
 
     def _agent_error(self, prompt: Prompt, error: Exception) -> str:
         """Logs the first error of each type with its traceback; `rollout/failed_samples/agent_error` counts all.
