@@ -278,7 +278,7 @@ async def test_another_distribution_is_refused_or_served_untrained(model):
         assert system.counted() == {"rendered": 1, "refused": 4}
 
     async def masked(task, http):
-        greedy = await chat(task, http, task.messages, temperature=0)
+        greedy = await chat(task, http, task.messages, temperature=0, top_k=4)
         await chat(task, http, [*task.messages, greedy, {"role": "user", "content": "go"}])
         with pytest.raises(Refused):
             await chat(task, http, task.messages, logit_bias={"5": 1})
@@ -289,6 +289,8 @@ async def test_another_distribution_is_refused_or_served_untrained(model):
         prompt = system.tokenizer.encode(PROMPT)
         assert trained_tokens(sample, prompt) == sampled_tokens([second])
         assert system.counted()["untrained_tokens/other_distribution"] == len(first[1])
+        sampling = next(iter(system.policy.requests.values())).sampling
+        assert (sampling.temperature, repr(sampling.top_k)) == (0.0, "4")  # vLLM takes no 4.0
 
 
 async def test_keys(model):

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.schema import Config, EngineConfig, LoraConfig, MTPConfig, ParamSyncConfig, RolloutConfig
+from asyncrl.config.schema import (
+    Config,
+    EngineConfig,
+    LoraConfig,
+    MTPConfig,
+    ParamSyncConfig,
+    RolloutConfig,
+    ValidationConfig,
+)
 from asyncrl.plugins.registry import UnknownPart
 from asyncrl.rollouter.engines.base import ENGINES, EngineSpec
 
@@ -96,6 +104,23 @@ def test_vllm_refuses_arguments_that_asyncrl_sets_or_cannot_allow(argument, why)
 def test_the_guide_shows_the_whole_example_engine():
     docs = Path(__file__).parent.parent / "docs"
     assert (docs / "examples" / "toy_engine.py").read_text() in (docs / "extending.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (of(rollout={"temperature": 2.5}), "rollout.temperature: vllm samples at temperatures from 0.01 to 2.0"),
+        (of(rollout={"temperature": 0.001}), "rollout.temperature: vllm samples"),
+        (of(validation=ValidationConfig(temperature=3.0)), "validation.temperature: vllm samples"),
+        (
+            of(mtp=MTPConfig(enable_rollout=True), validation=ValidationConfig(min_p=0.1)),
+            "validation.min_p: vllm offers none with mtp.enable_rollout; found 0.1",
+        ),
+    ],
+)
+def test_vllm_refuses_sampling_that_it_does_not_offer(config, expected):
+    (problem,) = ENGINES.find("vllm").problems(config)
+    assert problem.startswith(expected)
 
 
 @pytest.mark.parametrize("name", ["native", "vllm", "sglang"])

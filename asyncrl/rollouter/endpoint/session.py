@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import xxhash
 
@@ -191,7 +192,7 @@ class AgentSession:
         self._emit(self._started(pending))
         return pending
 
-    def _sampling(self, asked: Mapping[str, object]) -> Mapping[str, float] | None:
+    def _sampling(self, asked: Mapping[str, Any]) -> Mapping[str, float] | None:
         """None if the call samples as the run does; else the parameters of an untrained call. Raises BadRequest."""
         neutral = {**_NEUTRAL, "temperature": (self._temperature,)}
         changes = {name: value for name, value in asked.items() if value not in neutral.get(name, ())}
@@ -204,7 +205,8 @@ class AgentSession:
             raise BadRequest(
                 f"{name}: expected {expected}, the distribution that is trained, found {value!r}{served}", name
             )
-        return {name: float(value) for name, value in changes.items()}  # type: ignore[arg-type]
+        # vLLM takes no float for top_k
+        return {name: int(value) if name == "top_k" else float(value) for name, value in changes.items()}
 
     # -- results from the rollouter --------------------------------------------------------------------------------
 

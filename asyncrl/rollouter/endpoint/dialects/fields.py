@@ -21,8 +21,8 @@ KINDS: dict[type, str] = {
 }
 #: Numbers that change the distribution: kind, least and largest value.
 RANGES: dict[str, tuple[type, float, float]] = {
-    "temperature": (float, 0, LARGEST),
-    "top_p": (float, 0, 1),
+    "temperature": (float, 0, 2),
+    "top_p": (float, 1e-6, 1),  # no engine takes 0
     "top_k": (int, -1, LARGEST),
     "min_p": (float, 0, 1),
     "frequency_penalty": (float, -2, 2),

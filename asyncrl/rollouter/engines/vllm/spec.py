@@ -12,6 +12,7 @@ from asyncrl.rollouter.engines.streaming_spec import StreamingSpec
 from asyncrl.rollouter.engines.vllm.release import DISTRIBUTIONS
 
 _MAX_LORA_RANK = 512
+_TEMPERATURES = 0.01, 2.0  # vLLM raises lower ones but 0, and refuses higher ones
 
 #: arguments that follow from other options
 _DERIVED = frozenset(
@@ -68,6 +69,15 @@ class VLLMSpec(StreamingSpec):
                 f"rollout.engine.data_parallel_size: expected at most one copy of the model for each of the replica's "
                 f"{engine.slots} slots (rollout.engine.slots), found {engine.data_parallel_size}"
             )
+        for key, temperature in (
+            ("rollout.temperature", config.rollout.temperature),
+            ("validation.temperature", config.validation.temperature),
+        ):
+            lowest, highest = _TEMPERATURES
+            if temperature and not lowest <= temperature <= highest:
+                yield f"{key}: vllm samples at temperatures from {lowest} to {highest}, found {temperature:g}"
+        if config.mtp.enable_rollout and config.validation.min_p:
+            yield f"validation.min_p: vllm offers none with mtp.enable_rollout; found {config.validation.min_p:g}"
         if sends_adapters(config):
             if engine.pipeline_parallel_size > 1:
                 yield "param_sync.adapters: vllm takes no adapters with pipeline stages; expected merged"
