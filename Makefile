@@ -72,10 +72,10 @@ test-megatron-short: venv-megatron
 test-megatron-newest: venv-megatron-newest
 	$(VENV)-megatron-newest/bin/python -m pytest -q -m "megatron and not slow"
 
-# unmodified clients as agents, each in an environment of its own
+# unmodified clients as agents, each in an environment of its own, with the native engine and, in the full form, vLLM
 AGENTS = $(patsubst tests/agents/%/constraints.txt,venv-agent-%,$(wildcard tests/agents/*/constraints.txt))
 
-test-agents: venv $(AGENTS)
+test-agents: venv venv-vllm $(AGENTS)
 	$(BIN)/python -m pytest -q -m agents
 
 test-agents-short: venv $(AGENTS)

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from asyncrl.rollouter.agent_processes.pool import AgentOptions, AgentProcesses
-from tests.support.endpoint import EndpointSystem, made, make_model
-from tests.support.faults import audit
+from tests.support.endpoint import TEMPLATE, EndpointSystem, made, make_model
+from tests.support.faults import audit, starting
+from tests.support.tiny import make_inputs
+from tests.support.token_audit import audit_tokens
 
 pytestmark = [pytest.mark.agents, pytest.mark.timeout(400)]
 
@@ -24,7 +26,7 @@ OPTIONS = (
     "trainer.total_steps=3",
 )
 
-
+CLIENTS = ["openai", "anthropic", "openai_agents", "smolagents"]
 DOCS = Path(__file__).parent.parent / "docs"
 
 
@@ -176,10 +178,8 @@ async def test_a_call_that_is_cut_is_repeated_by_its_client_and_gets_what_was_sa
         assert system.counted() == {"rendered": 1, "bridged": 1, "repeated_calls": 1}
 
 
-@pytest.mark.parametrize(
-    "client",
-    ["openai", *(pytest.param(c, marks=pytest.mark.slow) for c in ("anthropic", "openai_agents", "smolagents"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("client", CLIENTS)
 def test_a_run_trains_an_agent_of_a_client_to_the_end(start, client):
     agent = (
         f"rollout.agent.path=tests.agents.{client}.agent:dialogue",
@@ -191,6 +191,61 @@ def test_a_run_trains_an_agent_of_a_client_to_the_end(start, client):
     assert len(kl := run.column("mismatch/fresh_kl")) == 3
     assert max(kl) < 1e-4  # what is trained is what was sampled
     assert run.column("rollout/turns") == [2 if client == "smolagents" else 3] * 3
+
+
+ENGINES = {
+    "native": ("rollout.engine.name=tests.support.logged_engine:NATIVE",),
+    "vllm": (
+        "rollout.engine.name=tests.support.logged_engine:VLLM",
+        f"rollout.engine.python={sys.prefix}-vllm/bin/python",
+        "ray.placement_timeout_s=120",
+        "supervision.answer_s=300",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def fluent_inputs(tmp_path_factory):
+    """Inputs of a tiny run whose policy ends its answers, half of which call a tool."""
+    demonstrations = "tests.support.random_agent:demonstrations"
+    folder = make_inputs(tmp_path_factory.mktemp("fluent"), warm_start_steps=60, demonstrations=demonstrations)
+    (folder / "checkpoint/chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("engine", ["native", pytest.param("vllm", marks=pytest.mark.slow)])
+def test_a_run_trains_exactly_what_its_engine_sampled_for_agents_of_all_clients(fluent_inputs, tmp_path, engine):
+    """A group has two samples of each client, of which one streams, one of an agent that uses all parameters of a call,
+    and one that also cuts its connections."""
+    agents = [[interpreter(client), f"tests.agents.{client}.agent:dialogue"] for client in CLIENTS for _ in range(2)]
+    agents += [[interpreter("openai"), "tests.agents.openai.agent:options"], ["", "tests.support.random_agent:solve"]]
+    more = (
+        "rollout.agent.path=tests.support.client_agents:solve",
+        f"rollout.agent.args={json.dumps({'agents': agents})}",
+        "rollout.agent.untrained=mask",
+        "rollout.max_turns=24",
+        f"rollout.n={len(agents)}",
+        f"rollout.min_group_size={len(agents)}",
+        "rollout.max_consecutive_drops=3",
+        "reward.function=tests.support.tiny:length_reward",  # for agents that a limit ends
+        "async_training.staleness_threshold=1",
+        "checkpoint.every_steps=0",  # the queue's records are kept for the audit
+        "trainer.max_tokens_per_micro_batch=4096",
+        "trainer.optimizer.lr=1e-5",  # the policy does not forget how to end an answer
+    )
+    with starting(fluent_inputs, tmp_path / "run", *OPTIONS, *ENGINES[engine], *more) as start:
+        run = start()
+        assert run.wait(600) == 0, run.text
+    audit(run.folder, [2] * 3)
+    assert max(run.column("mismatch/fresh_kl")) < 1e-4
+    assert run.column("rollout/agent/bridged")[-1] > 0
+    found = audit_tokens(run.folder)
+    assert found.samples == 3 * 2 * len(agents)
+    assert found.exact == found.trained > 0
+    reasons = ("never_delivered", "other_distribution")
+    untrained = sum(run.column(f"rollout/agent/untrained_tokens/{reason}")[-1] for reason in reasons)
+    assert found.unexplained + found.why["of several equal calls"] <= untrained
 
 
 EXAMPLES = {

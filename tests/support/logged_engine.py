@@ -1,4 +1,4 @@
-"""A native engine that writes down all that it samples, in the run's folder: the engines' own log."""
+"""Engines that write down all that they sample, in the run's folder: the engines' own log."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import pickle
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from asyncrl.config.checks import warm_kv_bytes
-from asyncrl.rollouter.engines.native.engine import NativeEngine
+from asyncrl.rollouter.engines.base import EngineSpec
 from asyncrl.rollouter.engines.native.spec import NativeSpec
-from asyncrl.rollouter.tokenizer import PromptTokenizer
+from asyncrl.rollouter.engines.vllm.spec import VLLMSpec
 from asyncrl.types.versions import PolicyVersion
 
 FOLDER = "engine_log"
@@ -33,36 +32,48 @@ class Sampled(NamedTuple):
     at_s: float
 
 
-class LoggedEngine(NativeEngine):
-    log_file: Path
+class LoggedEngine:
+    """Another engine, and a log of the requests and tokens that pass."""
+
+    def __init__(self, engine: Any, log_file: Path) -> None:
+        self._engine, self._log_file = engine, log_file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
     def _write(self, *record: object) -> None:
-        with self.log_file.open("ab") as file:
+        with self._log_file.open("ab") as file:
             pickle.dump(record, file)
 
     async def submit(self, requests):
         self._write("submit", [(r.id, (r.tokens, time.monotonic())) for r in requests])
-        await super().submit(requests)
+        await self._engine.submit(requests)
 
     async def events(self):
-        batch = await super().events()
+        batch = await self._engine.events()
         self._write("events", batch.ids, batch.offsets, batch.tokens, batch.logprobs, batch.versions)
         return batch
 
 
-class Spec(NativeSpec):
+class _Logged(EngineSpec):
+    """To be mixed with an engine's spec."""
+
     async def start(self, config, recorder):
         folder = Path(config.run_dir) / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        engine = LoggedEngine(
-            config.model.path,
-            config.rollout.engine,
-            recorder=recorder,
-            tokenizer=PromptTokenizer(config.model.path).hf,
-            warm_bytes=warm_kv_bytes(config),
-        )
-        engine.log_file = folder / f"{recorder.actor.replace('/', '-')}_{os.getpid()}"
-        return engine
+        file = folder / f"{recorder.actor.replace('/', '-')}_{os.getpid()}"
+        return LoggedEngine(await super().start(config, recorder), file)
+
+
+class _Native(_Logged, NativeSpec):
+    pass
+
+
+class _VLLM(_Logged, VLLMSpec):
+    pass
+
+
+NATIVE, VLLM = _Native(), _VLLM()
 
 
 def read_log(run: Path) -> Iterator[Sampled]:
@@ -93,6 +104,3 @@ def _records(file: Path) -> Iterator[tuple]:
                 yield pickle.load(log)
             except (EOFError, pickle.UnpicklingError):  # the end, or a record that a death cut
                 return
-
-
-ENGINE = Spec()

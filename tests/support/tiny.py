@@ -5,6 +5,7 @@ import hashlib
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 from asyncrl.rollouter.agents.single_turn import SingleTurn
 from asyncrl.rollouter.agents.trajectory import TrajectoryBuilder
@@ -14,11 +15,11 @@ from asyncrl.types.samples import FinishReason, Sample
 MAX_RESPONSE = 24
 
 
-def make_inputs(folder: Path) -> Path:
-    """A checkpoint (random weights) and problems under ``folder``."""
+def make_inputs(folder: Path, warm_start_steps: int = 0, **options: Any) -> Path:
+    """A checkpoint (random weights by default; ``options`` of `make_checkpoint`) and problems under ``folder``."""
     from asyncrl.models.make_checkpoint import make_checkpoint  # reward workers import this module, and it is heavy
 
-    make_checkpoint(folder / "checkpoint", seed=0, warm_start_steps=0)
+    make_checkpoint(folder / "checkpoint", 0, warm_start_steps, **options)
     rows = [
         {"prompt": [{"role": "user", "content": f"Compute {a}+{b}"}], "answer": str(a + b)}
         for a in range(5)

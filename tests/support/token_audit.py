@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 import tempfile
 from collections import Counter, defaultdict
@@ -39,9 +40,9 @@ class TokenAudit:
         return self.why["unexplained"]
 
 
-def audit_tokens(run: Path, died_s: float) -> TokenAudit:
-    """Of a run with `tests.support.logged_engine` that has ended. ``died_s``: when its rollouter died, in seconds of
-    the machine's clock."""
+def audit_tokens(run: Path, died_s: float = math.inf) -> TokenAudit:
+    """Of a run with `tests.support.logged_engine` that has ended. ``died_s``: when its rollouter died, if it did, in
+    seconds of the machine's clock."""
     audit = TokenAudit()
     log = list(read_log(run))
     requests = [_Request.of(sampled, sampled.at_s > died_s) for sampled in log]

@@ -100,11 +100,16 @@ async def errors(task):
 
 
 async def dialogue(task, turns: int = 3):
-    """For whole runs, whose policy writes anything: answers of a few tokens, rewarded for digits."""
+    """For whole runs, whose policy writes anything: short answers, rewarded for digits. Every other sample streams."""
     client = AsyncAnthropic(base_url=task.anthropic_base_url, api_key=task.api_key)
     messages = list(task.messages)
     for turn in range(turns):
-        message = await client.messages.create(model=task.model, max_tokens=6, messages=messages)
+        ask = {"model": task.model, "max_tokens": 24, "messages": messages}
+        if task.index % 2:
+            async with client.messages.stream(**ask) as stream:
+                message = await stream.get_final_message()
+        else:
+            message = await client.messages.create(**ask)
         text = "".join(block.text for block in message.content if block.type == "text")
         messages += [{"role": "assistant", "content": message.content}, {"role": "user", "content": str(turn)}]
     return {"reward": sum(c.isdigit() for c in text) / max(len(text), 1), "metrics": {"turns": turns}}

@@ -1,5 +1,6 @@
 """Agents of the openai client. Each returns whether it found what the tests' policy writes."""
 
+import asyncio
 import json
 
 import openai
@@ -149,12 +150,39 @@ async def errors(task):
 
 
 async def dialogue(task, turns: int = 3):
-    """For whole runs, whose policy writes anything: answers of a few tokens, rewarded for digits."""
+    """For whole runs, whose policy writes anything: short answers, rewarded for digits. Every other sample streams."""
     client = AsyncOpenAI(base_url=task.base_url, api_key=task.api_key)
     messages = list(task.messages)
     for turn in range(turns):
-        completion = await client.chat.completions.create(model=task.model, messages=messages, max_completion_tokens=6)
-        message = completion.choices[0].message
-        messages += [message, {"role": "user", "content": str(turn)}]
-    text = message.content or ""
+        ask = {"model": task.model, "messages": messages, "max_completion_tokens": 24}
+        if task.index % 2:  # not with the helper, which raises where a limit ends an answer
+            chunks = await client.chat.completions.create(**ask, stream=True)
+            text = "".join([choice.delta.content or "" async for chunk in chunks for choice in chunk.choices])
+        else:
+            text = (await client.chat.completions.create(**ask)).choices[0].message.content or ""
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": str(turn)}]
     return {"reward": sum(c.isdigit() for c in text) / max(len(text), 1), "metrics": {"turns": turns}}
+
+
+async def options(task):
+    """All that a call may ask for, with ``rollout.agent.untrained: mask``; then turns until a limit ends the sample."""
+    client = AsyncOpenAI(base_url=task.base_url, api_key=task.api_key)
+
+    async def ask(max_tokens=24, **options):
+        extra_body = {"return_token_ids": True} | options.pop("extra_body", {})
+        ask = {"model": task.model, "messages": task.messages, "max_tokens": max_tokens, "logprobs": True} | options
+        completion = await client.chat.completions.create(**ask, extra_body=extra_body)
+        choice, tokens = completion.choices[0], completion.usage.completion_tokens
+        assert tokens == len(choice.token_ids) == len(choice.logprobs.content) <= max_tokens, completion
+        assert all(token.logprob <= 0 for token in choice.logprobs.content), completion
+        assert choice.finish_reason == "stop" or tokens == max_tokens, completion
+        return choice
+
+    best, *_ = await asyncio.gather(*(ask() for _ in range(3)), ask(1))
+    low = list("0123")
+    assert not set(low) & set((await ask(stop=low)).message.content)
+    for untrained in ({"temperature": 0}, {"top_p": 0.5}, {"extra_body": {"top_k": 2, "min_p": 0.1}}):
+        await ask(**untrained)
+    await client.completions.create(model=task.model, prompt=best.token_ids, max_tokens=8)
+    while True:
+        await ask()

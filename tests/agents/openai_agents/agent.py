@@ -61,12 +61,17 @@ async def handoff(task, api: str):
 
 
 async def dialogue(task, turns: int = 3):
-    """For whole runs, whose policy writes anything: answers of a few tokens, rewarded for digits."""
-    settings = ModelSettings(max_tokens=6)
+    """For whole runs, whose policy writes anything: short answers, rewarded for digits. Every other sample streams."""
+    settings = ModelSettings(max_tokens=24)
     agent = Agent("Writer", instructions="Digits.", model=model_of(task, "chat"), model_settings=settings)
     items = list(task.messages)
     for turn in range(turns):
-        result = await Runner.run(agent, items)
+        if task.index % 2:
+            result = Runner.run_streamed(agent, items)
+            async for _ in result.stream_events():
+                pass
+        else:
+            result = await Runner.run(agent, items)
         items = [*result.to_input_list(), {"role": "user", "content": str(turn)}]
     text = str(result.final_output)
     return {"reward": sum(c.isdigit() for c in text) / max(len(text), 1), "metrics": {"turns": turns}}

@@ -57,9 +57,9 @@ TEMPLATES = {
 
 
 def dialogue(task, turns: int = 2):
-    """For whole runs, whose policy writes anything: steps of a few tokens, rewarded for digits. None of them is a
-    program, so the last turn asks for an answer without one."""
-    model = model_of(task, max_tokens=6)
-    agent = CodeAgent([], model, TEMPLATES, max_steps=turns - 1, verbosity_level=LogLevel.OFF)
+    """For whole runs, whose policy writes anything: short steps, rewarded for digits. None of them is a program, so the
+    last turn asks for an answer without one. Every other sample streams."""
+    model, streams = model_of(task, max_tokens=24), bool(task.index % 2)
+    agent = CodeAgent([], model, TEMPLATES, max_steps=turns - 1, stream_outputs=streams, verbosity_level=LogLevel.OFF)
     text = str(agent.run(task.messages[-1]["content"]))
     return {"reward": sum(c.isdigit() for c in text) / max(len(text), 1), "metrics": {"turns": turns}}
