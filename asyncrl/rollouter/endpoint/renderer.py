@@ -10,25 +10,18 @@ these alone, in a time that does not grow with the conversation, where probes sh
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from asyncrl.rollouter.endpoint.calls import BadRequest
-from asyncrl.rollouter.endpoint.tool_formats import (
-    END_OF_THINKING,
-    PROBE,
-    PROBE_CALL,
-    THINK,
-    ToolFormat,
-    WrittenCall,
-    fitting_format,
-    split_reasoning,
-)
+from asyncrl.rollouter.endpoint.nearest import examples, nearest
+from asyncrl.rollouter.endpoint.template_style import style_of
+from asyncrl.rollouter.endpoint.tool_formats import PROBE, REASONING_TAGS, WrittenCall, split_reasoning
 from asyncrl.rollouter.tokenizer import PromptTokenizer
 from asyncrl.types.prompts import Message
 
@@ -51,7 +44,7 @@ class Rendered(NamedTuple):
 
 @dataclass(frozen=True)
 class Written:
-    """An assistant's message in parts. ``tool_calls`` lack ids, which no model writes."""
+    """An assistant's message in parts."""
 
     content: str
     reasoning: str | None
@@ -71,9 +64,8 @@ class ChatRenderer:
         self._stops = {token: str(self._hf.decode([token])) for token in tokenizer.stop_token_ids}
         added = [token.content for token in self._hf.added_tokens_decoder.values() if token.special]
         self._special = list(dict.fromkeys([*added, *self._stops.values()]))  # texts
-        self._reasons = THINK in str(self._hf.chat_template or "")
-        self._tool_format = self._find_tool_format()
-        self._is_local = all(self._agrees_on(messages) for messages in _probes(self._tool_format is not None))
+        self._style = style_of(self._hf, list(self._stops.values()))
+        self._is_local = all(self._agrees_on(messages) for messages in examples(self._style.tool_format is not None))
 
     def encode(self, text: str) -> np.ndarray:
         """int32 [T] ids of a text with its special tokens spelt out. Raises UnicodeEncodeError."""
@@ -107,9 +99,9 @@ class ChatRenderer:
         return Rendered(self.encode(text), _opens_reasoning(text))
 
     def _text(self, conversation: Conversation) -> str:
-        messages = [_for_template(message) for message in conversation.messages]
+        messages = [self._style.message(message) for message in conversation.messages]
         calls_tools = any(m["role"] == "tool" or m.get("tool_calls") for m in messages)
-        if (conversation.tools or calls_tools) and self._tool_format is None:
+        if (conversation.tools or calls_tools) and self._style.tool_format is None:
             raise BadRequest(
                 "tools: nothing parses the tool calls of this model's chat template; expected messages without tools",
                 "tools",
@@ -129,12 +121,13 @@ class ChatRenderer:
 
     def parse(self, text: str, opened: bool, tools: Sequence[Mapping[str, Any]]) -> Written:
         """The parts of an assistant's text. ``opened``: its prompt ended inside the reasoning."""
-        reasoning = None
-        if self._reasons:
-            reasoning, text = split_reasoning(text, opened)
+        style, reasoning = self._style, None
+        if style.tags is not None:
+            reasoning, text = split_reasoning(text, opened, style.tags)
+        text = text.removeprefix(style.before).removesuffix(style.after)
         calls: list[WrittenCall] = []
-        if tools and self._tool_format is not None:
-            text, calls = self._tool_format(text, tools)
+        if tools and style.tool_format is not None:
+            text, calls = style.tool_format.parse(text, tools)
         return Written(text, reasoning, tuple(calls))
 
     def bridge(
@@ -147,11 +140,7 @@ class ChatRenderer:
         stop = int(sampled[-1]) if len(sampled) else -1
         if stop not in self._stops:
             raise NoBridge("no_stop_token")
-        earlier = conversation.messages[:place]
-        if before is None and self._is_local and not _may_strip(earlier, conversation.messages[place:]):
-            earlier = _nearest(earlier)
-        prompt = self._text(replace(conversation, messages=earlier if before is None else before))
-        text = self._text(replace(conversation, messages=[*earlier, *conversation.messages[place:]]))
+        prompt, text = self._prompt_and_text(conversation, place, before)
         if not text.startswith(prompt):
             raise NoBridge("history_rewritten")
         # the token that ended the answer ends its message in the template, or begins the next one
@@ -169,89 +158,40 @@ class ChatRenderer:
             raise NoBridge("no_bridge")
         return Rendered(tokens[1:], _opens_reasoning(text))
 
+    def _prompt_and_text(
+        self, conversation: Conversation, place: int, before: Sequence[Message] | None
+    ) -> tuple[str, str]:
+        """Two texts that show what follows the prompt of ``before``, see `bridge`."""
+        earlier, added = conversation.messages[:place], conversation.messages[place:]
+        if before is None and self._is_local:
+            near = nearest(earlier, added)
+            with contextlib.suppress(BadRequest):  # in a conversation of another kind than the examples
+                prompt, text = (self._text(replace(conversation, messages=m)) for m in (near, [*near, *added]))
+                return prompt, text
+        return self._text(replace(conversation, messages=before or earlier)), self._text(conversation)
+
     def _agrees_on(self, messages: Sequence[Message]) -> bool:
-        """True if the template adds the same to the `_nearest` of the messages as to all, for each answer of them."""
+        """True if the template adds the same to the `nearest` messages as to all, for each answer among them."""
         tools = [PROBE] if any(message["role"] == "tool" for message in messages) else []
         for place, message in enumerate(messages):
-            if message["role"] != "assistant" or _may_strip(messages[:place], messages[place:][:2]):
-                continue
-            added: list[str | bool | None] = []
-            for earlier in (messages[:place], _nearest(messages[:place])):
-                try:
-                    prompt = self._text(Conversation(earlier, tools, {}))
-                    text = self._text(Conversation([*earlier, *messages[place:][:2]], tools, {}))
-                    added.append(text.startswith(prompt) and text[len(prompt) :])
-                except BadRequest:  # the template knows no such conversation
-                    added.append(None)
-            if added[0] is not None and added[0] != added[1]:
-                return False
+            if message["role"] == "assistant":
+                earlier, added = messages[:place], messages[place : place + 2]
+                whole = self._added(earlier, added, tools)
+                if whole is not None and whole != self._added(nearest(earlier, added), added, tools):
+                    return False
         return True
 
-    def _find_tool_format(self) -> ToolFormat | None:
-        call = {"id": "call00001", "type": "function", "function": PROBE_CALL}
-        messages: list[Message] = [{"role": "user", "content": "probe"}]
-        answer: Message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    def _added(self, earlier: Sequence[Message], added: Sequence[Message], tools: Sequence[Any]) -> str | None:
+        """What the template adds for further messages; None if it refuses them, "" if it rewrites the earlier ones."""
         try:
-            rendered = [
-                self._hf.apply_chat_template(
-                    [_for_template(m) for m in turns], tools=[PROBE], tokenize=False, add_generation_prompt=prompts
-                )
-                for turns, prompts in ((messages, True), (messages, False), ([*messages, answer], False))
-            ]
-        except Exception:  # the template knows no tools
+            prompt, text = (self._text(Conversation(m, tools, {})) for m in (earlier, [*earlier, *added]))
+        except BadRequest:
             return None
-        *prompts, whole = map(str, rendered)
-        for prompt in prompts:  # a generation prompt may begin with what the answer lacks, such as <think>
-            equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole)))
-            if (found := fitting_format(whole[equal:], list(self._stops.values()))) is not None:
-                return found
-        return None
+        return text[len(prompt) :] if text.startswith(prompt) else ""
 
 
 def _opens_reasoning(prompt: str) -> bool:
-    return prompt.rstrip().endswith(THINK)
-
-
-def _nearest(messages: Sequence[Message]) -> list[Message]:
-    """What the rendering of further messages may depend on: the system's, the user's last one, and the last round of
-    an assistant's message and what tools returned."""
-    roles = [message["role"] for message in messages]
-    if "user" not in roles:
-        return list(messages)
-    asked = len(roles) - 1 - roles[::-1].index("user")
-    answered = len(roles) - 1 - roles[::-1].index("assistant") if "assistant" in roles[asked:] else len(roles)
-    return [*messages[: min(asked, roles[0] in ("system", "developer"))], messages[asked], *messages[answered:]]
-
-
-def _may_strip(earlier: Sequence[Message], added: Sequence[Message]) -> bool:
-    """True if a template may drop earlier reasoning because a user speaks again."""
-    return any(m["role"] == "user" for m in added) and any(
-        m.get("reasoning_content") or END_OF_THINKING in (m.get("content") or "") for m in earlier
-    )
-
-
-def _probes(with_tools: bool) -> Iterator[list[Message]]:
-    """Conversations on which a template shows what it depends on."""
-
-    def turns(*roles: str) -> list[Message]:
-        made: list[Message] = []
-        for number, role in enumerate(roles):
-            message: Message = {"role": role, "content": f"said {number}"}
-            if role == "tool":
-                call = {"id": f"call{number:05}", "type": "function", "function": PROBE_CALL}
-                made[-1] |= {"content": "", "tool_calls": [call]}
-                message["tool_call_id"] = call["id"]
-            made.append(message)
-        return made
-
-    dialogue = ["user", "assistant"] * 4 + ["user"]
-    yield turns(*dialogue)
-    yield turns("system", *dialogue)
-    if with_tools:
-        agent = ["user", *["assistant", "tool"] * 4, "assistant", "user", *["assistant", "tool"] * 3]
-        for roles in (agent, ["system", *agent]):
-            yield turns(*roles)
-            yield [m | {"reasoning_content": "thought"} if m["role"] == "assistant" else m for m in turns(*roles)]
+    return prompt.rstrip().endswith(tuple(begin for begin, _ in REASONING_TAGS))
 
 
 def message_keys(message: Message) -> tuple[str, str]:
@@ -276,21 +216,3 @@ def _call_key(name: str, arguments: str) -> tuple[str, Any]:
 def _meaning(written: Written) -> tuple[Any, ...]:
     calls = tuple(_call_key(call.name, call.arguments) for call in written.tool_calls)
     return written.content.strip(), (written.reasoning or "").strip(), calls
-
-
-def _for_template(message: Message) -> Message:
-    """As templates expect a message: a text as content, and arguments of tool calls as objects."""
-    made = {**message, "content": message.get("content") or ""}
-    if calls := message.get("tool_calls"):
-        made["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _arguments(call["function"]["arguments"])}}
-            for call in calls
-        ]
-    return made
-
-
-def _arguments(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text

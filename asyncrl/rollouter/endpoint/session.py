@@ -253,7 +253,7 @@ class AgentSession:
             written = renderer.parse(text, pending.prompt.opens_reasoning, tools)
             content, reasoning = written.content, written.reasoning
             calls = [
-                ToolCall(xxhash.xxh3_64_hexdigest(f"{identity}/{i}".encode())[:ID_LENGTH], c.name, c.arguments)
+                ToolCall(c.id or xxhash.xxh3_64_hexdigest(f"{identity}/{i}".encode())[:ID_LENGTH], c.name, c.arguments)
                 for i, c in enumerate(written.tool_calls)
             ]
         return Answer(

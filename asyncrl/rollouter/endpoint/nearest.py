@@ -1,0 +1,56 @@
+"""On which messages the rendering of further ones depends, in every chat template known to us."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from asyncrl.rollouter.endpoint.tool_formats import PROBE_CALL, REASONING_TAGS
+from asyncrl.types.prompts import Message
+
+
+def nearest(messages: Sequence[Message], added: Sequence[Message]) -> Sequence[Message]:
+    """Those of the ``messages`` before the ``added`` ones: the system's, the user's last one, and the last round of an
+    assistant's message and what tools returned. All, where templates may drop earlier reasoning: a user speaks again.
+    """
+    roles = [message["role"] for message in messages]
+    if "user" not in roles or (any(m["role"] == "user" for m in added) and any(map(_reasons, messages))):
+        return messages
+    asked = _last(roles, "user")
+    answered = _last(roles, "assistant") if "assistant" in roles[asked:] else len(roles)
+    return [*messages[: min(asked, roles[0] in ("system", "developer"))], messages[asked], *messages[answered:]]
+
+
+def examples(with_tools: bool) -> Iterator[list[Message]]:
+    """Conversations on which a template shows what it depends on; each assistant's message is followed by another."""
+    dialogue = ["user", "assistant"] * 4 + ["user"]
+    yield _example(*dialogue)
+    yield _example("system", *dialogue)
+    if with_tools:
+        agent = ["user", *["assistant", "tool"] * 4, "assistant", "user", *["assistant", "tool"] * 3]
+        for roles in (agent, ["system", *agent]):
+            yield _example(*roles)
+            yield [
+                {**message, "reasoning_content": "thought"} if message["role"] == "assistant" else message
+                for message in _example(*roles)
+            ]
+
+
+def _example(*roles: str) -> list[Message]:
+    made: list[Message] = []
+    for number, role in enumerate(roles):
+        message: Message = {"role": role, "content": f"said {number}"}
+        if role == "tool":
+            message["tool_call_id"] = f"call{number:05}"
+            call = {"id": message["tool_call_id"], "type": "function", "function": PROBE_CALL}
+            made[-1] |= {"content": "", "tool_calls": [call]}
+        made.append(message)
+    return made
+
+
+def _last(roles: Sequence[str], role: str) -> int:
+    return len(roles) - 1 - roles[::-1].index(role)
+
+
+def _reasons(message: Message) -> bool:
+    content = message.get("content") or ""
+    return bool(message.get("reasoning_content")) or any(end in content for _, end in REASONING_TAGS)
