@@ -16,9 +16,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from asyncrl.rollouter.agents.base import Completion
 from asyncrl.rollouter.endpoint.calls import Answer, BadRequest, Call, ToolCall
 from asyncrl.rollouter.endpoint.renderer import ChatRenderer, Conversation
 from asyncrl.rollouter.endpoint.turns import Turn, Turns, as_message
+from asyncrl.types.samples import FinishReason
 
 TEXT = 'if x == "{}":\n\tprint(\'[a, b]\')  # é </b>, "name":'
 ARGUMENTS = {"n": 3, "x": -1.5, "text": TEXT, "digits": "007", "deep": {"a": [1, {"z": "}"}]}, "yes": True, "no": None}
@@ -203,12 +205,22 @@ class Chat:
         """How the prompt of the next call is made, which begins with the very tokens of an earlier one if bridged."""
         self.messages += messages
         self.call = Call("m", messages=list(self.messages), tools=self.tools)
-        self.prompt = self.turns.prompt_of(self.call)
+        self.prompt = self._as_the_whole_would_give()
         earlier = self.turns.all[-1] if self.turns.all else None
         if earlier is not None and self.prompt.how == "bridged":
-            tokens = np.concatenate([earlier.prompt.tokens, earlier.answer.tokens])
-            assert np.array_equal(self.prompt.tokens[: len(tokens)], tokens)
+            tokens = earlier.end.tolist()
+            assert self.prompt.tokens.tolist()[: len(tokens)] == tokens
         return self.prompt.reason or self.prompt.how
+
+    def _as_the_whole_would_give(self):
+        """The prompt of the call, which is the same if every bridge is rendered with the whole conversation."""
+        prompt = self.turns.prompt_of(self.call)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.renderer, "_is_local", False)
+            whole = self.turns.prompt_of(self.call)
+        assert (prompt.how, prompt.reason, prompt.opens_reasoning) == (whole.how, whole.reason, whole.opens_reasoning)
+        assert prompt.tokens.tolist() == whole.tokens.tolist()
+        return prompt
 
     def answer(self, text):
         """The parts of what the model writes, stop token included."""
@@ -217,13 +229,14 @@ class Chat:
         chosen = renderer.encode(text).tolist()
         tokens = np.asarray([token for one in chosen for token in letters.get(one, [one])], np.int32)
         assert len(tokens) > len(chosen)
-        written = renderer.parse(renderer.text_of(tokens), self.prompt.rendered.opens_reasoning, self.tools)
+        written = renderer.parse(renderer.text_of(tokens), self.prompt.opens_reasoning, self.tools)
         calls = [ToolCall(c.id or f"call{number:04}{i}", c.name, c.arguments) for i, c in enumerate(written.tool_calls)]
         answer = Answer(
             f"a{number}", "m", 0, text, written.content, written.reasoning, calls, "stop", None, self.prompt.tokens,
             tokens, np.zeros(len(tokens), np.float32),
         )  # fmt: skip
-        self.turns.add(Turn(number, self.call, self.prompt, None, answer, True))
+        completion = Completion(tokens, answer.logprobs, [], FinishReason.STOP)
+        self.turns.add(Turn(number, self.call, self.prompt, completion, answer, True))
         self.messages.append(as_message(answer))
         return written
 
@@ -236,7 +249,7 @@ class Chat:
 
     @property
     def rendered(self):
-        return self.renderer.render(Conversation(self.messages, self.tools, {}))
+        return self.hf.decode(self.renderer.render(Conversation(self.messages, self.tools, {})).tokens.tolist())
 
 
 def user(text="hi"):
@@ -509,15 +522,17 @@ def test_a_template_that_leaves_out_the_last_stop_token_is_bridged():
         assert chat.text.count("<BOS>") == 1
 
 
-def test_a_date_that_changes_begins_a_branch(monkeypatch):
+def test_a_conversation_keeps_the_date_with_which_it_began(monkeypatch):
     dated = SimpleNamespace(template="{{ today | default('monday') }}" + HERMES.template)
     renderer = renderer_of(dated)
     chat = Chat(renderer)
     chat.ask(user())
     chat.answer("Done.<|stop|>")
-    render = renderer.render
-    monkeypatch.setattr(renderer, "render", lambda c: render(replace(c, template_args={"today": "tuesday"})))
-    assert chat.ask(user("more")) == "history_rewritten"
+    text = renderer._text
+    monkeypatch.setattr(renderer, "_text", lambda c: text(replace(c, template_args={"today": "tuesday"})))
+    assert chat.ask(user("more")) == "bridged"
+    assert "monday" in chat.text
+    assert "tuesday" not in chat.text
 
 
 def test_a_template_without_tool_calls_refuses_tools_and_chats():
@@ -528,3 +543,25 @@ def test_a_template_without_tool_calls_refuses_tools_and_chats():
     chat.ask(user())
     chat.answer("Done.<|stop|>")
     assert chat.ask(user("more")) == "bridged"
+
+
+SKELETON_OF_CHAT = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}@count<|stop|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_a_template_that_looks_further_back_is_rendered_whole():
+    counting = SKELETON_OF_CHAT.replace("@count", "{{ loop.index0 if m.role == 'user' else '' }}")
+    chat = Chat(renderer_of(SimpleNamespace(template=counting)), tools=[])
+    assert not chat.renderer._is_local
+    chat.ask(user("one"))
+    for number in (2, 4):
+        chat.answer("Done.<|stop|>")
+        assert chat.ask(user("more")) == "bridged"
+        assert chat.text.endswith(f"more{number}<|stop|><|assistant|>")
+
+
+def test_most_families_are_rendered_with_the_nearest_messages():
+    local = [name for name, family in FAMILIES.items() if renderer_of(family, ends(family)[0])._is_local]
+    assert len(local) >= 0.8 * len(FAMILIES), sorted(set(FAMILIES) - set(local))
