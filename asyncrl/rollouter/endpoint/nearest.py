@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from asyncrl.rollouter.endpoint.tool_formats import PROBE_CALL, REASONING_TAGS
+from asyncrl.rollouter.endpoint.tool_formats import PROBE_CALL, ReasoningTags
 from asyncrl.types.prompts import Message
 
 
-def nearest(messages: Sequence[Message], added: Sequence[Message]) -> Sequence[Message]:
+def nearest(messages: Sequence[Message], added: Sequence[Message], tags: ReasoningTags | None) -> Sequence[Message]:
     """Those of the ``messages`` before the ``added`` ones: the system's, the user's last one, and the last round of an
-    assistant's message and what tools returned. All, where templates may drop earlier reasoning: a user speaks again.
-    """
+    assistant's message and what tools returned. All, where a template that knows reasoning, in ``tags``, may drop
+    earlier ones: a user speaks again."""
     roles = [message["role"] for message in messages]
-    if "user" not in roles or (any(m["role"] == "user" for m in added) and any(map(_reasons, messages))):
+    if "user" not in roles:
         return messages
+    if tags is not None and any(message["role"] == "user" for message in added):
+        said = (message for message, role in zip(messages, roles, strict=True) if role == "assistant")
+        if any(message.get("reasoning_content") or tags[1] in (message.get("content") or "") for message in said):
+            return messages
     asked = _last(roles, "user")
     answered = _last(roles, "assistant") if "assistant" in roles[asked:] else len(roles)
     return [*messages[: min(asked, roles[0] in ("system", "developer"))], messages[asked], *messages[answered:]]
@@ -49,8 +53,3 @@ def _example(*roles: str) -> list[Message]:
 
 def _last(roles: Sequence[str], role: str) -> int:
     return len(roles) - 1 - roles[::-1].index(role)
-
-
-def _reasons(message: Message) -> bool:
-    content = message.get("content") or ""
-    return bool(message.get("reasoning_content")) or any(end in content for _, end in REASONING_TAGS)

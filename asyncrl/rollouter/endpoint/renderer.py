@@ -164,7 +164,7 @@ class ChatRenderer:
         """Two texts that show what follows the prompt of ``before``, see `bridge`."""
         earlier, added = conversation.messages[:place], conversation.messages[place:]
         if before is None and self._is_local:
-            near = nearest(earlier, added)
+            near = nearest(earlier, added, self._style.tags)
             with contextlib.suppress(BadRequest):  # in a conversation of another kind than the examples
                 prompt, text = (self._text(replace(conversation, messages=m)) for m in (near, [*near, *added]))
                 return prompt, text
@@ -177,7 +177,8 @@ class ChatRenderer:
             if message["role"] == "assistant":
                 earlier, added = messages[:place], messages[place : place + 2]
                 whole = self._added(earlier, added, tools)
-                if whole is not None and whole != self._added(nearest(earlier, added), added, tools):
+                near = nearest(earlier, added, self._style.tags)
+                if whole is not None and whole != self._added(near, added, tools):
                     return False
         return True
 
@@ -197,13 +198,13 @@ def _opens_reasoning(prompt: str) -> bool:
 def message_keys(message: Message) -> tuple[str, str]:
     """Equal for messages that say the same, however a client serialises them: the first whether or not it keeps
     reasoning and the ids of tool calls, and the other what the first leaves out."""
-    calls = message.get("tool_calls") or ()
-    called = [_call_key(c["function"]["name"], c["function"]["arguments"]) for c in calls]
-    ids = [c["id"] for c in calls] or message.get("tool_call_id") or ""
-    return (
-        f"{message['role']}\0{message.get('content') or ''}\0{called or ''}\0",
-        f"{message.get('reasoning_content') or ''}\0{ids}\0",
-    )
+    said, left_out = f"{message['role']}\0{message.get('content') or ''}\0", message.get("reasoning_content") or ""
+    if calls := message.get("tool_calls"):
+        said += f"{[_call_key(call['function']['name'], call['function']['arguments']) for call in calls]}\0"
+        left_out += f"\0{[call['id'] for call in calls]}"
+    if identity := message.get("tool_call_id"):
+        left_out += f"\0{identity}"
+    return said, left_out
 
 
 def _call_key(name: str, arguments: str) -> tuple[str, Any]:

@@ -183,13 +183,13 @@ class Turns:
         return [*instructions, *earlier, *call.messages]
 
     def _parents(
-        self, messages: Sequence[Message], saids: Sequence[int], previous: str | None
+        self, messages: Sequence[Message], saids: dict[int, int], previous: str | None
     ) -> tuple[int, list[Turn]]:
         """Turns whose messages and answer the conversation begins with, as many messages as possible, and the place of
         that answer. Of equal ones those that the caller names, if there are any: by the id of the answer, or by those
         of tool calls."""
-        for place in range(len(saids) - 2, -1, -1):  # something follows the answer
-            if found := self._by_messages.get(saids[place]):
+        for place, said in reversed(saids.items()):
+            if place < len(messages) - 1 and (found := self._by_messages.get(said)):
                 named = [turn for turn in found if turn.answer.id == previous]
                 if len(found) > 1 and not named:
                     ids = _call_ids(messages[: place + 1])
@@ -229,17 +229,21 @@ def _call_ids(messages: Sequence[Message]) -> list[str]:
     return [call["id"] for message in messages for call in message.get("tool_calls") or ()]
 
 
-def _digests(conversation: Conversation) -> tuple[xxhash.xxh3_64, list[int], list[int]]:
-    """`Spoken.said`, and the values of it and of `Spoken.rest` up to each message."""
+def _digests(conversation: Conversation) -> tuple[xxhash.xxh3_64, dict[int, int], list[int]]:
+    """`Spoken.said`, its value after each assistant's message, by place, and that of `Spoken.rest` after each
+    message."""
     said = xxhash.xxh3_64(repr((list(conversation.tools), dict(conversation.template_args))).encode())
     rest = xxhash.xxh3_64()
-    saids, rests = [], []
-    for message in conversation.messages:
+    saids, rests, value = {}, [], 0
+    for place, message in enumerate(conversation.messages):
         text, other = message_keys(message)
         said.update(text.encode())
-        rest.update(other.encode())
-        saids.append(said.intdigest())
-        rests.append(rest.intdigest())
+        if message["role"] == "assistant":
+            saids[place] = said.intdigest()
+        if other:
+            rest.update(f"{place}\0{other}\0".encode())
+            value = rest.intdigest()
+        rests.append(value)
     return said, saids, rests
 
 
