@@ -90,9 +90,9 @@ def faults(inputs: Path, folder: Path, samples: int) -> dict[str, float]:
     try:
         for number, kind in enumerate(["replica", "rollouter", "replica"], start=1):
             run.until_trained(number * steps // 4, timeout_s=1200)
-            if kind == "rollouter":
-                died_s = time.monotonic()
             run.kill(kind)
+            if kind == "rollouter":
+                died_s = time.monotonic()  # what it sent last has arrived, and its successor loads its tokenizer
         if status := run.wait(1200):
             raise SystemExit(f"the run exited {status}\n{run.text}")
     finally:

@@ -41,8 +41,8 @@ class TokenAudit:
 
 
 def audit_tokens(run: Path, died_s: float = math.inf) -> TokenAudit:
-    """Of a run with `tests.support.logged_engine` that has ended. ``died_s``: when its rollouter died, if it did, in
-    seconds of the machine's clock."""
+    """Of a run with `tests.support.logged_engine` that has ended. ``died_s``: between the death of its rollouter, if it
+    died, and the first request of the next one, in seconds of the machine's clock."""
     audit = TokenAudit()
     log = list(read_log(run))
     requests = [_Request.of(sampled, sampled.at_s > died_s) for sampled in log]
