@@ -121,6 +121,7 @@ def test_a_rank_measures_the_kl_of_each_sampler(checkpoint, start_rank):
     )
 
 
+@pytest.mark.slow
 def test_a_run_ends_if_a_replica_samples_at_another_temperature(tmp_path):
     wrong = "rollout.engine.name=tests.support.mismatched:ENGINE"
     with starting(make_inputs(tmp_path), tmp_path / "run", "rollout.replicas=2", "ray.cpus_per_replica=0.25") as start:

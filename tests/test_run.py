@@ -349,6 +349,7 @@ def test_a_run_continues_while_another_user_sends_malformed_bytes_to_its_sockets
     assert summary["failed"] is None
 
 
+@pytest.mark.slow  # an agent loop that always fails ends it in the same way
 def test_a_reward_that_always_fails_ends_the_run_with_its_reason(start, inputs, tmp_path, ray_dir):
     run = start(
         "reward.function=tests.support.tiny:failing_reward",

@@ -47,7 +47,7 @@ class TwoTurns(MultiTurn):
         return QUESTION if turns.completions == 1 else None
 
 
-@pytest.mark.parametrize("turns", [1, 2])
+@pytest.mark.parametrize("turns", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_staleness_zero_equals_a_synchronous_loop_bit_for_bit(tmp_path, turns):
     inputs = make_inputs(tmp_path)
     options = overrides(
