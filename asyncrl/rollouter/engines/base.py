@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -33,8 +33,17 @@ class EngineDied(EngineError):
 
 
 @dataclass(frozen=True)
+class Grammar:
+    """The only texts that may be sampled: JSON of a schema, matches of a regular expression, or a GBNF grammar's."""
+
+    kind: Literal["json_schema", "regex", "gbnf"]
+    text: str
+
+
+@dataclass(frozen=True)
 class SamplingParams:
-    """``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 switch the filters off; temperature 0 is greedy."""
+    """``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 switch the filters off; temperature 0 is greedy. ``logit_bias``: token
+    ids, ascending, and what is added to their logits. ``grammar`` holds from the first token that a call samples."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -42,6 +51,8 @@ class SamplingParams:
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True)
