@@ -99,7 +99,7 @@ class ReplayedGenerate:
         max_new_tokens: int | None = None,
         prefix: int | None = None,
         stop_strings: Sequence[str] = (),
-        sampling: Mapping[str, float] | None = None,
+        sampling: Mapping[str, Any] | None = None,
     ) -> Completion:
         context, _ = self._context(response, prefix)
         digest, limits = _digest(context, sampling), limits_digest(max_new_tokens, stop_strings)
@@ -118,7 +118,7 @@ class ReplayedGenerate:
         max_new_tokens: int | None = None,
         prefix: int | None = None,
         stop_strings: Sequence[str] = (),
-        sampling: Mapping[str, float] | None = None,
+        sampling: Mapping[str, Any] | None = None,
     ) -> Completion:
         """Raises GenerationFailed, LimitReached, or ValueError for a prefix that the prompt does not have."""
         if self._closed:
@@ -227,7 +227,7 @@ class ReplayedGenerate:
             self._watch.generating(False)
 
 
-def _digest(context: np.ndarray, sampling: Mapping[str, float] | None) -> int:
+def _digest(context: np.ndarray, sampling: Mapping[str, Any] | None) -> int:
     """Of a call's context; of an untrained one another, so that it explains no token, see `sample_problem`."""
     digest = tokens_digest(context)
     return digest if sampling is None else untrained_digest(digest, sampling)

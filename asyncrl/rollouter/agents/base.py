@@ -52,8 +52,8 @@ class Poison(GenerationFailed):
 class Generate(Protocol):
     """Samples a continuation of ``prefix`` tokens of the prompt (None: all) and ``response`` (int32 [R]: all tokens
     after them so far), of ``max_new_tokens`` or what the sample's limits leave, whichever is less. ``stop_strings`` end
-    it, too. With ``sampling``, parameters such as a temperature that replace those of the run, its tokens cannot be
-    trained.
+    it, too. With ``sampling``, those of `SamplingParams` that replace the run's, its tokens cannot be trained; their
+    values must have a ``repr`` that is equal in every process.
 
     Bound to one sample. Several calls may be under way at once: what one draws depends on the tokens that it continues,
     and on how many calls with equal ones came before, never on timing. Raises GenerationFailed, and LimitReached."""
@@ -86,7 +86,7 @@ class Generate(Protocol):
         max_new_tokens: int | None = None,
         prefix: int | None = None,
         stop_strings: Sequence[str] = (),
-        sampling: Mapping[str, float] | None = None,
+        sampling: Mapping[str, Any] | None = None,
     ) -> Completion:
         """Record a call that an earlier rollouter answered with ``completion``; it may have died before the record was
         stored. Returns the recorded completion."""
@@ -100,7 +100,7 @@ class Generate(Protocol):
         max_new_tokens: int | None = None,
         prefix: int | None = None,
         stop_strings: Sequence[str] = (),
-        sampling: Mapping[str, float] | None = None,
+        sampling: Mapping[str, Any] | None = None,
     ) -> Completion: ...
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -29,7 +29,7 @@ def tokens_digest(tokens: np.ndarray) -> int:
     return xxhash.xxh3_64_intdigest(np.ascontiguousarray(tokens, np.int32).data)
 
 
-def untrained_digest(context: int, sampling: Mapping[str, float]) -> int:
+def untrained_digest(context: int, sampling: Mapping[str, Any]) -> int:
     """64-bit digest of a call whose tokens are not trained: that of its context, and what it samples with."""
     return xxhash.xxh3_64_intdigest(f"{context}/{sorted(sampling.items())}".encode())
 

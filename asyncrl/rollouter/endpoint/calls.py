@@ -65,11 +65,12 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Answer:
-    """What was sampled, for the caller. ``text`` is all of it, without the stop token or stop string that ended it;
-    ``content``, ``reasoning`` and ``tool_calls`` are its parts (chat).
+    """An answer, for the caller. ``text`` is all of it, with what was written for the policy, and without the stop
+    token or stop string that ended it; ``content``, ``reasoning`` and ``tool_calls`` are its parts (chat).
 
-    ``finish``: ``stop``, ``length`` or ``tool_calls``. ``prompt``: [P] tokens; ``tokens``: int32 [C], with the
-    stop token; ``logprobs`` float32 [C]. ``token_texts``: [C] if `Call.wants_logprobs` asked for them."""
+    ``finish``: ``stop``, ``length`` or ``tool_calls``. ``prompt``: [P] tokens, with those written for the policy;
+    ``tokens``: int32 [C], sampled, with the stop token; ``logprobs`` float32 [C]. ``token_texts``: [C] if
+    `Call.wants_logprobs` asked for them."""
 
     id: str  # unique in the run, such as 5f0c…; a dialect adds its prefix
     model: str

@@ -15,7 +15,7 @@ import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -47,8 +47,8 @@ class Session:
 
 class StartedCall(NamedTuple):
     """The policy shall continue the prompt and the answer of the call ``after`` (None: nothing), then ``tokens`` (int32
-    [T]). ``session``: its address. ``sampling`` is None, or the parameters of a distribution from which nothing may be
-    trained."""
+    [T]). ``session``: its address. ``sampling`` is None, or those of `SamplingParams` that it replaces, for an
+    answer that is never trained."""
 
     session: str
     number: int
@@ -56,7 +56,7 @@ class StartedCall(NamedTuple):
     tokens: np.ndarray
     max_tokens: int | None
     stop: tuple[str, ...]
-    sampling: Mapping[str, float] | None
+    sampling: Mapping[str, Any] | None
 
     @property
     def nbytes(self) -> int:

@@ -14,11 +14,13 @@ import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from asyncrl.rollouter.endpoint.calls import BadRequest
+from asyncrl.rollouter.endpoint.calls import BadRequest, Call
+from asyncrl.rollouter.endpoint.forced_calls import beginning, forced_tools
 from asyncrl.rollouter.endpoint.nearest import examples, nearest
 from asyncrl.rollouter.endpoint.template_style import style_of
 from asyncrl.rollouter.endpoint.tool_formats import PROBE, REASONING_TAGS, WrittenCall, split_reasoning
@@ -36,10 +38,12 @@ class Conversation:
 
 
 class Rendered(NamedTuple):
-    """int32 [T] tokens, and whether they end inside an assistant's reasoning."""
+    """int32 [T] tokens, and whether they end inside an assistant's reasoning, but for the text ``begun`` at their end:
+    the beginning of the answer, which was written for the policy."""
 
     tokens: np.ndarray
     opens_reasoning: bool
+    begun: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class ChatRenderer:
         added = [token.content for token in self._hf.added_tokens_decoder.values() if token.special]
         self._special = list(dict.fromkeys([*added, *self._stops.values()]))  # texts
         self._style = style_of(self._hf, list(self._stops.values()))
+        self._beginning = lru_cache(256)(partial(beginning, self._hf, self._style, list(self._stops.values())))
         self._is_local = all(self._agrees_on(messages) for messages in examples(self._style.tool_format is not None))
 
     def encode(self, text: str) -> np.ndarray:
@@ -79,9 +84,12 @@ class ChatRenderer:
         if not ids:
             raise BadRequest("prompt: expected at least one token, found none", "prompt")
         found = np.asarray(ids, np.int64)
-        if not self._tokenizer.in_vocabulary(found):
+        if not self.in_vocabulary(found):
             raise BadRequest("prompt: expected token ids of the model's vocabulary, found others", "prompt")
         return found.astype(np.int32)
+
+    def in_vocabulary(self, tokens: np.ndarray) -> bool:
+        return self._tokenizer.in_vocabulary(tokens)
 
     def text_of(self, tokens: np.ndarray) -> str:
         """Sampled tokens as text, special ones included, without the stop token at their end."""
@@ -97,6 +105,25 @@ class ChatRenderer:
         """The whole conversation, with a generation prompt."""
         text = self._text(conversation)
         return Rendered(self.encode(text), _opens_reasoning(text))
+
+    def begin(self, prompt: Rendered, call: Call, plain: bool) -> Rendered:
+        """The prompt of a call, with the beginning of its answer where the policy has no choice of that: a tool call
+        that is forced, or the content of a ``plain`` answer. Reasoning is closed before. Raises BadRequest."""
+        choice, tags, begun = call.sampling.get("tool_choice"), self._style.tags, ""
+        if choice is not None:
+            found = self._beginning(forced_tools(choice, call.tools))
+            if found is None:
+                raise BadRequest(
+                    "tool_choice: expected auto; no beginning is known that all tool calls of this model's chat "
+                    f"template have, found {choice!r:.80}",
+                    "tool_choice",
+                )
+            begun = found
+        elif plain:
+            begun = self._style.before
+        if (choice or plain) and prompt.opens_reasoning and tags is not None:
+            begun = f"\n{tags[1]}\n\n{begun}"
+        return Rendered(np.concatenate([prompt.tokens, self.encode(begun)]), prompt.opens_reasoning, begun)
 
     def _text(self, conversation: Conversation) -> str:
         messages = [self._style.message(message) for message in conversation.messages]
@@ -131,12 +158,17 @@ class ChatRenderer:
         return Written(text, reasoning, tuple(calls))
 
     def bridge(
-        self, conversation: Conversation, place: int, sampled: np.ndarray, before: Sequence[Message] | None = None
+        self,
+        conversation: Conversation,
+        place: int,
+        sampled: np.ndarray,
+        before: Sequence[Message] | None = None,
+        begun: str = "",
     ) -> Rendered:
         """The tokens between the ``sampled`` ones of an earlier call and the next ones to sample.
 
         ``place``: of the message that answered that call; others follow it. ``before``: the messages of that call, if
-        they are not the very ones before ``place``. Raises NoBridge."""
+        they are not the very ones before ``place``. ``begun``: of its `Rendered`. Raises NoBridge."""
         stop = int(sampled[-1]) if len(sampled) else -1
         if stop not in self._stops:
             raise NoBridge("no_stop_token")
@@ -146,7 +178,7 @@ class ChatRenderer:
         # the token that ended the answer ends its message in the template, or begins the next one
         end, opened = self._stops[stop], _opens_reasoning(prompt)
         answer, found, rest = text[len(prompt) :].partition(end)
-        written = self.text_of(sampled)
+        written = begun + self.text_of(sampled)
         if not found or any(special in answer and special not in written for special in self._special):
             raise NoBridge("no_bridge")  # ``end`` belongs to something behind the answer
         if answer != written:

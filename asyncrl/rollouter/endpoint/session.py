@@ -17,32 +17,17 @@ from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.rollouter.agents.base import Completion
 from asyncrl.rollouter.endpoint import link
 from asyncrl.rollouter.endpoint.calls import Answer, BadRequest, Call, ToolCall
+from asyncrl.rollouter.endpoint.distribution import sampling_of
 from asyncrl.rollouter.endpoint.link import CallError, EndedSession, Event, FinishedCall, KnownCall, StartedCall
 from asyncrl.rollouter.endpoint.renderer import ChatRenderer
 from asyncrl.rollouter.endpoint.turns import CallPrompt, Turn, Turns
+from asyncrl.rollouter.engines.base import Grammar
 from asyncrl.types.samples import FinishReason
 
 MAX_CALLS_AT_ONCE = 256  # of one sample
 ID_LENGTH = 9  # of a tool call; the only one that Mistral's templates take
 
 log = logging.getLogger(__name__)
-
-#: parameters that change nothing at this value
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "top_p": (1,),
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_tokens": (0,),
-    "logit_bias": ({},),
-    "bad_words": ([],),
-    "ignore_eos": (False,),
-    "tool_choice": ("auto",),
-    "response_format": ({"type": "text"},),
-}
-SERVED = frozenset({"temperature", "top_p", "top_k", "min_p"})  # untrained, by every engine
 
 
 class SessionEnded(RuntimeError):
@@ -66,7 +51,7 @@ class PendingCall:
     number: int
     call: Call
     prompt: CallPrompt
-    sampling: Mapping[str, float] | None
+    sampling: Mapping[str, Any] | None
     result: asyncio.Future[Completion | CallError]
     body: int
     earlier: list[PendingCall]
@@ -168,11 +153,12 @@ class AgentSession:
             raise TooManyCalls(f"{MAX_CALLS_AT_ONCE} calls of this sample are under way; expected to wait for some")
         began_s = time.thread_time()
         sampling = self._sampling(call.sampling)
+        grammar: Grammar | None = (sampling or {}).get("grammar")
         try:
-            for text in (call.text or "", *call.stop):
+            for text in (call.text or "", *call.stop, "" if grammar is None else grammar.text):
                 text.encode()  # tokenizers and engines refuse them in ways of their own
             call = self.turns.with_tools(call)
-            prompt = self.turns.prompt_of(call)
+            prompt = self.turns.prompt_of(call, plain=grammar is not None)
         except KeyError:
             name = "thread.previous_message_id" if call.keeps_tools else "previous_response_id"
             raise BadRequest(f"{name}: this sample has no answer {call.previous!r}", name) from None
@@ -192,21 +178,8 @@ class AgentSession:
         self._emit(self._started(pending))
         return pending
 
-    def _sampling(self, asked: Mapping[str, Any]) -> Mapping[str, float] | None:
-        """None if the call samples as the run does; else the parameters of an untrained call. Raises BadRequest."""
-        neutral = {**_NEUTRAL, "temperature": (self._temperature,)}
-        changes = {name: value for name, value in asked.items() if value not in neutral.get(name, ())}
-        if not changes:
-            return None
-        if not self._mask or not changes.keys() <= SERVED:
-            name, value = min(changes.items(), key=lambda item: (item[0] in SERVED, item[0]))
-            expected = f"{neutral[name][0]!r}" if name in neutral else "none"
-            served = "" if name not in SERVED else "; rollout.agent.untrained=mask serves it without training"
-            raise BadRequest(
-                f"{name}: expected {expected}, the distribution that is trained, found {value!r}{served}", name
-            )
-        # vLLM takes no float for top_k
-        return {name: int(value) if name == "top_k" else float(value) for name, value in changes.items()}
+    def _sampling(self, asked: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        return sampling_of(asked, self._temperature, self._mask, self._renderer.in_vocabulary)
 
     # -- results from the rollouter --------------------------------------------------------------------------------
 
@@ -246,6 +219,7 @@ class AgentSession:
             if places:
                 at, stop_string = min(places)
                 text = text[:at]
+        text = pending.prompt.begun + text
         content, reasoning, calls = text, None, []
         identity = self._identity(pending)
         if call.messages is not None:

@@ -21,13 +21,14 @@ from asyncrl.types.prompts import Message
 
 USER: Message = {"role": "user", "content": "probe"}
 CONTENT, REASONING = "probed answer", "probed reasoning"
-IDS = ("call00001", f"functions.{PROBE['function']['name']}:0")  # as Mistral's templates demand, and as Kimi's write
+#: Two of each form: as Mistral's templates demand, and as Kimi's write.
+IDS = (("call00001", "made00002"), ("functions.{name}:0", "functions.{name}:1"))
 
 
 @dataclass(frozen=True)
 class TemplateStyle:
     """``tool_format`` None: no known format parses the template's tool calls. ``tags`` None: it knows no reasoning.
-    ``before`` and ``after`` surround the content of a plain answer.
+    ``before`` and ``after`` surround the content of a plain answer. ``ids``: two of a call of the tool ``{name}``.
 
     Messages must have: ``arguments_as_text``, else as objects; ``no_content``, where there are only tool calls; their
     reasoning as ``reasoning_key``, which may be ``content``: before the content, in tags; and not ``both`` reasoning
@@ -37,6 +38,7 @@ class TemplateStyle:
     tags: ReasoningTags | None = None
     before: str = ""
     after: str = ""
+    ids: tuple[str, str] = IDS[0]
     arguments_as_text: bool = False
     no_content: str | None = ""
     reasoning_key: str = "reasoning_content"
@@ -67,22 +69,22 @@ def style_of(hf: Any, stops: Sequence[str]) -> TemplateStyle:
     style = _with_tool_format(hf, stops, style)
     style = replace(style, reasoning_key=_reasoning_key(hf, style))
     before, after = _around_content(hf, stops, style)
-    said = {**_calling(1, IDS[0]), "content": CONTENT, "reasoning_content": REASONING}
-    both = bool(_rendered(hf, style, [USER, said], [PROBE]))
+    said = {**_calling(1), "content": CONTENT, "reasoning_content": REASONING}
+    both = bool(rendered(hf, style, [USER, said], [PROBE]))
     return replace(style, before=before, after=after, both=both)
 
 
 def _with_tool_format(hf: Any, stops: Sequence[str], style: TemplateStyle) -> TemplateStyle:
     """Of the forms of a message in which its calls are found, that which the template renders with the least beside."""
-    prompts = [_rendered(hf, style, [USER], [PROBE], prompts) for prompts in (True, False)]
+    prompts = [rendered(hf, style, [USER], [PROBE], prompts) for prompts in (True, False)]
     for count in (2, 1):
         fitting: list[tuple[int, TemplateStyle]] = []
-        for as_text, no_content, identity in product((False, True), ("", None), IDS):
-            tried = replace(style, arguments_as_text=as_text, no_content=no_content)
-            whole = _rendered(hf, tried, [USER, _calling(count, identity)], [PROBE])
+        for as_text, no_content, ids in product((False, True), ("", None), IDS):
+            tried = replace(style, arguments_as_text=as_text, no_content=no_content, ids=ids)
+            whole = rendered(hf, tried, [USER, _calling(count, ids)], [PROBE])
             for prompt in prompts:  # a generation prompt may begin with what the answer lacks, such as <think>
                 equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole)))
-                answer = _until(whole[equal:], stops)
+                answer = until(whole[equal:], stops)
                 _, answer = split_reasoning(answer, False, style.tags) if style.tags else (None, answer)
                 if (found := fitting_format(answer, count)) is not None:
                     found = replace(found, most=found.most if count > 1 else 1)
@@ -96,7 +98,7 @@ def _with_tool_format(hf: Any, stops: Sequence[str], style: TemplateStyle) -> Te
 def _reasoning_key(hf: Any, style: TemplateStyle) -> str:
     """Where the template looks for reasoning, in a message with or without tool calls."""
     plain: Message = {"role": "assistant", "content": CONTENT}
-    answers = [(plain, []), *([(_calling(1, IDS[0]), [PROBE])] if style.tool_format else [])]
+    answers = [(plain, []), *([(_calling(1), [PROBE])] if style.tool_format else [])]
     for key, (answer, tools) in product(("reasoning_content", "reasoning", "thinking"), answers):
         tried = replace(style, reasoning_key=key)
         if REASONING in _written(hf, tried, [{**answer, "reasoning_content": REASONING}], tools):
@@ -110,10 +112,10 @@ def _reasoning_key(hf: Any, style: TemplateStyle) -> str:
 
 def _around_content(hf: Any, stops: Sequence[str], style: TemplateStyle) -> tuple[str, str]:
     """What an earlier answer has before and after its content, beside reasoning: gpt-oss's channel, Command's marks."""
-    without, prompt = (_rendered(hf, style, [USER], prompts=prompts) for prompts in (False, True))
+    without, prompt = (rendered(hf, style, [USER], prompts=prompts) for prompts in (False, True))
     written = _written(hf, style, [{"role": "assistant", "content": CONTENT}, USER])
     before, _, rest = written.partition(CONTENT)
-    opening, after = prompt[len(without) :], _until(rest, stops)
+    opening, after = prompt[len(without) :], until(rest, stops)
     if style.tags:
         opening = opening.partition(style.tags[0])[0]
     if style.tags and style.tags[1] in before:
@@ -125,16 +127,16 @@ def _around_content(hf: Any, stops: Sequence[str], style: TemplateStyle) -> tupl
 
 def _written(hf: Any, style: TemplateStyle, messages: Sequence[Message], tools: Sequence[Any] = ()) -> str:
     """What the template renders of messages after `USER`."""
-    prompt, whole = _rendered(hf, style, [USER], tools), _rendered(hf, style, [USER, *messages], tools)
+    prompt, whole = rendered(hf, style, [USER], tools), rendered(hf, style, [USER, *messages], tools)
     return whole[len(prompt) :] if whole.startswith(prompt) else ""
 
 
-def _calling(count: int, identity: str) -> Message:
-    call = {"id": identity, "type": "function", "function": PROBE_CALL}
+def _calling(count: int, ids: tuple[str, str] = IDS[0]) -> Message:
+    call = {"id": ids[0].format(name=PROBE_CALL["name"]), "type": "function", "function": PROBE_CALL}
     return {"role": "assistant", "content": None, "tool_calls": [call] * count}
 
 
-def _rendered(
+def rendered(
     hf: Any, style: TemplateStyle, messages: Sequence[Message], tools: Sequence[Any] = (), prompts: bool = False
 ) -> str:
     """Empty if the template refuses them."""
@@ -147,7 +149,7 @@ def _rendered(
         return ""
 
 
-def _until(text: str, ends: Sequence[str]) -> str:
+def until(text: str, ends: Sequence[str]) -> str:
     for end in filter(None, ends):
         text = text.partition(end)[0]
     return text

@@ -37,7 +37,8 @@ class Spoken(NamedTuple):
 class CallPrompt(NamedTuple):
     """Prompt of a call: ``tokens`` (those of ``parent`` and its answer, then others, or whole), ``how`` it was made
     (``bridged``, ``rendered``: whole, ``branched``: whole though the conversation goes on, ``given``: token ids or raw
-    text), and why it is branched. For messages: what was ``spoken``, and whether the tokens end inside reasoning."""
+    text), and why it is branched. For messages: what was ``spoken``, whether the tokens end inside reasoning, and the
+    text ``begun`` at their end, see `Rendered`."""
 
     tokens: TokenPath
     parent: Turn | None
@@ -45,6 +46,7 @@ class CallPrompt(NamedTuple):
     reason: str = ""
     spoken: Spoken | None = None
     opens_reasoning: bool = False
+    begun: str = ""
 
 
 @dataclass(eq=False)
@@ -102,9 +104,10 @@ class Turns:
             return call
         return replace(call, tools=self._by_id[call.previous].call.tools)
 
-    def prompt_of(self, call: Call) -> CallPrompt:
-        """Raises BadRequest for a prompt that is empty or outside the vocabulary, and for messages or tools that the
-        chat template refuses; KeyError for a ``previous`` answer that this sample does not have."""
+    def prompt_of(self, call: Call, plain: bool = False) -> CallPrompt:
+        """``plain``: the answer is content alone, whatever the policy would write. Raises BadRequest for a prompt that
+        is empty or outside the vocabulary, for messages or tools that the chat template refuses, and for tool calls
+        that cannot be forced; KeyError for a ``previous`` answer that this sample does not have."""
         if call.messages is None:
             whole = self._renderer.given(call.text, call.tokens)
             return CallPrompt(*self._placed(whole), "given")
@@ -118,17 +121,19 @@ class Turns:
             assert parent.prompt.spoken is not None
             before = None if parent.prompt.spoken.rest == rests[place - 1] else parent.conversation()[:-1]
             try:
-                bridge = self._renderer.bridge(conversation, place, parent.completion.tokens, before)
+                sampled, begun = parent.completion.tokens, parent.prompt.begun
+                bridge = self._renderer.bridge(conversation, place, sampled, before, begun)
             except NoBridge as e:
                 reason = str(e)
                 continue
+            bridge = self._renderer.begin(bridge, call, plain)
             tokens = TokenPath(bridge.tokens, parent.end)
             spoken = Spoken(parent, messages[place + 1 :], said, rests[-1])
-            prompt = CallPrompt(tokens, parent, "bridged", "", spoken, bridge.opens_reasoning)
+            prompt = CallPrompt(tokens, parent, "bridged", "", spoken, *bridge[1:])
             bridged.setdefault(tokens.digest, prompt)
         if len(bridged) == 1:
             return next(iter(bridged.values()))
-        rendered = self._renderer.render(conversation)
+        rendered = self._renderer.begin(self._renderer.render(conversation), call, plain)
         tokens, whole_parent = self._placed(rendered.tokens)
         how = "branched"
         if whole_parent is not None:  # rendered again, it is what the engine had
@@ -140,7 +145,7 @@ class Turns:
         elif bridged:
             reason = "ambiguous_parent"
         spoken = Spoken(None, messages, said, rests[-1])
-        return CallPrompt(tokens, whole_parent, how, reason, spoken, rendered.opens_reasoning)
+        return CallPrompt(tokens, whole_parent, how, reason, spoken, *rendered[1:])
 
     def add(self, turn: Turn) -> None:
         if turn.prompt.parent is not None:

@@ -134,7 +134,9 @@ def _deltas(answer: Answer) -> Iterator[dict[str, Any]]:
 def _end(call: Call, answer: Answer) -> dict[str, Any]:
     """What a choice has at its end, streamed or not."""
     ids = wire.ids(call, token_ids=answer.tokens)
-    return {"logprobs": _logprobs(answer) if call.wants_logprobs else None, "finish_reason": answer.finish, **ids}
+    named = isinstance(call.sampling.get("tool_choice"), dict)  # a forced function ends with stop
+    finish = wire.bare_finish(answer) if named else answer.finish
+    return {"logprobs": _logprobs(answer) if call.wants_logprobs else None, "finish_reason": finish, **ids}
 
 
 def _logprobs(answer: Answer) -> dict[str, Any]:

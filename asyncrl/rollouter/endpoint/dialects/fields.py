@@ -36,14 +36,14 @@ CONSTRAINTS: dict[str, type] = {
     **dict.fromkeys("guided_regex guided_grammar guided_whitespace_pattern grammar regex ebnf".split(), str),
     **dict.fromkeys("guided_json json_schema structural_tag".split(), object),
     **dict.fromkeys("logit_bias structured_outputs".split(), dict),
-    "guided_decoding_backend": str,
     "ignore_eos": bool,
 }
 SAMPLING = frozenset(RANGES) | frozenset(CONSTRAINTS)
 #: Accepted in every API, and without effect here.
 IGNORED = frozenset(
     "seed user metadata store service_tier parallel_tool_calls prompt_cache_key prompt_cache_options prediction "
-    "prompt_cache_retention safety_identifier verbosity reasoning_effort cache_salt priority request_id".split()
+    "prompt_cache_retention safety_identifier verbosity reasoning_effort cache_salt priority request_id "
+    "guided_decoding_backend".split()
 )
 
 
