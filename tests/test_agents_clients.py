@@ -10,7 +10,15 @@ from typing import Any, NamedTuple
 import pytest
 
 from asyncrl.rollouter.agent_processes.pool import AgentOptions, AgentProcesses
-from tests.support.endpoint import TEMPLATE, EndpointSystem, made, make_model
+from tests.support.endpoint import (
+    PROMPT,
+    TEMPLATE,
+    EndpointSystem,
+    made,
+    make_model,
+    sampled_tokens,
+    trained_tokens,
+)
 from tests.support.faults import audit, starting
 from tests.support.tiny import make_inputs
 from tests.support.token_audit import audit_tokens
@@ -161,6 +169,22 @@ async def test_exactly_what_an_agent_sampled_is_trained(model, case):
         assert len(system.policy.log) == len(case.texts)
         assert system.counted() == case.counted
         assert len(sample.sequences) == case.sequences
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_agent_that_forces_tools_works_untrained_where_that_is_masked(model, streamed):
+    """Each call is begun up to the name of one of its tools, which the policy chooses."""
+    begun = '<tool_call>\n{"name": "'
+    texts = [text.removeprefix(begun) for text in (BERN, hermes("final_answer", answer="Sunny."))]
+    agent, args = "smolagents.forced_tools_then_code", {"streamed": streamed}
+    async with serving(model, agent, writing(*texts, FINAL_CODE), args, untrained="mask") as system:
+        (sample,) = await system.samples()
+        assert sample.reward == 1.0
+        *forced, trained = system.policy.log
+        assert all(system.tokenizer.hf.decode(prompt).endswith(begun) for prompt, _ in forced)
+        assert trained_tokens(sample, system.tokenizer.encode(PROMPT)) == sampled_tokens([trained])
+        untrained = sum(len(tokens) for _, tokens in forced)
+        assert system.counted()["untrained_tokens/other_distribution"] == untrained
 
 
 @pytest.mark.parametrize("agent", ["openai.chat", "openai.chat_streamed", "anthropic.chat"])

@@ -228,8 +228,9 @@ class Chat:
         letters = {self.hf.convert_tokens_to_ids(pair): self.hf.convert_tokens_to_ids([*pair]) for pair in PAIRS}
         chosen = renderer.encode(text).tolist()
         tokens = np.asarray([token for one in chosen for token in letters.get(one, [one])], np.int32)
-        assert len(tokens) > len(chosen)
-        written = renderer.parse(renderer.text_of(tokens), self.prompt.opens_reasoning, self.tools)
+        assert len(tokens) > len(chosen) or self.prompt.begun
+        whole = self.prompt.begun + renderer.text_of(tokens)
+        written = renderer.parse(whole, self.prompt.opens_reasoning, self.tools)
         calls = [ToolCall(c.id or f"call{number:04}{i}", c.name, c.arguments) for i, c in enumerate(written.tool_calls)]
         answer = Answer(
             f"a{number}", "m", 0, text, written.content, written.reasoning, calls, "stop", None, self.prompt.tokens,
@@ -374,6 +375,36 @@ def test_values_have_the_types_that_the_schema_allows():
     assert [value(k, "12") for k in ("count", "any", "strange", "unknown")] == [12, 12, 12, 12]
 
 
+# -- forced calls ------------------------------------------------------------------------------------------------------
+
+
+def forced(chat, *names, **more):
+    """How an answer begins that must call one of the tools ``names``; a chat goes on from there."""
+    choice = "required" if len(names) > 1 else {"type": "function", "function": {"name": names[0]}}
+    call = replace(chat.call, sampling={"tool_choice": choice}, **more)
+    plain, chat.prompt = chat.prompt, chat.turns.prompt_of(call)
+    written = chat.renderer.encode(chat.prompt.begun).tolist()
+    assert chat.prompt.tokens.tolist() == [*plain.tokens.tolist(), *written]
+    return chat.prompt.begun
+
+
+@ALL
+def test_a_forced_call_begins_as_the_template_writes_it_and_is_bridged(family):
+    """Up to the arguments of a tool, or up to the name of one of several."""
+    stops, called, _ = ends(family)
+    for names in (["look_up"], ["look_up", "stop-2"]):
+        chat = Chat(renderer_of(family, stops))
+        chat.ask(user())
+        text = family.writes(CALLS[:1])
+        begun = forced(chat, *names)
+        assert text.startswith(begun)
+        assert ("look_up" in begun) == (len(names) == 1)
+        written = chat.answer(text.removeprefix(begun) + called)
+        assert (found(written), written.content) == (CALLS[:1], "")
+        assert chat.ask(*chat.results()) == "bridged"
+        assert chat.text == chat.rendered
+
+
 # -- ids that the model writes -----------------------------------------------------------------------------------------
 
 KIMI = Family(
@@ -406,6 +437,18 @@ def test_ids_that_the_model_writes_are_kept(family, ids):
     assert (found(written), [call.id for call in written.tool_calls]) == (CALLS, ids)
     assert chat.ask(*chat.results()) == "bridged"
     assert chat.text == chat.rendered
+
+
+@pytest.mark.parametrize(("family", "end"), [(KIMI, "functions.look_up:"), (MISTRAL, "look_up[CALL_ID]")])
+def test_a_forced_call_is_begun_up_to_its_id(family, end):
+    chat = Chat(renderer_of(family))
+    chat.ask(user())
+    text = family.writes(CALLS[:1])
+    begun = forced(chat, "look_up")
+    assert text.startswith(begun)
+    assert begun.endswith(end)
+    assert found(chat.answer(text.removeprefix(begun) + "<|stop|>")) == CALLS[:1]
+    assert chat.ask(*chat.results()) == "bridged"
 
 
 def test_ids_that_templates_refuse_or_that_are_not_unique_are_not_taken():
@@ -452,6 +495,34 @@ def test_reasoning_is_split_and_bridged_until_the_template_strips_it(family, tho
     assert chat.ask(user("thanks")) == then
 
 
+ALWAYS = replace(HERMES, reasoning="<think>\n{{ m.reasoning_content }}\n</think>\n\n", prompt="<think>\n")
+
+
+@pytest.mark.parametrize(("family", "then"), [(ALWAYS, "bridged"), (REASONING["opened by the prompt"][0], "branched")])
+def test_reasoning_that_the_prompt_opens_is_closed_before_a_forced_call(family, then):
+    """A template that leaves out empty reasoning renders another history."""
+    chat = Chat(renderer_of(family))
+    chat.ask(user())
+    begun = forced(chat, "look_up")
+    assert begun == '\n</think>\n\n<tool_call>\n{"name": "look_up", "arguments":'
+    written = chat.answer(js(CALLS[0][1]) + "}\n</tool_call><|stop|>")
+    assert (written.reasoning, written.content, found(written)) == ("", "", CALLS[:1])
+    chat.ask(*chat.results())
+    assert chat.prompt.how == then
+
+
+def test_a_grammar_holds_for_the_content_after_what_the_template_has_before_it():
+    for family, begun in (
+        (ALWAYS, "\n</think>\n\n"), (FAMILIES["Command"], "<|START_TEXT|>"), (HERMES, ""),
+        (SimpleNamespace(template=HARMONY), "<|channel|>final<|message|>"),
+    ):  # fmt: skip
+        chat = Chat(renderer_of(family))
+        chat.ask(user())
+        chat.prompt = chat.turns.prompt_of(chat.call, plain=True)
+        assert chat.prompt.begun == begun
+        assert chat.answer('{"on": 1}<|stop|>').content == '{"on": 1}'
+
+
 def test_reasoning_of_a_plain_answer_that_the_template_strips_begins_a_branch():
     family = replace(HERMES, reasoning=IN_LOOP)
     chat = Chat(renderer_of(family))
@@ -489,6 +560,9 @@ def test_channels_of_gpt_oss():
         written = chat.answer(analysis + text)
         assert (written.reasoning, written.content, found(written)) == ("hm", "", [call])
         assert chat.ask(*chat.results()) == "bridged"
+    assert forced(chat, "look_up") == " to=functions.look_up<|channel|>commentary json<|message|>"
+    assert found(chat.answer(js(ARGUMENTS) + "<|call|>")) == CALLS[:1]
+    assert chat.ask(*chat.results()) == "bridged"
     preamble = "<|channel|>commentary<|message|>Soon.<|end|><|start|>assistant"
     assert chat.answer(analysis + preamble + text).content == "Soon."
     assert chat.ask(*chat.results()) == "answer_rewritten"  # the template takes reasoning or a text, not both
@@ -533,6 +607,15 @@ def test_a_conversation_keeps_the_date_with_which_it_began(monkeypatch):
     assert chat.ask(user("more")) == "bridged"
     assert "monday" in chat.text
     assert "tuesday" not in chat.text
+
+
+def test_a_call_whose_arguments_come_first_is_begun_but_not_of_a_named_tool():
+    one = '{"arguments": {{ f.arguments | tojson }}, "name": "{{ f.name }}"}'
+    chat = Chat(renderer_of(replace(HERMES, calls=each("<tool_call>\n" + one + "\n</tool_call>", "\n"))))
+    chat.ask(user())
+    assert forced(chat, "look_up", "stop-2") == '<tool_call>\n{"arguments":'
+    with pytest.raises(BadRequest, match="tool_choice: expected auto; no beginning is known"):
+        forced(chat, "look_up")
 
 
 def test_a_template_without_tool_calls_refuses_tools_and_chats():

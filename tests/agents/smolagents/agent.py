@@ -48,6 +48,12 @@ def forced_tools(task):
     return float(expected in refused and code(task) == 1.0)
 
 
+def forced_tools_then_code(task, streamed: bool = False):
+    """As it comes, it works where such calls are masked; what it samples then is trained."""
+    agent = ToolCallingAgent([weather], model_of(task), stream_outputs=streamed, verbosity_level=LogLevel.ERROR)
+    return float(agent.run(task.messages[-1]["content"]) == "Sunny." and code(task) == 1.0)
+
+
 TEMPLATES = {
     "system_prompt": "Write Python in <code></code>.",
     "planning": {"initial_plan": "", "update_plan_pre_messages": "", "update_plan_post_messages": ""},
