@@ -1,5 +1,7 @@
 """The native sampler compared with naive references: filters, logprobs, random numbers."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.rollouter.engines.base import SamplingParams
-from asyncrl.rollouter.engines.native.sampler import SamplingColumns, keep_likely, sample, uniforms
+from asyncrl.rollouter.engines.native.sampler import SamplingColumns, TokenMasks, keep_likely, sample, uniforms
 
 
 def _draw(logits, params, u):
@@ -126,3 +128,42 @@ def test_a_nan_row_gives_a_token_of_the_vocabulary(size):
     tokens, logprobs = sample(logits, SamplingColumns.of([SamplingParams()] * 2), torch.full((2,), 0.999))
     assert (tokens < size).all()
     assert logprobs.isnan().tolist() == [True, False]
+
+
+def test_rows_with_biases_and_masks_draw_from_the_changed_distribution_and_other_rows_as_before():
+    size, n = 70, 6  # not a multiple of a word's bits
+    logits = torch.randn(n, size, generator=torch.Generator().manual_seed(3))
+    u = torch.rand(n, generator=torch.Generator().manual_seed(4))
+    plain = [SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(temperature=0.0)] * 2
+    biased = [
+        dataclasses.replace(p, logit_bias=((3, 4.0), (69, -2.5))) if row in (1, 4) else p for row, p in enumerate(plain)
+    ]
+    allowed = {1: [3, 31, 32, 69], 2: [63, 64], 5: [69]}
+    words = np.zeros((3, 3), np.int32)
+    for words_W, tokens in zip(words, allowed.values()):
+        for token in tokens:
+            words_W.view(np.uint32)[token // 32] |= np.uint32(1 << (token % 32))
+    masks = TokenMasks(torch.tensor(list(allowed)), torch.from_numpy(words))
+    before = logits.clone()
+    tokens, logprobs = sample(logits, SamplingColumns.of(biased), u, masks)
+    assert torch.equal(logits, before)
+    free = sample(logits, SamplingColumns.of(plain), u)
+    expected = logits.clone()
+    for row in (1, 4):
+        expected[row, 3] += 4.0
+        expected[row, 69] -= 2.5
+    for row, kept in allowed.items():
+        assert tokens[row] in kept
+        others = [token for token in range(size) if token not in kept]
+        expected[row, others] = -torch.inf
+    for row in range(n):
+        temperature = plain[row].temperature or 1.0
+        logprob = torch.log_softmax(expected[row] / temperature, -1)[tokens[row]]
+        assert abs(logprob - logprobs[row]) < 1e-5
+        if row in (0, 3):
+            assert (tokens[row], logprobs[row]) == (free[0][row], free[1][row])
+    assert logprobs[5] == 0.0
+
+
+def test_columns_without_biases_have_none():
+    assert SamplingColumns.of([SamplingParams(), None]).biases is None

@@ -22,7 +22,7 @@ from asyncrl.rollouter.agents.provenance import SampledCall, tokens_digest, untr
 from asyncrl.rollouter.agents.watch import AgentWatch
 from asyncrl.rollouter.engines.base import Request
 from asyncrl.rollouter.partial import GenerateCall, PartialSample
-from asyncrl.rollouter.router import Router, VersionChanged
+from asyncrl.rollouter.router import CannotContinue, Router
 from asyncrl.rollouter.sampling import call_key, limits_digest
 from asyncrl.types.samples import FinishReason
 
@@ -206,7 +206,7 @@ class ReplayedGenerate:
                 try:
                     async with asyncio.timeout(None if math.isinf(self._until_s) else self.seconds_left) as time:
                         finish = await self._router.generate(request, call.output, self._one_version)
-                except VersionChanged:
+                except CannotContinue:
                     self._recorder.count("rollout/restarted_calls")
                     sample.start_again(call)
                     continue

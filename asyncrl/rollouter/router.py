@@ -29,7 +29,11 @@ log = logging.getLogger(__name__)
 _SUSPECT_DEATHS = 2  # of replicas that served a group, after which it is served alone on its replica
 
 
-class VersionChanged(RuntimeError):
+class CannotContinue(RuntimeError):
+    """A call must start again: its tokens so far cannot be continued."""
+
+
+class VersionChanged(CannotContinue):
     """A call that must be of one version could only continue under another one."""
 
 
@@ -82,6 +86,12 @@ class _ActiveRequest:
     def outstanding(self) -> int:
         return self.request.max_new_tokens - self.output.count
 
+    def cannot_continue(self) -> CannotContinue | None:
+        """Why the rest cannot be sent as a request, if so."""
+        if not self.output.count or self.request.sampling.grammar is None:
+            return None
+        return CannotContinue(f"{self.request.id} was interrupted after {self.output.count} tokens of its grammar")
+
     def remainder(self) -> Request:
         """The rest of the request, as a request that starts from its tokens so far."""
         return dataclasses.replace(
@@ -132,13 +142,16 @@ class Router:
     async def generate(self, request: Request, output: GeneratedTokens, one_version: bool = False) -> FinishReason:
         """Serve one request to its end, appending its tokens to ``output``, where it may already have some.
 
-        Raises GenerationFailed if the engine reports an error, and VersionChanged if, with ``one_version``, it could
-        only continue under another version than that of ``output``."""
+        Raises GenerationFailed if the engine reports an error; VersionChanged if, with ``one_version``, it could only
+        continue under another version than that of ``output``; and CannotContinue if it is interrupted after its first
+        token and has a grammar: engines follow one only from an answer's start."""
         if output.last_token in request.sampling.stop_token_ids:  # a snapshot was taken before the end was noticed
             return FinishReason.STOP
         if output.count and output.count >= request.max_new_tokens:
             return FinishReason.LENGTH
         active = _ActiveRequest(request, output, one_version, asyncio.get_running_loop().create_future())
+        if (problem := active.cannot_continue()) is not None:
+            raise problem
         self._group_requests[request.group] = self._group_requests.get(request.group, 0) + 1
         try:
             self._assign(active)
@@ -275,7 +288,10 @@ class Router:
     def _migrate(self, active: _ActiveRequest, abort: bool) -> None:
         self._detach(active, abort)
         active.attempt += 1  # changes its id, so late events of the old attempt are ignored
-        self._assign(active)
+        if (problem := active.cannot_continue()) is None:
+            self._assign(active)
+        elif not active.finished.done():
+            active.finished.set_exception(problem)
 
     def _reroute(self) -> None:
         """After a change of the routable replicas: migrate requests from the others, and assign waiting ones."""

@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import json
+import re
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from asyncrl.models.make_checkpoint import make_checkpoint
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.manifest import ManifestError
 from asyncrl.rollouter.engine_metrics import engine_metrics
-from asyncrl.rollouter.engines.base import ENGINES, EngineError, Scheduling
+from asyncrl.rollouter.engines.base import ENGINES, EngineError, Grammar, Scheduling
 from asyncrl.types.samples import FinishReason
 from asyncrl.types.versions import PolicyVersion
 from tests.support.engine_replica import add, request
@@ -239,6 +241,99 @@ async def test_a_request_that_can_never_run_is_answered_with_the_reason(replica,
     assert answers["long"].finish is FinishReason.ERROR
     assert "context holds 1024" in answers["long"].error
     assert "vocabulary" in answers["alien"].error
+
+
+def matching(replica, answer, stops):
+    """The answer's text without its stop token."""
+    assert answer.finish is FinishReason.STOP, answer.error
+    assert answer.tokens[-1] in stops
+    assert not set(answer.tokens[:-1]) & set(stops)
+    assert len(answer.logprobs) == len(answer.tokens)
+    assert all(logprob <= 0 for logprob in answer.logprobs)
+    return AutoTokenizer.from_pretrained(replica.config.model.path).decode(answer.tokens[:-1])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_an_answer_matches_its_grammar_and_ends_at_a_stop_token(replica, tokenizer, initial, temperature):
+    stops = (tokenizer.eos_token_id, 0)
+    grammars = {
+        "regex": (Grammar("regex", "[0-9]{3}"), "[0-9]{3}"),
+        "choice": (Grammar("regex", "yes|no"), "yes|no"),
+        "gbnf": (Grammar("gbnf", 'root ::= pair pair? "!"\npair ::= [a-c] "-" [x-z]'), "([a-c]-[x-z]){1,2}!"),
+    }
+    await replica.sync(initial)
+    options = {"temperature": temperature, "stop_token_ids": stops}
+    requests = [
+        dataclasses.replace(request(f"{name}/{i}", [*PROMPT, i + 1], 40, grammar=grammar, **options), key=i)
+        for name, (grammar, _) in grammars.items()
+        for i in range(3)
+    ]
+    free = request("free", PROMPT, 20, temperature=0.0)
+    answers = await replica.generate([*requests, free])
+    for wanted in requests:
+        text = matching(replica, answers[wanted.id], stops)
+        assert re.fullmatch(grammars[wanted.group][1], text), (wanted.id, text)
+    assert answers["free"].tokens == (await replica.generate([free]))["free"].tokens
+
+
+async def test_an_answer_matches_its_json_schema(replica, tokenizer, initial):
+    stops = (tokenizer.eos_token_id,)
+    schema = {
+        "type": "object",
+        "properties": {"sure": {"type": "boolean"}, "kind": {"enum": ["one", "two"]}},
+        "required": ["sure", "kind"],
+        "additionalProperties": False,
+    }
+    # random weights would write spaces for long
+    spaces = tuple((i, -100.0) for i in range(len(tokenizer)) if tokenizer.decode([i]).isspace())
+    grammar = Grammar("json_schema", json.dumps(schema))
+    await replica.sync(initial)
+    options = {"stop_token_ids": stops, "logit_bias": spaces, "grammar": grammar}
+    answers = await replica.generate([request(f"{i}", [*PROMPT, i + 1], 100, **options) for i in range(4)])
+    for answer in answers.values():
+        found = json.loads(matching(replica, answer, stops))
+        assert found.keys() == {"sure", "kind"}
+        assert isinstance(found["sure"], bool)
+        assert found["kind"] in ("one", "two")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_a_bias_forces_and_forbids_tokens(replica, initial, temperature):
+    await replica.sync(initial)
+    free = (await replica.generate([request("free", PROMPT, 8, temperature=temperature)]))["free"].tokens
+    forbidden = tuple((token, -100.0) for token in sorted(set(free)))
+    biases = {"forced": ((42, 100.0),), "forbidden": forbidden}
+    requests = [request(id, PROMPT, 8, temperature=temperature, logit_bias=bias) for id, bias in biases.items()]
+    answers = await replica.generate(requests)
+    assert answers["forced"].tokens == [42] * 8
+    assert max(map(abs, answers["forced"].logprobs)) < 1e-4
+    assert not set(answers["forbidden"].tokens) & set(free)
+
+
+async def test_a_malformed_grammar_fails_its_own_request_only(replica, tokenizer, initial):
+    stops, good = (tokenizer.eos_token_id,), Grammar("regex", "[0-9]{3}")
+    await replica.sync(initial)
+    bad = {
+        "regex": Grammar("regex", "[0-9"),
+        "schema": Grammar("json_schema", '{"type": '),
+        "gbnf": Grammar("gbnf", "root ::= missing"),
+        "empty": Grammar("regex", ""),
+    }
+    requests = [request(id, PROMPT, 8, grammar=grammar, stop_token_ids=stops) for id, grammar in bad.items()]
+    requests += [
+        request("endless", PROMPT, 8, grammar=good),
+        dataclasses.replace(request("cut", PROMPT, 8, grammar=good, stop_token_ids=stops), resumed=1),
+        request("good", PROMPT, 8, grammar=good, stop_token_ids=stops),
+    ]
+    answers = await replica.generate(requests)
+    assert re.fullmatch("[0-9]{3}", matching(replica, answers.pop("good"), stops))
+    for id, answer in answers.items():
+        assert (answer.finish, answer.tokens) == (FinishReason.ERROR, []), id
+        assert answer.error
+    assert "no stop token" in answers["endless"].error
+    assert "cannot be resumed" in answers["cut"].error
+    again = (await replica.generate([requests[-1]]))["good"]
+    assert re.fullmatch("[0-9]{3}", matching(replica, again, stops))
 
 
 async def until(replica, answers, condition):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from asyncrl.rollouter.engines.base import Request
 
 
@@ -26,4 +28,16 @@ def why_impossible(request: Request, context_tokens: int, vocabulary: int, has_t
         return "the request has stop strings, but the engine was built without a tokenizer to find them"
     if "" in p.stop_strings:
         return "a stop string is empty: it would end every sample at once"
+    for token, bias in p.logit_bias:
+        if not 0 <= token < vocabulary or not math.isfinite(bias):
+            return f"logit_bias: expected tokens from 0 to {vocabulary - 1} and finite numbers, found {token}: {bias}"
+    if p.grammar is not None:
+        if not has_tokenizer:
+            return "the request has a grammar, but the engine was built without a tokenizer to know its tokens' text"
+        if not p.grammar.text:
+            return f"the request's grammar ({p.grammar.kind}) is empty"
+        if not p.stop_token_ids:
+            return "the request has a grammar, but no stop token to end its answer with"
+        if request.resumed:
+            return "a request with a grammar cannot be resumed: start it again"
     return None

@@ -34,7 +34,11 @@ class EngineDied(EngineError):
 
 @dataclass(frozen=True)
 class Grammar:
-    """The only texts that may be sampled: JSON of a schema, matches of a regular expression, or a GBNF grammar's."""
+    """What the text of an answer must match from its first token to its end: a JSON schema, a regular expression (the
+    whole text matches it), or a GBNF grammar whose start is ``root``, as of llama.cpp.
+
+    The schema ``{"type": "object"}`` stands for any JSON object. How much of JSON Schema and of regular expressions is
+    supported depends on the engine; a request with what it does not support fails."""
 
     kind: Literal["json_schema", "regex", "gbnf"]
     text: str
@@ -42,8 +46,15 @@ class Grammar:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 switch the filters off; temperature 0 is greedy. ``logit_bias``: token
-    ids, ascending, and what is added to their logits. ``grammar`` holds from the first token that a call samples."""
+    """``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 switch the filters off; temperature 0 is greedy.
+
+    ``logit_bias``: pairs of a token and what is added to its logit before all else, in ascending order of tokens.
+
+    With a ``grammar``, tokens that cannot continue a match are not sampled, and stop tokens only where the text
+    matches. When nothing can follow, only they are. A stop string or a limit may still end an answer before it matches.
+    A request with a grammar cannot be resumed: it starts again.
+
+    Both change the distribution, and the reported logprobs are of the changed one: never train on such tokens."""
 
     temperature: float = 1.0
     top_p: float = 1.0

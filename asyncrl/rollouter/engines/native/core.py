@@ -27,10 +27,11 @@ from asyncrl.rollouter.engine_metrics import count_prompt
 from asyncrl.rollouter.engines.admission import why_impossible
 from asyncrl.rollouter.engines.base import EngineError, EventBatch, Request, Scheduling
 from asyncrl.rollouter.engines.events import Event, EventLog
+from asyncrl.rollouter.engines.native.grammar import GrammarError, Grammars
 from asyncrl.rollouter.engines.native.kernels import LENGTH_STEP, ROWS_STEP, round_up
 from asyncrl.rollouter.engines.native.kv import KVCache
 from asyncrl.rollouter.engines.native.model import NativeModel
-from asyncrl.rollouter.engines.native.sampler import SamplingColumns, sample, uniforms
+from asyncrl.rollouter.engines.native.sampler import SamplingColumns, TokenMasks, sample, uniforms
 from asyncrl.rollouter.engines.native.scheduler import CopyPrefix, Scheduler, Sequence
 from asyncrl.rollouter.engines.native.speculation import Speculation, Speculator
 from asyncrl.rollouter.engines.native.warm import WarmPrefix, WarmPrefixes
@@ -86,6 +87,7 @@ class Core:
         self.occupancy = Occupancy(self._recorder, slots)
         self._stops = StopStrings(tokenizer) if tokenizer is not None else None
         self._vocabulary = model.config.vocab_size
+        self._grammars = Grammars(tokenizer, self._vocabulary) if tokenizer is not None else None
         self._log = EventLog()
         # the next decode step's input, by slot; a row that does not decode writes where its KV will be overwritten
         self._tokens = np.zeros(slots, dtype=np.int64)
@@ -126,7 +128,14 @@ class Core:
             elif problem := why_impossible(request, self.context_tokens, self._vocabulary, self._stops is not None):
                 self._emit_unstarted(request, FinishReason.ERROR, problem)
             else:
-                self._scheduler.add(self._sequence(request))
+                sequence = self._sequence(request)
+                if (grammar := request.sampling.grammar) is not None and self._grammars is not None:
+                    try:
+                        sequence.matcher = self._grammars.matcher(grammar, request.sampling.stop_token_ids)
+                    except GrammarError as problem:
+                        self._emit_unstarted(request, FinishReason.ERROR, str(problem))
+                        continue
+                self._scheduler.add(sequence)
 
     def abort(self, ids: Iterable[str] | None = None) -> int:
         """End these requests (None: all), each with an ABORT event that has its unreported tokens. Returns their
@@ -299,7 +308,12 @@ class Core:
 
     def _decode(self, decoding: SequenceOf[Sequence]) -> None:
         began_s = now_s()
-        k = 0 if self._speculator is None else self._speculator.guard.choose(len(decoding))
+        decoding, masks = self._masks(decoding)
+        if not decoding:
+            return
+        k, drafts = 0, self._speculator is not None and all(s.drafts for s in decoding)
+        if self._speculator is not None and drafts:
+            k = self._speculator.guard.choose(len(decoding))
         if self.deterministic:
             rows, length = self.slots, self.context_tokens
         else:
@@ -312,15 +326,38 @@ class Core:
         if k:
             ended, gained = self._verify(decoding, rows, length, k)
         else:
-            ended = self._draw_next(decoding, rows, length)
-        if self._speculator is not None:
+            ended = self._draw_next(decoding, rows, length, masks)
+        if self._speculator is not None and drafts:
             self._speculator.took(k, len(decoding), gained, now_s() - began_s)
         for sequence, finish, error in ended:
             self._finish(sequence, finish, error)
         if ended and not self.deterministic and not self._scheduler.would_place:
             self._compact()
 
-    def _draw_next(self, decoding: SequenceOf[Sequence], rows: int, length: int) -> list[_Ended]:
+    def _masks(self, decoding: SequenceOf[Sequence]) -> tuple[SequenceOf[Sequence], TokenMasks | None]:
+        """The tokens that grammars allow next, None without any; and the sequences without those that this ends, as
+        nothing may follow."""
+        if not (matched := [s for s in decoding if s.matcher is not None]):
+            return decoding, None
+        words_GW = np.zeros((len(matched), math.ceil(self._vocabulary / 32)), np.int32)
+        slots: list[int] = []
+        ended: set[int] = set()
+        for sequence in matched:
+            assert sequence.matcher is not None
+            try:
+                sequence.matcher.fill(words_GW[len(slots)])
+                slots.append(sequence.slot)
+            except GrammarError as problem:
+                ended.add(sequence.slot)
+                self._finish(sequence, FinishReason.ERROR, str(problem))
+        left, device = [s for s in decoding if s.slot not in ended], self.model.device
+        if not slots:
+            return left, None
+        return left, TokenMasks(on_device(np.array(slots), device), on_device(words_GW[: len(slots)], device))
+
+    def _draw_next(
+        self, decoding: SequenceOf[Sequence], rows: int, length: int, masks: TokenMasks | None
+    ) -> list[_Ended]:
         """Draw one token for each decoding sequence, among the first ``rows`` slots. Returns the sequences that end."""
         assert self._columns is not None
         device, positions = self.model.device, self._positions[:rows]
@@ -332,7 +369,7 @@ class Core:
             self._speculator.keep_hidden(positions[:, None], hidden_NM)
             logits_NV = self.model.head(hidden_NM)
         draws = on_device(self._uniforms[np.arange(rows), positions], device)
-        drawn_N, logprobs_N = sample(logits_NV, self._columns, draws)
+        drawn_N, logprobs_N = sample(logits_NV, self._columns, draws, masks)
         drawn, logprobs = drawn_N.tolist(), logprobs_N.tolist()
         ended: list[_Ended] = []
         for sequence in decoding:
@@ -382,6 +419,8 @@ class Core:
         sequence.logprobs.append(logprob)
         self.generated_tokens += 1
         reason = self._reached(sequence)
+        if reason is None and sequence.matcher is not None:
+            sequence.matcher.advance(token)
         return None if reason is None else (sequence, reason, "")
 
     def _reached(self, sequence: Sequence) -> FinishReason | None:

@@ -44,12 +44,14 @@ class SamplingColumns(NamedTuple):
     """Sampling parameters of N rows. A column without effect is None, which is the fast path.
 
     ``temperature`` float32 [N, 1] (1 where greedy), ``greedy`` bool [N], ``filters`` (top_k int64 [N, 1], top_p float64
-    [N, 1], min_p float32 [N, 1]). ``all_greedy``: True if all rows are greedy, known without a device sync."""
+    [N, 1], min_p float32 [N, 1]). ``all_greedy``: True if all rows are greedy, known without a device sync.
+    ``biases``, B of them in all rows: (rows int64 [B], tokens int64 [B], what is added to their logits float32 [B])."""
 
     temperature: Tensor | None
     greedy: Tensor | None
     filters: tuple[Tensor, Tensor, Tensor] | None
     all_greedy: bool
+    biases: tuple[Tensor, Tensor, Tensor] | None = None
 
     @classmethod
     def of(cls, rows: Sequence[SamplingParams | None], device: torch.device | str = "cpu") -> SamplingColumns:
@@ -59,7 +61,7 @@ class SamplingColumns(NamedTuple):
         def column(values: list[float], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
 
-        temperature = greedy = filters = None
+        temperature = greedy = filters = biases = None
         if any(p.temperature not in (0.0, 1.0) for p in params):
             temperature = column([p.temperature or 1.0 for p in params], torch.float32)
         if any(p.temperature == 0.0 for p in params):
@@ -70,10 +72,17 @@ class SamplingColumns(NamedTuple):
                 column([p.top_p for p in params], torch.float64),
                 column([p.min_p for p in params], torch.float32),
             )
-        return cls(temperature, greedy, filters, all(p.temperature == 0.0 for p in params))
+        if added := [(row, token, bias) for row, p in enumerate(params) for token, bias in p.logit_bias]:
+            rows_B, tokens_B, values_B = zip(*added)
+            biases = (
+                torch.tensor(rows_B, device=device),
+                torch.tensor(tokens_B, device=device),
+                torch.tensor(values_B, dtype=torch.float32, device=device),
+            )
+        return cls(temperature, greedy, filters, all(p.temperature == 0.0 for p in params), biases)
 
     def repeated(self, times: int) -> SamplingColumns:
-        """Each row repeated ``times`` times, consecutively."""
+        """Each row repeated ``times`` times, consecutively. Without biases: steps that have any do not draft."""
 
         def repeat(column: Tensor | None) -> Tensor | None:
             return None if column is None else column.repeat_interleave(times, 0)
@@ -82,13 +91,36 @@ class SamplingColumns(NamedTuple):
         return SamplingColumns(repeat(self.temperature), repeat(self.greedy), filters, self.all_greedy)  # type: ignore[arg-type]
 
 
-def sample(logits_NV: Tensor, columns: SamplingColumns, uniforms_N: Tensor) -> tuple[Tensor, Tensor]:
+class TokenMasks(NamedTuple):
+    """Tokens that G of the rows may draw; the others may draw any. ``rows`` int64 [G]; ``words`` int32 [G, W]: bit b of
+    word w for token 32 · w + b."""
+
+    rows: Tensor
+    words: Tensor
+
+    def apply(self, logits_NV: Tensor) -> Tensor:
+        """A copy in which the logits of all other tokens are −∞."""
+        bits_GW32 = self.words.unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=self.words.device)
+        allowed_GV = (bits_GW32 & 1).bool().flatten(1)[:, : logits_NV.shape[1]]
+        masked_GV = logits_NV.index_select(0, self.rows).masked_fill(~allowed_GV, -torch.inf)
+        return logits_NV.index_copy(0, self.rows, masked_GV)
+
+
+def sample(
+    logits_NV: Tensor, columns: SamplingColumns, uniforms_N: Tensor, masks: TokenMasks | None = None
+) -> tuple[Tensor, Tensor]:
     """Draw one token per row: (tokens int64 [N], behaviour logprobs float32 [N]).
 
     The logprob is that of ``softmax(logits / temperature)`` over the full vocabulary, whatever the filters remove. A
-    greedy row reports it at temperature 1.
+    greedy row reports it at temperature 1. Biases and masks change the logits before all else, so the logprob is of the
+    changed distribution.
     """
     scaled_NV = logits_NV.float()
+    if columns.biases is not None:
+        rows_B, tokens_B, values_B = columns.biases
+        scaled_NV = scaled_NV.index_put((rows_B, tokens_B), values_B, accumulate=True)
+    if masks is not None:
+        scaled_NV = masks.apply(scaled_NV)
     if columns.temperature is not None:
         scaled_NV = scaled_NV / columns.temperature
     probs_NV = torch.softmax(scaled_NV, -1)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncrl.rollouter.engines.base import Request
+from asyncrl.rollouter.engines.native.grammar import Matcher
 from asyncrl.rollouter.engines.native.warm import WarmPrefix, WarmPrefixes
 
 
@@ -29,7 +30,8 @@ class Sequence:
     """A request in the engine. ``tokens``: all of them so far; the first ``computed`` have their KV in ``slot``.
 
     The first ``prefillable`` tokens may be computed in chunks, later ones only one by one in decode steps. It ends at
-    ``limit`` tokens. ``logprobs`` belong to the last ``len(logprobs)`` tokens, which are not reported yet.
+    ``limit`` tokens. ``logprobs`` belong to the last ``len(logprobs)`` tokens, which are not reported yet. ``matcher``:
+    the state of its grammar after its tokens.
     """
 
     request: Request
@@ -41,6 +43,12 @@ class Sequence:
     computed: int = 0
     logprobs: list[float] = field(default_factory=list)
     mixed_kv: bool = False
+    matcher: Matcher | None = None
+
+    @property
+    def drafts(self) -> bool:
+        """False for a sequence whose tokens are drawn one by one."""
+        return self.matcher is None and not self.request.sampling.logit_bias
 
     @property
     def prefill_target(self) -> int:

@@ -17,6 +17,7 @@ from asyncrl.rollouter.engines.sglang.serve import UNPINNED
 
 #: arguments that make the server quantise the weights it receives
 QUANTIZING = frozenset({"quantization", "torchao_config", "modelopt_quant"})
+_GRAMMARS = {"json_schema": "json_schema", "regex": "regex", "gbnf": "ebnf"}  # SGLang's names
 _SLACK_TOKENS = 8  # SGLang ends a request a little before its context is full
 
 
@@ -113,7 +114,8 @@ def server_environment(config: Config, device: str) -> dict[str, str]:
 
 def sampling_parameters(request: Request, stream_interval: int) -> dict[str, Any]:
     s = request.sampling
-    return {
+    grammar = {} if s.grammar is None else {_GRAMMARS[s.grammar.kind]: s.grammar.text}
+    return grammar | {
         "max_new_tokens": request.max_new_tokens,
         "temperature": s.temperature,
         "top_p": s.top_p,
@@ -124,6 +126,7 @@ def sampling_parameters(request: Request, stream_interval: int) -> dict[str, Any
         # would ignore the request's own stop tokens too; `stops` hides the model's
         "ignore_eos": not s.stop_token_ids,
         "stream_interval": stream_interval,
+        "logit_bias": {str(token): bias for token, bias in s.logit_bias} or None,
     }
 
 

@@ -13,7 +13,7 @@ from vllm import SamplingParams as VLLMSamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from asyncrl.config.checks import sends_adapters
 from asyncrl.config.schema import Config, EngineConfig
@@ -28,6 +28,7 @@ from asyncrl.rollouter.engines.vllm.release import check_release
 
 BACKEND = "asyncrl"  # the name of our weight-transfer engine in vLLM's registry
 _EXTENSION = "asyncrl.rollouter.engines.vllm.worker.WorkerExtension"
+_GRAMMARS = {"json_schema": "json", "regex": "regex", "gbnf": "grammar"}  # vLLM's names
 _BLOCK_TOKENS = 128  # vLLM's KV cache block on the CPU
 
 
@@ -104,7 +105,7 @@ def prepare_environment(device: str, threads: int, sockets: Path) -> None:
 
 
 def sampling_parameters(request: Request) -> VLLMSamplingParams:
-    s = request.sampling
+    s, grammar = request.sampling, request.sampling.grammar
     return VLLMSamplingParams(
         max_tokens=request.max_new_tokens,
         temperature=s.temperature,
@@ -116,6 +117,8 @@ def sampling_parameters(request: Request) -> VLLMSamplingParams:
         logprobs=0,  # only of the sampled token
         output_kind=RequestOutputKind.DELTA,
         detokenize=False,  # stop strings are found in `asyncrl.rollouter.engines.streaming`
+        logit_bias=dict(s.logit_bias) or None,
+        structured_outputs=grammar and StructuredOutputsParams(**{_GRAMMARS[grammar.kind]: grammar.text}),
     )
 
 
