@@ -13,7 +13,7 @@ from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.rollouter.agents.base import GenerationFailed
 from asyncrl.rollouter.agents.single_turn import SingleTurn
 from asyncrl.rollouter.agents.trajectory import TrajectoryBuilder
-from asyncrl.rollouter.engines.base import SamplingParams
+from asyncrl.rollouter.engines.base import Grammar, SamplingParams
 from asyncrl.rollouter.in_flight import InFlightGroup, Snapshotter
 from asyncrl.rollouter.limiter import GroupPlaces, InFlightLimiter
 from asyncrl.rollouter.partial import PartialSample, SavedCall, pack, unpack
@@ -272,6 +272,48 @@ async def test_with_one_version_a_call_starts_again_under_the_new_one():
     assert sample.sequences[0].tokens.tolist() == [11, 90, 91, 22]
     assert rollouter.counter("rollout/restarted_calls") == 1
     await rollouter.stop()
+
+
+async def test_an_interrupted_call_with_a_grammar_starts_again():
+    """On another replica, and in another process."""
+
+    class Constrained(SingleTurn):
+        async def run(self, prompt, index, generate):
+            turns = TrajectoryBuilder()
+            grammar = Grammar("regex", "[0-9]*")
+            turns.append((await generate(turns.response, 4, sampling={"grammar": grammar})).tokens)
+            turns.append(await generate(turns.response, 4))
+            return turns.sample(index)
+
+    partial = PartialSample()
+    first = await Rollouter(Constrained(None, 9)).begin(partial)
+    a, b = first.replicas.values()
+    whole = a.requests["e0-000000/0/1#0"]
+    a.emit(whole.id, [11])
+    a.die(Death("killed"))
+    await settle()
+    again = b.requests["e0-000000/0/2#0"]
+    b.emit(again.id, [12, 13])
+    await settle()
+    assert first.counter("rollout/restarted_calls") == 1
+    data = pack(PROMPT.uid, [partial])
+    await first.stop()
+
+    second = await Rollouter(Constrained(None, 9)).begin(unpack([data])[0])
+    (last,) = second.replicas["a"].requests.values()
+    for request in (again, last):
+        assert request.tokens.tolist() == whole.tokens.tolist() == [1, 2]
+        assert (request.position, request.resumed, request.max_new_tokens) == (0, 0, 4)
+        assert (request.key, request.sampling) == (whole.key, whole.sampling)
+    second.replicas["a"].emit(last.id, [21, 22], FinishReason.STOP)
+    await settle()
+    (_, free) = second.replicas["a"].requests.values()
+    second.replicas["a"].emit(free.id, [23], FinishReason.STOP)
+    (sample,) = await second.made
+    assert sample.sequences[0].tokens.tolist() == [21, 22, 23]
+    assert sample.sequences[0].loss_mask.tolist() == [False, False, True]
+    assert second.counter("rollout/restarted_calls") == 1
+    await second.stop()
 
 
 async def test_with_one_version_two_calls_may_be_of_two():

@@ -1,14 +1,15 @@
 """The router with scripted replicas: balance, groups kept together, samples that survive syncs and deaths."""
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
 
 from asyncrl.rollouter.agents.base import Completion, GenerationFailed
-from asyncrl.rollouter.engines.base import Request, SamplingParams, Scheduling
+from asyncrl.rollouter.engines.base import Grammar, Request, SamplingParams, Scheduling
 from asyncrl.rollouter.partial import GeneratedTokens
-from asyncrl.rollouter.router import Router, VersionChanged
+from asyncrl.rollouter.router import CannotContinue, Router, VersionChanged
 from asyncrl.types.samples import FinishReason
 from asyncrl.types.versions import PolicyVersion
 from tests.support.scripted import Death, ScriptedReplica, is_death, settle
@@ -421,6 +422,52 @@ async def test_with_one_version_a_sample_continues_elsewhere_under_the_same_vers
     await settle()
     b.emit("g/0#1", [12], FinishReason.STOP)
     assert (await task).tokens.tolist() == [11, 12]
+
+
+def with_grammar(id: str) -> Request:
+    grammar = Grammar("regex", "[0-9]*")
+    return dataclasses.replace(request(id), sampling=SamplingParams(stop_token_ids=(EOS,), grammar=grammar))
+
+
+@pytest.mark.parametrize("interruption", ["death", "abort", "not routable"])
+async def test_a_request_with_a_grammar_that_is_interrupted_after_its_first_token_cannot_continue(two, interruption):
+    router, a, b, _ = two
+    task = asyncio.create_task(complete(router, with_grammar("g/0")))
+    await settle()
+    a.emit("g/0#0", [11])
+    await settle()
+    if interruption == "death":
+        a.die(Death("killed"))
+    elif interruption == "abort":
+        a.emit("g/0#0", [12], FinishReason.ABORT)
+    else:
+        await router.set_routable(["b"])
+    with pytest.raises(CannotContinue, match=r"g/0 was interrupted after \d tokens of its grammar"):
+        await task
+    await settle()
+    assert not b.requests
+    assert set(router.outstanding_tokens.values()) == {0}
+
+
+async def test_a_request_with_a_grammar_moves_before_its_first_token_and_ends_at_its_last(two):
+    router, a, b, _ = two
+    task = asyncio.create_task(complete(router, with_grammar("g/0")))
+    await settle()
+    a.die(Death("killed"))
+    await settle()
+    b.emit("g/0#1", [11])
+    b.emit("g/0#1", [EOS], FinishReason.ABORT)  # the abort met the last token
+    done = await task
+    assert (done.tokens.tolist(), done.finish) == ([11, EOS], FinishReason.STOP)
+
+
+async def test_tokens_of_a_snapshot_are_not_continued_within_a_grammar(two):
+    router, a, _, _ = two
+    output = GeneratedTokens()
+    output.add(np.arange(2, dtype=np.int32), -np.ones(2, np.float32), PolicyVersion(0, 0), False)
+    with pytest.raises(CannotContinue):
+        await complete(router, with_grammar("g/0"), output)
+    assert not a.requests
 
 
 async def test_a_request_cancelled_before_it_is_sent_is_aborted(two):

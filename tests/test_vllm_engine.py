@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -29,7 +30,7 @@ from asyncrl.config.schema import MTPConfig
 from asyncrl.cpu.vllm import spread
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.errors import SyncError
-from asyncrl.rollouter.engines.base import EngineDied, EngineError
+from asyncrl.rollouter.engines.base import EngineDied, EngineError, Grammar
 from asyncrl.rollouter.engines.vllm.engine import VLLMEngine
 from asyncrl.rollouter.engines.vllm.receiver import WorkerReceiver
 from asyncrl.rollouter.engines.vllm.spec import ENGINE
@@ -40,6 +41,7 @@ from tests.support.engine_contract import (
     PROMPT,
     changed,
     error_of,
+    matching,
     one_after_the_other,
     perfect_draft,
     rounding,
@@ -224,6 +226,30 @@ class TestSpeculation:
         behaviour, entropies = torch.tensor(behaviour), torch.tensor(entropies)
         error = (behaviour + entropies).std() / len(behaviour) ** 0.5
         assert abs((behaviour + entropies).mean()) < 4 * error
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    async def test_an_answer_matches_its_grammar(self, speculating, initial, tokenizer, temperature):
+        stops = (tokenizer.eos_token_id, 0)
+        await speculating.sync(perfect_draft(initial))
+        requests = [
+            request(
+                f"{i}",
+                [*PROMPT, i + 1],
+                60,
+                temperature=temperature,
+                stop_token_ids=stops,
+                grammar=Grammar("regex", "[0-9]{20}"),
+            )
+            for i in range(6)
+        ]
+        for answer in (await speculating.generate(requests)).values():
+            assert re.fullmatch("[0-9]{20}", matching(speculating, answer, stops))
+
+    async def test_a_bias_is_refused_with_the_reason(self, speculating, initial):
+        await speculating.sync(initial)
+        answer = (await speculating.generate([request("biased", PROMPT, 4, logit_bias=((1, 1.0),))]))["biased"]
+        assert answer.finish is FinishReason.ERROR
+        assert "logit_bias" in answer.error
 
 
 @pytest.mark.slow

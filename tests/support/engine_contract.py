@@ -336,6 +336,23 @@ async def test_a_malformed_grammar_fails_its_own_request_only(replica, tokenizer
     assert re.fullmatch("[0-9]{3}", matching(replica, again, stops))
 
 
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+async def test_a_kept_request_stays_within_its_grammar(replica, tokenizer, initial, kv, long):
+    if ("keep", kv) not in ENGINES.find(replica.config.rollout.engine.name).pause_kv:
+        pytest.skip("the engine does not offer it")
+    stops, digits = (tokenizer.eos_token_id,), f"[0-9]{{{long}}}"
+    await replica.sync(initial)
+    wanted = request("kept", PROMPT, long + 1, grammar=Grammar("regex", digits), stop_token_ids=stops)
+    await replica.engine.submit([wanted])
+    answers = {}
+    await until(replica, answers, lambda: "kept" in answers and len(answers["kept"].tokens) > 5)
+    report = await replica.sync(changed(initial, 42), pause="keep", kv=kv)
+    assert report.held_requests == 1
+    answer = (await replica.collect({"kept"}, answers))["kept"]
+    assert answer.versions[0] != answer.versions[-1]
+    assert re.fullmatch(digits, matching(replica, answer, stops))
+
+
 async def until(replica, answers, condition):
     async with asyncio.timeout(60):
         while not condition():
