@@ -166,11 +166,11 @@ class TwoTurns:
 class Rollouter:
     """A router, a sample maker and one sample; `stop` kills it."""
 
-    def __init__(self, agent_loop, one_version=False) -> None:
+    def __init__(self, agent_loop, one_version=False, config=None) -> None:
         self.replicas = {"a": ScriptedReplica(), "b": ScriptedReplica()}
         self.recorder = Recorder("rollouter")
         router = Router(self.replicas, is_death)
-        self._maker = SampleMaker(Config(), None, agent_loop, 100, router, None, self.recorder)
+        self._maker = SampleMaker(config or Config(), None, agent_loop, 100, router, None, self.recorder)
         self._task = GroupTask(PROMPT, TOKENS, SamplingParams(), PROMPT.uid, PROMPT.uid, one_version)
         self._running = asyncio.create_task(router.run())
 
@@ -314,6 +314,24 @@ async def test_an_interrupted_call_with_a_grammar_starts_again():
     assert sample.sequences[0].loss_mask.tolist() == [False, False, True]
     assert second.counter("rollout/restarted_calls") == 1
     await second.stop()
+
+
+@pytest.mark.parametrize("sampling", [{"grammar": Grammar("regex", "a")}, {"logit_bias": ((1, 2.0),)}])
+async def test_an_engine_that_serves_no_grammars_and_biases_gets_none(sampling):
+    class Constrained(SingleTurn):
+        async def run(self, prompt, index, generate):
+            with pytest.raises(GenerationFailed, match="toy_engine:ENGINE engine serves neither"):
+                await generate(np.empty(0, np.int32), 4, sampling=sampling)
+            return await super().run(prompt, index, generate)
+
+    config = Config()
+    config.rollout.engine.name = "docs.examples.toy_engine:ENGINE"
+    rollouter = await Rollouter(Constrained(None, 9), config=config).begin(PartialSample())
+    ((id, request),) = rollouter.replicas["a"].requests.items()
+    assert (request.sampling.grammar, request.sampling.logit_bias) == (None, ())
+    rollouter.replicas["a"].emit(id, [11], FinishReason.STOP)
+    await rollouter.made
+    await rollouter.stop()
 
 
 async def test_with_one_version_two_calls_may_be_of_two():

@@ -15,13 +15,31 @@ from asyncrl.config.schema import (
     RolloutConfig,
 )
 from asyncrl.models.make_checkpoint import make_checkpoint
-from asyncrl.rollouter.engines.sglang.arguments import command_line, server_arguments, server_environment
+from asyncrl.rollouter.engines.base import Grammar
+from asyncrl.rollouter.engines.sglang.arguments import (
+    command_line,
+    sampling_parameters,
+    server_arguments,
+    server_environment,
+)
 from asyncrl.rollouter.engines.sglang.spec import ENGINE
+from tests.support.engine_replica import request
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("mimo"), seed=0, warm_start_steps=0)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("json_schema", "json_schema"), ("regex", "regex"), ("gbnf", "ebnf")])
+def test_grammars_and_biases_have_sglangs_names(kind, name):
+    sampling = {"logit_bias": ((3, 1.5), (7, -100.0)), "grammar": Grammar(kind, "text")}
+    found = sampling_parameters(request("a", [1], 4, stop_token_ids=(2,), **sampling), 1)
+    assert found[name] == "text"
+    assert found["logit_bias"] == {"3": 1.5, "7": -100.0}
+    plain = sampling_parameters(request("a", [1], 4), 1)
+    assert plain["logit_bias"] is None
+    assert not {"json_schema", "regex", "ebnf"} & plain.keys()
 
 
 class TestArguments:

@@ -4,8 +4,9 @@ A test module provides a fixture ``replica`` (see `tests.support.engine_replica`
 They run in order on that one replica; each syncs the weights that it needs.
 
 ``abort`` and ``wait`` with ``unload`` are required, because the other tests sync with them. Other (pause, KV) pairs are
-optional and declared in `EngineSpec.pause_kv`. Everything else here is required. Adapters, speculation, staging
-``full`` and deterministic decoding are not part of the contract: an engine that declares them has its own tests.
+optional and declared in `EngineSpec.pause_kv`, as are grammars and logit biases in ``constrains``. Everything else here
+is required. Adapters, speculation, staging ``full`` and deterministic decoding are not part of the contract: an engine
+that declares them has its own tests.
 """
 
 from __future__ import annotations
@@ -243,6 +244,12 @@ async def test_a_request_that_can_never_run_is_answered_with_the_reason(replica,
     assert "vocabulary" in answers["alien"].error
 
 
+@pytest.fixture
+def constrains(replica):
+    if not ENGINES.find(replica.config.rollout.engine.name).constrains:
+        pytest.skip("the engine serves neither grammars nor logit biases")
+
+
 def matching(replica, answer, stops):
     """The answer's text without its stop token."""
     assert answer.finish is FinishReason.STOP, answer.error
@@ -253,6 +260,7 @@ def matching(replica, answer, stops):
     return AutoTokenizer.from_pretrained(replica.config.model.path).decode(answer.tokens[:-1])
 
 
+@pytest.mark.usefixtures("constrains")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_an_answer_matches_its_grammar_and_ends_at_a_stop_token(replica, tokenizer, initial, temperature):
     stops = (tokenizer.eos_token_id, 0)
@@ -276,6 +284,7 @@ async def test_an_answer_matches_its_grammar_and_ends_at_a_stop_token(replica, t
     assert answers["free"].tokens == (await replica.generate([free]))["free"].tokens
 
 
+@pytest.mark.usefixtures("constrains")
 async def test_an_answer_matches_its_json_schema(replica, tokenizer, initial):
     stops = (tokenizer.eos_token_id,)
     schema = {
@@ -297,6 +306,7 @@ async def test_an_answer_matches_its_json_schema(replica, tokenizer, initial):
         assert found["kind"] in ("one", "two")
 
 
+@pytest.mark.usefixtures("constrains")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_a_bias_forces_and_forbids_tokens(replica, initial, temperature):
     await replica.sync(initial)
@@ -310,6 +320,7 @@ async def test_a_bias_forces_and_forbids_tokens(replica, initial, temperature):
     assert not set(answers["forbidden"].tokens) & set(free)
 
 
+@pytest.mark.usefixtures("constrains")
 async def test_a_malformed_grammar_fails_its_own_request_only(replica, tokenizer, initial):
     stops, good = (tokenizer.eos_token_id,), Grammar("regex", "[0-9]{3}")
     await replica.sync(initial)
@@ -328,7 +339,7 @@ async def test_a_malformed_grammar_fails_its_own_request_only(replica, tokenizer
     answers = await replica.generate(requests)
     assert re.fullmatch("[0-9]{3}", matching(replica, answers.pop("good"), stops))
     for id, answer in answers.items():
-        assert (answer.finish, answer.tokens) == (FinishReason.ERROR, []), id
+        assert answer.finish is FinishReason.ERROR, id
         assert answer.error
     assert "no stop token" in answers["endless"].error
     assert "cannot be resumed" in answers["cut"].error
@@ -336,6 +347,7 @@ async def test_a_malformed_grammar_fails_its_own_request_only(replica, tokenizer
     assert re.fullmatch("[0-9]{3}", matching(replica, again, stops))
 
 
+@pytest.mark.usefixtures("constrains")
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 async def test_a_kept_request_stays_within_its_grammar(replica, tokenizer, initial, kv, long):
     if ("keep", kv) not in ENGINES.find(replica.config.rollout.engine.name).pause_kv:

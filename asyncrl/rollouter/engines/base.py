@@ -211,6 +211,8 @@ class EngineSpec(Protocol):
     deliveries: frozenset[str] = frozenset({"memory"})
     #: supports speculative decoding, see mtp.enable_rollout
     speculates: bool = False
+    #: serves `SamplingParams.logit_bias` and ``grammar``; other engines never get requests with either
+    constrains: bool = False
     #: keeps the head's sums in float32, see model.float32_head
     float32_head: bool = False
     #: takes further arguments, see rollout.engine.args; `asyncrl.config.secrets.revealed` reads the secrets in them

@@ -14,6 +14,7 @@ class StreamingSpec(EngineSpec):
     finishes_on_adapter = True
     multi_device = True
     speculates = True
+    constrains = True
     float32_head = True
     takes_args = True
 

@@ -132,8 +132,8 @@ class Core:
                 if (grammar := request.sampling.grammar) is not None and self._grammars is not None:
                     try:
                         sequence.matcher = self._grammars.matcher(grammar, request.sampling.stop_token_ids)
-                    except GrammarError as problem:
-                        self._emit_unstarted(request, FinishReason.ERROR, str(problem))
+                    except GrammarError as refusal:
+                        self._emit_unstarted(request, FinishReason.ERROR, str(refusal))
                         continue
                 self._scheduler.add(sequence)
 
@@ -327,7 +327,7 @@ class Core:
             ended, gained = self._verify(decoding, rows, length, k)
         else:
             ended = self._draw_next(decoding, rows, length, masks)
-        if self._speculator is not None and drafts:
+        if self._speculator is not None and drafts:  # the guard compares steps without masks
             self._speculator.took(k, len(decoding), gained, now_s() - began_s)
         for sequence, finish, error in ended:
             self._finish(sequence, finish, error)

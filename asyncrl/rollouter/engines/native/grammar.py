@@ -1,4 +1,4 @@
-"""Token masks of grammars, by llguidance: which tokens may come next, so that the whole answer matches.
+"""Token masks of grammars, by llguidance: which tokens may come next, so that the whole answer matches::
 
 grammars = Grammars(tokenizer, vocabulary)
 matcher = grammars.matcher(Grammar("regex", "[0-9]{3}"), stop_token_ids)
@@ -33,18 +33,13 @@ class Grammars:
 
     def matcher(self, grammar: Grammar, stop_token_ids: Sequence[int]) -> Matcher:
         """For a new answer. Raises GrammarError."""
-        return Matcher(self._compiled(grammar).deep_copy(), self._ends, stop_token_ids, self._vocabulary)
+        return Matcher(self._compiled(grammar).deep_copy(), self._tokens.eos_token, stop_token_ids, self._vocabulary)
 
     @functools.cached_property
     def _tokens(self) -> Any:
         from llguidance.hf import from_tokenizer
 
         return from_tokenizer(self._tokenizer, n_vocab=self._vocabulary)
-
-    @property
-    def _ends(self) -> Sequence[int]:
-        """The tokens by which llguidance ends a match."""
-        return self._tokens.eos_tokens
 
     def _compile(self, grammar: Grammar) -> Any:
         try:
@@ -59,13 +54,13 @@ class Grammars:
 
 
 class Matcher:
-    """Where one answer stands in its grammar. ``ends``: the tokens by which llguidance would end it; those of the
-    request take their place."""
+    """Where one answer stands in its grammar. ``end``: the token by which llguidance would end it; those of the request
+    take its place."""
 
-    def __init__(self, state: Any, ends: Sequence[int], stop_token_ids: Sequence[int], vocabulary: int) -> None:
+    def __init__(self, state: Any, end: int, stop_token_ids: Sequence[int], vocabulary: int) -> None:
         self._state = state
         self._stops = _bits([token for token in stop_token_ids if 0 <= token < vocabulary], vocabulary)
-        self._others = ~(self._stops | _bits(ends, vocabulary))
+        self._others = ~(self._stops | _bits([end], vocabulary))
 
     def fill(self, words_W: np.ndarray) -> None:
         """Set int32 [W] ``words`` to the next token's mask, see `TokenMasks`. Raises GrammarError if there is none."""

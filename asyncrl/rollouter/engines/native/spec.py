@@ -15,6 +15,7 @@ class NativeSpec(EngineSpec):
     takes_adapters = True
     deterministic = True
     speculates = True
+    constrains = True
     float32_head = True
     native_decoder = True
     preallocates_kv = True
