@@ -18,10 +18,11 @@ from asyncrl.param_sync.digest import digest_tensors
 from asyncrl.param_sync.live_weights import LiveWeights
 from asyncrl.param_sync.manifest import Manifest, TensorSpec
 from asyncrl.rollouter.engine_metrics import engine_metrics
+from asyncrl.rollouter.engines.base import SamplingParams
 from asyncrl.rollouter.engines.native.core import Core
 from asyncrl.rollouter.engines.native.engine import NativeEngine
 from asyncrl.rollouter.engines.native.model import NativeModel
-from asyncrl.rollouter.engines.native.sampler import SamplingColumns, inverse_cdf, sample
+from asyncrl.rollouter.engines.native.sampler import SamplingColumns, TokenMasks, inverse_cdf, sample
 from asyncrl.rollouter.engines.native.speculation import Speculation
 from asyncrl.types.versions import PolicyVersion
 from tests.support.stepping import full_forward, make_request, run_all
@@ -137,6 +138,21 @@ def test_filters_and_greedy_rows_draw_the_same_as_on_the_cpu(device):
     ]
     on_cpu = sample(logits_NV, SamplingColumns.of(rows), uniforms_N)
     on_device = sample(logits_NV.to(device), SamplingColumns.of(rows, device), uniforms_N.to(device))
+    assert on_device[0].tolist() == on_cpu[0].tolist()
+    torch.testing.assert_close(on_device[1].cpu(), on_cpu[1], atol=1e-5, rtol=0)
+
+
+def test_rows_with_biases_and_masks_draw_the_same_as_on_the_cpu(device):
+    logits_NV = torch.randn(4, 300, generator=torch.Generator().manual_seed(1)) * 3
+    uniforms_N = torch.tensor([0.1, 0.5, 0.9, 0.99])
+    rows = [SamplingParams(logit_bias=((0, 9.0), (299, 8.0))), SamplingParams(), SamplingParams(temperature=0.0)] * 2
+    words_GW = np.random.default_rng(0).integers(-(2**31), 2**31, (2, 10)).astype(np.int32)
+
+    def drawn(place):
+        masks = TokenMasks(torch.tensor([1, 2], device=place), torch.from_numpy(words_GW).to(place))
+        return sample(logits_NV.to(place), SamplingColumns.of(rows[:4], place), uniforms_N.to(place), masks)
+
+    on_cpu, on_device = drawn("cpu"), drawn(device)
     assert on_device[0].tolist() == on_cpu[0].tolist()
     torch.testing.assert_close(on_device[1].cpu(), on_cpu[1], atol=1e-5, rtol=0)
 
