@@ -34,7 +34,7 @@ from asyncrl.param_sync.replica_session import EngineSession
 from asyncrl.param_sync.session import SyncSession
 from asyncrl.param_sync.transports import gloo
 from asyncrl.param_sync.transports.choose import make_reader
-from asyncrl.rollouter.engines.base import EngineDied, EngineError
+from asyncrl.rollouter.engines.base import EngineDied, EngineError, Grammar
 from asyncrl.rollouter.engines.sglang.client import Client
 from asyncrl.rollouter.engines.sglang.delivery import ByMemory, Parcel, SharedParcel
 from asyncrl.rollouter.engines.sglang.engine import SGLangEngine
@@ -431,3 +431,20 @@ async def test_nan_logits_end_a_request_with_an_error(engine):
     batch = await engine.events()
     assert batch.finish == [FinishReason.ERROR]
     assert "its logits are NaN" in batch.errors["nan"]
+
+
+async def test_a_request_that_sglang_refuses_ends_alone(engine):
+    """A malformed grammar: SGLang runs the request for one token, without a logprob."""
+    engine, _ = engine
+    engine._version = PolicyVersion(0, 1)
+    grammar = Grammar("regex", "[")
+    running = engine.request_type(request("bad", [1], 8, stop_token_ids=(2,), grammar=grammar), PolicyVersion(0, 1), 0)
+    engine._running["bad"] = running
+    reason = {"type": "abort", "message": "Failed to compile regex grammar", "status_code": 400}
+    spans = [{"version": "0.1", "start": 0, "end": 1}]
+    meta = {"completion_tokens": 1, "finish_reason": reason, "weight_versions": spans}
+    engine._take(running, {"output_ids": [7], "meta_info": meta})
+    batch = await engine.events()
+    assert (batch.finish, batch.tokens.tolist()) == ([FinishReason.ERROR], [])
+    assert "Failed to compile" in batch.errors["bad"]
+    assert not engine._running

@@ -158,15 +158,19 @@ class SGLangEngine(StreamingEngine[_Running]):
 
     def _take(self, running: _Running, event: dict[str, Any]) -> bool:
         meta = event["meta_info"]
+        reason = meta["finish_reason"] or {}
+        finish = FINISH.get(reason["type"], FinishReason.ERROR) if reason else None
+        if finish is FinishReason.ERROR or reason.get("status_code"):
+            # without tokens: SGLang runs a request that it refuses, such as one with a malformed grammar, for a token
+            # without a logprob
+            count_finished(self._recorder, meta)
+            error = f"SGLang ended the request: {reason.get('message', reason)}"
+            return self._received(running, [], [], FinishReason.ERROR, [], error)
         # by count: aborting a waiting request repeats its last token
         new = meta["completion_tokens"] - running.received
         tokens = event["output_ids"][-new:] if new > 0 else []
         logprobs = [entry[0] for entry in meta["output_token_logprobs"][-new:]] if new > 0 else []
-        reason = meta["finish_reason"] or {}
-        finish = FINISH.get(reason["type"], FinishReason.ERROR) if reason else None
         error = ""
-        if finish is FinishReason.ERROR or reason.get("status_code"):
-            finish, error = FinishReason.ERROR, f"SGLang ended the request: {reason.get('message', reason)}"
         if reason.get("matched") == _NO_TOKEN:
             finish, error = FinishReason.ERROR, "SGLang sampled no valid token: its logits are NaN"
         if len(tokens) != new or len(logprobs) != new:
