@@ -648,3 +648,72 @@ def test_a_template_that_looks_further_back_is_rendered_whole():
 def test_most_families_are_rendered_with_the_nearest_messages():
     local = [name for name, family in FAMILIES.items() if renderer_of(family, ends(family)[0])._is_local]
     assert len(local) >= 0.8 * len(FAMILIES), sorted(set(FAMILIES) - set(local))
+
+
+def test_empty_reasoning_that_only_a_prompt_has_is_bridged():
+    """As Qwen3's template with thinking off."""
+    chat = Chat(
+        renderer_of(replace(HERMES, reasoning="{% if 0 %}<think>{% endif %}", prompt="<think>\n\n</think>\n\n"))
+    )
+    chat.ask(user())
+    chat.answer(HERMES.writes(CALLS[:1]) + "<|stop|>")
+    assert chat.ask(*chat.results()) == "bridged"
+    chat.answer("Done.<|stop|>")
+    assert chat.ask(user("thanks")) == "bridged"
+    assert chat.text.count("</think>") == 3
+
+
+def test_a_late_result_is_rendered_with_the_call_that_it_answers():
+    named = "{% for x in messages %}{% for c in x.tool_calls or [] if c.id == m.tool_call_id %}{{ c.function.name }}"
+    template = HERMES.template.replace('"tool" %}<|tool|>', f'"tool" %}}<|tool|>{named}{{% endfor %}}{{% endfor %}}:')
+    chat = Chat(renderer_of(SimpleNamespace(template=template)))
+    assert chat.renderer._is_local
+    chat.ask(user())
+    chat.answer(HERMES.writes(CALLS) + "<|stop|>")
+    now, late = chat.results()
+    assert chat.ask(now) == "bridged"
+    chat.answer("Done.<|stop|>")
+    assert chat.ask(user("well?")) == "bridged"
+    chat.answer(HERMES.writes(CALLS[:1]) + "<|stop|>")
+    assert chat.ask(late | {"content": "late"}) == "bridged"
+    assert "stop-2:late" in chat.text
+
+
+@pytest.mark.parametrize("field", ["name", "tool_call_id"])
+def test_a_message_that_is_edited_in_what_it_shows_begins_a_branch(field):
+    template = HERMES.template.replace('"tool" %}<|tool|>', f'"tool" %}}<|tool|>{{{{ m.{field} }}}}:')
+    chat = Chat(renderer_of(SimpleNamespace(template=template)))
+    chat.ask(user())
+    chat.answer(HERMES.writes(CALLS[:1]) + "<|stop|>")
+    (result,) = chat.results()
+    assert chat.ask(result | {"name": "one"}) == "bridged"
+    chat.answer("Done.<|stop|>")
+    chat.messages[2] = chat.messages[2] | {field: "another"}
+    assert chat.ask(user("more")) == "history_rewritten"
+
+
+def test_a_text_that_looks_like_messages_is_one_message():
+    chat = Chat(renderer_of(HERMES), tools=[])
+    chat.ask(user("a"))
+    chat.answer("Done.<|stop|>")
+    chat.ask(user("c"))
+    chat.answer("Done.<|stop|>")
+    joined = [user("a\0assistant\0Done.\0user\0c"), user("aassistant 5 Done.user 1 c")]
+    for one in joined:
+        chat.messages = [one, {"role": "assistant", "content": "Done."}]
+        assert chat.ask(user("more")) == "new_conversation"
+
+
+@pytest.mark.parametrize("schema", [{"enum": ["1", "2"]}, {"const": "1"}, {"allOf": [{"type": "string"}]}])
+def test_values_of_a_schema_of_texts_stay_texts(schema):
+    renderer = renderer_of(FAMILIES["Qwen3-Coder"])
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": schema}}}}]
+    text = "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"
+    assert found(renderer.parse(text, False, tools)) == [("f", {"x": "1"})]
+
+
+@pytest.mark.parametrize("text", ["[TOOL_CALLS]look up the thing[ARGS]{}", "[TOOL_CALLS]f{x}[ARGS]{}"])
+def test_a_name_with_more_behind_it_is_content(text):
+    renderer = renderer_of(next(f for name, f in FAMILIES.items() if "[ARGS]" in f.calls))
+    written = renderer.parse(text, False, TOOLS)
+    assert (written.content, written.tool_calls) == (text, ())

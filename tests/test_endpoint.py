@@ -1,10 +1,12 @@
 """The endpoint: what agents sample is trained token by token as the engine sampled it, or not at all."""
 
 import asyncio
+import gc
 import json
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from asyncrl.processes.tasks import cancelled
 from asyncrl.rollouter.agent_processes.pool import AgentError, AgentFailed, AgentOutcome
@@ -785,3 +787,43 @@ async def test_a_response_continues_another_with_the_results_of_its_calls(model)
         assert system.counted() == {
             "rendered": 1, "bridged": 2, "refused": 1, "branched": 1, "branched/new_conversation": 1,
         }  # fmt: skip
+
+
+async def test_calls_that_have_ended_hold_neither_their_request_nor_the_tokens_before_them(model):
+    async def agent(task, http):
+        messages = [{"role": "user", "content": "x" * 500}]
+        ids = None
+        for _ in range(3):
+            messages += [await chat(task, http, messages), {"role": "user", "content": "y"}]
+            asked = {"model": "m", "prompt": ids or "Once", "return_token_ids": True}
+            answer = await post(task, http, "/v1/completions", asked)
+            (choice,) = answer["choices"]
+            ids = [*choice["prompt_token_ids"], *choice["token_ids"]]
+        turns = system.endpoint.session(task.api_key).turns.all
+        assert all(turn.prompt.tokens.own.base is None for turn in turns)
+        assert sum(len(turn.prompt.tokens.own) for turn in turns) < 700
+        gc.collect()
+        assert sum(type(found) is web.Request for found in gc.get_objects()) <= 1  # the last may not have ended
+
+    async with EndpointSystem(model, agent, lambda prompt: "ok") as system:
+        await made(system)
+
+
+async def test_a_prompt_shorter_than_the_group_s_keeps_its_limit_as_it_goes_on(model):
+    """What is sampled goes on as the group's prompt does."""
+
+    async def agent(task, http):
+        ids = whole[:-4]
+        for limit in (3, 500):
+            asked = {"model": "m", "prompt": ids, "return_token_ids": True, "max_tokens": limit}
+            (choice,) = (await post(task, http, "/v1/completions", asked))["choices"]
+            ids = [*ids, *choice["token_ids"]]
+
+    def writes(prompt):
+        return "x" * 200 if prompt.endswith(tuple(rest)) else rest
+
+    async with EndpointSystem(model, agent, writes, max_response_tokens=60) as system:
+        whole = system.tokenizer.encode(PROMPT).tolist()
+        rest = [system.tokenizer.hf.decode([token]) for token in whole[-4:-1]]
+        sample = await made(system)
+    assert len(sample.sequences[0].tokens) == 60

@@ -20,7 +20,7 @@ from asyncrl.types.columns import Buffer, Layout
 from asyncrl.types.samples import FinishReason
 from asyncrl.types.versions import PolicyVersion, VersionSpan
 
-_SNAPSHOT = Layout("snapshot", b"ARLP")
+_SNAPSHOT = Layout("snapshot", b"ARL2")
 _TOKEN_BYTES = 8  # with its logprob
 _NONE = -1  # stands for a missing finish reason, or length of a state
 

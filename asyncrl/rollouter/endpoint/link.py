@@ -103,7 +103,8 @@ class EndedSession:
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for plan in self.plan for part in plan if isinstance(part, np.ndarray))
+        tokens = sum(part.nbytes for plan in self.plan for part in plan if isinstance(part, np.ndarray))
+        return tokens + sum(len(message.get("content") or "") for message in self.messages)
 
 
 Event = StartedCall | KnownCall | RestartedSession | EndedSession

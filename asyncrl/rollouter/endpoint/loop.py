@@ -84,7 +84,7 @@ class _ServedCalls:
         self._max_response_tokens = max_response_tokens
         self._running: dict[int, asyncio.Task[None]] = {}
         self._completions: dict[int, Completion] = {}
-        self._ends: dict[int, TokenPath] = {}  # prompt and answer of each
+        self._ends: dict[int, tuple[TokenPath, int]] = {}  # prompt and answer, and the sequence's prefix
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def unless_failed(self, waits: Coroutine[Any, Any, T]) -> T:
@@ -104,9 +104,9 @@ class _ServedCalls:
 
     def restore(self, known: KnownCall) -> None:
         call, completion = known.call, known.completion
-        prompt = self._prompt(call)
-        self._ends[call.number] = TokenPath(completion.tokens, prompt)
-        response, prefix = self._split(prompt.array())
+        prompt, prefix = self._prompt(call)
+        self._ends[call.number] = TokenPath(completion.tokens, prompt), prefix
+        response = prompt.array()[prefix:]
         self._completions[call.number] = self._generate.restore(
             response, completion, call.max_tokens, prefix, call.stop, call.sampling
         )
@@ -119,14 +119,16 @@ class _ServedCalls:
             await asyncio.wait(tasks)
         if self._failed.done():
             self._failed.exception()  # was raised, or comes too late for anybody
+            self._failed = asyncio.get_running_loop().create_future()
 
     async def _serve(self, call: StartedCall) -> None:
-        prompt = self._prompt(call)
-        response, prefix = self._split(prompt.array())
+        prompt, prefix = self._prompt(call)
         result: Completion | CallError
         try:
+            response = prompt.array()[prefix:]
             result = await self._generate(response, call.max_tokens, prefix, call.stop, call.sampling)
-            self._completions[call.number], self._ends[call.number] = result, TokenPath(result.tokens, prompt)
+            self._completions[call.number] = result
+            self._ends[call.number] = TokenPath(result.tokens, prompt), prefix
         except LimitReached as e:
             if e.finish is FinishReason.LENGTH:
                 most = self._max_response_tokens + prefix
@@ -145,16 +147,19 @@ class _ServedCalls:
             self._running.pop(call.number, None)
         self._link.answer(FinishedCall(self._session.address, call.number, result))
 
-    def _prompt(self, call: StartedCall) -> TokenPath:
-        return TokenPath(call.tokens, None if call.after is None else self._ends[call.after])
+    def _prompt(self, call: StartedCall) -> tuple[TokenPath, int]:
+        """Its prompt, and how many tokens of the group's prompt its sequence begins with."""
+        if call.after is None:
+            return TokenPath(call.tokens), self._prefix(call.tokens)
+        before, prefix = self._ends[call.after]
+        return TokenPath(call.tokens, before), prefix
 
-    def _split(self, tokens: np.ndarray) -> tuple[np.ndarray, int]:
-        """What follows the tokens that a context shares with the group's prompt, and their number."""
+    def _prefix(self, first: np.ndarray) -> int:
+        """The number of tokens that the first prompt of a sequence shares with the group's prompt."""
         prompt = self._generate.prompt_tokens
-        most = min(len(prompt), len(tokens))
-        different = np.flatnonzero(prompt[:most] != tokens[:most])
-        prefix = int(different[0]) if len(different) else most
-        return tokens[prefix:], prefix
+        most = min(len(prompt), len(first))
+        different = np.flatnonzero(prompt[:most] != first[:most])
+        return int(different[0]) if len(different) else most
 
     def sample(self, index: int, ended: EndedSession) -> Sample:
         if ended.failure is not None:
@@ -164,10 +169,10 @@ class _ServedCalls:
         for plan in ended.plan:
             first = plan[0]
             assert isinstance(first, np.ndarray)
-            rest, prefix = self._split(first)
+            prefix = self._prefix(first)
             builder = TrajectoryBuilder(prefix) if root is None else root.start(prefix)
             root = root or builder
-            builder.append(rest)
+            builder.append(first[prefix:])
             for part in plan[1:]:
                 builder.append(part if isinstance(part, np.ndarray) else self._completions[part])
             last = last if builder.finish is None else builder.finish

@@ -9,19 +9,25 @@ from asyncrl.types.prompts import Message
 
 
 def nearest(messages: Sequence[Message], added: Sequence[Message], tags: ReasoningTags | None) -> Sequence[Message]:
-    """Those of the ``messages`` before the ``added`` ones: the system's, the user's last one, and the last round of an
-    assistant's message and what tools returned. All, where a template that knows reasoning, in ``tags``, may drop
-    earlier ones: a user speaks again."""
+    """Those of the ``messages`` before the ``added`` ones, an answer and what follows it: the system's, the user's last
+    one, and the last round of an assistant's message and what tools returned.
+
+    All, where a template that knows reasoning, in ``tags``, may drop an earlier one: a user speaks again; and for the
+    result of an earlier round's call, whose name a template may look up."""
     roles = [message["role"] for message in messages]
     if "user" not in roles:
         return messages
     if tags is not None and any(message["role"] == "user" for message in added):
-        said = (message for message, role in zip(messages, roles, strict=True) if role == "assistant")
+        said = (message for message in (*messages, added[0]) if message["role"] == "assistant")
         if any(message.get("reasoning_content") or tags[1] in (message.get("content") or "") for message in said):
             return messages
     asked = _last(roles, "user")
     answered = _last(roles, "assistant") if "assistant" in roles[asked:] else len(roles)
-    return [*messages[: min(asked, roles[0] in ("system", "developer"))], messages[asked], *messages[answered:]]
+    called = {call["id"] for m in (*messages[answered:], *added) for call in m.get("tool_calls") or ()}
+    if any(message["role"] == "tool" and message["tool_call_id"] not in called for message in added):
+        return messages
+    system = messages[:1] if asked and roles[0] == "system" else ()
+    return [*system, messages[asked], *messages[answered:]]
 
 
 def examples(with_tools: bool) -> Iterator[list[Message]]:

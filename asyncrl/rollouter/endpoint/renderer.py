@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -70,6 +71,8 @@ class ChatRenderer:
         self._special = list(dict.fromkeys([*added, *self._stops.values()]))  # texts
         self._style = style_of(self._hf, list(self._stops.values()))
         self._beginning = lru_cache(256)(partial(beginning, self._hf, self._style, list(self._stops.values())))
+        tags = map(re.escape, self._style.tags or REASONING_TAGS[0])
+        self._empty_reasoning = re.compile(r"\s*".join([*tags, r"\Z"]))
         self._is_local = all(self._agrees_on(messages) for messages in examples(self._style.tool_format is not None))
 
     def encode(self, text: str) -> np.ndarray:
@@ -173,6 +176,8 @@ class ChatRenderer:
         if stop not in self._stops:
             raise NoBridge("no_stop_token")
         prompt, text = self._prompt_and_text(conversation, place, before)
+        if not text.startswith(prompt):  # some templates write empty reasoning only for the answer that is due
+            prompt = self._empty_reasoning.sub("", prompt)
         if not text.startswith(prompt):
             raise NoBridge("history_rewritten")
         # the token that ended the answer ends its message in the template, or begins the next one
@@ -230,12 +235,13 @@ def _opens_reasoning(prompt: str) -> bool:
 def message_keys(message: Message) -> tuple[str, str]:
     """Equal for messages that say the same, however a client serialises them: the first whether or not it keeps
     reasoning and the ids of tool calls, and the other what the first leaves out."""
-    said, left_out = f"{message['role']}\0{message.get('content') or ''}\0", message.get("reasoning_content") or ""
+    content, left_out = message.get("content") or "", message.get("reasoning_content") or ""
+    said = f"{message['role']} {len(content)} {content}"  # no content looks like the next message
     if calls := message.get("tool_calls"):
-        said += f"{[_call_key(call['function']['name'], call['function']['arguments']) for call in calls]}\0"
+        said += f"{[_call_key(call['function']['name'], call['function']['arguments']) for call in calls]}"
         left_out += f"\0{[call['id'] for call in calls]}"
     if identity := message.get("tool_call_id"):
-        left_out += f"\0{identity}"
+        left_out += f"\0{identity}\0{message.get('name')}"
     return said, left_out
 
 

@@ -63,11 +63,12 @@ class EndpointServer:
             session = self._session(request)
             body = await request.read()
             retries = request.headers.get("x-stainless-retry-count", "0")
-            gone = lambda: request.transport is None or request.transport.is_closing()
+            transport = request.transport  # a request holds its body, and calls live as long as their sample
+            gone = lambda: transport is None or transport.is_closing()
             try:
                 call = dialect.call(_object(body))
                 key = request.headers.get("Idempotency-Key")
-                answered = await session.answer(call, body, key, int(retries) if retries.isdigit() else 0, gone)
+                answered = await session.answer(call, body, key, int(retries) if retries.isdecimal() else 0, gone)
             except BadRequest:
                 self._endpoint.refused()
                 raise

@@ -84,6 +84,8 @@ class Endpoint:
             raise LeaseLost("a newer rollouter uses this endpoint")
         self._token = token
         self._events.clear()
+        if self._problem is None:
+            self._filled.clear()
         loop = asyncio.get_running_loop()
         for session_id in self._sessions:
             if (earlier := self._orphans.get(session_id)) is not None:

@@ -215,16 +215,18 @@ def _value(text: str, at: int) -> tuple[Any, int]:
 
 _JSON, _SPACE = json.JSONDecoder(), re.compile(r"[\s,;]*")
 _ID = "[A-Za-z0-9]{9}"  # Mistral's templates refuse others
-_HEAD = re.compile(r"(functions\.)?([^\s<>{}\[\]:\"]+)(:\d+$)?" + rf"(?:\[CALL_ID\]({_ID})$)?")
+_HEAD = re.compile(r"(functions\.)?([^\s<>{}\[\]:\"]+)(:\d+)?(?:\[CALL_ID\](\S*))?(?:\s*<\|.*)?")
 
 
 def _head(text: str) -> tuple[str, str | None]:
     """Name and id: ``name``, Kimi's ``functions.name:0``, Mistral's ``name[CALL_ID]…``, and gpt-oss's ``name
     <|constrain|>json``."""
-    if (found := _HEAD.match(text)) is None:
+    if (found := _HEAD.fullmatch(text)) is None:
         raise ValueError("no name")
     prefix, name, number, identity = found.groups()
-    return name, text if prefix and number else identity
+    if prefix and number:
+        return name, text
+    return name, identity if re.fullmatch(_ID, identity or "") else None
 
 
 def _named(found: Any) -> WrittenCall:
@@ -281,7 +283,9 @@ def _types(schema: Any) -> set[str]:
     """JSON types that a schema allows, as far as it says."""
     if not isinstance(schema, Mapping):
         return set()
-    types = schema.get("type")
+    types, values = schema.get("type"), schema.get("enum", [schema["const"]] if "const" in schema else [])
     found = {str(one) for one in (types if isinstance(types, list) else [types])}
-    choices = [schema.get("anyOf"), schema.get("oneOf")]
+    if isinstance(values, list):
+        found |= {"string" for value in values if isinstance(value, str)}
+    choices = [schema.get("anyOf"), schema.get("oneOf"), schema.get("allOf")]
     return found.union(*(_types(one) for some in choices if isinstance(some, list) for one in some))

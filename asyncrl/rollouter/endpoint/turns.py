@@ -7,6 +7,7 @@ earlier answers are only read. Each path from a first call to a last one is a se
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -67,9 +68,15 @@ class Turn:
 
     def __post_init__(self) -> None:
         self.end = TokenPath(self.completion.tokens, self.prompt.tokens)  # prompt and answer
-        parent, call = self.prompt.parent, self.call
-        tools = parent.call.tools if parent is not None and parent.call.tools == call.tools else call.tools
-        self.call = replace(call, messages=None, text=None, tokens=None, tools=tools)
+        call = replace(self.call, messages=None, text=None, tokens=None, options={})
+        if self.prompt.parent is not None:  # whose texts are shared
+            earlier = self.prompt.parent.call
+            call = replace(
+                call,
+                tools=earlier.tools if earlier.tools == call.tools else call.tools,
+                instructions=earlier.instructions if earlier.instructions == call.instructions else call.instructions,
+            )
+        self.call = call
 
     def conversation(self) -> list[Message]:
         """Its messages and its answer; empty for a call without messages."""
@@ -214,7 +221,7 @@ class Turns:
             parent = self._by_end[length].get(digest.intdigest(), parent)
         if parent is None or not np.array_equal(tokens[: len(parent.end)], parent.end.array()):
             return TokenPath(tokens), None
-        return TokenPath(tokens[len(parent.end) :], parent.end), parent
+        return TokenPath(tokens[len(parent.end) :].copy(), parent.end), parent  # a view would hold all of them
 
 
 def as_message(answer: Answer) -> Message:
@@ -237,7 +244,7 @@ def _call_ids(messages: Sequence[Message]) -> list[str]:
 def _digests(conversation: Conversation) -> tuple[xxhash.xxh3_64, dict[int, int], list[int]]:
     """`Spoken.said`, its value after each assistant's message, by place, and that of `Spoken.rest` after each
     message."""
-    said = xxhash.xxh3_64(repr((list(conversation.tools), dict(conversation.template_args))).encode())
+    said = xxhash.xxh3_64(json.dumps([conversation.tools, conversation.template_args], sort_keys=True).encode())
     rest = xxhash.xxh3_64()
     saids, rests, value = {}, [], 0
     for place, message in enumerate(conversation.messages):
