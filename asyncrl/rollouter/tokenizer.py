@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from asyncrl.models.config import CheckpointError, ModelConfig
-from asyncrl.types.prompts import Prompt
+from asyncrl.types.prompts import Message, Prompt
 
 
 class PromptTokenizer:
@@ -58,8 +59,7 @@ class PromptTokenizer:
         if prompt.text is not None:
             ids = self.hf.encode(prompt.text, add_special_tokens=True)
         elif self._apply_chat_template:
-            text = self.hf.apply_chat_template(list(prompt.messages), tokenize=False, add_generation_prompt=True)
-            ids = self.hf.encode(text, add_special_tokens=False)
+            ids = self.hf.encode(chat_text(self.hf, prompt.messages), add_special_tokens=False)
         else:
             ids = self.hf.encode("".join(str(m["content"]) for m in prompt.messages), add_special_tokens=True)
         return np.asarray(ids, dtype=np.int32)
@@ -74,6 +74,22 @@ class PromptTokenizer:
 
     def decode_batch(self, tokens: Sequence[np.ndarray], special_tokens: bool = False) -> list[str]:
         return self.hf.batch_decode([t.tolist() for t in tokens], skip_special_tokens=not special_tokens)
+
+
+def chat_text(
+    hf: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] = (),
+    prompts: bool = True,
+    variables: Mapping[str, Any] = MappingProxyType({}),
+) -> str:
+    """A conversation as a tokenizer's chat template renders it; with ``prompts``, up to where an answer begins.
+    ``variables``: further ones of the template. Raises what the template raises, which may be anything."""
+    return str(
+        hf.apply_chat_template(
+            list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=prompts, **variables
+        )
+    )
 
 
 def _eos_token_ids(checkpoint: Path) -> list[int]:

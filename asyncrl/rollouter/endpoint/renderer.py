@@ -25,7 +25,7 @@ from asyncrl.rollouter.endpoint.forced_calls import beginning, forced_tools
 from asyncrl.rollouter.endpoint.nearest import examples, nearest
 from asyncrl.rollouter.endpoint.template_style import style_of
 from asyncrl.rollouter.endpoint.tool_formats import PROBE, REASONING_TAGS, WrittenCall, split_reasoning
-from asyncrl.rollouter.tokenizer import PromptTokenizer
+from asyncrl.rollouter.tokenizer import PromptTokenizer, chat_text
 from asyncrl.types.prompts import Message
 
 
@@ -137,15 +137,7 @@ class ChatRenderer:
                 "tools",
             )
         try:
-            return str(
-                self._hf.apply_chat_template(
-                    messages,
-                    tools=list(conversation.tools) or None,
-                    tokenize=False,
-                    add_generation_prompt=True,
-                    **conversation.template_args,
-                )
-            )
+            return chat_text(self._hf, messages, conversation.tools, variables=conversation.template_args)
         except Exception as e:  # templates raise what they like
             raise BadRequest(f"messages: the model's chat template refuses them ({e})", "messages") from None
 

@@ -17,6 +17,7 @@ from asyncrl.rollouter.endpoint.tool_formats import (
     fitting_format,
     split_reasoning,
 )
+from asyncrl.rollouter.tokenizer import chat_text
 from asyncrl.types.prompts import Message
 
 USER: Message = {"role": "user", "content": "probe"}
@@ -141,10 +142,7 @@ def rendered(
 ) -> str:
     """Empty if the template refuses them."""
     try:
-        made = [style.message(message) for message in messages]
-        return str(
-            hf.apply_chat_template(made, tools=list(tools) or None, tokenize=False, add_generation_prompt=prompts)
-        )
+        return chat_text(hf, [style.message(message) for message in messages], tools, prompts)
     except Exception:  # templates raise what they like
         return ""
 

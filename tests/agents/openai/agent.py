@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 
 import openai
 from openai import AsyncOpenAI, OpenAI
@@ -164,6 +165,9 @@ async def dialogue(task, turns: int = 3):
     return {"reward": sum(c.isdigit() for c in text) / max(len(text), 1), "metrics": {"turns": turns}}
 
 
+NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+
+
 async def options(task):
     """All that a call may ask for, with ``rollout.agent.untrained: mask``; then turns until a limit ends the sample."""
     client = AsyncOpenAI(base_url=task.base_url, api_key=task.api_key)
@@ -183,6 +187,12 @@ async def options(task):
     assert not set(low) & set((await ask(stop=low)).message.content)
     for untrained in ({"temperature": 0}, {"top_p": 0.5}, {"extra_body": {"top_k": 2, "min_p": 0.1}}):
         await ask(**untrained)
+    assert re.fullmatch("[0-9]{3}", (await ask(extra_body={"guided_regex": "[0-9]{3}"})).message.content)
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": NUMBER}}
+    numbered = await ask(96, response_format=form)
+    assert numbered.finish_reason == "length" or isinstance(json.loads(numbered.message.content)["n"], int), numbered
+    biased = await ask(3, logit_bias={str(best.token_ids[0]): 100}, temperature=0)
+    assert biased.token_ids == [best.token_ids[0]] * len(biased.token_ids), biased
     await client.completions.create(model=task.model, prompt=best.token_ids, max_tokens=8)
     while True:
         await ask()
