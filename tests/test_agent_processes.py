@@ -393,6 +393,24 @@ async def test_a_command_leaves_nothing_behind(lock, ends):
         assert nothing_is_left(lock)
 
 
+async def test_a_command_that_is_cancelled_as_it_starts_leaves_nothing_behind(lock, monkeypatch):
+    real = asyncio.create_subprocess_exec
+
+    async def slow(*words, **options):
+        process = await real(*words, **options)
+        await until(lambda: not nothing_is_left(lock))
+        run.cancel()
+        await asyncio.sleep(0.1)
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", slow)
+    async with command(f"import {MODULE} as support; support.leave_behind({lock!r}); {support.SLEEPS}") as agents:
+        run = asyncio.create_task(agents.run(task()))
+        await asyncio.wait({run})
+        assert run.cancelled()
+        assert nothing_is_left(lock)
+
+
 async def test_a_command_with_too_much_memory_is_killed():
     async with command(f"x = 'x' * (600 << 20); {support.SLEEPS}", memory_mb=300) as agents:
         assert (await failure(agents.run(task()))).reason == "agent_memory"

@@ -35,7 +35,7 @@ class AgentTree:
         try:
             for path, text in (files or {}).items():
                 Path(path).write_text(text)
-            keeper = await asyncio.create_subprocess_exec(
+            keeper = asyncio.create_subprocess_exec(
                 *(*_KEEPER, json.dumps(job)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -44,10 +44,15 @@ class AgentTree:
                 cwd=job.folder,
                 start_new_session=True,  # signals to our process group do not reach it
             )
+            starting = asyncio.create_task(keeper)
+            try:
+                return cls(await asyncio.shield(starting))
+            except asyncio.CancelledError:  # the program may run already
+                await cls(await starting).kill()
+                raise
         except BaseException:
             shutil.rmtree(job.folder, ignore_errors=True)
             raise
-        return cls(keeper)
 
     def begin_sample(self) -> None:
         """What it prints is bounded per sample."""
