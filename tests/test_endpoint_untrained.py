@@ -159,6 +159,19 @@ async def test_what_mask_would_serve_is_refused_with_that_hint(model):
         assert len(system.policy.log) == 1
 
 
+async def test_what_the_engine_does_not_serve_is_refused(model):
+    async def agent(task, http):
+        await chat(task, http, task.messages, temperature=0, tools=[WEATHER], tool_choice="required")
+        for asked in ({"logit_bias": {"5": 1}}, {"regex": "a"}, {"min_p": 0.1}):
+            with pytest.raises(Refused, match=f"{next(iter(asked))}: expected .*; the engine does not serve it"):
+                await chat(task, http, task.messages, **asked)
+
+    served = {"served": frozenset({"temperature"})}
+    async with EndpointSystem(model, agent, writing(), untrained="mask", **served) as system:
+        await system.samples()
+        assert len(system.policy.log) == 1
+
+
 MALFORMED = [
     ({"logit_bias": {"x": 1}}, "logit_bias: expected token ids"),
     ({"logit_bias": {"05": 1}}, "logit_bias: expected token ids"),

@@ -123,6 +123,15 @@ def test_vllm_refuses_sampling_that_it_does_not_offer(config, expected):
     assert problem.startswith(expected)
 
 
+def test_engines_say_what_a_request_may_sample_with():
+    numbers = {"temperature", "top_p", "top_k", "min_p"}
+    assert LEAST.served_sampling(of()) == numbers
+    for name in ("native", "vllm", "sglang"):
+        assert ENGINES.find(name).served_sampling(of()) == {*numbers, "logit_bias", "grammar"}
+    drafting = of(mtp=MTPConfig(enable_rollout=True))
+    assert ENGINES.find("vllm").served_sampling(drafting) == {"temperature", "top_p", "top_k", "grammar"}
+
+
 @pytest.mark.parametrize("name", ["native", "vllm", "sglang"])
 def test_the_built_in_engines_keep_requests_over_a_sync(name):
     """The contract skips what an engine does not declare."""

@@ -18,7 +18,8 @@ OPTIONS = (
 )
 
 
-@pytest.mark.parametrize("overdue", ["drop", pytest.param("wait", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("overdue", ["drop", "wait"])
 def test_overdue_decides_about_groups_of_slow_agents(start, tmp_path, overdue):
     run = start(f"async_training.overdue={overdue}")
     assert run.wait(240) == 0, run.text

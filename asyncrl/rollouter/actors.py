@@ -115,9 +115,11 @@ class EndpointActor(SupervisedActor):
         """Load the tokenizer, start the agents' processes, and listen."""
         from asyncrl.config.secrets import revealed
         from asyncrl.rollouter.agent_processes.pool import AgentOptions, AgentProcesses
+        from asyncrl.rollouter.endpoint.distribution import TrainedDistribution
         from asyncrl.rollouter.endpoint.renderer import ChatRenderer
         from asyncrl.rollouter.endpoint.server import EndpointServer
         from asyncrl.rollouter.endpoint.service import Endpoint
+        from asyncrl.rollouter.engines.base import ENGINES
         from asyncrl.rollouter.tokenizer import PromptTokenizer
 
         config, agent = self._config, self._config.rollout.agent
@@ -125,9 +127,11 @@ class EndpointActor(SupervisedActor):
         self._agents = AgentProcesses(AgentOptions.of(agent, revealed("rollout.agent.args", agent.args)))
         model = os.path.basename(os.path.normpath(config.model.path))
         rollout = config.rollout
+        served = ENGINES.find(rollout.engine.name).served_sampling(config)
+        distribution = TrainedDistribution(rollout.temperature, served, agent.untrained == "mask")
         renderer = ChatRenderer(tokenizer)
         self._endpoint = Endpoint(
-            agent, renderer, rollout.temperature, self._agents, model, rollout.agent_timeout_s, self._recorder
+            agent, renderer, distribution, self._agents, model, rollout.agent_timeout_s, self._recorder
         )
         self._server = EndpointServer(self._endpoint, agent.host, agent.port, model, rollout.max_response_tokens)
         await self._server.start()

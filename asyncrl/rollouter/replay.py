@@ -20,7 +20,7 @@ from asyncrl.observability.telemetry.recorder import Recorder, now_s
 from asyncrl.rollouter.agents.base import Completion, GenerationFailed, LimitReached
 from asyncrl.rollouter.agents.provenance import SampledCall, tokens_digest, untrained_digest
 from asyncrl.rollouter.agents.watch import AgentWatch
-from asyncrl.rollouter.engines.base import ENGINES, Request
+from asyncrl.rollouter.engines.base import CONSTRAINTS, ENGINES, Request
 from asyncrl.rollouter.partial import GenerateCall, PartialSample
 from asyncrl.rollouter.router import CannotContinue, Router
 from asyncrl.rollouter.sampling import call_key, limits_digest
@@ -124,7 +124,7 @@ class ReplayedGenerate:
         if self._closed:
             raise GenerationFailed("a call of generate after its sample's end; expected run to wait for all its calls")
         engine = self._limits.engine.name
-        if sampling and {"grammar", "logit_bias"} & sampling.keys() and not ENGINES.find(engine).constrains:
+        if sampling and CONSTRAINTS & sampling.keys() and not ENGINES.find(engine).constrains:
             raise GenerationFailed(f"the {engine} engine serves neither grammars nor logit biases")
         context, shared = self._context(response, prefix)
         call = self._claim(

@@ -12,6 +12,7 @@ from asyncrl.config.schema import AgentConfig, Config, RolloutConfig
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.processes.tasks import cancelled
 from asyncrl.rollouter.agent_processes.pool import AgentFailed, AgentOutcome, AgentProcesses
+from asyncrl.rollouter.endpoint.distribution import TrainedDistribution
 from asyncrl.rollouter.endpoint.link import EndpointLink
 from asyncrl.rollouter.endpoint.loop import EndpointLoop
 from asyncrl.rollouter.endpoint.renderer import ChatRenderer
@@ -123,6 +124,12 @@ class Policy(ScriptedReplica):
         self.emit(request.id, tokens, finish)
 
 
+def counting():
+    """What a `Policy` writes: one, two, three, …"""
+    numbers = iter(["one", "two", "three", "four", "five", "six"])
+    return lambda prompt: next(numbers)
+
+
 class InProcessAgents:
     """Runs ``agent(task, http)`` in the test's process; ``http`` is an aiohttp session."""
 
@@ -190,6 +197,8 @@ class EndpointSystem:
     def __init__(self, model: Path, agent, writes, n: int = 1, **options) -> None:
         agent_options = {k: options.pop(k) for k in ("untrained", "retries") if k in options}
         self._orphan_s = options.pop("orphan_s", 30.0)
+        served = options.pop("served", frozenset({"temperature", "top_p", "top_k", "min_p", "logit_bias", "grammar"}))
+        self.distribution = TrainedDistribution(1.0, served, agent_options.get("untrained") == "mask")
         limits = {"max_response_tokens": 2000, "agent_timeout_s": 30.0, "n": n, "min_group_size": 1} | options
         self.config = Config(rollout=RolloutConfig(**limits, agent=AgentConfig(path="in:process", **agent_options)))
         self.tokenizer = PromptTokenizer(model, True, self.config.rollout.stop_token_ids)
@@ -205,7 +214,8 @@ class EndpointSystem:
 
     def _new_endpoint(self) -> Endpoint:
         return Endpoint(
-            self.config.rollout.agent, self.renderer, 1.0, self.agents, "tiny", self._orphan_s, self.recorder,
+            self.config.rollout.agent, self.renderer, self.distribution, self.agents, "tiny", self._orphan_s,
+            self.recorder,
         )  # fmt: skip
 
     async def __aenter__(self):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ import numpy as np
 from asyncrl.rollouter.endpoint.calls import BadRequest
 from asyncrl.rollouter.endpoint.dialects import fields
 from asyncrl.rollouter.engines.base import Grammar
+
+InVocabulary = Callable[[np.ndarray], bool]
 
 MAX_BIAS = 100  # of a token's logit, up or down
 
@@ -32,38 +35,47 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 
 
-def sampling_of(
-    asked: Mapping[str, Any], temperature: float, mask: bool, in_vocabulary: Callable[[np.ndarray], bool]
-) -> Mapping[str, Any] | None:
-    """None if a call samples as the run does, at this ``temperature``; else those of `SamplingParams` that it replaces,
-    with which it is never trained. There are none where a tool call is only begun for the policy.
+@dataclass(frozen=True)
+class TrainedDistribution:
+    """What the run samples from, at this ``temperature``. ``served``: those of `SamplingParams` that the engine lets a
+    request replace; ``mask``: calls that do so are answered, and never trained."""
 
-    ``asked``: see `Call.sampling`. ``mask``: such calls are served. Raises BadRequest."""
-    neutral = {**NEUTRAL, "temperature": (temperature,)}
-    changes = {name: value for name, value in asked.items() if value not in neutral.get(name, ())}
-    if not changes:
-        return None
-    if not mask or not changes.keys() <= SERVED:
-        name, value = min(changes.items(), key=lambda item: (item[0] in SERVED, item[0]))
-        expected = f"{neutral[name][0]!r}" if name in neutral else "none"
-        served = "rollout.agent.untrained=mask serves it without training" if name in SERVED else "it is never served"
-        raise BadRequest(
-            f"{name}: expected {expected}, the distribution that is trained, found {value!r:.80}; {served}", name
-        )
-    if len(forms := [name for name in changes if name in GRAMMARS or name == "tool_choice"]) > 1:
-        raise BadRequest(f"{forms[1]}: expected one form of the answer, found {forms[0]} beside it", forms[1])
-    found: dict[str, Any] = {}
-    for name, value in changes.items():
-        if name in NUMBERS:
-            found[name] = NUMBERS[name](value)
-        elif name in GRAMMARS:
-            found["grammar"] = GRAMMARS[name](value, name)
-        elif name == "logit_bias":
-            found[name] = _bias(value, in_vocabulary)
-    return found
+    temperature: float
+    served: Set[str]
+    mask: bool
+
+    def replaced_by(self, asked: Mapping[str, Any], in_vocabulary: InVocabulary) -> Mapping[str, Any] | None:
+        """None if a call samples as the run does; else those of `SamplingParams` that it replaces, which are none where
+        a tool call is only begun for the policy. ``asked``: see `Call.sampling`. Raises BadRequest."""
+        neutral = {**NEUTRAL, "temperature": (self.temperature,)}
+        changes = {name: value for name, value in asked.items() if value not in neutral.get(name, ())}
+        if not changes:
+            return None
+        known = {name for name, field in FIELDS.items() if field is None or field in self.served}
+        if not self.mask or not changes.keys() <= known:
+            name, value = min(changes.items(), key=lambda item: (item[0] in known, item[0]))
+            expected = f"{neutral[name][0]!r}" if name in neutral else "none"
+            if name in known:
+                why = "rollout.agent.untrained=mask serves it without training"
+            else:
+                why = "the engine does not serve it" if name in FIELDS else "it is never served"
+            raise BadRequest(
+                f"{name}: expected {expected}, the distribution that is trained, found {value!r:.80}; {why}", name
+            )
+        if len(forms := [name for name in changes if name in GRAMMARS or name == "tool_choice"]) > 1:
+            raise BadRequest(f"{forms[1]}: expected one form of the answer, found {forms[0]} beside it", forms[1])
+        found: dict[str, Any] = {}
+        for name, value in changes.items():
+            if name in NUMBERS:
+                found[name] = NUMBERS[name](value)
+            elif name in GRAMMARS:
+                found["grammar"] = GRAMMARS[name](value, name)
+            elif name == "logit_bias":
+                found[name] = _bias(value, in_vocabulary)
+        return found
 
 
-def _bias(value: Mapping[str, Any], in_vocabulary: Callable[[np.ndarray], bool]) -> tuple[tuple[int, float], ...]:
+def _bias(value: Mapping[str, Any], in_vocabulary: InVocabulary) -> tuple[tuple[int, float], ...]:
     """Ascending tokens, each with its bias."""
     for key, bias in value.items():
         if not re.fullmatch("0|[1-9][0-9]{0,9}", key) or not in_vocabulary(np.asarray([int(key)])):
@@ -150,10 +162,10 @@ GRAMMARS: dict[str, Callable[[Any, str], Grammar]] = {
     "ebnf": _gbnf,
     "grammar": _gbnf,
 }
-NUMBERS: dict[str, type] = {
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-}  # vLLM takes no top_k 4.0
-SERVED = frozenset({*NUMBERS, *GRAMMARS, "logit_bias", "tool_choice"})
+NUMBERS: dict[str, type] = {"temperature": float, "top_p": float, "top_k": int, "min_p": float}
+#: what may be served, and as which of `SamplingParams`; a forced call is only begun
+FIELDS: dict[str, str | None] = {
+    **{name: name for name in (*NUMBERS, "logit_bias")},
+    **dict.fromkeys(GRAMMARS, "grammar"),
+    "tool_choice": None,
+}

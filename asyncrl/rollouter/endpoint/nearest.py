@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from asyncrl.rollouter.endpoint.tool_formats import PROBE_CALL, ReasoningTags
+from asyncrl.rollouter.endpoint.tool_formats import PROBE, PROBE_CALL, ReasoningTags, Tool
 from asyncrl.types.prompts import Message
+
+Added = Callable[[Sequence[Message], Sequence[Message], Sequence[Tool]], str | None]
 
 
 def nearest(messages: Sequence[Message], added: Sequence[Message], tags: ReasoningTags | None) -> Sequence[Message]:
@@ -30,8 +32,23 @@ def nearest(messages: Sequence[Message], added: Sequence[Message], tags: Reasoni
     return [*system, messages[asked], *messages[answered:]]
 
 
-def examples(with_tools: bool) -> Iterator[list[Message]]:
-    """Conversations on which a template shows what it depends on; each assistant's message is followed by another."""
+def is_local(added: Added, tags: ReasoningTags | None, with_tools: bool) -> bool:
+    """True if a template adds the same to the `nearest` messages as to all, for each answer of examples.
+
+    ``added(messages, further ones, tools)``: what the template adds for further messages; None if it refuses them."""
+    for messages in _examples(with_tools):
+        tools = [PROBE] if any(message["role"] == "tool" for message in messages) else []
+        for place, message in enumerate(messages):
+            if message["role"] == "assistant":
+                earlier, further = messages[:place], messages[place : place + 2]
+                whole = added(earlier, further, tools)
+                if whole is not None and whole != added(nearest(earlier, further, tags), further, tools):
+                    return False
+    return True
+
+
+def _examples(with_tools: bool) -> Iterator[list[Message]]:
+    """Each assistant's message is followed by another."""
     dialogue = ["user", "assistant"] * 4 + ["user"]
     yield _example(*dialogue)
     yield _example("system", *dialogue)

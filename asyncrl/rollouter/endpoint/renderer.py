@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -22,9 +21,9 @@ import numpy as np
 
 from asyncrl.rollouter.endpoint.calls import BadRequest, Call
 from asyncrl.rollouter.endpoint.forced_calls import beginning, forced_tools
-from asyncrl.rollouter.endpoint.nearest import examples, nearest
+from asyncrl.rollouter.endpoint.nearest import is_local, nearest
 from asyncrl.rollouter.endpoint.template_style import style_of
-from asyncrl.rollouter.endpoint.tool_formats import PROBE, REASONING_TAGS, WrittenCall, split_reasoning
+from asyncrl.rollouter.endpoint.tool_formats import WrittenCall, split_reasoning
 from asyncrl.rollouter.tokenizer import PromptTokenizer, chat_text
 from asyncrl.types.prompts import Message
 
@@ -71,9 +70,7 @@ class ChatRenderer:
         self._special = list(dict.fromkeys([*added, *self._stops.values()]))  # texts
         self._style = style_of(self._hf, list(self._stops.values()))
         self._beginning = lru_cache(256)(partial(beginning, self._hf, self._style, list(self._stops.values())))
-        tags = map(re.escape, self._style.tags or REASONING_TAGS[0])
-        self._empty_reasoning = re.compile(r"\s*".join([*tags, r"\Z"]))
-        self._is_local = all(self._agrees_on(messages) for messages in examples(self._style.tool_format is not None))
+        self._is_local = is_local(self._added, self._style.tags, self._style.tool_format is not None)
 
     def encode(self, text: str) -> np.ndarray:
         """int32 [T] ids of a text with its special tokens spelt out. Raises UnicodeEncodeError."""
@@ -107,7 +104,7 @@ class ChatRenderer:
     def render(self, conversation: Conversation) -> Rendered:
         """The whole conversation, with a generation prompt."""
         text = self._text(conversation)
-        return Rendered(self.encode(text), _opens_reasoning(text))
+        return Rendered(self.encode(text), self._opens_reasoning(text))
 
     def begin(self, prompt: Rendered, call: Call, plain: bool) -> Rendered:
         """The prompt of a call, with the beginning of its answer where the policy has no choice of that: a tool call
@@ -169,11 +166,11 @@ class ChatRenderer:
             raise NoBridge("no_stop_token")
         prompt, text = self._prompt_and_text(conversation, place, before)
         if not text.startswith(prompt):  # some templates write empty reasoning only for the answer that is due
-            prompt = self._empty_reasoning.sub("", prompt)
+            prompt = self._without_empty_reasoning(prompt)
         if not text.startswith(prompt):
             raise NoBridge("history_rewritten")
         # the token that ended the answer ends its message in the template, or begins the next one
-        end, opened = self._stops[stop], _opens_reasoning(prompt)
+        end, opened = self._stops[stop], self._opens_reasoning(prompt)
         answer, found, rest = text[len(prompt) :].partition(end)
         written = begun + self.text_of(sampled)
         if not found or any(special in answer and special not in written for special in self._special):
@@ -185,7 +182,7 @@ class ChatRenderer:
         tokens = self.encode(end + rest)
         if not len(tokens) or tokens[0] != stop:
             raise NoBridge("no_bridge")
-        return Rendered(tokens[1:], _opens_reasoning(text))
+        return Rendered(tokens[1:], self._opens_reasoning(text))
 
     def _prompt_and_text(
         self, conversation: Conversation, place: int, before: Sequence[Message] | None
@@ -199,19 +196,9 @@ class ChatRenderer:
                 return prompt, text
         return self._text(replace(conversation, messages=before or earlier)), self._text(conversation)
 
-    def _agrees_on(self, messages: Sequence[Message]) -> bool:
-        """True if the template adds the same to the `nearest` messages as to all, for each answer among them."""
-        tools = [PROBE] if any(message["role"] == "tool" for message in messages) else []
-        for place, message in enumerate(messages):
-            if message["role"] == "assistant":
-                earlier, added = messages[:place], messages[place : place + 2]
-                whole = self._added(earlier, added, tools)
-                near = nearest(earlier, added, self._style.tags)
-                if whole is not None and whole != self._added(near, added, tools):
-                    return False
-        return True
-
-    def _added(self, earlier: Sequence[Message], added: Sequence[Message], tools: Sequence[Any]) -> str | None:
+    def _added(
+        self, earlier: Sequence[Message], added: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> str | None:
         """What the template adds for further messages; None if it refuses them, "" if it rewrites the earlier ones."""
         try:
             prompt, text = (self._text(Conversation(m, tools, {})) for m in (earlier, [*earlier, *added]))
@@ -219,9 +206,15 @@ class ChatRenderer:
             return None
         return text[len(prompt) :] if text.startswith(prompt) else ""
 
+    def _opens_reasoning(self, prompt: str) -> bool:
+        return self._style.tags is not None and prompt.rstrip().endswith(self._style.tags[0])
 
-def _opens_reasoning(prompt: str) -> bool:
-    return prompt.rstrip().endswith(tuple(begin for begin, _ in REASONING_TAGS))
+    def _without_empty_reasoning(self, prompt: str) -> str:
+        if self._style.tags is None:
+            return prompt
+        begin, end = self._style.tags
+        before, _, reasoning = prompt.rpartition(begin)
+        return before if reasoning.strip() == end else prompt
 
 
 def message_keys(message: Message) -> tuple[str, str]:

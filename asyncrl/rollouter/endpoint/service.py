@@ -13,6 +13,7 @@ from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.processes.tasks import cancelled
 from asyncrl.rollouter.agent_processes.pool import AgentError, AgentFailed, AgentOutcome, AgentTask
 from asyncrl.rollouter.endpoint import link
+from asyncrl.rollouter.endpoint.distribution import TrainedDistribution
 from asyncrl.rollouter.endpoint.link import Command, Event, FinishedCall
 from asyncrl.rollouter.endpoint.renderer import ChatRenderer
 from asyncrl.rollouter.endpoint.session import AgentSession, SessionEnded
@@ -46,13 +47,13 @@ class Endpoint:
         self,
         config: AgentConfig,
         renderer: ChatRenderer,
-        temperature: float,
+        distribution: TrainedDistribution,
         agents: Agents,
         model: str,
         orphan_s: float,
         recorder: Recorder,
     ) -> None:
-        self._config, self._renderer, self._temperature = config, renderer, temperature
+        self._config, self._renderer, self._distribution = config, renderer, distribution
         self._agents, self._model, self._orphan_s, self._recorder = agents, model, orphan_s, recorder
         self.address = ""
         self._token = -1
@@ -136,8 +137,7 @@ class Endpoint:
             self._sessions[start.id].reopen(start)
             return
         self._forget(start.id)
-        mask = self._config.untrained == "mask"
-        session = AgentSession(start, self._renderer, self._temperature, mask, self._emit, self._recorder)
+        session = AgentSession(start, self._renderer, self._distribution, self._emit, self._recorder)
         self._sessions[start.id] = session
         self._running[start.id] = asyncio.create_task(self._run(session))
 

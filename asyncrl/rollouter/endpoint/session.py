@@ -17,7 +17,7 @@ from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.rollouter.agents.base import Completion
 from asyncrl.rollouter.endpoint import link
 from asyncrl.rollouter.endpoint.calls import Answer, BadRequest, Call, ToolCall
-from asyncrl.rollouter.endpoint.distribution import sampling_of
+from asyncrl.rollouter.endpoint.distribution import TrainedDistribution
 from asyncrl.rollouter.endpoint.link import CallError, EndedSession, Event, FinishedCall, KnownCall, StartedCall
 from asyncrl.rollouter.endpoint.renderer import ChatRenderer
 from asyncrl.rollouter.endpoint.turns import CallPrompt, Turn, Turns
@@ -74,13 +74,12 @@ class AgentSession:
         self,
         start: link.Session,
         renderer: ChatRenderer,
-        temperature: float,
-        mask: bool,
+        distribution: TrainedDistribution,
         emit: Callable[[Event], None],
         recorder: Recorder,
     ) -> None:
         self.start, self._renderer, self._emit, self._recorder = start, renderer, emit, recorder
-        self._temperature, self._mask = temperature, mask
+        self._distribution = distribution
         self._numbers = 0
         self.over: asyncio.Future[CallError] = asyncio.get_running_loop().create_future()
         self._begin()
@@ -152,7 +151,7 @@ class AgentSession:
         if len(self._pending) >= MAX_CALLS_AT_ONCE:
             raise TooManyCalls(f"{MAX_CALLS_AT_ONCE} calls of this sample are under way; expected to wait for some")
         began_s = time.thread_time()
-        sampling = self._sampling(call.sampling)
+        sampling = self._distribution.replaced_by(call.sampling, self._renderer.in_vocabulary)
         grammar: Grammar | None = (sampling or {}).get("grammar")
         try:
             for text in (call.text or "", *call.stop, "" if grammar is None else grammar.text):
@@ -177,9 +176,6 @@ class AgentSession:
         equal.append(pending)
         self._emit(self._started(pending))
         return pending
-
-    def _sampling(self, asked: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        return sampling_of(asked, self._temperature, self._mask, self._renderer.in_vocabulary)
 
     # -- results from the rollouter --------------------------------------------------------------------------------
 
@@ -275,7 +271,7 @@ class AgentSession:
             tokens=of.prompt.tokens.own,
             max_tokens=call.max_tokens,
             stop=call.stop,
-            sampling=self._sampling(call.sampling),
+            sampling=self._distribution.replaced_by(call.sampling, self._renderer.in_vocabulary),
         )
 
     def restart(self) -> None:

@@ -66,6 +66,10 @@ class SamplingParams:
     grammar: Grammar | None = None
 
 
+#: `SamplingParams` that only some engines serve, see `EngineSpec.constrains`
+CONSTRAINTS = frozenset({"logit_bias", "grammar"})
+
+
 @dataclass(frozen=True)
 class Request:
     """A request to continue ``tokens``. ``tokens`` int32 [P + done]: prompt, then tokens that were already sampled.
@@ -221,6 +225,10 @@ class EngineSpec(Protocol):
     native_decoder: bool = False
     #: allocates its KV cache at the start, a full context for every slot
     preallocates_kv: bool = False
+
+    def served_sampling(self, config: Config) -> frozenset[str]:
+        """The fields of `SamplingParams`, beside what ends a request, that a request may set otherwise than the run."""
+        return frozenset({"temperature", "top_p", "top_k", "min_p"} | (CONSTRAINTS if self.constrains else set()))
 
     def problems(self, config: Config) -> Iterator[str]:
         """One line for each option that does not fit this engine; each begins with the option's key. This base checks

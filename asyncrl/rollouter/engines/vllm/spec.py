@@ -57,6 +57,10 @@ _REFUSED = {
 class VLLMSpec(StreamingSpec):
     distributions = DISTRIBUTIONS
 
+    def served_sampling(self, config: Config) -> frozenset[str]:
+        """vLLM applies neither of two while it verifies drafts."""
+        return super().served_sampling(config) - ({"min_p", "logit_bias"} if config.mtp.enable_rollout else set())
+
     def problems(self, config: Config) -> Iterator[str]:
         yield from super().problems(config)
         engine = config.rollout.engine
