@@ -18,6 +18,7 @@ from tests.support.endpoint import (
     make_model,
     sampled_tokens,
     trained_tokens,
+    writing,
 )
 from tests.support.faults import audit, starting
 from tests.support.tiny import make_inputs
@@ -61,12 +62,6 @@ async def serving(model: Path, agent: str, writes, args=None, **options):
             yield system
     finally:
         await agents.close()
-
-
-def writing(*texts):
-    """A policy that writes these, one after another; see `tests.support.endpoint.Policy`."""
-    written = iter(texts)
-    return lambda prompt: next(written, "nothing more")
 
 
 def hermes(name: str, **arguments: Any) -> str:

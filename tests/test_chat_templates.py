@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from asyncrl.rollouter.agents.base import Completion
 from asyncrl.rollouter.endpoint.calls import Answer, BadRequest, Call, ToolCall
-from asyncrl.rollouter.endpoint.renderer import ChatRenderer, Conversation
+from asyncrl.rollouter.endpoint.rendering.renderer import ChatRenderer, Conversation
 from asyncrl.rollouter.endpoint.turns import Turn, Turns, as_message
 from asyncrl.types.samples import FinishReason
 

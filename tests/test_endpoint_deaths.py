@@ -26,6 +26,7 @@ from tests.support.endpoint import (
     EndpointSystem,
     Refused,
     chat,
+    counting,
     made,
     make_model,
     sampled_tokens,
@@ -38,12 +39,6 @@ USER = [dict(m) for m in PROMPT.messages]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"))
-
-
-def counting():
-    """Writes one, two, three, …"""
-    numbers = iter(["one", "two", "three", "four", "five", "six"])
-    return lambda prompt: next(numbers)
 
 
 def said(text):

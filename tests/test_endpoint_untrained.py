@@ -3,7 +3,6 @@ call is made of, and that nothing of it is trained."""
 
 import asyncio
 import json
-from itertools import chain
 
 import pytest
 
@@ -23,6 +22,7 @@ from tests.support.endpoint import (
     sampled_tokens,
     sequence_texts,
     trained_tokens,
+    writing,
 )
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES, GENERATE = DIALECTS
@@ -47,12 +47,6 @@ def thinking_model(tmp_path_factory):
     rendered = opened.replace("{% if m.reasoning_content and loop", '{% if m.role == "assistant" and loop')
     rendered = rendered.replace("{{ m.reasoning_content }}", "{{ m.reasoning_content or '' }}")
     return make_model(tmp_path_factory.mktemp("thinking"), rendered)
-
-
-def writing(*texts):
-    """A policy that writes these, one after another, and then "plain"."""
-    written = chain(texts, iter(lambda: "plain", None))
-    return lambda prompt: next(written)
 
 
 def body(path, **more):

@@ -116,7 +116,7 @@ class EndpointActor(SupervisedActor):
         from asyncrl.config.secrets import revealed
         from asyncrl.rollouter.agent_processes.pool import AgentOptions, AgentProcesses
         from asyncrl.rollouter.endpoint.distribution import TrainedDistribution
-        from asyncrl.rollouter.endpoint.renderer import ChatRenderer
+        from asyncrl.rollouter.endpoint.rendering.renderer import ChatRenderer
         from asyncrl.rollouter.endpoint.server import EndpointServer
         from asyncrl.rollouter.endpoint.service import Endpoint
         from asyncrl.rollouter.engines.base import ENGINES

@@ -15,7 +15,7 @@ from asyncrl.rollouter.agent_processes.pool import AgentFailed, AgentOutcome, Ag
 from asyncrl.rollouter.endpoint.distribution import TrainedDistribution
 from asyncrl.rollouter.endpoint.link import EndpointLink
 from asyncrl.rollouter.endpoint.loop import EndpointLoop
-from asyncrl.rollouter.endpoint.renderer import ChatRenderer
+from asyncrl.rollouter.endpoint.rendering.renderer import ChatRenderer
 from asyncrl.rollouter.endpoint.server import EndpointServer
 from asyncrl.rollouter.endpoint.service import Endpoint
 from asyncrl.rollouter.engines.base import SamplingParams
@@ -124,10 +124,15 @@ class Policy(ScriptedReplica):
         self.emit(request.id, tokens, finish)
 
 
+def writing(*texts):
+    """What a `Policy` writes: these, one after another, and then "plain"."""
+    written = iter(texts)
+    return lambda prompt: next(written, "plain")
+
+
 def counting():
     """What a `Policy` writes: one, two, three, …"""
-    numbers = iter(["one", "two", "three", "four", "five", "six"])
-    return lambda prompt: next(numbers)
+    return writing("one", "two", "three", "four", "five", "six")
 
 
 class InProcessAgents:

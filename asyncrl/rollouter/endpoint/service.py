@@ -15,7 +15,7 @@ from asyncrl.rollouter.agent_processes.pool import AgentError, AgentFailed, Agen
 from asyncrl.rollouter.endpoint import link
 from asyncrl.rollouter.endpoint.distribution import TrainedDistribution
 from asyncrl.rollouter.endpoint.link import Command, Event, FinishedCall
-from asyncrl.rollouter.endpoint.renderer import ChatRenderer
+from asyncrl.rollouter.endpoint.rendering.renderer import ChatRenderer
 from asyncrl.rollouter.endpoint.session import AgentSession, SessionEnded
 from asyncrl.types.samples import FinishReason
 

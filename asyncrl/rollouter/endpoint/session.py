@@ -19,7 +19,7 @@ from asyncrl.rollouter.endpoint import link
 from asyncrl.rollouter.endpoint.calls import Answer, BadRequest, Call, ToolCall
 from asyncrl.rollouter.endpoint.distribution import TrainedDistribution
 from asyncrl.rollouter.endpoint.link import CallError, EndedSession, Event, FinishedCall, KnownCall, StartedCall
-from asyncrl.rollouter.endpoint.renderer import ChatRenderer
+from asyncrl.rollouter.endpoint.rendering.renderer import ChatRenderer
 from asyncrl.rollouter.endpoint.turns import CallPrompt, Turn, Turns
 from asyncrl.rollouter.engines.base import Grammar
 from asyncrl.types.samples import FinishReason

@@ -18,7 +18,7 @@ import xxhash
 from asyncrl.rollouter.agents.base import Completion
 from asyncrl.rollouter.agents.provenance import tokens_digest
 from asyncrl.rollouter.endpoint.calls import Answer, Call
-from asyncrl.rollouter.endpoint.renderer import ChatRenderer, Conversation, NoBridge, message_keys
+from asyncrl.rollouter.endpoint.rendering.renderer import ChatRenderer, Conversation, NoBridge, message_keys
 from asyncrl.rollouter.endpoint.token_path import TokenPath
 from asyncrl.types.prompts import Message
 

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asyncrl.rollouter.endpoint.calls import BadRequest, Call
-from asyncrl.rollouter.endpoint.forced_calls import beginning, forced_tools
-from asyncrl.rollouter.endpoint.nearest import is_local, nearest
-from asyncrl.rollouter.endpoint.template_style import style_of
-from asyncrl.rollouter.endpoint.tool_formats import WrittenCall, split_reasoning
+from asyncrl.rollouter.endpoint.rendering.forced_calls import beginning, forced_tools
+from asyncrl.rollouter.endpoint.rendering.nearest import is_local, nearest
+from asyncrl.rollouter.endpoint.rendering.template_style import style_of
+from asyncrl.rollouter.endpoint.rendering.tool_formats import WrittenCall, split_reasoning
 from asyncrl.rollouter.tokenizer import PromptTokenizer, chat_text
 from asyncrl.types.prompts import Message
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product, takewhile
 from typing import Any
 
-from asyncrl.rollouter.endpoint.tool_formats import (
+from asyncrl.rollouter.endpoint.rendering.tool_formats import (
     PROBE,
     PROBE_CALL,
     REASONING_TAGS,

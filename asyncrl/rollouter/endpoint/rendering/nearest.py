@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from asyncrl.rollouter.endpoint.tool_formats import PROBE, PROBE_CALL, ReasoningTags, Tool
+from asyncrl.rollouter.endpoint.rendering.tool_formats import PROBE, PROBE_CALL, ReasoningTags, Tool
 from asyncrl.types.prompts import Message
 
 Added = Callable[[Sequence[Message], Sequence[Message], Sequence[Tool]], str | None]

@@ -8,8 +8,8 @@ from itertools import product, takewhile
 from typing import Any
 
 from asyncrl.rollouter.endpoint.calls import BadRequest
-from asyncrl.rollouter.endpoint.template_style import USER, TemplateStyle, rendered, until
-from asyncrl.rollouter.endpoint.tool_formats import PROBE, ToolFormat, split_reasoning
+from asyncrl.rollouter.endpoint.rendering.template_style import USER, TemplateStyle, rendered, until
+from asyncrl.rollouter.endpoint.rendering.tool_formats import PROBE, ToolFormat, split_reasoning
 from asyncrl.types.prompts import Message
 
 NAMES = ("one_tool", "yet_another")  # with no common beginning, as the rest of what calls differ in
