@@ -21,7 +21,7 @@ class WrittenCall:
     id: str | None = None
 
 
-#: texts before and after reasoning; its end may be followed by what begins the answer proper
+#: texts before and after reasoning; the end may hold the beginning of the answer proper
 ReasoningTags = tuple[str, str]
 
 REASONING_TAGS: tuple[ReasoningTags, ...] = (
