@@ -23,15 +23,17 @@ MAY_IMPORT = {
     "observability.telemetry": set(),
     "processes": {"observability.telemetry"},
     "cpu": {"observability.telemetry"},
+    "sandbox": LEAVES,
     "sample_queue": LEAVES,
     "param_sync": LEAVES,
     "models": LEAVES,
     "data": LEAVES,
     "observability": LEAVES | {"sample_queue"},
     "trainer": LEAVES | {"sample_queue", "param_sync", "models", "data"},
-    "rollouter": LEAVES | {"sample_queue", "param_sync", "models", "data"},
-    "run": LEAVES | {"sample_queue", "param_sync", "models", "data", "observability", "trainer", "rollouter"},
-    "cli": LEAVES | {"sample_queue", "observability"},
+    "rollouter": LEAVES | {"sample_queue", "param_sync", "models", "data", "sandbox"},
+    "run": LEAVES
+    | {"sample_queue", "param_sync", "models", "data", "observability", "trainer", "rollouter", "sandbox"},
+    "cli": LEAVES | {"sample_queue", "observability", "sandbox"},
 }
 #: the files that define Ray actors or launch them
 RAY_FILES = {

@@ -215,6 +215,32 @@ class RewardConfig(Section):
             yield f"reward.secrets: a worker has its own {', '.join(own)}; expected names of other variables"
 
 
+@dataclass
+class SandboxConfig(Section):
+    """Where code runs that the policy wrote: reward functions and tools that need it say so. See docs/sandbox.md."""
+
+    # bubblewrap; podman, with an image; landlock, which is weaker; remote, the host of url; auto: the first that serves
+    # where the rollouter runs, landlock only with allow_unsafe
+    kind: Literal["auto", "bubblewrap", "podman", "landlock", "remote"] = "auto"
+    allow_unsafe: bool = False  # with auto: a weaker kind rather than none
+    url: str = ""  # remote: http://host:port; its token is the environment variable ASYNCRL_SANDBOX_TOKEN
+    image: str = ""  # podman: of the containers; it needs python3
+    python: str = ""  # interpreter in the sandbox, with its environment's packages; empty: the run's, without packages
+    paths: list[str] = field(default_factory=list)  # further files and folders that can be read in the sandbox
+    concurrent: PositiveInt = 8  # sandboxes in use at a time; further ones wait
+    warm: NonNegativeInt = 2  # sandboxes that are ready before anybody asks
+    memory_mb: PositiveInt = 512  # MiB of a sandbox, files in it included
+    processes: PositiveInt = 64  # and threads, in a sandbox
+    disk_mb: PositiveInt = 256  # MiB of files in a sandbox; they are held in memory
+    output_kb: PositiveInt = 64  # KiB of a program's output that are kept, of each stream
+
+    def problems(self) -> Iterator[str]:
+        if (self.kind == "remote") != bool(self.url):
+            yield f"sandbox.url: expected one with sandbox.kind=remote only, found {self.url!r} with kind={self.kind}"
+        if self.kind == "podman" and not self.image:
+            yield "sandbox.image: expected an image for sandbox.kind=podman, found none"
+
+
 def _betas(betas: list[float]) -> list[float]:
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"expected two numbers, 0 ≤ beta < 1, found {betas}")
@@ -484,6 +510,7 @@ class Config(Section):
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     async_training: AsyncTrainingConfig = field(default_factory=AsyncTrainingConfig)

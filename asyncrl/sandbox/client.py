@@ -1,0 +1,99 @@
+"""Sandboxes of a host, over its protocol (`asyncrl.sandbox.host`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+
+from asyncrl.sandbox.base import WORKDIR, Execution, Sandbox, SandboxFailed
+
+_ANSWER_S = 30.0  # beyond the time of the call itself
+_CREATE_S = 660.0  # a host may have none to give for a while
+
+
+class SandboxClient:
+    """``url``: http://host:port, or unix:/path/of/socket. For one event loop."""
+
+    def __init__(self, url: str, token: str) -> None:
+        self._url, self._token = url, token
+        self._session: aiohttp.ClientSession | None = None
+
+    async def create(self) -> Sandbox:
+        """Raises SandboxFailed."""
+        made = await self.call("POST", "/v1/sandboxes", _CREATE_S)
+        return _RemoteSandbox(self, f"/v1/sandboxes/{made['id']}")
+
+    async def health(self) -> Mapping[str, str]:
+        return await self.call("GET", "/v1/health", 0.0)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def call(self, method: str, path: str, limit_s: float, **options: Any) -> Any:
+        """Result of a request: JSON, or bytes; None without any. Raises SandboxFailed."""
+        if self._session is None:
+            connector = aiohttp.UnixConnector(self._url.removeprefix("unix:")) if self._on_unix else None
+            headers = {"Authorization": f"Bearer {self._token}"}
+            self._session = aiohttp.ClientSession(connector=connector, headers=headers)
+        base = "http://sandboxes" if self._on_unix else self._url.rstrip("/")
+        limit = aiohttp.ClientTimeout(total=limit_s + _ANSWER_S)
+        try:
+            async with self._session.request(method, base + path, timeout=limit, **options) as response:
+                if response.status >= 400:
+                    raise _failure(await response.text())
+                if response.content_type == "application/json":
+                    return await response.json()
+                return await response.read()
+        except TimeoutError:
+            raise SandboxFailed("timeout", f"{self._url} did not answer in {limit_s + _ANSWER_S:g} s") from None
+        except (aiohttp.ClientError, OSError, ValueError) as e:
+            raise SandboxFailed("infra", f"{self._url} does not answer: {e}") from None
+
+    @property
+    def _on_unix(self) -> bool:
+        return self._url.startswith("unix:")
+
+
+class _RemoteSandbox:
+    def __init__(self, client: SandboxClient, path: str) -> None:
+        self._client, self._path = client, path
+        self._closed = False
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: str = "",
+        env: Mapping[str, str] | None = None,
+        cwd: str = WORKDIR,
+        timeout_s: float = 30.0,
+    ) -> Execution:
+        asked = {"argv": list(argv), "stdin": stdin, "env": dict(env or {}), "cwd": cwd, "timeout_s": timeout_s}
+        return Execution(**await self._client.call("POST", f"{self._path}/exec", timeout_s, json=asked))
+
+    async def read(self, path: str) -> bytes:
+        return await self._client.call("GET", f"{self._path}/files", 0.0, params={"path": path})
+
+    async def write(self, path: str, contents: bytes) -> None:
+        await self._client.call("PUT", f"{self._path}/files", 0.0, params={"path": path}, data=contents)
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(SandboxFailed):
+            await self._client.call("DELETE", self._path, 0.0)
+
+
+def _failure(text: str) -> SandboxFailed:
+    import json
+
+    try:
+        error = json.loads(text)["error"]
+        return SandboxFailed(error["kind"], error["message"])
+    except (ValueError, KeyError, TypeError):
+        return SandboxFailed("infra", f"expected an error of the protocol, found {text[:200]!r}")

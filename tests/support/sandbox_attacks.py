@@ -1,0 +1,564 @@
+"""What code in a sandbox may try: ways out, ways in, and ways to use up the machine.
+
+The module is copied into a sandbox and runs there by itself: ``python3 attacks.py NAME``, with what it may look for in
+``ATTACK`` (JSON, `tests.support.sandbox_trial`). An attack that returns True got through; exit status 42 says so.
+What an attack cannot see itself is checked outside: `BOMBS` must leave the machine as it was.
+"""
+
+import ctypes
+import errno
+import glob
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+ESCAPED = 42
+ATTACKS = {}
+#: end by their time limit or a limit of the sandbox; what they leave behind is looked for outside
+BOMBS = {"fork_bomb", "thread_bomb", "memory_bomb", "memory_by_many", "disk_fill", "file_bomb", "survive_the_timeout"}
+
+CLONE_NEWUSER, CLONE_NEWNET, CLONE_NEWNS = 0x10000000, 0x40000000, 0x00020000
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def attack(function):
+    ATTACKS[function.__name__] = function
+    return function
+
+
+def facts():
+    return json.loads(os.environ["ATTACK"])
+
+
+def contains_secret(*paths):
+    for path in paths:
+        try:
+            with open(path, "rb") as file:
+                found = file.read(1 << 20)
+                at = found.find(facts()["secret"].encode())
+                if at >= 0 and found[at + len(facts()["secret"]) :][:1].isalnum():  # the rest, which we were not given
+                    return True
+        except OSError:
+            continue
+    return False
+
+
+def can_open(path, mode="rb"):
+    try:
+        with open(path, mode):
+            return True
+    except OSError:
+        return False
+
+
+def worked(result):
+    return result != -1
+
+
+def syscall(name_or_number, *args):
+    numbers = {"ptrace": 101, "process_vm_readv": 310, "kexec_load": 246, "init_module": 175, "bpf": 321, "setns": 308}
+    numbers |= {"perf_event_open": 298, "userfaultfd": 323, "io_uring_setup": 425, "add_key": 248, "keyctl": 250}
+    numbers |= {"open_by_handle_at": 304, "mount": 165, "clone3": 435, "pivot_root": 155, "fsopen": 430, "mknod": 133}
+    number = numbers.get(name_or_number, name_or_number)
+    if os.uname().machine != "x86_64":  # others have other numbers
+        return -1
+    libc.syscall.restype = ctypes.c_long
+    return libc.syscall(ctypes.c_long(number), *args)
+
+
+# -- to read what is not the sandbox's ---------------------------------------------------------------------------------
+
+
+@attack
+def read_shadow():
+    return can_open("/etc/shadow")
+
+
+@attack
+def read_a_file_of_the_user():
+    return contains_secret(facts()["secret_file"])
+
+
+@attack
+def list_homes():
+    return any(os.path.isdir(path) and os.listdir(path) for path in ("/root", "/home") if os.access(path, os.R_OK))
+
+
+@attack
+def see_the_tree_of_the_host():
+    return any(
+        os.path.exists(path) for path in ("/boot", "/var", "/srv", "/opt", "/run", "/sys", "/mnt", "/etc/hostname")
+    )
+
+
+@attack
+def read_through_roots_in_proc():
+    return contains_secret(*(f"/proc/{pid}/root{facts()['secret_file']}" for pid in (1, facts()["pid"], "self")))
+
+
+@attack
+def read_environments_in_proc():
+    return contains_secret(*glob.glob("/proc/[0-9]*/environ"), "/proc/self/environ")
+
+
+@attack
+def find_the_secret_in_the_environment():
+    return any(facts()["secret"] in value for name, value in os.environ.items() if name != "ATTACK")
+
+
+@attack
+def see_processes_of_the_host():
+    return len(glob.glob("/proc/[0-9]*")) > 3 or any(
+        "asyncrl" in open(p).read() for p in glob.glob("/proc/[0-9]*/comm")
+    )
+
+
+@attack
+def use_inherited_descriptors():
+    return any(int(name) > 2 and os.path.exists(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd"))
+
+
+@attack
+def find_the_file_of_another_sandbox():
+    seen = [
+        os.path.join(folder, n)
+        for top in ("/sandbox", "/tmp", "/dev/shm")
+        for folder, _, ns in os.walk(top)
+        for n in ns
+    ]
+    return any("other" in os.path.basename(path) for path in seen)
+
+
+@attack
+def read_kernel_memory():
+    return any(can_open(path) for path in ("/dev/mem", "/dev/kmem", "/proc/kcore", "/dev/port", "/dev/kmsg"))
+
+
+@attack
+def open_disks():
+    return any(can_open(path) for path in glob.glob("/dev/[sv]d*") + glob.glob("/dev/nvme*") + ["/dev/vda", "/dev/sda"])
+
+
+@attack
+def open_files_by_handle():
+    return worked(syscall("open_by_handle_at", -100, ctypes.create_string_buffer(64), 0))
+
+
+@attack
+def read_keys_of_the_session():
+    return worked(syscall("keyctl", 0, -3, 1)) or worked(syscall("add_key", b"user", b"k", b"v", 1, -3))
+
+
+# -- to talk to others -------------------------------------------------------------------------------------------------
+
+
+@attack
+def connect_to_the_host():
+    try:
+        socket.create_connection(("127.0.0.1", facts()["port"]), timeout=2).close()
+        return True
+    except OSError:
+        return False
+
+
+@attack
+def connect_to_an_abstract_socket():
+    with socket.socket(socket.AF_UNIX) as s:
+        return s.connect_ex("\0" + facts()["abstract"]) == 0
+
+
+@attack
+def connect_to_a_socket_in_the_file_system():
+    with socket.socket(socket.AF_UNIX) as s:
+        return s.connect_ex(facts()["socket"]) == 0
+
+
+@attack
+def send_datagrams():
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        try:
+            s.sendto(b"hello", ("127.0.0.1", facts()["port"]))
+        except OSError:
+            return False
+    return False  # who listens at the host has the last word
+
+
+@attack
+def have_an_interface():
+    return set(os.listdir("/proc/sys/net/ipv4/conf") if os.path.isdir("/proc/sys/net/ipv4/conf") else ()) > {
+        "all",
+        "default",
+        "lo",
+    }
+
+
+@attack
+def make_sockets_of_other_kinds():
+    for family, kind in (
+        (16, socket.SOCK_RAW),
+        (17, socket.SOCK_RAW),
+        (40, socket.SOCK_STREAM),
+        (38, socket.SOCK_SEQPACKET),
+    ):
+        try:
+            socket.socket(family, kind).close()
+            return True
+        except OSError:
+            continue
+    return False
+
+
+@attack
+def make_raw_sockets():
+    try:
+        socket.socket(socket.AF_INET, socket.SOCK_RAW, 1).close()
+        return True
+    except OSError:
+        return False
+
+
+@attack
+def use_shared_memory_of_the_host():
+    return worked(libc.shmget(facts()["shm"], 0, 0))
+
+
+@attack
+def type_into_the_terminal():
+    return worked(libc.ioctl(0, 0x5412, b"x"))
+
+
+# -- to change the system ----------------------------------------------------------------------------------------------
+
+
+@attack
+def write_to_the_system():
+    return any(
+        can_open(f"{folder}/escape", "wb") for folder in ("/", "/usr", "/usr/bin", "/etc", "/dev", "/lib", "/proc")
+    )
+
+
+@attack
+def replace_programs():
+    return can_open("/usr/bin/true", "r+b") or can_open("/etc/passwd", "r+b") or can_open("/runner.py", "r+b")
+
+
+@attack
+def mount_a_file_system():
+    os.makedirs("m", exist_ok=True)
+    return worked(libc.mount(b"none", b"m", b"tmpfs", 0, None)) or worked(syscall("fsopen", b"tmpfs", 0))
+
+
+@attack
+def make_the_system_writable():
+    return worked(libc.mount(b"none", b"/", None, ctypes.c_ulong(32), None))
+
+
+@attack
+def unmount():
+    return worked(libc.umount2(b"/proc", 2)) or worked(libc.umount2(b"/sandbox", 2))
+
+
+@attack
+def change_the_root():
+    os.makedirs("r/o", exist_ok=True)
+    return worked(syscall("pivot_root", b"r", b"r/o")) or worked(libc.chroot(b"r"))
+
+
+@attack
+def set_kernel_options():
+    paths = ("kernel/core_pattern", "kernel/modprobe", "vm/overcommit_memory", "kernel/hostname", "fs/suid_dumpable")
+    return any(can_open(f"/proc/sys/{path}", "r+b") for path in paths) or can_open("/proc/sysrq-trigger", "wb")
+
+
+@attack
+def make_devices():
+    return worked(syscall("mknod", b"disk", 0o60666, os.makedev(254, 0))) and can_open("disk")
+
+
+@attack
+def set_clock_and_name():
+    return worked(libc.sethostname(b"mine", 4)) or worked(libc.clock_settime(0, ctypes.create_string_buffer(16)))
+
+
+@attack
+def reboot():
+    return worked(libc.reboot(0))
+
+
+@attack
+def load_kernel_code():
+    code = ctypes.create_string_buffer(128)
+    return (
+        worked(syscall("init_module", code, 128, b""))
+        or worked(syscall("bpf", 5, code, 128))
+        or worked(syscall("kexec_load", 0, 0, None, 0))
+    )
+
+
+@attack
+def use_risky_interfaces():
+    code = ctypes.create_string_buffer(256)
+    return any(
+        worked(syscall(name, *args))
+        for name, args in (
+            ("perf_event_open", (code, 0, -1, -1, 0)),
+            ("userfaultfd", (1,)),
+            ("io_uring_setup", (1, code)),
+        )
+    )
+
+
+@attack
+def move_to_another_control_group():
+    return bool(glob.glob("/sys/fs/cgroup/*")) or any(can_open(p, "r+b") for p in glob.glob("/sandbox/*/cgroup.procs"))
+
+
+# -- to become somebody ------------------------------------------------------------------------------------------------
+
+
+@attack
+def become_root():
+    return not libc.setuid(0) or not libc.setresgid(0, 0, 0) or not libc.setgroups(1, (ctypes.c_int * 1)(0))
+
+
+@attack
+def run_set_uid_programs():
+    programs = [p for p in glob.glob("/usr/bin/*") + glob.glob("/usr/sbin/*") if os.stat(p).st_mode & 0o6000]
+    shutil.copy("/usr/bin/id", "id")
+    os.chmod("id", 0o6755)
+    said = subprocess.run(["./id", "-u"], capture_output=True, text=True).stdout.strip()
+    for program in programs:
+        if program.endswith("su"):
+            subprocess.run([program, "-c", "id -u > root"], stdin=subprocess.DEVNULL, capture_output=True, timeout=5)
+    return said == "0" or os.path.exists("root")
+
+
+@attack
+def have_privileges():
+    with open("/proc/self/status") as file:
+        status = dict(line.split(":", 1) for line in file)
+    return (
+        any(int(status[name], 16) for name in ("CapPrm", "CapEff", "CapBnd", "CapAmb"))
+        or status["NoNewPrivs"].strip() != "1"
+    )
+
+
+@attack
+def make_namespaces():
+    return any(
+        worked(libc.unshare(flags)) for flags in (CLONE_NEWUSER, CLONE_NEWNET, CLONE_NEWNS, CLONE_NEWUSER | CLONE_NEWNS)
+    )
+
+
+@attack
+def make_namespaces_by_clone():
+    pid = syscall(56, CLONE_NEWUSER | signal.SIGCHLD, None, None, None, None)
+    if pid == 0:
+        os._exit(0)
+    arguments = (ctypes.c_uint64 * 8)(CLONE_NEWUSER, 0, 0, 0, signal.SIGCHLD, 0, 0, 0)
+    other = syscall("clone3", arguments, 64)
+    if other == 0:
+        os._exit(0)
+    return pid > 0 or other > 0
+
+
+@attack
+def enter_namespaces():
+    for path in glob.glob("/proc/1/ns/*"):
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except OSError:
+            continue
+        if worked(syscall("setns", descriptor, 0)):
+            return True
+    return False
+
+
+@attack
+def use_other_system_call_tables():
+    """x32's numbers, which a filter may forget."""
+    pid = os.fork()
+    if not pid:
+        os._exit(7 if worked(syscall(0x40000000 | 521, 16, 1, None, None)) else 0)  # ptrace
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+
+@attack
+def raise_own_limits():
+    for limit in (resource.RLIMIT_NPROC, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE):
+        try:
+            resource.setrlimit(limit, (resource.getrlimit(limit)[1] + 1000,) * 2)
+            return True
+        except (ValueError, OSError):
+            continue
+    return False
+
+
+@attack
+def run_before_others():
+    try:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+        return True
+    except OSError:
+        pass
+    try:
+        return os.nice(-10) < 0
+    except OSError:
+        return False
+
+
+# -- to take over what runs the sandbox --------------------------------------------------------------------------------
+
+
+@attack
+def trace_the_runner():
+    return worked(syscall("ptrace", 16, 1, None, None)) or worked(syscall("ptrace", 0x4206, 1, None, None))
+
+
+@attack
+def read_the_memory_of_the_runner():
+    local, remote = ctypes.create_string_buffer(64), ctypes.create_string_buffer(64)
+    return worked(syscall("process_vm_readv", 1, local, 1, remote, 1, 0)) or can_open("/proc/1/mem", "r+b")
+
+
+@attack
+def answer_in_place_of_the_runner():
+    for number in range(32):
+        try:
+            descriptor = os.open(f"/proc/1/fd/{number}", os.O_WRONLY)
+            os.write(descriptor, b"\0" * 20)
+            return True
+        except OSError:
+            continue
+    return False
+
+
+@attack
+def kill_the_runner():
+    for sent in (signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGTERM):
+        try:
+            os.kill(1, sent)
+        except OSError:
+            continue
+    time.sleep(0.2)
+    return False  # the sandbox must still answer, which is tried next
+
+
+@attack
+def kill_processes_of_the_host():
+    for pid in {facts()["pid"], 2, 3, 4}:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except OSError:
+            continue
+    return False
+
+
+@attack
+def leave_links_for_the_host():
+    """The host reads and writes these by the sandbox's own calls afterwards."""
+    os.symlink("/etc/shadow", "link")
+    os.symlink(facts()["secret_file"], "secret-link")
+    os.mkfifo("pipe")
+    os.symlink("/dev/zero", "endless")
+    return False
+
+
+@attack
+def flood_the_output():
+    chunk = b"x" * 65536
+    until = time.monotonic() + 1
+    while time.monotonic() < until:
+        os.write(1, chunk)
+        os.write(2, chunk)
+    return False
+
+
+# -- to use up the machine ---------------------------------------------------------------------------------------------
+
+
+@attack
+def fork_bomb():
+    while True:
+        try:
+            os.fork()
+        except OSError as e:
+            if e.errno != errno.EAGAIN:
+                raise
+
+
+@attack
+def thread_bomb():
+    while True:
+        try:
+            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        except RuntimeError:
+            time.sleep(0.01)
+
+
+@attack
+def memory_bomb():
+    held = []
+    while True:
+        held.append(b"x" * (8 << 20))
+
+
+@attack
+def memory_by_many():
+    """Each process stays below the limit; together they do not."""
+    for _ in range(8):
+        if not os.fork():
+            held = b"x" * (96 << 20)
+            time.sleep(60)
+            os._exit(len(held) & 1)
+    time.sleep(60)
+
+
+@attack
+def disk_fill():
+    written = 0
+    for folder in ("/sandbox", "/tmp", "/dev/shm", "/dev", "/var/tmp", "/"):
+        try:
+            with open(os.path.join(folder, "fill"), "wb") as file:
+                while file.write(b"x" * (1 << 20)):
+                    written += 1 << 20
+        except OSError:
+            continue
+    return written > facts()["disk_bytes"]
+
+
+@attack
+def file_bomb():
+    number = 0
+    while True:
+        try:
+            open(f"f{number}", "w").close()
+        except OSError:
+            time.sleep(0.1)
+        number += 1
+
+
+@attack
+def survive_the_timeout():
+    for sent in range(1, 32):
+        if sent not in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
+            signal.signal(sent, signal.SIG_IGN)
+    for _ in range(3):  # away from sessions and parents
+        if os.fork():
+            time.sleep(60)
+        os.setsid()
+    while True:
+        with open("alive", "w") as file:
+            file.write(str(time.monotonic()))
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    sys.exit(ESCAPED if ATTACKS[sys.argv[1]]() else 0)

@@ -1,0 +1,301 @@
+"""Sandboxes of this machine: what programs in them can do, and what they cannot."""
+
+import asyncio
+import contextlib
+import glob
+import json
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from asyncrl.config.schema import SandboxConfig
+from asyncrl.sandbox.base import Limits, SandboxFailed
+from asyncrl.sandbox.cgroups import Cgroups
+from asyncrl.sandbox.choose import open_pool, probe
+from asyncrl.sandbox.client import SandboxClient
+from asyncrl.sandbox.interpreter import find_interpreter
+from asyncrl.sandbox.pool import SandboxPool
+from asyncrl.sandbox.service import SandboxService
+from tests.support.sandbox_attacks import ATTACKS
+from tests.support.sandbox_trial import LIMITS, Host, as_somebody, trial
+
+pytestmark = pytest.mark.agents
+
+CONFIG = SandboxConfig(memory_mb=192, processes=24, disk_mb=64, warm=1, concurrent=2)
+
+
+@contextlib.asynccontextmanager
+async def sandbox_of(**options):
+    async with await open_pool(SandboxConfig(**{"warm": 0, **options})) as pool:
+        sandbox = await pool.create()
+        yield sandbox
+        await sandbox.close()
+
+
+async def test_a_program_runs_with_input_environment_and_folder():
+    async with sandbox_of() as sandbox:
+        ran = await sandbox.exec(
+            ["sh", "-c", "cat; echo $NAME; pwd; echo oops >&2; exit 3"], stdin="in\n", env={"NAME": "v"}
+        )
+        assert (ran.code, ran.stdout, ran.stderr, ran.ended) == (3, "in\nv\n/sandbox\n", "oops\n", "exited")
+        assert (await sandbox.exec(["nothing-like-it"])).code == 127
+        assert (await sandbox.exec(["sh", "-c", "kill -9 $$"])).code == 128 + signal.SIGKILL
+        assert (await sandbox.exec(["pwd"], cwd="sub")).code == 126
+
+
+async def test_files_are_written_and_read_until_it_is_closed():
+    async with sandbox_of() as sandbox:
+        await sandbox.write("a/b.txt", b"\0one")
+        await sandbox.write("a/b.txt", b"two")
+        assert await sandbox.read("/sandbox/a/b.txt") == b"two"
+        assert (await sandbox.exec(["cat", "a/b.txt"])).stdout == "two"
+        for path in ("none.txt", "a", "/usr/none"):
+            with pytest.raises(SandboxFailed) as failure:
+                await sandbox.read(path)
+            assert failure.value.kind == "task"
+        with pytest.raises(SandboxFailed, match=r"Read-only|denied"):
+            await sandbox.write("/usr/bin/true", b"")
+
+
+async def test_programs_run_at_once_and_may_leave_others_running():
+    async with sandbox_of() as sandbox:
+        began = time.monotonic()
+        both = await asyncio.gather(*(sandbox.exec(["sh", "-c", f"sleep 1; echo {n}"]) for n in range(2)))
+        assert [ran.stdout for ran in both] == ["0\n", "1\n"]
+        assert time.monotonic() - began < 1.9
+        await sandbox.exec(["sh", "-c", "(sleep 0.5; echo later > later) > /dev/null 2>&1 &"])
+        await asyncio.sleep(1)
+        assert await sandbox.read("later") == b"later\n"
+
+
+async def test_a_program_that_takes_too_long_ends_with_all_that_runs_and_files_stay():
+    async with sandbox_of() as sandbox:
+        script = "echo kept > kept; echo said; setsid sh -c 'while true; do date > beat; sleep 0.05; done' & sleep 60"
+        ran = await sandbox.exec(["sh", "-c", script], timeout_s=1)
+        assert (ran.ended, ran.stdout) == ("timeout", "said\n")
+        beat = await sandbox.exec(["sh", "-c", "cat beat; sleep 1.2; cat beat"])
+        assert len(set(beat.stdout.splitlines())) == 1
+        assert await sandbox.read("kept") == b"kept\n"
+
+
+async def test_output_beyond_the_limit_is_dropped():
+    async with sandbox_of(output_kb=1) as sandbox:
+        ran = await sandbox.exec(["python3", "-c", "print('x' * 100_000)"])
+        assert (ran.stdout, ran.truncated, ran.code) == ("x" * 1024, True, 0)
+        assert not (await sandbox.exec(["echo", "short"])).truncated
+
+
+async def test_a_venv_is_an_interpreter_with_its_packages(tmp_path):
+    """Also one that the sandbox's user could not reach by itself."""
+    async with sandbox_of(python=sys.executable) as sandbox:
+        ran = await sandbox.exec(["python3", "-c", "import aiohttp, sys; print(sys.prefix)"])
+        assert (ran.stderr, ran.stdout) == ("", f"{sys.prefix}\n")
+    tmp_path.chmod(0o700)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "table").write_text("12")
+    async with sandbox_of(paths=[str(tmp_path / "data")]) as sandbox:
+        assert await sandbox.read(str(tmp_path / "data" / "table")) == b"12"
+        with pytest.raises(SandboxFailed, match=r"Read-only|denied"):
+            await sandbox.write(str(tmp_path / "data" / "table"), b"13")
+    assert (tmp_path / "data" / "table").read_text() == "12"
+
+
+async def test_each_use_has_a_sandbox_of_its_own_and_others_wait():
+    async with await open_pool(CONFIG) as pool:
+        first, second = await pool.create(), await pool.create()
+        await first.write("mine", b"1")
+        with pytest.raises(SandboxFailed):
+            await second.read("mine")
+        waiting = asyncio.create_task(pool.create())
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        await first.close()
+        await first.close()
+        third = await waiting
+        with pytest.raises(SandboxFailed):
+            await third.read("mine")
+        with pytest.raises(SandboxFailed, match="closed"):
+            await first.exec(["true"])
+        for sandbox in (second, third):
+            await sandbox.close()
+    assert not glob.glob(f"/sys/fs/cgroup/**/asyncrl-{os.getpid()}-*", recursive=True)
+
+
+async def test_more_memory_than_allowed_is_the_models_fault():
+    async with sandbox_of(memory_mb=128) as sandbox:
+        hog = ["python3", "-c", "held = [b'x' * (1 << 20) for _ in range(400)]; print(len(held))"]
+        with contextlib.suppress(SandboxFailed):
+            ran = await sandbox.exec(hog)
+            assert not ran.ok, ran
+            assert ran.ended == "memory" or "MemoryError" in ran.stderr
+
+
+@pytest.mark.timeout(280)
+def test_no_attack_gets_out():
+    config = SandboxConfig(**{**vars(CONFIG), "python": "/usr/bin/python3", "concurrent": 4})
+    make = lambda: SandboxPool(_kind(config), LIMITS, warm=1, most=4)
+    found = asyncio.run(trial(make, list(ATTACKS)))
+    assert {name: how for name, how in found.items() if how} == {}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.timeout(280)
+def test_no_attack_gets_out_of_the_sandbox_of_an_ordinary_user():
+    config = SandboxConfig(python="/usr/bin/python3")
+    make = lambda: SandboxPool(_kind(config), LIMITS, warm=1, most=4)
+    found = as_somebody(lambda: asyncio.run(trial(make, list(ATTACKS))))
+    assert {name: how for name, how in found.items() if how} == {}
+
+
+def _kind(config):
+    from asyncrl.sandbox.bubblewrap import Bubblewrap
+
+    return Bubblewrap(LIMITS, find_interpreter(config.python), config.paths)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "read_a_file_of_the_user",
+        "see_the_tree_of_the_host",
+        "see_processes_of_the_host",
+        "connect_to_the_host",
+        "connect_to_an_abstract_socket",
+        "connect_to_a_socket_in_the_file_system",
+        "use_shared_memory_of_the_host",
+        "read_environments_in_proc",
+    ],
+)
+def test_attacks_get_through_without_a_sandbox(tmp_path, name):
+    """Else they would show nothing."""
+    host = Host(str(tmp_path))
+    with contextlib.closing(host):
+        pid = os.fork()
+        if not pid:
+            os.environ["ATTACK"] = json.dumps(host.facts)
+            os._exit(int(bool(ATTACKS[name]())))
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+
+
+# -- the host ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def serving(**options):
+    service = SandboxService(SandboxConfig(**{**vars(CONFIG), **options}))
+    await service.start()
+    running = asyncio.create_task(service.run())
+    client = SandboxClient(*service.address)
+    try:
+        yield service, client
+    finally:
+        await client.close()
+        running.cancel()
+        await service.close()
+
+
+async def test_a_host_serves_the_same_calls():
+    async with serving() as (_, client):
+        sandbox = await client.create()
+        await sandbox.write("x.py", b"import sys; print(sys.stdin.read() * 2)")
+        ran = await sandbox.exec(["python3", "x.py"], stdin="ab")
+        assert (ran.stdout, ran.ok) == ("abab\n", True)
+        assert (await sandbox.exec(["sleep", "60"], timeout_s=0.5)).ended == "timeout"
+        assert await sandbox.read("x.py") == b"import sys; print(sys.stdin.read() * 2)"
+        with pytest.raises(SandboxFailed, match="No such file") as failure:
+            await sandbox.read("y.py")
+        assert failure.value.kind == "task"
+        await sandbox.close()
+        with pytest.raises(SandboxFailed, match="no such sandbox") as failure:
+            await sandbox.exec(["true"])
+        assert failure.value.kind == "infra"
+
+
+async def test_a_host_that_is_killed_takes_all_with_it_and_starts_again():
+    async with serving() as (service, client):
+        sandbox = await client.create()
+        running = asyncio.create_task(sandbox.exec(["sleep", "61.25"], timeout_s=90))
+        await asyncio.sleep(0.5)
+        assert _sleeping("61.25")
+        (host,) = _pids_of("asyncrl.sandbox.serve", parent=None)[-1:]
+        os.kill(host, signal.SIGKILL)
+        with pytest.raises(SandboxFailed) as failure:
+            await running
+        assert failure.value.kind == "infra"
+        for _ in range(100):
+            with contextlib.suppress(SandboxFailed):
+                other = await client.create()
+                break
+            await asyncio.sleep(0.1)
+        assert (await other.exec(["echo", "again"])).stdout == "again\n"
+        assert not _sleeping("61.25")
+        await other.close()
+    assert not _pids_of(service.address.url.removeprefix("unix:").removesuffix("/socket"), parent=None)
+
+
+def _sleeping(argument):
+    return _pids_of(f"sleep {argument}", parent=None)
+
+
+def _pids_of(words, parent):
+    found = []
+    for path in glob.glob("/proc/[0-9]*/cmdline"):
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            if words in file.read().replace(b"\0", b" ").decode(errors="replace"):
+                found.append(int(path.split("/")[2]))
+    return sorted(found)
+
+
+async def test_a_host_wants_its_token_and_says_what_is_wrong():
+    async with serving() as (service, _):
+        stranger = SandboxClient(service.address.url, "wrong")
+        with pytest.raises(SandboxFailed, match="expected the token"):
+            await stranger.create()
+        await stranger.close()
+        client = SandboxClient(*service.address)
+        sandbox = await client.create()
+        path = sandbox._path
+        for asked in (
+            {},
+            {"argv": "ls"},
+            {"argv": ["ls"], "timeout_s": -1},
+            {"argv": ["ls"], "user": "root"},
+            {"argv": []},
+        ):
+            with pytest.raises(SandboxFailed) as failure:
+                await client.call("POST", f"{path}/exec", 5.0, json=asked)
+            assert failure.value.kind == "task", asked
+        await sandbox.close()
+        await client.close()
+
+
+# -- what serves here --------------------------------------------------------------------------------------------------
+
+
+async def test_the_probe_runs_something():
+    found = await probe(CONFIG, "bubblewrap")
+    assert (found.problem, found.weaker) == ("", "")
+
+
+async def test_without_bubblewrap_nothing_is_served_and_the_message_names_the_package(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SandboxFailed, match="apt-get install bubblewrap"):
+        await open_pool(CONFIG)
+
+
+async def test_an_interpreter_that_does_not_run_is_refused():
+    with pytest.raises(SandboxFailed, match=r"sandbox.python: expected a Python interpreter, found /bin/false"):
+        await open_pool(SandboxConfig(python="/bin/false"))
+
+
+async def test_without_control_groups_memory_is_measured(tmp_path, monkeypatch):
+    for name in ("mounts", "cgroup"):
+        (tmp_path / name).write_text("")
+    assert Cgroups(str(tmp_path / "mounts"), str(tmp_path / "cgroup")).version == 0
+
+
+def test_limits_have_defaults_that_a_config_may_change():
+    assert Limits() == Limits(SandboxConfig().memory_mb, SandboxConfig().processes, SandboxConfig().disk_mb)
