@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "processes": {"observability.telemetry"},
     "cpu": {"observability.telemetry"},
     "sandbox": LEAVES,
+    "tools": LEAVES | {"sandbox", "rollouter"},
     "sample_queue": LEAVES,
     "param_sync": LEAVES,
     "models": LEAVES,

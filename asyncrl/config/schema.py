@@ -124,6 +124,8 @@ class AgentConfig(Section):
     # names of the environment variables that agents get, besides those that programs need, such as PATH
     secrets: list[str] = field(default_factory=list)
     processes: PositiveInt = 1  # of the function
+    # agents may use sandboxes, of the section sandbox: ASYNCRL_SANDBOX_URL and ASYNCRL_SANDBOX_TOKEN name their host
+    sandbox: bool = False
     memory_mb: PositiveInt = 4096  # MiB of a process of agents with all that it starts; beyond it, its samples fail
     unresponsive_s: PositiveFloat = 60.0  # a process whose event loop is blocked for longer is killed
     retries: NonNegativeInt = 1  # further attempts at a sample whose process ended, grew too large or was blocked

@@ -110,6 +110,8 @@ class EndpointActor(SupervisedActor):
         never_interrupt()
         self._config = config
         self._recorder = Recorder(self.name)
+        self._sandboxes: Any = None
+        self._keeping_sandboxes: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Load the tokenizer, start the agents' processes, and listen."""
@@ -121,10 +123,17 @@ class EndpointActor(SupervisedActor):
         from asyncrl.rollouter.endpoint.service import Endpoint
         from asyncrl.rollouter.engines.base import ENGINES
         from asyncrl.rollouter.tokenizer import PromptTokenizer
+        from asyncrl.sandbox.service import SandboxService
 
         config, agent = self._config, self._config.rollout.agent
         tokenizer = PromptTokenizer(config.model.path, config.data.apply_chat_template, config.rollout.stop_token_ids)
-        self._agents = AgentProcesses(AgentOptions.of(agent, revealed("rollout.agent.args", agent.args)))
+        variables: Mapping[str, str] = {}
+        if agent.sandbox:
+            self._sandboxes = SandboxService(config.sandbox)
+            await self._sandboxes.start()
+            self._keeping_sandboxes = asyncio.create_task(self._sandboxes.run())
+            variables = self._sandboxes.address.variables
+        self._agents = AgentProcesses(AgentOptions.of(agent, revealed("rollout.agent.args", agent.args), variables))
         model = os.path.basename(os.path.normpath(config.model.path))
         rollout = config.rollout
         served = ENGINES.find(rollout.engine.name).served_sampling(config)
@@ -137,6 +146,10 @@ class EndpointActor(SupervisedActor):
         await self._server.start()
         await self._agents.start()
         log.info("agents call %s", self._endpoint.address)
+
+    async def alive(self) -> None:
+        """Never returns. Raises the error of a sandbox host that dies again and again."""
+        await (super().alive() if self._keeping_sandboxes is None else asyncio.shield(self._keeping_sandboxes))
 
     async def attach(self, token: int) -> None:
         await self._endpoint.attach(token)
@@ -154,6 +167,9 @@ class EndpointActor(SupervisedActor):
         await self._endpoint.close()
         await self._server.close()
         await self._agents.close()
+        if self._keeping_sandboxes is not None:
+            self._keeping_sandboxes.cancel()
+            await self._sandboxes.close()
 
 
 @ray.remote

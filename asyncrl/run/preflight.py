@@ -32,6 +32,7 @@ from asyncrl.rollouter.tokenizer import PromptTokenizer
 from asyncrl.run.checks import check
 from asyncrl.run.environments import environment_problems
 from asyncrl.run.machine import local_memory_bytes
+from asyncrl.sandbox.service import sandbox_problem
 from asyncrl.trainer.backends.base import BACKENDS
 from asyncrl.types.prompts import Prompt
 
@@ -92,6 +93,8 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
         except DataError as e:
             problems.append(str(e) if str(e).startswith("data.") else f"data.{key}: {e}")
     problems += _reward_problems(config, cpus)
+    if config.rollout.agent.sandbox and cpus is not None:
+        problems += filter(None, [sandbox_problem(config.sandbox)])
     try:
         find_agent_loop(config.rollout.agent_loop)
     except UnknownPart as e:

@@ -12,13 +12,15 @@ import secrets
 import shutil
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from asyncrl.config.schema import SandboxConfig
 from asyncrl.sandbox.base import SandboxFailed
 from asyncrl.sandbox.client import SandboxClient
 
-TOKEN_VARIABLE = "ASYNCRL_SANDBOX_TOKEN"
+#: environment variables that name a host: of an agent that uses it, and the token also of a run that uses a remote one
+URL_VARIABLE, TOKEN_VARIABLE = "ASYNCRL_SANDBOX_URL", "ASYNCRL_SANDBOX_TOKEN"
 _START_S = 120.0
 _END_S = 10.0
 _MAX_RESTARTS = 5
@@ -32,6 +34,10 @@ class Address(NamedTuple):
 
     url: str
     token: str
+
+    @property
+    def variables(self) -> dict[str, str]:
+        return {URL_VARIABLE: self.url, TOKEN_VARIABLE: self.token}
 
 
 class SandboxService:
@@ -79,6 +85,7 @@ class SandboxService:
         raise SandboxFailed("infra", f"the host of sandboxes has ended {_MAX_RESTARTS + 1} times; see the log")
 
     async def close(self) -> None:
+        """All sandboxes end."""
         if self._process is not None and self._process.returncode is None:
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -124,3 +131,21 @@ def _environment(folder: str) -> dict[str, str]:
     kept = {name: os.environ[name] for name in ("PATH", "LANG", "LD_LIBRARY_PATH") if name in os.environ}
     kept["TMPDIR"] = folder
     return kept | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, map(os.path.abspath, sys.path))))}
+
+
+def sandbox_problem(config: SandboxConfig) -> str:
+    """Why this machine serves no sandbox, in one line; empty if it does."""
+
+    async def start() -> None:
+        service = SandboxService(config)
+        try:
+            await service.start()
+        finally:
+            await service.close()
+
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(asyncio.run, start()).result()
+    except SandboxFailed as e:
+        return str(e)
+    return ""

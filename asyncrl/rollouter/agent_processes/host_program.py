@@ -13,7 +13,8 @@
 
 The function is called as ``function(task, **args)``: a coroutine function in the event loop, any other in a thread per
 sample. It returns None, a number (the sample's reward), or ``{"reward": number, "metrics": {name: number}}``, where
-each may be left out.
+each may be left out. A function that has ``prepare`` is asked ``prepare(**args)`` before its first task, and raises
+ValueError for arguments that it cannot serve.
 """
 
 from __future__ import annotations
@@ -87,6 +88,11 @@ def _load(path: str, args: Mapping[str, Any]) -> Callable[..., Any]:
             inspect.signature(found).bind(None, **args)
         except TypeError as e:
             raise _Unusable(f"{path} cannot be called with a task and the arguments {sorted(args)}: {e}") from e
+    if prepare := getattr(found, "prepare", None):
+        try:
+            prepare(**args)
+        except ValueError as e:
+            raise _Unusable(f"{path}: {' '.join(str(e).split())[:MAX_TEXT]}") from e
     return found
 
 

@@ -30,9 +30,10 @@ class AgentOptions:
     processes: int = 1
     memory_mb: int = 4096
     unresponsive_s: float = 60.0
+    variables: Mapping[str, str] = field(default_factory=dict)  # further environment variables
 
     @classmethod
-    def of(cls, config: AgentConfig, args: Mapping[str, Any]) -> AgentOptions:
+    def of(cls, config: AgentConfig, args: Mapping[str, Any], variables: Mapping[str, str]) -> AgentOptions:
         """``args``: `config.args` with the values of its secrets."""
         return cls(
             path=config.path,
@@ -43,6 +44,7 @@ class AgentOptions:
             processes=config.processes,
             memory_mb=config.memory_mb,
             unresponsive_s=config.unresponsive_s,
+            variables=variables,
         )
 
 
@@ -59,7 +61,7 @@ def search_path(python: str = "") -> str:
 
 def environment(options: AgentOptions, python: str, folder: str) -> dict[str, str]:
     """Another interpreter, or a program, finds modules of the working directory, but not those of this environment."""
-    variables = worker_environment(options.secrets, folder)
+    variables = worker_environment(options.secrets, folder) | options.variables
     if options.python:
         variables["PATH"] = search_path(python)
     if options.python or options.command:
