@@ -95,7 +95,7 @@ def test_a_model_that_the_native_decoder_does_not_support_may_use_other_backends
     [
         (
             "reward.function=no_colon",
-            "reward.function: expected one of arithmetic, weighted, or an import path such as",
+            "reward.function: expected one of arithmetic, ",
         ),
         ("reward.function=math:nothing", "reward.function: math:nothing: module math has no nothing"),
         ("reward.function=math:pi", "reward.function: expected a function, found float at math:pi"),

@@ -203,7 +203,7 @@ async def test_a_cancelled_call_leaves_no_reply_for_the_next_one():
         (f"{__name__}:PROMPT", "reward.function: expected a function, found Prompt"),
         (
             "no_colon",
-            "reward.function: expected one of arithmetic, weighted, or an import path such as package.module:REWARD",
+            "reward.function: expected one of arithmetic, ",
         ),
     ],
 )
@@ -297,6 +297,11 @@ async def test_several_functions_are_summed_with_weights():
             {"functions": {"a": {"function": "arithmetic", "weight": "much"}}},
             "a.weight: expected a number, found 'much'",
         ),
+        (
+            {"functions": {"a": {"function": "exact_match", "args": {"pattern": "("}}}},
+            "reward.args.functions.a: reward.args.pattern: expected a regular expression, found '('",
+        ),
+        ({"functions": {"a": {"function": "weighted"}}}, "reward.args.functions.a: a weighted sum has no sums in it"),
         ({"functions": {"a": {"function": "arithmetic", "args": {"key": "${secret:ABSENT}"}}}}, None),
     ],
 )

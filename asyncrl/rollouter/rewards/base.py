@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from asyncrl.plugins.registry import Registry, UnknownPart
@@ -27,7 +27,8 @@ class RewardFunction(Protocol):
 
     Returns a number, or a dict with ``reward`` and further numbers, which are reported as ``rollout/NAME``. May be
     ``async``: then a group's responses are scored concurrently. An object with a method ``prepare`` is asked with
-    ``reward.args`` before its first call, and raises UnknownPart for those that it cannot serve."""
+    ``reward.args`` before its first call, and raises UnknownPart for those that it cannot serve; a parameter
+    ``timeout_s`` of that method gets ``reward.timeout_s``."""
 
     def __call__(self, prompt: Prompt, response: str, **args: Any) -> Score | Awaitable[Score]: ...
 
@@ -51,9 +52,26 @@ def find_reward(name: str) -> RewardFunction:
     return found
 
 
+def prepare(function: RewardFunction, args: Mapping[str, Any], timeout_s: float) -> None:
+    """Calls the function's method ``prepare``, if it has one. Raises UnknownPart."""
+    method = getattr(function, "prepare", None)
+    if method is None:
+        return
+    given = {**args, "timeout_s": timeout_s} if _takes("timeout_s", method) else args
+    try:
+        inspect.signature(method).bind(**given)
+    except TypeError as e:
+        raise UnknownPart(f"reward.args: {e}") from None
+    method(**given)
+
+
 def takes_trajectory(function: RewardFunction) -> bool:
     """True if the function has a parameter ``trajectory``."""
+    return _takes("trajectory", function)
+
+
+def _takes(parameter: str, function: Callable[..., Any]) -> bool:
     try:
-        return "trajectory" in inspect.signature(function).parameters
+        return parameter in inspect.signature(function).parameters
     except ValueError:  # a builtin
         return False

@@ -146,7 +146,8 @@ class _Worker:
 
     async def start(self) -> None:
         function = self._config.function
-        begin = function, revealed("reward.args", self._config.args) if self._reveal else self._config.args
+        args = revealed("reward.args", self._config.args) if self._reveal else self._config.args
+        begin = function, args, self._config.timeout_s
         try:
             await self._start_keeper()
             started = decode_start(await self._exchange(begin, START_TIMEOUT_S, MAX_OUTCOME_BYTES))

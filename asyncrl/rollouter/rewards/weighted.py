@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.plugins.registry import UnknownPart
-from asyncrl.rollouter.rewards.base import RewardFunction, find_reward, takes_trajectory
+from asyncrl.rollouter.rewards.base import RewardFunction, find_reward, prepare, takes_trajectory
 from asyncrl.rollouter.rewards.replies import checked
 from asyncrl.types.prompts import Prompt
 from asyncrl.types.trajectories import Trajectory
@@ -41,11 +41,11 @@ class Weighted:
     def __init__(self) -> None:
         self._parts: dict[str, _Part] = {}
 
-    def prepare(self, functions: Any = None) -> None:
+    def prepare(self, timeout_s: float, functions: Any = None) -> None:
         """Raises UnknownPart for functions that do not load or are described otherwise than above."""
         if not isinstance(functions, Mapping) or not functions:
             raise UnknownPart(f"{_OPTION}: expected name: {{function: …, weight: …}}, found {functions!r}")
-        self._parts = {name: _part(str(name), described) for name, described in functions.items()}
+        self._parts = {name: _part(str(name), described, timeout_s) for name, described in functions.items()}
 
     async def __call__(
         self, prompt: Prompt, response: str, functions: Any, trajectory: Trajectory | None = None
@@ -64,7 +64,7 @@ class Weighted:
         return total
 
 
-def _part(name: str, described: Any) -> _Part:
+def _part(name: str, described: Any, timeout_s: float) -> _Part:
     keys = {"function", "weight", "args"}
     if not isinstance(described, Mapping) or not {"function"} <= described.keys() <= keys:
         raise UnknownPart(f"{_OPTION}.{name}: expected function, and perhaps weight and args; found {described!r}")
@@ -74,7 +74,11 @@ def _part(name: str, described: Any) -> _Part:
     if not isinstance(args, Mapping):
         raise UnknownPart(f"{_OPTION}.{name}.args: expected a mapping, found {args!r}")
     try:
-        return _Part(find_reward(str(described["function"])), float(weight), dict(args))
+        function = find_reward(str(described["function"]))
+        if isinstance(function, Weighted):
+            raise UnknownPart("a weighted sum has no sums in it; expected their functions here")
+        prepare(function, args, timeout_s)
+        return _Part(function, float(weight), dict(args))
     except UnknownPart as e:
         raise UnknownPart(f"{_OPTION}.{name}: {e}") from None
 

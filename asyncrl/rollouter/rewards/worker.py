@@ -3,7 +3,7 @@
 `asyncrl.rollouter.rewards.keeper` starts it, with its limits set. It exchanges frames with the pool over a socket, and
 imports nothing heavy besides the reward function's module::
 
-    pool → worker   pickle: (function, args)              once
+    pool → worker   pickle: (function, args, timeout_s)   once
     worker → pool   JSON: whether it takes trajectories, or a text why it does not load
     pool → worker   pickle: [Answer, ...]                 per group
     worker → pool   JSON: outcomes, see `asyncrl.rollouter.rewards.replies`
@@ -23,18 +23,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
 from asyncrl.plugins.registry import UnknownPart
-from asyncrl.rollouter.rewards.base import Answer, RewardFunction, find_reward, takes_trajectory
+from asyncrl.rollouter.rewards.base import Answer, RewardFunction, find_reward, prepare, takes_trajectory
 from asyncrl.rollouter.rewards.replies import FRAME, Outcome, checked, one_line
 
 
 def serve(connection: socket.socket) -> None:
     """Answer requests until the pool closes its end."""
     with connection, connection.makefile("rb") as requests, connection.makefile("wb") as replies:
-        path, args = _read(requests)
+        path, args, timeout_s = _read(requests)
         try:
             function = find_reward(path)
-            if prepare := getattr(function, "prepare", None):
-                prepare(**args)
+            prepare(function, args, timeout_s)
         except UnknownPart as e:
             _write(replies, one_line(str(e)))
             return
