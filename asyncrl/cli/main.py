@@ -1,4 +1,4 @@
-"""Command line: ``asyncrl train|report|ledger|sandbox|trajectories``."""
+"""Command line: ``asyncrl train|report|ledger|trajectories|data|sandbox``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ _COMMANDS = {
     "train": ("asyncrl.fully_async_main", "start a run, or resume one"),
     "report": ("asyncrl.cli.report", "rebuild a run's report, at any time"),
     "ledger": ("asyncrl.cli.ledger", "account for every group of a run"),
-    "sandbox": ("asyncrl.cli.sandbox", "which sandboxes serve here; serve them to others"),
     "trajectories": ("asyncrl.cli.trajectories", "show samples of a run, turn by turn"),
+    "data": ("asyncrl.cli.data", "make prompt files of published data sets"),
+    "sandbox": ("asyncrl.cli.sandbox", "which sandboxes serve here; serve them to others"),
 }
 
 

@@ -21,7 +21,7 @@ from asyncrl.types.prompts import Message, Prompt
 
 ID_COLUMN = "id"
 
-_SHARD = re.compile(r"[-_.]?\d+-of-\d+$")  # end of the name of a data set's file that is one of several
+SHARD = re.compile(r"[-_.]?\d+-of-\d+$")  #: end of the name of a data set's file that is one of several
 
 
 class DataError(ValueError):
@@ -39,7 +39,7 @@ def load_prompts(files: Sequence[str | Path], config: DataConfig) -> list[Prompt
     seen: dict[str, str] = {}
     for file in map(Path, files):
         before = len(prompts)
-        for number, (where, row) in enumerate(_rows(file)):
+        for number, (where, row) in enumerate(read_rows(file)):
             prompt = _prompt(row, file.stem, number, where, config)
             if prompt.prompt_id in seen:
                 raise DataError(
@@ -53,7 +53,7 @@ def load_prompts(files: Sequence[str | Path], config: DataConfig) -> list[Prompt
     return prompts
 
 
-def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file and line for error messages, row). Skips blank lines of JSONL files."""
     if not file.is_file():
         raise DataError(f"{file}: no such file")
@@ -108,7 +108,7 @@ def _prompt(row: dict[str, Any], file: str, number: int, where: str, config: Dat
         raise DataError(f"{where}: {config.source_key!r}: expected a string, found {source!r}")
     if isinstance(answer, dict | list):
         raise DataError(f"{where}: {config.answer_key!r}: expected a string or a number, found {type(answer).__name__}")
-    source = source or _SHARD.sub("", file) or file
+    source = source or SHARD.sub("", file) or file
     messages: tuple[Message, ...] = ()
     text = None
     if isinstance(content, str):

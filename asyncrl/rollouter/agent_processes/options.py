@@ -61,7 +61,7 @@ def search_path(python: str = "") -> str:
 
 def environment(options: AgentOptions, python: str, folder: str) -> dict[str, str]:
     """Another interpreter, or a program, finds modules of the working directory, but not those of this environment."""
-    variables = worker_environment(options.secrets, folder) | options.variables
+    variables = {**worker_environment(options.secrets, folder), **options.variables}
     if options.python:
         variables["PATH"] = search_path(python)
     if options.python or options.command:
