@@ -8,8 +8,8 @@ import pytest
 from asyncrl.config.schema import RewardConfig
 from asyncrl.data.boxed import last_boxed
 from asyncrl.rollouter.rewards.base import Answer, find_reward
-from asyncrl.rollouter.rewards.pool import RewardPool, import_problem
-from tests.support.rewards import PROMPT
+from asyncrl.rollouter.rewards.pool import RewardPool
+from tests.support.rewards import PROMPT, import_problem
 
 
 async def scored(answer, *responses, **options):

@@ -9,8 +9,8 @@ from aiohttp import web
 
 from asyncrl.config.schema import RewardConfig
 from asyncrl.rollouter.rewards.base import Answer
-from asyncrl.rollouter.rewards.pool import RewardPool, import_problem
-from tests.support.rewards import PROMPT
+from asyncrl.rollouter.rewards.pool import RewardPool
+from tests.support.rewards import PROMPT, import_problem
 
 CHAT = {"model": "judge", "template": "{prompt} | {answer} | {response}", "pattern": r"Score: (\d+)", "range": [0, 10]}
 

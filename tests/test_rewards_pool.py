@@ -16,9 +16,9 @@ import pytest
 
 from asyncrl.config.schema import RewardConfig
 from asyncrl.rollouter.rewards.base import Answer
-from asyncrl.rollouter.rewards.pool import RewardError, RewardPool, import_problem
+from asyncrl.rollouter.rewards.pool import RewardError, RewardPool
 from asyncrl.types.trajectories import Trajectory, TrajectorySequence
-from tests.support.rewards import PROMPT, pool_of
+from tests.support.rewards import PROMPT, import_problem, pool_of
 
 
 def exact(prompt, response, scale=1.0):

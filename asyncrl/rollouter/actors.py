@@ -219,6 +219,7 @@ class RollouterActor(SupervisedActor):
         from asyncrl.rollouter.samples import SampleMaker
         from asyncrl.rollouter.tokenizer import PromptTokenizer
         from asyncrl.rollouter.validation import Validation
+        from asyncrl.sandbox.service import SandboxService
 
         config = self._config
         tokenizer = PromptTokenizer(config.model.path, config.data.apply_chat_template, config.rollout.stop_token_ids)
@@ -239,8 +240,11 @@ class RollouterActor(SupervisedActor):
             self._validation_prompts = held_out[: config.validation.max_prompts or None]
         is_death = lambda error: isinstance(error, ActorDied)
         self._router = Router(self._replicas, is_death)
-        self._rewards = RewardPool(config.reward)
+        self._sandboxes = SandboxService(config.sandbox)
+        self._rewards = RewardPool(config.reward, self._sandboxes.address)
         await self._rewards.start()
+        if "sandboxes" in self._rewards.taken:
+            await self._sandboxes.start()
         maker = SampleMaker(
             config, tokenizer, agent_loop, self._max_prompt_tokens, self._router, self._rewards, self._recorder
         )
@@ -312,10 +316,13 @@ class RollouterActor(SupervisedActor):
 
     async def close(self) -> None:
         await self._rewards.close()
+        await self._sandboxes.close()
 
     async def _serve(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._router.run())
+            if "sandboxes" in self._rewards.taken:
+                tasks.create_task(self._sandboxes.run())
             if self._link is not None:
                 tasks.create_task(self._link.run())
 

@@ -27,7 +27,7 @@ from asyncrl.plugins.registry import UnknownPart
 from asyncrl.rollouter.agents.base import find_agent_loop
 from asyncrl.rollouter.engines.base import ENGINES
 from asyncrl.rollouter.rewards.environment import unset_secrets
-from asyncrl.rollouter.rewards.pool import import_problem
+from asyncrl.rollouter.rewards.pool import RewardError, tried
 from asyncrl.rollouter.tokenizer import PromptTokenizer
 from asyncrl.run.checks import check
 from asyncrl.run.environments import environment_problems
@@ -93,8 +93,6 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
         except DataError as e:
             problems.append(str(e) if str(e).startswith("data.") else f"data.{key}: {e}")
     problems += _reward_problems(config, cpus)
-    if config.rollout.agent.sandbox and cpus is not None:
-        problems += filter(None, [sandbox_problem(config.sandbox)])
     try:
         find_agent_loop(config.rollout.agent_loop)
     except UnknownPart as e:
@@ -190,11 +188,18 @@ def _reference_problems(path: str, policy: ModelConfig | None, native: bool) -> 
 
 
 def _reward_problems(config: Config, cpus: int | None) -> list[str]:
-    """A reward function that does not load, tried in a worker: its code must not run where all secrets are."""
+    """A reward function that does not load, tried in a worker: its code must not run where all secrets are. Or one that
+    needs sandboxes where there are none."""
     if missing := unset_secrets(config.reward.secrets):
         return missing if cpus is not None else []  # a cluster may set them where the rollouter runs, which checks too
-    problem = import_problem(config.reward) if config.reward.has_function else None
-    return [problem] if problem else []
+    try:
+        taken = tried(config.reward) if config.reward.has_function else frozenset()
+    except RewardError as e:
+        return [str(e)]
+    needed = "sandboxes" in taken or config.rollout.agent.sandbox
+    if not needed or cpus is None:  # likewise
+        return []
+    return list(filter(None, [sandbox_problem(config.sandbox)]))
 
 
 def _memory_problems(config: Config, model: ModelConfig, context_tokens: int) -> list[str]:

@@ -52,7 +52,7 @@ class SandboxService:
         if config.kind == "remote":
             self.address = Address(config.url, os.environ.get(TOKEN_VARIABLE, ""))
         else:
-            self._folder = tempfile.mkdtemp(prefix="asyncrl-sandboxes-")
+            self._folder = os.path.join(tempfile.gettempdir(), f"asyncrl-sandboxes-{secrets.token_hex(8)}")
             self.address = Address(f"unix:{self._folder}/socket", secrets.token_hex(16))
 
     async def start(self) -> None:
@@ -99,7 +99,7 @@ class SandboxService:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _start(self) -> dict[str, str]:
-        os.makedirs(self._folder, exist_ok=True)  # an earlier host has removed it
+        os.makedirs(self._folder)  # an earlier host has removed it
         os.chmod(self._folder, 0o711)  # users of sandboxes pass through
         self._process = process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "asyncrl.sandbox.serve", self._folder),

@@ -3,7 +3,7 @@
 import contextlib
 
 from asyncrl.config.schema import RewardConfig
-from asyncrl.rollouter.rewards.pool import RewardPool
+from asyncrl.rollouter.rewards.pool import RewardError, RewardPool, tried
 from asyncrl.types.prompts import Prompt
 
 PROMPT = Prompt("e0-000000", "row", ({"role": "user", "content": "?"},), "42")
@@ -17,3 +17,12 @@ async def pool_of(function, **options):
         yield pool
     finally:
         await pool.close()
+
+
+def import_problem(config):
+    """Why the function does not load; None if it does."""
+    try:
+        tried(config)
+    except RewardError as e:
+        return str(e)
+    return None

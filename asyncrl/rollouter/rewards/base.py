@@ -12,6 +12,10 @@ from asyncrl.types.trajectories import Trajectory
 
 Score = float | Mapping[str, float]
 
+#: parameters that a function may have besides: the whole `Trajectory`, and the run's sandboxes
+#: (`asyncrl.sandbox.base.Sandboxes`)
+TAKEN = ("trajectory", "sandboxes")
+
 
 class Answer(NamedTuple):
     """What a reward function scores: ``response`` is the text of the sample's last sequence."""
@@ -65,9 +69,10 @@ def prepare(function: RewardFunction, args: Mapping[str, Any], timeout_s: float)
     method(**given)
 
 
-def takes_trajectory(function: RewardFunction) -> bool:
-    """True if the function has a parameter ``trajectory``."""
-    return _takes("trajectory", function)
+def taken_by(function: RewardFunction) -> list[str]:
+    """The `TAKEN` that the function wants; one that passes them on has a method ``takes``, asked after ``prepare``."""
+    method = getattr(function, "takes", None)
+    return method() if method is not None else [name for name in TAKEN if _takes(name, function)]
 
 
 def _takes(parameter: str, function: Callable[..., Any]) -> bool:

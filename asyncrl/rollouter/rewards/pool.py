@@ -35,6 +35,7 @@ from asyncrl.rollouter.rewards.environment import unset_secrets, worker_environm
 from asyncrl.rollouter.rewards.keeper import CALL
 from asyncrl.rollouter.rewards.limits import Limits
 from asyncrl.rollouter.rewards.replies import FRAME, MAX_OUTCOME_BYTES, BadReply, Outcome, decode, decode_start
+from asyncrl.sandbox.service import Address
 
 START_TIMEOUT_S = 120.0  # to import the reward function's module, however heavy
 KILL_TIMEOUT_S = 15.0  # for the keeper to kill what is below it
@@ -59,12 +60,14 @@ class RewardResult:
 
 
 class RewardPool:
-    """``config.workers`` processes; calls to `score` share them and may overlap. Without ``reveal`` they get the names
-    of secrets in place of their values, enough to load the function."""
+    """``config.workers`` processes; calls to `score` share them and may overlap. ``sandboxes``: address of the run's,
+    for a function that takes them; they need not be served before `start` returns. Without ``reveal`` workers get the
+    names of secrets in place of their values, enough to load the function."""
 
-    def __init__(self, config: RewardConfig, reveal: bool = True) -> None:
+    def __init__(self, config: RewardConfig, sandboxes: Address | None = None, reveal: bool = True) -> None:
         self._config = config
-        self._workers = [_Worker(config, reveal) for _ in range(config.workers if config.has_function else 0)]
+        count = config.workers if config.has_function else 0
+        self._workers = [_Worker(config, sandboxes, reveal) for _ in range(count)]
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
         self._open = False
 
@@ -82,9 +85,14 @@ class RewardPool:
             self._idle.put_nowait(worker)
 
     @property
+    def taken(self) -> frozenset[str]:
+        """What the function takes, see `asyncrl.rollouter.rewards.base.TAKEN`; known after ``start``."""
+        return frozenset().union(*(worker.taken for worker in self._workers))
+
+    @property
     def takes_trajectories(self) -> bool:
         """True if the function wants `Answer.trajectory`; known after ``start``."""
-        return any(worker.takes_trajectories for worker in self._workers)
+        return "trajectory" in self.taken
 
     async def score(self, answers: Sequence[Answer]) -> list[RewardResult]:
         """Score the answers to one prompt. Failures are returned as results, after one retry.
@@ -120,39 +128,37 @@ class RewardPool:
             raise RewardError("the reward pool is not open: call start() first, and score() not after close()")
 
 
-def import_problem(config: RewardConfig) -> str | None:
-    """Why the reward function does not load, found in a worker; None if it does. Needs no event loop, nor minds one."""
+def tried(config: RewardConfig) -> frozenset[str]:
+    """What the reward function takes, found in a worker. Needs no event loop, nor minds one. Raises RewardError if it
+    does not load."""
 
-    async def start() -> None:
+    async def start() -> frozenset[str]:
         pool = RewardPool(replace(config, workers=1), reveal=False)  # secrets may be set elsewhere only
         await pool.start()
         await pool.close()
+        return pool.taken
 
-    try:
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(asyncio.run, start()).result()
-    except RewardError as e:
-        return str(e)
-    return None
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, start()).result()
 
 
 class _Worker:
     """One worker process at a time, below its keeper, and the frames exchanged with it."""
 
-    def __init__(self, config: RewardConfig, reveal: bool) -> None:
-        self._config, self._reveal = config, reveal
-        self.takes_trajectories = False
+    def __init__(self, config: RewardConfig, sandboxes: Address | None, reveal: bool) -> None:
+        self._config, self._sandboxes, self._reveal = config, sandboxes, reveal
+        self.taken: list[str] = []
         self._keeper: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
         function = self._config.function
         args = revealed("reward.args", self._config.args) if self._reveal else self._config.args
-        begin = function, args, self._config.timeout_s
+        begin = function, args, self._config.timeout_s, self._sandboxes
         try:
             await self._start_keeper()
             started = decode_start(await self._exchange(begin, START_TIMEOUT_S, MAX_OUTCOME_BYTES))
-            if isinstance(started, bool):
-                self.takes_trajectories = started
+            if isinstance(started, list):
+                self.taken = started
                 return
             problem = started
         except TimeoutError:

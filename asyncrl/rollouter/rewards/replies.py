@@ -35,13 +35,13 @@ def decode(payload: bytes, asked: int) -> list[Outcome]:
     return [_outcome(outcome) for outcome in outcomes]
 
 
-def decode_start(payload: bytes) -> bool | str:
-    """Whether the function takes trajectories, or why it does not load. Raises BadReply."""
+def decode_start(payload: bytes) -> list[str] | str:
+    """What the function takes besides prompt and response, or why it does not load. Raises BadReply."""
     started = _json(payload)
-    if isinstance(started, bool):
+    if isinstance(started, list) and all(isinstance(name, str) for name in started):
         return started
     if not isinstance(started, str):
-        raise BadReply("sent neither true, false nor a text")
+        raise BadReply("sent neither a list of texts nor a text")
     return one_line(started)
 
 

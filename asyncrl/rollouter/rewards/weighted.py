@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.plugins.registry import UnknownPart
-from asyncrl.rollouter.rewards.base import RewardFunction, find_reward, prepare, takes_trajectory
+from asyncrl.rollouter.rewards.base import RewardFunction, find_reward, prepare, taken_by
 from asyncrl.rollouter.rewards.replies import checked
 from asyncrl.types.prompts import Prompt
-from asyncrl.types.trajectories import Trajectory
 
 _OPTION = "reward.args.functions"
 
@@ -47,11 +46,12 @@ class Weighted:
             raise UnknownPart(f"{_OPTION}: expected name: {{function: …, weight: …}}, found {functions!r}")
         self._parts = {name: _part(str(name), described, timeout_s) for name, described in functions.items()}
 
-    async def __call__(
-        self, prompt: Prompt, response: str, functions: Any, trajectory: Trajectory | None = None
-    ) -> dict[str, float]:
+    def takes(self) -> list[str]:
+        return sorted({name for part in self._parts.values() for name in taken_by(part.function)})
+
+    async def __call__(self, prompt: Prompt, response: str, functions: Any, **taken: Any) -> dict[str, float]:
         async def one(part: _Part) -> dict[str, float]:
-            more = {"trajectory": trajectory} if takes_trajectory(part.function) else {}
+            more = {name: taken[name] for name in taken_by(part.function)}
             returned = part.function(prompt, response, **more, **part.args)
             return checked(await returned if inspect.isawaitable(returned) else returned)
 

@@ -3,8 +3,8 @@
 `asyncrl.rollouter.rewards.keeper` starts it, with its limits set. It exchanges frames with the pool over a socket, and
 imports nothing heavy besides the reward function's module::
 
-    pool → worker   pickle: (function, args, timeout_s)   once
-    worker → pool   JSON: whether it takes trajectories, or a text why it does not load
+    pool → worker   pickle: (function, args, time limit, address of sandboxes)   once
+    worker → pool   JSON: what it takes besides, or a text why it does not load
     pool → worker   pickle: [Answer, ...]                 per group
     worker → pool   JSON: outcomes, see `asyncrl.rollouter.rewards.replies`
 
@@ -23,21 +23,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
 from asyncrl.plugins.registry import UnknownPart
-from asyncrl.rollouter.rewards.base import Answer, RewardFunction, find_reward, prepare, takes_trajectory
+from asyncrl.rollouter.rewards.base import Answer, RewardFunction, find_reward, prepare, taken_by
 from asyncrl.rollouter.rewards.replies import FRAME, Outcome, checked, one_line
 
 
 def serve(connection: socket.socket) -> None:
     """Answer requests until the pool closes its end."""
     with connection, connection.makefile("rb") as requests, connection.makefile("wb") as replies:
-        path, args, timeout_s = _read(requests)
+        path, args, timeout_s, address = _read(requests)
         try:
             function = find_reward(path)
             prepare(function, args, timeout_s)
         except UnknownPart as e:
             _write(replies, one_line(str(e)))
             return
-        _write(replies, takes_trajectory(function))
+        taken = taken_by(function)
+        _write(replies, taken)
+        if "sandboxes" in taken and address is not None:
+            from asyncrl.sandbox.client import SandboxClient  # heavy
+
+            args = {**args, "sandboxes": SandboxClient(*address)}
         with asyncio.Runner() as runner:  # a single event loop, so that an async function can keep connections open
             while True:
                 try:
