@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 _MIB = 1024 * 1024
 _PREFIX = "asyncrl-"  # of names; the pid of the process that made it follows
-_EMPTY_S = 2.0  # for the kernel to remove processes that were killed
 _names = itertools.count()
 
 
@@ -34,15 +32,16 @@ class Cgroup:
                 return int(found.get("oom_kill", 0))
         return 0
 
-    def remove(self) -> None:
-        """Once its processes have been killed."""
-        until = time.monotonic() + _EMPTY_S
+    def remove(self) -> bool:
+        """False if it still has processes."""
         for folder in set(self.folders.values()):
-            while os.path.isdir(folder) and time.monotonic() < until:
-                try:
-                    os.rmdir(folder)
-                except OSError:
-                    time.sleep(0.002)
+            try:
+                os.rmdir(folder)
+            except FileNotFoundError:
+                continue
+            except OSError:
+                return False
+        return True
 
 
 class Cgroups:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import marshal
 import os
@@ -109,7 +110,8 @@ class RunnerChannel:
             self._waiting.pop(call, None)
         if answered.status == FAILED:
             why = os.strerror(answered.code) if answered.code else answered.first.decode(errors="replace")
-            raise SandboxFailed("task", f"{why}: {arguments[0]}")
+            full = name == "exec" and answered.code == errno.EAGAIN  # of processes
+            raise SandboxFailed("model" if full else "task", f"{why}: {arguments[0]}")
         return answered
 
     async def _receive(self) -> tuple[int, _Answer]:

@@ -8,6 +8,7 @@ import ctypes
 import os
 import resource
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,6 +19,7 @@ from asyncrl.sandbox.cgroups import Cgroup, Cgroups
 from asyncrl.sandbox.channel import RunnerChannel
 
 START_S = 30.0
+_END_S = 5.0  # for the kernel to end what was killed
 _MEASURE_EVERY_S = 0.1
 _MAX_FILES = 20_000
 _MAX_OPEN_FILES = 1024  # of a process
@@ -70,7 +72,6 @@ class LocalSandbox:
         self._process, self._launch, self._limits, self._cgroup = process, launch, limits, cgroup
         self._channel = RunnerChannel(process, limits)
         self._tasks: list[asyncio.Task[None]] = []
-        self._running = 0
         self._closed = False
 
     @classmethod
@@ -134,7 +135,6 @@ class LocalSandbox:
         timeout_s: float = 30.0,
     ) -> Execution:
         killed = self._killed_for_memory()
-        self._running += 1
         try:
             variables = {**self._launch.environment, **(env or {})}
             execution = await self._channel.exec(argv, stdin.encode(), variables, cwd, timeout_s)
@@ -142,8 +142,6 @@ class LocalSandbox:
             if self._killed_for_memory() > killed:
                 raise SandboxFailed("model", self._too_much_memory()) from None
             raise
-        finally:
-            self._running -= 1
         if execution.ended == "exited" and execution.code and self._killed_for_memory() > killed:
             return replace(execution, ended="memory")
         return execution
@@ -165,7 +163,9 @@ class LocalSandbox:
         await self._process.wait()
         self._process._transport.close()  # type: ignore[attr-defined]  # else pipes stay open until garbage is collected
         if self._cgroup is not None:
-            self._cgroup.remove()
+            ends = time.monotonic() + _END_S
+            while not self._cgroup.remove() and time.monotonic() < ends:
+                await asyncio.sleep(0.001)  # what was killed is still there
         self._launch.after()
 
     def _kill(self) -> None:
@@ -207,7 +207,7 @@ class _Entrance:
     def __call__(self) -> None:
         try:
             self._enter()
-        except OSError as e:
+        except BaseException as e:
             os.write(2, f"{e}\n".encode())
             os._exit(1)
 

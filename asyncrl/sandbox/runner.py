@@ -9,7 +9,9 @@ It is the parent of all that runs in the sandbox, and none of that can look into
 checks every frame all the same.
 """
 
-# Imports are few, because each sandbox waits for them.
+from __future__ import annotations
+
+# few imports, because each sandbox waits for them
 import ctypes
 import marshal
 import os
@@ -29,13 +31,22 @@ _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 4, 38
 
 
 class Program:
-    """A running program: ``pid`` 0 once it has ended."""
+    """A running program. ``reads``: descriptor → 0 for its output, 1 for its errors. ``lost``: it printed more than is
+    kept."""
 
-    def __init__(self, call, argv, stdin, env, cwd, timeout_s, output_bytes):
+    def __init__(
+        self,
+        call: int,
+        argv: list[str],
+        stdin: bytes,
+        env: dict[str, str],
+        cwd: str,
+        timeout_s: float,
+        output_bytes: int,
+    ) -> None:
         self.call, self.stdin, self.output_bytes = call, memoryview(stdin), output_bytes
         self.ends_at = time.monotonic() + timeout_s
         self.status = EXITED
-        self.output = {}
         self.lost = False
         inputs, outputs, errors = os.pipe(), os.pipe(), os.pipe()
         try:
@@ -53,7 +64,7 @@ class Program:
         for descriptor in (self.writes, *self.reads):
             os.set_blocking(descriptor, False)
 
-    def feed(self):
+    def feed(self) -> None:
         """Write standard input as far as the program takes it."""
         try:
             self.stdin = self.stdin[os.write(self.writes, self.stdin[:_CHUNK]) :] if self.stdin else self.stdin
@@ -65,7 +76,7 @@ class Program:
             os.close(self.writes)
             self.writes = -1
 
-    def take(self, descriptor):
+    def take(self, descriptor: int) -> bool:
         """Read what the program printed; False at the end."""
         try:
             chunk = os.read(descriptor, _CHUNK)
@@ -79,14 +90,14 @@ class Program:
         self.lost |= len(chunk) > room
         return bool(chunk)
 
-    def close(self):
+    def close(self) -> None:
         if self.writes >= 0:
             os.close(self.writes)
         for descriptor in self.reads:
             os.close(descriptor)
 
 
-def _become(argv, env, cwd, *descriptors):
+def _become(argv: list[str], env: dict[str, str], cwd: str, *descriptors: int) -> None:
     """The new process, which becomes the program."""
     try:
         for number, descriptor in enumerate(descriptors):
@@ -109,12 +120,14 @@ def _become(argv, env, cwd, *descriptors):
 
 
 class Runner:
-    def __init__(self, requests, replies, is_init):
+    """``is_init``: it is process 1 of its sandbox, and nobody but what it has started can be killed by it."""
+
+    def __init__(self, requests: int, replies: int, is_init: bool) -> None:
         self._requests, self._replies, self._is_init = requests, replies, is_init
         self._received = bytearray()
-        self._programs = {}
+        self._programs: dict[int, Program] = {}
 
-    def serve(self):
+    def serve(self) -> None:
         """Until the process outside closes its end."""
         wakeup, wake = os.pipe()
         os.set_blocking(wake, False)
@@ -126,7 +139,7 @@ class Runner:
             events = select.poll()
             events.register(self._requests, select.POLLIN)
             events.register(wakeup, select.POLLIN)
-            owners = {}
+            owners: dict[int, Program] = {}
             for program in self._programs.values():
                 for descriptor in program.reads:
                     events.register(descriptor, select.POLLIN)
@@ -148,7 +161,7 @@ class Runner:
             if any(program.ends_at <= time.monotonic() for program in self._programs.values()):
                 self._time_out()
 
-    def _receive(self):
+    def _receive(self) -> bool:
         chunk = os.read(self._requests, 1 << 20)
         self._received += chunk
         while len(self._received) >= FRAME.size:
@@ -164,10 +177,10 @@ class Runner:
                 self._reply(call, FAILED, getattr(error, "errno", None) or 0, str(error).encode())
         return bool(chunk)
 
-    def exec(self, call, *arguments):
-        self._programs[call] = Program(call, *arguments)
+    def exec(self, call: int, *arguments: object) -> None:
+        self._programs[call] = Program(call, *arguments)  # type: ignore[arg-type]
 
-    def read(self, call, path, most):
+    def read(self, call: int, path: str, most: int) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would keep us waiting
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -179,9 +192,9 @@ class Runner:
                     raise ValueError(f"expected at most {most} bytes")
         finally:
             os.close(descriptor)
-        self._reply(call, EXITED, 0, contents)
+        self._reply(call, EXITED, 0, bytes(contents))
 
-    def write(self, call, path, contents):
+    def write(self, call: int, path: str, contents: bytes) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644)
         try:
@@ -195,14 +208,14 @@ class Runner:
             os.close(descriptor)
         self._reply(call, EXITED, 0)
 
-    def _pass(self, program, descriptor):
+    def _pass(self, program: Program, descriptor: int) -> None:
         if descriptor == program.writes:
             program.feed()
         elif descriptor in program.reads and not program.take(descriptor):
             os.close(descriptor)
             del program.reads[descriptor]
 
-    def _reap(self):
+    def _reap(self) -> None:
         """Answer for the programs that have ended; orphans end silently."""
         while True:
             try:
@@ -216,7 +229,7 @@ class Runner:
                     code = os.waitstatus_to_exitcode(status)
                     self._end(program, code if code >= 0 else 128 - code)
 
-    def _end(self, program, code):
+    def _end(self, program: Program, code: int) -> None:
         for descriptor in list(program.reads):  # what is in the pipes; others may hold them open
             while len(program.output[program.reads[descriptor]]) < program.output_bytes:
                 before = len(program.output[program.reads[descriptor]])
@@ -225,9 +238,9 @@ class Runner:
         program.close()
         del self._programs[program.call]
         status = program.status | (4 if program.lost else 0)
-        self._reply(program.call, status, code, program.output[0], program.output[1])
+        self._reply(program.call, status, code, bytes(program.output[0]), bytes(program.output[1]))
 
-    def _time_out(self):
+    def _time_out(self) -> None:
         """Kill all: what a program started may have left its session, and look like anybody's."""
         now = time.monotonic()
         for program in self._programs.values():
@@ -246,13 +259,13 @@ class Runner:
             time.sleep(0.001)
         self._reap()
 
-    def _reply(self, call, status, code, first=b"", second=b""):
+    def _reply(self, call: int, status: int, code: int, first: bytes = b"", second: bytes = b"") -> None:
         left = memoryview(REPLY.pack(call, status, code, len(first), len(second)) + first + second)
         while left:
             left = left[os.write(self._replies, left) :]
 
 
-def main():
+def main() -> None:
     """``python -I -S runner.py IS_INIT LIMIT=VALUE…``: init if its pid is 1, and names of `resource.RLIMIT_…`."""
     requests, replies = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)

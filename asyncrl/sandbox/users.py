@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-_FIRST, _FALLBACK_FIRST = 1_900_000_000, 64_000  # of users that nobody else has
-_COUNT = 1000
+_FIRST, _FALLBACK_FIRST = 1_000_000_000, 64_000  # of users that nobody else has
+_COUNT = 256  # of a process, which has its own
 
 
 class Users:
@@ -13,7 +13,8 @@ class Users:
 
     def __init__(self) -> None:
         self.own = os.geteuid() == 0
-        first = _FIRST if _mapped(_FIRST + _COUNT) else _FALLBACK_FIRST
+        first = _FIRST + os.getpid() * _COUNT
+        first = first if _mapped(first + _COUNT) else _FALLBACK_FIRST
         self._free = list(range(first + _COUNT - 1, first - 1, -1)) if self.own else []
 
     def take(self) -> int | None:
