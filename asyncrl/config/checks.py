@@ -120,10 +120,10 @@ def _checkpoint_problems(c: Config) -> Iterator[str]:
         return
     saves = c.checkpoint.every_steps
     validates = c.async_training.trigger_parameter_sync_step * c.validation.every_versions
-    if not (c.data.validation_files and saves and validates) or math.lcm(saves, validates) >= c.trainer.total_steps:
+    if not (c.data.validates and saves and validates) or math.lcm(saves, validates) >= c.trainer.total_steps:
         yield (
             f"checkpoint.keep_best: no checkpoint but the last would have a {c.checkpoint.best_metric}: expected "
-            "data.validation_files, and a step before trainer.total_steps that is a multiple of checkpoint.every_steps "
+            "held-out prompts, and a step before trainer.total_steps that is a multiple of checkpoint.every_steps "
             "and of validation.every_versions · async_training.trigger_parameter_sync_step; or another best_metric"
         )
 
@@ -139,8 +139,8 @@ def _file_problems(c: Config) -> Iterator[str]:
             f"algorithm.reference_path: no checkpoint at {c.algorithm.reference_path} (expected a folder with "
             "config.json)"
         )
-    if not c.data.train_files:
-        yield "data.train_files: expected at least one JSONL or Parquet file, found none"
+    if not (c.data.train_files or c.data.source):
+        yield "data.train_files: expected at least one JSONL or Parquet file, or data.source; found none"
     for key in ("train_files", "validation_files"):
         for file in getattr(c.data, key):
             if not Path(file).is_file():

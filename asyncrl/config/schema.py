@@ -58,8 +58,13 @@ class CurriculumConfig(Section):
 
 @dataclass
 class DataConfig(Section):
-    train_files: list[str] = field(default_factory=list)  # JSONL or Parquet, at least one
+    train_files: list[str] = field(default_factory=list)  # JSONL or Parquet, at least one, unless there is a source
     validation_files: list[str] = field(default_factory=list)
+    # prompts that are generated instead of read, and held-out ones besides: reasoning_gym:TASK, or several tasks with
+    # commas between them; see docs/data.md
+    source: str = ""
+    # arguments of the source; reasoning_gym: size, held_out, levels, seed, instruction, config
+    source_args: dict[str, Any] = field(default_factory=dict)
     prompt_key: str = "prompt"  # column that holds a string or a list of chat messages
     answer_key: str = "answer"  # column that the reward function gets as the answer
     source_key: str = "data_source"  # optional column by which metrics are reported, too; default: file name
@@ -72,7 +77,16 @@ class DataConfig(Section):
     max_prompt_tokens: NonNegativeInt = 0
     apply_chat_template: bool = True  # false: message contents are concatenated
 
+    @property
+    def validates(self) -> bool:
+        """There are held-out prompts."""
+        return bool(self.validation_files or (self.source and self.source_args.get("held_out", True)))
+
     def problems(self) -> Iterator[str]:
+        if self.source and self.train_files:
+            yield f"data.source: expected either source or train_files, found both, {self.source} and files"
+        if self.source_args and not self.source:
+            yield f"data.source_args: expected none without data.source, found {', '.join(sorted(self.source_args))}"
         if not self.curriculum.by:
             return
         if self.epochs:

@@ -207,8 +207,8 @@ class RollouterActor(SupervisedActor):
     async def start(self) -> None:
         """Load the tokenizer and prompts, start the reward workers, and serve requests from now on."""
         from asyncrl.config.secrets import revealed
+        from asyncrl.data.load import load_run_prompts
         from asyncrl.data.order import PromptOrder
-        from asyncrl.data.prompts import load_prompts
         from asyncrl.rollouter.agents.base import AgentLoop, find_agent_loop
         from asyncrl.rollouter.endpoint.link import EndpointLink
         from asyncrl.rollouter.endpoint.loop import EndpointLoop
@@ -234,10 +234,8 @@ class RollouterActor(SupervisedActor):
                 config.rollout.max_response_tokens,
                 **revealed("rollout.agent_loop_args", config.rollout.agent_loop_args),
             )
-        prompts = load_prompts(config.data.train_files, config.data)
-        if config.data.validation_files:
-            held_out = load_prompts(config.data.validation_files, config.data)
-            self._validation_prompts = held_out[: config.validation.max_prompts or None]
+        prompts, held_out = await asyncio.to_thread(load_run_prompts, config.data)  # a source may take minutes
+        self._validation_prompts = held_out[: config.validation.max_prompts or None]
         is_death = lambda error: isinstance(error, ActorDied)
         self._router = Router(self._replicas, is_death)
         self._sandboxes = SandboxService(config.sandbox)

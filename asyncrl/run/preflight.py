@@ -14,8 +14,9 @@ from asyncrl.config.checks import Derived
 from asyncrl.config.load import ConfigError
 from asyncrl.config.schema import Config
 from asyncrl.config.secrets import missing_secrets
+from asyncrl.data.load import RunPrompts, load_run_prompts
 from asyncrl.data.order import PromptOrder
-from asyncrl.data.prompts import DataError, load_prompts
+from asyncrl.data.prompts import DataError
 from asyncrl.models.checkpoint import check_model, without_draft
 from asyncrl.models.config import CheckpointError, ModelConfig
 from asyncrl.models.lora import linear_shapes_at
@@ -80,18 +81,13 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
         problems += environment_problems(config)
         problems += missing_secrets(config)
     problems += _reference_problems(config.algorithm.reference_path, model, native)
-    counts = dict.fromkeys(("train_files", "validation_files"), 0)
-    fingerprint = ""
-    for key in counts:
-        try:
-            prompts = load_prompts(getattr(config.data, key), config.data) if getattr(config.data, key) else []
-            counts[key] = len(prompts)
-            if key == "train_files":
-                fingerprint = prompts_fingerprint(prompts)
-                # checks them
-                PromptOrder(prompts, config.seed, mixture=config.data.mixture, curriculum=config.data.curriculum)
-        except DataError as e:
-            problems.append(str(e) if str(e).startswith("data.") else f"data.{key}: {e}")
+    prompts = RunPrompts([], [])
+    try:
+        prompts = load_run_prompts(config.data)
+        # checks them
+        PromptOrder(prompts.train, config.seed, mixture=config.data.mixture, curriculum=config.data.curriculum)
+    except DataError as e:
+        problems.append(str(e))
     problems += _reward_problems(config, cpus)
     try:
         find_agent_loop(config.rollout.agent_loop)
@@ -122,9 +118,9 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
         tokenizer=tokenizer,
         context_tokens=context,
         max_prompt_tokens=config.data.max_prompt_tokens or room,
-        train_prompts=counts["train_files"],
-        validation_prompts=counts["validation_files"],
-        prompts_fingerprint=fingerprint,
+        train_prompts=len(prompts.train),
+        validation_prompts=len(prompts.held_out),
+        prompts_fingerprint=prompts_fingerprint(prompts.train),
     )
 
 

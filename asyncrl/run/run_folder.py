@@ -235,7 +235,8 @@ class RunFolder:
         with reading(point.journal / LEDGER) as db:
             before = read_meta(db).get("prompts", fingerprint)
         if before != fingerprint:
-            raise ConfigError([f"data.train_files: the run to resume has {before}; found {fingerprint}"])
+            key = "source" if self._config.data.source else "train_files"
+            raise ConfigError([f"data.{key}: the run to resume has {before}; found {fingerprint}"])
 
     def _check_skipped(self, point: ResumePoint, uids: Sequence[str]) -> None:
         """Raises ConfigError for a group that cannot be dropped any more, or was never issued."""

@@ -33,7 +33,7 @@ class ValidationSchedule:
         recorder: Recorder,
         report: Callable[[Progress, Mapping[str, float], str | None], None],
     ) -> None:
-        self._has_prompts, self._options = bool(config.data.validation_files), config.validation
+        self._has_prompts, self._options = config.data.validates, config.validation
         self._rollouter, self._checkpoints, self._recorder, self._report = rollouter, checkpoints, recorder, report
         self._training = False  # True once the first validation is over
         self._concurrent: asyncio.Task[None] | None = None

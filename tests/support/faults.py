@@ -17,8 +17,8 @@ import pytest
 
 import asyncrl.cli.ledger
 from asyncrl.config.load import load_config
+from asyncrl.data.load import load_run_prompts
 from asyncrl.data.order import PromptOrder
-from asyncrl.data.prompts import load_prompts
 from asyncrl.observability.sinks.jsonl import METRICS_FILE, read_jsonl
 from tests.support.tiny import overrides
 from tests.test_run import Run, processes_of
@@ -177,7 +177,8 @@ def audit(
     groups = _query(folder, f"SELECT {columns} FROM groups ORDER BY seq")
 
     config = load_config(run / "config.yaml")
-    order = PromptOrder(load_prompts(config.data.train_files, config.data), config.seed, config.data.shuffle)
+    data = config.data
+    order = PromptOrder(load_run_prompts(data).train, config.seed, data.shuffle, mixture=data.mixture)
     assert [uid for uid, *_ in groups] == [prompt.uid for prompt in itertools.islice(order, len(groups))]
 
     kept = [group for group in groups if group[1] != "dropped"]
