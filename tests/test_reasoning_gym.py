@@ -131,7 +131,7 @@ async def test_the_verifier_scores_the_last_answer_in_tags():
     assert "expected the columns task and item of data.source=reasoning_gym:TASK" in results[4].message
 
 
-def test_a_run_trains_on_generated_prompts_validates_on_held_out_ones_and_is_resumed(tmp_path):
+def test_a_run_trains_on_generated_prompts_and_has_the_same_after_a_death_and_when_resumed(tmp_path):
     inputs = make_inputs(tmp_path / "inputs")
     options = (
         "data.train_files=[]",
@@ -142,19 +142,24 @@ def test_a_run_trains_on_generated_prompts_validates_on_held_out_ones_and_is_res
         "reward.timeout_s=60",
         "rollout.engine.max_context_tokens=512",
         "async_training.staleness_threshold=0",
-        "checkpoint.every_steps=1",
+        "trainer.total_steps=24",
     )
     with starting(inputs, tmp_path / "run", *options) as start:
-        for steps in (2, 4):
-            run = start(f"trainer.total_steps={steps}")
-            assert run.wait(280) == 0, run.text
-    audit(run.folder, [2] * 4, staleness_bound=0)
+        run = start()
+        run.until_trained(2)
+        run.kill("rollouter")
+        run.until_trained(6)
+        run.close()
+        run = start()
+        assert run.wait(280) == 0, run.text
+    audit(run.folder, [2] * 24, staleness_bound=0)
     for source in ("chain_sum", "spell_backward"):
         assert run.column(f"rollout/source/{source}/reward")
     assert run.column("rollout/answered")
     assert run.column("validation/answered")
 
 
+@pytest.mark.slow
 def test_a_run_with_a_curriculum_draws_from_all_levels_of_its_tasks(tmp_path):
     inputs = make_inputs(tmp_path / "inputs")
     options = (
