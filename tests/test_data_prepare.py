@@ -1,6 +1,8 @@
 """Published data sets become prompt files: each schema, what is dropped, and what is refused."""
 
+import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,11 +10,16 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from asyncrl.cli.main import main
-from asyncrl.config.schema import DataConfig
+from asyncrl.config.schema import DataConfig, RewardConfig
 from asyncrl.data.prepare import prepare
 from asyncrl.data.prompts import DataError, load_prompts
+from asyncrl.rollouter.rewards.pool import import_problem
+from tests.test_docs import commands
+
+DOCS = Path(__file__).parent.parent / "docs"
 
 GSM8K = [
     {"question": "How many are 3 and 4?", "answer": "3+4 = <<3+4=7>>7\n#### 7"},
@@ -278,3 +285,22 @@ def test_what_the_hub_says_is_passed_on_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(DataError, match="openai/gsm8k is no file here, and the hub says: no network"):
         prepare("gsm8k", "openai/gsm8k", tmp_path)
+
+
+def test_the_commands_of_the_docs_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    published(tmp_path / "downloads/gsm8k/main/train-00000-of-00001.parquet", GSM8K)
+    published(tmp_path / "downloads/math/test.jsonl", MATH)
+    published(tmp_path / "downloads/dapo-math-17k.parquet", [DAPO])
+    published(tmp_path / "downloads/mbpp/train.jsonl", [CODE["mbpp"][0]])
+    for _, _, module, *arguments in commands(DOCS / "data.md"):
+        assert importlib.import_module(module).main(arguments) == 0
+    made = ("gsm8k/train", "math/test", "dapo-17k/dapo-math-17k", "code/train")
+    assert len(load_prompts([tmp_path / f"data/{name}.jsonl" for name in made], DataConfig())) == 5
+
+
+def test_the_options_of_the_docs_are_valid():
+    blocks = re.findall(r"^```yaml\n(.*?)^```", (DOCS / "data.md").read_text(), re.MULTILINE | re.DOTALL)
+    generated, rewards = map(yaml.safe_load, blocks)
+    assert DataConfig(**generated["data"]).validates
+    assert import_problem(RewardConfig(**rewards["reward"])) is None

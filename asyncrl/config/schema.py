@@ -203,8 +203,8 @@ class RolloutConfig(Section):
 
 @dataclass
 class RewardConfig(Section):
-    # arithmetic, the name of an installed function, or an import path, package.module:function; none: all rewards come
-    # from the agent loop
+    # a name of docs/extending.md, that of an installed function, or an import path, package.module:function; none: all
+    # rewards come from the agent loop
     function: str = "???"
     args: dict[str, Any] = field(default_factory=dict)  # further keyword arguments
     # of the function in the rewards of samples to which the agent loop gives one, too; 0: the function is not called
