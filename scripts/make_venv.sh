@@ -4,7 +4,7 @@
 #   scripts/make_venv.sh          the default one, $VENV (.venv), from constraints.txt
 #   scripts/make_venv.sh vllm     that of a backend (vllm, sglang, megatron), $VENV-vllm, from constraints-vllm.txt
 #   scripts/make_venv.sh megatron-newest    the same for its newest releases, with CPython 3.12
-#   scripts/make_venv.sh gym      reasoning-gym, in an environment that also has the packages of the default one
+#   scripts/make_venv.sh gym      reasoning-gym and mcp, in an environment that also has the packages of the default one
 #   scripts/make_venv.sh agent-openai       that of an agent of tests/agents, from its constraints.txt, without asyncrl
 #
 # With ASYNCRL_ENV_CACHE set, it is created there under the lock's hash, and $VENV links to it. Clones share it, so use

@@ -28,7 +28,7 @@ def check_servers(servers: Mapping[str, Any]) -> None:
         if not described or (isinstance(server.get("command", []), str)):
             raise ValueError(f"mcp.{name}: expected command (a list) and perhaps env, or url; found {server!r}")
     try:
-        import mcp.client.client  # noqa: F401
+        import mcp  # noqa: F401
     except ImportError:
         raise ValueError("mcp: expected the package mcp in the agents' environment; pip install 'mcp>=2'") from None
 
@@ -47,14 +47,13 @@ async def mcp_tools(stack: contextlib.AsyncExitStack, servers: Mapping[str, Any]
 async def _tools_of(
     stack: contextlib.AsyncExitStack, name: str, server: Mapping[str, Any], timeout_s: float
 ) -> list[Tool]:
-    from mcp.client.client import Client
-    from mcp.client.stdio import StdioServerParameters, stdio_client
+    from mcp import Client, StdioServerParameters
 
     if "url" in server:
         reached: Any = server["url"]
     else:
         command, *args = map(str, server["command"])
-        reached = stdio_client(StdioServerParameters(command=command, args=args, env=dict(server.get("env", {}))))
+        reached = StdioServerParameters(command=command, args=args, env=dict(server.get("env", {})))
     try:
         client = await stack.enter_async_context(Client(reached, read_timeout_seconds=_START_S))
         listed, cursor = [], None
