@@ -11,7 +11,8 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 
-from asyncrl.sandbox import runner
+from asyncrl.processes.tree import pids_below
+from asyncrl.sandbox import measure, runner
 from asyncrl.sandbox.base import WORKDIR, Limits, SandboxFailed
 from asyncrl.sandbox.interpreter import Interpreter
 from asyncrl.sandbox.local import Launch, process_limits
@@ -32,7 +33,7 @@ class Bubblewrap:
 
     ``paths``: further files and folders that programs in the sandbox may read, at the same place."""
 
-    name, weaker = "bubblewrap", ""
+    name, weaker, limited_by = "bubblewrap", "", ""
 
     def __init__(self, limits: Limits, interpreter: Interpreter, paths: Sequence[str] = ()) -> None:
         """Raises SandboxFailed if this machine lacks a program."""
@@ -59,16 +60,28 @@ class Bubblewrap:
         os.write(write, self._filter)  # a pipe holds more
         os.close(write)
         uid = self._users.take()
-        python = (self._interpreter.path, "-I", "-S", _RUNNER, "init", *process_limits(self._limits, bound))
+        python = (self._interpreter.path, "-I", "-S", _RUNNER, *process_limits(self._limits, bound))
         argv = (self._program, "--seccomp", str(read), *self._fixed, "--", *python)
         mounts = {place: path for path, place in self._sources.items() if place != path}
-        return Launch(argv, self._interpreter.environment, (read,), uid, mounts, lambda: self._users.give_back(uid))
+        return Launch(
+            argv,
+            self._interpreter.environment,
+            inputs=(read,),
+            uid=uid,
+            mounts=mounts,
+            exceeded=None if bound else self._exceeded,
+            after=lambda ended: self._users.give_back(uid),
+        )
 
     def close(self) -> None:
         """When no sandbox runs any more. Nothing but what we made is removed, whatever may be mounted there."""
         for entry in os.scandir(self._folder):
             (os.rmdir if entry.is_dir(follow_symlinks=False) else os.unlink)(entry.path)
         os.rmdir(self._folder)
+
+    def _exceeded(self, pid: int) -> str:
+        below = pids_below(pid)
+        return measure.memory(below, self._limits) or (measure.inodes(below[-1]) if below else "")
 
     def _arguments(self) -> list[str]:
         arguments = "--unshare-all --unshare-user --die-with-parent --new-session --as-pid-1 --clearenv".split()

@@ -27,10 +27,12 @@ class _Answer(NamedTuple):
 
 
 class RunnerChannel:
-    """Calls of one runner. ``listen`` runs until the runner has ended, which fails what waits for it."""
+    """Calls of one runner. ``listen`` runs until the runner has ended, which fails what waits for it.
 
-    def __init__(self, process: asyncio.subprocess.Process, limits: Limits) -> None:
-        self._process, self._limits = process, limits
+    ``workdir``: where the runner has `WORKDIR`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, limits: Limits, workdir: str) -> None:
+        self._process, self._limits, self._workdir = process, limits, workdir
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[_Answer]] = {}
         self._ended: SandboxFailed | None = None
@@ -76,19 +78,19 @@ class RunnerChannel:
                 "task", f"expected at most {MAX_STDIN_BYTES} bytes of standard input, found {len(stdin)}"
             )
         most = self._limits.output_kb * 1024
-        arguments = list(argv), stdin, dict(env), inside(cwd), timeout_s, most
+        arguments = list(argv), stdin, dict(env), self._place(cwd), timeout_s, most
         status, code, first, second = await self._call("exec", arguments, timeout_s)
         out, err = (printed[:most].decode(errors="replace") for printed in (first, second))
         ended: Literal["exited", "timeout"] = "timeout" if status & ~_LOST == TIMEOUT else "exited"
         return Execution(code, out, err, ended, truncated=bool(status & _LOST))
 
     async def read(self, path: str) -> bytes:
-        return (await self._call("read", (inside(path), MAX_FILE_BYTES)))[2]
+        return (await self._call("read", (self._place(path), MAX_FILE_BYTES)))[2]
 
     async def write(self, path: str, contents: bytes) -> None:
         if len(contents) > MAX_FILE_BYTES:
             raise SandboxFailed("task", f"expected at most {MAX_FILE_BYTES} bytes for {path}, found {len(contents)}")
-        await self._call("write", (inside(path), contents))
+        await self._call("write", (self._place(path), contents))
 
     async def _call(self, name: str, arguments: Sequence[Any], timeout_s: float = 0.0) -> _Answer:
         if self._ended is not None:
@@ -110,9 +112,16 @@ class RunnerChannel:
             self._waiting.pop(call, None)
         if answered.status == FAILED:
             why = os.strerror(answered.code) if answered.code else answered.first.decode(errors="replace")
+            where = str(arguments[0]).replace(self._workdir, WORKDIR)
             full = name == "exec" and answered.code == errno.EAGAIN  # of processes
-            raise SandboxFailed("model" if full else "task", f"{why}: {arguments[0]}")
+            raise SandboxFailed("model" if full else "task", f"{why}: {where}")
         return answered
+
+    def _place(self, path: str) -> str:
+        """Where the runner finds it."""
+        found = inside(path)
+        below = found == WORKDIR or found.startswith(f"{WORKDIR}/")
+        return self._workdir + found.removeprefix(WORKDIR) if below else found
 
     async def _receive(self) -> tuple[int, _Answer]:
         """Raises EOFError, and ValueError for a frame that no runner sends."""

@@ -10,6 +10,8 @@ from asyncrl.config.schema import SandboxConfig
 from asyncrl.sandbox.base import Limits, SandboxFailed
 from asyncrl.sandbox.bubblewrap import Bubblewrap
 from asyncrl.sandbox.interpreter import Interpreter, find_interpreter
+from asyncrl.sandbox.landlock import Landlock
+from asyncrl.sandbox.podman import Podman
 from asyncrl.sandbox.pool import Kind, SandboxPool
 
 _PROBE_S = 60.0
@@ -17,6 +19,8 @@ _PROBE_S = 60.0
 #: the strongest first
 KINDS: Mapping[str, Callable[[SandboxConfig, Interpreter], Kind]] = {
     "bubblewrap": lambda config, python: Bubblewrap(limits_of(config), python, config.paths),
+    "podman": lambda config, python: Podman(limits_of(config), config.image, config.python, config.paths),
+    "landlock": lambda config, python: Landlock(limits_of(config), python, config.paths),
 }
 
 

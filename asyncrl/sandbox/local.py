@@ -12,46 +12,55 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from asyncrl.processes.memory import memory_above
-from asyncrl.processes.tree import pids_below
 from asyncrl.sandbox.base import WORKDIR, Execution, Limits, SandboxFailed
 from asyncrl.sandbox.cgroups import Cgroup, Cgroups
 from asyncrl.sandbox.channel import RunnerChannel
+from asyncrl.sandbox.measure import too_much_memory
 
 START_S = 30.0
-_END_S = 5.0  # for the kernel to end what was killed
+_EMPTY_S = 5.0  # for the kernel to end what was killed
 _MEASURE_EVERY_S = 0.1
-_MAX_FILES = 20_000
+_MEASURING_SHARE = 5  # pauses are at least this many times as long as a measurement
+_END_S = 10.0
 _MAX_OPEN_FILES = 1024  # of a process
 _MAX_LOCKED_BYTES = 64 * 1024  # likewise
 _KEPT_ERROR_BYTES = 2000
 _OURS = 4  # processes of a control group: the runner, and what started it
 _MIB = 1024 * 1024
 _CLONE_NEWNS, _MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1 << 17, 1, 1 << 5, 1 << 12, 1 << 14, 1 << 18
+_PR_CAPBSET_DROP, _CAPABILITIES = 24, 64
 _NICENESS = 5  # trainer and engine come first
 _OOM_SCORE = "1000"  # the kernel ends a sandbox before anything else of ours
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a kind of sandbox starts the runner: a program, and what belongs to it. ``environment``: of programs in the
-    sandbox. ``inputs``: file descriptors that it inherits, closed once it has them. ``uid``: of whom it runs, None: as
-    this process. ``mounts``: place → what only the program and its children see there, to read. ``after``: cleans up
-    when nothing runs any more."""
+    """How a kind of sandbox starts the runner: a program, and what belongs to it.
+
+    ``environment``: of programs in the sandbox. ``variables``: of the program that starts it. ``inputs``: file
+    descriptors that it inherits, closed once it has them. ``uid``: of whom it runs, None: as this process. ``mounts``:
+    place → what only the program and its children see there, to read. ``workdir``: where the sandbox has `WORKDIR`.
+    ``ends_by``: signal to the program that ends all. ``exceeded``: measures, with the program's pid; returns a limit
+    that is exceeded, as a sentence. ``after``: cleans up; False: something may still run. Both may block."""
 
     argv: Sequence[str]
     environment: Mapping[str, str]
+    variables: Mapping[str, str] = field(default_factory=dict)
     inputs: Sequence[int] = ()
     uid: int | None = None
     mounts: Mapping[str, str] = field(default_factory=dict)
-    after: Callable[[], object] = field(default=lambda: None)
+    workdir: str = WORKDIR
+    ends_by: signal.Signals = signal.SIGKILL
+    exceeded: Callable[[int], str] | None = None
+    after: Callable[[bool], object] = field(default=lambda ended: None)
 
 
-def process_limits(limits: Limits, bound: bool) -> list[str]:
+def process_limits(limits: Limits, bound: bool, others: int = 1) -> list[str]:
     """Arguments of the runner: what the kernel bounds in each process. ``bound``: a control group bounds all of them
-    together, too."""
+    together, too. ``others``: processes of the same user, and user namespace, that are not the sandbox's; the runner is
+    one."""
     most = {
-        "NPROC": limits.processes + 1,  # and the runner; counted per user and user namespace
+        "NPROC": limits.processes + others,
         "FSIZE": limits.disk_mb * _MIB,
         "NOFILE": _MAX_OPEN_FILES,
         "CORE": 0,
@@ -64,22 +73,22 @@ def process_limits(limits: Limits, bound: bool) -> list[str]:
 
 
 class LocalSandbox:
-    """See `asyncrl.sandbox.base.Sandbox`. ``cgroup`` None: memory is measured instead of bound."""
+    """See `asyncrl.sandbox.base.Sandbox`."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, launch: Launch, limits: Limits, cgroup: Cgroup | None
     ) -> None:
         self._process, self._launch, self._limits, self._cgroup = process, launch, limits, cgroup
-        self._channel = RunnerChannel(process, limits)
+        self._channel = RunnerChannel(process, limits, launch.workdir)
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
 
     @classmethod
-    async def start(cls, launch: Launch, limits: Limits, cgroups: Cgroups) -> LocalSandbox:
-        """Raises SandboxFailed."""
+    async def start(cls, launch: Launch, limits: Limits, cgroups: Cgroups | None) -> LocalSandbox:
+        """``cgroups`` None: the launched program makes its own. Raises SandboxFailed."""
         cgroup = None
         try:
-            if cgroups.version:
+            if cgroups is not None and cgroups.version:
                 cgroup = cgroups.make(limits.memory_mb, limits.processes + _OURS)
             process = await asyncio.create_subprocess_exec(
                 *launch.argv,
@@ -88,13 +97,13 @@ class LocalSandbox:
                 stderr=asyncio.subprocess.PIPE,
                 pass_fds=launch.inputs,
                 start_new_session=True,
-                env={},
+                env=launch.variables,
                 preexec_fn=_Entrance(cgroup.joined_by if cgroup else (), launch.mounts, launch.uid),
             )
         except OSError as e:
             if cgroup is not None:
                 cgroup.remove()
-            launch.after()
+            await asyncio.to_thread(launch.after, True)
             raise SandboxFailed("infra", f"a sandbox could not be started: {e}") from None
         finally:
             for descriptor in launch.inputs:
@@ -122,8 +131,8 @@ class LocalSandbox:
                     raise SandboxFailed("infra", f"{e}: {said.splitlines()[-1]}" if said else str(e)) from None
             raise
         self._tasks = [asyncio.create_task(self._channel.listen())]
-        if self._cgroup is None:
-            self._tasks.append(asyncio.create_task(self._measure()))
+        if self._launch.exceeded is not None:
+            self._tasks.append(asyncio.create_task(self._measure(self._launch.exceeded)))
 
     async def exec(
         self,
@@ -140,7 +149,7 @@ class LocalSandbox:
             execution = await self._channel.exec(argv, stdin.encode(), variables, cwd, timeout_s)
         except SandboxFailed:
             if self._killed_for_memory() > killed:
-                raise SandboxFailed("model", self._too_much_memory()) from None
+                raise SandboxFailed("model", too_much_memory(self._limits)) from None
             raise
         if execution.ended == "exited" and execution.code and self._killed_for_memory() > killed:
             return replace(execution, ended="memory")
@@ -159,41 +168,41 @@ class LocalSandbox:
         self._channel.fail("task", "the sandbox was closed")
         for task in self._tasks:
             task.cancel()
-        self._kill()
-        await self._process.wait()
+        self._kill(self._launch.ends_by)
+        ended = True
+        try:
+            async with asyncio.timeout(_END_S):
+                await self._process.wait()
+        except TimeoutError:
+            ended = False
+            self._kill(signal.SIGKILL)
+            await self._process.wait()
         self._process._transport.close()  # type: ignore[attr-defined]  # else pipes stay open until garbage is collected
+        await asyncio.to_thread(self._launch.after, ended)
         if self._cgroup is not None:
-            ends = time.monotonic() + _END_S
+            ends = time.monotonic() + _EMPTY_S
             while not self._cgroup.remove() and time.monotonic() < ends:
                 await asyncio.sleep(0.001)  # what was killed is still there
-        self._launch.after()
 
-    def _kill(self) -> None:
-        """With the process that started it, all that runs in the sandbox ends. Not `Process.kill`, which may reap the
-        process where asyncio waits for it."""
+    def _kill(self, sent: signal.Signals) -> None:
+        """Not `Process.send_signal`, which may reap the process where asyncio waits for it."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGKILL)
+                os.kill(self._process.pid, sent)
 
     def _killed_for_memory(self) -> int:
         return self._cgroup.killed_for_memory() if self._cgroup is not None else 0
 
-    def _too_much_memory(self) -> str:
-        return f"the sandbox used more than its {self._limits.memory_mb} MiB of memory"
-
-    async def _measure(self) -> None:
+    async def _measure(self, exceeded: Callable[[int], str]) -> None:
         """End the sandbox if all in it together use more than it may."""
-        most = self._limits.memory_mb * _MIB
+        pause_s = _MEASURE_EVERY_S
         while True:
-            await asyncio.sleep(_MEASURE_EVERY_S)
-            pids = pids_below(self._process.pid)
-            if memory_above(most, pids):
-                self._channel.fail("model", self._too_much_memory())
-            elif pids and _files(pids[-1]) > _MAX_FILES:
-                self._channel.fail("model", f"the sandbox had more than {_MAX_FILES} files")
-            else:
-                continue
-            return self._kill()
+            await asyncio.sleep(pause_s)
+            began = time.monotonic()
+            if limit := await asyncio.to_thread(exceeded, self._process.pid):
+                self._channel.fail("model", limit)
+                return self._kill(self._launch.ends_by)
+            pause_s = max(_MEASURE_EVERY_S, _MEASURING_SHARE * (time.monotonic() - began))
 
 
 class _Entrance:
@@ -228,6 +237,8 @@ class _Entrance:
                 self._mount(path, place, _MS_BIND | _MS_REC)
                 self._mount("none", place, _MS_BIND | _MS_REMOUNT | _MS_RDONLY)
         if self._uid is not None:
+            for capability in range(_CAPABILITIES):  # what it could gain; unknown ones fail
+                self._libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability), *[ctypes.c_ulong(0)] * 3)
             os.setgroups([])
             os.setresgid(self._uid, self._uid, self._uid)
             os.setresuid(self._uid, self._uid, self._uid)
@@ -238,12 +249,3 @@ class _Entrance:
     def _checked(self, failed: int) -> None:
         if failed:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-def _files(pid: int) -> int:
-    """Number of files in the folder of the sandbox that this process is in."""
-    try:
-        found = os.statvfs(f"/proc/{pid}/root{WORKDIR}")
-    except OSError:  # it has ended
-        return 0
-    return found.f_files - found.f_ffree

@@ -19,10 +19,12 @@ log = logging.getLogger(__name__)
 
 
 class Kind(Protocol):
-    """A way to run a sandbox on this machine. ``weaker``: in what it protects less than others; empty: in nothing."""
+    """A way to run a sandbox on this machine. ``weaker``: in what it protects less than others; empty: in nothing.
+    ``limited_by``: what bounds memory and processes; empty: control groups of ours, or measurements."""
 
     name: str
     weaker: str
+    limited_by: str
 
     def launch(self, bound: bool) -> Launch:
         """``bound``: a control group bounds the memory of all that runs in it."""
@@ -47,7 +49,7 @@ class SandboxPool:
         self._limits, self._warm, self._wait_s = limits, warm, wait_s
         self._most, self._places = most, asyncio.Semaphore(most)
         self._launches = asyncio.Semaphore(max(1, len(os.sched_getaffinity(0))))
-        self._cgroups = Cgroups()
+        self._cgroups = None if kind.limited_by else Cgroups()
         self._ready: deque[LocalSandbox] = deque()
         self._used = asyncio.Event()
         self._live: set[LocalSandbox] = set()
@@ -56,6 +58,8 @@ class SandboxPool:
     @property
     def memory(self) -> str:
         """What bounds the memory of a sandbox."""
+        if self._cgroups is None:
+            return self.kind.limited_by
         return f"control group v{self._cgroups.version}" if self._cgroups.version else "measured ten times a second"
 
     async def __aenter__(self) -> SandboxPool:
@@ -101,9 +105,12 @@ class SandboxPool:
 
     async def _start(self) -> LocalSandbox:
         async with self._launches:
-            sandbox = await LocalSandbox.start(
-                self.kind.launch(bool(self._cgroups.version)), self._limits, self._cgroups
-            )
+            bound = self._cgroups is not None and bool(self._cgroups.version)
+            try:
+                launch = self.kind.launch(bound)
+            except OSError as e:
+                raise SandboxFailed("infra", f"a sandbox could not be started: {e}") from None
+            sandbox = await LocalSandbox.start(launch, self._limits, self._cgroups)
         self._live.add(sandbox)
         return sandbox
 

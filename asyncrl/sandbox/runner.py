@@ -23,6 +23,10 @@ import struct
 import sys
 import time
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 FRAME, REPLY = struct.Struct("<I"), struct.Struct("<iiiII")
 EXITED, TIMEOUT, FAILED = range(3)  # statuses
 READY = -1  # the first reply's call
@@ -120,10 +124,10 @@ def _become(argv: list[str], env: dict[str, str], cwd: str, *descriptors: int) -
 
 
 class Runner:
-    """``is_init``: it is process 1 of its sandbox, and nobody but what it has started can be killed by it."""
+    """``kill_others``: kills what runs in the sandbox besides this process."""
 
-    def __init__(self, requests: int, replies: int, is_init: bool) -> None:
-        self._requests, self._replies, self._is_init = requests, replies, is_init
+    def __init__(self, requests: int, replies: int, kill_others: Callable[[], object]) -> None:
+        self._requests, self._replies, self._kill_others = requests, replies, kill_others
         self._received = bytearray()
         self._programs: dict[int, Program] = {}
 
@@ -215,15 +219,15 @@ class Runner:
             os.close(descriptor)
             del program.reads[descriptor]
 
-    def _reap(self) -> None:
-        """Answer for the programs that have ended; orphans end silently."""
+    def _reap(self) -> bool:
+        """Answer for the programs that have ended; orphans end silently. False: no other process is left."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
-                return
+                return False
             if not pid:
-                return
+                return True
             for program in list(self._programs.values()):
                 if program.pid == pid:
                     code = os.waitstatus_to_exitcode(status)
@@ -246,18 +250,9 @@ class Runner:
         for program in self._programs.values():
             if program.ends_at <= now:
                 program.status = TIMEOUT
-        if not self._is_init:  # the process outside kills all
-            for program in list(self._programs.values()):
-                self._end(program, 137)
-            return
-        while True:  # one that forks again and again needs several rounds
-            try:
-                os.kill(-1, signal.SIGKILL)
-            except ProcessLookupError:
-                break
-            self._reap()
+        while self._reap():  # one that forks again and again needs several rounds
+            self._kill_others()
             time.sleep(0.001)
-        self._reap()
 
     def _reply(self, call: int, status: int, code: int, first: bytes = b"", second: bytes = b"") -> None:
         left = memoryview(REPLY.pack(call, status, code, len(first), len(second)) + first + second)
@@ -265,8 +260,9 @@ class Runner:
             left = left[os.write(self._replies, left) :]
 
 
-def main() -> None:
-    """``python -I -S runner.py IS_INIT LIMIT=VALUE…``: init if its pid is 1, and names of `resource.RLIMIT_…`."""
+def serve(kill_others: Callable[[], object], limits: list[str]) -> None:
+    """Serve calls on standard input and output. ``kill_others``: sends SIGKILL to all others in the sandbox, which are
+    below this process. ``limits``: LIMIT=VALUE, names of `resource.RLIMIT_…`."""
     requests, replies = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -274,10 +270,24 @@ def main() -> None:
     libc = ctypes.CDLL(None)
     for option, value in ((_PR_SET_DUMPABLE, 0), (_PR_SET_NO_NEW_PRIVS, 1)):
         libc.prctl(option, *map(ctypes.c_ulong, (value, 0, 0, 0)))
-    for limit in sys.argv[2:]:
+    for limit in limits:
         name, _, most = limit.partition("=")
         resource.setrlimit(getattr(resource, name), (int(most), int(most)))
-    Runner(requests, replies, sys.argv[1] == "init").serve()
+    Runner(requests, replies, kill_others).serve()
+
+
+def _kill_all() -> None:
+    try:
+        os.kill(-1, signal.SIGKILL)
+    except ProcessLookupError:  # nothing is left
+        return
+
+
+def main() -> None:
+    """``python -I -S runner.py LIMIT=VALUE…``, as the first process of a pid namespace."""
+    if os.getpid() != 1:  # it would kill all that its user runs
+        sys.exit(f"expected to be the first process of a sandbox, with pid 1; found pid {os.getpid()}")
+    serve(_kill_all, sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ import os
 import tempfile
 
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
-_CMP_EQ, _CMP_GT, _CMP_MASKED_EQ = 4, 6, 7
+_CMP_NE, _CMP_EQ, _CMP_GT, _CMP_MASKED_EQ = 1, 4, 6, 7
+_INT = 0xFFFFFFFF  # what the kernel reads of an argument that is an int
 
 #: Of the kernel's interfaces that a program does not need, those that let it look into others, change what is mounted,
 #: or that have often been the way out. New namespaces would give it privileges over itself.
@@ -23,7 +24,37 @@ settimeofday stime swapoff swapon syslog umount umount2 unshare uselib userfault
 """.split()
 _NEW_NAMESPACES = (0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000, 0x00000080)
 _AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
+_SOCK_STREAM, _SOCK_SEQPACKET = 1, 5  # a pair of datagram sockets could send to others
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C  # would type into the terminal
+
+#: Without namespaces of its own, a sandbox would share these with all of its user's processes: queues and memory, news
+#: of files, and memory that no process shows as its own.
+_SHARED = """
+inotify_add_watch inotify_init inotify_init1 listmount memfd_create memfd_secret mq_open mq_unlink msgctl msgget msgrcv
+msgsnd semctl semget semop semtimedop shmat shmctl shmget statmount
+""".split()
+#: System calls of which this argument names another process, unless it is 0: they would limit it or slow it down.
+_OF_PROCESSES = {
+    "prlimit64": 0,
+    "sched_setaffinity": 0,
+    "sched_setattr": 0,
+    "sched_setparam": 0,
+    "sched_setscheduler": 0,
+    "setpriority": 1,
+    "ioprio_set": 1,
+}
+_KINDS_OF_PROCESSES = {"setpriority": 0, "ioprio_set": 1}  # which argument 0 names a process, not a group or a user
+
+#: Landlock does not cover these, so that they would change files of the sandbox's user anywhere.
+_OF_OWNERS = """
+chmod chown fchmod fchmodat fchmodat2 fchown fchownat file_setattr fremovexattr fsetxattr futimesat lchown lremovexattr
+lsetxattr removexattr removexattrat setxattr setxattrat utime utimes
+""".split()
+
+#: All that sends a signal; by fcntl, also a file that becomes ready.
+_SIGNALS = "kill pidfd_send_signal rt_sigqueueinfo rt_tgsigqueueinfo tgkill tkill".split()
+_F_SETOWN, _F_SETSIG, _F_SETOWN_EX = 8, 10, 15
+_FIOSETOWN, _SIOCSPGRP = 0x8901, 0x8902
 
 
 class SeccompError(RuntimeError):
@@ -35,9 +66,12 @@ class _Comparison(ctypes.Structure):
 
 
 @functools.cache
-def seccomp_filter(network: bool = True) -> bytes:
-    """Program for this machine's architecture; what it denies fails with EPERM. Without ``network`` only sockets of the
-    Unix domain can be made. Raises SeccompError."""
+def seccomp_filter(*, namespaces: bool = True, own_user: bool = True, signals: bool = True) -> bytes:
+    """Program for this machine's architecture; what it denies fails with EPERM. Raises SeccompError.
+
+    ``namespaces``: the sandbox has its own; if not, it makes no sockets but connected pairs, and shares nothing with
+    processes of its user. ``own_user``: its user owns nothing else; if not, owners and modes of files cannot be
+    changed. ``signals``: something else keeps signals inside; if not, none can be sent."""
     try:
         library = ctypes.CDLL("libseccomp.so.2", use_errno=True)
     except OSError as e:
@@ -64,12 +98,34 @@ def seccomp_filter(network: bool = True) -> bytes:
         for flag in _NEW_NAMESPACES:
             deny("clone", errno.EPERM, _Comparison(0, _CMP_MASKED_EQ, flag, flag))
         deny("clone3", errno.ENOSYS)  # its flags are in memory, where no filter looks; C libraries fall back to clone
-        families = (_AF_UNIX, _AF_INET, _AF_INET6) if network else (_AF_UNIX,)
-        deny("socket", errno.EAFNOSUPPORT, _Comparison(0, _CMP_GT, max(families)))
-        for family in set(range(max(families))) - set(families):
-            deny("socket", errno.EAFNOSUPPORT, _Comparison(0, _CMP_EQ, family))
         for request in (_TIOCSTI, _TIOCLINUX):
-            deny("ioctl", errno.EPERM, _Comparison(1, _CMP_MASKED_EQ, 0xFFFFFFFF, request))
+            deny("ioctl", errno.EPERM, _Comparison(1, _CMP_MASKED_EQ, _INT, request))
+        if namespaces:
+            deny("socket", errno.EAFNOSUPPORT, _Comparison(0, _CMP_GT, _AF_INET6))
+            for family in set(range(_AF_INET6)) - {_AF_UNIX, _AF_INET}:
+                deny("socket", errno.EAFNOSUPPORT, _Comparison(0, _CMP_EQ, family))
+        else:
+            deny("socket", errno.EPERM)
+            deny("socketpair", errno.EAFNOSUPPORT, _Comparison(0, _CMP_NE, _AF_UNIX))
+            for kind in set(range(16)) - {_SOCK_STREAM, _SOCK_SEQPACKET}:
+                deny("socketpair", errno.EPERM, _Comparison(1, _CMP_MASKED_EQ, 15, kind))
+            for name in _SHARED:
+                deny(name, errno.EPERM)
+            for name, argument in _OF_PROCESSES.items():
+                deny(name, errno.EPERM, _Comparison(argument, _CMP_NE, 0))
+            for name, of_process in _KINDS_OF_PROCESSES.items():
+                deny(name, errno.EPERM, _Comparison(0, _CMP_NE, of_process))
+        if not own_user:
+            for name in _OF_OWNERS:
+                deny(name, errno.EPERM)
+            deny("utimensat", errno.EPERM, _Comparison(1, _CMP_NE, 0))  # 0: of a file that it could open
+        if not signals:
+            for name in _SIGNALS:
+                deny(name, errno.EPERM)
+            for command in (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX):
+                deny("fcntl", errno.EPERM, _Comparison(1, _CMP_MASKED_EQ, _INT, command))
+            for request in (_FIOSETOWN, _SIOCSPGRP):
+                deny("ioctl", errno.EPERM, _Comparison(1, _CMP_MASKED_EQ, _INT, request))
         with tempfile.TemporaryFile() as file:
             if failed := library.seccomp_export_bpf(made, file.fileno()):
                 raise SeccompError(f"libseccomp: {os.strerror(-failed)}")

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from asyncrl.config.schema import SandboxConfig
 from asyncrl.sandbox.base import SandboxFailed
 from asyncrl.sandbox.client import SandboxClient
+from asyncrl.sandbox.podman import VARIABLES
 
 #: environment variables that name a host: of an agent that uses it, and the token also of a run that uses a remote one
 URL_VARIABLE, TOKEN_VARIABLE = "ASYNCRL_SANDBOX_URL", "ASYNCRL_SANDBOX_TOKEN"
@@ -128,7 +129,7 @@ class SandboxService:
 def _environment(folder: str) -> dict[str, str]:
     """What the host needs: no credential of the run is in it. Its own files are in ``folder``, which its keeper
     removes."""
-    kept = {name: os.environ[name] for name in ("PATH", "LANG", "LD_LIBRARY_PATH") if name in os.environ}
+    kept = {name: os.environ[name] for name in ("LANG", "LD_LIBRARY_PATH", *VARIABLES) if name in os.environ}
     kept["TMPDIR"] = folder
     return kept | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, map(os.path.abspath, sys.path))))}
 
