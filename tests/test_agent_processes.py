@@ -279,7 +279,7 @@ async def test_an_import_that_takes_too_long_is_an_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(function_host, "START_TIMEOUT_S", 1.0)
     Path("slow.py").write_text("import time\ntime.sleep(600)\n")
-    with pytest.raises(AgentError, match=r"rollout\.agent\.path: the import of slow:run did not end within 1 s"):
+    with pytest.raises(AgentError, match=r"rollout\.agent\.path: the start of slow:run did not end within 1 s"):
         await AgentProcesses(AgentOptions(path="slow:run")).start()
 
 

@@ -142,7 +142,8 @@ class AgentConfig(Section):
     sandbox: bool = False
     memory_mb: PositiveInt = 4096  # MiB of a process of agents with all that it starts; beyond it, its samples fail
     unresponsive_s: PositiveFloat = 60.0  # a process whose event loop is blocked for longer is killed
-    retries: NonNegativeInt = 1  # further attempts at a sample whose process ended, grew too large or was blocked
+    # further attempts at a sample whose process ended, grew too large or was blocked, or whose environment failed
+    retries: NonNegativeInt = 1
     # a call with another temperature, a grammar, forced tools: refuse it, or mask: serve it and never train its tokens
     untrained: Literal["refuse", "mask"] = "refuse"
     host: str = "127.0.0.1"  # address on which the endpoint listens

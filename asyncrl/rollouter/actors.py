@@ -137,7 +137,9 @@ class EndpointActor(SupervisedActor):
         model = os.path.basename(os.path.normpath(config.model.path))
         rollout = config.rollout
         served = ENGINES.find(rollout.engine.name).served_sampling(config)
-        distribution = TrainedDistribution(rollout.temperature, served, agent.untrained == "mask")
+        distribution = TrainedDistribution(
+            rollout.temperature, tokenizer.stop_token_ids, served, agent.untrained == "mask"
+        )
         renderer = ChatRenderer(tokenizer)
         self._endpoint = Endpoint(
             agent, renderer, distribution, self._agents, model, rollout.agent_timeout_s, self._recorder

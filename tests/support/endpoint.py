@@ -201,12 +201,15 @@ class EndpointSystem:
 
     def __init__(self, model: Path, agent, writes, n: int = 1, **options) -> None:
         agent_options = {k: options.pop(k) for k in ("untrained", "retries") if k in options}
+        self.prompt = options.pop("prompt", PROMPT)
         self._orphan_s = options.pop("orphan_s", 30.0)
         served = options.pop("served", frozenset({"temperature", "top_p", "top_k", "min_p", "logit_bias", "grammar"}))
-        self.distribution = TrainedDistribution(1.0, served, agent_options.get("untrained") == "mask")
         limits = {"max_response_tokens": 2000, "agent_timeout_s": 30.0, "n": n, "min_group_size": 1} | options
         self.config = Config(rollout=RolloutConfig(**limits, agent=AgentConfig(path="in:process", **agent_options)))
         self.tokenizer = PromptTokenizer(model, True, self.config.rollout.stop_token_ids)
+        self.distribution = TrainedDistribution(
+            1.0, self.tokenizer.stop_token_ids, served, agent_options.get("untrained") == "mask"
+        )
         self.policy = Policy(self.tokenizer, writes)
         self.recorder = Recorder("endpoint")
         self.agents = agent if isinstance(agent, AgentProcesses) else InProcessAgents(agent)
@@ -263,8 +266,9 @@ class EndpointSystem:
 
     async def samples(self):
         task = GroupTask(
-            PROMPT, self.tokenizer.encode(PROMPT), SamplingParams(stop_token_ids=self.tokenizer.stop_token_ids),
-            f"{PROMPT.uid}/{self.token}", PROMPT.uid, False,
+            self.prompt, self.tokenizer.encode(self.prompt),
+            SamplingParams(stop_token_ids=self.tokenizer.stop_token_ids),
+            f"{self.prompt.uid}/{self.token}", self.prompt.uid, False,
         )  # fmt: skip
         making = asyncio.create_task(self.maker.make(task, self.partials))
         try:
@@ -313,7 +317,7 @@ async def made(system: EndpointSystem) -> Sample:
     """The system's only sample, which trains exactly what the policy sampled."""
     (sample,) = await system.samples()
     assert isinstance(sample, Sample), sample
-    prompt = system.tokenizer.encode(PROMPT)
+    prompt = system.tokenizer.encode(system.prompt)
     assert sorted(trained_tokens(sample, prompt)) == sorted(sampled_tokens(system.policy.log))
     return sample
 

@@ -60,7 +60,7 @@ class FunctionHost:
             theirs.close()
         try:
             self._send({"path": json.dumps(options.path), "args": to_json(options.args)})
-            started = await within(START_TIMEOUT_S, self._frame(), f"{key}: the import of {options.path}")
+            started = await within(START_TIMEOUT_S, self._frame(), f"{key}: the start of {options.path}")
             if not started.get("ready"):
                 report = await self._kill()
                 how = f"{options.path} {report.exceeded or self._fault or how_it_ended(report)} on import"
@@ -90,7 +90,8 @@ class FunctionHost:
                 self._send({"cancel": str(number)})
         if "error" in found:
             message, trace = one_line(f"{name} {found['error']}"), str(found.get("traceback", ""))
-            raise AgentFailed("agent_error", message, retry=False, traceback=trace)
+            infra = bool(found.get("infra"))
+            raise AgentFailed("infra" if infra else "agent_error", message, retry=infra, traceback=trace)
         if "bad" in found:
             raise AgentFailed("bad_result", one_line(f"{name} returned {found['bad']}"), retry=False)
         return found.get("result")

@@ -3,18 +3,22 @@
 ``python host_program.py DESCRIPTOR``, a socket on which lines of JSON pass, so that agents may print::
 
     parent → host   {"path": "package.module:function", "args": {...}}     once
-    host → parent   {"ready": true}, or {"problem": why it does not load}
+    host → parent   {"ready": true}, or {"problem": why it does not load or start}
     parent → host   {"run": id, "task": fields of AgentTask}               per sample; they run concurrently
     host → parent   {"id": id, "result": ...}, {"id": id, "bad": what was returned instead of one},
-                    or {"id": id, "error": "Type: message", "traceback": "..."}
+                    or {"id": id, "error": "Type: message", "traceback": "...", "infra": whether the fault is not its}
     parent → host   {"cancel": id}                                         ends a coroutine; drops a thread's result
     parent → host   {"ping": n}
     host → parent   {"pong": n}                                            from the event loop in which coroutines run
 
 The function is called as ``function(task, **args)``: a coroutine function in the event loop, any other in a thread per
 sample. It returns None, a number (the sample's reward), or ``{"reward": number, "metrics": {name: number}}``, where
-each may be left out. A function that has ``prepare`` is asked ``prepare(**args)`` before its first task, and raises
-ValueError for arguments that it cannot serve.
+each may be left out. An exception with a true attribute ``infra`` says that what it needs has failed, such as a server.
+A function that has ``prepare`` is asked ``prepare(**args)`` before its first task, and raises ValueError for arguments
+that it cannot serve.
+
+In place of a module the path may name an adapter, ``verifiers:TASKSET`` or ``openenv:SERVER``: a file of the folder
+``adapters``, whose ``Agent`` is made of the rest of the path and the arguments, started, and then called.
 """
 
 from __future__ import annotations
@@ -29,17 +33,21 @@ import asyncio
 import contextlib
 import contextvars
 import importlib
+import importlib.util
 import inspect
 import json
 import socket
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 MAX_RESULT_BYTES = 64 * 1024
 MAX_TEXT = 8000  # characters of an error or a traceback
+ADAPTERS = ("verifiers", "openenv")
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
 @dataclass
@@ -96,6 +104,27 @@ def _load(path: str, args: Mapping[str, Any]) -> Callable[..., Any]:
     return found
 
 
+def _adapter(path: str, args: Mapping[str, Any]) -> Any:
+    """A started agent is called with a task."""
+    name, _, target = path.partition(":")
+    spec = importlib.util.spec_from_file_location(f"asyncrl_{name}", os.path.join(_FOLDER, "adapters", f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with _refusing(path):
+        spec.loader.exec_module(module)
+        return module.Agent(target, **args)
+
+
+@contextlib.contextmanager
+def _refusing(path: str) -> Iterator[None]:
+    """Raises _Unusable for any exception."""
+    try:
+        yield
+    except BaseException as e:
+        raise _Unusable(f"{path}: {type(e).__name__}: {' '.join(str(e).split())[:MAX_TEXT]}") from e
+
+
 class _Host:
     def __init__(self, function: Callable[..., Any], args: Mapping[str, Any], connection: socket.socket) -> None:
         self._function, self._args, self._connection = function, args, connection
@@ -103,8 +132,11 @@ class _Host:
         self._in_loop = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
         self._samples: dict[int, asyncio.Task[None]] = {}
 
-    async def serve(self) -> None:
-        """Run until the parent closes its end."""
+    async def serve(self, start: Callable[[], Awaitable[None]] | None) -> None:
+        """Run until the parent closes its end. ``start``: before the first sample; raises _Unusable."""
+        if start is not None:
+            await start()
+        self._connection.sendall(_line({"ready": True}))
         frames, self._replies = await asyncio.open_connection(sock=self._connection, limit=1 << 30)
         with contextlib.suppress(ConnectionError):
             while line := await frames.readline():
@@ -130,7 +162,8 @@ class _Host:
             reply = _reply(result)
         except BaseException as e:  # SystemExit would end all samples
             trace = "".join(traceback.format_exception(type(e), e, e.__traceback__))[-MAX_TEXT:]
-            reply = {"error": f"{type(e).__name__}: {e}"[:MAX_TEXT], "traceback": trace}
+            infra = bool(getattr(e, "infra", False))
+            reply = {"error": f"{type(e).__name__}: {e}"[:MAX_TEXT], "traceback": trace, "infra": infra}
         if self._samples.pop(number, None):  # else it was cancelled
             self._replies.write(_line({"id": number, **reply}))
 
@@ -183,13 +216,20 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     begin = json.loads(connection.makefile("rb").readline())
+    path, args = begin["path"], begin["args"]
     try:
-        function = _load(begin["path"], begin["args"])
+        if path.partition(":")[0] in ADAPTERS:
+            agent = _adapter(path, args)
+            asyncio.run(_Host(agent, {}, connection).serve(partial(_start, path, agent)))
+        else:
+            asyncio.run(_Host(_load(path, args), args, connection).serve(None))
     except _Unusable as e:
         connection.sendall(_line({"problem": str(e)}))
-        return
-    connection.sendall(_line({"ready": True}))
-    asyncio.run(_Host(function, begin["args"], connection).serve())
+
+
+async def _start(path: str, agent: Any) -> None:
+    with _refusing(path):
+        await agent.start()
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ from asyncrl.rollouter.rewards.replies import checked, one_line
 
 
 class AgentFailed(Exception):
-    """A sample's agent failed. ``reason``: agent_error (it raised), bad_result, agent_exited, agent_blocked or
-    agent_memory. ``retry``: the failure may be that of another sample in its process, or of the process."""
+    """A sample's agent failed. ``reason``: agent_error (it raised), infra (what it needs has failed), bad_result,
+    agent_exited, agent_blocked or agent_memory. ``retry``: the failure may be that of another sample in its process, of
+    the process, or of a server."""
 
     def __init__(self, reason: str, message: str, retry: bool, traceback: str = "") -> None:
         super().__init__(message)

@@ -37,10 +37,12 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class TrainedDistribution:
-    """What the run samples from, at this ``temperature``. ``served``: those of `SamplingParams` that the engine lets a
-    request replace; ``mask``: calls that do so are answered, and never trained."""
+    """What the run samples from, at this ``temperature``, up to one of ``stop_token_ids``, some of which a call may
+    name. ``served``: those of `SamplingParams` that the engine lets a request replace; ``mask``: calls that do so are
+    answered, and never trained."""
 
     temperature: float
+    stop_token_ids: tuple[int, ...]
     served: Set[str]
     mask: bool
 
@@ -49,6 +51,8 @@ class TrainedDistribution:
         a tool call is only begun for the policy. ``asked``: see `Call.sampling`. Raises BadRequest."""
         neutral = {**NEUTRAL, "temperature": (self.temperature,)}
         changes = {name: value for name, value in asked.items() if value not in neutral.get(name, ())}
+        if all(token in self.stop_token_ids for token in changes.get("stop_token_ids", ())):
+            changes.pop("stop_token_ids", None)
         if not changes:
             return None
         known = {name for name, field in FIELDS.items() if field is None or field in self.served}
