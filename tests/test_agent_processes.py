@@ -160,6 +160,13 @@ async def test_an_exception_fails_its_own_sample_only():
         assert "StopIteration" in str(await failure(agents.run(task("stop"))))
 
 
+async def test_an_exception_may_say_that_the_environment_failed():
+    async with running(support.misbehaves) as agents:
+        failed = await failure(agents.run(task("server")))
+        assert (failed.reason, failed.retry) == ("infra", True)
+        assert "ServerGone: the server has gone" in str(failed)
+
+
 async def test_prints_are_not_results():
     async with running(support.prints) as agents:
         outcomes = await asyncio.gather(*(agents.run(task()) for _ in range(3)))

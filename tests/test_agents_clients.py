@@ -36,7 +36,8 @@ OPTIONS = (
 )
 
 CLIENTS = ["openai", "anthropic", "openai_agents", "smolagents"]
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
 
 
 def interpreter(client: str) -> str:

@@ -127,6 +127,18 @@ NEVER = {
 }  # fmt: skip
 
 
+async def test_a_call_may_name_the_stop_tokens_of_the_run(model):
+    async def agent(task, http):
+        for path in DIALECTS:
+            await post(task, http, path, body(path, stop_token_ids=[2]))
+            with pytest.raises(Refused, match="stop_token_ids: expected none"):
+                await post(task, http, path, body(path, stop_token_ids=[2, 5]))
+
+    async with EndpointSystem(model, agent, writing(), stop_token_ids=[2]) as system:
+        (sample,) = await system.samples()
+        assert trained_tokens(sample, system.tokenizer.encode(PROMPT)) == sampled_tokens(system.policy.log)
+
+
 @pytest.mark.parametrize("untrained", ["refuse", "mask"])
 async def test_what_is_never_served_is_refused_by_name(model, untrained):
     async def agent(task, http):

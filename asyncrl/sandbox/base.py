@@ -22,6 +22,11 @@ class SandboxFailed(RuntimeError):
         super().__init__(message)
         self.kind: FailureKind = kind
 
+    @property
+    def infra(self) -> bool:
+        """Another attempt may help: an agent that raises it starts its sample again."""
+        return self.kind in ("infra", "timeout")
+
 
 @dataclass(frozen=True)
 class Limits:

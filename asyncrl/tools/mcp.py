@@ -19,6 +19,12 @@ from asyncrl.tools.base import Tool, ToolError
 _START_S = 60.0
 
 
+class ServerFailed(RuntimeError):
+    """A server does not serve: its sample is started again."""
+
+    infra = True
+
+
 def check_servers(servers: Mapping[str, Any]) -> None:
     """Raises ValueError for servers that are described otherwise, or without the package."""
     for name, server in servers.items():
@@ -63,7 +69,7 @@ async def _tools_of(
             if (cursor := page.next_cursor) is None:
                 break
     except Exception as e:
-        raise RuntimeError(f"mcp.{name}: the server does not serve: {_first(e)}") from e
+        raise ServerFailed(f"mcp.{name}: the server does not serve: {_first(e)}") from e
     return [_McpTool(client, tool, timeout_s) for tool in listed]
 
 

@@ -47,11 +47,17 @@ async def returns(task):
     return RETURNS[task.text]
 
 
+class ServerGone(Exception):
+    infra = True
+
+
 async def misbehaves(task, lock=None):
     """In the way that the prompt names."""
     match task.text:
         case "raise":
             raise KeyError("no such unit")
+        case "server":
+            raise ServerGone("the server has gone")
         case "exit":
             sys.exit("enough")
         case "cancel":

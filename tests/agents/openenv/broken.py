@@ -1,0 +1,3 @@
+"""A server that does not start."""
+
+raise SystemExit("the licence has expired")
