@@ -145,6 +145,31 @@ def test_a_trajectory_is_shown_turn_by_turn(tmp_path):
     assert '<pre class="error">KeyError: &#39;tool&#39;</pre>' in html
 
 
+def test_a_conversation_is_shown_as_messages_calls_and_results(tmp_path):
+    opened, call = "<|im_start|>assistant\n", '<tool_call>{"name": "guess", "arguments": {"n": 30}}</tool_call>'
+    user = f"<|im_start|>user\nBetween 22 and 43<|im_end|>\n{opened}"
+    texts = [
+        ("read", f"system\nguess(n)\n<|im_end|>\n{user}"),
+        ("trained", f"22..43{call}<|im_end|>"),
+        ("read", f"\n<|im_start|>tool\nhigher<|im_end|>\n{opened}"),
+        ("trained", "<tool_call>{guess}"),
+        ("masked", "</tool_call>"),  # malformed, and sampled by another version
+    ]
+    parts = [{"sequence": 0, "tokens": 9, "kind": kind, "text": text} for kind, text in texts]
+    write_step(tmp_path, 1, [{"step": 1, "prompt": user, "parts": parts}])
+    html = body_of(write_report(tmp_path).read_text())
+    shown = re.findall(r'<div class="part (\w+)"><h4>(?:<b>(.*?)</b> )?(.*?)</h4><pre.*?>(.*?)</pre>', html)
+    assert shown == [
+        ("read", "system", "sequence 1: read, 9 tokens", "guess(n)"),
+        ("read", "user", "", "Between 22 and 43"),
+        ("trained", "assistant", "sequence 1: trained, 9 tokens", "22..43"),
+        ("trained", "assistant calls", "", "guess(n=30)"),
+        ("read", "tool", "sequence 1: read, 9 tokens", "higher"),
+        ("trained", "assistant", "sequence 1: trained, 9 tokens", "&lt;tool_call&gt;{guess}"),
+        ("masked", "assistant", "sequence 1: masked, 9 tokens", "&lt;/tool_call&gt;"),
+    ]
+
+
 def test_a_damaged_file_of_trajectories_is_named_in_the_report(tmp_path):
     write_step(tmp_path, 1, [{"step": 1, "prompt": "kept"}])
     (tmp_path / "trajectories" / "step-00000002.parquet").write_bytes(b"PAR1 cut")

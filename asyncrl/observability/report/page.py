@@ -40,11 +40,14 @@ class Section(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Tokens of a trajectory, under a ``caption``. ``kind``: its class in style.css."""
+    """Tokens of a trajectory, under a ``caption``. ``kind``: its class in style.css. ``role``: whose message they are,
+    or empty; ``text`` is a tool call if ``call``."""
 
     caption: str
     kind: str
     text: str
+    role: str = ""
+    call: bool = False
 
 
 class Trajectory(NamedTuple):

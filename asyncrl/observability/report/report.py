@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from omegaconf import OmegaConf
 from asyncrl.observability import charts, trajectory_files
 from asyncrl.observability.number_format import is_number, short_number, short_seconds
 from asyncrl.observability.report import group_timeline, page, swimlanes
+from asyncrl.observability.report.conversation import Conversation, Piece
 from asyncrl.observability.sinks.jsonl import METRICS_FILE, read_jsonl
 from asyncrl.observability.sinks.timeline import read_spans
 from asyncrl.observability.trajectories import caption, plural
@@ -137,8 +139,20 @@ def _trajectory(row: Mapping[str, Any]) -> page.Trajectory:
         chips.append(page.Label(row["finish"], ""))
     chips.append(page.Label(f"{plural(row['response_tokens'], 'token')}, {row['trained_tokens']} trained", ""))
     chips.append(page.Label(f"{row['data_source']}: {row['prompt_id']}, sample {row['sample']}", ""))
-    parts = [page.Part(caption(part), part["kind"], part["text"]) for part in row["parts"] or ()]
-    return page.Trajectory(chips, row["error"] or "", row["prompt"] or "", parts)
+    parts, prompt = row["parts"] or (), row["prompt"] or ""
+    if prompt and parts and parts[0]["text"].endswith(prompt):  # with what the agent added to it, such as its tools
+        prompt = ""
+    return page.Trajectory(chips, row["error"] or "", prompt, list(_turns(parts)))
+
+
+def _turns(parts: Sequence[Mapping[str, Any]]) -> Iterator[page.Part]:
+    for _, sequence in groupby(parts, key=lambda part: part["sequence"]):
+        conversation = Conversation()
+        for part in sequence:
+            title = caption(part)
+            for piece in conversation.read(part["text"]) or [Piece("", part["text"])]:
+                yield page.Part(title, part["kind"], piece.text, piece.role, piece.call)
+                title = ""
 
 
 def _badge(summary: Mapping[str, Any]) -> page.Label:
