@@ -8,8 +8,10 @@ export OMP_NUM_THREADS = 1
 
 CHECKPOINT = checkpoints/arith-mimo
 DATA = data/arithmetic
+AGENT_CHECKPOINT = checkpoints/guess-mimo
+AGENT_DATA = data/guess
 
-.PHONY: venv venv-gym quickstart lint format clean
+.PHONY: venv venv-gym quickstart quickstart-agent quickstart-agent-inputs lint format clean
 .PHONY: test torture torture-short test-faults test-slow test-vllm test-vllm-short test-sglang test-sglang-short test-megatron test-megatron-short test-megatron-newest
 .PHONY: test-agents test-agents-short
 
@@ -31,6 +33,19 @@ $(CHECKPOINT)/model.safetensors: | venv
 
 $(DATA)/train.jsonl: | venv
 	$(BIN)/python -m asyncrl.data.arithmetic --out $(DATA)
+
+# an agent of the openai client, which has an environment of its own
+quickstart-agent: quickstart-agent-inputs
+	$(BIN)/python -m asyncrl.fully_async_main --config configs/quickstart_agent.yaml
+
+quickstart-agent-inputs: venv venv-agent-openai $(AGENT_CHECKPOINT)/model.safetensors $(AGENT_DATA)/train.jsonl
+
+$(AGENT_CHECKPOINT)/model.safetensors: | venv
+	$(BIN)/python -m asyncrl.models.make_checkpoint --out $(AGENT_CHECKPOINT) --seed 1 --warm-start-steps 300 \
+		--demonstrations asyncrl.data.guess:demonstrations
+
+$(AGENT_DATA)/train.jsonl: | venv
+	$(BIN)/python -m asyncrl.data.guess --out $(AGENT_DATA)
 
 test: venv
 	$(BIN)/python -m pytest -q --numprocesses $(TEST_WORKERS) --dist loadfile

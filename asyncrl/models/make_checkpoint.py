@@ -3,7 +3,7 @@
 ``python -m asyncrl.models.make_checkpoint --out checkpoints/arith-mimo`` writes a Hugging Face folder: config.json,
 model.safetensors, a tokenizer trained on the task's text, and generation_config.json. Random weights are warm-started
 on demonstrations (an import path, by default the arithmetic task's), so that the model answers in the task's format and
-about a third of its answers are right.
+about a third of its answers are right. With ``--demonstrations asyncrl.data.guess:demonstrations`` it calls a tool.
 """
 
 from __future__ import annotations
@@ -76,13 +76,14 @@ def make_checkpoint(
     """Write the checkpoint folder and return its path; the same arguments give the same weights.
 
     ``demonstrations``: import path of a function (seed, careful: bool) that returns an endless iterator of (chat
-    messages, response), such as `asyncrl.data.arithmetic.demonstrations`. Raises ImportPathError.
+    messages, response) or, where tools are on offer, (chat messages, response, tools), such as
+    `asyncrl.data.arithmetic.demonstrations` and `asyncrl.data.guess.demonstrations`. Raises ImportPathError.
     """
     folder = Path(out)
     source = load(demonstrations)
     tokenizer = train_tokenizer(
         f"{message['role']}\n{message['content']}\nassistant\n{response}"
-        for messages, response in islice(source(0, True), TOKENIZER_TEXTS)  # one vocabulary, whatever the seed
+        for messages, response, *_ in islice(source(0, True), TOKENIZER_TEXTS)  # one vocabulary, whatever the seed
         for message in messages
     )
     config = DecoderConfig.from_dict(model_config(tokenizer) | {"num_hidden_layers": layers})
@@ -115,10 +116,11 @@ def init_small_model(model: Decoder, seed: int) -> None:
 
 
 def _encoded(
-    demonstrations: Iterator[tuple[list[Message], str]], tokenizer: PreTrainedTokenizerFast
+    demonstrations: Iterator[tuple[list[Message], str, *tuple[Any, ...]]], tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[Demonstration]:
-    for messages, response in demonstrations:
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    for messages, response, *tools in demonstrations:
+        offered = tools[0] if tools else None
+        prompt = tokenizer.apply_chat_template(messages, offered, add_generation_prompt=True, tokenize=False)
         yield Demonstration(
             tokenizer.encode(prompt, add_special_tokens=False),
             [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id],

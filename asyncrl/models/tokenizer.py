@@ -5,16 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 PAD, MESSAGE_START, MESSAGE_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+TOOL_CALL_START, TOOL_CALL_END = "<tool_call>", "</tool_call>"
 
 CHAT_TEMPLATE = (
+    "{%- if tools -%}"
+    "{{ '<|im_start|>system\\n' }}"
+    "{%- for tool in tools -%}"
+    "{{ tool.function.name + '(' + ((tool.function.parameters or {}).properties or {}) | join(', ') + ')\\n' }}"
+    "{%- endfor -%}"
+    "{{ '<|im_end|>\\n' }}"
+    "{%- endif -%}"
     "{%- for message in messages -%}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{{ '<|im_start|>' + message.role + '\\n' + (message.content or '') }}"
+    "{%- for call in message.tool_calls or [] -%}"
+    "{{ '<tool_call>' + {'name': call.function.name, 'arguments': call.function.arguments} | tojson + '</tool_call>' }}"
+    "{%- endfor -%}"
+    "{{ '<|im_end|>\\n' }}"
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
 )
@@ -22,9 +34,11 @@ CHAT_TEMPLATE = (
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 384) -> PreTrainedTokenizerFast:
     """Train on ``texts``. The vocabulary has at most ``vocab_size`` tokens, 256 of them bytes, so that any text can be
-    encoded. Digits are never merged. ``<|im_end|>`` ends a message and is the end-of-sequence token."""
+    encoded, and two more if the texts have tool calls. Digits are never merged. ``<|im_end|>`` ends a message and is
+    the end-of-sequence token."""
     from transformers import PreTrainedTokenizerFast  # takes seconds to import
 
+    texts = list(texts)
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -37,6 +51,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 384) -> PreTrainedTo
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
+    if any(TOOL_CALL_START in text for text in texts):
+        bpe.add_tokens([AddedToken(mark, normalized=False) for mark in (TOOL_CALL_START, TOOL_CALL_END)])
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         pad_token=PAD,

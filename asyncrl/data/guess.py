@@ -1,0 +1,134 @@
+"""Generated task for an agent: find a number between two others with a tool that answers higher, lower or correct.
+
+A conversation, as in the demonstrations::
+
+    user:       Between 22 and 43
+    assistant:  The number is above 22 and below 43.  guess(38)
+    tool:       lower
+    assistant:  The number is above 22 and below 38.  guess(27)
+    tool:       higher
+    assistant:  The number is above 27 and below 38.  guess(30)
+    tool:       correct
+
+Before each guess the assistant writes the bounds that it believes in. A hash of a problem decides whether it is held
+out: training and held-out problems are disjoint in every file and under every seed.
+
+Write prompt files with ``python -m asyncrl.data.guess --out DIR --train 4096 --heldout 512 --seed 0``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.disk.files import write_whole
+from asyncrl.types.prompts import Message
+
+BOUNDS = range(10, 100)  # two digits, so two tokens
+WIDTHS = range(18, 27)  # numbers between the bounds; bisection finds each with five guesses
+HELDOUT_SHARE = 8  # one problem in this many is held out
+LONGEST = 5  # guesses in a demonstration
+END = "<|im_end|>"  # of a turn, in the chat template
+RESULT = f"{END}\n<|im_start|>tool\n{{}}{END}\n<|im_start|>assistant\n"  # of the tool, between two turns
+LISTENING = {True: 1.0, False: 0.2}  # share of careful and of careless demonstrations that use the tool's answers
+
+GUESS: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "guess",
+        "description": "Says whether the number is higher or lower.",
+        "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Both bounds are excluded."""
+
+    low: int
+    high: int
+    number: int
+
+    @property
+    def heldout(self) -> bool:
+        return zlib.crc32(f"{self.low} {self.number} {self.high}".encode()) % HELDOUT_SHARE == 0
+
+    @property
+    def messages(self) -> list[Message]:
+        return [{"role": "user", "content": f"Between {self.low} and {self.high}"}]
+
+
+def draw_problem(rng: random.Random, heldout: bool) -> Problem:
+    while True:
+        width = rng.choice(WIDTHS)
+        low = rng.choice(BOUNDS[: -width - 1])
+        problem = Problem(low, low + width + 1, rng.randint(low + 1, low + width))
+        if problem.heldout == heldout:
+            return problem
+
+
+def answer(problem: Problem, n: int) -> str:
+    """What the tool says about a guess."""
+    return "correct" if n == problem.number else "higher" if n < problem.number else "lower"
+
+
+def turn(low: int, high: int, n: int) -> str:
+    """An assistant's turn as the chat template renders it: bounds, then a call of the tool."""
+    call = json.dumps({"name": "guess", "arguments": {"n": n}})
+    return f"The number is above {low} and below {high}.<tool_call>{call}</tool_call>"
+
+
+def demonstrations(seed: int, careful: bool) -> Iterator[tuple[list[Message], str, list[dict[str, Any]]]]:
+    """Endless (messages, the rest of the conversation, tools) of training problems.
+
+    Those that use the tool's answers guess near the middle of what is left. The others, most of the careless ones,
+    ignore the answers and guess anywhere. So a model knows how to use an answer, but seldom does."""
+    rng = random.Random(f"demonstrations/{seed}/{careful}")
+    while True:
+        problem, listens = draw_problem(rng, heldout=False), rng.random() < LISTENING[careful]
+        low, high, written, said = problem.low, problem.high, "", ""
+        for _ in range(LONGEST):
+            if said:
+                written += RESULT.format(said)
+            margin = (high - low - 2) // 4 if listens else 0
+            n = rng.randint(low + 1 + margin, high - 1 - margin)
+            written += turn(low, high, n)
+            if (said := answer(problem, n)) == "correct":
+                break
+            if listens:
+                low, high = (n, high) if said == "higher" else (low, n)
+        yield problem.messages, written, [GUESS]
+
+
+def write_prompts(path: Path, count: int, seed: int, heldout: bool) -> None:
+    """Writes ``count`` problems as JSONL, atomically, all different: ``prompt`` (chat messages) and ``answer``."""
+    rng = random.Random(f"{'heldout' if heldout else 'train'}/{seed}")
+    problems: dict[Problem, None] = {}
+    while len(problems) < count:
+        problems[draw_problem(rng, heldout)] = None
+    rows = [{"prompt": problem.messages, "answer": str(problem.number)} for problem in problems]
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Write train.jsonl and heldout.jsonl for the guessing task.")
+    parser.add_argument("--out", type=Path, required=True, help="output folder; created if missing")
+    parser.add_argument("--train", type=int, default=4096, help="number of training problems")
+    parser.add_argument("--heldout", type=int, default=512, help="number of held-out problems")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    write_prompts(args.out / "heldout.jsonl", args.heldout, args.seed, heldout=True)
+    write_prompts(args.out / "train.jsonl", args.train, args.seed, heldout=False)  # last: make's target for both files
+    print(f"{args.out}: train.jsonl with {args.train} problems, heldout.jsonl with {args.heldout}")
+
+
+if __name__ == "__main__":
+    main()

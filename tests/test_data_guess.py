@@ -1,0 +1,91 @@
+"""Guessing task: disjoint splits, demonstrations of which some play well, in the very text of the chat template."""
+
+import ast
+import re
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.schema import DataConfig
+from asyncrl.data.guess import GUESS, Problem, answer, demonstrations, main, turn
+from asyncrl.data.prompts import load_prompts
+from asyncrl.models.make_checkpoint import make_checkpoint
+from asyncrl.rollouter.agent_processes.pool import AgentOutcome
+from asyncrl.rollouter.tokenizer import PromptTokenizer
+from tests.support.endpoint import EndpointSystem, chat, made, writing
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("guess-mimo")
+    return make_checkpoint(folder, warm_start_steps=0, demonstrations="asyncrl.data.guess:demonstrations")
+
+
+def played(text):
+    """(low, high, guess) of each turn, and what the tool answered."""
+    turns = re.findall(r'above (\d+) and below (\d+)\.<tool_call>{"name": "guess", "arguments": {"n": (\d+)}}', text)
+    return [tuple(map(int, numbers)) for numbers in turns], re.findall(r"tool\n(\w+)", text)
+
+
+def test_careful_demonstrations_heed_each_answer_and_careless_ones_seldom():
+    def share_listening(careful):
+        heeded = []
+        for _, text, _ in islice(demonstrations(0, careful), 1000):
+            turns, answers = played(text)
+            for (low, high, n), said, after in zip(turns, answers, turns[1:]):
+                assert low < n < high
+                heeded.append(after[:2] == ((n, high) if said == "higher" else (low, n)))
+                assert heeded[-1] or after[:2] == (low, high)
+        return sum(heeded) / len(heeded)
+
+    assert share_listening(careful=True) == 1.0
+    assert 0.1 < share_listening(careful=False) < 0.3
+
+
+def test_the_tool_says_where_the_number_is():
+    problem = Problem(22, 43, 30)
+    assert [answer(problem, n) for n in (29, 30, 31)] == ["higher", "correct", "lower"]
+    agent = (Path(__file__).parent.parent / "docs/examples/guess_agent.py").read_text()
+    assert repr(GUESS) == repr(ast.literal_eval(agent.partition("GUESS = ")[2].partition("\n\n\n")[0]))
+
+
+def test_written_files_are_disjoint_and_determined_by_the_seed(tmp_path):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        main(["--out", str(tmp_path / name), "--train", "400", "--heldout", "100", "--seed", str(seed)])
+    files = {path.relative_to(tmp_path).as_posix(): path.read_text() for path in tmp_path.glob("*/*.jsonl")}
+    assert files["a/train.jsonl"] == files["b/train.jsonl"] != files["c/train.jsonl"]
+    problems = {name: text.splitlines() for name, text in files.items()}
+    heldout = {line for name, lines in problems.items() if "heldout" in name for line in lines}
+    assert not heldout & {line for name, lines in problems.items() if "train" in name for line in lines}
+    assert len(set(problems["a/train.jsonl"])) == 400
+    assert len(set(problems["a/heldout.jsonl"])) == 100
+    for prompt in load_prompts([tmp_path / "a/heldout.jsonl"], DataConfig()):
+        low, high = map(int, re.findall(r"\d+", prompt.messages[0]["content"]))
+        assert Problem(low, high, int(prompt.answer)).heldout
+
+
+async def test_the_endpoint_finds_the_calls_and_bridges_to_the_text_of_a_demonstration(model):
+    messages, text, tools = next(d for d in demonstrations(3, careful=True) if d[1].count("tool\n") == 2)
+    turns, answers = played(text)
+
+    async def agent(task, http):
+        said = list(messages)
+        for result in (*answers, None):
+            message = await chat(task, http, said, tools=tools)
+            (call,) = message["tool_calls"]
+            said += [message, {"role": "tool", "tool_call_id": call["id"], "content": result}]
+        return AgentOutcome(1.0, {})
+
+    async with EndpointSystem(model, agent, writing(*(turn(*numbers) for numbers in turns))) as system:
+        sample = await made(system)
+        assert sample.reward == 1.0
+        assert system.counted() == {"rendered": 1, "bridged": 2}
+        prompt, sampled = system.policy.log[-1]
+        assert system.tokenizer.hf.decode([*prompt, *sampled[:-1]]).endswith(text)
+
+
+def test_a_turn_is_few_tokens_and_the_marks_of_a_call_are_one_each(model):
+    tokens = PromptTokenizer(model).hf.tokenize(turn(22, 43, 30))
+    assert len(tokens) < 40
+    assert {"<tool_call>", "</tool_call>"} <= set(tokens)
