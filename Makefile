@@ -36,13 +36,14 @@ $(DATA)/train.jsonl: | venv
 
 # an agent of the openai client, which has an environment of its own
 quickstart-agent: quickstart-agent-inputs
-	$(BIN)/python -m asyncrl.fully_async_main --config configs/quickstart_agent.yaml
+	$(BIN)/python -m asyncrl.fully_async_main --config configs/quickstart_agent.yaml \
+		rollout.agent.python=$(VENV)-agent-openai/bin/python
 
 quickstart-agent-inputs: venv venv-agent-openai $(AGENT_CHECKPOINT)/model.safetensors $(AGENT_DATA)/train.jsonl
 
 $(AGENT_CHECKPOINT)/model.safetensors: | venv
 	$(BIN)/python -m asyncrl.models.make_checkpoint --out $(AGENT_CHECKPOINT) --seed 1 --warm-start-steps 300 \
-		--demonstrations asyncrl.data.guess:demonstrations
+		--demonstrations asyncrl.data.guess:demonstrations --tokens asyncrl.data.guess:TOKENS
 
 $(AGENT_DATA)/train.jsonl: | venv
 	$(BIN)/python -m asyncrl.data.guess --out $(AGENT_DATA)

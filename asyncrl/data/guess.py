@@ -2,12 +2,12 @@
 
 A conversation, as in the demonstrations::
 
-    user:       Between 22 and 43
-    assistant:  The number is above 22 and below 43.  guess(38)
+    user:       Find my number. It is above 22 and below 43.
+    assistant:  22..43  guess(38)
     tool:       lower
-    assistant:  The number is above 22 and below 38.  guess(27)
+    assistant:  22..38  guess(27)
     tool:       higher
-    assistant:  The number is above 27 and below 38.  guess(30)
+    assistant:  27..38  guess(30)
     tool:       correct
 
 Before each guess the assistant writes the bounds that it believes in. A hash of a problem decides whether it is held
@@ -30,7 +30,9 @@ from typing import Any
 from asyncrl.disk.files import write_whole
 from asyncrl.types.prompts import Message
 
-BOUNDS = range(10, 100)  # two digits, so two tokens
+BOUNDS = range(10, 60)
+#: one each, so that a small model soon learns to repeat a number and to compare two
+TOKENS = ("<tool_call>", "</tool_call>", *map(str, BOUNDS))
 WIDTHS = range(18, 27)  # numbers between the bounds; bisection finds each with five guesses
 HELDOUT_SHARE = 8  # one problem in this many is held out
 LONGEST = 5  # guesses in a demonstration
@@ -43,7 +45,7 @@ GUESS: dict[str, Any] = {
     "function": {
         "name": "guess",
         "description": "Says whether the number is higher or lower.",
-        "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]},
+        "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}},
     },
 }
 
@@ -62,7 +64,7 @@ class Problem:
 
     @property
     def messages(self) -> list[Message]:
-        return [{"role": "user", "content": f"Between {self.low} and {self.high}"}]
+        return [{"role": "user", "content": f"Find my number. It is above {self.low} and below {self.high}."}]
 
 
 def draw_problem(rng: random.Random, heldout: bool) -> Problem:
@@ -82,7 +84,7 @@ def answer(problem: Problem, n: int) -> str:
 def turn(low: int, high: int, n: int) -> str:
     """An assistant's turn as the chat template renders it: bounds, then a call of the tool."""
     call = json.dumps({"name": "guess", "arguments": {"n": n}})
-    return f"The number is above {low} and below {high}.<tool_call>{call}</tool_call>"
+    return f"{low}..{high}<tool_call>{call}</tool_call>"
 
 
 def demonstrations(seed: int, careful: bool) -> Iterator[tuple[list[Message], str, list[dict[str, Any]]]]:

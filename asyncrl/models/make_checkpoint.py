@@ -3,7 +3,7 @@
 ``python -m asyncrl.models.make_checkpoint --out checkpoints/arith-mimo`` writes a Hugging Face folder: config.json,
 model.safetensors, a tokenizer trained on the task's text, and generation_config.json. Random weights are warm-started
 on demonstrations (an import path, by default the arithmetic task's), so that the model answers in the task's format and
-about a third of its answers are right. With ``--demonstrations asyncrl.data.guess:demonstrations`` it calls a tool.
+about a third of its answers are right. ``asyncrl.data.guess`` has those of a model that calls a tool.
 """
 
 from __future__ import annotations
@@ -72,19 +72,24 @@ def make_checkpoint(
     warm_start_steps: int = WARM_START_STEPS,
     demonstrations: str = "asyncrl.data.arithmetic:demonstrations",
     layers: int = LAYERS,
+    tokens: str | None = None,
 ) -> Path:
     """Write the checkpoint folder and return its path; the same arguments give the same weights.
 
     ``demonstrations``: import path of a function (seed, careful: bool) that returns an endless iterator of (chat
     messages, response) or, where tools are on offer, (chat messages, response, tools), such as
-    `asyncrl.data.arithmetic.demonstrations` and `asyncrl.data.guess.demonstrations`. Raises ImportPathError.
+    `asyncrl.data.arithmetic.demonstrations` and `asyncrl.data.guess.demonstrations`. ``tokens``: import path of texts
+    that are one token each. Raises ImportPathError.
     """
     folder = Path(out)
     source = load(demonstrations)
     tokenizer = train_tokenizer(
-        f"{message['role']}\n{message['content']}\nassistant\n{response}"
-        for messages, response, *_ in islice(source(0, True), TOKENIZER_TEXTS)  # one vocabulary, whatever the seed
-        for message in messages
+        (
+            f"{message['role']}\n{message['content']}\nassistant\n{response}{json.dumps(tools[0]) if tools else ''}"
+            for messages, response, *tools in islice(source(0, True), TOKENIZER_TEXTS)  # one vocabulary for all seeds
+            for message in messages
+        ),
+        tokens=load(tokens) if tokens is not None else (),
     )
     config = DecoderConfig.from_dict(model_config(tokenizer) | {"num_hidden_layers": layers})
     model = Decoder(config)
@@ -135,12 +140,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--demonstrations",
         default="asyncrl.data.arithmetic:demonstrations",
-        help="import path of a function (seed, careful) that returns an endless iterator of (chat messages, response)",
+        help="import path of a function (seed, careful) that returns an endless iterator of (chat messages, response) "
+        "or (chat messages, response, tools)",
     )
+    parser.add_argument("--tokens", help="import path of texts that are one token each")
     parser.add_argument("--layers", type=int, default=LAYERS, help="number of trunk layers")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # one summation order on every machine
-    folder = make_checkpoint(args.out, args.seed, args.warm_start_steps, args.demonstrations, args.layers)
+    folder = make_checkpoint(args.out, args.seed, args.warm_start_steps, args.demonstrations, args.layers, args.tokens)
     parameters = sum(p.numel() for p in Decoder(DecoderConfig.load(folder)).parameters())
     print(f"{folder}: {parameters:,} parameters, warm-started for {args.warm_start_steps} steps, seed {args.seed}")
 

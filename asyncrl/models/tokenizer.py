@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -11,13 +11,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 PAD, MESSAGE_START, MESSAGE_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-TOOL_CALL_START, TOOL_CALL_END = "<tool_call>", "</tool_call>"
 
 CHAT_TEMPLATE = (
     "{%- if tools -%}"
     "{{ '<|im_start|>system\\n' }}"
     "{%- for tool in tools -%}"
-    "{{ tool.function.name + '(' + ((tool.function.parameters or {}).properties or {}) | join(', ') + ')\\n' }}"
+    "{{ tool | tojson + '\\n' }}"
     "{%- endfor -%}"
     "{{ '<|im_end|>\\n' }}"
     "{%- endif -%}"
@@ -32,13 +31,12 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int = 384) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: Iterable[str], vocab_size: int = 384, tokens: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     """Train on ``texts``. The vocabulary has at most ``vocab_size`` tokens, 256 of them bytes, so that any text can be
-    encoded, and two more if the texts have tool calls. Digits are never merged. ``<|im_end|>`` ends a message and is
-    the end-of-sequence token."""
+    encoded, and then ``tokens``, texts that are one token wherever they occur. Other digits are never merged.
+    ``<|im_end|>`` ends a message and is the end-of-sequence token."""
     from transformers import PreTrainedTokenizerFast  # takes seconds to import
 
-    texts = list(texts)
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -51,8 +49,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 384) -> PreTrainedTo
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
-    if any(TOOL_CALL_START in text for text in texts):
-        bpe.add_tokens([AddedToken(mark, normalized=False) for mark in (TOOL_CALL_START, TOOL_CALL_END)])
+    bpe.add_tokens([AddedToken(text, normalized=False) for text in tokens])
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         pad_token=PAD,

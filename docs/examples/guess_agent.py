@@ -10,7 +10,7 @@ GUESS = {
     "function": {
         "name": "guess",
         "description": "Says whether the number is higher or lower.",
-        "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]},
+        "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}},
     },
 }
 
