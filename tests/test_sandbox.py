@@ -5,6 +5,7 @@ import contextlib
 import glob
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -14,17 +15,44 @@ import pytest
 from asyncrl.config.schema import SandboxConfig
 from asyncrl.sandbox.base import Limits, SandboxFailed
 from asyncrl.sandbox.cgroups import Cgroups
-from asyncrl.sandbox.choose import open_pool, probe
+from asyncrl.sandbox.choose import KINDS, open_pool, probe
 from asyncrl.sandbox.client import SandboxClient
 from asyncrl.sandbox.interpreter import find_interpreter
 from asyncrl.sandbox.pool import SandboxPool
 from asyncrl.sandbox.service import SandboxService
+from asyncrl.sandbox.users import Users
 from tests.support.sandbox_attacks import ATTACKS
+from tests.support.sandbox_image import image_for_podman
 from tests.support.sandbox_trial import LIMITS, Host, as_somebody, trial
 
 pytestmark = pytest.mark.agents
 
 CONFIG = SandboxConfig(memory_mb=192, processes=24, disk_mb=64, warm=1, concurrent=2)
+BWRAP = shutil.which("bwrap")
+PODMAN = """#!/bin/sh
+echo "$@" >> {log}
+[ "$1" = run ] || exit 0
+while [ "$1" != --volume ]; do shift; done
+runner=${{2%%:*}}
+while [ "$1" != /runner.py ]; do shift; done
+shift
+exec {bwrap} --dev-bind / / --unshare-user --unshare-pid --as-pid-1 --proc /proc --tmpfs /sandbox --chdir /sandbox \\
+    --die-with-parent {python} -I -S $runner "$@"
+"""
+PYTHON = "/usr/bin/python3"  # an ordinary user may not be able to read this process's own
+
+
+@pytest.fixture(scope="module")
+def image():
+    with image_for_podman() as name:
+        yield name
+
+
+@pytest.fixture(params=["bubblewrap", "landlock", "podman"])
+def kind(request):
+    """Options of each kind."""
+    image = request.getfixturevalue("image") if request.param == "podman" else ""
+    return {"kind": request.param, "image": image}
 
 
 @contextlib.asynccontextmanager
@@ -35,33 +63,32 @@ async def sandbox_of(**options):
         await sandbox.close()
 
 
-async def test_a_program_runs_with_input_environment_and_folder():
-    async with sandbox_of() as sandbox:
-        ran = await sandbox.exec(
-            ["sh", "-c", "cat; echo $NAME; pwd; echo oops >&2; exit 3"], stdin="in\n", env={"NAME": "v"}
-        )
-        assert (ran.code, ran.stdout, ran.stderr, ran.ended) == (3, "in\nv\n/sandbox\n", "oops\n", "exited")
+async def test_a_program_runs_with_input_environment_and_folder(kind):
+    async with sandbox_of(**kind) as sandbox:
+        script = 'cat; echo $NAME; [ "$(pwd)" = "$HOME" ] && echo home; echo oops >&2; exit 3'
+        ran = await sandbox.exec(["sh", "-c", script], stdin="in\n", env={"NAME": "v"})
+        assert (ran.code, ran.stdout, ran.stderr, ran.ended) == (3, "in\nv\nhome\n", "oops\n", "exited")
         assert (await sandbox.exec(["nothing-like-it"])).code == 127
         assert (await sandbox.exec(["sh", "-c", "kill -9 $$"])).code == 128 + signal.SIGKILL
         assert (await sandbox.exec(["pwd"], cwd="sub")).code == 126
 
 
-async def test_files_are_written_and_read_until_it_is_closed():
-    async with sandbox_of() as sandbox:
+async def test_files_are_written_and_read_until_it_is_closed(kind):
+    async with sandbox_of(**kind) as sandbox:
         await sandbox.write("a/b.txt", b"\0one")
         await sandbox.write("a/b.txt", b"two")
         assert await sandbox.read("/sandbox/a/b.txt") == b"two"
         assert (await sandbox.exec(["cat", "a/b.txt"])).stdout == "two"
         for path in ("none.txt", "a", "/usr/none"):
-            with pytest.raises(SandboxFailed) as failure:
+            with pytest.raises(SandboxFailed, match=f": (/sandbox/)?{path}$") as failure:
                 await sandbox.read(path)
             assert failure.value.kind == "task"
         with pytest.raises(SandboxFailed, match=r"Read-only|denied"):
             await sandbox.write("/usr/bin/true", b"")
 
 
-async def test_programs_run_at_once_and_may_leave_others_running():
-    async with sandbox_of() as sandbox:
+async def test_programs_run_at_once_and_may_leave_others_running(kind):
+    async with sandbox_of(**kind) as sandbox:
         began = time.monotonic()
         both = await asyncio.gather(*(sandbox.exec(["sh", "-c", f"sleep 1; echo {n}"]) for n in range(2)))
         assert [ran.stdout for ran in both] == ["0\n", "1\n"]
@@ -71,18 +98,20 @@ async def test_programs_run_at_once_and_may_leave_others_running():
         assert await sandbox.read("later") == b"later\n"
 
 
-async def test_a_program_that_takes_too_long_ends_with_all_that_runs_and_files_stay():
-    async with sandbox_of() as sandbox:
+async def test_a_program_that_takes_too_long_ends_with_all_that_runs_and_files_stay(kind):
+    async with sandbox_of(**kind) as sandbox:
         script = "echo kept > kept; echo said; setsid sh -c 'while true; do date > beat; sleep 0.05; done' & sleep 60"
         ran = await sandbox.exec(["sh", "-c", script], timeout_s=1)
         assert (ran.ended, ran.stdout) == ("timeout", "said\n")
         beat = await sandbox.exec(["sh", "-c", "cat beat; sleep 1.2; cat beat"])
         assert len(set(beat.stdout.splitlines())) == 1
         assert await sandbox.read("kept") == b"kept\n"
+        for _ in range(3):  # nothing that comes later is killed, too
+            assert (await sandbox.exec(["sh", "-c", "sleep 0.05; echo on"])).stdout == "on\n"
 
 
-async def test_output_beyond_the_limit_is_dropped():
-    async with sandbox_of(output_kb=1) as sandbox:
+async def test_output_beyond_the_limit_is_dropped(kind):
+    async with sandbox_of(**kind, output_kb=1) as sandbox:
         ran = await sandbox.exec(["python3", "-c", "print('x' * 100_000)"])
         assert (ran.stdout, ran.truncated, ran.code) == ("x" * 1024, True, 0)
         assert not (await sandbox.exec(["echo", "short"])).truncated
@@ -103,8 +132,8 @@ async def test_a_venv_is_an_interpreter_with_its_packages(tmp_path):
     assert (tmp_path / "data" / "table").read_text() == "12"
 
 
-async def test_each_use_has_a_sandbox_of_its_own_and_others_wait():
-    async with await open_pool(CONFIG) as pool:
+async def test_each_use_has_a_sandbox_of_its_own_and_others_wait(kind):
+    async with await open_pool(SandboxConfig(**{**vars(CONFIG), **kind})) as pool:
         first, second = await pool.create(), await pool.create()
         await first.write("mine", b"1")
         with pytest.raises(SandboxFailed):
@@ -124,36 +153,91 @@ async def test_each_use_has_a_sandbox_of_its_own_and_others_wait():
     assert not glob.glob(f"/sys/fs/cgroup/**/asyncrl-{os.getpid()}-*", recursive=True)
 
 
-async def test_more_memory_than_allowed_is_the_models_fault():
-    async with sandbox_of(memory_mb=128) as sandbox:
+async def test_more_memory_than_allowed_is_the_models_fault(kind):
+    async with sandbox_of(**kind, memory_mb=128) as sandbox:
         hog = ["python3", "-c", "held = [b'x' * (1 << 20) for _ in range(400)]; print(len(held))"]
         with contextlib.suppress(SandboxFailed):
             ran = await sandbox.exec(hog)
             assert not ran.ok, ran
-            assert ran.ended == "memory" or "MemoryError" in ran.stderr
+            killed = kind["kind"] == "podman" and ran.code == 128 + signal.SIGKILL
+            assert killed or ran.ended == "memory" or "MemoryError" in ran.stderr
+
+
+@pytest.mark.parametrize("name", ["bubblewrap", "landlock"])
+@pytest.mark.skipif(os.geteuid() != 0, reason="landlock gives sandboxes of root users of their own")
+async def test_root_s_files_for_landlock_must_be_open_to_others(tmp_path, name):
+    """Bubblewrap mounts them where its user finds them; landlock cannot."""
+    tmp_path.chmod(0o700)
+    (tmp_path / "table").write_text("12")
+    config = SandboxConfig(kind=name, paths=[str(tmp_path / "table")])
+    if name == "landlock":
+        with pytest.raises(SandboxFailed, match=r"users of sandboxes may not enter /tmp/.*chmod o\+x"):
+            await open_pool(config)
+        for folder in (tmp_path, *list(tmp_path.parents)[:-2]):
+            folder.chmod(0o755)
+    async with sandbox_of(**vars(config)) as sandbox:
+        assert await sandbox.read(str(tmp_path / "table")) == b"12"
+        with pytest.raises(SandboxFailed, match=r"Read-only|denied"):
+            await sandbox.write(str(tmp_path / "table"), b"13")
+
+
+_ASKS = "Landlock denies to open and to list, not to ask whether a path exists"
+_CONTAINER = "podman's own profile of system calls allows it: it reaches the container's own only"
+#: attacks that get through, by the kind of sandbox; why that is no way out
+THROUGH = {
+    "bubblewrap": {},
+    "landlock": {
+        "see_the_tree_of_the_host": _ASKS,
+        "see_system_folders": _ASKS,
+    },
+    "podman": {
+        "see_system_folders": "an image has its own",
+        "read_keys_of_the_session": _CONTAINER,
+        "make_sockets_of_other_kinds": _CONTAINER,
+        "make_namespaces": _CONTAINER,
+        "make_namespaces_by_clone": _CONTAINER,
+    },
+}
+AS_SOMEBODY = {
+    "could_have_privileges": "only root can give up what it could gain; without set-uid programs it gains none"
+}
 
 
 @pytest.mark.timeout(280)
-def test_no_attack_gets_out():
-    config = SandboxConfig(**{**vars(CONFIG), "python": "/usr/bin/python3", "concurrent": 4})
-    make = lambda: SandboxPool(_kind(config), LIMITS, warm=1, most=4)
+def test_no_attack_gets_out(kind):
+    make = lambda: SandboxPool(_kind(**kind), LIMITS, warm=1, most=4)
     found = asyncio.run(trial(make, list(ATTACKS)))
-    assert {name: how for name, how in found.items() if how} == {}
+    expected = THROUGH[kind["kind"]]
+    if os.geteuid() and kind["kind"] == "landlock":
+        expected = expected | AS_SOMEBODY
+    assert {name: how for name, how in found.items() if how and name not in expected} == {}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.parametrize("name", ["bubblewrap", "landlock"])
 @pytest.mark.timeout(280)
-def test_no_attack_gets_out_of_the_sandbox_of_an_ordinary_user():
-    config = SandboxConfig(python="/usr/bin/python3")
-    make = lambda: SandboxPool(_kind(config), LIMITS, warm=1, most=4)
+def test_no_attack_gets_out_of_the_sandbox_of_an_ordinary_user(name):
+    make = lambda: SandboxPool(_kind(name), LIMITS, warm=1, most=4)
     found = as_somebody(lambda: asyncio.run(trial(make, list(ATTACKS))))
-    assert {name: how for name, how in found.items() if how} == {}
+    expected = THROUGH[name] | (AS_SOMEBODY if name == "landlock" else {})
+    assert {attack: how for attack, how in found.items() if how and attack not in expected} == {}
 
 
-def _kind(config):
-    from asyncrl.sandbox.bubblewrap import Bubblewrap
+@pytest.mark.parametrize("as_root", [True, False])
+def test_where_landlock_does_not_bound_signals_the_filter_of_system_calls_does(monkeypatch, as_root):
+    """Before Linux 6.12."""
+    if as_root and os.geteuid():
+        pytest.skip("not root")
+    monkeypatch.setattr("asyncrl.sandbox.landlock.landlock_version", lambda: 3)
+    names = [name for name in ATTACKS if "runner" in name or "of_the_host" in name or name == "survive_the_timeout"]
+    make = lambda: SandboxPool(_kind("landlock"), LIMITS, warm=1, most=4)
+    work = lambda: asyncio.run(trial(make, names))
+    found = work() if as_root or os.geteuid() else as_somebody(work)
+    assert {name: how for name, how in found.items() if how and name not in THROUGH["landlock"]} == {}
 
-    return Bubblewrap(LIMITS, find_interpreter(config.python), config.paths)
+
+def _kind(kind, image=""):
+    return KINDS[kind](SandboxConfig(image=image, **vars(LIMITS)), find_interpreter(PYTHON))
 
 
 @pytest.mark.parametrize(
@@ -214,8 +298,9 @@ async def test_a_host_serves_the_same_calls():
         assert failure.value.kind == "infra"
 
 
-async def test_a_host_that_is_killed_takes_all_with_it_and_starts_again():
-    async with serving() as (service, client):
+@pytest.mark.parametrize("name", ["bubblewrap", "landlock"])
+async def test_a_host_that_is_killed_takes_all_with_it_and_starts_again(name):
+    async with serving(kind=name, python=PYTHON) as (service, client):
         sandbox = await client.create()
         running = asyncio.create_task(sandbox.exec(["sleep", "61.25"], timeout_s=90))
         await asyncio.sleep(0.5)
@@ -275,15 +360,64 @@ async def test_a_host_wants_its_token_and_says_what_is_wrong():
 # -- what serves here --------------------------------------------------------------------------------------------------
 
 
-async def test_the_probe_runs_something():
-    found = await probe(CONFIG, "bubblewrap")
-    assert (found.problem, found.weaker) == ("", "")
+async def test_the_probe_runs_something(kind):
+    found = await probe(SandboxConfig(**{**vars(CONFIG), **kind}), kind["kind"])
+    assert (found.problem, bool(found.weaker)) == ("", kind["kind"] == "landlock")
 
 
-async def test_without_bubblewrap_nothing_is_served_and_the_message_names_the_package(monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(SandboxFailed, match="apt-get install bubblewrap"):
+@pytest.fixture
+def only_these_programs(monkeypatch, tmp_path):
+    """In PATH: what removes folders."""
+    for name in ("rm", "chmod"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path
+
+
+async def test_without_bubblewrap_nothing_is_served_and_the_message_names_the_package(only_these_programs):
+    with pytest.raises(SandboxFailed, match=r"apt-get install bubblewrap.*landlock serves, but .*choose sandbox.kind"):
         await open_pool(CONFIG)
+    with pytest.raises(SandboxFailed, match="podman is not installed; apt-get install podman"):
+        await open_pool(SandboxConfig(kind="podman", image="any"))
+
+
+@pytest.mark.parametrize("options", [{"kind": "landlock"}, {"allow_unsafe": True}])
+async def test_a_weaker_kind_serves_if_it_is_chosen_or_allowed(only_these_programs, options):
+    async with await open_pool(SandboxConfig(warm=0, **options)) as pool:
+        assert (pool.kind.name, bool(pool.kind.weaker)) == ("landlock", True)
+
+
+async def test_podman_is_asked_for_a_container_that_can_do_nothing_and_to_remove_it(only_these_programs):
+    """By a stand-in that runs the runner."""
+    folder = only_these_programs
+    (folder / "podman").write_text(PODMAN.format(log=folder / "log", bwrap=BWRAP, python=PYTHON))
+    (folder / "podman").chmod(0o755)
+    async with sandbox_of(kind="podman", image="some/image", paths=[str(folder)], memory_mb=100, disk_mb=50) as sandbox:
+        assert (await sandbox.exec([PYTHON, "-c", "print(6 * 7)"])).stdout == "42\n"
+        running = [line for line in (folder / "log").read_text().splitlines() if line.startswith("run ")][-1]
+    for wanted in (
+        *("--network none", "--read-only", "--cap-drop all", "--security-opt no-new-privileges", "--pull never"),
+        *("--pids-limit 65", "--memory 116m --memory-swap 116m", "--tmpfs /sandbox:size=50m", "--user "),
+        *(f"--volume {folder}:{folder}:ro ", "/runner.py:ro", "--entrypoint python3 some/image -I -S /runner.py "),
+    ):
+        assert wanted in running
+    assert "privileged" not in running.replace("no-new-privileges", "")
+    container = running.split("--name ")[1].split()[0]
+    assert (folder / "log").read_text().splitlines()[-1] == f"rm --force --ignore --time 0 {container}"
+
+
+async def test_podman_refuses_what_it_would_not_use(only_these_programs):
+    for options in ({"python": PYTHON}, {"paths": ["/usr/a:b"]}):
+        with pytest.raises(SandboxFailed, match=rf"sandbox.{next(iter(options))}: podman"):
+            await open_pool(SandboxConfig(kind="podman", image="any", **options))
+
+
+def test_the_user_of_a_sandbox_that_is_in_use_is_nobody_elses():
+    users, others = Users(), Users()
+    if not users.own:
+        pytest.skip("not root")
+    uid = users.take()
+    assert others.take() != uid
 
 
 async def test_an_interpreter_that_does_not_run_is_refused():

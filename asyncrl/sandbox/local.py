@@ -86,6 +86,23 @@ class LocalSandbox:
     @classmethod
     async def start(cls, launch: Launch, limits: Limits, cgroups: Cgroups | None) -> LocalSandbox:
         """``cgroups`` None: the launched program makes its own. Raises SandboxFailed."""
+        starting = asyncio.ensure_future(cls._start(launch, limits, cgroups))
+        try:
+            sandbox = await asyncio.shield(starting)
+        except asyncio.CancelledError:  # in the middle of it, asyncio would leave a process behind
+            await asyncio.wait([starting])
+            if starting.exception() is None:
+                await starting.result().close()
+            raise
+        try:
+            await sandbox._ready()
+        except BaseException:
+            await sandbox.close()
+            raise
+        return sandbox
+
+    @classmethod
+    async def _start(cls, launch: Launch, limits: Limits, cgroups: Cgroups | None) -> LocalSandbox:
         cgroup = None
         try:
             if cgroups is not None and cgroups.version:
@@ -101,20 +118,14 @@ class LocalSandbox:
                 preexec_fn=_Entrance(cgroup.joined_by if cgroup else (), launch.mounts, launch.uid),
             )
         except OSError as e:
+            await asyncio.to_thread(launch.after, True)
             if cgroup is not None:
                 cgroup.remove()
-            await asyncio.to_thread(launch.after, True)
             raise SandboxFailed("infra", f"a sandbox could not be started: {e}") from None
         finally:
             for descriptor in launch.inputs:
                 os.close(descriptor)
-        sandbox = cls(process, launch, limits, cgroup)
-        try:
-            await sandbox._ready()
-        except BaseException:
-            await sandbox.close()
-            raise
-        return sandbox
+        return cls(process, launch, limits, cgroup)
 
     @property
     def alive(self) -> bool:
@@ -185,7 +196,10 @@ class LocalSandbox:
                 await asyncio.sleep(0.001)  # what was killed is still there
 
     def _kill(self, sent: signal.Signals) -> None:
-        """Not `Process.send_signal`, which may reap the process where asyncio waits for it."""
+        """Not `Process.send_signal`, which may reap the process where asyncio waits for it. A runner that has just been
+        started may not be tied to the process yet; it ends with its input."""
+        assert self._process.stdin is not None
+        self._process.stdin.transport.abort()  # type: ignore[attr-defined]
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, sent)

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 
 from asyncrl.sandbox import runner
@@ -21,6 +22,7 @@ _RUNNER = "/runner.py"
 _ID = 1000  # of the user inside, where podman gives each of us users of our own
 _ELSEWHERE_MB = 8  # each of /tmp and /dev/shm
 _REMOVE_S = 30.0
+_PAUSE_S = 0.1
 _RUNNING_MB = 16  # the runner, which counts here
 #: of this process, what podman needs: where its images and sockets are
 VARIABLES = (
@@ -107,10 +109,14 @@ class Podman:
         ]
 
     def _after(self, container: str, uid: int | None) -> None:
-        """The container goes on when its client is killed."""
-        if self._podman("rm", "--force", "--ignore", "--time", "0", container):
-            log.warning("podman did not remove the container %s", container)
-            return
+        """The container goes on when its client is killed. It may be about to remove itself, which another removal may
+        disturb."""
+        until = time.monotonic() + _REMOVE_S
+        while self._podman("rm", "--force", "--ignore", "--time", "0", container):
+            if time.monotonic() > until:
+                log.warning("podman did not remove the container %s", container)
+                return
+            time.sleep(_PAUSE_S)
         self._users.give_back(uid)
 
     def _podman(self, *arguments: str) -> int:

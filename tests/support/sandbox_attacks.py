@@ -5,8 +5,10 @@ The module is copied into a sandbox and runs there by itself: ``python3 attacks.
 What an attack cannot see itself is checked outside: `BOMBS` must leave the machine as it was.
 """
 
+import contextlib
 import ctypes
 import errno
+import fcntl
 import glob
 import json
 import os
@@ -14,6 +16,7 @@ import resource
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -23,6 +26,7 @@ ESCAPED = 42
 ATTACKS = {}
 #: end by their time limit or a limit of the sandbox; what they leave behind is looked for outside
 BOMBS = {"fork_bomb", "thread_bomb", "memory_bomb", "memory_by_many", "disk_fill", "file_bomb", "survive_the_timeout"}
+BOMBS |= {"disk_fill_by_many", "disk_fill_with_removed_files", "outlive_the_runner"}
 
 CLONE_NEWUSER, CLONE_NEWNET, CLONE_NEWNS = 0x10000000, 0x40000000, 0x00020000
 libc = ctypes.CDLL(None, use_errno=True)
@@ -65,6 +69,7 @@ def worked(result):
 def syscall(name_or_number, *args):
     numbers = {"ptrace": 101, "process_vm_readv": 310, "kexec_load": 246, "init_module": 175, "bpf": 321, "setns": 308}
     numbers |= {"perf_event_open": 298, "userfaultfd": 323, "io_uring_setup": 425, "add_key": 248, "keyctl": 250}
+    numbers |= {"capget": 125, "inotify_init1": 294, "inotify_add_watch": 254, "ioprio_set": 251}
     numbers |= {"open_by_handle_at": 304, "mount": 165, "clone3": 435, "pivot_root": 155, "fsopen": 430, "mknod": 133}
     number = numbers.get(name_or_number, name_or_number)
     if os.uname().machine != "x86_64":  # others have other numbers
@@ -88,14 +93,34 @@ def read_a_file_of_the_user():
 
 @attack
 def list_homes():
-    return any(os.path.isdir(path) and os.listdir(path) for path in ("/root", "/home") if os.access(path, os.R_OK))
+    found = []
+    for path in ("/root", "/home"):
+        try:
+            found += os.listdir(path)
+        except OSError:
+            continue
+    return bool(found)
 
 
 @attack
 def see_the_tree_of_the_host():
-    return any(
-        os.path.exists(path) for path in ("/boot", "/var", "/srv", "/opt", "/run", "/sys", "/mnt", "/etc/hostname")
-    )
+    return any(os.path.exists(path) for path in (os.path.dirname(facts()["secret_file"]), "/boot", "/srv", "/mnt"))
+
+
+@attack
+def see_system_folders():
+    return any(os.path.exists(path) for path in ("/var", "/run", "/sys", "/etc/hostname"))
+
+
+@attack
+def list_the_tree_of_the_host():
+    for path in ("/boot", "/etc/ssl", "/var/lib", "/run/systemd", os.path.dirname(facts()["secret_file"])):
+        try:
+            if os.listdir(path):
+                return True
+        except OSError:
+            continue
+    return False
 
 
 @attack
@@ -122,14 +147,20 @@ def see_processes_of_the_host():
 
 @attack
 def use_inherited_descriptors():
-    return any(int(name) > 2 and os.path.exists(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd"))
+    for number in range(3, 1024):
+        try:
+            os.fstat(number)
+            return True
+        except OSError:
+            continue
+    return False
 
 
 @attack
 def find_the_file_of_another_sandbox():
     seen = [
         os.path.join(folder, n)
-        for top in ("/sandbox", "/tmp", "/dev/shm")
+        for top in (os.environ["HOME"], *glob.glob(f"{os.environ['HOME']}/../*sandbox*"), "/tmp", "/dev/shm")
         for folder, _, ns in os.walk(top)
         for n in ns
     ]
@@ -191,12 +222,26 @@ def send_datagrams():
 
 
 @attack
+def send_datagrams_by_a_pair():
+    """A pair is connected, yet its datagrams may have another address."""
+    for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW):
+        try:
+            pair = socket.socketpair(socket.AF_UNIX, kind)
+            pair[0].sendto(b"hello", facts()["datagrams"])
+        except OSError:
+            continue
+    return False  # likewise
+
+
+@attack
 def have_an_interface():
-    return set(os.listdir("/proc/sys/net/ipv4/conf") if os.path.isdir("/proc/sys/net/ipv4/conf") else ()) > {
-        "all",
-        "default",
-        "lo",
-    }
+    found = set()
+    try:
+        found |= {name for _, name in socket.if_nameindex()}
+        found |= set(os.listdir("/proc/sys/net/ipv4/conf"))
+    except OSError:
+        pass
+    return bool(found - {"all", "default", "lo"})
 
 
 @attack
@@ -230,6 +275,19 @@ def use_shared_memory_of_the_host():
 
 
 @attack
+def open_a_message_queue_of_the_host():
+    return worked(libc.mq_open(facts()["queue"].encode(), os.O_RDWR))
+
+
+@attack
+def watch_files_of_the_host():
+    watch = syscall("inotify_init1", 0)
+    return watch >= 0 and worked(
+        syscall("inotify_add_watch", watch, os.path.dirname(facts()["secret_file"]).encode(), 2)
+    )
+
+
+@attack
 def type_into_the_terminal():
     return worked(libc.ioctl(0, 0x5412, b"x"))
 
@@ -242,6 +300,29 @@ def write_to_the_system():
     return any(
         can_open(f"{folder}/escape", "wb") for folder in ("/", "/usr", "/usr/bin", "/etc", "/dev", "/lib", "/proc")
     )
+
+
+@attack
+def change_a_file_of_the_host():
+    """Without opening it."""
+    path = facts()["secret_file"]
+    for change in (
+        lambda: os.chmod(path, 0o666),
+        lambda: os.utime(path, (1, 1)),
+        lambda: os.chown(path, os.getuid(), -1),
+        lambda: os.truncate(path, 0),
+        lambda: os.setxattr(path, "user.mark", b"1"),
+        lambda: os.rename(path, f"{path}-2"),
+        lambda: os.link(path, "linked"),
+        lambda: os.unlink(path),
+        lambda: os.rmdir(os.path.dirname(path)),
+    ):
+        try:
+            change()
+            return True
+        except OSError:
+            continue
+    return False
 
 
 @attack
@@ -317,7 +398,8 @@ def use_risky_interfaces():
 
 @attack
 def move_to_another_control_group():
-    return bool(glob.glob("/sys/fs/cgroup/*")) or any(can_open(p, "r+b") for p in glob.glob("/sandbox/*/cgroup.procs"))
+    found = glob.glob("/sys/fs/cgroup/cgroup.procs") + glob.glob("/sys/fs/cgroup/*/cgroup.procs")
+    return any(can_open(path, "r+b") for path in found)
 
 
 # -- to become somebody ------------------------------------------------------------------------------------------------
@@ -331,9 +413,12 @@ def become_root():
 @attack
 def run_set_uid_programs():
     programs = [p for p in glob.glob("/usr/bin/*") + glob.glob("/usr/sbin/*") if os.stat(p).st_mode & 0o6000]
-    shutil.copy("/usr/bin/id", "id")
-    os.chmod("id", 0o6755)
-    said = subprocess.run(["./id", "-u"], capture_output=True, text=True).stdout.strip()
+    shutil.copyfile("/usr/bin/id", "id")
+    with contextlib.suppress(OSError):
+        os.chmod("id", 0o6755)
+    said = ""
+    with contextlib.suppress(OSError):
+        said = subprocess.run(["./id", "-u"], capture_output=True, text=True).stdout.strip()
     for program in programs:
         if program.endswith("su"):
             subprocess.run([program, "-c", "id -u > root"], stdin=subprocess.DEVNULL, capture_output=True, timeout=5)
@@ -342,12 +427,15 @@ def run_set_uid_programs():
 
 @attack
 def have_privileges():
-    with open("/proc/self/status") as file:
-        status = dict(line.split(":", 1) for line in file)
-    return (
-        any(int(status[name], 16) for name in ("CapPrm", "CapEff", "CapBnd", "CapAmb"))
-        or status["NoNewPrivs"].strip() != "1"
-    )
+    header, data = struct.pack("=Ii", 0x20080522, 0), ctypes.create_string_buffer(24)
+    if syscall("capget", header, data) or any(data.raw):
+        return True
+    return libc.prctl(39, 0, 0, 0, 0) != 1  # may gain some
+
+
+@attack
+def could_have_privileges():
+    return any(libc.prctl(23, capability, 0, 0, 0) == 1 for capability in range(41))
 
 
 @attack
@@ -442,13 +530,38 @@ def answer_in_place_of_the_runner():
 
 @attack
 def kill_the_runner():
-    for sent in (signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGTERM):
+    for sent in (signal.SIGTERM, signal.SIGSEGV, signal.SIGSTOP, signal.SIGKILL):
+        for pid in (1, os.getppid()):
+            try:
+                os.kill(pid, sent)
+            except OSError:
+                continue
+    time.sleep(0.2)
+    return False  # the sandbox must still answer, or have ended, which is tried next
+
+
+@attack
+def stop_the_runner():
+    for pid in (1, os.getppid()):
         try:
-            os.kill(1, sent)
+            os.kill(pid, signal.SIGSTOP)
         except OSError:
             continue
-    time.sleep(0.2)
-    return False  # the sandbox must still answer, which is tried next
+    return False  # likewise
+
+
+@attack
+def outlive_the_runner():
+    """It is looked for when all sandboxes are closed."""
+    runner = os.getppid()
+    for _ in range(3):
+        if os.fork():
+            time.sleep(0.1)
+            with contextlib.suppress(OSError):
+                os.kill(runner, signal.SIGKILL)
+            os._exit(0)
+        os.setsid()
+    time.sleep(600)
 
 
 @attack
@@ -458,7 +571,34 @@ def kill_processes_of_the_host():
             os.kill(pid, signal.SIGKILL)
         except OSError:
             continue
+    with contextlib.suppress(OSError):
+        signal.pidfd_send_signal(os.pidfd_open(facts()["pid"]), signal.SIGKILL)
+    reader, writer = os.pipe()  # a file that becomes ready sends a signal
+    for command, value in ((8, facts()["pid"]), (10, signal.SIGKILL), (fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)):
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(reader, command, value)
+    os.write(writer, b"x")
     return False
+
+
+@attack
+def limit_processes_of_the_host():
+    most = (ctypes.c_uint64 * 2)(1, 1)
+    return any(worked(libc.prlimit64(facts()["pid"], limit, most, None)) for limit in (0, 7))
+
+
+@attack
+def slow_processes_of_the_host():
+    pid, nothing = facts()["pid"], ctypes.create_string_buffer(8)
+    for change in (
+        lambda: os.setpriority(os.PRIO_PROCESS, pid, 19),
+        lambda: os.setpriority(os.PRIO_USER, os.getuid(), 19),
+        lambda: os.sched_setaffinity(pid, {0}),
+        lambda: os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0)),
+    ):
+        with contextlib.suppress(OSError):
+            change()
+    return worked(syscall("ioprio_set", 1, pid, 3 << 13)) or worked(libc.sched_setparam(pid, nothing))
 
 
 @attack
@@ -524,13 +664,39 @@ def memory_by_many():
 @attack
 def disk_fill():
     written = 0
-    for folder in ("/sandbox", "/tmp", "/dev/shm", "/dev", "/var/tmp", "/"):
+    for folder in (os.getcwd(), "/tmp", "/dev/shm", "/dev", "/var/tmp", "/"):
         try:
             with open(os.path.join(folder, "fill"), "wb") as file:
                 while file.write(b"x" * (1 << 20)):
                     written += 1 << 20
         except OSError:
             continue
+    return written > facts()["disk_bytes"]
+
+
+@attack
+def disk_fill_by_many():
+    """Each file stays below the limit; together they do not. They are kept for longer than anybody measures."""
+    written, chunk = 0, b"x" * (1 << 20)
+    with contextlib.suppress(OSError):
+        for number in range(8):
+            with open(f"fill{number}", "wb") as file:
+                for _ in range(32):
+                    written += file.write(chunk)
+    time.sleep(2)
+    return written > facts()["disk_bytes"]
+
+
+@attack
+def disk_fill_with_removed_files():
+    written, chunk, kept = 0, b"x" * (1 << 20), []
+    with contextlib.suppress(OSError):
+        for _ in range(8):
+            kept.append(open("fill", "wb"))  # noqa: SIM115
+            os.unlink("fill")
+            for _ in range(32):
+                written += kept[-1].write(chunk)
+    time.sleep(2)
     return written > facts()["disk_bytes"]
 
 

@@ -2,21 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 NAME = "localhost/asyncrl-test-python3"
 _PROGRAMS = ("sh", "cat", "sleep", "echo", "true", "date", "pwd", "id", "setsid", "env", "ls")
 _LEFT_OUT = ("test", "dist-packages", "site-packages", "idlelib", "tkinter", "ensurepip", "lib2to3", "__pycache__")
 
 
-def make_image() -> str:
-    """Name of the image, imported if podman has none yet."""
+@contextlib.contextmanager
+def image_for_podman() -> Iterator[str]:
+    """Name of an image. Skips the test if podman runs no container here with limits, by whichever runtime."""
+    if shutil.which("podman") is None:
+        pytest.skip("podman is not installed")
+    name = _make_image()
+    limits = "--network none --memory 64m --pids-limit 8 --ulimit nofile=64:64 --ulimit nproc=64:64".split()
+    command = ["podman", "run", "--rm", *limits, name, "true"]
+    before = os.environ.get("CONTAINERS_CONF")
+    with tempfile.TemporaryDirectory() as folder:
+        for runtime in ("", "runc", "crun"):
+            if runtime:
+                (Path(folder) / "containers.conf").write_text(f'[engine]\nruntime = "{runtime}"\n')
+                os.environ["CONTAINERS_CONF"] = f"{folder}/containers.conf"
+            tried = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            if not tried.returncode:
+                yield name
+                break
+        os.environ.pop("CONTAINERS_CONF", None)
+        if before is not None:
+            os.environ["CONTAINERS_CONF"] = before
+    if tried.returncode:
+        pytest.skip(f"podman runs nothing here: {tried.stderr.strip()[-300:]}")
+
+
+def _make_image() -> str:
+    """Imported if podman has none yet."""
     if subprocess.run(["podman", "image", "exists", NAME], timeout=120).returncode == 0:
         return NAME
     python = os.path.realpath(f"{sys.base_prefix}/bin/python3")

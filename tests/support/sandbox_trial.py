@@ -35,7 +35,7 @@ class Host:
 
     def __init__(self, folder: str) -> None:
         self.secret = secrets.token_hex(16)
-        self.reached: list[str] = []
+        self.mark = f"mark-{secrets.token_hex(8)}"  # argument of each attack
         file = Path(folder) / "secret"
         file.write_text(self.secret)
         file.chmod(0o600)
@@ -45,11 +45,16 @@ class Host:
         self._shm = libc.shmget(key, 4096, 0o1600)
         self._sockets = [socket.socket(), socket.socket(socket.AF_INET, socket.SOCK_DGRAM)]
         self._sockets += [socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)]
+        self._sockets += [socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)]
         self._sockets[0].bind(("127.0.0.1", 0))
         port = self._sockets[0].getsockname()[1]
         self._sockets[1].bind(("127.0.0.1", port))
         self._sockets[2].bind(f"\0asyncrl-{self.secret}")
         self._sockets[3].bind(f"{folder}/socket")
+        self._sockets[4].bind(f"{folder}/datagrams")
+        self._queue = f"/asyncrl-{key}"
+        if libc.mq_open(self._queue.encode(), os.O_RDWR | os.O_CREAT, 0o600, None) < 0:
+            raise OSError(ctypes.get_errno(), "mq_open")
         for listening in self._sockets:
             listening.setblocking(False)
             if listening.type == socket.SOCK_STREAM:
@@ -61,10 +66,13 @@ class Host:
             "port": port,
             "abstract": f"asyncrl-{self.secret}",
             "socket": f"{folder}/socket",
+            "datagrams": f"{folder}/datagrams",
+            "queue": self._queue,
             "shm": key,
             "disk_bytes": LIMITS.disk_mb * MIB + 16 * MIB,
         }
         self._file = file
+        self._as_it_was = self._state()
 
     def harm(self) -> str:
         """What has happened to it; empty: nothing."""
@@ -77,14 +85,33 @@ class Host:
                 return f"reached {listening.getsockname()!r}"
         if self._process.poll() is not None:
             return "killed a process of the host"
-        if self._file.read_text() != self.secret:
-            return "wrote a file of the host"
+        if self._state() != self._as_it_was:
+            return f"changed the host: {self._as_it_was} became {self._state()}"
         return ""
+
+    def left(self) -> int:
+        """Processes of attacks that go on."""
+        found = 0
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                found += self.mark.encode() in path.read_bytes()
+        return found
+
+    def _state(self) -> dict[str, Any]:
+        pid = self._process.pid
+        found = {"limits": Path(f"/proc/{pid}/limits").read_text(), "nice": os.getpriority(os.PRIO_PROCESS, pid)}
+        found |= {"cores": os.sched_getaffinity(pid), "scheduler": os.sched_getscheduler(pid)}
+        if not self._file.exists():
+            return found
+        file = self._file.stat()
+        found |= {"mode": file.st_mode, "time": file.st_mtime_ns, "owner": file.st_uid, "links": file.st_nlink}
+        return found | {"text": self._file.read_text(), "marks": os.listxattr(self._file)}
 
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
         ctypes.CDLL(None).shmctl(self._shm, 0, None)
+        ctypes.CDLL(None).mq_unlink(self._queue.encode())
         for listening in self._sockets:
             listening.close()
 
@@ -97,7 +124,9 @@ async def try_attack(pool: SandboxPool, host: Host, name: str) -> str:
         environment = {"ATTACK": json.dumps(host.facts)}
         limit_s = BOMB_S if name in BOMBS else 30.0
         try:
-            execution = await sandbox.exec(["python3", "attacks.py", name], env=environment, timeout_s=limit_s)
+            execution = await sandbox.exec(
+                ["python3", "attacks.py", name, host.mark], env=environment, timeout_s=limit_s
+            )
         except SandboxFailed as e:
             return "" if e.kind == "model" else f"{e.kind}: {e}"
         if execution.code == ESCAPED:
@@ -161,9 +190,11 @@ async def trial(make_pool: Callable[[], SandboxPool], names: list[str]) -> dict[
                     found[name] = await try_attack(pool, host, name)
                 except SandboxFailed as e:
                     found[name] = f"{e.kind}: {e}"
+        if left := host.left():
+            found["left_behind"] = f"{left} processes"
         host.close()
-        if left := descendants(os.getpid()):
-            found["left_behind"] = f"{len(left)} processes"
+        if left := len(descendants(os.getpid())):
+            found["left_behind"] = f"{left} processes"
     return found
 
 
