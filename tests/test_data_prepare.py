@@ -16,7 +16,7 @@ from asyncrl.cli.main import main
 from asyncrl.config.schema import DataConfig, RewardConfig
 from asyncrl.data.prepare import prepare
 from asyncrl.data.prompts import DataError, load_prompts
-from asyncrl.rollouter.rewards.pool import import_problem
+from tests.support.rewards import import_problem
 from tests.test_docs import commands
 
 DOCS = Path(__file__).parent.parent / "docs"

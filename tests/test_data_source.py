@@ -11,8 +11,8 @@ from asyncrl.data.load import load_run_prompts
 from asyncrl.data.order import PromptOrder
 from asyncrl.data.prompts import DataError
 from asyncrl.data.sources import reasoning_gym
-from asyncrl.rollouter.rewards.pool import import_problem
 from asyncrl.run.preflight import preflight
+from tests.support.rewards import import_problem
 from tests.support.tiny import make_inputs, overrides
 
 
