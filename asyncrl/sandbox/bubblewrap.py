@@ -3,7 +3,6 @@ calls."""
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 import shutil
@@ -19,7 +18,7 @@ from asyncrl.sandbox.local import Launch, process_limits
 from asyncrl.sandbox.seccomp import SeccompError, seccomp_filter
 from asyncrl.sandbox.users import Users
 
-_RUNNER = "/runner.py"
+_RUNNER = "/runner.pyc"
 _ID = "1000"  # of the only user inside
 _SHM_BYTES = 16 * 1024 * 1024
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -51,7 +50,9 @@ class Bubblewrap:
         self._etc = {"/etc/passwd": _PASSWD, "/etc/group": _GROUP, "/etc/hosts": "127.0.0.1 localhost\n"}
         for path, contents in self._etc.items():
             self._write(os.path.basename(path), contents)
-        self._write(os.path.basename(_RUNNER), inspect.getsource(runner))
+        compiled = os.path.join(self._folder, os.path.basename(_RUNNER))
+        interpreter.compile(runner.__file__, compiled)  # each sandbox would wait for that
+        os.chmod(compiled, 0o644)
         self._sources = self._visible([*interpreter.folders, *paths])
         self._fixed = self._arguments()
 

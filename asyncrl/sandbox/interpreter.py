@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from asyncrl.sandbox.base import WORKDIR, SandboxFailed
 
+_COMPILE = "import py_compile, sys; py_compile.compile(sys.argv[1], sys.argv[2], doraise=True)"
 _ASK = "import json, sys; print(json.dumps([sys.executable, sys.base_prefix, sys.prefix]))"
 
 
@@ -21,6 +22,14 @@ class Interpreter:
     path: str
     folders: Sequence[str]
     environment: Mapping[str, str]
+
+    def compile(self, source: str, compiled: str) -> None:
+        """Write a file that this interpreter runs. Raises SandboxFailed."""
+        words = [self.path, "-I", "-S", "-c", _COMPILE, source, compiled]
+        try:
+            subprocess.run(words, capture_output=True, timeout=60, check=True)
+        except (OSError, subprocess.SubprocessError) as e:
+            raise SandboxFailed("task", f"sandbox.python: {self.path} does not compile a program ({e})") from None
 
 
 def find_interpreter(python: str = "") -> Interpreter:
