@@ -59,7 +59,7 @@ def test_links_and_options_exist(page):
     if theirs:
         text = re.sub(theirs, "| ", text, flags=re.MULTILINE)
     for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:[=:][^`]*)?`", text):
-        known = key in known_keys() or key.startswith(("rollout.engine.args.", "reward.args.", "algorithm.args."))
+        known = key in known_keys() or re.match(r"(rollout\.engine|rollout\.agent|reward|algorithm)\.args\.", key)
         assert known or key.split(".")[0] not in roots or key.endswith((".py", ".yaml", ".md")), f"{page.name}: {key}"
 
 

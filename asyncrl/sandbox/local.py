@@ -199,7 +199,8 @@ class LocalSandbox:
         """Not `Process.send_signal`, which may reap the process where asyncio waits for it. A runner that has just been
         started may not be tied to the process yet; it ends with its input."""
         assert self._process.stdin is not None
-        self._process.stdin.transport.abort()  # type: ignore[attr-defined]
+        if not self._process.stdin.is_closing():  # asyncio fails to close one twice
+            self._process.stdin.transport.abort()
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, sent)

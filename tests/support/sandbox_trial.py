@@ -53,8 +53,7 @@ class Host:
         self._sockets[3].bind(f"{folder}/socket")
         self._sockets[4].bind(f"{folder}/datagrams")
         self._queue = f"/asyncrl-{key}"
-        if libc.mq_open(self._queue.encode(), os.O_RDWR | os.O_CREAT, 0o600, None) < 0:
-            raise OSError(ctypes.get_errno(), "mq_open")
+        os.close(libc.mq_open(self._queue.encode(), os.O_RDWR | os.O_CREAT, 0o600, None))
         for listening in self._sockets:
             listening.setblocking(False)
             if listening.type == socket.SOCK_STREAM:

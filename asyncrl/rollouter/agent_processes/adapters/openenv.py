@@ -21,7 +21,7 @@ from openenv.core.generic_client import GenericEnvClient
 from websockets.exceptions import ConnectionClosed
 
 START_S = 100.0  # for a server to start
-ANSWER_S = 10.0  # for one that runs to answer
+ANSWER_S = 5.0  # for one that runs to answer
 HEALTH_S = 3.0  # for one request of /health
 CAPACITY_S = 0.5  # between attempts to get a session of a server that has no more
 TAIL = 4096  # characters of what it prints, for its last line
@@ -40,7 +40,8 @@ class Agent:
     ``action``: the field of an action that takes the policy's whole answer; empty: the answer holds a JSON object, the
     action. ``fields``: further fields of each action. ``observation``: the field that the policy reads; empty: all of
     them, as JSON. ``reward``: of the steps, their sum or the last. ``turns``: at most, also with answers that are no
-    action. ``client``: further arguments of GenericEnvClient, such as message_timeout_s and headers."""
+    action. ``client``: further arguments of GenericEnvClient, such as message_timeout_s and headers. ``chat``: of the
+    policy's calls, such as max_tokens."""
 
     def __init__(
         self,
@@ -51,12 +52,13 @@ class Agent:
         reward: Literal["sum", "last"] = "sum",
         turns: int = 16,
         client: Mapping[str, Any] | None = None,
+        chat: Mapping[str, Any] | None = None,
     ) -> None:
         if reward not in ("sum", "last"):
             raise ValueError(f"reward: expected sum or last, found {reward!r}")
         self._address, self._app = (server, "") if "://" in server else ("", server)
         self._action, self._fields, self._observation = action, fields or {}, observation
-        self._reward, self._turns, self._client = reward, turns, client or {}
+        self._reward, self._turns, self._client, self._chat = reward, turns, client or {}, chat or {}
         self._openai = AsyncOpenAI(base_url="http://127.0.0.1", api_key="that of the sample")
 
     async def start(self) -> None:
@@ -89,7 +91,7 @@ class Agent:
             if found.done:
                 break
             _say(messages, said)
-            asked = await policy.chat.completions.create(model=task.model, messages=messages)
+            asked = await policy.chat.completions.create(model=task.model, messages=messages, **self._chat)
             answer = asked.choices[0].message
             messages.append(answer.model_dump(exclude_none=True))
             try:
