@@ -2,7 +2,7 @@
 
 A conversation, as in the demonstrations::
 
-    user:       Find my number. It is above 22 and below 43.
+    user:       Between 22 and 43
     assistant:  22..43  guess(38)
     tool:       lower
     assistant:  22..38  guess(27)
@@ -13,7 +13,7 @@ A conversation, as in the demonstrations::
 Before each guess the assistant writes the bounds that it believes in. A hash of a problem decides whether it is held
 out: training and held-out problems are disjoint in every file and under every seed.
 
-Write prompt files with ``python -m asyncrl.data.guess --out DIR --train 4096 --heldout 512 --seed 0``.
+Write prompt files with ``python -m asyncrl.data.guess --out DIR --train 1024 --heldout 256 --seed 0``.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from typing import Any
 from asyncrl.disk.files import write_whole
 from asyncrl.types.prompts import Message
 
-BOUNDS = range(10, 60)
+BOUNDS = range(10, 45)
 #: one each, so that a small model soon learns to repeat a number and to compare two
 TOKENS = ("<tool_call>", "</tool_call>", *map(str, BOUNDS))
-WIDTHS = range(18, 27)  # numbers between the bounds; bisection finds each with five guesses
+WIDTHS = range(16, 24)  # numbers between the bounds; bisection finds each with five guesses
 HELDOUT_SHARE = 8  # one problem in this many is held out
 LONGEST = 5  # guesses in a demonstration
 END = "<|im_end|>"  # of a turn, in the chat template
 RESULT = f"{END}\n<|im_start|>tool\n{{}}{END}\n<|im_start|>assistant\n"  # of the tool, between two turns
-LISTENING = {True: 1.0, False: 0.2}  # share of careful and of careless demonstrations that use the tool's answers
+LISTENING = {True: 1.0, False: 0.3}  # share of careful and of careless demonstrations that use the tool's answers
 
 GUESS: dict[str, Any] = {
     "type": "function",
@@ -64,7 +64,7 @@ class Problem:
 
     @property
     def messages(self) -> list[Message]:
-        return [{"role": "user", "content": f"Find my number. It is above {self.low} and below {self.high}."}]
+        return [{"role": "user", "content": f"Between {self.low} and {self.high}"}]
 
 
 def draw_problem(rng: random.Random, heldout: bool) -> Problem:
@@ -122,8 +122,8 @@ def write_prompts(path: Path, count: int, seed: int, heldout: bool) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Write train.jsonl and heldout.jsonl for the guessing task.")
     parser.add_argument("--out", type=Path, required=True, help="output folder; created if missing")
-    parser.add_argument("--train", type=int, default=4096, help="number of training problems")
-    parser.add_argument("--heldout", type=int, default=512, help="number of held-out problems")
+    parser.add_argument("--train", type=int, default=1024, help="number of training problems")
+    parser.add_argument("--heldout", type=int, default=256, help="number of held-out problems")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)

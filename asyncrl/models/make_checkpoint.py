@@ -85,8 +85,8 @@ def make_checkpoint(
     source = load(demonstrations)
     tokenizer = train_tokenizer(
         (
-            f"{message['role']}\n{message['content']}\nassistant\n{response}{json.dumps(tools[0]) if tools else ''}"
-            for messages, response, *tools in islice(source(0, True), TOKENIZER_TEXTS)  # one vocabulary for all seeds
+            f"{message['role']}\n{message['content']}\nassistant\n{response}"
+            for messages, response, *_ in islice(source(0, True), TOKENIZER_TEXTS)  # one vocabulary for all seeds
             for message in messages
         ),
         tokens=load(tokens) if tokens is not None else (),

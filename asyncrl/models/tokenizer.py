@@ -16,7 +16,7 @@ CHAT_TEMPLATE = (
     "{%- if tools -%}"
     "{{ '<|im_start|>system\\n' }}"
     "{%- for tool in tools -%}"
-    "{{ tool | tojson + '\\n' }}"
+    "{{ tool.function.name + '(' + ((tool.function.parameters or {}).properties or {}) | join(', ') + ')\\n' }}"
     "{%- endfor -%}"
     "{{ '<|im_end|>\\n' }}"
     "{%- endif -%}"

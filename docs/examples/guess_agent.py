@@ -1,6 +1,8 @@
 """An agent written with the openai client: it looks for a number with a tool that says higher or lower."""
 
 import json
+import math
+import re
 from functools import cache
 
 from openai import AsyncOpenAI
@@ -22,18 +24,26 @@ def connection(base_url):
 
 
 async def solve(task, guesses: int = 5):
+    """Reward 1 for the number, and up to a half for how far the possible ones are narrowed down."""
     client = connection(task.base_url).with_options(api_key=task.api_key)
     messages, number = list(task.messages), int(task.answer)
-    for turn in range(1, guesses + 1):
+    low, high = first = tuple(map(int, re.findall(r"\d+", task.messages[-1]["content"])))
+    found, turns, answer = False, 0, None
+    while turns < guesses and not found and (answer is None or answer.tool_calls):
+        turns += 1
         asked = await client.chat.completions.create(model=task.model, messages=messages, tools=[GUESS])
         answer = asked.choices[0].message
-        if not answer.tool_calls:
-            return {"reward": 0.0, "metrics": {"accuracy": 0.0, "turns": turn, "calls_tool": 0.0}}
         messages.append(answer)
-        for call in answer.tool_calls:
+        for call in answer.tool_calls or ():
             n = json.loads(call.function.arguments).get("n")
-            if n == number:
-                return {"reward": 1.0, "metrics": {"accuracy": 1.0, "turns": turn, "calls_tool": 1.0}}
-            said = "higher" if isinstance(n, int) and n < number else "lower"
+            if not isinstance(n, int):
+                said = "expected an integer"
+            elif n < number:
+                said, low = "higher", max(low, n)
+            else:
+                said, high = "lower", min(high, n)
+            found = found or n == number
             messages.append({"role": "tool", "tool_call_id": call.id, "content": said})
-    return {"reward": 0.0, "metrics": {"accuracy": 0.0, "turns": guesses, "calls_tool": 1.0}}
+    narrowed = 1 - math.log(high - low) / math.log(first[1] - first[0])
+    reward = 1.0 if found else narrowed / 2
+    return {"reward": reward, "metrics": {"accuracy": float(found), "turns": turns}}
