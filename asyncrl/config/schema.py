@@ -242,13 +242,13 @@ class SandboxConfig(Section):
     allow_unsafe: bool = False  # with auto: a weaker kind rather than none
     url: str = ""  # remote: http://host:port; its token is the environment variable ASYNCRL_SANDBOX_TOKEN
     image: str = ""  # podman: of the containers; it needs python3
-    python: str = ""  # interpreter in the sandbox, with its environment's packages; empty: the run's, without packages
+    python: str = ""  # interpreter in the sandbox, with its packages; empty: the run's, without; not for podman
     paths: list[str] = field(default_factory=list)  # further files and folders that can be read in the sandbox
     concurrent: PositiveInt = 8  # sandboxes in use at a time; further ones wait
     warm: NonNegativeInt = 2  # sandboxes that are ready before anybody asks
     memory_mb: PositiveInt = 512  # MiB of a sandbox, files in it included
     processes: PositiveInt = 64  # and threads, in a sandbox
-    disk_mb: PositiveInt = 256  # MiB of files in a sandbox; they are held in memory
+    disk_mb: PositiveInt = 256  # MiB of files in a sandbox; they are held in memory, except by landlock
     output_kb: PositiveInt = 64  # KiB of a program's output that are kept, of each stream
 
     def problems(self) -> Iterator[str]:

@@ -186,9 +186,7 @@ class LocalSandbox:
                 await self._process.wait()
         except TimeoutError:
             ended = False
-            self._kill(signal.SIGKILL)
-            await self._process.wait()
-        self._process._transport.close()  # type: ignore[attr-defined]  # else pipes stay open until garbage is collected
+        self._process._transport.close()  # type: ignore[attr-defined]  # and kill; else pipes stay open for long
         await asyncio.to_thread(self._launch.after, ended)
         if self._cgroup is not None:
             ends = time.monotonic() + _EMPTY_S
