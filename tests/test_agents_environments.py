@@ -243,6 +243,13 @@ async def test_an_episode_ends_at_the_limit_of_turns(model, server, tmp_path):
         assert (sample.reward, sample.metrics["steps"], sample.metrics["done"]) == (1.5, 3.0, 0.0)
 
 
+async def test_answers_of_which_none_is_an_action_earn_nothing(model, server, tmp_path):
+    columns = {"reset": {"folder": str(tmp_path)}}
+    async with serving(model, server, writing("hm", '{"w": 1}'), {"turns": 2}, columns) as system:
+        sample = await made(system)
+        assert (sample.reward, sample.metrics["steps"], sample.metrics["malformed_actions"]) == (0.0, 0.0, 2.0)
+
+
 async def test_samples_wait_for_a_server_that_serves_one_at_a_time(model, server, tmp_path):
     columns = {"reset": {"folder": str(tmp_path)}}
     async with serving(model, server, lambda prompt: "stop", SAID, columns, n=3) as system:

@@ -102,7 +102,11 @@ class Agent:
             steps, said = steps + 1, self._text(found.observation)
             if found.reward is not None:
                 rewards.append(float(found.reward))
-        reward = (sum(rewards) if self._reward == "sum" else rewards[-1]) if rewards else None
+        reward: float | None = 0.0  # also of answers none of which was an action
+        if rewards:
+            reward = sum(rewards) if self._reward == "sum" else rewards[-1]
+        elif steps:  # an environment without rewards
+            reward = None
         metrics = {"steps": steps, "malformed_actions": malformed, "done": float(bool(found.done))}
         return {"reward": reward, "metrics": metrics}
 
