@@ -204,7 +204,9 @@ AS_SOMEBODY = {
 
 
 @pytest.mark.parametrize(
-    "kind", ["bubblewrap", "landlock", pytest.param("podman", marks=pytest.mark.slow)], indirect=True
+    "kind",
+    ["bubblewrap", *(pytest.param(name, marks=pytest.mark.slow) for name in ("landlock", "podman"))],
+    indirect=True,
 )
 @pytest.mark.timeout(600)
 def test_no_attack_gets_out(kind):
@@ -217,7 +219,7 @@ def test_no_attack_gets_out(kind):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-@pytest.mark.parametrize("name", ["bubblewrap", "landlock"])
+@pytest.mark.parametrize("name", ["bubblewrap", pytest.param("landlock", marks=pytest.mark.slow)])
 @pytest.mark.timeout(280)
 def test_no_attack_gets_out_of_the_sandbox_of_an_ordinary_user(name):
     make = lambda: SandboxPool(_kind(name), LIMITS, warm=1, most=4)
@@ -226,7 +228,7 @@ def test_no_attack_gets_out_of_the_sandbox_of_an_ordinary_user(name):
     assert {attack: how for attack, how in found.items() if how and attack not in expected} == {}
 
 
-@pytest.mark.parametrize("as_root", [True, False])
+@pytest.mark.parametrize("as_root", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_where_landlock_does_not_bound_signals_the_filter_of_system_calls_does(monkeypatch, as_root):
     """Before Linux 6.12."""
     if as_root and os.geteuid():
