@@ -11,13 +11,13 @@ checks every frame all the same.
 
 from __future__ import annotations
 
-# few imports, because each sandbox waits for them
+# few imports, because each sandbox waits for them; `signal` would import enum, which takes as long as all of these
+import _signal as signal
 import ctypes
 import marshal
 import os
 import resource
 import select
-import signal
 import stat
 import struct
 import sys
