@@ -42,7 +42,7 @@ quickstart-agent: quickstart-agent-inputs
 quickstart-agent-inputs: venv venv-agent-openai $(AGENT_CHECKPOINT)/model.safetensors $(AGENT_DATA)/train.jsonl
 
 $(AGENT_CHECKPOINT)/model.safetensors: | venv
-	$(BIN)/python -m asyncrl.models.make_checkpoint --out $(AGENT_CHECKPOINT) --seed 1 --warm-start-steps 500 \
+	$(BIN)/python -m asyncrl.models.make_checkpoint --out $(AGENT_CHECKPOINT) --seed 1 --warm-start-steps 600 \
 		--demonstrations asyncrl.data.guess:demonstrations --tokens asyncrl.data.guess:TOKENS
 
 $(AGENT_DATA)/train.jsonl: | venv

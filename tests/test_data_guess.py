@@ -25,7 +25,7 @@ def model(tmp_path_factory):
 def played(text):
     """(low, high, guess) of each turn, and what the tool answered."""
     turns = re.findall(r'(\d+)\.\.(\d+)<tool_call>{"name": "guess", "arguments": {"n": (\d+)}}', text)
-    return [tuple(map(int, numbers)) for numbers in turns], re.findall(r"tool\n(\w+)", text)
+    return [tuple(map(int, numbers)) for numbers in turns], re.findall(r"tool\n(.*?)<", text)
 
 
 def test_careful_demonstrations_heed_each_answer_and_careless_ones_seldom():
@@ -35,7 +35,7 @@ def test_careful_demonstrations_heed_each_answer_and_careless_ones_seldom():
             turns, answers = played(text)
             for (low, high, n), said, after in zip(turns, answers, turns[1:]):
                 assert low < n < high
-                heeded.append(after[:2] == ((n, high) if said == "higher" else (low, n)))
+                heeded.append(after[:2] == ((n, high) if said == f"higher than {n}" else (low, n)))
                 assert heeded[-1] or after[:2] == (low, high)
         return sum(heeded) / len(heeded)
 
@@ -45,7 +45,7 @@ def test_careful_demonstrations_heed_each_answer_and_careless_ones_seldom():
 
 def test_the_tool_says_where_the_number_is():
     problem = Problem(22, 43, 30)
-    assert [answer(problem, n) for n in (29, 30, 31)] == ["higher", "correct", "lower"]
+    assert [answer(problem, n) for n in (29, 30, 31)] == ["higher than 29", "correct", "lower than 31"]
     agent = (Path(__file__).parent.parent / "docs/examples/guess_agent.py").read_text()
     assert repr(GUESS) == repr(ast.literal_eval(agent.partition("GUESS = ")[2].partition("\n\n\n")[0]))
 

@@ -4,9 +4,9 @@ A conversation, as in the demonstrations::
 
     user:       Between 22 and 43
     assistant:  22..43  guess(38)
-    tool:       lower
+    tool:       lower than 38
     assistant:  22..38  guess(27)
-    tool:       higher
+    tool:       higher than 27
     assistant:  27..38  guess(30)
     tool:       correct
 
@@ -78,7 +78,9 @@ def draw_problem(rng: random.Random, heldout: bool) -> Problem:
 
 def answer(problem: Problem, n: int) -> str:
     """What the tool says about a guess."""
-    return "correct" if n == problem.number else "higher" if n < problem.number else "lower"
+    if n == problem.number:
+        return "correct"
+    return f"higher than {n}" if n < problem.number else f"lower than {n}"
 
 
 def turn(low: int, high: int, n: int) -> str:
@@ -105,7 +107,7 @@ def demonstrations(seed: int, careful: bool) -> Iterator[tuple[list[Message], st
             if (said := answer(problem, n)) == "correct":
                 break
             if listens:
-                low, high = (n, high) if said == "higher" else (low, n)
+                low, high = (n, high) if n < problem.number else (low, n)
         yield problem.messages, written, [GUESS]
 
 

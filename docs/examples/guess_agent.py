@@ -19,8 +19,9 @@ GUESS = {
 
 @cache
 def connection(base_url):
-    """One pool of connections for all samples: to open one takes longer than a call."""
-    return AsyncOpenAI(base_url=base_url, api_key="of each sample")
+    """One pool of connections for all samples, because opening one takes longer than a call; the client's own limit of
+    five seconds for that is too short for many at once on a busy machine."""
+    return AsyncOpenAI(base_url=base_url, api_key="of each sample", timeout=600)
 
 
 async def solve(task, guesses: int = 5):
@@ -39,9 +40,9 @@ async def solve(task, guesses: int = 5):
             if not isinstance(n, int):
                 said = "expected an integer"
             elif n < number:
-                said, low = "higher", max(low, n)
+                said, low = f"higher than {n}", max(low, n)
             else:
-                said, high = "lower", min(high, n)
+                said, high = f"lower than {n}", min(high, n)
             found = found or n == number
             messages.append({"role": "tool", "tool_call_id": call.id, "content": said})
     narrowed = 1 - math.log(high - low) / math.log(first[1] - first[0])
