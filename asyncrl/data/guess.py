@@ -38,7 +38,7 @@ HELDOUT_SHARE = 8  # one problem in this many is held out
 LONGEST = 5  # guesses in a demonstration
 END = "<|im_end|>"  # of a turn, in the chat template
 RESULT = f"{END}\n<|im_start|>tool\n{{}}{END}\n<|im_start|>assistant\n"  # of the tool, between two turns
-LISTENING = {True: 1.0, False: 0.3}  # share of careful and of careless demonstrations that use the tool's answers
+LISTENING = {True: 1.0, False: 0.25}  # share of careful and of careless demonstrations that use the tool's answers
 
 GUESS: dict[str, Any] = {
     "type": "function",
