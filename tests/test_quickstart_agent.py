@@ -17,7 +17,7 @@ CONFIG = Path(__file__).parent.parent / "configs/quickstart_agent.yaml"
 
 def test_two_steps_of_the_quickstart_train_what_the_engine_sampled_over_several_turns(tmp_path):
     task = {"demonstrations": "asyncrl.data.guess:demonstrations", "tokens": "asyncrl.data.guess:TOKENS"}
-    make_checkpoint(tmp_path / "checkpoint", warm_start_steps=40, **task)
+    make_checkpoint(tmp_path / "checkpoint", warm_start_steps=80, **task)
     write_prompts(["--out", str(tmp_path / "data"), "--train", "64", "--heldout", "8"])
     run = FaultyRun(
         None,
@@ -32,6 +32,7 @@ def test_two_steps_of_the_quickstart_train_what_the_engine_sampled_over_several_
         "trainer.mini_batch_groups=4",
         "checkpoint.every_steps=0",  # the queue's records are kept for the audit
         "reporting.wandb.mode=disabled",
+        "reporting.trajectories_per_step=16",  # all of them
         config=str(CONFIG),
     )
     try:
