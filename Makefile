@@ -10,8 +10,10 @@ CHECKPOINT = checkpoints/arith-mimo
 DATA = data/arithmetic
 AGENT_CHECKPOINT = checkpoints/guess-mimo
 AGENT_DATA = data/guess
+CODE_CHECKPOINT = checkpoints/code-mimo
+CODE_DATA = data/programs
 
-.PHONY: venv venv-gym quickstart quickstart-agent quickstart-agent-inputs lint format clean
+.PHONY: venv venv-gym quickstart quickstart-agent quickstart-agent-inputs code-inputs lint format clean
 .PHONY: test torture torture-short test-faults test-slow test-vllm test-vllm-short test-sglang test-sglang-short test-megatron test-megatron-short test-megatron-newest
 .PHONY: test-agents test-agents-short
 
@@ -42,11 +44,21 @@ quickstart-agent: quickstart-agent-inputs
 quickstart-agent-inputs: venv venv-agent-openai $(AGENT_CHECKPOINT)/model.safetensors $(AGENT_DATA)/train.jsonl
 
 $(AGENT_CHECKPOINT)/model.safetensors: | venv
-	$(BIN)/python -m asyncrl.models.make_checkpoint --out $(AGENT_CHECKPOINT) --seed 1 --warm-start-steps 600 \
+	$(BIN)/python -m asyncrl.models.make_checkpoint --out $(AGENT_CHECKPOINT) --seed 1 --layers 3 --warm-start-steps 440 \
 		--demonstrations asyncrl.data.guess:demonstrations --tokens asyncrl.data.guess:TOKENS
 
 $(AGENT_DATA)/train.jsonl: | venv
 	$(BIN)/python -m asyncrl.data.guess --out $(AGENT_DATA)
+
+# what configs/code_cpu.yaml trains on
+code-inputs: venv $(CODE_CHECKPOINT)/model.safetensors $(CODE_DATA)/train.jsonl
+
+$(CODE_CHECKPOINT)/model.safetensors: | venv
+	$(BIN)/python -m asyncrl.models.make_checkpoint --out $(CODE_CHECKPOINT) --seed 1 --warm-start-steps 300 \
+		--demonstrations asyncrl.data.programs:demonstrations
+
+$(CODE_DATA)/train.jsonl: | venv
+	$(BIN)/python -m asyncrl.data.programs --out $(CODE_DATA)
 
 test: venv
 	$(BIN)/python -m pytest -q --numprocesses $(TEST_WORKERS) --dist loadfile

@@ -9,32 +9,27 @@ A problem, and its solution in the demonstrations::
                 answer: 8
 
 Each line does one operation and repeats the rest, so each term adds more to the solution than the previous one, and
-response lengths differ sixfold. A hash of the expression decides whether a problem is held out: training and held-out
-problems are disjoint in every file and under every seed, and the warm start of `asyncrl.models.make_checkpoint` sees no
-held-out problem either.
+response lengths differ sixfold. The warm start of `asyncrl.models.make_checkpoint` sees no held-out problem.
 
 Write prompt files with ``python -m asyncrl.data.arithmetic --out DIR --train 8192 --heldout 512 --seed 0``.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import re
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
+from typing import Any
 
+from asyncrl.data.generated import is_heldout, write_files
 from asyncrl.types.prompts import Message
 
 STEPS = range(1, 7)  # operations in a problem, uniformly
 FIRST_TERMS = range(1, 10)
 TERMS = [-5, -4, -3, -2, -1, 1, 2, 3, 4, 5]  # all further terms
 TOTALS = range(10)  # every running total: one digit, so one token
-HELDOUT_SHARE = 8  # one expression in this many is held out
 ERROR_RATE = 0.4  # share of wrong steps in careless demonstrations
 
 _ANSWER = re.compile(r"answer: (-?\d{1,9})")
@@ -58,7 +53,7 @@ class Problem:
 
     @property
     def heldout(self) -> bool:
-        return zlib.crc32(self.expression.encode()) % HELDOUT_SHARE == 0
+        return is_heldout(self.expression)
 
     @property
     def messages(self) -> list[Message]:
@@ -118,38 +113,22 @@ def demonstrations(seed: int, careful: bool) -> Iterator[tuple[list[Message], st
         yield problem.messages, solution(problem, rng, 0.0 if careful else ERROR_RATE)
 
 
-def write_prompts(path: Path, count: int, seed: int, heldout: bool) -> None:
-    """Writes ``count`` problems as JSONL, atomically: ``prompt`` (chat messages), ``answer``, ``steps``.
+def rows(rng: random.Random, count: int, heldout: bool) -> Iterator[dict[str, Any]]:
+    """``count`` problems of a prompt file: ``prompt`` (chat messages), ``answer``, ``steps``.
 
     Held-out problems are all different. Training problems repeat, so that all numbers of steps stay equally frequent:
     there are few short problems, and without them too few samples would be right to learn from."""
-    rng = random.Random(f"{'heldout' if heldout else 'train'}/{seed}")
-    problems: list[Problem] = []
     seen: set[Problem] = set()
-    while len(problems) < count:
+    while count:
         problem = draw_problem(rng, heldout)
         if not (heldout and problem in seen):
-            problems.append(problem)
+            yield {"prompt": problem.messages, "answer": str(problem.answer), "steps": len(problem.steps)}
             seen.add(problem)
-    staged = path.with_name(f"{path.name}.partial")
-    with staged.open("w") as file:
-        for problem in problems:
-            row = {"prompt": problem.messages, "answer": str(problem.answer), "steps": len(problem.steps)}
-            file.write(json.dumps(row) + "\n")
-    staged.rename(path)
+            count -= 1
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Write train.jsonl and heldout.jsonl for the arithmetic task.")
-    parser.add_argument("--out", type=Path, required=True, help="output folder; created if missing")
-    parser.add_argument("--train", type=int, default=8192, help="number of training problems")
-    parser.add_argument("--heldout", type=int, default=512, help="number of held-out problems")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    args.out.mkdir(parents=True, exist_ok=True)
-    write_prompts(args.out / "heldout.jsonl", args.heldout, args.seed, heldout=True)
-    write_prompts(args.out / "train.jsonl", args.train, args.seed, heldout=False)  # last: make's target for both files
-    print(f"{args.out}: train.jsonl with {args.train} problems, heldout.jsonl with {args.heldout}")
+    write_files(argv, "arithmetic", rows, train=8192, heldout=512)
 
 
 if __name__ == "__main__":

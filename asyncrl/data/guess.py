@@ -10,31 +10,26 @@ A conversation, as in the demonstrations::
     assistant:  27..38  guess(30)
     tool:       correct
 
-Before each guess the assistant writes the bounds that it believes in. A hash of a problem decides whether it is held
-out: training and held-out problems are disjoint in every file and under every seed.
+Before each guess the assistant writes the bounds that it believes in.
 
 Write prompt files with ``python -m asyncrl.data.guess --out DIR --train 1024 --heldout 256 --seed 0``.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from asyncrl.disk.files import write_whole
+from asyncrl.data.generated import is_heldout, write_files
 from asyncrl.types.prompts import Message
 
 BOUNDS = range(10, 45)
-#: one each, so that a small model soon learns to repeat a number and to compare two
-TOKENS = ("<tool_call>", "</tool_call>", *map(str, BOUNDS))
+CALL, CALLED = '{"name": "guess", "arguments": {"n": ', "}}"  # around a guess, in the chat template
+#: one each, so that a turn is few tokens, and a small model soon learns to repeat a number and to compare two
+TOKENS = ("<tool_call>", "</tool_call>", CALL, CALLED, *map(str, BOUNDS))
 WIDTHS = range(16, 24)  # numbers between the bounds; bisection finds each with five guesses
-HELDOUT_SHARE = 8  # one problem in this many is held out
 LONGEST = 5  # guesses in a demonstration
 END = "<|im_end|>"  # of a turn, in the chat template
 RESULT = f"{END}\n<|im_start|>tool\n{{}}{END}\n<|im_start|>assistant\n"  # of the tool, between two turns
@@ -60,7 +55,7 @@ class Problem:
 
     @property
     def heldout(self) -> bool:
-        return zlib.crc32(f"{self.low} {self.number} {self.high}".encode()) % HELDOUT_SHARE == 0
+        return is_heldout(f"{self.low} {self.number} {self.high}")
 
     @property
     def messages(self) -> list[Message]:
@@ -85,8 +80,7 @@ def answer(problem: Problem, n: int) -> str:
 
 def turn(low: int, high: int, n: int) -> str:
     """An assistant's turn as the chat template renders it: bounds, then a call of the tool."""
-    call = json.dumps({"name": "guess", "arguments": {"n": n}})
-    return f"{low}..{high}<tool_call>{call}</tool_call>"
+    return f"{low}..{high}<tool_call>{CALL}{n}{CALLED}</tool_call>"
 
 
 def demonstrations(seed: int, careful: bool) -> Iterator[tuple[list[Message], str, list[dict[str, Any]]]]:
@@ -101,7 +95,7 @@ def demonstrations(seed: int, careful: bool) -> Iterator[tuple[list[Message], st
         for _ in range(LONGEST):
             if said:
                 written += RESULT.format(said)
-            margin = (high - low - 2) // 4 if listens else 0
+            margin = (high - low - 2) * 3 // 8 if listens else 0
             n = rng.randint(low + 1 + margin, high - 1 - margin)
             written += turn(low, high, n)
             if (said := answer(problem, n)) == "correct":
@@ -111,27 +105,16 @@ def demonstrations(seed: int, careful: bool) -> Iterator[tuple[list[Message], st
         yield problem.messages, written, [GUESS]
 
 
-def write_prompts(path: Path, count: int, seed: int, heldout: bool) -> None:
-    """Writes ``count`` problems as JSONL, atomically, all different: ``prompt`` (chat messages) and ``answer``."""
-    rng = random.Random(f"{'heldout' if heldout else 'train'}/{seed}")
+def rows(rng: random.Random, count: int, heldout: bool) -> Iterator[dict[str, Any]]:
+    """``count`` different problems of a prompt file: ``prompt`` (chat messages) and ``answer``."""
     problems: dict[Problem, None] = {}
     while len(problems) < count:
         problems[draw_problem(rng, heldout)] = None
-    rows = [{"prompt": problem.messages, "answer": str(problem.number)} for problem in problems]
-    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
+    return ({"prompt": problem.messages, "answer": str(problem.number)} for problem in problems)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Write train.jsonl and heldout.jsonl for the guessing task.")
-    parser.add_argument("--out", type=Path, required=True, help="output folder; created if missing")
-    parser.add_argument("--train", type=int, default=1024, help="number of training problems")
-    parser.add_argument("--heldout", type=int, default=256, help="number of held-out problems")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    args.out.mkdir(parents=True, exist_ok=True)
-    write_prompts(args.out / "heldout.jsonl", args.heldout, args.seed, heldout=True)
-    write_prompts(args.out / "train.jsonl", args.train, args.seed, heldout=False)  # last: make's target for both files
-    print(f"{args.out}: train.jsonl with {args.train} problems, heldout.jsonl with {args.heldout}")
+    write_files(argv, "guessing", rows, train=1024, heldout=256)
 
 
 if __name__ == "__main__":
