@@ -54,7 +54,7 @@ $(AGENT_DATA)/train.jsonl: | venv
 code-inputs: venv $(CODE_CHECKPOINT)/model.safetensors $(CODE_DATA)/train.jsonl
 
 $(CODE_CHECKPOINT)/model.safetensors: | venv
-	$(BIN)/python -m asyncrl.models.make_checkpoint --out $(CODE_CHECKPOINT) --seed 1 --warm-start-steps 300 \
+	$(BIN)/python -m asyncrl.models.make_checkpoint --out $(CODE_CHECKPOINT) --seed 1 --warm-start-steps 400 \
 		--demonstrations asyncrl.data.programs:demonstrations
 
 $(CODE_DATA)/train.jsonl: | venv

@@ -23,24 +23,28 @@ def model(tmp_path_factory):
 
 
 def played(text):
-    """(low, high, guess) of each turn, and what the tool answered."""
-    turns = re.findall(r'(\d+)\.\.(\d+)<tool_call>{"name": "guess", "arguments": {"n": (\d+)}}', text)
-    return [tuple(map(int, numbers)) for numbers in turns], re.findall(r"tool\n(.*?)<", text)
+    """(bounds or None, guess) of each turn, and what the tool answered."""
+    turns = re.findall(r'(?:(\d+)\.\.(\d+))?<tool_call>{"name": "guess", "arguments": {"n": (\d+)}}', text)
+    guesses = [((int(low), int(high)) if low else None, int(n)) for low, high, n in turns]
+    return guesses, re.findall(r"tool\n(.*?)<", text)
 
 
 def test_careful_demonstrations_heed_each_answer_and_careless_ones_seldom():
-    def share_listening(careful):
-        heeded = []
-        for _, text, _ in islice(demonstrations(0, careful), 1000):
+    def share_heeding(careful):
+        heeding = []
+        for messages, text, _ in islice(demonstrations(0, careful), 1000):
+            low, high = map(int, re.findall(r"\d+", messages[0]["content"]))
             turns, answers = played(text)
-            for (low, high, n), said, after in zip(turns, answers, turns[1:]):
+            heeding.append(turns[0][0] is not None)
+            for (bounds, n), said in zip(turns, [*answers, None]):
                 assert low < n < high
-                heeded.append(after[:2] == ((n, high) if said == f"higher than {n}" else (low, n)))
-                assert heeded[-1] or after[:2] == (low, high)
-        return sum(heeded) / len(heeded)
+                assert bounds == ((low, high) if heeding[-1] else None)
+                if heeding[-1]:
+                    low, high = (n, high) if said == f"higher than {n}" else (low, n)
+        return sum(heeding) / len(heeding)
 
-    assert share_listening(careful=True) == 1.0
-    assert 0.1 < share_listening(careful=False) < 0.4
+    assert share_heeding(careful=True) == 1.0
+    assert 0.1 < share_heeding(careful=False) < 0.2
 
 
 def test_the_tool_says_where_the_number_is():
@@ -77,7 +81,7 @@ async def test_the_endpoint_finds_the_calls_and_bridges_to_the_text_of_a_demonst
             said += [message, {"role": "tool", "tool_call_id": call["id"], "content": result}]
         return AgentOutcome(1.0, {})
 
-    async with EndpointSystem(model, agent, writing(*(turn(*numbers) for numbers in turns))) as system:
+    async with EndpointSystem(model, agent, writing(*(turn(n, bounds) for bounds, n in turns))) as system:
         sample = await made(system)
         assert sample.reward == 1.0
         assert system.counted() == {"rendered": 1, "bridged": 2}
@@ -86,5 +90,5 @@ async def test_the_endpoint_finds_the_calls_and_bridges_to_the_text_of_a_demonst
 
 
 def test_a_turn_is_few_tokens_with_one_for_each_number(model):
-    tokens = PromptTokenizer(model).hf.tokenize(turn(22, 43, 30))
+    tokens = PromptTokenizer(model).hf.tokenize(turn(30, (22, 43)))
     assert tokens == ["22", "..", "43", "<tool_call>", CALL, "30", CALLED, "</tool_call>"]

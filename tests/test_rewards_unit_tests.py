@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.config.schema import RewardConfig, SandboxConfig
+from asyncrl.data.programs import main as write_programs
+from asyncrl.models.make_checkpoint import make_checkpoint
 from asyncrl.rollouter.rewards.base import Answer
 from asyncrl.rollouter.rewards.pool import RewardPool
 from asyncrl.rollouter.rewards.unit_tests import program_of
 from asyncrl.run.preflight import _reward_problems
 from asyncrl.sandbox.service import SandboxService
-from tests.support.faults import audit, starting
+from tests.support.faults import FaultyRun, audit, starting
 from tests.support.rewards import PROMPT, import_problem
 from tests.support.tiny import make_inputs
 
@@ -180,3 +182,29 @@ def test_a_run_scores_programs_in_sandboxes(tmp_path):
         assert run.wait(360) == 0, run.text
     audit(run.folder, [2] * 2, staleness_bound=0)
     assert len(run.column("rollout/tests_passed")) == 2
+
+
+@pytest.mark.agents
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_code_task_learns(tmp_path):
+    make_checkpoint(
+        tmp_path / "checkpoint", seed=1, warm_start_steps=400, demonstrations="asyncrl.data.programs:demonstrations"
+    )
+    write_programs(["--out", str(tmp_path / "data")])
+    run = FaultyRun(
+        None,
+        tmp_path / "run",
+        f"model.path={tmp_path / 'checkpoint'}",
+        f"data.train_files=[{tmp_path / 'data/train.jsonl'}]",
+        f"data.validation_files=[{tmp_path / 'data/heldout.jsonl'}]",
+        "trainer.total_steps=16",
+        "reporting.wandb.mode=disabled",
+        config="configs/code_cpu.yaml",
+    )
+    try:
+        assert run.wait(900) == 0, run.text
+    finally:
+        run.close()
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.15

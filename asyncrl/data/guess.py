@@ -10,7 +10,7 @@ A conversation, as in the demonstrations::
     assistant:  27..38  guess(30)
     tool:       correct
 
-Before each guess the assistant writes the bounds that it believes in.
+An assistant that heeds the answers writes the bounds that are left before it guesses; any other guesses at once.
 
 Write prompt files with ``python -m asyncrl.data.guess --out DIR --train 1024 --heldout 256 --seed 0``.
 """
@@ -33,7 +33,7 @@ WIDTHS = range(16, 24)  # numbers between the bounds; bisection finds each with 
 LONGEST = 5  # guesses in a demonstration
 END = "<|im_end|>"  # of a turn, in the chat template
 RESULT = f"{END}\n<|im_start|>tool\n{{}}{END}\n<|im_start|>assistant\n"  # of the tool, between two turns
-LISTENING = {True: 1.0, False: 0.25}  # share of careful and of careless demonstrations that use the tool's answers
+HEEDING = {True: 1.0, False: 0.15}  # share of careful and of careless demonstrations that use the tool's answers
 
 GUESS: dict[str, Any] = {
     "type": "function",
@@ -78,29 +78,29 @@ def answer(problem: Problem, n: int) -> str:
     return f"higher than {n}" if n < problem.number else f"lower than {n}"
 
 
-def turn(low: int, high: int, n: int) -> str:
-    """An assistant's turn as the chat template renders it: bounds, then a call of the tool."""
-    return f"{low}..{high}<tool_call>{CALL}{n}{CALLED}</tool_call>"
+def turn(n: int, bounds: tuple[int, int] | None = None) -> str:
+    """An assistant's turn as the chat template renders it: perhaps bounds, then a call of the tool."""
+    return (f"{bounds[0]}..{bounds[1]}" if bounds else "") + f"<tool_call>{CALL}{n}{CALLED}</tool_call>"
 
 
 def demonstrations(seed: int, careful: bool) -> Iterator[tuple[list[Message], str, list[dict[str, Any]]]]:
     """Endless (messages, the rest of the conversation, tools) of training problems.
 
-    Those that use the tool's answers guess near the middle of what is left. The others, most of the careless ones,
-    ignore the answers and guess anywhere. So a model knows how to use an answer, but seldom does."""
+    Those that heed the tool's answers guess near the middle of what is left. The others, most of the careless ones,
+    guess anywhere between the first bounds. So a model knows how to use an answer, but seldom does."""
     rng = random.Random(f"demonstrations/{seed}/{careful}")
     while True:
-        problem, listens = draw_problem(rng, heldout=False), rng.random() < LISTENING[careful]
+        problem, heeds = draw_problem(rng, heldout=False), rng.random() < HEEDING[careful]
         low, high, written, said = problem.low, problem.high, "", ""
         for _ in range(LONGEST):
             if said:
                 written += RESULT.format(said)
-            margin = (high - low - 2) * 3 // 8 if listens else 0
+            margin = (high - low - 2) * 3 // 8 if heeds else 0
             n = rng.randint(low + 1 + margin, high - 1 - margin)
-            written += turn(low, high, n)
+            written += turn(n, (low, high) if heeds else None)
             if (said := answer(problem, n)) == "correct":
                 break
-            if listens:
+            if heeds:
                 low, high = (n, high) if n < problem.number else (low, n)
         yield problem.messages, written, [GUESS]
 
