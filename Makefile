@@ -44,7 +44,7 @@ quickstart-agent: quickstart-agent-inputs
 quickstart-agent-inputs: venv venv-agent-openai $(AGENT_CHECKPOINT)/model.safetensors $(AGENT_DATA)/train.jsonl
 
 $(AGENT_CHECKPOINT)/model.safetensors: | venv
-	$(BIN)/python -m asyncrl.models.make_checkpoint --out $(AGENT_CHECKPOINT) --seed 1 --layers 3 --warm-start-steps 440 \
+	$(BIN)/python -m asyncrl.models.make_checkpoint --out $(AGENT_CHECKPOINT) --seed 1 --warm-start-steps 700 \
 		--demonstrations asyncrl.data.guess:demonstrations --tokens asyncrl.data.guess:TOKENS
 
 $(AGENT_DATA)/train.jsonl: | venv

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 LAYERS = 4  # trunk layers
-HIDDEN_SIZE = 128
-HEAD_DIM = 32  # the smallest that the engines' CPU attention kernels support
 WARM_START_STEPS = 700  # batches of BATCH_SIZE demonstrations
 CAREFUL_SHARE = 0.75  # share of error-free demonstrations, which come first
 BATCH_SIZE = 16
@@ -38,20 +36,18 @@ TOKENIZER_TEXTS = 1000  # number of demonstrations on which the tokenizer is tra
 VOCAB_MULTIPLE = 64  # the vocabulary is padded to a multiple of this, so that tensor parallelism divides it evenly
 
 
-def model_config(
-    tokenizer: PreTrainedTokenizerFast, layers: int = LAYERS, hidden_size: int = HIDDEN_SIZE
-) -> dict[str, Any]:
-    """The config.json."""
+def model_config(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """The config.json. head_dim is 32, the smallest that the engines' CPU attention kernels support."""
     return {
         "architectures": ["MiMoForCausalLM"],
         "model_type": "qwen2",
         "vocab_size": -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
-        "hidden_size": hidden_size,
-        "intermediate_size": 3 * hidden_size,
-        "num_hidden_layers": layers,
-        "num_attention_heads": hidden_size // HEAD_DIM,
-        "num_key_value_heads": hidden_size // HEAD_DIM // 2,
-        "head_dim": HEAD_DIM,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
         "num_nextn_predict_layers": 1,
         "hidden_act": "silu",
         "attention_bias": True,
@@ -77,14 +73,13 @@ def make_checkpoint(
     demonstrations: str = "asyncrl.data.arithmetic:demonstrations",
     layers: int = LAYERS,
     tokens: str | None = None,
-    hidden_size: int = HIDDEN_SIZE,
 ) -> Path:
     """Write the checkpoint folder and return its path; the same arguments give the same weights.
 
     ``demonstrations``: import path of a function (seed, careful: bool) that returns an endless iterator of (chat
     messages, response) or, where tools are on offer, (chat messages, response, tools), such as
     `asyncrl.data.arithmetic.demonstrations` and `asyncrl.data.guess.demonstrations`. ``tokens``: import path of texts
-    that are one token each. ``hidden_size``: a multiple of twice `HEAD_DIM`. Raises ImportPathError.
+    that are one token each. Raises ImportPathError.
     """
     folder = Path(out)
     source = load(demonstrations)
@@ -96,7 +91,7 @@ def make_checkpoint(
         ),
         tokens=load(tokens) if tokens is not None else (),
     )
-    config = DecoderConfig.from_dict(model_config(tokenizer, layers, hidden_size))
+    config = DecoderConfig.from_dict(model_config(tokenizer) | {"num_hidden_layers": layers})
     model = Decoder(config)
     init_small_model(model, seed)
     careful_steps = int(CAREFUL_SHARE * warm_start_steps)
@@ -150,14 +145,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--tokens", help="import path of texts that are one token each")
     parser.add_argument("--layers", type=int, default=LAYERS, help="number of trunk layers")
-    parser.add_argument("--hidden-size", type=int, default=HIDDEN_SIZE, help=f"a multiple of {2 * HEAD_DIM}")
     args = parser.parse_args(argv)
-    if args.hidden_size < 1 or args.hidden_size % (2 * HEAD_DIM):
-        parser.error(f"--hidden-size: expected a multiple of {2 * HEAD_DIM}, found {args.hidden_size}")
     torch.set_num_threads(1)  # one summation order on every machine
-    folder = make_checkpoint(
-        args.out, args.seed, args.warm_start_steps, args.demonstrations, args.layers, args.tokens, args.hidden_size
-    )
+    folder = make_checkpoint(args.out, args.seed, args.warm_start_steps, args.demonstrations, args.layers, args.tokens)
     parameters = sum(p.numel() for p in Decoder(DecoderConfig.load(folder)).parameters())
     print(f"{folder}: {parameters:,} parameters, warm-started for {args.warm_start_steps} steps, seed {args.seed}")
 
