@@ -287,6 +287,16 @@ async def serving(**options):
         await service.close()
 
 
+async def test_a_service_that_is_closed_starts_no_further_host(caplog):
+    service = SandboxService(CONFIG)
+    await service.start()
+    running = asyncio.create_task(service.run())
+    await asyncio.sleep(0)  # it watches the host
+    await service.close()
+    await asyncio.wait_for(running, 30)
+    assert "started again" not in caplog.text
+
+
 async def test_a_host_serves_the_same_calls():
     async with serving() as (_, client):
         sandbox = await client.create()

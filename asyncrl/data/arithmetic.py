@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from asyncrl.data.generated import is_heldout, write_files
+from asyncrl.data.generated import draw_problems, is_heldout, write_files
 from asyncrl.types.prompts import Message
 
 STEPS = range(1, 7)  # operations in a problem, uniformly
@@ -114,17 +114,9 @@ def demonstrations(seed: int, careful: bool) -> Iterator[tuple[list[Message], st
 
 
 def rows(rng: random.Random, count: int, heldout: bool) -> Iterator[dict[str, Any]]:
-    """``count`` problems of a prompt file: ``prompt`` (chat messages), ``answer``, ``steps``.
-
-    Held-out problems are all different. Training problems repeat, so that all numbers of steps stay equally frequent:
-    there are few short problems, and without them too few samples would be right to learn from."""
-    seen: set[Problem] = set()
-    while count:
-        problem = draw_problem(rng, heldout)
-        if not (heldout and problem in seen):
-            yield {"prompt": problem.messages, "answer": str(problem.answer), "steps": len(problem.steps)}
-            seen.add(problem)
-            count -= 1
+    """Rows of a prompt file: ``prompt`` (chat messages), ``answer``, ``steps`` (their number)."""
+    for problem in draw_problems(draw_problem, rng, count, heldout):
+        yield {"prompt": problem.messages, "answer": str(problem.answer), "steps": len(problem.steps)}
 
 
 def main(argv: list[str] | None = None) -> None:

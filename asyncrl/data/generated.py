@@ -9,13 +9,15 @@ import argparse
 import json
 import random
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncrl.disk.files import write_whole
 
 HELDOUT_SHARE = 8  # one problem in this many is held out
+
+P = TypeVar("P", bound=Hashable)
 
 #: (random numbers, number of rows, whether held out) → rows of a prompt file
 Rows = Callable[[random.Random, int, bool], Iterable[dict[str, Any]]]
@@ -23,6 +25,20 @@ Rows = Callable[[random.Random, int, bool], Iterable[dict[str, Any]]]
 
 def is_heldout(problem: str) -> bool:
     return zlib.crc32(problem.encode()) % HELDOUT_SHARE == 0
+
+
+def draw_problems(
+    draw: Callable[[random.Random, bool], P], rng: random.Random, count: int, heldout: bool
+) -> Iterator[P]:
+    """``count`` problems. Held-out ones are all different. Training problems repeat, so that each length stays equally
+    frequent: there are few short problems, and without them too few samples would be right to learn from."""
+    seen: set[P] = set()
+    while count:
+        problem = draw(rng, heldout)
+        if not (heldout and problem in seen):
+            yield problem
+            seen.add(problem)
+            count -= 1
 
 
 def write_files(argv: list[str] | None, task: str, rows: Rows, train: int, heldout: int) -> None:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.data.code_tests import Test, tests_text
-from asyncrl.data.generated import is_heldout, write_files
+from asyncrl.data.generated import draw_problems, is_heldout, write_files
 from asyncrl.types.prompts import Message
 
 READ = "xs = [int(x) for x in input().split()]"
@@ -119,16 +119,10 @@ def draw_test(problem: Problem, rng: random.Random) -> Test:
 
 
 def rows(rng: random.Random, count: int, heldout: bool) -> Iterator[dict[str, Any]]:
-    """``count`` problems of a prompt file: ``prompt`` (chat messages), ``tests``, ``steps`` (their number). Held-out
-    problems are all different; training problems repeat, because there are few short ones."""
-    seen: set[Problem] = set()
-    while count:
-        problem = draw_problem(rng, heldout)
-        if not (heldout and problem in seen):
-            tests = tests_text([draw_test(problem, rng) for _ in range(TESTS)])
-            yield {"prompt": problem.messages, "answer": "", "tests": tests, "steps": len(problem.steps)}
-            seen.add(problem)
-            count -= 1
+    """Rows of a prompt file: ``prompt`` (chat messages), ``tests``, ``steps`` (their number)."""
+    for problem in draw_problems(draw_problem, rng, count, heldout):
+        tests = tests_text([draw_test(problem, rng) for _ in range(TESTS)])
+        yield {"prompt": problem.messages, "answer": "", "tests": tests, "steps": len(problem.steps)}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -42,13 +42,14 @@ class Address(NamedTuple):
 
 
 class SandboxService:
-    """``start()`` returns when sandboxes are served; ``run()`` then keeps the host alive until it is cancelled.
+    """``start()`` returns when sandboxes are served; ``run()`` then keeps the host alive until it is closed.
 
     ``address`` stays the same when the host starts again."""
 
     def __init__(self, config: SandboxConfig) -> None:
         self._config = config
         self._process: asyncio.subprocess.Process | None = None
+        self._closing = False
         self._folder = ""
         if config.kind == "remote":
             self.address = Address(config.url, os.environ.get(TOKEN_VARIABLE, ""))
@@ -78,6 +79,8 @@ class SandboxService:
                 await asyncio.Event().wait()
             assert self._process is not None
             code = await self._process.wait()
+            if self._closing:
+                return
             if restarts == _MAX_RESTARTS:
                 break
             log.warning("the host of sandboxes has ended (exit code %d); it is started again", code)
@@ -87,6 +90,7 @@ class SandboxService:
 
     async def close(self) -> None:
         """All sandboxes end."""
+        self._closing = True
         if self._process is not None and self._process.returncode is None:
             assert self._process.stdin is not None
             self._process.stdin.close()
