@@ -112,6 +112,13 @@ async def test_samples_go_to_the_process_with_the_fewest():
         assert len({outcome.metrics["pid"] for outcome in outcomes}) == 3
 
 
+async def test_a_process_of_agents_has_a_process_group_of_its_own_in_our_session():
+    async with running(support.process) as agents:
+        pid = int((await agents.run(task())).metrics["pid"])
+        assert os.getpgid(pid) == pid
+        assert os.getsid(pid) == os.getsid(0)  # Linux may give each session an equal share of a core
+
+
 async def test_an_agent_returns_nothing_a_number_or_a_dict():
     async with running(support.returns) as agents:
         expected = {

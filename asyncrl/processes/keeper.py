@@ -60,7 +60,8 @@ def keep(
     outputs: Sequence[Sequence[int]] = ((1, 2),),
     at_end: Callable[[], object] | None = None,
 ) -> Ended:
-    """Make this process the keeper of ``work``, which runs in a session of its own; returns when nothing is left of it.
+    """Make this process the keeper of ``work``, which runs in a process group of its own; returns when nothing is
+    left of it.
 
     ``watch`` is made with the stand-in's pid. ``private``: descriptors of the worker alone. ``outputs``: groups of the
     worker's descriptors, each a pipe that the keeper reads. ``at_end`` runs in the stand-in when all below it has
@@ -86,7 +87,7 @@ def keep(
         os._exit(_stand_in(worker, folder, at_end))  # leaves nothing to clean up, which would take milliseconds
     end_with_parent(stand_in)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    os.setsid()  # killing one's own process group is common
+    os.setpgid(0, 0)  # killing one's own process group is common; of sessions, each may get an equal share of a core
     work()
     sys.exit()
 

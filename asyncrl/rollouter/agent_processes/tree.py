@@ -42,7 +42,7 @@ class AgentTree:
                 pass_fds=[] if job.connection is None else [job.connection],
                 env=environment,
                 cwd=job.folder,
-                start_new_session=True,  # signals to our process group do not reach it
+                process_group=0,  # signals to ours do not reach it
             )
             starting = asyncio.create_task(keeper)
             try:

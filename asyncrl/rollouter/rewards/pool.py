@@ -231,7 +231,7 @@ class _Worker:
                 pass_fds=[theirs.fileno()],
                 env=worker_environment(config.secrets, folder),
                 cwd=folder,
-                start_new_session=True,  # signals to our process group do not reach it
+                process_group=0,  # signals to ours do not reach it
             )
         except BaseException:
             self._requests.transport.abort()
