@@ -7,7 +7,9 @@ from asyncrl.observability.efficiency import EfficiencyTracker
 
 def test_pools_that_never_wait_are_as_fast_as_the_slower_one():
     tracker = EfficiencyTracker(1, 1, "CPU")
-    figures = tracker.step(2.0, trained=1000, training_s=2.0, generated=1000, generating_s=1.0, unthrottled=True)
+    figures = tracker.step(
+        2.0, trained=1000, training_s=2.0, generated=1000, generating_s=1.0, rewarding_s=0.0, unthrottled=True
+    )
     assert figures == {
         "perf/trainer_alone_tokens_per_s": 500,
         "perf/rollout_alone_tokens_per_s": 1000,
@@ -18,18 +20,20 @@ def test_pools_that_never_wait_are_as_fast_as_the_slower_one():
 
 def test_waiting_and_tokens_that_are_never_trained_lower_the_fraction():
     waiting = EfficiencyTracker(1, 1, "CPU")
-    waiting.step(4.0, trained=1000, training_s=2.0, generated=1000, generating_s=2.0, unthrottled=True)
+    waiting.step(4.0, trained=1000, training_s=2.0, generated=1000, generating_s=2.0, rewarding_s=0.0, unthrottled=True)
     assert waiting.figures()["fraction_of_ideal"] == 0.5
     # half of the generated tokens are dropped: the rollouter is always busy
     dropping = EfficiencyTracker(1, 1, "CPU")
-    dropping.step(2.0, trained=500, training_s=0.5, generated=1000, generating_s=2.0, unthrottled=True)
+    dropping.step(2.0, trained=500, training_s=0.5, generated=1000, generating_s=2.0, rewarding_s=0.0, unthrottled=True)
     assert dropping.figures()["fraction_of_ideal"] == 0.5
 
 
 def test_a_throttled_rollouter_does_not_count_as_slow():
     tracker = EfficiencyTracker(1, 1, "CPU")
-    tracker.step(2.0, trained=1000, training_s=1.0, generated=1000, generating_s=1.0, unthrottled=True)
-    narrow = tracker.step(2.0, trained=1000, training_s=1.0, generated=1000, generating_s=2.0, unthrottled=False)
+    tracker.step(2.0, trained=1000, training_s=1.0, generated=1000, generating_s=1.0, rewarding_s=0.0, unthrottled=True)
+    narrow = tracker.step(
+        2.0, trained=1000, training_s=1.0, generated=1000, generating_s=2.0, rewarding_s=0.0, unthrottled=False
+    )
     assert narrow["perf/rollout_alone_tokens_per_s"] == 1000
     assert narrow["perf/fraction_of_ideal"] == 0.5
 
@@ -50,11 +54,43 @@ def test_a_throttled_rollouter_does_not_count_as_slow():
 )
 def test_the_advice_names_the_bottleneck_and_a_balanced_split(pools, training_s, generating_s, advice):
     tracker = EfficiencyTracker(*pools)
-    tracker.step(3.0, trained=100, training_s=training_s, generated=100, generating_s=generating_s, unthrottled=True)
+    tracker.step(
+        3.0,
+        trained=100,
+        training_s=training_s,
+        generated=100,
+        generating_s=generating_s,
+        rewarding_s=0.0,
+        unthrottled=True,
+    )
     assert advice in tracker.advice()
+
+
+@pytest.mark.parametrize(
+    ("training_s", "rewarding_s", "advice"),
+    [
+        (3.0, 9.8, "the reward is the bottleneck, samples wait for it 98% of the time: training takes 30% of the time"),
+        (3.0, 5.0, "the pools are balanced"),  # something else is
+        (9.0, 9.8, "training is the bottleneck"),  # a slow reward, but enough of it at once
+    ],
+)
+def test_the_advice_names_a_reward_for_which_both_pools_wait(training_s, rewarding_s, advice):
+    tracker = EfficiencyTracker(1, 1, "CPU")
+    tracker.step(
+        10.0,
+        trained=100,
+        training_s=training_s,
+        generated=100,
+        generating_s=3.0,
+        rewarding_s=rewarding_s,
+        unthrottled=True,
+    )
+    assert tracker.advice().startswith(advice)
 
 
 def test_a_run_that_trained_nothing_has_no_figures():
     tracker = EfficiencyTracker(1, 1, "CPU")
-    assert tracker.step(1.0, trained=0, training_s=0, generated=0, generating_s=0, unthrottled=True) == {}
+    assert (
+        tracker.step(1.0, trained=0, training_s=0, generated=0, generating_s=0, rewarding_s=0.0, unthrottled=True) == {}
+    )
     assert tracker.figures() == {}

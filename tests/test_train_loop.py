@@ -285,7 +285,7 @@ def be_busy(rank: Recorder, replica: Recorder, times: int) -> float:
 async def test_a_step_is_reported_with_the_metrics_of_its_window():
     rank, replica = Recorder("trainer/0"), Recorder("replica/0")
     monitor = await monitored(rank, replica)
-    with rank.span("trainer/step"), replica.span("rollout/generate"):
+    with rank.span("trainer/step"), replica.span("rollout/generate"), replica.span("rollout/reward"):
         replica.count("rollout/tokens", 70)
         await asyncio.sleep(0.01)
     values = await monitor.on_step(at(1), {"trainer/trained_tokens": 60.0, "trainer/tokens": 80.0})
@@ -293,6 +293,7 @@ async def test_a_step_is_reported_with_the_metrics_of_its_window():
     assert values["perf/rollout_tokens_per_s"] * values["perf/step_s"] == pytest.approx(70)
     assert 0 < values["perf/fraction_of_ideal"] <= 1
     assert 0 <= values["fully_async/trainer/idle_ratio"] < 1
+    assert 0 < values["fully_async/rewarding_ratio"] <= 1
     assert monitor.summary()["tokens"] == 70
 
 

@@ -120,11 +120,13 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         ),
         Chart(
             "Idle time",
-            "Fraction of the time in which each pool was idle, and in which both were busy.",
+            "Fraction of the time in which each pool was idle, in which both were busy, and in which finished samples "
+            "waited for their rewards.",
             (
                 Line("fully_async/trainer/idle_ratio", "trainer idle", BLUE),
                 Line("fully_async/rollouter/idle_ratio", "rollouter idle", ORANGE),
                 Line("fully_async/overlap", "both busy", GREEN),
+                Line("fully_async/rewarding_ratio", "waiting for rewards", RED, "dot"),
             ),
             percent=True,
         ),

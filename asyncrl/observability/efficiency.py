@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass
 
 BALANCED = 0.9  # ratio of the pools' busy times from which the pools count as balanced
+BUSY = 0.9  # share of the time from which rewards count as always under way
+WAITING = 0.7  # fraction of the ideal below which both pools wait for something else
 RECENT = 0.2  # weight of a step in the running means
 
 
@@ -27,6 +29,7 @@ class EfficiencyTracker:
     ideal_s: float = 0.0
     train_s: float = 0.0
     rollout_s: float = 0.0
+    reward_s: float = 0.0
     _rollout_rate: float = math.nan  # running mean
 
     def step(
@@ -36,12 +39,14 @@ class EfficiencyTracker:
         training_s: float,
         generated: float,
         generating_s: float,
+        rewarding_s: float,
         unthrottled: bool,
     ) -> dict[str, float]:
         """Metrics of a step of ``seconds`` that trained ``trained`` tokens while ``generated`` tokens were generated.
 
-        ``training_s``, ``generating_s``: busy seconds, the mean over a pool's actors. A rollouter throttled to the
-        trainer's pace (not ``unthrottled``) understates its rate, so its last unthrottled rate is kept."""
+        ``training_s``, ``generating_s``: busy seconds, the mean over a pool's actors. ``rewarding_s``: seconds in which
+        samples waited for their rewards. A rollouter throttled to the trainer's pace (not ``unthrottled``) understates
+        its rate, so its last unthrottled rate is kept."""
         if generating_s > 0 and generated > 0 and (unthrottled or math.isnan(self._rollout_rate)):
             rate = generated / generating_s
             known = not math.isnan(self._rollout_rate)
@@ -54,6 +59,7 @@ class EfficiencyTracker:
         self.ideal_s += ideal_s
         self.train_s += training_s
         self.rollout_s += rollout_s
+        self.reward_s += rewarding_s
         return {
             "perf/trainer_alone_tokens_per_s": trained / training_s,
             "perf/rollout_alone_tokens_per_s": self._rollout_rate,
@@ -68,11 +74,14 @@ class EfficiencyTracker:
         return {"fraction_of_ideal": self.ideal_s / self.seconds, "advice": self.advice()}
 
     def advice(self) -> str:
-        """The bottleneck, and the split of CPUs or GPUs that would balance the pools, in one line."""
+        """In one line the bottleneck, and the split of CPUs or GPUs that would balance the pools."""
         slower, faster = ("training", "generation") if self.train_s > self.rollout_s else ("generation", "training")
         least, most = sorted((self.train_s, self.rollout_s))
         shares = [f"{seconds / self.seconds:.0%}" for seconds in (self.train_s, self.rollout_s)]
         times = f"training takes {shares[0]} of the time, generation {shares[1]}"
+        if self.reward_s >= BUSY * self.seconds and self.ideal_s < WAITING * self.seconds:
+            waiting = f"{self.reward_s / self.seconds:.0%}"
+            return f"the reward is the bottleneck, samples wait for it {waiting} of the time: {times}"
         if least >= BALANCED * most:
             return f"the pools are balanced: {times}"
         # Work is busy time × resources: a split in proportion to the work balances the pools.

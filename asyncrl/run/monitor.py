@@ -170,6 +170,7 @@ class Monitor:
             "fully_async/rollouter/idle_ratio": 1
             - busy(["rollout/generate"], since, until, self._system.replica_names),
             "fully_async/overlap": both_busy_s / seconds,
+            "fully_async/rewarding_ratio": busy(["rollout/reward"], since, until),
         }
         self._activity.forget(until)
         if samples := counters["rollout/samples"]:
@@ -194,6 +195,7 @@ class Monitor:
             training_s=(1 - window["fully_async/trainer/idle_ratio"]) * seconds,
             generated=window["perf/rollout_tokens_per_s"] * seconds,
             generating_s=(1 - window["fully_async/rollouter/idle_ratio"]) * seconds,
+            rewarding_s=window["fully_async/rewarding_ratio"] * seconds,
             unthrottled=self._gauges.get("rollout/width", math.inf) >= self._config.rollout.engine.slots,
         )
 
