@@ -287,6 +287,23 @@ def test_what_the_hub_says_is_passed_on_in_one_line(tmp_path, monkeypatch):
         prepare("gsm8k", "openai/gsm8k", tmp_path)
 
 
+def test_parts_of_a_data_set_with_the_same_ids_make_one_file_of_prompts(tmp_path):
+    published(tmp_path / "mbpp/full/train.jsonl", [CODE["mbpp"][0]])
+    published(tmp_path / "mbpp/sanitized/train.jsonl", [CODE["mbpp, sanitized"][0]])
+    (done,) = prepare("code", str(tmp_path / "mbpp"), tmp_path / "out")
+    assert done.kept == 2
+    assert len(load_prompts([done.file], DataConfig())) == 2
+
+
+def test_what_cannot_be_prepared_leaves_no_file_behind(tmp_path):
+    published(tmp_path / "mbpp.jsonl", [CODE["mbpp"][0] | {"test_list": "notalist"}])
+    with pytest.raises(DataError, match="1 tests that cannot be read; expected a prompt"):
+        prepare("code", str(tmp_path / "mbpp.jsonl"), tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+    with pytest.raises(DataError, match=r"--out: expected a folder that can be written, found .*mbpp.jsonl"):
+        prepare("code", str(tmp_path / "mbpp.jsonl"), tmp_path / "mbpp.jsonl")
+
+
 def test_the_commands_of_the_docs_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     published(tmp_path / "downloads/gsm8k/main/train-00000-of-00001.parquet", GSM8K)

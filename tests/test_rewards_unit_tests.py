@@ -63,6 +63,19 @@ async def test_programs_are_rewarded_for_passing_all_tests():
 
 
 @pytest.mark.agents
+async def test_tests_that_expect_more_output_than_is_kept_are_at_fault_not_the_program():
+    programs = [block("print('ab' * 50000)"), block("import sys\nprint(1)\nprint('x' * 99999, file=sys.stderr)")]
+    long = [{"stdin": "", "stdout": "ab" * 50000}]
+    async with rewards() as pool:
+        (right, wrong) = await pool.score([Answer(prompt(long), program) for program in programs])
+        (loud,) = await pool.score([Answer(prompt([{"stdin": "", "stdout": "1"}]), programs[1])])
+    assert right.error == "reward_error"
+    assert "sandbox.output_kb" in right.message
+    assert (wrong.error, wrong.reward) == (None, 0.0)
+    assert (loud.error, loud.reward) == (None, 1.0)
+
+
+@pytest.mark.agents
 async def test_a_share_of_the_tests_is_a_share_of_the_reward():
     async with rewards(args={"partial": True, "test_s": 3.0}) as pool:
         results = await pool.score([Answer(prompt(DOUBLE), block(code)) for code in ("print(4)", "while True: pass")])

@@ -17,6 +17,7 @@ from asyncrl.sandbox.base import Limits, SandboxFailed
 from asyncrl.sandbox.cgroups import Cgroups
 from asyncrl.sandbox.choose import KINDS, open_pool, probe
 from asyncrl.sandbox.client import SandboxClient
+from asyncrl.sandbox.host import SandboxHost
 from asyncrl.sandbox.interpreter import find_interpreter
 from asyncrl.sandbox.pool import SandboxPool
 from asyncrl.sandbox.service import SandboxService
@@ -152,6 +153,34 @@ async def test_each_use_has_a_sandbox_of_its_own_and_others_wait(kind):
         for sandbox in (second, third):
             await sandbox.close()
     assert not glob.glob(f"/sys/fs/cgroup/**/asyncrl-{os.getpid()}-*", recursive=True)
+
+
+async def test_a_close_that_is_cancelled_goes_on():
+    async with await open_pool(SandboxConfig(**{**vars(CONFIG), "kind": "bubblewrap", "concurrent": 1})) as pool:
+        for _ in range(2):
+            sandbox = await pool.create()
+            closing = asyncio.create_task(sandbox.close())
+            await asyncio.sleep(0)
+            closing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await closing
+        await asyncio.wait_for(pool.create(), 30)
+
+
+async def test_a_user_who_goes_away_during_a_call_gives_the_sandbox_back(monkeypatch):
+    monkeypatch.setattr("asyncrl.sandbox.host.CUT_S", 0.1)
+    async with await open_pool(SandboxConfig(**{**vars(CONFIG), "kind": "bubblewrap", "concurrent": 1})) as pool:
+        host = SandboxHost(pool, "token")
+        port = await host.start(host="127.0.0.1")
+        try:
+            gone = SandboxClient(f"http://127.0.0.1:{port}", "token")
+            call = asyncio.create_task((await gone.create()).exec(["sleep", "60"], timeout_s=60))
+            await asyncio.sleep(0.5)
+            call.cancel()
+            await gone.close()
+            await asyncio.wait_for(pool.create(), 30)
+        finally:
+            await host.close()
 
 
 async def test_more_memory_than_allowed_is_the_models_fault(kind):

@@ -88,3 +88,13 @@ async def test_a_server_that_does_not_start_fails_the_sample_with_its_name(model
     async with serving(model, writing("never"), broken={"command": ["/bin/false"]}) as system:
         (failed,) = await system.samples()
     assert "mcp.broken: the server does not serve" in failed.message
+
+
+@pytest.mark.parametrize("over", ["standard input", "HTTP"])
+async def test_a_server_that_dies_fails_the_sample_as_its_environment(model, over):
+    with http_server() if over == "HTTP" else contextlib.nullcontext() as url:
+        server = {"url": url} if url else {"command": PROGRAM, "env": {"PYTHONPATH": os.getcwd()}}
+        async with serving(model, writing(call("add", a=1, b=2), call("die"), "Done."), numbers=server) as system:
+            (failed,) = await system.samples()
+    assert failed.reason == "infra", failed
+    assert "mcp" in failed.message

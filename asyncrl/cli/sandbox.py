@@ -37,6 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not (token := os.environ.get(TOKEN_VARIABLE, "")):
         print(f"expected a token in the environment variable {TOKEN_VARIABLE}, found none", file=sys.stderr)
         return 2
+    if args.kind == "podman" and not args.image:
+        serves.error("--image: expected an image for --kind podman, found none")
+    if not 0 <= args.port < 65536:
+        serves.error(f"--port: expected 0 to 65535, found {args.port}")
     config = SandboxConfig(kind=args.kind, image=args.image, python=args.python)
     try:
         asyncio.run(serve(config, token, host=args.host, port=args.port))

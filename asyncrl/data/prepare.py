@@ -48,7 +48,10 @@ def prepare(
     splits = _splits(_local(source))
     if split is not None and split not in splits:
         raise DataError(f"--split: expected one of {', '.join(sorted(splits))}; found {split}")
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise DataError(f"--out: expected a folder that can be written, found {out} ({e.strerror})") from None
     chosen = sorted(splits) if split is None else [split]
     return [_written(out / f"{part}.jsonl", name, part, splits[part], instruction) for part in chosen]
 
@@ -90,33 +93,47 @@ def _splits(source: Path) -> dict[str, list[Path]]:
 
 
 def _written(file: Path, name: str, split: str, sources: Sequence[Path], instruction: str | None) -> Prepared:
-    done, seen = Prepared(file), dict[bytes, str]()
+    done = Prepared(file)
     staged = file.with_name(f"{file.name}.partial")
-    with staged.open("w", encoding="utf-8") as lines:
-        for where, row, schema in _rows(name, sources):
-            done.read += 1
-            if schema.instructed and instruction is not None:
-                raise DataError(f"--instruction: the prompts of {name} have one; expected none, found {instruction!r}")
-            try:
-                row = {"id": f"{name}/{split}/{done.read - 1}", "data_source": name} | schema.convert(row, instruction)
-            except Unusable as e:
-                done.dropped[str(e)] += 1
-                continue
-            problem = blake2b(json.dumps(row["prompt"]).encode(), digest_size=16).digest()
-            if problem in seen:
-                done.dropped[DUPLICATE if seen[problem] == row["answer"] else CONTRADICTION] += 1
-                continue
-            seen[problem] = row["answer"]
-            done.kept += 1
-            try:
-                lines.write(json.dumps(row, ensure_ascii=False) + "\n")
-            except TypeError as e:
-                raise DataError(f"{where}: {e}") from None
-    if not done.kept:
-        staged.unlink()
-        raise DataError(f"{done}; expected a prompt")
+    try:
+        with staged.open("w", encoding="utf-8") as lines:
+            for row in _prompts(done, name, split, sources, instruction):
+                lines.write(row + "\n")
+        if not done.kept:
+            raise DataError(f"{done}; expected a prompt")
+    except BaseException:
+        staged.unlink(missing_ok=True)
+        raise
     staged.rename(file)
     return done
+
+
+def _prompts(done: Prepared, name: str, split: str, sources: Sequence[Path], instruction: str | None) -> Iterator[str]:
+    """Lines of a prompt file, each problem and each id once."""
+    seen, ids = dict[bytes, str](), set[str]()
+    for where, row, schema in _rows(name, sources):
+        own = f"{name}/{split}/{done.read}"
+        done.read += 1
+        if schema.instructed and instruction is not None:
+            raise DataError(f"--instruction: the prompts of {name} have one; expected none, found {instruction!r}")
+        try:
+            row = {"id": own, "data_source": name} | schema.convert(row, instruction)
+        except Unusable as e:
+            done.dropped[str(e)] += 1
+            continue
+        problem = blake2b(json.dumps(row["prompt"]).encode(), digest_size=16).digest()
+        if problem in seen:
+            done.dropped[DUPLICATE if seen[problem] == row["answer"] else CONTRADICTION] += 1
+            continue
+        if row["id"] in ids:  # of another part of the data set
+            row["id"] = own
+        seen[problem] = row["answer"]
+        ids.add(row["id"])
+        done.kept += 1
+        try:
+            yield json.dumps(row, ensure_ascii=False)
+        except TypeError as e:
+            raise DataError(f"{where}: {e}") from None
 
 
 def _rows(name: str, files: Sequence[Path]) -> Iterator[tuple[str, Mapping[str, Any], Schema]]:

@@ -86,6 +86,9 @@ def _dapo(row: Row, instruction: str | None) -> dict[str, Any]:
 
 
 def _mbpp(row: Row, instruction: str | None) -> dict[str, Any]:
+    listed = row["test_list"]
+    if not isinstance(listed, list) or not all(isinstance(test, str) for test in listed):
+        raise Unusable("tests that cannot be read")
     tests = mbpp_tests(row)
     if not tests:
         raise Unusable("no tests")

@@ -29,6 +29,7 @@ from asyncrl.sandbox.base import MAX_FILE_BYTES, WORKDIR, FailureKind, Sandbox, 
 from asyncrl.sandbox.pool import SandboxPool
 
 FORGOTTEN_S = 900.0  # a sandbox without a call for so long is closed: its user has died
+CUT_S = 30.0  # the same where its user has gone away during a call
 MAX_EXEC_S = 3600.0
 _MAX_BODY_BYTES = 2 * MAX_FILE_BYTES
 _STATUS: dict[FailureKind, int] = {"infra": 503, "timeout": 503, "task": 400, "model": 400}
@@ -125,7 +126,8 @@ class _Lease:
         self._sandbox, self._forget = sandbox, forget
         self._calls = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._wait()
+        self._ending: asyncio.Task[None] | None = None
+        self._wait(FORGOTTEN_S)
 
     def __enter__(self) -> Sandbox:
         self._calls += 1
@@ -133,10 +135,10 @@ class _Lease:
             self._timer.cancel()
         return self._sandbox
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         self._calls -= 1
         if not self._calls:
-            self._wait()
+            self._wait(CUT_S if kind is asyncio.CancelledError else FORGOTTEN_S)
 
     async def end(self) -> None:
         if self._timer is not None:
@@ -144,9 +146,11 @@ class _Lease:
         self._forget()
         await self._sandbox.close()
 
-    def _wait(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(FORGOTTEN_S, lambda: loop.create_task(self.end()))
+    def _wait(self, unused_s: float) -> None:
+        def end() -> None:
+            self._ending = asyncio.ensure_future(self.end())
+
+        self._timer = asyncio.get_running_loop().call_later(unused_s, end)
 
 
 def _asked(body: bytes) -> dict[str, Any]:

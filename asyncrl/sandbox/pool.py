@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from asyncrl.sandbox.base import Limits, Sandbox, SandboxFailed
@@ -53,6 +54,7 @@ class SandboxPool:
         self._ready: deque[LocalSandbox] = deque()
         self._used = asyncio.Event()
         self._live: set[LocalSandbox] = set()
+        self._ending: set[asyncio.Task[None]] = set()
         self._refilling: asyncio.Task[None] | None = None
 
     @property
@@ -71,7 +73,7 @@ class SandboxPool:
             self._refilling.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._refilling
-        await asyncio.gather(*(sandbox.close() for sandbox in list(self._live)))
+        await asyncio.gather(*(sandbox.close() for sandbox in list(self._live)), *self._ending)
         self.kind.close()
 
     async def create(self) -> Sandbox:
@@ -96,12 +98,22 @@ class SandboxPool:
 
     async def closed(self, sandbox: LocalSandbox) -> None:
         """One that was served is not needed any more."""
-        await self._ended(sandbox)
-        self._places.release()
+        await self._ended(sandbox, self._places.release)
 
-    async def _ended(self, sandbox: LocalSandbox) -> None:
-        await sandbox.close()
-        self._live.discard(sandbox)
+    async def _ended(self, sandbox: LocalSandbox, then: Callable[[], None] = lambda: None) -> None:
+        """Close it and call ``then``, also if the caller is cancelled: nobody closes it again."""
+
+        async def end() -> None:
+            try:
+                await sandbox.close()
+                self._live.discard(sandbox)
+            finally:
+                then()
+
+        ending = asyncio.create_task(end())
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+        await asyncio.shield(ending)
 
     async def _start(self) -> LocalSandbox:
         async with self._launches:

@@ -12,6 +12,7 @@ import secrets
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -67,10 +68,9 @@ class SandboxService:
                 found = await client.health()
             finally:
                 await client.close()
+            _tell(found)
         else:
-            found = await self._start()
-        weaker = f"; {found['weaker']}" if found["weaker"] else ""
-        log.info("code of the policy runs in sandboxes: %s%s", found["kind"], weaker)
+            await self._start()
 
     async def run(self) -> None:
         """Raises SandboxFailed if the host dies again and again."""
@@ -103,8 +103,12 @@ class SandboxService:
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def _start(self) -> dict[str, str]:
-        os.makedirs(self._folder)  # an earlier host has removed it
+    async def _start(self) -> None:
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)  # if an earlier host could not
+        try:
+            os.makedirs(self._folder)
+        except OSError as e:
+            raise SandboxFailed("infra", f"the host of sandboxes has no folder ({e})") from None
         os.chmod(self._folder, 0o711)  # users of sandboxes pass through
         self._process = process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "asyncrl.sandbox.serve", self._folder),
@@ -127,7 +131,12 @@ class SandboxService:
                 process.kill()
             await process.wait()
             raise SandboxFailed("infra", said.get("error") or "the host of sandboxes did not start; see the log")
-        return said
+        _tell(said)
+
+
+def _tell(found: Mapping[str, str]) -> None:
+    weaker = f"; {found['weaker']}" if found["weaker"] else ""
+    log.info("code of the policy runs in sandboxes: %s%s", found["kind"], weaker)
 
 
 def _environment(folder: str) -> dict[str, str]:

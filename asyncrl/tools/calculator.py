@@ -38,9 +38,12 @@ def compute(expression: str) -> str:
     if len(expression) > _MAX_CHARACTERS:
         raise ToolError(f"expected an expression of at most {_MAX_CHARACTERS} characters, found {len(expression)}")
     try:
-        value = _value(ast.parse(expression.strip().replace("^", "**"), mode="eval").body)
+        return _shown(_value(ast.parse(expression.strip().replace("^", "**"), mode="eval").body))
     except (SyntaxError, ValueError, TypeError, ArithmeticError, RecursionError, MemoryError) as e:
         raise ToolError(f"{expression!r} cannot be computed: {e}") from None
+
+
+def _shown(value: Any) -> str:
     if isinstance(value, Fraction) and value.denominator == 1:
         value = value.numerator
     return str(value) if isinstance(value, int) else f"{float(value):.12g}"
@@ -62,10 +65,13 @@ def _value(node: ast.expr) -> Any:
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    bits = math.log2(max(2, abs(base))) * abs(exponent)
-    if bits > _MAX_BITS:
+    size = max(base.numerator.bit_length(), base.denominator.bit_length()) if isinstance(base, Fraction) else 0
+    if size * abs(exponent) > _MAX_BITS:
         raise ValueError("the result is too large")
-    return base**exponent
+    power = base**exponent
+    if isinstance(power, complex):
+        raise ValueError("a root of a negative number")
+    return power
 
 
 def _small(value: Any) -> Any:

@@ -11,16 +11,17 @@ own of each program::
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from asyncrl.tools.base import Tool, ToolError
 
 _START_S = 60.0
+_CLOSED = (-32000, "Connection closed")  # the client's own error; a server may have others of this code
 
 
 class ServerFailed(RuntimeError):
-    """A server does not serve: its sample is started again."""
+    """A server does not serve, or no longer does: its sample is started again."""
 
     infra = True
 
@@ -70,12 +71,22 @@ async def _tools_of(
                 break
     except Exception as e:
         raise ServerFailed(f"mcp.{name}: the server does not serve: {_first(e)}") from e
-    return [_McpTool(client, tool, timeout_s) for tool in listed]
+    return [_McpTool(client, name, tool, timeout_s) for tool in listed]
+
+
+@contextlib.contextmanager
+def sessions() -> Iterator[None]:
+    """Around all use of the tools. A session that breaks cancels the task that uses it, and ends as an exception
+    group."""
+    try:
+        yield
+    except BaseExceptionGroup as e:
+        raise ServerFailed(f"mcp: a server no longer serves: {_first(e)}") from e
 
 
 class _McpTool:
-    def __init__(self, client: Any, tool: Any, timeout_s: float) -> None:
-        self._client, self._timeout_s = client, timeout_s
+    def __init__(self, client: Any, server: str, tool: Any, timeout_s: float) -> None:
+        self._client, self._server, self._timeout_s = client, server, timeout_s
         self.name: str = tool.name
         self.description: str = tool.description or tool.title or tool.name
         self.schema: Mapping[str, Any] = tool.input_schema
@@ -86,6 +97,8 @@ class _McpTool:
         try:
             result = await self._client.call_tool(self.name, dict(arguments), read_timeout_seconds=self._timeout_s)
         except MCPError as e:
+            if (e.code, e.message) == _CLOSED:
+                raise ServerFailed(f"mcp.{self._server}: the server has ended") from None
             raise ToolError(str(e)) from None
         told = "\n".join(_told(part) for part in result.content)
         if result.is_error:

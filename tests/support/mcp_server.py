@@ -1,5 +1,6 @@
 """A server of the Model Context Protocol: ``python -m tests.support.mcp_server [PORT]``, else over standard input."""
 
+import os
 import sys
 
 from mcp.server.mcpserver import MCPServer
@@ -26,6 +27,12 @@ def count() -> int:
 def fail() -> str:
     """Fails."""
     raise RuntimeError("it is broken")
+
+
+@server.tool()
+def die() -> str:
+    """Ends the server."""
+    os._exit(3)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from asyncrl.types.prompts import Prompt
 
 _BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)(?:^```|\Z)", re.DOTALL | re.MULTILINE)
 _LANGUAGES = ("python", "py", "python3", "")
+_KIB = 1024  # at least so much output is kept
 _PROGRAM, _STATEMENTS = "solution.py", "statements.py"
 #: the marker comes with the statements, after the program has been read: it is in no file and no argument
 _RUN_STATEMENTS = """\
@@ -38,7 +39,7 @@ class UnitTests:
 
     def prepare(self, test_s: float = 4.0, partial: bool = False, timeout_s: float = 10.0) -> None:
         """Raises UnknownPart."""
-        if not 0 < test_s <= timeout_s:
+        if isinstance(test_s, bool) or not isinstance(test_s, (int, float)) or not 0 < test_s <= timeout_s:
             limits = f"more than 0 and at most reward.timeout_s = {timeout_s:g}"
             raise UnknownPart(f"reward.args.test_s: expected {limits}, found {test_s!r}")
         if not isinstance(partial, bool):
@@ -86,7 +87,9 @@ def program_of(response: str) -> str:
 async def _passes(sandbox: Sandbox, program: str, test: dict[str, str], test_s: float) -> tuple[bool, Execution]:
     if "code" not in test:
         ran = await sandbox.exec(["python3", _PROGRAM], stdin=test["stdin"], timeout_s=test_s)
-        return ran.ok and not ran.truncated and _lines(ran.stdout) == _lines(test["stdout"]), ran
+        if ran.truncated and len(ran.stdout) >= _KIB and test["stdout"].startswith(ran.stdout.rstrip("\ufffd")):
+            raise ValueError("a test expects more output than sandbox.output_kb keeps: raise it")
+        return ran.ok and _lines(ran.stdout) == _lines(test["stdout"]), ran
     marker = secrets.token_hex(16)
     given = json.dumps({"program": program, "statements": test["code"], "passed": marker})
     ran = await sandbox.exec(["python3", _STATEMENTS], stdin=given, timeout_s=test_s)
