@@ -5,6 +5,7 @@ import contextlib
 import glob
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -12,6 +13,7 @@ import time
 
 import pytest
 
+from asyncrl.cli.sandbox import main as serve_or_probe
 from asyncrl.config.schema import SandboxConfig
 from asyncrl.sandbox.base import Limits, SandboxFailed
 from asyncrl.sandbox.cgroups import Cgroups
@@ -474,6 +476,31 @@ async def test_without_control_groups_memory_is_measured(tmp_path, monkeypatch):
     for name in ("mounts", "cgroup"):
         (tmp_path / name).write_text("")
     assert Cgroups(str(tmp_path / "mounts"), str(tmp_path / "cgroup")).version == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"kind": "remote"}, "sandbox.url: expected the host"),
+        (
+            {"kind": "remote", "url": "http://h:1", "memory_mb": 99},
+            "sandbox.memory_mb: the host of sandbox.url decides",
+        ),
+        ({"kind": "remote", "url": "http://h:1", "paths": ["/data"]}, "sandbox.paths: the host of sandbox.url decides"),
+        ({"url": "http://h:1"}, "sandbox.url: expected none with sandbox.kind=auto"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(options, problem):
+    with pytest.raises(ValueError, match=problem):
+        SandboxConfig(**options)
+
+
+@pytest.mark.parametrize("options", [["--memory-mb", "0"], ["--port", "99999"], ["--kind", "podman"]])
+def test_a_host_with_wrong_options_says_so_in_one_line(options, monkeypatch, capsys):
+    monkeypatch.setenv("ASYNCRL_SANDBOX_TOKEN", "secret")
+    with pytest.raises(SystemExit):
+        serve_or_probe(["serve", *options])
+    assert re.search(r"error: .*(memory_mb|--port|sandbox\.image): ", capsys.readouterr().err)
 
 
 def test_limits_have_defaults_that_a_config_may_change():

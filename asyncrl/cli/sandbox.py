@@ -12,11 +12,15 @@ import os
 import sys
 from collections.abc import Sequence
 
+from pydantic import ValidationError
+
 from asyncrl.config.schema import SandboxConfig
 from asyncrl.sandbox.base import SandboxFailed
 from asyncrl.sandbox.choose import KINDS, probe
 from asyncrl.sandbox.serve import serve
 from asyncrl.sandbox.service import TOKEN_VARIABLE
+
+_NUMBERS = ("concurrent", "warm", "memory_mb", "processes", "disk_mb", "output_kb")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,17 +35,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     serves.add_argument("--kind", default="auto", choices=["auto", *KINDS])
     serves.add_argument("--host", default="127.0.0.1")
     serves.add_argument("--port", type=int, default=8700)
+    serves.add_argument("--path", action="append", default=[], help="that can be read in sandboxes; may be repeated")
+    for name in _NUMBERS:
+        serves.add_argument(f"--{name.replace('_', '-')}", type=int, help=f"as sandbox.{name} of a run")
     args = parser.parse_args(argv)
     if args.command == "probe":
         return asyncio.run(_probe(SandboxConfig(image=args.image, python=args.python)))
     if not (token := os.environ.get(TOKEN_VARIABLE, "")):
         print(f"expected a token in the environment variable {TOKEN_VARIABLE}, found none", file=sys.stderr)
         return 2
-    if args.kind == "podman" and not args.image:
-        serves.error("--image: expected an image for --kind podman, found none")
     if not 0 <= args.port < 65536:
         serves.error(f"--port: expected 0 to 65535, found {args.port}")
-    config = SandboxConfig(kind=args.kind, image=args.image, python=args.python)
+    numbers = {name: getattr(args, name) for name in _NUMBERS if getattr(args, name) is not None}
+    try:
+        config = SandboxConfig(kind=args.kind, image=args.image, python=args.python, paths=args.path, **numbers)
+    except ValidationError as e:
+        first = e.errors()[0]
+        serves.error(": ".join([*map(str, first["loc"]), first["msg"].removeprefix("Value error, ")]))
     try:
         asyncio.run(serve(config, token, host=args.host, port=args.port))
     except (SandboxFailed, OSError) as e:

@@ -7,7 +7,7 @@ Options that verl's fully asynchronous trainer also has keep verl's names.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import field
+from dataclasses import MISSING, field, fields
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -252,8 +252,15 @@ class SandboxConfig(Section):
     output_kb: PositiveInt = 64  # KiB of a program's output that are kept, of each stream
 
     def problems(self) -> Iterator[str]:
-        if (self.kind == "remote") != bool(self.url):
-            yield f"sandbox.url: expected one with sandbox.kind=remote only, found {self.url!r} with kind={self.kind}"
+        if self.kind == "remote" and not self.url:
+            yield "sandbox.url: expected the host with sandbox.kind=remote, such as http://host:8700; found none"
+        if self.kind != "remote" and self.url:
+            yield f"sandbox.url: expected none with sandbox.kind={self.kind}, found {self.url}"
+        for option in fields(self) if self.kind == "remote" else ():
+            given = getattr(self, option.name)
+            default = option.default if option.default_factory is MISSING else option.default_factory()
+            if option.name not in ("kind", "allow_unsafe", "url") and given != default:
+                yield f"sandbox.{option.name}: the host of sandbox.url decides; set it there, found {given}"
         if self.kind == "podman" and not self.image:
             yield "sandbox.image: expected an image for sandbox.kind=podman, found none"
 

@@ -36,6 +36,7 @@ class RunnerChannel:
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[_Answer]] = {}
         self._ended: SandboxFailed | None = None
+        self._ran = False  # a program, which may have ended all
 
     async def ready(self, timeout_s: float) -> None:
         """Wait for the runner's start. Raises SandboxFailed."""
@@ -55,9 +56,12 @@ class RunnerChannel:
                 if waits is not None and not waits.done():
                     waits.set_result(answer)
         except EOFError:
-            self.fail("model", "the sandbox has ended")
+            self._has_ended()
         except ValueError as e:
             self.fail("model", f"the sandbox answered nonsense ({e})")
+
+    def _has_ended(self) -> None:
+        self.fail("model" if self._ran else "infra", "the sandbox has ended")
 
     def fail(self, kind: FailureKind, message: str) -> None:
         """End all calls, those to come too; the first reason counts."""
@@ -79,6 +83,7 @@ class RunnerChannel:
             )
         most = self._limits.output_kb * 1024
         arguments = list(argv), stdin, dict(env), self._place(cwd), timeout_s, most
+        self._ran = True
         status, code, first, second = await self._call("exec", arguments, timeout_s)
         out, err = (printed[:most].decode(errors="replace") for printed in (first, second))
         ended: Literal["exited", "timeout"] = "timeout" if status & ~_LOST == TIMEOUT else "exited"
@@ -104,7 +109,11 @@ class RunnerChannel:
                 self._process.stdin.write(FRAME.pack(len(frame)) + frame)
                 await self._process.stdin.drain()
                 answered = await answer
-        except (TimeoutError, ConnectionError):
+        except ConnectionError:
+            self._has_ended()
+            assert self._ended is not None
+            raise self._ended from None
+        except TimeoutError:
             self.fail("timeout", f"the sandbox did not answer a call within {timeout_s + _GRACE_S:g} s")
             assert self._ended is not None
             raise self._ended from None
