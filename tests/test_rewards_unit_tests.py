@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.config.schema import RewardConfig, SandboxConfig
+from asyncrl.config.schema import Config, RewardConfig, SandboxConfig
 from asyncrl.data.programs import main as write_programs
 from asyncrl.models.make_checkpoint import make_checkpoint
 from asyncrl.rollouter.rewards.base import Answer
@@ -36,7 +36,7 @@ async def rewards(**options):
     options = {"timeout_s": 60.0} | options
     pool = RewardPool(RewardConfig(function="unit_tests", **options), service.address)
     await pool.start()
-    assert pool.taken == {"sandboxes"}
+    assert pool.taken == {"sandboxes", "prompt.tests"}
     await service.start()
     try:
         yield pool
@@ -109,7 +109,7 @@ async def test_it_is_a_part_of_a_weighted_sum():
     config = RewardConfig(function="weighted", args={"functions": functions}, timeout_s=60.0)
     pool = RewardPool(config, service.address)
     await pool.start()
-    assert pool.taken == {"sandboxes"}
+    assert pool.taken == {"sandboxes", "prompt.tests"}
     await service.start()
     (result,) = await pool.score([Answer(prompt(DOUBLE), block("print(int(input()) * 2)"))])
     await pool.close()
@@ -159,14 +159,23 @@ def test_the_program_is_the_last_block(text, program):
 
 
 def test_a_run_that_needs_a_sandbox_is_refused_where_there_is_none(tmp_path, monkeypatch):
-    from asyncrl.config.schema import Config
-
     config = Config(reward=RewardConfig(function="unit_tests"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    (problem,) = _reward_problems(config, 2)
+    (problem,) = _reward_problems(config, 2, [])
     assert problem.startswith("sandbox.kind: auto serves no sandbox on this machine")
     assert "apt-get install bubblewrap" in problem
-    assert _reward_problems(config, None) == []  # a cluster's machines may differ from this one
+    assert _reward_problems(config, None, []) == []  # a cluster's machines may differ from this one
+
+
+@pytest.mark.parametrize("function", ["unit_tests", "weighted"])
+def test_prompts_without_tests_are_refused_before_the_run_starts(function):
+    args = {"functions": {"code": {"function": "unit_tests", "weight": 1.0}}} if function == "weighted" else {}
+    config = Config(reward=RewardConfig(function=function, args=args))
+    (problem,) = _reward_problems(config, None, [prompt(DOUBLE), PROMPT])
+    assert problem == (
+        f"reward.function: {function} scores prompts with the columns tests; prompt {PROMPT.prompt_id} has no tests"
+    )
+    assert _reward_problems(config, None, [prompt(DOUBLE)]) == []
 
 
 @pytest.mark.agents

@@ -27,6 +27,7 @@ from asyncrl.param_sync.manifest import DTYPE_BYTES, ManifestError
 from asyncrl.plugins.registry import UnknownPart
 from asyncrl.rollouter.agents.base import find_agent_loop
 from asyncrl.rollouter.engines.base import ENGINES
+from asyncrl.rollouter.rewards.base import COLUMN
 from asyncrl.rollouter.rewards.environment import unset_secrets
 from asyncrl.rollouter.rewards.pool import RewardError, tried
 from asyncrl.rollouter.tokenizer import PromptTokenizer
@@ -88,7 +89,7 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
         PromptOrder(prompts.train, config.seed, mixture=config.data.mixture, curriculum=config.data.curriculum)
     except DataError as e:
         problems.append(str(e))
-    problems += _reward_problems(config, cpus)
+    problems += _reward_problems(config, cpus, [*prompts.train, *prompts.held_out])
     try:
         find_agent_loop(config.rollout.agent_loop)
     except UnknownPart as e:
@@ -183,15 +184,23 @@ def _reference_problems(path: str, policy: ModelConfig | None, native: bool) -> 
     return []
 
 
-def _reward_problems(config: Config, cpus: int | None) -> list[str]:
+def _reward_problems(config: Config, cpus: int | None, prompts: Sequence[Prompt]) -> list[str]:
     """A reward function that does not load, tried in a worker: its code must not run where all secrets are. Or one that
-    needs sandboxes where there are none."""
+    needs sandboxes where there are none, or columns that a prompt lacks."""
     if missing := unset_secrets(config.reward.secrets):
         return missing if cpus is not None else []  # a cluster may set them where the rollouter runs, which checks too
     try:
         taken = tried(config.reward) if config.reward.has_function else frozenset()
     except RewardError as e:
         return [str(e)]
+    if config.rollout.agent_loop == "single_turn" and not config.rollout.agent.enabled:  # else it may not be asked
+        columns = {name.removeprefix(COLUMN) for name in taken if name.startswith(COLUMN)}
+        for prompt in prompts:
+            if lacking := columns - prompt.extra.keys():
+                return [
+                    f"reward.function: {config.reward.function} scores prompts with the columns "
+                    f"{', '.join(sorted(columns))}; prompt {prompt.prompt_id} has no {', '.join(sorted(lacking))}"
+                ]
     needed = "sandboxes" in taken or config.rollout.agent.sandbox
     if not needed or cpus is None:  # likewise
         return []

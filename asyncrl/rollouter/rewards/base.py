@@ -15,6 +15,7 @@ Score = float | Mapping[str, float]
 #: parameters that a function may have besides: the whole `Trajectory`, and the run's sandboxes
 #: (`asyncrl.sandbox.base.Sandboxes`)
 TAKEN = ("trajectory", "sandboxes")
+COLUMN = "prompt."  # begins the name of a column of the prompt file that a function takes
 
 
 class Answer(NamedTuple):
@@ -32,7 +33,8 @@ class RewardFunction(Protocol):
     Returns a number, or a dict with ``reward`` and further numbers, which are reported as ``rollout/NAME``. May be
     ``async``: then a group's responses are scored concurrently. An object with a method ``prepare`` is asked with
     ``reward.args`` before its first call, and raises UnknownPart for those that it cannot serve; a parameter
-    ``timeout_s`` of that method gets ``reward.timeout_s``."""
+    ``timeout_s`` of that method gets ``reward.timeout_s``. Its attribute ``columns``, if it has one, names columns of a
+    prompt file without which it cannot score a response."""
 
     def __call__(self, prompt: Prompt, response: str, **args: Any) -> Score | Awaitable[Score]: ...
 
@@ -73,6 +75,11 @@ def taken_by(function: RewardFunction) -> list[str]:
     """The `TAKEN` that the function wants; one that passes them on has a method ``takes``, asked after ``prepare``."""
     method = getattr(function, "takes", None)
     return method() if method is not None else [name for name in TAKEN if _takes(name, function)]
+
+
+def columns_of(function: RewardFunction) -> list[str]:
+    """Columns of a prompt file that the function needs; asked after ``prepare``."""
+    return list(getattr(function, "columns", ()))
 
 
 def _takes(parameter: str, function: Callable[..., Any]) -> bool:

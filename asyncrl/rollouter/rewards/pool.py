@@ -86,7 +86,8 @@ class RewardPool:
 
     @property
     def taken(self) -> frozenset[str]:
-        """What the function takes, see `asyncrl.rollouter.rewards.base.TAKEN`; known after ``start``."""
+        """What the function takes, see `asyncrl.rollouter.rewards.base.TAKEN` and ``COLUMN`` there; known after
+        ``start``."""
         return frozenset().union(*(worker.taken for worker in self._workers))
 
     @property

@@ -17,6 +17,8 @@ _ANSWER = re.compile(r".*<answer>(.*?)</answer>", re.DOTALL)  # the last one
 class ReasoningGymVerifier:
     """``accuracy`` is 1 for the whole reward, else 0; ``answered`` is 1 if the response has the tags."""
 
+    columns = ("task", "item")
+
     def prepare(self) -> None:
         """Raises UnknownPart without the package."""
         if importlib.util.find_spec("reasoning_gym") is None:

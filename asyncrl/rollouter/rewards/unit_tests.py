@@ -37,6 +37,8 @@ class UnitTests:
     Metrics: ``accuracy`` (all pass), ``tests_passed`` (the share that does; without ``partial`` up to the first that
     fails), ``tests_timed_out`` (1 if one did), ``no_code`` (1 if the response has no program)."""
 
+    columns = ("tests",)
+
     def prepare(self, test_s: float = 4.0, partial: bool = False, timeout_s: float = 10.0) -> None:
         """Raises UnknownPart."""
         if isinstance(test_s, bool) or not isinstance(test_s, (int, float)) or not 0 < test_s <= timeout_s:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.plugins.registry import UnknownPart
-from asyncrl.rollouter.rewards.base import RewardFunction, find_reward, prepare, taken_by
+from asyncrl.rollouter.rewards.base import RewardFunction, columns_of, find_reward, prepare, taken_by
 from asyncrl.rollouter.rewards.replies import checked
 from asyncrl.types.prompts import Prompt
 
@@ -48,6 +48,10 @@ class Weighted:
 
     def takes(self) -> list[str]:
         return sorted({name for part in self._parts.values() for name in taken_by(part.function)})
+
+    @property
+    def columns(self) -> list[str]:
+        return sorted({name for part in self._parts.values() for name in columns_of(part.function)})
 
     async def __call__(self, prompt: Prompt, response: str, functions: Any, **taken: Any) -> dict[str, float]:
         async def one(part: _Part) -> dict[str, float]:

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
 from asyncrl.plugins.registry import UnknownPart
-from asyncrl.rollouter.rewards.base import Answer, RewardFunction, find_reward, prepare, taken_by
+from asyncrl.rollouter.rewards.base import COLUMN, Answer, RewardFunction, columns_of, find_reward, prepare, taken_by
 from asyncrl.rollouter.rewards.replies import FRAME, Outcome, checked, one_line
 
 
@@ -38,7 +38,7 @@ def serve(connection: socket.socket) -> None:
             _write(replies, one_line(str(e)))
             return
         taken = taken_by(function)
-        _write(replies, taken)
+        _write(replies, taken + [f"{COLUMN}{name}" for name in columns_of(function)])
         if "sandboxes" in taken and address is not None:
             from asyncrl.sandbox.client import SandboxClient  # heavy
 
