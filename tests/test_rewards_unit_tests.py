@@ -213,14 +213,14 @@ def test_the_code_task_learns(tmp_path):
     make_checkpoint(
         tmp_path / "checkpoint", seed=1, warm_start_steps=400, demonstrations="asyncrl.data.programs:demonstrations"
     )
-    write_programs(["--out", str(tmp_path / "data")])
+    write_programs(["--out", str(tmp_path / "data"), "--heldout", "64"])
     run = FaultyRun(
         None,
         tmp_path / "run",
         f"model.path={tmp_path / 'checkpoint'}",
         f"data.train_files=[{tmp_path / 'data/train.jsonl'}]",
         f"data.validation_files=[{tmp_path / 'data/heldout.jsonl'}]",
-        "trainer.total_steps=16",
+        "trainer.total_steps=12",
         "reporting.wandb.mode=disabled",
         config="configs/code_cpu.yaml",
     )
