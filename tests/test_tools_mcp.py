@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from asyncrl.rollouter.agent_processes.pool import AgentOptions, AgentProcesses
+from asyncrl.rollouter.agent_processes.pool import AgentFailed, AgentOptions, AgentProcesses, AgentTask
 from tests.support.endpoint import EndpointSystem, made, make_model, writing
 
 pytestmark = pytest.mark.gym
@@ -98,3 +98,19 @@ async def test_a_server_that_dies_fails_the_sample_as_its_environment(model, ove
             (failed,) = await system.samples()
     assert failed.reason == "infra", failed
     assert "mcp" in failed.message
+
+
+@pytest.mark.parametrize("over", ["standard input", "HTTP"])
+async def test_a_sample_that_fails_beside_a_server_fails_for_its_own_reason(over):
+    with http_server() if over == "HTTP" else contextlib.nullcontext() as url:
+        server = {"url": url} if url else {"command": PROGRAM, "env": {"PYTHONPATH": os.getcwd()}}
+        agents = AgentProcesses(AgentOptions(path="asyncrl.tools.agent:AGENT", args={"mcp": {"numbers": server}}))
+        urls = {"base_url": "http://127.0.0.1:9/v1", "anthropic_base_url": "http://127.0.0.1:9"}
+        unanswered = AgentTask("e0-000007", 0, [], "2 + 2?", "4", "m", **urls, api_key="key")
+        await agents.start()
+        try:
+            with pytest.raises(AgentFailed, match="Cannot connect to host") as failed:
+                await agents.run(unanswered)
+        finally:
+            await agents.close()
+    assert (failed.value.reason, failed.value.retry) == ("agent_error", False)

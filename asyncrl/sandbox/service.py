@@ -85,7 +85,10 @@ class SandboxService:
                 break
             log.warning("the host of sandboxes has ended (exit code %d); it is started again", code)
             await asyncio.sleep(_BACKOFF_S * 2**restarts)
-            await self._start()
+            try:
+                await self._start()
+            except SandboxFailed as e:
+                log.warning("%s", e)
         raise SandboxFailed("infra", f"the host of sandboxes has ended {_MAX_RESTARTS + 1} times; see the log")
 
     async def close(self) -> None:

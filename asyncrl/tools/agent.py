@@ -25,7 +25,7 @@ from asyncrl.sandbox.client import SandboxClient
 from asyncrl.sandbox.service import TOKEN_VARIABLE, URL_VARIABLE
 from asyncrl.tools.base import Tool, ToolError, function_of
 from asyncrl.tools.calculator import Calculator
-from asyncrl.tools.mcp import check_servers, mcp_tools, sessions
+from asyncrl.tools.mcp import Sessions, check_servers, mcp_tools
 from asyncrl.tools.sandboxed import Edit, Python, SampleSandbox, Shell
 
 if TYPE_CHECKING:
@@ -80,21 +80,9 @@ class ToolAgent:
     ) -> dict[str, Any]:
         messages = [{"role": "system", "content": system}] if system else []
         messages += task.messages or [{"role": "user", "content": task.text or ""}]
-        with sessions():
-            return await self._play(task, messages, tools, mcp or {}, turns, timeout_s)
-
-    async def _play(
-        self,
-        task: AgentTask,
-        messages: list[dict[str, Any]],
-        tools: Sequence[str],
-        mcp: Mapping[str, Any],
-        turns: int,
-        timeout_s: float,
-    ) -> dict[str, Any]:
-        async with contextlib.AsyncExitStack() as stack:
+        async with Sessions() as stack:
             offered = {tool.name: tool for tool in self._own(stack, tools, timeout_s)}
-            offered |= {tool.name: tool for tool in await mcp_tools(stack, mcp, timeout_s)}
+            offered |= {tool.name: tool for tool in await mcp_tools(stack, mcp or {}, timeout_s)}
             client = await stack.enter_async_context(_Client(task, [function_of(tool) for tool in offered.values()]))
             counts = dict.fromkeys(("turns", "tool_calls", "tool_errors"), 0)
             for _ in range(turns):

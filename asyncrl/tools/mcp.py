@@ -10,8 +10,9 @@ own of each program::
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.tools.base import Tool, ToolError
@@ -24,6 +25,20 @@ class ServerFailed(RuntimeError):
     """A server does not serve, or no longer does: its sample is started again."""
 
     infra = True
+
+
+class Sessions(contextlib.AsyncExitStack):
+    """All that a sample uses. A session makes an exception group of whatever ends it: of the user's own error, which
+    then counts, or of its server's end, for which it cancels its user."""
+
+    async def __aexit__(self, *raised: Any) -> bool | None:
+        error = raised[1]
+        try:
+            return await super().__aexit__(*raised)
+        except BaseExceptionGroup as e:
+            if error is not None and not isinstance(error, asyncio.CancelledError):
+                return False
+            raise ServerFailed(f"mcp: a server no longer serves: {_first(e)}") from e
 
 
 def check_servers(servers: Mapping[str, Any]) -> None:
@@ -72,16 +87,6 @@ async def _tools_of(
     except Exception as e:
         raise ServerFailed(f"mcp.{name}: the server does not serve: {_first(e)}") from e
     return [_McpTool(client, name, tool, timeout_s) for tool in listed]
-
-
-@contextlib.contextmanager
-def sessions() -> Iterator[None]:
-    """Around all use of the tools. A session that breaks cancels the task that uses it, and ends as an exception
-    group."""
-    try:
-        yield
-    except BaseExceptionGroup as e:
-        raise ServerFailed(f"mcp: a server no longer serves: {_first(e)}") from e
 
 
 class _McpTool:
