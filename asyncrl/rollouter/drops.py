@@ -9,7 +9,6 @@ import numpy as np
 
 from asyncrl.algorithms.rewards import shaped, too_easy_or_hard
 from asyncrl.config.schema import Config
-from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.rollouter.samples import FailedSample
 from asyncrl.sample_queue.messages import POISON
 from asyncrl.types.samples import Sample
@@ -23,29 +22,34 @@ class DropPolicy:
     """Decides which finished groups to drop, and counts consecutive drops: report every outcome to `dropped` or
     `accepted`."""
 
-    def __init__(self, config: Config, recorder: Recorder) -> None:
-        self._rollout, self._algorithm, self._recorder = config.rollout, config.algorithm, recorder
+    def __init__(self, config: Config) -> None:
+        self._rollout, self._algorithm = config.rollout, config.algorithm
         self._consecutive: Counter[str] = Counter()  # by reason
 
     def reason(self, samples: Sequence[Sample], failed: Sequence[FailedSample]) -> str | None:
         """Why to drop this group; None to keep it."""
         if len(samples) < self._rollout.min_group_size:
             return failed[0].reason if failed else "too_small"
-        options, rewards = self._algorithm, np.array([s.reward for s in samples], np.float32)  # all have one by now
+        options = self._algorithm
+        if options.filter_zero_variance and self.without_variance(samples):
+            return "zero_variance"
+        if too_easy_or_hard(np.array([s.succeeded for s in samples]), options):
+            return "success_band"
+        return None
+
+    def without_variance(self, samples: Sequence[Sample]) -> bool:
+        """True if all samples of a group, unless it is too small, are trained with the same reward or not at all."""
+        if len(samples) < self._rollout.min_group_size:
+            return False
+        rewards = np.array([s.reward for s in samples], np.float32)  # all have one by now
         effective, trained = shaped(
             rewards,
             np.array([max(len(q.tokens) for q in s.sequences) for s in samples]),
             np.array([s.finish.truncated for s in samples]),
-            options,
+            self._algorithm,
             self._rollout.max_response_tokens,
         )
-        if len(np.unique(effective[trained])) <= 1:
-            self._recorder.count("rollout/zero_variance_groups")
-            if options.filter_zero_variance:
-                return "zero_variance"
-        if too_easy_or_hard(np.array([s.succeeded for s in samples]), options):
-            return "success_band"
-        return None
+        return len(np.unique(effective[trained])) <= 1
 
     def accepted(self) -> None:
         self._consecutive.clear()

@@ -89,7 +89,7 @@ class RolloutLoop:
         self._recorder = recorder
         self._sources = SourceCounts()
         self._sampling = training_sampling(config, maker.tokenizer.stop_token_ids)
-        self._drop_policy = DropPolicy(config, recorder)
+        self._drop_policy = DropPolicy(config)
         self.limiter = InFlightLimiter(derived.slots, config.rollout.max_concurrent_groups)
         # an idle slot may mean that new groups wait until the trainer gets the finished ones
         self._finished: BatchingSender[_FinishedGroup] = BatchingSender(self._put, _PUT_INTERVAL_S, self.limiter.idle)
@@ -305,6 +305,7 @@ class RolloutLoop:
     def _count(self, prompt: Prompt, samples: Sequence[Sample]) -> None:
         """Metrics of all generated samples, before any filter: the true accuracy of the current policy."""
         self._recorder.count("rollout/groups")
+        self._recorder.count("rollout/zero_variance_groups", self._drop_policy.without_variance(samples))
         self._recorder.count("rollout/samples", len(samples))
         self._recorder.count("rollout/partial_samples", sum(len(s.versions) > 1 for s in samples))
         for name, value in self._sources.of(prompt.data_source, samples).items():
