@@ -493,7 +493,7 @@ def test_problems_of_the_config_and_of_all_parts_are_reported_at_once(files):
         "reporting.sinks",
     ]
     assert "expected one of native, sglang, vllm, or an import path such as package.module:ENGINE" in found[1]
-    assert "math:pi lacks distributions" in found[2]
+    assert "math:pi lacks check_model, distributions" in found[2]
     assert "module no_such_module does not import" in found[3]
 
 

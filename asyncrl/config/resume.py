@@ -11,6 +11,8 @@ from asyncrl.config.schema import Config
 #: options, and groups of options (with a final dot), that may differ in a resumed run
 MAY_CHANGE = (
     "name",
+    "model.implementation",
+    "model.attention",
     "model.float32_head",
     "run_dir",
     "journal_dir",

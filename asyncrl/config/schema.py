@@ -37,6 +37,12 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     path: str = "???"  # Hugging Face checkpoint folder: initial policy, tokenizer and chat template
     overrides: dict[str, Any] = field(default_factory=dict)  # values that replace entries of the model's config.json
+    # torch: code of the model. native: asyncrl's own decoder, deterministic, which MTP drafts need; transformers: any
+    # causal LM that the package builds; auto: native where it builds the model
+    implementation: Literal["auto", "native", "transformers"] = "auto"
+    # torch, implementation transformers; auto: the fastest that computes all that the model asks for
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
+    trust_remote_code: bool = False  # run Python files of the checkpoint, in trainer and engines, to build its model
     # megatron: package that converts weights, megatron_bridge or mbridge; auto: megatron_bridge
     bridge: str = "auto"
     # logits of bfloat16 hidden states and weights are computed in float32, in trainer and engine, instead of rounded to

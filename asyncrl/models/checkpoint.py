@@ -31,6 +31,10 @@ MAKE_DRAFT = (
 )
 
 
+#: dtypes of weights, in the words of safetensors files
+WEIGHT_DTYPES = ("F32", "BF16", "F16", "F64")
+
+
 class HasRawConfig(Protocol):
     """A config object that keeps the whole config.json."""
 
@@ -96,13 +100,10 @@ def check_checkpoint(path: str | Path, mtp_from_trunk: bool = False) -> DecoderC
     return _checked(path, config, tensor_shapes(path), mtp_from_trunk)
 
 
-def check_model(path: str | Path, mtp_from_trunk: bool, native: bool) -> ModelConfig:
-    """Check a model's files. A model that the native decoder builds, or must build (``native``), gets
-    `check_checkpoint`. For others only config.json is read and the files must exist: their backend and engine compare
-    the tensors."""
+def check_folder(path: str | Path) -> ModelConfig:
+    """Check that a model's files exist and that its config.json can be read. Whoever builds the model compares the
+    tensors."""
     config, shapes = ModelConfig.load(path), tensor_shapes(path)
-    if native or DecoderConfig.builds(config.architecture) or (mtp_from_trunk and not any(map(is_draft, shapes))):
-        return check_checkpoint(path, mtp_from_trunk)
     return replace(config, num_mtp_layers=config.num_mtp_layers or mtp_layers_named(shapes))
 
 
@@ -112,23 +113,37 @@ def mtp_layers_named(names: Iterable[str]) -> int:
 
 
 def tensor_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors in the folder's safetensors files, read from their headers."""
+    """Shapes of all tensors in the folder's safetensors files, read from their headers. Raises CheckpointError for a
+    tensor whose dtype is none of weights."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in tensor_files(path):
         with _opened(file) as f:
-            shapes |= {key: tuple(f.get_slice(key).get_shape()) for key in f.keys()}  # noqa: SIM118 (not a dict)
+            for name in f.keys():  # noqa: SIM118 (not a dict)
+                header = f.get_slice(name)
+                shapes[name] = tuple(header.get_shape())
+                if name.endswith(".weight") and header.get_dtype() not in WEIGHT_DTYPES:
+                    raise CheckpointError(
+                        f"{file}: {name} is stored as {header.get_dtype()}, expected {', '.join(WEIGHT_DTYPES)}; "
+                        "quantized weights cannot be trained"
+                    )
     return shapes
 
 
-def load_decoder(path: str | Path, dtype: torch.dtype = torch.float32, mtp_from_trunk: bool = False) -> Decoder:
-    """Build the decoder of a checkpoint. Raises CheckpointError listing missing, unknown or misshapen tensors.
+def decoder_tensors(path: str | Path, mtp_from_trunk: bool = False) -> tuple[DecoderConfig, dict[str, Tensor]]:
+    """Config and tensors of a checkpoint's decoder. Raises CheckpointError listing missing, unknown or misshapen
+    tensors.
 
     ``mtp_from_trunk``: without MTP weights in ``path``, the decoder gets one MTP layer created from the trunk, see
     `asyncrl.models.mtp_from_trunk`. Trainer and engines create identical ones."""
-    config, tensors = DecoderConfig.load(path), read_tensors(path)
-    config = _checked(path, config, {name: tuple(t.shape) for name, t in tensors.items()}, mtp_from_trunk)
+    config, tensors = check_checkpoint(path, mtp_from_trunk), read_tensors(path)
     if config.num_mtp_layers and not any(map(is_draft, tensors)):
         tensors |= draft_from_trunk(tensors, config)
+    return config, tensors
+
+
+def load_decoder(path: str | Path, dtype: torch.dtype = torch.float32, mtp_from_trunk: bool = False) -> Decoder:
+    """A checkpoint's decoder in host memory; see `decoder_tensors`."""
+    config, tensors = decoder_tensors(path, mtp_from_trunk)
     with torch.device("meta"):
         model = Decoder(config)
     model = model.to_empty(device="cpu").to(dtype)
@@ -154,18 +169,26 @@ def _checked(
 ) -> DecoderConfig:
     """Config of the decoder to build from tensors of these shapes. Raises CheckpointError if they do not fit."""
     made = mtp_from_trunk and not any(map(is_draft, found))
-    _compare(path, config.with_mtp_layers(0) if made else config, found)
+    stored = config.with_mtp_layers(0) if made else config
+    with torch.device("meta"):
+        expected = {name: tuple(p.shape) for name, p in Decoder(stored).named_parameters()}
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    unneeded = lambda name: name in tied or name.endswith("rotary_emb.inv_freq")
+    compare_tensors(path, expected, found, unneeded, stored.num_mtp_layers)
     return config.with_mtp_layers(1) if made else config
 
 
-def _compare(path: str | Path, config: DecoderConfig, found: Mapping[str, tuple[int, ...]]) -> None:
-    with torch.device("meta"):
-        expected = {name: tuple(p.shape) for name, p in Decoder(config).named_parameters()}
-    ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    unknown = found.keys() - expected.keys() - ignored
+def compare_tensors(
+    path: str | Path,
+    expected: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
+    unneeded: Callable[[str], bool],
+    mtp_layers: int = 0,
+) -> None:
+    """Raises CheckpointError for tensors that are missing, misshapen, or neither expected nor ``unneeded``."""
     differences = {
         "missing": sorted(expected.keys() - found.keys()),
-        "unknown": sorted(name for name in unknown if not name.endswith("rotary_emb.inv_freq")),
+        "unknown": sorted(name for name in found.keys() - expected.keys() if not unneeded(name)),
         "misshapen": [
             f"{name} (config says {expected[name]}, file has {found[name]})"
             for name in sorted(expected.keys() & found.keys())
@@ -176,7 +199,7 @@ def _compare(path: str | Path, config: DecoderConfig, found: Mapping[str, tuple[
         if names:
             more = f" and {len(names) - 4} more" if len(names) > 4 else ""
             if what == "missing" and all(map(is_draft, names)):
-                more += f"; config.json says num_nextn_predict_layers {config.num_mtp_layers}, {MAKE_DRAFT}"
+                more += f"; config.json says num_nextn_predict_layers {mtp_layers}, {MAKE_DRAFT}"
             raise CheckpointError(f"{path}: {what} tensors: {', '.join(names[:4])}{more}")
 
 

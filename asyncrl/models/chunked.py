@@ -18,11 +18,7 @@ class ChunkedScores(torch.autograd.Function):
     """Log-probabilities and entropies of ``softmax(hidden @ W.T / temperature)`` without ever holding [R, V].
     ``float32``: see `head_logits`.
 
-    Both passes go over chunks of rows; the backward pass recomputes the chunk's logits. With p the softmax, z the
-    scaled logits, H the entropy and g, e the gradients of logprob and entropy::
-
-        dz = g · (onehot − p) − e · p · (log p + H)
-    """
+    Both passes go over chunks of rows; the backward pass recomputes the chunk's logits."""
 
     @staticmethod
     def forward(
@@ -33,8 +29,7 @@ class ChunkedScores(torch.autograd.Function):
         for lo in range(0, len(targets), chunk):
             rows = slice(lo, lo + chunk)
             logp_CV = _log_softmax(hidden[rows], weight, temperature, float32)
-            logprobs[rows] = logp_CV.gather(1, targets[rows, None]).squeeze(1)
-            entropy[rows] = -(logp_CV.exp() * logp_CV).sum(-1)
+            logprobs[rows], entropy[rows] = _scores(logp_CV, targets[rows])
         ctx.save_for_backward(hidden, weight, targets, entropy)
         ctx.temperature, ctx.chunk, ctx.float32 = temperature, chunk, float32
         return logprobs, entropy
@@ -47,15 +42,29 @@ class ChunkedScores(torch.autograd.Function):
         for lo in range(0, len(targets), ctx.chunk):
             rows = slice(lo, lo + ctx.chunk)
             logp_CV = _log_softmax(hidden[rows], weight, ctx.temperature, ctx.float32)
-            p_CV = logp_CV.exp()
-            entropy_term = (e[rows, None] * p_CV).mul_(logp_CV + entropy[rows, None])
-            dz_CV = p_CV.mul_(-g[rows, None]).sub_(entropy_term)
-            dz_CV.scatter_add_(1, targets[rows, None], g[rows, None])
+            dz_CV = _logits_gradient(logp_CV, targets[rows], entropy[rows], g[rows], e[rows])
             dz_CV = dz_CV.div_(ctx.temperature).to(weight.dtype)
             d_hidden[rows] = dz_CV @ weight
             if d_weight is not None:
                 d_weight += dz_CV.t() @ hidden[rows]
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None, None
+
+
+class TargetScores(torch.autograd.Function):
+    """Log-probabilities of targets [C], and entropies, of ``softmax(logits / temperature)`` for logits [C, V]."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_CV: Tensor, targets: Tensor, temperature: float) -> Any:
+        logp_CV = torch.log_softmax(logits_CV / temperature if temperature != 1.0 else logits_CV, -1)
+        logprobs, entropy = _scores(logp_CV, targets)
+        ctx.save_for_backward(logp_CV, targets, entropy)
+        ctx.temperature = temperature
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, e: Tensor) -> Any:  # type: ignore[override]
+        logp_CV, targets, entropy = ctx.saved_tensors
+        return _logits_gradient(logp_CV, targets, entropy, g, e).div_(ctx.temperature), None, None
 
 
 class SumOverRows(torch.autograd.Function):
@@ -178,3 +187,20 @@ def head_logits(hidden_RM: Tensor, weight_VM: Tensor, float32: bool) -> Tensor:
 def _log_softmax(hidden_CM: Tensor, weight_VM: Tensor, temperature: float, float32: bool) -> Tensor:
     logits_CV = head_logits(hidden_CM, weight_VM, float32)
     return torch.log_softmax(logits_CV.div_(temperature) if temperature != 1.0 else logits_CV, -1)
+
+
+def _scores(logp_CV: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the targets, and entropies."""
+    return logp_CV.gather(1, targets[:, None]).squeeze(1), -(logp_CV.exp() * logp_CV).sum(-1)
+
+
+def _logits_gradient(logp_CV: Tensor, targets: Tensor, entropy: Tensor, g: Tensor, e: Tensor) -> Tensor:
+    """Gradient [C, V] of the scaled logits z, for the gradients g and e of `_scores`. With p the softmax of z and H its
+    entropy::
+
+        dz = g · (onehot − p) − e · p · (log p + H)
+    """
+    p_CV = logp_CV.exp()
+    entropy_term = (e[:, None] * p_CV).mul_(logp_CV + entropy[:, None])
+    dz_CV = p_CV.mul_(-g[:, None]).sub_(entropy_term)
+    return dz_CV.scatter_add_(1, targets[:, None], g[:, None])

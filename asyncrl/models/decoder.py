@@ -202,12 +202,14 @@ class DraftScores(NamedTuple):
 
 class TokenScores(NamedTuple):
     """float32 [R]: log-probability of each target token and entropy of its distribution; the trunk's ``hidden`` states
-    [T, M], without gradient; and the draft's scores by depth."""
+    [T, M], without gradient; the draft's scores by depth; and the loss, a scalar, that balances the load of experts in
+    models that ask for it."""
 
     logprobs: Tensor
     entropy: Tensor
     hidden: Tensor
     drafts: tuple[DraftScores, ...] = ()
+    balance: Tensor | None = None
 
 
 class Decoder(nn.Module):

@@ -49,16 +49,20 @@ class LoRALinear(nn.Linear):
 
 
 def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """Linear layers that an adapter may target, with their weight's [out, in]: those of the trunk's layers. Embedding,
-    head and draft are excluded."""
+    """`linear_shapes_of` the native decoder."""
     with torch.device("meta"):
-        modules = Decoder(config).model.layers.named_modules(prefix="model.layers")
-        return {name: (m.out_features, m.in_features) for name, m in modules if isinstance(m, nn.Linear)}
+        return linear_shapes_of(Decoder(config))
+
+
+def linear_shapes_of(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Linear layers that an adapter may target, with their weight's [out, in]: attention, linear attention and dense
+    feed-forward of the trunk's layers, but neither routers nor experts, shared ones included."""
+    linear = ((name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear))
+    return {name: (m.out_features, m.in_features) for name, m in linear if _LINEAR.fullmatch(f"{name}.weight")}
 
 
 def linear_shapes_at(path: str | Path) -> dict[str, tuple[int, int]]:
-    """`linear_shapes` of a checkpoint. For models that the native decoder does not build, layers are found by tensor
-    names: attention, linear attention and dense feed-forward, but neither routers nor experts, shared ones included."""
+    """`linear_shapes_of` a checkpoint's model; without the native decoder, layers are found by the names of tensors."""
     if DecoderConfig.builds(ModelConfig.load(path).architecture):
         return linear_shapes(DecoderConfig.load(path))
     found = ((_LINEAR.fullmatch(name), shape) for name, shape in tensor_shapes(path).items())
@@ -72,7 +76,7 @@ def first_a(module: str, rank: int, columns: int, seed: int) -> Tensor:
     return nn.init.kaiming_uniform_(torch.empty(rank, columns), a=math.sqrt(5), generator=generator)
 
 
-def add_adapters(model: Decoder, modules: Collection[str], rank: int, alpha: float, seed: int) -> None:
+def add_adapters(model: nn.Module, modules: Collection[str], rank: int, alpha: float, seed: int) -> None:
     """Add a pair to each of the linear ``modules``, with A from `first_a`. Freezes nothing."""
     for name in modules:
         base = cast(nn.Linear, model.get_submodule(name))

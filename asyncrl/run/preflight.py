@@ -17,7 +17,7 @@ from asyncrl.config.secrets import missing_secrets
 from asyncrl.data.load import RunPrompts, load_run_prompts
 from asyncrl.data.order import PromptOrder
 from asyncrl.data.prompts import DataError
-from asyncrl.models.checkpoint import check_model, without_draft
+from asyncrl.models.checkpoint import check_checkpoint, without_draft
 from asyncrl.models.config import CheckpointError, ModelConfig
 from asyncrl.models.lora import linear_shapes_at
 from asyncrl.models.overridden import FOLDER as OVERRIDDEN
@@ -67,10 +67,11 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
     problems: list[str] = []
     model: ModelConfig | None = None
     backend = BACKENDS.find(config.trainer.backend)
-    native = backend.native_decoder or engine.native_decoder
     tokenizer: PromptTokenizer | None = None
     try:
-        model = check_model(config.model.path, config.mtp.init_from_trunk, native)
+        model = backend.check_model(config, config.model.path, config.mtp.init_from_trunk)
+        if engine.native_decoder:
+            check_checkpoint(config.model.path, config.mtp.init_from_trunk)
         tokenizer = PromptTokenizer(config.model.path, config.data.apply_chat_template, config.rollout.stop_token_ids)
     except CheckpointError as e:
         problems.append(f"model.path: {e}")
@@ -81,7 +82,7 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
     if cpus is not None:  # on a cluster, this machine needs neither
         problems += environment_problems(config)
         problems += missing_secrets(config)
-    problems += _reference_problems(config.algorithm.reference_path, model, native)
+    problems += _reference_problems(config, model)
     prompts = RunPrompts([], [])
     try:
         prompts = load_run_prompts(config.data)
@@ -169,11 +170,12 @@ def _lora_problems(config: Config, model: ModelConfig | None) -> list[str]:
     return []
 
 
-def _reference_problems(path: str, policy: ModelConfig | None, native: bool) -> list[str]:
+def _reference_problems(config: Config, policy: ModelConfig | None) -> list[str]:
+    path = config.algorithm.reference_path
     if not path:
         return []
     try:
-        reference = check_model(path, mtp_from_trunk=False, native=native)
+        reference = BACKENDS.find(config.trainer.backend).check_model(config, path, mtp_from_trunk=False)
     except CheckpointError as e:
         return [f"algorithm.reference_path: {e}"]
     if policy and reference.vocab_size != policy.vocab_size:

@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from asyncrl.config.schema import Config
+from asyncrl.models.config import ModelConfig
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.manifest import Manifest
 from asyncrl.plugins.registry import Registry
@@ -162,8 +163,6 @@ class BackendSpec(Protocol):
     distributions: frozenset[str]
     #: dotted keys of options and sections that only this backend reads; with another one they must keep their defaults
     options: frozenset[str]
-    #: True if it trains `asyncrl.models.decoder.Decoder`, and so only models that this class can build
-    native_decoder: bool
 
     def ranks_per_copy(self, config: Config) -> int:
         """Number of trainer ranks that together hold one copy of the model, and train on the same sequences."""
@@ -175,6 +174,10 @@ class BackendSpec(Protocol):
 
     def problems(self, config: Config) -> Iterator[str]:
         """One line per problem with the options, each beginning with an option's key."""
+        ...
+
+    def check_model(self, config: Config, path: str, mtp_from_trunk: bool) -> ModelConfig:
+        """Check that a checkpoint has what the backend needs, without reading tensors. Raises CheckpointError."""
         ...
 
     def model_problems(self, config: Config, text: Mapping[str, Any]) -> Iterator[str]:

@@ -39,7 +39,9 @@ class Weights(Protocol):
     def model(self) -> ModelConfig: ...
 
     @property
-    def tied_head(self) -> bool: ...
+    def tied_to(self) -> str | None:
+        """Name of the embedding that is the head too, if it is."""
+        ...
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -110,8 +112,7 @@ class Export:
             TensorSpec(_sent_name(name), dtype, shape, "draft" if is_draft(name) else "target")
             for name, shape in shapes.items()
         ]
-        if self._weights.tied_head:
-            embedding = next(name for name in shapes if name.endswith("embed_tokens.weight") and not is_draft(name))
+        if embedding := self._weights.tied_to:
             specs.append(TensorSpec("lm_head.weight", dtype, shapes[embedding], "target", tied_to=embedding))
         frozen_draft = self._adapter is not None and not any(map(is_draft, self._weights.trained))
         return Manifest(tuple(specs), self._adapter, frozen_draft)

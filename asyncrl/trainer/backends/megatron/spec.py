@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from asyncrl.config.schema import Config
+from asyncrl.models.checkpoint import check_checkpoint, check_folder, is_draft, tensor_shapes
+from asyncrl.models.config import DecoderConfig, ModelConfig
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.trainer.backends.base import Backend, BackendSpec
 from asyncrl.trainer.backends.megatron.layout import fit_problems
@@ -18,7 +20,6 @@ class MegatronSpec:
 
     distributions = frozenset({"megatron-core"})
     options = frozenset({"model.bridge", "trainer.megatron"})
-    native_decoder = False
 
     def ranks_per_copy(self, config: Config) -> int:
         return max(self.weight_shards(config) * config.trainer.megatron.context_parallel_size, 1)
@@ -60,6 +61,14 @@ class MegatronSpec:
                 "trainer.cpu_offload: expected false; the Megatron backend has trainer.megatron.param_offload, "
                 "grad_offload and optimizer_offload instead"
             )
+
+    def check_model(self, config: Config, path: str, mtp_from_trunk: bool) -> ModelConfig:
+        """Bridges compare the tensors of models that the native decoder does not build."""
+        found = check_folder(path)
+        makes_draft = mtp_from_trunk and not any(map(is_draft, tensor_shapes(path)))
+        if DecoderConfig.builds(found.architecture) or makes_draft:
+            return check_checkpoint(path, mtp_from_trunk)
+        return found
 
     def model_problems(self, config: Config, text: Mapping[str, Any]) -> Iterator[str]:
         return fit_problems(config, text)

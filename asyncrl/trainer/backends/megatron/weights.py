@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncrl.models.checkpoint import open_tensors
+from asyncrl.models.checkpoint import is_draft, open_tensors
 from asyncrl.models.config import CheckpointError
 from asyncrl.trainer.backends.megatron.bridges import Bridge, Source
 from asyncrl.trainer.backends.megatron.expert_names import of_rank
@@ -206,8 +206,10 @@ class ModelWeights:
     def __init__(
         self, source: Source, conversion: Conversion, optimizer: ShardedAdamW, trained: frozenset[str], rank: int
     ) -> None:
-        self.model, self.tied_head, self.trained = source, source.tied, trained
+        self.model, self.trained = source, trained
         self.shapes = conversion.shapes | source.carried
+        embeddings = (name for name in self.shapes if name.endswith("embed_tokens.weight") and not is_draft(name))
+        self.tied_to = next(embeddings) if source.tied else None
         self._conversion, self._optimizer, self._rank = conversion, optimizer, rank
 
     def whole(self, dtype: torch.dtype, wanted: Callable[[str], bool], exact: bool) -> Iterator[tuple[str, Tensor]]:

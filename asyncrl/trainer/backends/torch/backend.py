@@ -1,8 +1,8 @@
-"""The torch backend: trains the native decoder with FSDP2, on CPU (gloo) or CUDA (NCCL)."""
+"""The torch backend: trains the native decoder or a model of transformers with FSDP2, on CPU (gloo) or CUDA (NCCL)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
@@ -17,15 +17,13 @@ from torch.distributed.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
 
 from asyncrl.config.schema import Config, OptimizerConfig
-from asyncrl.models.checkpoint import is_draft, load_decoder, without_draft
-from asyncrl.models.decoder import Decoder, DraftTargets, MTPLayer, TokenScores
-from asyncrl.models.lora import add_adapters, linear_shapes, without_adapters
+from asyncrl.models.checkpoint import is_draft, without_draft
+from asyncrl.models.decoder import Decoder, DraftTargets, TokenScores
+from asyncrl.models.lora import add_adapters, linear_shapes_of, without_adapters
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.digest import digest_tensors
 from asyncrl.param_sync.lora.adapters import adapter_spec
@@ -34,6 +32,7 @@ from asyncrl.trainer.backends import process_group
 from asyncrl.trainer.backends.base import TrainBatch
 from asyncrl.trainer.backends.export import Export
 from asyncrl.trainer.backends.packing import MicroBatch
+from asyncrl.trainer.backends.scalars import add_scalars
 from asyncrl.trainer.backends.state import (
     digest_bytes,
     expect_same_adapters,
@@ -44,6 +43,7 @@ from asyncrl.trainer.backends.state import (
 from asyncrl.trainer.backends.template import BaseBackend, GradientPass, reference_path
 from asyncrl.trainer.backends.torch.draft import TorchDraftTraining
 from asyncrl.trainer.backends.torch.export import ShardedWeights
+from asyncrl.trainer.backends.torch.models import TorchModel, load
 
 
 class TorchFSDPBackend(BaseBackend):
@@ -78,22 +78,27 @@ class TorchFSDPBackend(BaseBackend):
         self.data_rank, self.data_ranks = rank, world_size
         torch.manual_seed(config.seed)
 
-        model = load_decoder(config.model.path, mtp_from_trunk=config.mtp.init_from_trunk)
+        half_on_cuda = self._half and self._device.type == "cuda"
+        model = load(config, config.model.path, half_on_cuda, config.mtp.init_from_trunk)
         if config.mtp.enable_train and not model.config.num_mtp_layers:
             raise without_draft(config.model.path)
         self._mesh = self._join_group(init_method, timeout_s)
+        values = model.read() if rank == 0 else {}
         adapter: AdapterSpec | None = None
         if self._lora:
-            self._base_digest = digest_bytes(digest_tensors(model.named_parameters()))
+            self._base_digest = self._digest_of_first(model.module, values)
             adapter = self._add_adapters(model)
-        for name, p in model.named_parameters():
+        for name, p in model.module.named_parameters():
             trained = config.mtp.enable_train if is_draft(name) else not self._lora or is_adapter(name)
             p.requires_grad_(trained)
-        self._policy: Decoder = self._sharded(model)
-        self._policy.activation_checkpointing = self._options.activation_checkpointing
-        self._export = Export(ShardedWeights(self._policy, rank), adapter, config, rank)
-        path = reference_path(config)
-        self._hold(self._policy, None if path is None else self._sharded(load_decoder(path).requires_grad_(False)))
+        self._policy = self._sharded(model, values)
+        self._export = Export(ShardedWeights(model, rank), adapter, config, rank)
+        reference, path = None, reference_path(config)
+        if path is not None:
+            frozen = load(config, path, half_on_cuda)
+            frozen.module.requires_grad_(False)
+            reference = self._sharded(frozen, frozen.read() if rank == 0 else {})
+        self._hold(self._policy, reference)
 
         self._trained = {name: p for name, p in self._policy.named_parameters() if p.requires_grad}
         self._parameters: dict[str, list[nn.Parameter]] = {"policy": []}
@@ -105,13 +110,14 @@ class TorchFSDPBackend(BaseBackend):
         }
         self._draft = None
         if config.mtp.enable_train:
-            self._draft = TorchDraftTraining(config, self._device, self._micro_batches, self._policy, world_size)
+            decoder = cast(Decoder, self._policy)
+            self._draft = TorchDraftTraining(config, self._device, self._micro_batches, decoder, world_size)
         self._prepare_checkpoints(timeout_s)
 
     # -- scoring and training --------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _score(self, model: Decoder, batch: TrainBatch, temperature: float) -> dict[str, np.ndarray]:
+    def _score(self, model: nn.Module, batch: TrainBatch, temperature: float) -> dict[str, np.ndarray]:
         found = {name: np.empty(len(batch.targets), np.float32) for name in ("logprobs", "entropy")}
         for micro in self._micro_batches(batch):
             scores = self._forward(model, micro, temperature)
@@ -131,6 +137,10 @@ class TorchFSDPBackend(BaseBackend):
             optimizer.zero_grad()  # a rejected non-finite step leaves its gradient
         draft = self._draft
         joint = draft if draft is not None and not draft.detached else None
+        tokens = 0.0
+        if getattr(self._policy, "balances_experts", False):
+            own = torch.tensor(float(sum(len(m.tokens) for m in micros if len(m.places))))
+            tokens = self._over_data_ranks({"tokens": own}, dist.ReduceOp.SUM)["tokens"]
         for micro in micros:
             scores = self._forward(self._policy, micro, step.temperature, micro.drafts(joint.depths) if joint else [])
             # FSDP averages gradients over ranks, but the losses are sums over them
@@ -138,13 +148,17 @@ class TorchFSDPBackend(BaseBackend):
             total = step.policy_loss(outputs, micro.batch) * (self.world_size / step.denominator)
             if joint:
                 total = total + joint.loss(scores.drafts, step.draft_counts, step.draft_sums)
+            if scores.balance is not None and len(micro.places):
+                share = scores.balance * (len(micro.tokens) / tokens)
+                add_scalars(step.counts, {"balance_loss": share.detach()})
+                total = total + share * self.world_size
             total.backward()
             if draft and not joint:
                 hidden = scores.hidden.split(micro.batch.lengths.tolist())
                 step.hidden.update(zip(micro.sequences, hidden, strict=True))
 
     def _forward(
-        self, model: Decoder, micro: MicroBatch, temperature: float, drafts: Sequence[DraftTargets] = ()
+        self, model: nn.Module, micro: MicroBatch, temperature: float, drafts: Sequence[DraftTargets] = ()
     ) -> TokenScores:
         return model(
             micro.tokens,
@@ -212,29 +226,30 @@ class TorchFSDPBackend(BaseBackend):
         process_group.join(self.rank, self.world_size, self._device, init_method, timeout_s)
         return init_device_mesh(self._device.type, (self.world_size,))
 
-    def _add_adapters(self, model: Decoder) -> AdapterSpec:
-        shapes, lora = linear_shapes(model.config), self._config.model.lora
+    def _digest_of_first(self, module: nn.Module, values: Mapping[str, Tensor]) -> Tensor:
+        """Digest of the first rank's ``values`` as float32, on all ranks."""
+        found: list[Tensor | None] = [None]
+        if self.rank == 0:
+            names = [name for name, _ in module.named_parameters()]
+            found = [digest_bytes(digest_tensors((name, values[name].detach().float()) for name in names))]
+        dist.broadcast_object_list(found, 0)
+        return cast(Tensor, found[0])
+
+    def _add_adapters(self, model: TorchModel) -> AdapterSpec:
+        shapes, lora = linear_shapes_of(model.module), self._config.model.lora
         spec = adapter_spec(lora, shapes, model.config.engine_dtype(self._config.rollout.engine.dtype))
-        add_adapters(model, [m for m in shapes if spec.targets(m)], lora.rank, lora.alpha, self._config.seed)
+        add_adapters(model.module, [m for m in shapes if spec.targets(m)], lora.rank, lora.alpha, self._config.seed)
         return spec
 
-    def _sharded(self, model: Decoder) -> Decoder:
-        """Shard layer by layer; the root's own group is embedding, final norm and head."""
-        model.float32_head = self._config.model.float32_head
+    def _sharded(self, model: TorchModel, values: Mapping[str, Tensor]) -> nn.Module:
         # without CUDA the state is in host memory already
         offload = self._options.cpu_offload and self._device.type == "cuda"
-        shared: dict[str, Any] = {
-            "mesh": self._mesh,
+        policies = {
             "mp_policy": _precision(self._half),
             "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
         }
-        for layer in [*model.model.layers, *getattr(model.model, "mtp_layers", [])]:
-            fully_shard(layer, **shared)
-            if isinstance(layer, MTPLayer):
-                register_fsdp_forward_method(layer, "draft")
-        fully_shard(model, **shared)
-        register_fsdp_forward_method(model, "score_drafts")
-        return model
+        model.shard(self._mesh, self.rank, values, **policies)
+        return model.module
 
 
 def _owner(parameter: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from asyncrl.config.schema import Config
+from asyncrl.models.config import ModelConfig
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.trainer.backends.base import Backend, BackendSpec
 
@@ -14,8 +15,7 @@ class TorchSpec:
     """See `asyncrl.trainer.backends.base.BackendSpec`."""
 
     distributions: frozenset[str] = frozenset()
-    options: frozenset[str] = frozenset()
-    native_decoder = True
+    options = frozenset({"model.implementation", "model.attention"})
 
     def ranks_per_copy(self, config: Config) -> int:
         """1: FSDP gathers each layer for the forward pass, so every rank trains on different sequences."""
@@ -27,8 +27,15 @@ class TorchSpec:
     def problems(self, config: Config) -> Iterator[str]:
         yield from ()
 
+    def check_model(self, config: Config, path: str, mtp_from_trunk: bool) -> ModelConfig:
+        from asyncrl.trainer.backends.torch.models import check
+
+        return check(config, path, mtp_from_trunk)
+
     def model_problems(self, config: Config, text: Mapping[str, Any]) -> Iterator[str]:
-        yield from ()
+        from asyncrl.trainer.backends.torch.models import problems
+
+        return problems(config, text)
 
     def make(self, config: Config, rank: int, world_size: int, init_method: str | None, recorder: Recorder) -> Backend:
         from asyncrl.trainer.backends.torch.backend import TorchFSDPBackend

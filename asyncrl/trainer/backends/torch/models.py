@@ -1,0 +1,223 @@
+"""The models that the torch backend trains: the native decoder, or any causal LM of transformers.
+
+Of both, one rank reads the files, and each rank holds its shards only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from asyncrl.config.schema import Config
+from asyncrl.models.checkpoint import check_checkpoint, check_folder, decoder_tensors, tensor_shapes
+from asyncrl.models.config import CheckpointError, DecoderConfig, ModelConfig
+from asyncrl.models.decoder import Decoder
+from asyncrl.param_sync.manifest import is_adapter
+
+if TYPE_CHECKING:
+    from asyncrl.models.causal_lm import FileTensors
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class TorchModel:
+    """A causal LM, in host memory that holds nothing yet, and what it takes to shard, fill and export it.
+
+    ``module`` is called as `Decoder.forward` is; ``layers`` are sharded one by one, ``methods`` of ``module`` or of a
+    layer run its forward hooks too. ``read`` gives the weights and buffers by name, in any dtype. ``tied_to``: name of
+    the embedding that is the head too. ``carried``: shapes of tensors of the files ``path`` that belong to the model,
+    though the module has them not."""
+
+    path: str
+    config: ModelConfig
+    module: nn.Module
+    layers: Sequence[nn.Module]
+    methods: Sequence[tuple[nn.Module, str]]
+    read: Callable[[], Tensors]
+    tied_to: str | None
+    files: FileTensors | None = None
+    carried: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def shard(self, mesh: DeviceMesh, rank: int, values: Tensors, **policies: Any) -> None:
+        """Shard the module over ``mesh``; layers by themselves, the rest together: embedding, final norm and head.
+        Then fill it with ``values``, which only the first rank has."""
+        for layer in self.layers:
+            fully_shard(layer, mesh=mesh, **policies)
+        fully_shard(self.module, mesh=mesh, **policies)
+        for module, method in self.methods:
+            register_fsdp_forward_method(module, method)
+        with torch.no_grad():
+            for name, p in self.module.named_parameters():
+                if not is_adapter(name):  # those are made alike on all ranks
+                    _first_to_all(cast(DTensor, p), values.get(name), rank)
+            for name, b in self.module.named_buffers():
+                whole = values[name].to(b) if rank == 0 else torch.empty_like(b)
+                torch.distributed.broadcast(whole, 0)
+                b.copy_(whole)
+
+
+def implementation(config: Config, path: str) -> str:
+    """`model.implementation` for a checkpoint, with ``auto`` resolved: native if the decoder builds it. Raises
+    CheckpointError if config.json cannot be read."""
+    if config.model.implementation != "auto":
+        return config.model.implementation
+    ModelConfig.load(path)
+    return "transformers" if _why_not_native(path) else "native"
+
+
+def check(config: Config, path: str, mtp_from_trunk: bool) -> ModelConfig:
+    """Compare the checkpoint's files with what its implementation expects, without reading tensors. Raises
+    CheckpointError."""
+    if implementation(config, path) == "native":
+        return check_checkpoint(path, mtp_from_trunk)
+    from asyncrl.models.causal_lm import check_files
+
+    try:
+        return check_files(path, config.model.trust_remote_code)
+    except CheckpointError as e:
+        if config.model.implementation == "auto":
+            raise CheckpointError(f"{_why_not_native(path)}; and {e}") from None
+        raise
+
+
+def problems(config: Config, text: Mapping[str, Any]) -> Iterator[str]:
+    """Options that do not suit the model; see `BackendSpec.model_problems`."""
+    if implementation(config, config.model.path) == "native":
+        if config.model.attention != "auto":
+            yield (
+                "model.attention: the native decoder has only one; expected auto, or "
+                f"model.implementation=transformers, found {config.model.attention}"
+            )
+        return
+    for option in ("enable_train", "init_from_trunk"):
+        if getattr(config.mtp, option):
+            yield (
+                f"mtp.{option}: models of transformers have no MTP layers; expected false, or a model that the native "
+                "decoder builds, or trainer.backend=megatron"
+            )
+    yield from _rope_problems(config, text)
+    from asyncrl.models import causal_lm
+
+    try:
+        causal_lm.choose_attention(
+            causal_lm.build(config.model.path, config.model.trust_remote_code), config.model.attention, False
+        )
+    except CheckpointError as e:
+        yield f"model.attention: {e}"
+
+
+def _rope_problems(config: Config, text: Mapping[str, Any]) -> Iterator[str]:
+    """Rotary tables that depend on the length of the longest sequence of a micro-batch, or of an engine's context: the
+    same tokens would have other logprobs beside other sequences."""
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    kind = rope.get("rope_type") or rope.get("type")
+    short = rope.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
+    if kind == "dynamic":
+        short = text.get("max_position_embeddings")
+    context = config.rollout.engine.max_context_tokens or text.get("max_position_embeddings", 0)
+    if kind in ("dynamic", "longrope") and short and context > short:
+        yield (
+            f"rollout.engine.max_context_tokens: beyond {short} tokens the model's {kind} positions depend on the "
+            f"longest sequence of a batch; expected at most {short}, found {context}"
+        )
+
+
+def load(config: Config, path: str, half_on_cuda: bool, mtp_from_trunk: bool = False) -> TorchModel:
+    """A checkpoint's model. Raises CheckpointError as `check` does."""
+    if implementation(config, path) == "native":
+        return _native(config, path, mtp_from_trunk)
+    return _transformers(config, path, half_on_cuda)
+
+
+def _why_not_native(path: str) -> str:
+    """Empty if the native decoder builds the checkpoint's model."""
+    try:
+        DecoderConfig.load(path)
+    except CheckpointError as e:
+        return str(e)
+    return ""
+
+
+def _native(config: Config, path: str, mtp_from_trunk: bool) -> TorchModel:
+    model = check_checkpoint(path, mtp_from_trunk)
+    with torch.device("meta"):
+        decoder = Decoder(model)
+    allocate(decoder)
+    decoder.float32_head = config.model.float32_head
+    decoder.activation_checkpointing = config.trainer.activation_checkpointing
+    drafts = list(getattr(decoder.model, "mtp_layers", []))
+    return TorchModel(
+        path=path,
+        config=model,
+        module=decoder,
+        layers=[*cast(nn.ModuleList, decoder.model.layers), *drafts],
+        methods=[(decoder, "score_drafts"), *((layer, "draft") for layer in drafts)],
+        read=lambda: decoder_tensors(path, mtp_from_trunk)[1],
+        tied_to="model.embed_tokens.weight" if model.tie_word_embeddings else None,
+    )
+
+
+def _transformers(config: Config, path: str, half_on_cuda: bool) -> TorchModel:
+    from asyncrl.models import causal_lm  # transformers takes seconds to import
+    from asyncrl.models.scoring import scoring
+
+    trust = config.model.trust_remote_code
+    model = causal_lm.build(path, trust)
+    module = scoring(
+        model,
+        attention=causal_lm.choose_attention(model, config.model.attention, half_on_cuda),
+        float32_head=config.model.float32_head,
+        activation_checkpointing=config.trainer.activation_checkpointing,
+    )
+    allocate(module)
+    files = causal_lm.FileTensors(module)
+
+    def read() -> Tensors:
+        source = causal_lm.read(path, trust)
+        return {**dict(source.named_parameters()), **dict(source.named_buffers())}
+
+    return TorchModel(
+        path=path,
+        config=check_folder(path),
+        module=module,
+        layers=causal_lm.layers(module),
+        methods=[(module, "plain_logprobs")],
+        read=read,
+        tied_to=causal_lm.tied_to(module),
+        files=files,
+        carried={name: shape for name, shape in tensor_shapes(path).items() if files.left_out(name)},
+    )
+
+
+def allocate(model: nn.Module) -> None:
+    """Replace parameters and buffers on the meta device by uninitialized ones in host memory, of which the system
+    provides what is written. Shared ones stay shared."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None and p.is_meta:
+                made.setdefault(id(p), nn.Parameter(torch.empty_like(p, device="cpu"), p.requires_grad))
+                module._parameters[name] = cast(nn.Parameter, made[id(p)])
+        for name, b in module._buffers.items():
+            if b is not None and b.is_meta:
+                module._buffers[name] = made.setdefault(id(b), torch.empty_like(b, device="cpu"))
+
+
+def _first_to_all(parameter: DTensor, value: Tensor | None, rank: int) -> None:
+    """Fill a sharded parameter with rank 0's whole ``value``."""
+    mesh = parameter.device_mesh
+    if rank == 0:
+        assert value is not None
+        whole = value.detach().to(mesh.device_type, parameter.dtype)
+    else:
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=mesh.device_type)
+    own = parameter.to_local()
+    own.copy_(distribute_tensor(whole, mesh, parameter.placements).to_local())

@@ -1,0 +1,153 @@
+"""Tiny checkpoints of model families, with weights that make windows, caps and sinks matter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+VOCAB, WINDOW = 160, 5
+
+_SHARED = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "use_cache": False,
+}
+_WINDOW = {"sliding_window": WINDOW}
+_TWO_OF_FOUR = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_GROUPED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+_LINEAR = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """``kind``: model_type in config.json. ``without``: options, or tensors set to a value, that switch off what the
+    family is here for; they must change its logprobs."""
+
+    kind: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    without: Mapping[str, Any] = field(default_factory=dict)
+
+
+_WIDE = {"sliding_window": 256}
+
+FAMILIES: dict[str, Family] = {
+    "Qwen2": Family("qwen2", {"head_dim": 16}),
+    "Qwen3": Family("qwen3"),
+    "Llama 3": Family("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0,
+                                                    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                                                    "original_max_position_embeddings": 32}}),
+    "Mistral": Family("mistral", _WINDOW, _WIDE),
+    "Gemma": Family("gemma", {"tie_word_embeddings": True}),
+    "Gemma 2": Family(
+        "gemma2",
+        {**_WINDOW, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+        {"attn_logit_softcapping": None},
+    ),
+    "Gemma 3": Family("gemma3_text", {**_WINDOW, "query_pre_attn_scalar": 64, "sliding_window_pattern": 2}, _WIDE),
+    "Phi 3": Family("phi3", _WINDOW, _WIDE),
+    "GLM 4": Family("glm4"),
+    "GLM 4.5": Family("glm4_moe", _GROUPED),
+    "gpt-oss": Family("gpt_oss", {**_WINDOW, **_TWO_OF_FOUR}, {"sinks": -1e9}),
+    "OLMo 2": Family("olmo2"),
+    "OLMo 3": Family("olmo3", _WINDOW, _WIDE),
+    "OLMoE": Family("olmoe", {**_EXPERTS, "head_dim": 16, "intermediate_size": 48}),
+    "SmolLM3": Family("smollm3", {"no_rope_layers": [1, 0, 1, 0]}, {"no_rope_layers": [1, 1, 1, 1]}),
+    "Granite": Family(
+        "granite",
+        {"logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 4.0, "attention_multiplier": 0.3},
+        {"logits_scaling": 1.0},
+    ),
+    "Granite MoE": Family("granitemoe", _TWO_OF_FOUR),
+    "Mixtral": Family("mixtral", _TWO_OF_FOUR),
+    "Qwen3 MoE": Family("qwen3_moe", _EXPERTS),
+    "Qwen3-Next": Family("qwen3_next", {**_EXPERTS, **_LINEAR, "shared_expert_intermediate_size": 48}),
+    "Qwen3.5": Family("qwen3_5_text", _LINEAR),
+    "Command R7B": Family("cohere2", {**_WINDOW, "tie_word_embeddings": True, "logit_scale": 0.5}, _WIDE),
+    "StarCoder 2": Family("starcoder2", _WINDOW, _WIDE),
+    "EXAONE 4": Family("exaone4", {**_WINDOW, "sliding_window_pattern": 2}, _WIDE),
+    "ERNIE 4.5": Family("ernie4_5"),
+    "Seed-OSS": Family("seed_oss"),
+    "Hunyuan": Family("hunyuan_v1_dense"),
+    "MiniMax M2": Family("minimax_m2", _TWO_OF_FOUR),
+    "LFM 2": Family("lfm2"),
+    "DeepSeek V3": Family(
+        "deepseek_v3",
+        {**_GROUPED, "num_key_value_heads": 4, "head_dim": 16, "kv_lora_rank": 32, "q_lora_rank": 32,
+         "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32},
+    ),
+    "Nemotron": Family("nemotron"),
+}  # fmt: skip
+
+
+def model_of(family: Family, dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
+    """The family's model as transformers computes it: eager attention, no dropout, random weights by a fixed seed."""
+    config = CONFIG_MAPPING[family.kind](**{**_SHARED, **family.options, **options})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.copy_(torch.randn(p.shape, generator=generator) * 0.15)
+            else:
+                p.copy_(torch.rand(p.shape, generator=generator) * 0.5 + 0.75)
+    return model.to(dtype).train(False)
+
+
+def write(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Write the family's checkpoint; returns its model."""
+    model = model_of(family, dtype)
+    model.save_pretrained(folder)
+    return model
+
+
+def without(family: Family) -> PreTrainedModel:
+    """The family's model with what its ``without`` says switched off."""
+    options = {name: value for name, value in family.without.items() if name != "sinks"}
+    model = model_of(family, **options)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith(".sinks") and "sinks" in family.without:
+                p.fill_(family.without["sinks"])
+    return model
+
+
+def sequences(count: int = 4, longest: int = 17) -> list[Tensor]:
+    """Random token ids, int64, of different lengths."""
+    generator = torch.Generator().manual_seed(2)
+    lengths = [longest, *torch.randint(5, longest, (count - 1,), generator=generator).tolist()]
+    return [torch.randint(3, VOCAB, (length,), generator=generator) for length in lengths]
+
+
+def plain_logprobs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """float32 [L−1]: log-probability of each token of one sequence but the first."""
+    logits = model(input_ids=tokens[None], use_cache=False).logits[0].float()
+    return logits[:-1].log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1)

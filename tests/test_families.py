@@ -1,0 +1,96 @@
+"""Model families that transformers builds, scored and trained as it computes them with eager attention."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncrl.models import causal_lm
+from asyncrl.models.checkpoint import read_tensors
+from asyncrl.models.layout import PackedLayout
+from asyncrl.models.scoring import scoring
+from asyncrl.types.groups import Group
+from tests.support.families import FAMILIES, model_of, plain_logprobs, sequences, without, write
+from tests.support.trainer import make_config, make_groups, started_ranks
+
+EXACT = 1e-5  # of logprobs in float32
+GRADIENT = 5e-5  # of a gradient's elements, over the largest
+
+start_rank = pytest.fixture(started_ranks)
+
+
+def scored(model, tokens, chunk=7):
+    """Logprobs of all tokens of the sequences but the first, from one pass over all."""
+    lengths = np.array([len(t) for t in tokens])
+    starts = np.cumsum(lengths) - lengths
+    rows = torch.from_numpy(np.concatenate([np.arange(s, s + n - 1) for s, n in zip(starts, lengths, strict=True)]))
+    targets = torch.cat([t[1:] for t in tokens])
+    return model(torch.cat(tokens), PackedLayout.from_lengths(lengths), rows, targets, 1.0, chunk).logprobs
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return FAMILIES[request.param]
+
+
+@torch.no_grad()
+def test_logprobs_equal_those_of_each_sequence_alone(family):
+    reference, tokens = model_of(family), sequences()
+    expected = torch.cat([plain_logprobs(reference, t) for t in tokens])
+    model = model_of(family)
+    packs = not causal_lm._flash_lacks(model)  # where flash attention may take all sequences as one row
+    scoring(model, attention=causal_lm.choose_attention(model, "auto", False))
+    assert (scored(model, tokens) - expected).abs().max() <= EXACT
+    if packs:
+        model.set_attn_implementation("eager")
+        model.packs = True
+        assert (scored(model, tokens) - expected).abs().max() <= EXACT
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.without])
+def test_what_a_family_is_here_for_matters(name):
+    tokens = sequences(1)[0]
+    changed = plain_logprobs(without(FAMILIES[name]), tokens) - plain_logprobs(model_of(FAMILIES[name]), tokens)
+    assert changed.abs().max() > 100 * EXACT
+
+
+def test_a_training_step_has_the_plain_gradient_and_exports_the_files_names(family, tmp_path, start_rank):
+    reference = write(family, tmp_path / "model")
+    config = make_config(str(tmp_path / "model"), grad_clip=0.0, anchor="proximal", implementation="transformers")
+    rank, groups = start_rank(config), make_groups()
+    files = read_tensors(tmp_path / "model")
+    assert {name: t.shape for name, t in rank.export()} == {name: t.shape for name, t in files.items()}
+    assert all(torch.equal(tensor, files[name]) for name, tensor in rank.export())
+
+    rank.train(0, groups)
+    total, trained = torch.zeros(()), 0
+    for group in map(Group.from_buffer, groups):
+        rewards = torch.tensor(group.rewards)
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+        for s in range(len(group)):
+            response = torch.tensor(group.tokens[group.response(s)]).long()
+            logprobs = plain_logprobs(reference, torch.cat([torch.tensor(group.prompt_tokens).long(), response]))
+            mask = torch.tensor(group.loss_mask[group.response(s)])
+            total = total - (advantages[s] * logprobs[-len(response) :] * mask).sum()
+            trained += int(mask.sum())
+    (total / trained).backward()
+    expected = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    largest = max(float(g.abs().max()) for g in expected.values())
+    moments = rank._backend.state()["optimizer"]["exp_avg"]
+    for name, gradient in expected.items():  # AdamW's first moment after a step is a tenth of the gradient
+        assert (10 * moments[name].full_tensor() - gradient).abs().max() <= GRADIENT * largest, name
+
+    rank.export_hf(tmp_path / "out")
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    tokens = sequences(1)[0]
+    with torch.no_grad():
+        assert not torch.equal(plain_logprobs(written, tokens), plain_logprobs(reference, tokens))
+    sent = dict(rank.export())
+    assert all(torch.equal(tensor, sent[name]) for name, tensor in read_tensors(tmp_path / "out").items())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == json.loads((tmp_path / "model" / "config.json").read_text())
