@@ -29,7 +29,9 @@ def build(path: str | Path, trust_remote_code: bool = False) -> PreTrainedModel:
     """The checkpoint's model without weights: on the meta device, in float32, for inference (no dropout). Raises
     CheckpointError if transformers builds no causal LM for its config.json."""
     options = {"trust_remote_code": trust_remote_code}
-    with _refusals(path), _quiet():
+    own_code = "auto_map" in ModelConfig.load(path).raw and not trust_remote_code
+    hint = "; it may need the code in its folder, which model.trust_remote_code=true would run" if own_code else ""
+    with _refusals(path, hint), _quiet():
         config = AutoConfig.from_pretrained(str(path), local_files_only=True, **options)
         if quantization := getattr(config, "quantization_config", None):
             method = quantization.get("quant_method", "?") if isinstance(quantization, Mapping) else quantization
@@ -168,7 +170,7 @@ class FileTensors:
 
 
 @contextlib.contextmanager
-def _refusals(path: str | Path) -> Iterator[None]:
+def _refusals(path: str | Path, hint: str = "") -> Iterator[None]:
     """Context whose errors become CheckpointErrors; transformers raises many types."""
     try:
         yield
@@ -176,7 +178,9 @@ def _refusals(path: str | Path) -> Iterator[None]:
         raise
     except Exception as e:
         reason = f"{type(e).__name__}: {str(e).strip().splitlines()[0]}"
-        raise CheckpointError(f"{path}: transformers {transformers.__version__} cannot build it ({reason})") from None
+        raise CheckpointError(
+            f"{path}: transformers {transformers.__version__} cannot build it ({reason}){hint}"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -18,8 +19,12 @@ from transformers import PreTrainedModel
 
 from asyncrl.models.causal_lm import layers
 from asyncrl.models.chunked import TargetScores, head_logits
+from asyncrl.models.config import CheckpointError
 from asyncrl.models.decoder import DraftTargets, TokenScores
 from asyncrl.models.layout import PackedLayout
+
+#: nats between two ways to compute a token's logprob, on average; bfloat16 has 0.1 where logits are large
+MAY_DIFFER = 0.3
 
 
 class ScoringModel(PreTrainedModel):
@@ -104,6 +109,9 @@ def scoring(
     if activation_checkpointing:
         for layer in layers(model):
             layer.forward = functools.partial(_recomputed, layer.forward)  # type: ignore[method-assign]
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None  # a token like any other here; it would get no gradient
     cls = type(model)
     model.__class__ = type(cls.__name__, (ScoringModel, cls), {"__module__": cls.__module__})
     scored = cast(ScoringModel, model)
@@ -120,6 +128,31 @@ def balance_loss(router_logits_TE: Sequence[Tensor], chosen: int) -> Tensor:
     experts_NK = probabilities_NE.topk(chosen, -1).indices
     share_E = experts_NK.flatten().bincount(minlength=probabilities_NE.shape[1]) / len(probabilities_NE)
     return (share_E * probabilities_NE.mean(0)).sum() * len(share_E)
+
+
+@torch.no_grad()
+def check_scores(model: ScoringModel, path: str, device: torch.device) -> None:
+    """Compare the logprobs of a few random tokens, scored together, with those that transformers computes for each
+    sequence alone with eager attention. Raises CheckpointError for a model whose code does not allow it."""
+    generator, attention = torch.Generator().manual_seed(0), model.config._attn_implementation
+    vocabulary = model.config.get_text_config().vocab_size
+    lengths = np.array([12, 7])
+    tokens = [torch.randint(vocabulary, (n,), generator=generator).to(device) for n in lengths]
+    rows = torch.cat([torch.arange(11), torch.arange(12, 18)]).to(device)
+    targets = torch.cat([sequence[1:] for sequence in tokens])
+    scores = model(torch.cat(tokens), PackedLayout.from_lengths(lengths, device), rows, targets, 1.0)
+    model.set_attn_implementation("eager")
+    try:
+        plain = torch.cat([model.plain_logprobs(sequence) for sequence in tokens])
+    finally:
+        model.set_attn_implementation(attention)
+    difference = float((scores.logprobs - plain).abs().mean())
+    if not difference <= MAY_DIFFER:
+        raise CheckpointError(
+            f"{path}: together, sequences get other logprobs than each of them alone: they differ by {difference:.2f} "
+            f"nats on average, expected at most {MAY_DIFFER}; {type(model).__name__.removeprefix('FSDP')} cannot be "
+            f"trained with {attention} attention; try model.attention=eager"
+        )
 
 
 class _Output(dict[str, Tensor]):

@@ -126,7 +126,7 @@ class EndpointActor(SupervisedActor):
         from asyncrl.sandbox.service import SandboxService
 
         config, agent = self._config, self._config.rollout.agent
-        tokenizer = PromptTokenizer(config.model.path, config.data.apply_chat_template, config.rollout.stop_token_ids)
+        tokenizer = PromptTokenizer.of(config)
         variables: Mapping[str, str] = {}
         if agent.sandbox:
             self._sandboxes = SandboxService(config.sandbox)
@@ -224,7 +224,7 @@ class RollouterActor(SupervisedActor):
         from asyncrl.sandbox.service import SandboxService
 
         config = self._config
-        tokenizer = PromptTokenizer(config.model.path, config.data.apply_chat_template, config.rollout.stop_token_ids)
+        tokenizer = PromptTokenizer.of(config)
         agent_loop: AgentLoop
         if config.rollout.agent.enabled:
             endpoint = ActorClient(self._endpoint, "endpoint") if self._endpoint is not None else None

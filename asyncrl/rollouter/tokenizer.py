@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.config.schema import Config
 from asyncrl.models.config import CheckpointError, ModelConfig
 from asyncrl.types.prompts import Message, Prompt
 
@@ -25,12 +26,16 @@ class PromptTokenizer:
     is outside the model's vocabulary."""
 
     def __init__(
-        self, checkpoint: str | Path, apply_chat_template: bool = True, more_stop_token_ids: Sequence[int] = ()
+        self,
+        checkpoint: str | Path,
+        apply_chat_template: bool = True,
+        more_stop_token_ids: Sequence[int] = (),
+        trust_remote_code: bool = False,
     ) -> None:
         from transformers import AutoTokenizer
 
         try:
-            self.hf: Any = AutoTokenizer.from_pretrained(str(checkpoint), trust_remote_code=False)
+            self.hf: Any = AutoTokenizer.from_pretrained(str(checkpoint), trust_remote_code=trust_remote_code)
         except Exception as e:  # transformers raises many types
             raise CheckpointError(f"{checkpoint}: the tokenizer does not load ({type(e).__name__}: {e})") from None
         vocabulary = ModelConfig.load(checkpoint).vocab_size
@@ -53,6 +58,12 @@ class PromptTokenizer:
                 "generation_config.json and rollout.stop_token_ids"
             )
         self.stop_token_ids: tuple[int, ...] = tuple(sorted(ends))
+
+    @classmethod
+    def of(cls, config: Config) -> PromptTokenizer:
+        """The tokenizer of a run's model."""
+        model, data = config.model, config.data
+        return cls(model.path, data.apply_chat_template, config.rollout.stop_token_ids, model.trust_remote_code)
 
     def encode(self, prompt: Prompt) -> np.ndarray:
         """Token ids, int32 [P]: of raw text unchanged, of messages in the chat template with a generation prompt."""

@@ -72,7 +72,7 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
         model = backend.check_model(config, config.model.path, config.mtp.init_from_trunk)
         if engine.native_decoder:
             check_checkpoint(config.model.path, config.mtp.init_from_trunk)
-        tokenizer = PromptTokenizer(config.model.path, config.data.apply_chat_template, config.rollout.stop_token_ids)
+        tokenizer = PromptTokenizer.of(config)
     except CheckpointError as e:
         problems.append(f"model.path: {e}")
     problems += _draft_problems(config, model)

@@ -98,7 +98,7 @@ FAMILIES: dict[str, Family] = {
     "Seed-OSS": Family("seed_oss"),
     "Hunyuan": Family("hunyuan_v1_dense"),
     "MiniMax M2": Family("minimax_m2", _TWO_OF_FOUR),
-    "LFM 2": Family("lfm2"),
+    "LFM 2": Family("lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
     "DeepSeek V3": Family(
         "deepseek_v3",
         {**_GROUPED, "num_key_value_heads": 4, "head_dim": 16, "kv_lora_rank": 32, "q_lora_rank": 32,

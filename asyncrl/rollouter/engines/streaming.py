@@ -365,8 +365,7 @@ class StreamingEngine(ABC, Generic[R]):
 
     @functools.cached_property
     def _stop_strings(self) -> StopStrings:
-        config = self._config
-        return StopStrings(PromptTokenizer(config.model.path, config.data.apply_chat_template).hf)
+        return StopStrings(PromptTokenizer.of(self._config).hf)
 
     # -- states --------------------------------------------------------------------------------------------------------
 

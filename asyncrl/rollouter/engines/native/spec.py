@@ -32,7 +32,7 @@ class NativeSpec(EngineSpec):
         from asyncrl.rollouter.engines.native.engine import NativeEngine
         from asyncrl.rollouter.tokenizer import PromptTokenizer
 
-        tokenizer = PromptTokenizer(config.model.path, config.data.apply_chat_template)
+        tokenizer = PromptTokenizer.of(config)
         return NativeEngine(
             config.model.path,
             config.rollout.engine,

@@ -27,6 +27,7 @@ def server_arguments(config: Config, device: str) -> dict[str, Any]:
     model = ModelConfig.load(config.model.path)
     arguments: dict[str, Any] = {
         "model_path": config.model.path,
+        "trust_remote_code": config.model.trust_remote_code,
         "device": device,
         "dtype": model.engine_dtype(engine.dtype),
         "random_seed": config.seed,

@@ -15,6 +15,7 @@ from asyncrl.rollouter.engines.streaming_spec import StreamingSpec
 _DERIVED = frozenset(
     {
         "model_path",
+        "trust_remote_code",
         "device",
         "dtype",
         "host",

@@ -39,6 +39,7 @@ def engine_arguments(config: Config, device: str) -> AsyncEngineArgs:
     dtype = str(model.engine_dtype(engine.dtype))
     arguments: dict[str, Any] = {
         "model": config.model.path,
+        "trust_remote_code": config.model.trust_remote_code,
         "dtype": dtype,
         "seed": config.seed,
         "max_num_seqs": _slots_each(engine),

@@ -18,6 +18,7 @@ _TEMPERATURES = 0.01, 2.0  # vLLM raises lower ones but 0, and refuses higher on
 _DERIVED = frozenset(
     {
         "model",
+        "trust_remote_code",
         "logprobs_mode",
         "weight_transfer_config",
         "worker_extension_cls",

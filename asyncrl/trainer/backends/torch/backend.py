@@ -249,6 +249,7 @@ class TorchFSDPBackend(BaseBackend):
             "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
         }
         model.shard(self._mesh, self.rank, values, **policies)
+        model.check(self._device)
         return model.module
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from asyncrl.config.schema import Config
@@ -62,6 +62,14 @@ class TorchModel:
                 whole = values[name].to(b) if rank == 0 else torch.empty_like(b)
                 torch.distributed.broadcast(whole, 0)
                 b.copy_(whole)
+
+    def check(self, device: torch.device) -> None:
+        """Raises CheckpointError if transformers' code of the model does not allow to score sequences together."""
+        if self.files is not None:
+            from asyncrl.models.scoring import ScoringModel, check_scores
+
+            check_scores(cast(ScoringModel, self.module), self.path, device)
+            cast(FSDPModule, self.module).reshard()
 
 
 def implementation(config: Config, path: str) -> str:
