@@ -208,7 +208,7 @@ class TestRefusals:
         save_file(kept, f"{path}/model.safetensors", metadata={"format": "pt"})
         assert f"missing tensors: {missing}" in self.refused(path)
         save_file(kept | {missing: torch.zeros(3, 4)}, f"{path}/model.safetensors", metadata={"format": "pt"})
-        assert f"misshapen tensors: {missing} (config says (64, 96), file has (3, 4))" in self.refused(path)
+        assert f"misshapen tensors: {missing} (config says (128, 192), file has (3, 4))" in self.refused(path)
 
     def test_a_missing_shard(self, folders, tmp_path):
         path = self.changed(folders("Gemma 2"), tmp_path)

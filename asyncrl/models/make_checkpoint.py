@@ -1,4 +1,5 @@
-"""Makes the small MiMo-style checkpoint of the quickstart and the tests: a Qwen2 trunk and one MTP layer.
+"""Makes the small checkpoints of the quickstart and the tests: MiMo's, a Qwen2 trunk and one MTP layer, or any other
+family's that transformers builds.
 
 ``python -m asyncrl.models.make_checkpoint --out checkpoints/arith-mimo`` writes a Hugging Face folder: config.json,
 model.safetensors, a tokenizer trained on the task's text, and generation_config.json. Random weights are warm-started
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from asyncrl.models.checkpoint import save_checkpoint
+from asyncrl.models.checkpoint import save_checkpoint, tensor_shapes
 from asyncrl.models.config import DecoderConfig
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.tokenizer import train_tokenizer
@@ -28,6 +30,10 @@ from asyncrl.types.prompts import Message
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from asyncrl.models.scoring import ScoringModel
+
+MIMO = "mimo"  # built by the native decoder
+INIT_STD = 0.06
 LAYERS = 4  # trunk layers
 WARM_START_STEPS = 700  # batches of BATCH_SIZE demonstrations
 CAREFUL_SHARE = 0.75  # share of error-free demonstrations, which come first
@@ -73,13 +79,14 @@ def make_checkpoint(
     demonstrations: str = "asyncrl.data.arithmetic:demonstrations",
     layers: int = LAYERS,
     tokens: str | None = None,
+    model_type: str = MIMO,
 ) -> Path:
     """Write the checkpoint folder and return its path; the same arguments give the same weights.
 
     ``demonstrations``: import path of a function (seed, careful: bool) that returns an endless iterator of (chat
     messages, response) or, where tools are on offer, (chat messages, response, tools), such as
     `asyncrl.data.arithmetic.demonstrations` and `asyncrl.data.guess.demonstrations`. ``tokens``: import path of texts
-    that are one token each. Raises ImportPathError.
+    that are one token each. ``model_type``: a family, by transformers' name, in the same size. Raises ImportPathError.
     """
     folder = Path(out)
     source = load(demonstrations)
@@ -91,9 +98,14 @@ def make_checkpoint(
         ),
         tokens=load(tokens) if tokens is not None else (),
     )
-    config = DecoderConfig.from_dict(model_config(tokenizer) | {"num_hidden_layers": layers})
-    model = Decoder(config)
-    init_small_model(model, seed)
+    raw = model_config(tokenizer) | {"num_hidden_layers": layers}
+    model: Decoder | ScoringModel
+    if model_type == MIMO:
+        model = Decoder(DecoderConfig.from_dict(raw))
+        model.init_weights(seed, std=INIT_STD)
+    else:
+        model = _transformers_model(model_type, raw, seed)
+    enlarge_embeddings(model)
     careful_steps = int(CAREFUL_SHARE * warm_start_steps)
     careful = islice(source(seed, True), careful_steps * BATCH_SIZE)
     study = _encoded(chain(careful, source(seed, False)), tokenizer)
@@ -104,20 +116,49 @@ def make_checkpoint(
     generation = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "do_sample": True}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     # last: for the Makefile, model.safetensors marks a complete folder
-    save_checkpoint(folder, dict(model.named_parameters()), config)
+    if isinstance(model, Decoder):
+        save_checkpoint(folder, dict(model.named_parameters()), model.config)
+    else:
+        model.save_pretrained(folder)
     return folder
 
 
 @torch.no_grad()
-def init_small_model(model: Decoder, seed: int) -> None:
-    """Initialize so that a narrow model learns in seconds: unit-size embeddings, to which layers add little at first.
-    With the usual Normal(0, 0.02) the layers' outputs would drown the embeddings."""
-    model.init_weights(seed, std=0.06)
+def enlarge_embeddings(model: Decoder | ScoringModel) -> None:
+    """Scale weights of Normal(0, `INIT_STD`) so that a narrow model learns in seconds: unit-size embeddings, to which
+    layers add little at first. With the usual Normal(0, 0.02) the layers' outputs would drown the embeddings."""
+    # some families scale what their embeddings hold
+    scale = 1.0 if isinstance(model, Decoder) else float(getattr(model.get_input_embeddings(), "embed_scale", 1.0))
     for name, p in model.named_parameters():
         if name.endswith("embed_tokens.weight"):
-            p.div_(0.06)
+            p.div_(INIT_STD * scale)
         elif name.endswith(("o_proj.weight", "down_proj.weight")):
             p.mul_(0.5)
+
+
+@torch.no_grad()
+def _transformers_model(model_type: str, raw: dict[str, Any], seed: int) -> ScoringModel:
+    """A family's model with ``raw``'s sizes: matrices from Normal(0, `INIT_STD`), the rest as the family starts."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # takes seconds to import
+
+    from asyncrl.models.causal_lm import choose_attention
+    from asyncrl.models.scoring import scoring
+
+    own = (
+        "architectures",
+        "model_type",
+        "rope_theta",
+        "torch_dtype",
+        "num_nextn_predict_layers",
+        "tie_word_embeddings",
+    )
+    config = CONFIG_MAPPING[model_type](**{name: value for name, value in raw.items() if name not in own})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").train(False)
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        if p.dim() >= 2:
+            p.copy_(torch.randn(p.shape, generator=generator) * INIT_STD)
+    return scoring(model, attention=choose_attention(model, "auto", False))
 
 
 def _encoded(
@@ -145,10 +186,15 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--tokens", help="import path of texts that are one token each")
     parser.add_argument("--layers", type=int, default=LAYERS, help="number of trunk layers")
+    parser.add_argument(
+        "--model-type", default=MIMO, help="mimo, or a family by transformers' name, such as gemma3_text or olmo2"
+    )
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # one summation order on every machine
-    folder = make_checkpoint(args.out, args.seed, args.warm_start_steps, args.demonstrations, args.layers, args.tokens)
-    parameters = sum(p.numel() for p in Decoder(DecoderConfig.load(folder)).parameters())
+    folder = make_checkpoint(
+        args.out, args.seed, args.warm_start_steps, args.demonstrations, args.layers, args.tokens, args.model_type
+    )
+    parameters = sum(math.prod(shape) for shape in tensor_shapes(folder).values())
     print(f"{folder}: {parameters:,} parameters, warm-started for {args.warm_start_steps} steps, seed {args.seed}")
 
 

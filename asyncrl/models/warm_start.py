@@ -1,4 +1,4 @@
-"""Short supervised warm start of a randomly initialized decoder, so that reinforcement learning has something to
+"""Short supervised warm start of a randomly initialized model, so that reinforcement learning has something to
 improve.
 
 Target and draft are trained together: the draft (MTP) reads the trunk's hidden states, embeddings and head, all
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from torch import Tensor
 
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.layout import PackedLayout
+
+if TYPE_CHECKING:
+    from asyncrl.models.scoring import ScoringModel
 
 
 class Demonstration(NamedTuple):
@@ -35,7 +38,7 @@ class WarmStartLosses(NamedTuple):
 
 
 def warm_start(
-    model: Decoder,
+    model: Decoder | ScoringModel,
     demonstrations: Iterator[Demonstration],
     steps: int,
     batch_size: int,
@@ -62,15 +65,18 @@ def warm_start(
     return losses
 
 
-def demonstration_losses(model: Decoder, batch: Sequence[Demonstration]) -> tuple[Tensor, Tensor]:
+def demonstration_losses(model: Decoder | ScoringModel, batch: Sequence[Demonstration]) -> tuple[Tensor, Tensor]:
     """Mean cross-entropies (scalars) of the response tokens under the target and its first MTP layer."""
     lengths = np.array([len(d.prompt) + len(d.response) for d in batch])
     tokens_T = torch.tensor([token for d in batch for token in d.prompt + d.response])
     is_response_T = torch.tensor([r for d in batch for r in [False] * len(d.prompt) + [True] * len(d.response)])
     layout = PackedLayout.from_lengths(lengths)
-    hidden_TM = model.hidden_states(tokens_T, layout)
 
     places = is_response_T.nonzero().squeeze(1)  # a response never starts a sequence, so place - 1 is in the same one
+    if not isinstance(model, Decoder):
+        target = -model(tokens_T, layout, places - 1, tokens_T[places], 1.0).logprobs.mean()
+        return target, target.new_zeros(())
+    hidden_TM = model.hidden_states(tokens_T, layout)
     target = F.cross_entropy(model.lm_head(hidden_TM[places - 1]), tokens_T[places])
     if not model.config.num_mtp_layers:
         return target, target.new_zeros(())

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-VOCAB, WINDOW = 160, 5
+from asyncrl.models.tokenizer import train_tokenizer
+
+VOCAB, WINDOW = 320, 5
 
 _SHARED = {
     "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
+    "hidden_size": 128,  # of heads of 32, the smallest of vLLM's CPU kernels
+    "intermediate_size": 192,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -41,8 +43,9 @@ _GROUPED = {
 _LINEAR = {
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }
 
@@ -60,7 +63,7 @@ class Family:
 _WIDE = {"sliding_window": 256}
 
 FAMILIES: dict[str, Family] = {
-    "Qwen2": Family("qwen2", {"head_dim": 16}),
+    "Qwen2": Family("qwen2"),
     "Qwen3": Family("qwen3"),
     "Llama 3": Family("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0,
                                                     "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -79,7 +82,7 @@ FAMILIES: dict[str, Family] = {
     "gpt-oss": Family("gpt_oss", {**_WINDOW, **_TWO_OF_FOUR}, {"sinks": -1e9}),
     "OLMo 2": Family("olmo2"),
     "OLMo 3": Family("olmo3", _WINDOW, _WIDE),
-    "OLMoE": Family("olmoe", {**_EXPERTS, "head_dim": 16, "intermediate_size": 48}),
+    "OLMoE": Family("olmoe", {**_EXPERTS, "intermediate_size": 48}),
     "SmolLM3": Family("smollm3", {"no_rope_layers": [1, 0, 1, 0]}, {"no_rope_layers": [1, 1, 1, 1]}),
     "Granite": Family(
         "granite",
@@ -101,8 +104,8 @@ FAMILIES: dict[str, Family] = {
     "LFM 2": Family("lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
     "DeepSeek V3": Family(
         "deepseek_v3",
-        {**_GROUPED, "num_key_value_heads": 4, "head_dim": 16, "kv_lora_rank": 32, "q_lora_rank": 32,
-         "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32},
+        {**_GROUPED, "num_key_value_heads": 4, "head_dim": 64, "q_lora_rank": 32, "kv_lora_rank": 512,
+         "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},  # what vLLM has a kernel for
     ),
     "Nemotron": Family("nemotron"),
 }  # fmt: skip
@@ -116,7 +119,7 @@ def model_of(family: Family, dtype: torch.dtype = torch.float32, **options: Any)
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() > 1:
-                p.copy_(torch.randn(p.shape, generator=generator) * 0.15)
+                p.copy_(torch.randn(p.shape, generator=generator) * 0.1)
             else:
                 p.copy_(torch.rand(p.shape, generator=generator) * 0.5 + 0.75)
     return model.to(dtype).train(False)
@@ -126,6 +129,7 @@ def write(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> P
     """Write the family's checkpoint; returns its model."""
     model = model_of(family, dtype)
     model.save_pretrained(folder)
+    train_tokenizer([""], vocab_size=VOCAB).save_pretrained(folder)
     return model
 
 
