@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.models import causal_lm
 from asyncrl.models.checkpoint import read_tensors
-from asyncrl.models.layout import PackedLayout
-from asyncrl.models.scoring import scoring
 from asyncrl.types.groups import Group
-from tests.support.families import FAMILIES, model_of, plain_logprobs, sequences, without, write
+from tests.support.families import FAMILIES, difference, model_of, plain_logprobs, sequences, without, write
 from tests.support.trainer import make_config, make_groups, started_ranks
 
 EXACT = 1e-5  # of logprobs in float32
@@ -23,32 +19,13 @@ GRADIENT = 5e-5  # of a gradient's elements, over the largest
 start_rank = pytest.fixture(started_ranks)
 
 
-def scored(model, tokens, chunk=7):
-    """Logprobs of all tokens of the sequences but the first, from one pass over all."""
-    lengths = np.array([len(t) for t in tokens])
-    starts = np.cumsum(lengths) - lengths
-    rows = torch.from_numpy(np.concatenate([np.arange(s, s + n - 1) for s, n in zip(starts, lengths, strict=True)]))
-    targets = torch.cat([t[1:] for t in tokens])
-    return model(torch.cat(tokens), PackedLayout.from_lengths(lengths), rows, targets, 1.0, chunk).logprobs
-
-
 @pytest.fixture(params=FAMILIES)
 def family(request):
     return FAMILIES[request.param]
 
 
-@torch.no_grad()
 def test_logprobs_equal_those_of_each_sequence_alone(family):
-    reference, tokens = model_of(family), sequences()
-    expected = torch.cat([plain_logprobs(reference, t) for t in tokens])
-    model = model_of(family)
-    packs = not causal_lm._flash_lacks(model)  # where flash attention may take all sequences as one row
-    scoring(model, attention=causal_lm.choose_attention(model, "auto", False))
-    assert (scored(model, tokens) - expected).abs().max() <= EXACT
-    if packs:
-        model.set_attn_implementation("eager")
-        model.packs = True
-        assert (scored(model, tokens) - expected).abs().max() <= EXACT
+    assert difference(family)[1] <= EXACT
 
 
 @torch.no_grad()

@@ -795,3 +795,16 @@ def test_a_real_checkpoint_restores_the_model_in_memory_with_lora_on_some_module
     for name, p in live.items():
         if not is_adapter(name):
             torch.testing.assert_close(p, expected[unwrap(name)], rtol=0, atol=0)
+
+
+def test_parts_of_experts_have_other_names_too():
+    """Mixtral's."""
+    sent = [f"experts.{i}.{part}.weight" for i in (0, 1) for part in ("w1", "w2", "w3")]
+    plan = resolved(sent, ["experts.w13_weight", "experts.w2_weight"])
+    assert {name: t.owner for name, t in plan.items() if t.expert == 1} == {
+        "experts.1.w1.weight": "experts.w13_weight",
+        "experts.1.w3.weight": "experts.w13_weight",
+        "experts.1.w2.weight": "experts.w2_weight",
+    }
+    with pytest.raises(ManifestError, match=r"experts.w13_weight lacks expert 1 \(up_proj\)"):
+        resolved(sent[:-1], ["experts.w13_weight", "experts.w2_weight"])

@@ -78,7 +78,7 @@ def check_files(path: str | Path, trust_remote_code: bool = False) -> ModelConfi
 def choose_attention(model: PreTrainedModel, option: str, bfloat16_on_cuda: bool) -> str:
     """`model.attention`, with ``auto`` resolved: the fastest that computes all that the model asks for. Raises
     CheckpointError for one that does not."""
-    lacking = {"eager": "", "sdpa": _sdpa_lacks(model), "flash_attention_2": _flash_lacks(model)}
+    lacking = {"eager": "", "sdpa": sdpa_lacks(model), "flash_attention_2": flash_lacks(model)}
     if option != "auto":
         if lacking[option]:
             raise CheckpointError(
@@ -91,7 +91,7 @@ def choose_attention(model: PreTrainedModel, option: str, bfloat16_on_cuda: bool
     return "eager" if lacking["sdpa"] else "sdpa"
 
 
-def _sdpa_lacks(model: PreTrainedModel) -> str:
+def sdpa_lacks(model: PreTrainedModel) -> str:
     """What transformers' sdpa would silently leave out; empty if nothing."""
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
         return "caps of attention logits"
@@ -100,7 +100,7 @@ def _sdpa_lacks(model: PreTrainedModel) -> str:
     return "" if model._supports_sdpa else "an implementation of it"
 
 
-def _flash_lacks(model: PreTrainedModel) -> str:
+def flash_lacks(model: PreTrainedModel) -> str:
     """Likewise of flash attention, where the sequences of a micro-batch are one row."""
     if _has_sinks(model):
         return "attention sinks"

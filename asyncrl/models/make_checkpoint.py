@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 
 MIMO = "mimo"  # built by the native decoder
 INIT_STD = 0.06
+#: of MiMo's config, what other families take from it
+SIZES = (
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+    "max_position_embeddings bos_token_id eos_token_id pad_token_id"
+).split()
 LAYERS = 4  # trunk layers
 WARM_START_STEPS = 700  # batches of BATCH_SIZE demonstrations
 CAREFUL_SHARE = 0.75  # share of error-free demonstrations, which come first
@@ -80,13 +85,15 @@ def make_checkpoint(
     layers: int = LAYERS,
     tokens: str | None = None,
     model_type: str = MIMO,
+    model_options: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the checkpoint folder and return its path; the same arguments give the same weights.
 
     ``demonstrations``: import path of a function (seed, careful: bool) that returns an endless iterator of (chat
     messages, response) or, where tools are on offer, (chat messages, response, tools), such as
     `asyncrl.data.arithmetic.demonstrations` and `asyncrl.data.guess.demonstrations`. ``tokens``: import path of texts
-    that are one token each. ``model_type``: a family, by transformers' name, in the same size. Raises ImportPathError.
+    that are one token each. ``model_type``: a family, by transformers' name, in the same size;
+    ``model_options``: of its config.json. Raises ImportPathError.
     """
     folder = Path(out)
     source = load(demonstrations)
@@ -104,7 +111,7 @@ def make_checkpoint(
         model = Decoder(DecoderConfig.from_dict(raw))
         model.init_weights(seed, std=INIT_STD)
     else:
-        model = _transformers_model(model_type, raw, seed)
+        model = _transformers_model(model_type, raw, model_options or {}, seed)
     enlarge_embeddings(model)
     careful_steps = int(CAREFUL_SHARE * warm_start_steps)
     careful = islice(source(seed, True), careful_steps * BATCH_SIZE)
@@ -137,22 +144,14 @@ def enlarge_embeddings(model: Decoder | ScoringModel) -> None:
 
 
 @torch.no_grad()
-def _transformers_model(model_type: str, raw: dict[str, Any], seed: int) -> ScoringModel:
-    """A family's model with ``raw``'s sizes: matrices from Normal(0, `INIT_STD`), the rest as the family starts."""
+def _transformers_model(model_type: str, raw: Mapping[str, Any], options: Mapping[str, Any], seed: int) -> ScoringModel:
+    """A family's model in the sizes of ``raw``: matrices from Normal(0, `INIT_STD`), the rest as the family starts."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # takes seconds to import
 
     from asyncrl.models.causal_lm import choose_attention
     from asyncrl.models.scoring import scoring
 
-    own = (
-        "architectures",
-        "model_type",
-        "rope_theta",
-        "torch_dtype",
-        "num_nextn_predict_layers",
-        "tie_word_embeddings",
-    )
-    config = CONFIG_MAPPING[model_type](**{name: value for name, value in raw.items() if name not in own})
+    config = CONFIG_MAPPING[model_type](**{name: raw[name] for name in SIZES}, **options)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").train(False)
     generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():
@@ -189,10 +188,20 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--model-type", default=MIMO, help="mimo, or a family by transformers' name, such as gemma3_text or olmo2"
     )
+    parser.add_argument(
+        "--model-options", type=json.loads, help='JSON object of its config.json, such as {"sliding_window": 64}'
+    )
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # one summation order on every machine
     folder = make_checkpoint(
-        args.out, args.seed, args.warm_start_steps, args.demonstrations, args.layers, args.tokens, args.model_type
+        args.out,
+        args.seed,
+        args.warm_start_steps,
+        args.demonstrations,
+        args.layers,
+        args.tokens,
+        args.model_type,
+        args.model_options,
     )
     parameters = sum(math.prod(shape) for shape in tensor_shapes(folder).values())
     print(f"{folder}: {parameters:,} parameters, warm-started for {args.warm_start_steps} steps, seed {args.seed}")

@@ -33,6 +33,9 @@ FUSED_EXPERTS: Mapping[str, Sequence[str]] = {
     "down_proj": ("down_proj",),
 }
 
+#: other names of an expert's parts
+_ALSO = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
 _LEAF = "{leaf}"
 _BASE_LAYER = "base_layer"
 _ONE_EXPERT = re.compile(r"((?:.+\.)?experts)\.(\d+)\.([^.]+)\.([^.]+)")
@@ -255,7 +258,8 @@ class NameResolver:
 
     def _locate_expert(self, name: str) -> _Location | None:
         if one := _ONE_EXPERT.fullmatch(name):
-            module, index, part, leaf = one.groups()
+            module, index, named, leaf = one.groups()
+            part = _ALSO.get(named, named)
             for owner, parts in self._experts.items():
                 live = self._fused(module, owner, leaf) if part in parts else None
                 if live is not None:

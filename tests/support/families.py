@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
+from asyncrl.models.causal_lm import choose_attention, flash_lacks
+from asyncrl.models.layout import PackedLayout
+from asyncrl.models.scoring import ScoringModel, scoring
 from asyncrl.models.tokenizer import train_tokenizer
 
 VOCAB, WINDOW = 320, 5
@@ -53,11 +57,12 @@ _LINEAR = {
 @dataclass(frozen=True)
 class Family:
     """``kind``: model_type in config.json. ``without``: options, or tensors set to a value, that switch off what the
-    family is here for; they must change its logprobs."""
+    family is here for; they must change its logprobs. ``vllm``: why vLLM's CPU build cannot be held against it."""
 
     kind: str
     options: Mapping[str, Any] = field(default_factory=dict)
     without: Mapping[str, Any] = field(default_factory=dict)
+    vllm: str = ""
 
 
 _WIDE = {"sliding_window": 256}
@@ -79,7 +84,8 @@ FAMILIES: dict[str, Family] = {
     "Phi 3": Family("phi3", _WINDOW, _WIDE),
     "GLM 4": Family("glm4"),
     "GLM 4.5": Family("glm4_moe", _GROUPED),
-    "gpt-oss": Family("gpt_oss", {**_WINDOW, **_TWO_OF_FOUR}, {"sinks": -1e9}),
+    "gpt-oss": Family("gpt_oss", {**_WINDOW, **_TWO_OF_FOUR}, {"sinks": -1e9},
+                      "vLLM's loader of its experts bypasses vLLM's own reload of weights"),
     "OLMo 2": Family("olmo2"),
     "OLMo 3": Family("olmo3", _WINDOW, _WIDE),
     "OLMoE": Family("olmoe", {**_EXPERTS, "intermediate_size": 48}),
@@ -89,23 +95,37 @@ FAMILIES: dict[str, Family] = {
         {"logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 4.0, "attention_multiplier": 0.3},
         {"logits_scaling": 1.0},
     ),
-    "Granite MoE": Family("granitemoe", _TWO_OF_FOUR),
+    "Granite MoE": Family(
+        "granitemoe", _TWO_OF_FOUR, vllm="vLLM's loader cuts its experts apart, which a sync does not know"
+    ),
     "Mixtral": Family("mixtral", _TWO_OF_FOUR),
     "Qwen3 MoE": Family("qwen3_moe", _EXPERTS),
-    "Qwen3-Next": Family("qwen3_next", {**_EXPERTS, **_LINEAR, "shared_expert_intermediate_size": 48}),
-    "Qwen3.5": Family("qwen3_5_text", _LINEAR),
-    "Command R7B": Family("cohere2", {**_WINDOW, "tie_word_embeddings": True, "logit_scale": 0.5}, _WIDE),
+    "Qwen3-Next": Family("qwen3_next", {**_EXPERTS, **_LINEAR, "shared_expert_intermediate_size": 48},
+                         vllm="vLLM's CPU kernel of gated delta nets computes in bfloat16 only"),
+    "Qwen3.5": Family("qwen3_5_text", _LINEAR, vllm="vLLM imports its vision part, which needs torchvision"),
+    "Command R7B": Family("cohere2", {**_WINDOW, "tie_word_embeddings": True, "logit_scale": 0.5}, _WIDE,
+                          "a window of vLLM's has one token more than transformers'"),
     "StarCoder 2": Family("starcoder2", _WINDOW, _WIDE),
     "EXAONE 4": Family("exaone4", {**_WINDOW, "sliding_window_pattern": 2}, _WIDE),
     "ERNIE 4.5": Family("ernie4_5"),
     "Seed-OSS": Family("seed_oss"),
     "Hunyuan": Family("hunyuan_v1_dense"),
-    "MiniMax M2": Family("minimax_m2", _TWO_OF_FOUR),
-    "LFM 2": Family("lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
+    "MiniMax M2": Family(
+        "minimax_m2",
+        {**_TWO_OF_FOUR, "rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True},
+        vllm="vLLM's own reload of weights fails on its routing bias",
+    ),
+    "LFM 2": Family(
+        "lfm2",
+        {"layer_types": ["conv", "full_attention"] * 2, "conv_dim": 128, "block_dim": 128, "block_ff_dim": 192,
+         "block_auto_adjust_ff_dim": False},
+        vllm="vLLM, started from the same files, computes other logprobs",
+    ),
     "DeepSeek V3": Family(
         "deepseek_v3",
         {**_GROUPED, "num_key_value_heads": 4, "head_dim": 64, "q_lora_rank": 32, "kv_lora_rank": 512,
-         "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},  # what vLLM has a kernel for
+         "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "topk_method": "noaux_tc"},
+        vllm="vLLM's CPU build, started from the same files, computes other logprobs",
     ),
     "Nemotron": Family("nemotron"),
 }  # fmt: skip
@@ -155,3 +175,29 @@ def plain_logprobs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """float32 [L−1]: log-probability of each token of one sequence but the first."""
     logits = model(input_ids=tokens[None], use_cache=False).logits[0].float()
     return logits[:-1].log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1)
+
+
+def together(model: ScoringModel, tokens: Sequence[Tensor], chunk: int = 7) -> Tensor:
+    """float32: the sequences' `plain_logprobs`, one after the other, from one pass over all of them."""
+    lengths = np.array([len(t) for t in tokens])
+    starts = np.cumsum(lengths) - lengths
+    rows = torch.from_numpy(np.concatenate([np.arange(s, s + n - 1) for s, n in zip(starts, lengths, strict=True)]))
+    targets = torch.cat([t[1:] for t in tokens])
+    return model(torch.cat(list(tokens)), PackedLayout.from_lengths(lengths), rows, targets, 1.0, chunk).logprobs
+
+
+@torch.no_grad()
+def difference(family: Family) -> tuple[str, float]:
+    """The attention with which the family is trained on a CPU, and the largest difference (nats) between logprobs of
+    sequences scored together and of each alone with eager attention. Both ways to score them together count, where
+    flash attention may take all sequences as one row."""
+    tokens, reference, model = sequences(), model_of(family), model_of(family)
+    expected = torch.cat([plain_logprobs(reference, t) for t in tokens])
+    attention, packs = choose_attention(model, "auto", False), flash_lacks(model) == ""
+    scored = scoring(model, attention=attention)
+    found = float((together(scored, tokens) - expected).abs().max())
+    if packs:
+        scored.set_attn_implementation("eager")
+        scored.packs = True
+        found = max(found, float((together(scored, tokens) - expected).abs().max()))
+    return attention, found
