@@ -1,20 +1,27 @@
-"""Compares step times of the Megatron backend and the torch backend. The last line is JSON.
+"""Compares step times and memory of the trainers: the torch backend with the native decoder and with transformers, and
+the Megatron backend. The last line is JSON.
 
-One rank with one thread, a random model of the quickstart's size, and a batch like the quickstart's: 24 groups of 8
-samples of 20 to 120 response tokens, in micro-batches of 2048 tokens; with and without the draft's loss. Both backends
-alternate; the results are medians over steps. Needs the Megatron backend's environment.
+One rank with one thread, a random Qwen2 of the quickstart's size, and a batch like the quickstart's: 24 groups of 8
+samples of 20 to 120 response tokens, in micro-batches of 2048 tokens; for native and Megatron also with an MTP
+draft and its loss. Every measurement has a process of its own; the kinds alternate, and results are medians over steps.
+Needs the default environment; Megatron is left out without its own (`make venv-megatron`).
 
-    OMP_NUM_THREADS=1 python -m benchmarks.trainer_backends [--rounds 3] [--steps 3]
+    OMP_NUM_THREADS=1 python -m benchmarks.trainer_backends [--rounds 3] [--steps 5] [--megatron-python PATH]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import resource
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +37,7 @@ from asyncrl.types.samples import FinishReason, Sample
 from asyncrl.types.versions import PolicyVersion, VersionSpan
 
 MODEL = {
-    "architectures": ["MiMoForCausalLM"],
+    "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
     "vocab_size": 384,
     "hidden_size": 128,
@@ -40,10 +47,18 @@ MODEL = {
     "num_key_value_heads": 2,
     "head_dim": 32,
     "max_position_embeddings": 1024,
-    "num_nextn_predict_layers": 1,
+    "tie_word_embeddings": False,
+}
+DRAFT = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+#: kind → backend, implementation, with a draft
+KINDS = {
+    "native": ("torch", "native", False),
+    "transformers": ("torch", "transformers", False),
+    "megatron": ("megatron", "auto", False),
+    "native_draft": ("torch", "native", True),
+    "megatron_draft": ("megatron", "auto", True),
 }
 GROUPS, SAMPLES = 24, 8
-BACKENDS = ("torch", "megatron")
 
 
 def make_groups() -> list[bytes]:
@@ -67,42 +82,60 @@ def make_groups() -> list[bytes]:
     return groups
 
 
-def step_seconds(model: Path, backend: str, draft: bool, steps: int) -> list[float]:
-    config = Config()
-    config.model.path = str(model)
-    config.trainer.backend, config.trainer.device = backend, "cpu"
-    config.trainer.mini_batch_groups, config.trainer.max_tokens_per_micro_batch = GROUPS, 2048
-    config.mtp.enable_train, config.mtp.loss, config.mtp.updates_per_pass = draft, "cross_entropy", 1
-    rank, groups, times = TrainerRank(config, 0, 1, None, Recorder("trainer/0")), make_groups(), []
-    for step in range(steps + 1):
-        start_s = time.perf_counter()
-        rank.train(step, groups)
-        times.append(time.perf_counter() - start_s)
-    rank.close()
-    return times[1:]  # the first one warms up
+def measured(kind: str, steps: int) -> dict[str, Any]:
+    """Seconds of each step, tokens of a step, and the process's peak memory in MB."""
+    backend, implementation, draft = KINDS[kind]
+    torch.set_num_threads(1)
+    config, groups = Config(), make_groups()
+    with tempfile.TemporaryDirectory() as folder:
+        decoder = Decoder(DecoderConfig.from_dict(MODEL | (DRAFT if draft else {})))
+        decoder.init_weights(seed=0)
+        save_checkpoint(folder, decoder.named_parameters(), decoder.config)
+        config.model.path, config.model.implementation = folder, implementation  # type: ignore[assignment]
+        config.trainer.backend, config.trainer.device = backend, "cpu"
+        config.trainer.mini_batch_groups, config.trainer.max_tokens_per_micro_batch = GROUPS, 2048
+        config.mtp.enable_train, config.mtp.loss, config.mtp.updates_per_pass = draft, "cross_entropy", 1
+        rank, times = TrainerRank(config, 0, 1, None, Recorder("trainer/0")), []
+        for step in range(steps + 1):
+            start_s = time.perf_counter()
+            rank.train(step, groups)
+            times.append(time.perf_counter() - start_s)
+        rank.close()
+    tokens = sum(len(Group.from_buffer(group).tokens) for group in groups)
+    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"step_s": times[1:], "tokens": tokens, "peak_mb": peak_mb}  # the first step warms up
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--megatron-python", default=".venv-megatron/bin/python")
+    parser.add_argument("--measure", choices=KINDS, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    found: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        decoder = Decoder(DecoderConfig.from_dict(MODEL))
-        decoder.init_weights(seed=0)
-        save_checkpoint(folder, decoder.named_parameters(), decoder.config)
-        for _ in range(options.rounds):
-            for draft in (False, True):
-                for backend in BACKENDS:
-                    name = f"{backend}_{'draft_' if draft else ''}step_s"
-                    found.setdefault(name, []).extend(step_seconds(Path(folder), backend, draft, options.steps))
-    figures = {name: round(statistics.median(times), 4) for name, times in found.items()}
-    for kind in ("", "draft_"):
-        figures[f"{kind}ratio"] = round(figures[f"megatron_{kind}step_s"] / figures[f"torch_{kind}step_s"], 3)
-    for name, value in figures.items():
-        print(f"{name:22} {value:8.4f}")
+    if options.measure:
+        print(json.dumps(measured(options.measure, options.steps)))
+        return
+    pythons = {"torch": sys.executable, "megatron": options.megatron_python}
+    kinds = [kind for kind, (backend, *_) in KINDS.items() if Path(pythons[backend]).is_file()]
+    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
+    for _ in range(options.rounds):
+        for kind in kinds:
+            command = [pythons[KINDS[kind][0]], "-m", "benchmarks.trainer_backends", "--measure", kind]
+            command += ["--steps", str(options.steps)]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+            found[kind].append(json.loads(done.stdout.splitlines()[-1]))
+    figures: dict[str, float] = {}
+    print(f"{'':16} {'step s':>8} {'tokens/s':>10} {'peak MB':>8}")
+    for kind, runs in found.items():
+        step_s = statistics.median(second for run in runs for second in run["step_s"])
+        peak_mb = statistics.median(run["peak_mb"] for run in runs)
+        figures |= {f"{kind}_tokens_per_s": round(runs[0]["tokens"] / step_s, 1), f"{kind}_peak_mb": round(peak_mb, 1)}
+        print(f"{kind:16} {step_s:8.3f} {figures[f'{kind}_tokens_per_s']:10.0f} {peak_mb:8.0f}")
+    for kind in ("transformers", "megatron", "megatron_draft"):
+        if kind in kinds:
+            native = figures[f"native{'_draft' if kind.endswith('_draft') else ''}_tokens_per_s"]
+            figures[f"{kind}_over_native"] = round(figures[f"{kind}_tokens_per_s"] / native, 3)
     print(json.dumps(figures))
 
 

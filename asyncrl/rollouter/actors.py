@@ -110,68 +110,32 @@ class EndpointActor(SupervisedActor):
         never_interrupt()
         self._config = config
         self._recorder = Recorder(self.name)
-        self._sandboxes: Any = None
-        self._keeping_sandboxes: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Load the tokenizer, start the agents' processes, and listen."""
-        from asyncrl.config.secrets import revealed
-        from asyncrl.rollouter.agent_processes.pool import AgentOptions, AgentProcesses
-        from asyncrl.rollouter.endpoint.distribution import TrainedDistribution
-        from asyncrl.rollouter.endpoint.rendering.renderer import ChatRenderer
-        from asyncrl.rollouter.endpoint.server import EndpointServer
-        from asyncrl.rollouter.endpoint.service import Endpoint
-        from asyncrl.rollouter.engines.base import ENGINES
-        from asyncrl.rollouter.tokenizer import PromptTokenizer
-        from asyncrl.sandbox.service import SandboxService
+        from asyncrl.rollouter.endpoint.host import EndpointHost
 
-        config, agent = self._config, self._config.rollout.agent
-        tokenizer = PromptTokenizer.of(config)
-        variables: Mapping[str, str] = {}
-        if agent.sandbox:
-            self._sandboxes = SandboxService(config.sandbox)
-            await self._sandboxes.start()
-            self._keeping_sandboxes = asyncio.create_task(self._sandboxes.run())
-            variables = self._sandboxes.address.variables
-        self._agents = AgentProcesses(AgentOptions.of(agent, revealed("rollout.agent.args", agent.args), variables))
-        model = os.path.basename(os.path.normpath(config.model.path))
-        rollout = config.rollout
-        served = ENGINES.find(rollout.engine.name).served_sampling(config)
-        distribution = TrainedDistribution(
-            rollout.temperature, tokenizer.stop_token_ids, served, agent.untrained == "mask"
-        )
-        renderer = ChatRenderer(tokenizer)
-        self._endpoint = Endpoint(
-            agent, renderer, distribution, self._agents, model, rollout.agent_timeout_s, self._recorder
-        )
-        self._server = EndpointServer(self._endpoint, agent.host, agent.port, model, rollout.max_response_tokens)
-        await self._server.start()
-        await self._agents.start()
-        log.info("agents call %s", self._endpoint.address)
+        self._host = EndpointHost(self._config, self._recorder)
+        await self._host.start()
 
     async def alive(self) -> None:
         """Never returns. Raises the error of a sandbox host that dies again and again."""
-        await (super().alive() if self._keeping_sandboxes is None else asyncio.shield(self._keeping_sandboxes))
+        keeping = self._host.keeping_sandboxes
+        await (super().alive() if keeping is None else asyncio.shield(keeping))
 
     async def attach(self, token: int) -> None:
-        await self._endpoint.attach(token)
+        await self._host.attach(token)
 
     async def send(self, token: int, commands: Sequence[Any]) -> None:
-        await self._endpoint.send(token, commands)
+        await self._host.send(token, commands)
 
     async def events(self, token: int) -> Sequence[Any]:
-        return await self._endpoint.events(token)
+        return await self._host.events(token)
 
     async def drain(self) -> Batch:
         return self._recorder.drain()
 
     async def close(self) -> None:
-        await self._endpoint.close()
-        await self._server.close()
-        await self._agents.close()
-        if self._keeping_sandboxes is not None:
-            self._keeping_sandboxes.cancel()
-            await self._sandboxes.close()
+        await self._host.close()
 
 
 @ray.remote
@@ -208,57 +172,37 @@ class RollouterActor(SupervisedActor):
 
     async def start(self) -> None:
         """Load the tokenizer and prompts, start the reward workers, and serve requests from now on."""
-        from asyncrl.config.secrets import revealed
         from asyncrl.data.load import load_run_prompts
         from asyncrl.data.order import PromptOrder
-        from asyncrl.rollouter.agents.base import AgentLoop, find_agent_loop
+        from asyncrl.rollouter.answering import Answering
         from asyncrl.rollouter.endpoint.link import EndpointLink
-        from asyncrl.rollouter.endpoint.loop import EndpointLoop
         from asyncrl.rollouter.held_queue import HeldQueue
         from asyncrl.rollouter.loop import RolloutLoop
-        from asyncrl.rollouter.rewards.pool import RewardPool
-        from asyncrl.rollouter.router import Router
-        from asyncrl.rollouter.samples import SampleMaker
-        from asyncrl.rollouter.tokenizer import PromptTokenizer
         from asyncrl.rollouter.validation import Validation
-        from asyncrl.sandbox.service import SandboxService
 
         config = self._config
-        tokenizer = PromptTokenizer.of(config)
-        agent_loop: AgentLoop
         if config.rollout.agent.enabled:
             endpoint = ActorClient(self._endpoint, "endpoint") if self._endpoint is not None else None
             self._link = EndpointLink(endpoint, self._fencing_token, ActorDied)  # type: ignore[arg-type]
-            agent_loop = EndpointLoop(self._link, config.rollout.max_response_tokens)
-        else:
-            agent_loop = find_agent_loop(config.rollout.agent_loop)(
-                tokenizer,
-                config.rollout.max_response_tokens,
-                **revealed("rollout.agent_loop_args", config.rollout.agent_loop_args),
-            )
         prompts, held_out = await asyncio.to_thread(load_run_prompts, config.data)  # a source may take minutes
         self._validation_prompts = held_out[: config.validation.max_prompts or None]
         is_death = lambda error: isinstance(error, ActorDied)
-        self._router = Router(self._replicas, is_death)
-        self._sandboxes = SandboxService(config.sandbox)
-        self._rewards = RewardPool(config.reward, self._sandboxes.address)
-        await self._rewards.start()
-        if "sandboxes" in self._rewards.taken:
-            await self._sandboxes.start()
-        maker = SampleMaker(
-            config, tokenizer, agent_loop, self._max_prompt_tokens, self._router, self._rewards, self._recorder
+        self._answering = answering = Answering(
+            config, self._max_prompt_tokens, self._replicas, is_death, self._link, self._recorder
         )
-        self._validation = Validation(config, maker, self._recorder)
+        await answering.start()
+        self._router = answering.router
+        self._validation = Validation(config, answering.maker, self._recorder)
 
         self._held_queue = HeldQueue(self._queue, self._fencing_token)
 
         def new_loop() -> RolloutLoop:
             data = config.data
             order = PromptOrder(prompts, config.seed, data.shuffle, data.epochs, data.mixture, data.curriculum)
-            return RolloutLoop(config, self._derived, order, maker, self._held_queue, self._recorder)
+            return RolloutLoop(config, self._derived, order, answering.maker, self._held_queue, self._recorder)
 
         self._new_loop = new_loop
-        self._serving = asyncio.create_task(_unwrapped(self._serve()))
+        self._serving = asyncio.create_task(_unwrapped(answering.run()))
         log.info("has %d prompts", len(prompts))
 
     async def run(self) -> None:
@@ -315,16 +259,7 @@ class RollouterActor(SupervisedActor):
         return self._recorder.drain()
 
     async def close(self) -> None:
-        await self._rewards.close()
-        await self._sandboxes.close()
-
-    async def _serve(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._router.run())
-            if "sandboxes" in self._rewards.taken:
-                tasks.create_task(self._sandboxes.run())
-            if self._link is not None:
-                tasks.create_task(self._link.run())
+        await self._answering.close()
 
     async def _roll_out(self) -> None:
         """Run one rollout loop, from the queue's current state until `reset`: a rollback may reopen a closed queue."""

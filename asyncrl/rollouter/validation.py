@@ -30,12 +30,17 @@ class Validation:
         self._rounds = itertools.count()
 
     async def run(self, prompts: Sequence[Prompt]) -> dict[str, float]:
-        """Answer each prompt ``validation.samples`` times.
+        """Answer each prompt, see `answers`. Returns means of the reward and its metrics, ``lineage`` and the
+        number of the newest version that gave an answer (``version``), and that of the oldest (``oldest_version``) if
+        it is another, all under ``validation/``."""
+        answers = await self.answers(prompts)
+        return self._values(prompts, answers, _versions(s for samples in answers.values() for s in samples))
+
+    async def answers(self, prompts: Sequence[Prompt]) -> Mapping[str, Sequence[Sample | FailedSample]]:
+        """By the prompt's uid: ``validation.samples`` answers to each.
 
         All answers are of one version unless a sync has passed the validation, see ``validation.hold_s``. Those of an
-        older lineage are repeated in the next round. Returns means of the reward and its metrics, ``lineage`` and the
-        number of the newest version that gave an answer (``version``), and that of the oldest (``oldest_version``) if
-        it is another, all under ``validation/``. Raises RuntimeError if lineages are still mixed after `ROUNDS`
+        older lineage are repeated in the next round. Raises RuntimeError if lineages are still mixed after `ROUNDS`
         rounds."""
         answers: dict[str, list[Sample | FailedSample]] = {}
         with self._recorder.span("rollout/validate", prompts=len(prompts)):
@@ -48,7 +53,7 @@ class Validation:
                 lineage = max((version.lineage for version in versions), default=0)
                 outdated = [p for p in prompts if any(v.lineage < lineage for v in _versions(answers[p.uid]))]
                 if not outdated:
-                    return self._values(prompts, answers, versions)
+                    return answers
         raise RuntimeError(
             f"validation: after {ROUNDS} rounds {len(outdated)} of {len(prompts)} prompts are not answered under the "
             f"newest lineage {lineage}: the trainer is restored faster than prompts are answered"

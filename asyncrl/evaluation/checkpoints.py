@@ -1,0 +1,91 @@
+"""The checkpoints that a path names, as Hugging Face folders."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.config.load import ConfigError, load_config
+from asyncrl.models.config import CheckpointError
+from asyncrl.run.environments import interpreter
+from asyncrl.run.run_folder import CONFIG
+from asyncrl.trainer.checkpoints import Checkpoint, CheckpointStore
+
+HF = "hf"  # of a checkpoint's folder
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A model to evaluate. ``folder``: Hugging Face's, or None if it must be exported from ``checkpoint``, a checkpoint
+    of the run in ``run``."""
+
+    name: str
+    folder: Path | None
+    run: Path | None = None
+    checkpoint: Path | None = None
+
+
+def find(path: Path) -> list[Evaluated]:
+    """All intact checkpoints of a run's folder, oldest first; one checkpoint of a run; or a Hugging Face folder. Raises
+    ConfigError for anything else."""
+    if (path / CONFIG).is_file():
+        store = CheckpointStore(path / "checkpoints", load_config(path / CONFIG).checkpoint)
+        if not (all_of_run := sorted(store.all(), key=lambda c: c.taken)):
+            raise ConfigError([f"{path}: the run has no checkpoints yet"])
+        return [_of_run(path, checkpoint) for checkpoint in all_of_run]
+    if (path / "metadata.json").is_file():
+        path = path.resolve()
+        run = path.parent.parent
+        if not (run / CONFIG).is_file():
+            raise ConfigError([f"{path}: a checkpoint outside of its run's folder, {run} has no {CONFIG}"])
+        try:
+            return [_of_run(run, CheckpointStore(path.parent, load_config(run / CONFIG).checkpoint).open(path))]
+        except CheckpointError as e:
+            raise ConfigError([str(e)]) from None
+    if (path / "config.json").is_file():
+        return [Evaluated(path.name, path)]
+    raise ConfigError([f"{path}: expected a run's folder, a checkpoint of one, or a Hugging Face folder"])
+
+
+def _of_run(run: Path, checkpoint: Checkpoint) -> Evaluated:
+    exported = checkpoint.path / HF
+    whole = (exported / "config.json").is_file()  # else there is none, or only an adapter
+    return Evaluated(checkpoint.path.name, exported if whole else None, run, checkpoint.path)
+
+
+def export(model: Evaluated, folder: Path) -> None:
+    """Write the weights of a run's checkpoint as a Hugging Face folder, adapters merged, in a process with the
+    trainer's interpreter. Raises CheckpointError with the process's last line."""
+    assert model.run is not None
+    assert model.checkpoint is not None
+    config, checkpoint = load_config(model.run / CONFIG), model.checkpoint
+    python = interpreter(config.trainer.python) if config.trainer.python else sys.executable
+    command = [python, "-m", __name__, str(checkpoint), str(folder)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise CheckpointError(f"{checkpoint}: its weights cannot be exported: {last}")
+
+
+def _export(checkpoint: Path, folder: Path) -> None:
+    """One rank in host memory."""
+    from asyncrl.models.overridden import FOLDER
+    from asyncrl.observability.telemetry.recorder import Recorder
+    from asyncrl.trainer.rank import TrainerRank
+
+    run = checkpoint.resolve().parent.parent
+    config = load_config(run / CONFIG)
+    if config.model.overrides:
+        config.model.path = str(run / FOLDER)
+    config.trainer.ranks, config.trainer.device, config.checkpoint.export_lora = 1, "cpu", "merged"
+    rank = TrainerRank(config, 0, 1, None, Recorder("trainer/0"))
+    rank.load(checkpoint / "state")
+    rank.export_hf(folder)
+    rank.close()
+
+
+if __name__ == "__main__":
+    _export(Path(sys.argv[1]), Path(sys.argv[2]))
