@@ -103,6 +103,7 @@ async def run(config: Config, resume: str | None = None, skip: Sequence[str] = (
                         supervisor.run(),  # restarts queue and replicas
                         validation.run(),  # validations beside training
                         monitor.run(),  # metrics and spans
+                        shutdown.at_the_latest(config.trainer.max_time_s, trainer.stop),
                         folder.epoch.run(),  # ends the run if another driver takes it over
                         cluster.watch(),  # ends the run if its Ray node dies
                     ],

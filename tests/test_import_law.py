@@ -34,7 +34,8 @@ MAY_IMPORT = {
     "rollouter": LEAVES | {"sample_queue", "param_sync", "models", "data", "sandbox"},
     "run": LEAVES
     | {"sample_queue", "param_sync", "models", "data", "observability", "trainer", "rollouter", "sandbox"},
-    "cli": LEAVES | {"sample_queue", "observability", "data", "sandbox"},
+    "evaluation": LEAVES | {"models", "data", "trainer", "rollouter", "run"},
+    "cli": LEAVES | {"sample_queue", "observability", "data", "sandbox", "evaluation"},
 }
 #: the files that define Ray actors or launch them
 RAY_FILES = {

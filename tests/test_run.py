@@ -242,6 +242,17 @@ def test_an_interrupted_run_finishes_its_step_saves_and_reports_it(start, tmp_pa
     assert processes_of(ray_dir) == []
 
 
+def test_a_run_ends_in_time(start, tmp_path, ray_dir):
+    run = start("trainer.total_steps=100000", "trainer.max_time_s=20", "data.validation_files=[]")
+    assert run.wait(120) == 0, run.text
+    assert "trainer.max_time_s: 20 s have passed: finishing the current step, then saving" in run.text
+    (saved,) = (tmp_path / "run/checkpoints").glob("step_*")
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["status"], summary["reason"]) == ("finished", "trainer.max_time_s: 20 s have passed")
+    assert (saved / "hf/model.safetensors").is_file()
+    assert processes_of(ray_dir) == []
+
+
 def test_an_agent_loop_that_always_raises_is_reported_once_and_ends_the_run(start, tmp_path, ray_dir):
     bug = tmp_path / "bug"
     run = start(

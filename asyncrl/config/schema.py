@@ -313,6 +313,8 @@ class TrainerConfig(Section):
     python: str = ""  # interpreter of the ranks, as rollout.engine.python
     ranks: PositiveInt = 1  # trainer processes
     total_steps: PositiveInt = 100  # train steps of the run
+    # seconds after which a run finishes its step, saves and ends, such as a job's limit less a step and a save; 0: none
+    max_time_s: NonNegativeFloat = 0.0
     mini_batch_groups: PositiveInt = 16  # groups per optimizer step (verl: ppo_mini_batch_size)
     max_tokens_per_micro_batch: PositiveInt = 8192  # bounds activation memory; a longer sample has its own micro-batch
     logprob_chunk_tokens: PositiveInt = 1024  # rows of logits in memory at a time

@@ -1,104 +1,88 @@
-"""Answers the held-out prompts with one engine in this process, as a run's validation does."""
+"""Evaluates models one after the other: a table, a file of answers for each, and all figures."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import sys
+import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from asyncrl.config.load import ConfigError, load_config
 from asyncrl.config.schema import Config
-from asyncrl.data.load import load_run_prompts
+from asyncrl.evaluation.answers import Answers, EvaluationFailed, answer, evaluation_config
+from asyncrl.evaluation.checkpoints import CONFIG, Evaluated, export, find
 from asyncrl.evaluation.estimates import Estimate, pass_at_k
+from asyncrl.models.config import CheckpointError
 from asyncrl.observability.telemetry.recorder import Recorder
-from asyncrl.processes.tasks import cancelled
-from asyncrl.rollouter.answering import Answering
-from asyncrl.rollouter.endpoint.host import EndpointHost
-from asyncrl.rollouter.endpoint.link import EndpointLink
-from asyncrl.rollouter.engine_lease import EngineLease, LeasedEngine
-from asyncrl.rollouter.engines.base import ENGINES, EngineDied
-from asyncrl.rollouter.samples import FailedSample
-from asyncrl.rollouter.validation import Validation
-from asyncrl.run.machine import local_cpus
-from asyncrl.run.preflight import preflight
-from asyncrl.types.prompts import Prompt
+from asyncrl.rollouter.tokenizer import PromptTokenizer
+from asyncrl.run.environments import interpreter
 from asyncrl.types.samples import Sample
-from asyncrl.types.versions import PolicyVersion
-
-CHECK_EVERY_S = 1.0
-_TOKEN = 1  # the only holder of its leases
-
-Answers = Sequence[tuple[Prompt, Sequence[Sample | FailedSample]]]
 
 
-class EvaluationFailed(RuntimeError):
-    """The engine died, or no longer answers."""
+def plan(
+    paths: Sequence[Path], config_file: str | None, out: Path | None, overrides: Sequence[str]
+) -> tuple[Config, list[Evaluated], Path]:
+    """Options, models, and the folder for results. Raises ConfigError."""
+    models = [model for path in paths for model in find(path)]
+    run = models[0].run if models and len({model.run for model in models}) == 1 else None
+    if config_file is None and run is None:
+        raise ConfigError(["--config: expected a file of options, as the paths are not all of one run"])
+    config = load_config(config_file or run / CONFIG, overrides)  # type: ignore[operator]
+    if not config.data.validates:
+        raise ConfigError(["data.validation_files: expected the prompt files to evaluate on, found none"])
+    return config, models, out or (Path("eval") if run is None else run / "eval")
 
 
-def evaluation_config(config: Config, folder: Path) -> Config:
-    """``config`` with the model of ``folder``, one replica, and nothing trained."""
-    data = config.data
-    if not data.train_files and not data.source:
-        data = replace(data, train_files=list(data.validation_files))  # a run would need some
-    return replace(
-        config,
-        model=replace(config.model, path=str(folder), overrides={}, lora=replace(config.model.lora, rank=0)),
-        data=data,
-        rollout=replace(config.rollout, replicas=1),
-        algorithm=replace(config.algorithm, reference_path=""),
-        trainer=replace(config.trainer, ranks=1),
-        mtp=replace(config.mtp, enable_train=False),
-    )
+def in_the_engines_environment(config: Config, command: Sequence[str]) -> None:
+    """Go on in the interpreter of `rollout.engine.python` if it is another one, as the engine runs in this process.
+    ``command``: the module that runs, and its arguments."""
+    python = interpreter(config.rollout.engine.python) if config.rollout.engine.python else sys.executable
+    if python != sys.executable:
+        sys.stdout.flush()
+        os.execv(python, [python, "-m", *command])
 
 
-async def answer(config: Config, recorder: Recorder) -> Answers:
-    """Each held-out prompt with ``validation.samples`` answers to it. Raises ConfigError before anything starts, and
-    EvaluationFailed."""
-    found = preflight(config, local_cpus())
-    _, held_out = await asyncio.to_thread(load_run_prompts, config.data)
-    prompts = held_out[: config.validation.max_prompts or None]
-    torch.set_num_threads(config.rollout.engine.threads)
-    engine = await ENGINES.find(config.rollout.engine.name).start(config, recorder)
-    endpoint = EndpointHost(config, recorder) if config.rollout.agent.enabled else None
-    answering: Answering | None = None
-    tasks: list[asyncio.Task[Any]] = []
-    try:
-        await engine.resume(PolicyVersion(0, 0))
-        link = None
-        if endpoint is not None:
-            await endpoint.start()
-            link = EndpointLink(endpoint, _TOKEN, EngineDied)
-        replicas = {"replica/0": LeasedEngine(EngineLease(engine), _TOKEN)}
-        is_death = lambda error: isinstance(error, EngineDied)
-        answering = Answering(config, found.max_prompt_tokens, replicas, is_death, link, recorder)
-        await answering.start()
-        validation = Validation(config, answering.maker, recorder)
-        work = asyncio.create_task(validation.answers(prompts))
-        tasks = [work, asyncio.create_task(answering.run()), asyncio.create_task(_fitness(answering))]
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks[1:]:
-            if task.done():
-                task.result()  # raises
-        answers = work.result()
-        return [(prompt, answers[prompt.uid]) for prompt in prompts]
-    finally:
-        await cancelled(tasks)
-        if answering is not None:
-            await answering.close()
-        if endpoint is not None:
-            await endpoint.close()
-        await engine.close()
+def evaluate(config: Config, models: Sequence[Evaluated], out: Path) -> int:
+    """Returns the exit status: 1 if a model could not be evaluated. Raises ConfigError."""
+    out.mkdir(parents=True, exist_ok=True)
+    figures: dict[str, dict[str, float]] = {}
+    for model in models:
+        try:
+            with tempfile.TemporaryDirectory() as scratch:
+                if (folder := model.folder) is None:
+                    export(model, folder := Path(scratch) / model.name)
+                figures[model.name] = _evaluated(config, folder, model.name, out, first=not figures)
+        except (CheckpointError, EvaluationFailed) as e:
+            print(f"{model.name}: {e}", file=sys.stderr)
+    (out / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
+    print(f"answers and figures: {out}", file=sys.stderr)
+    print(json.dumps(figures))
+    return 0 if len(figures) == len(models) else 1
 
 
-async def _fitness(answering: Answering) -> None:
-    """Never returns. Raises EvaluationFailed when the engine cannot serve any more."""
-    while True:
-        if unfit := {**answering.router.lost, **answering.router.unfit(None)}:
-            raise EvaluationFailed("; ".join(unfit.values()))
-        await asyncio.sleep(CHECK_EVERY_S)
+def _evaluated(config: Config, folder: Path, name: str, out: Path, first: bool) -> dict[str, float]:
+    """Figures of one model; prints its rows and writes its answers."""
+    config = evaluation_config(config, folder)
+    answers = asyncio.run(answer(config, Recorder("eval")))
+    lines = records(name, answers, PromptTokenizer.of(config).hf.decode)
+    with open(out / f"{name}.jsonl", "w") as file:
+        file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    samples = config.validation.samples
+    rows = {name: estimates(answers, samples)}
+    rows |= {f"  {source}": estimates(part, samples) for source, part in by_source(answers).items()}
+    if first:
+        print(f"{'':24} " + " ".join(f"{head:>16}" for head in rows[name]))
+    for row, values in rows.items():
+        print(f"{row:24} " + " ".join(f"{value!s:>16}" for value in values.values()), flush=True)
+    if failed := sum("failed" in line for line in lines):
+        print(f"{name}: {failed} of {len(lines)} answers failed, see {out / name}.jsonl", file=sys.stderr)
+    figures = {key: value.mean for key, value in rows[name].items()}
+    figures |= {f"{key}_half_width": value.half_width for key, value in rows[name].items()}
+    return figures | {"prompts": len(answers), "failed": failed}
 
 
 def records(name: str, answers: Answers, decode: Any) -> list[dict[str, Any]]:

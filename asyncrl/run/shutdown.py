@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ class Shutdown:
         self.failure: str | None = None
         self.stopped: str | None = None
         self.signal: signal.Signals | None = None
+        self._began_s = time.monotonic()
         self._interrupted = asyncio.Event()
         self._abandoned = asyncio.Event()
         self._callbacks: list[Callable[[str], None]] = []
@@ -51,6 +53,15 @@ class Shutdown:
         self._callbacks.append(callback)
         if self.signal is not None:
             callback(self.signal.name)
+
+    async def at_the_latest(self, max_time_s: float, stop: Callable[[str], None]) -> None:
+        """Never returns. Calls ``stop(reason)`` once the run has lasted ``max_time_s``; 0: never."""
+        if max_time_s:
+            await asyncio.sleep(self._began_s + max_time_s - time.monotonic())
+            self.stopped = f"trainer.max_time_s: {max_time_s:g} s have passed"
+            print(f"{self.stopped}: finishing the current step, then saving", flush=True)
+            stop(self.stopped)
+        await asyncio.Event().wait()
 
     async def unless_interrupted(self, work: Awaitable[Any]) -> Any:
         """Await ``work``; raises Interrupted if a signal arrives first."""

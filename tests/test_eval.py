@@ -1,0 +1,134 @@
+"""``asyncrl eval``: checkpoints of runs and Hugging Face folders on prompt files."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+
+from asyncrl.cli import eval as command
+from asyncrl.evaluation.checkpoints import export, find
+from asyncrl.evaluation.estimates import Estimate, pass_at_k
+from asyncrl.models.checkpoint import read_tensors
+from tests.support.faults import FaultyRun
+from tests.support.tiny import make_inputs, overrides
+
+ON_CPUS = "rollout.engine.device=cpu"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def run(inputs, tmp_path_factory):
+    """A finished run of five steps with a checkpoint every second step."""
+    prompts = f"data.validation_files=[{inputs / 'heldout.jsonl'}]"
+    options = (prompts, "checkpoint.every_steps=2", "checkpoint.keep_last=0", "checkpoint.export_hf=final")
+    run = FaultyRun(inputs, tmp_path_factory.mktemp("run") / "run", *options)
+    try:
+        assert run.wait(200) == 0, run.text
+    finally:
+        run.close()
+    return run.folder
+
+
+def evaluated(capsys, *arguments):
+    status = command.main(list(map(str, arguments)))
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_all_checkpoints_of_a_run_are_evaluated_alike_whenever_it_is_asked(run, capsys, tmp_path):
+    status, out, err = evaluated(capsys, run, "validation.samples=3", "--out", tmp_path)
+    assert status == 0, err
+    figures = json.loads(out.splitlines()[-1])
+    assert list(figures) == ["step_000002", "step_000004", "step_000005"]
+    assert json.loads((tmp_path / "figures.json").read_text()) == figures
+    for name, values in figures.items():
+        answers = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        assert len(answers) == 6 * 3
+        assert values["prompts"] == 6
+        successes = np.array([a["success"] for a in answers]).reshape(6, 3)
+        assert values["pass@1"] == pytest.approx(successes.mean())
+        assert values["pass@3"] == pytest.approx(successes.any(1).mean())
+        assert values["mean@3"] == pytest.approx(np.mean([a["reward"] for a in answers]))
+        assert values["pass@1"] <= values["pass@2"] <= values["pass@3"]
+    again = evaluated(capsys, run / "checkpoints/step_000005", "validation.samples=3", "--out", tmp_path / "again")
+    assert json.loads(again[1].splitlines()[-1]) == {"step_000005": figures["step_000005"]}
+
+
+def test_a_checkpoint_without_exported_weights_is_exported(run, tmp_path):
+    first, *_, last = find(run)
+    assert (first.folder, last.folder) == (None, run / "checkpoints/step_000005/hf")
+    export(last, tmp_path)
+    ours, theirs = read_tensors(tmp_path), read_tensors(last.folder)
+    assert ours.keys() == theirs.keys()
+    assert all((ours[name] == tensor).all() for name, tensor in theirs.items())
+
+
+def test_a_hugging_face_folder_is_evaluated_with_a_config(inputs, tmp_path, capsys):
+    options = (*overrides(inputs, tmp_path / "run"), ON_CPUS)
+    (tmp_path / "config.yaml").write_text("name: tiny\n")
+    status, out, err = evaluated(
+        capsys, inputs / "checkpoint", "--config", tmp_path / "config.yaml", "--out", tmp_path / "out", *options
+    )
+    assert status == 0, err
+    assert list(json.loads(out.splitlines()[-1])) == ["checkpoint"]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nothing", "expected a run's folder, a checkpoint of one, or a Hugging Face folder"),
+        ("checkpoint", "--config: expected a file of options, as the paths are not all of one run"),
+    ],
+)
+def test_bad_paths_are_refused_in_a_line(inputs, capsys, path, message):
+    status, _, err = evaluated(capsys, inputs / path)
+    assert status == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_without_prompts_there_is_nothing_to_evaluate(run, capsys):
+    status, _, err = evaluated(capsys, run, "data.validation_files=[]")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "data.validation_files: expected the prompt files to evaluate on, found none" in err
+
+
+def test_a_checkpoint_whose_weights_do_not_load_is_reported_and_the_others_evaluated(run, capsys, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy, symlinks=True)
+    for file in (copy / "checkpoints/step_000002/state").iterdir():
+        file.write_bytes(b"")
+    shutil.rmtree(copy / "checkpoints/step_000004")
+    status, out, err = evaluated(capsys, copy)
+    assert status == 1
+    assert list(json.loads(out.splitlines()[-1])) == ["step_000005"]
+    assert "step_000002: " in err
+    assert "its weights cannot be exported" in err
+
+
+def test_pass_at_k_is_the_share_of_draws_with_a_success():
+    rng = np.random.default_rng(0)
+    for samples, successes, k in ((8, 3, 2), (8, 1, 8), (5, 0, 3), (4, 4, 1)):
+        made = np.arange(samples) < successes
+        drawn = np.mean([made[rng.permutation(samples)[:k]].any() for _ in range(4000)])
+        assert pass_at_k(samples, successes, k) == pytest.approx(drawn, abs=0.03)
+    with pytest.raises(ValueError, match="pass@9 needs at least 9 samples of a prompt, found 8"):
+        pass_at_k(8, 1, 9)
+
+
+def test_the_interval_covers_the_mean_of_the_population_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    covered = 0
+    for _ in range(2000):
+        found = Estimate.of(rng.binomial(4, 0.3, 200) / 4)
+        covered += abs(found.mean - 0.3) <= found.half_width
+    assert covered / 2000 == pytest.approx(0.95, abs=0.015)
+    assert math.isnan(Estimate.of([1.0]).half_width)
