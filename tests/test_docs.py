@@ -16,6 +16,7 @@ from asyncrl.config import reference as options
 from asyncrl.config.load import load_config
 from asyncrl.config.options import known_keys
 from asyncrl.observability import reference as charts
+from tests.support.families import FAMILIES
 from tests.support.tiny import make_inputs, overrides
 
 ROOT = Path(__file__).parent.parent
@@ -99,3 +100,12 @@ def test_the_quickstart_page_s_commands_run(tmp_path):
             )
             assert done.returncode == 0, done.stdout + done.stderr
     assert (run_dir / "trace.json.gz").is_file()
+
+
+def test_the_table_of_families_has_all_that_are_tested():
+    page = (ROOT / "docs/engines_and_backends.md").read_text()
+    table = page.partition("<!-- families: begin -->\n")[2].partition("<!-- families: end -->")[0]
+    assert re.findall(r"^\| ([^|`]+) \| `", table, re.MULTILINE) == list(FAMILIES)
+    assert (
+        f"[{len(FAMILIES)} families](docs/engines_and_backends.md#any-checkpoint)" in (ROOT / "README.md").read_text()
+    )
