@@ -3,6 +3,7 @@
 #
 #   scripts/make_venv.sh          the default one, $VENV (.venv), from constraints.txt
 #   scripts/make_venv.sh vllm     that of a backend (vllm, sglang, megatron), $VENV-vllm, from constraints-vllm.txt
+#   scripts/make_venv.sh vllm-gpu the same for vLLM's CUDA build; the other environments take torch's where it is offered
 #   scripts/make_venv.sh megatron-newest    the same for its newest releases, with CPython 3.12
 #   scripts/make_venv.sh gym      reasoning-gym and mcp, in an environment that also has the packages of the default one
 #   scripts/make_venv.sh agent-openai       that of an agent of tests/agents, from its constraints.txt, without asyncrl
@@ -78,6 +79,7 @@ case "$backend" in
     "$target/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
     install --editable '.[test]'
     ;;
+  vllm-gpu) install --editable '.[test]' vllm ;;
   sglang)
     # most of its dependencies need CUDA; text models run with the constraints' packages alone
     install --no-deps --requirement "$constraints"
