@@ -1,4 +1,4 @@
-"""The environments for GPUs: pip resolves each from the files that docs/install.md names, without installing anything."""
+"""The environments for GPUs: pip resolves each from the files that docs/install.md names, without installing it."""
 
 from __future__ import annotations
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.config.load import load_config
+from asyncrl.config.load import ConfigError, load_config
 from asyncrl.config.schema import Config
 from asyncrl.fully_async_main import main
+from asyncrl.run.checks import check
 from asyncrl.run.placement_plan import Machine, PlacementError, assign_machines, with_devices
 from tests.support.tiny import make_inputs, overrides
 
@@ -144,6 +145,57 @@ async def test_pools_on_a_real_cluster_share_no_gpu(tmp_path):
     assert sorted(gpu for gpus in found for gpu in gpus) == list(range(8))
     assert machines.keys() == {*trainer.actors, *rollout.actors}
     assert len(set(machines.values())) == 1
+
+
+ON_GPUS = ("trainer.device=cuda", "trainer.ranks=2", "rollout.engine.device=cuda", "rollout.replicas=2")
+SHARED = ("ray.share_gpus=true", *ON_GPUS)
+
+
+async def test_a_rank_and_a_replica_share_each_gpu_on_a_real_cluster(tmp_path):
+    """On a machine that has two GPUs according to Ray."""
+    import ray
+
+    from asyncrl.processes.actor_client import start_ray
+    from asyncrl.run.placement import Placement
+
+    config = load_config(None, overrides(make_inputs(tmp_path), tmp_path / "run", *SHARED))
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as ray_dir:
+        start_ray(num_cpus=2, num_gpus=2, _temp_dir=ray_dir)
+        try:
+            placement = Placement(config)
+            await placement._reserve_pools(config)
+            options = [*map(placement.rank_options, range(2)), *map(placement.replica_options, range(2))]
+            found = ray.get([ray.remote(**o)(gpus_here).remote() for o in options])
+        finally:
+            ray.shutdown()
+    ranks, replicas = found[:2], found[2:]
+    assert sorted(ranks) == [[0], [1]]
+    assert replicas == ranks
+    assert placement.machines.keys() == {"trainer/0", "trainer/1", "replica/0", "replica/1"}
+
+
+def test_shared_gpus_are_counted_once_and_what_does_not_fit_them_is_refused(tmp_path):
+    config = load_config(None, [*SHARED, "model.path=m", "data.train_files=[f]", "reward.function=a:b"])
+    assert assign_machines(config, [Machine("one", cpus=4, gpus=2)]).keys() == {
+        "trainer/0",
+        "trainer/1",
+        "replica/0",
+        "replica/1",
+    }
+    with pytest.raises(PlacementError, match="4 CPU and 2 GPU on one machine"):
+        assign_machines(config, [Machine("one", cpus=4, gpus=1)])
+
+    def problems(*more):
+        config = load_config(None, [*SHARED, "model.path=m", "data.train_files=[f]", "reward.function=a:b", *more])
+        with pytest.raises(ConfigError) as error:
+            check(config)
+        return "\n".join(error.value.problems)
+
+    assert "found 2 ranks and 3 replicas of 1" in problems("rollout.replicas=3")
+    assert "expected both pools on GPUs, found trainer.device=cpu" in problems("trainer.device=cpu")
+    assert "rollout.engine.args.gpu_memory_utilization: expected the engine's part" in problems(
+        "rollout.engine.name=vllm"
+    )
 
 
 def gpus_here() -> list[int]:

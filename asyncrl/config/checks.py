@@ -159,3 +159,11 @@ def _cpu_problems(c: Config, cpus: int) -> Iterator[str]:
             f"rollout.replicas: {ranks:g} CPUs of ranks and {replicas:g} of replicas are more than this machine's "
             f"{cpus}; use fewer of them, or smaller ray.cpus_per_rank and ray.cpus_per_replica"
         )
+
+
+def gpus_per_replica(config: Config) -> int:
+    """GPUs of the engine's workers; with ``delivery: nccl`` one more for the replica's own process, as NCCL refuses two
+    members on one GPU."""
+    engine = config.rollout.engine
+    workers = engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
+    return workers + (engine.delivery == "nccl")

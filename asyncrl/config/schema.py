@@ -524,6 +524,9 @@ class RayConfig(Section):
     address: str = ""  # cluster to join; empty: RAY_ADDRESS, else a cluster on this machine for this run
     cpus_per_rank: PositiveFloat = 1.0  # CPUs that Ray reserves, fractions included
     cpus_per_replica: PositiveFloat = 1.0
+    # each replica shares the GPU of the rank with its number; set the part of its memory that the engine takes, such as
+    # rollout.engine.args.gpu_memory_utilization=0.4 for vllm, mem_fraction_static for sglang
+    share_gpus: bool = False
     # pack: few machines; spread: many; strict_pack: one; strict_spread: one per actor
     trainer_strategy: Strategy = "strict_pack"
     rollout_strategy: Literal["auto", Strategy] = "auto"  # auto: on the trainer's machine if it has room, else pack

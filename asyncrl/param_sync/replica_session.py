@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -80,7 +81,13 @@ class EngineSession(ReplicaSession):
 
     async def receive(self, session: str, deadline_s: float) -> int:
         self._enter(session, "transfer")
-        nbytes = await self._receiver.receive(deadline_s)
+        try:
+            nbytes = await self._receiver.receive(deadline_s)
+        except Exception:
+            # its connections break: else senders, and with them the other replicas, would wait half of the deadline
+            with contextlib.suppress(Exception):
+                await self._receiver.abort()
+            raise
         self._exit(session, "transfer")
         return nbytes
 

@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 from asyncrl.config.algorithm_checks import problems as algorithm_problems
-from asyncrl.config.checks import Derived, derive
+from asyncrl.config.checks import Derived, derive, gpus_per_replica
 from asyncrl.config.checks import problems as problems_between_sections
 from asyncrl.config.load import ConfigError
 from asyncrl.config.schema import Config
@@ -26,6 +26,7 @@ def check(config: Config, cpus: int | None = None) -> Derived:
         *problems_between_sections(config, cpus),
         *_part_problems(ENGINES, config.rollout.engine.name, config),
         *_backend_problems(config),
+        *_sharing_problems(config),
         *_algorithm_problems(config),
         *transport_problems(config),
         *sink_problems(config),
@@ -33,6 +34,33 @@ def check(config: Config, cpus: int | None = None) -> Derived:
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return derive(config)
+
+
+def _sharing_problems(config: Config) -> Iterator[str]:
+    """One line for each option that does not suit ``ray.share_gpus``."""
+    rollout, engine = config.rollout, config.rollout.engine
+    if not config.ray.share_gpus:
+        return
+    if config.trainer.ranks != rollout.replicas or gpus_per_replica(config) != 1:
+        yield (
+            "ray.share_gpus: a replica of one GPU shares that of a rank; expected trainer.ranks=rollout.replicas and "
+            f"replicas on one GPU, found {config.trainer.ranks} ranks and {rollout.replicas} replicas of "
+            f"{gpus_per_replica(config)}"
+        )
+    if "cpu" in (config.trainer.device, engine.device):
+        yield (
+            "ray.share_gpus: expected both pools on GPUs, found "
+            f"trainer.device={config.trainer.device} and rollout.engine.device={engine.device}"
+        )
+    try:
+        share = ENGINES.find(engine.name).memory_share
+    except UnknownPart:  # reported elsewhere
+        return
+    if share and share not in engine.args:
+        yield (
+            f"rollout.engine.args.{share}: expected the engine's part of the memory of a GPU that it shares "
+            "(ray.share_gpus), such as 0.4; by default it takes nearly all"
+        )
 
 
 def _part_problems(registry: Registry[Any], name: str, config: Config) -> Iterator[str]:

@@ -72,22 +72,32 @@ class Placement:
         await asyncio.shield(self._init)  # Ray must not be left half started: `settled` waits for it
         never_interrupt()
         config = with_devices(config, ray.cluster_resources().get("GPU", 0))
-        trainer, rollout = pools(config)
+        await self._reserve_pools(config)
+        self.config = _with_transport(config, self._trainers, self._rollouts)
+
+    async def _reserve_pools(self, config: Config) -> None:
+        """A group of bundles for each pool; one for both if their GPUs are shared."""
+        self._pools = trainer, rollout = pools(config)
         until_s = time.monotonic() + config.ray.placement_timeout_s
-        trainers = self._reserve(trainer, trainer.strategy)
-        self.machines = await self._placed(trainers, trainer, until_s)
-        rollouts = await self._reserve_rollouts(rollout, trainers, config.param_sync.transport)
-        self.machines |= await self._placed(rollouts, rollout, until_s)
-        self.config = _with_transport(config, trainers, rollouts)
-        self._trainers, self._rollouts = trainers, rollouts
+        if config.ray.share_gpus:
+            both = replace(trainer, cpus=trainer.cpus + rollout.cpus, gpus=trainer.gpus + rollout.gpus)
+            self._trainers = self._rollouts = self._reserve(both, trainer.strategy)
+            self.machines = await self._placed(self._trainers, both, until_s)
+            pairs = zip(trainer.actors, rollout.actors, strict=True)
+            self.machines |= {replica: self.machines[rank] for rank, replica in pairs}
+            return
+        self._trainers = self._reserve(trainer, trainer.strategy)
+        self.machines = await self._placed(self._trainers, trainer, until_s)
+        self._rollouts = await self._reserve_rollouts(rollout, self._trainers, config.param_sync.transport)
+        self.machines |= await self._placed(self._rollouts, rollout, until_s)
 
     def rank_options(self, index: int) -> dict[str, Any]:
         """Ray options that put a trainer rank into its bundle."""
-        return _bundle_options(self._trainers, index)
+        return _bundle_options(self._trainers, index, self._pools[0])
 
     def replica_options(self, index: int) -> dict[str, Any]:
         """Ray options that put a replica into its bundle."""
-        return _bundle_options(self._rollouts, index)
+        return _bundle_options(self._rollouts, index, self._pools[1])
 
     @property
     def on_one_machine(self) -> bool:
@@ -162,22 +172,22 @@ class Placement:
         return {actor: address[nodes[i]] for i, actor in enumerate(pool.actors)}
 
 
-def _bundle_options(group: PlacementGroup, index: int) -> dict[str, Any]:
-    bundle = group.bundle_specs[index]
+def _bundle_options(group: PlacementGroup, index: int, pool: Pool) -> dict[str, Any]:
     return {
-        "num_cpus": bundle["CPU"],
-        "num_gpus": bundle.get("GPU", 0),
+        "num_cpus": pool.cpus,
+        "num_gpus": pool.gpus,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
     }
 
 
 def _with_transport(config: Config, trainers: PlacementGroup, rollouts: PlacementGroup) -> Config:
     """Raises ConfigError if the transport does not connect the pools where they are placed."""
+    names = ("shared", "shared") if config.ray.share_gpus else ("trainer", "rollout")
     try:
         transport, why = choose(
             config.param_sync.transport,
-            _device_placements(trainers, config.trainer.device, "trainer"),
-            _device_placements(rollouts, config.rollout.engine.device, "rollout"),
+            _device_placements(trainers, config.trainer.device, names[0]),
+            _device_placements(rollouts, config.rollout.engine.device, names[1]),
         )
     except TransportError as e:
         raise ConfigError([str(e)]) from None
@@ -186,7 +196,7 @@ def _with_transport(config: Config, trainers: PlacementGroup, rollouts: Placemen
 
 
 def _device_placements(group: PlacementGroup, device: str, pool: str) -> list[DevicePlacement]:
-    """Node and device of each bundle. Ray gives every bundle its own GPU."""
+    """Node and device of each bundle. Ray gives every bundle of a group its own GPU."""
     nodes = placement_group_table(group)["bundles_to_node_id"]
     return [DevicePlacement(node, f"{pool}/{bundle}" if device == "cuda" else None) for bundle, node in nodes.items()]
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from asyncrl.config.checks import warm_kv_bytes
+from asyncrl.config.checks import gpus_per_replica, warm_kv_bytes
 from asyncrl.config.schema import Config
 from asyncrl.models.checkpoint import tensor_shapes
 from asyncrl.param_sync.manifest import DTYPE_BYTES
@@ -48,11 +48,11 @@ class Pool:
     name: str
     actors: tuple[str, ...]
     cpus: float
-    gpus: int
+    gpus: float
     strategy: str
 
     def __str__(self) -> str:
-        each = f"{self.cpus:g} CPU" + (f" + {self.gpus} GPU" if self.gpus else "")
+        each = f"{self.cpus:g} CPU" + (f" + {self.gpus:g} GPU" if self.gpus else "")
         return f"the {self.name} pool ({len(self.actors)} × {each}, {self.strategy})"
 
 
@@ -71,7 +71,7 @@ class Plan:
         rows = [("actor", "machine", "CPU", "GPU", "memory (estimate)")]
         for pool in self.pools:
             for actor in pool.actors:
-                gpus = str(pool.gpus) if pool.gpus else "–"
+                gpus = f"{pool.gpus:g}" if pool.gpus else "–"
                 rows.append((actor, self.machines[actor], f"{pool.cpus:g}", gpus, self.memory.get(pool.name, "")))
         rows += [(actor, "any", "–", "–", "") for actor in self.anywhere]
         rows.append(("queue", "the driver's", "–", "–", ""))
@@ -85,36 +85,30 @@ class Plan:
 def pools(config: Config) -> tuple[Pool, Pool]:
     """Trainer and rollout pool. ``config``: with devices resolved (no ``auto``)."""
     engine, ray = config.rollout.engine, config.ray
+    share = 0.5 if ray.share_gpus else 1  # of a GPU, for one of its two users
     trainer = Pool(
         "trainer",
         tuple(f"trainer/{i}" for i in range(config.trainer.ranks)),
         ray.cpus_per_rank,
-        int(config.trainer.device == "cuda"),
+        share if config.trainer.device == "cuda" else 0,
         ray.trainer_strategy,
     )
     rollout = Pool(
         "rollout",
         tuple(f"replica/{i}" for i in range(config.rollout.replicas)),
         ray.cpus_per_replica,
-        gpus_per_replica(config) if engine.device == "cuda" else 0,
+        gpus_per_replica(config) * share if engine.device == "cuda" else 0,
         ray.rollout_strategy,
     )
     return trainer, rollout
-
-
-def gpus_per_replica(config: Config) -> int:
-    """GPUs of the engine's workers; with ``delivery: nccl`` one more for the replica's own process, as NCCL refuses two
-    members on one GPU."""
-    engine = config.rollout.engine
-    workers = engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
-    return workers + (engine.delivery == "nccl")
 
 
 def with_devices(config: Config, gpus: float) -> Config:
     """Resolve device ``auto`` by the cluster's GPUs: without a reservation, an actor must use no GPU that it sees."""
     trainer, engine = config.trainer, config.rollout.engine
     wants = [(trainer.device, trainer.ranks), (engine.device, config.rollout.replicas * gpus_per_replica(config))]
-    wanted = sum(count for device, count in wants if device != "cpu")
+    counts = [count for device, count in wants if device != "cpu"]
+    wanted = max(counts, default=0) if config.ray.share_gpus else sum(counts)
     auto: Literal["cpu", "cuda"] = "cuda" if gpus >= wanted > 0 else "cpu"
     if trainer.device == "auto":
         trainer = replace(trainer, device=auto)
@@ -131,6 +125,10 @@ def assign_machines(config: Config, machines: Sequence[Machine]) -> dict[str, st
     """Actor → address of the machine that Ray would choose if nothing else ran there. Raises PlacementError."""
     free = [replace(machine) for machine in machines]
     trainer, rollout = pools(config)
+    if config.ray.share_gpus:
+        both = replace(trainer, cpus=trainer.cpus + rollout.cpus, gpus=trainer.gpus + rollout.gpus)
+        taken = _assign(both, trainer.strategy, free, machines)
+        return taken | {replica: taken[rank] for rank, replica in zip(trainer.actors, rollout.actors, strict=True)}
     taken = _assign(trainer, trainer.strategy, free, machines)
     if rollout.strategy == "auto":
         beside = [machine for machine in free if machine.address in taken.values()]
@@ -167,7 +165,7 @@ def _assign(pool: Pool, strategy: str, free: list[Machine], all_machines: Sequen
 
 def _missing(pool: Pool, strategy: str, machines: Sequence[Machine]) -> str:
     where = {"strict_pack": " on one machine", "strict_spread": " on as many machines as there are actors"}
-    wants = f"{pool.cpus * len(pool.actors):g} CPU and {pool.gpus * len(pool.actors)} GPU"
+    wants = f"{pool.cpus * len(pool.actors):g} CPU and {pool.gpus * len(pool.actors):g} GPU"
     return f"it needs {wants}{where.get(strategy, '')}, the cluster has {', '.join(map(str, machines)) or 'no machine'}"
 
 

@@ -225,6 +225,8 @@ class EngineSpec(Protocol):
     native_decoder: bool = False
     #: allocates its KV cache at the start, a full context for every slot
     preallocates_kv: bool = False
+    #: the argument (`rollout.engine.args`) for the engine's part of a GPU's memory; empty: it takes what it needs
+    memory_share: str = ""
 
     def served_sampling(self, config: Config) -> frozenset[str]:
         """The fields of `SamplingParams`, beside what ends a request, that a request may set otherwise than the run."""

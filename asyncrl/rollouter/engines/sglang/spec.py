@@ -56,6 +56,7 @@ _DERIVED = frozenset(
 
 class SGLangSpec(StreamingSpec):
     distributions = DISTRIBUTIONS
+    memory_share = "mem_fraction_static"
     deliveries = frozenset({"memory", "gloo", "nccl"})
 
     def problems(self, config: Config) -> Iterator[str]:

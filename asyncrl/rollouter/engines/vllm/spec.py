@@ -57,6 +57,7 @@ _REFUSED = {
 
 class VLLMSpec(StreamingSpec):
     distributions = DISTRIBUTIONS
+    memory_share = "gpu_memory_utilization"
 
     def served_sampling(self, config: Config) -> frozenset[str]:
         """vLLM applies neither of two while it verifies drafts."""
