@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3Config
 from transformers.models.gemma2 import modeling_gemma2
 
 from asyncrl.models.checkpoint import read_tensors
@@ -75,10 +75,16 @@ def run_two_ranks(rank, config, folder):
     torch.save({"metrics": metrics, "exported": exported}, folder / f"rank{rank}.pt")
 
 
-@pytest.mark.parametrize("family", ["Gemma 2", "Qwen3 MoE"])  # a tied head; fused experts
-def test_two_ranks_train_like_one(family, folders, start_rank, tmp_path):
+@pytest.mark.parametrize("family", ["Gemma 2", "Mixtral"])  # a tied head; fused experts whose load is balanced
+def test_two_ranks_train_like_one(family, start_rank, tmp_path):
+    balanced = {"output_router_logits": True, "router_aux_loss_coef": 0.1} if family == "Mixtral" else {}
+    model_of(FAMILIES[family], **balanced).save_pretrained(tmp_path / "model")
     config = make_config(
-        folders(family), implementation="transformers", max_tokens_per_micro_batch=40, kl_coef=0.05, mini_batch_groups=2
+        str(tmp_path / "model"),
+        implementation="transformers",
+        max_tokens_per_micro_batch=40,
+        kl_coef=0.05,
+        mini_batch_groups=2,
     )
     config.trainer.ranks = 2
     one = start_rank(config)
@@ -174,6 +180,46 @@ def test_tensors_that_transformers_leaves_out_are_carried(folders, start_rank, t
     assert "model.layers.92.enorm.weight" in dict(rank.export())
 
 
+def test_what_is_float32_beside_bfloat16_weights_stays_so(folders, start_rank, tmp_path):
+    """GLM's and DeepSeek's corrections of routing, which bfloat16 would make equal; and a norm."""
+    folder = tmp_path / "model"
+    shutil.copytree(folders("GLM 4.5", torch.bfloat16), folder)
+    tensors = read_tensors(folder)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    tensors[bias] = torch.tensor([5.031, 5.035, 5.033, 5.029])
+    norm = "model.layers.0.input_layernorm.weight"
+    tensors[norm] = tensors[norm].float() + 1e-3
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    rank = start_rank(make_config(str(folder), implementation="transformers"))
+    assert torch.equal(dict(rank._backend._policy.named_parameters())[norm].full_tensor(), tensors[norm])
+    assert torch.equal(dict(rank.export())[bias], tensors[bias])
+    sent = {spec.name: spec.dtype for spec in rank.manifest()}
+    assert (sent[bias], sent[norm]) == ("float32", "bfloat16")
+    rank.export_hf(tmp_path / "out")
+    assert torch.equal(read_tensors(tmp_path / "out")[bias], tensors[bias])
+
+
+def test_the_text_of_a_multimodal_model_trains_and_all_of_it_is_exported(start_rank, tmp_path):
+    """Gemma 3 with its vision part: files nest its modules otherwise than the model, and its head is tied."""
+    text = model_of(FAMILIES["Gemma 3"]).config.to_dict()
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    made = make_config(str(tmp_path / "model"), implementation="transformers")
+    check(made, made.model.path, mtp_from_trunk=False)
+    rank, files = start_rank(made), read_tensors(tmp_path / "model")
+    rank.train(0, make_groups())
+    tied = {spec.name: spec.tied_to for spec in rank.manifest() if spec.tied_to}
+    assert tied["lm_head.weight"] in files
+    sent = {name: tensor.clone() for name, tensor in rank.export()}
+    assert sent.keys() == files.keys()
+    changed = {name for name, tensor in sent.items() if not torch.equal(tensor, files[name])}
+    assert any("language_model" in name for name in changed)
+    rank.export_hf(tmp_path / "out")
+    assert read_tensors(tmp_path / "out").keys() == files.keys()
+
+
 class TestRefusals:
     def changed(self, folder, tmp_path, **fields):
         copy = tmp_path / "changed"
@@ -198,7 +244,7 @@ class TestRefusals:
         path = self.changed(folders("Qwen3"), tmp_path, architectures=["NewForCausalLM"], model_type="new")
         found = self.refused(path, "auto")
         assert "architecture NewForCausalLM is not one the native decoder builds" in found
-        assert re.search(r"transformers 5\S+ cannot build it \(ValueError: .*`new`", found)
+        assert re.search(r"transformers 5\S+ cannot load it \(ValueError: .*`new`", found)
 
     def test_a_missing_or_misshapen_tensor(self, folders, tmp_path):
         tensors = read_tensors(folders("Mixtral"))
@@ -277,4 +323,4 @@ class TestRefusals:
         monkeypatch.setattr(modeling_gemma2.Gemma2MLP, "forward", mixed)
         model = scoring(model_of(FAMILIES["Gemma 2"]), attention="eager")
         with pytest.raises(CheckpointError, match=r"together, sequences get other logprobs .*Gemma2ForCausalLM cannot"):
-            check_scores(model, "folder", torch.device("cpu"))
+            check_scores(model, "folder", torch.device("cpu"), bfloat16=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
-from asyncrl.models.checkpoint import check_folder, compare_tensors, tensor_shapes
+from asyncrl.models.checkpoint import WEIGHT_DTYPES, check_folder, compare_tensors, tensor_headers, tensor_shapes
 from asyncrl.models.config import CheckpointError, ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
@@ -44,19 +44,29 @@ def build(path: str | Path, trust_remote_code: bool = False) -> PreTrainedModel:
             )
     if model.get_output_embeddings() is None or model.get_input_embeddings() is None:
         raise CheckpointError(f"{path}: {type(model).__name__} of transformers is no causal LM with a head")
-    # found by the name of the model's class, which FSDP changes
-    changes = get_model_conversion_mapping(model, add_legacy=False)
-    cast(Any, model)._weight_conversions = [change for change in changes if not isinstance(change, PrefixChange)]
+    _set_conversions(model, tensor_shapes(path))
     return model.train(False)
 
 
+def _set_conversions(model: PreTrainedModel, found: Container[str]) -> None:
+    """Set how names change between the files, with the tensors ``found``, and the model: transformers would look for it
+    by the name of the class, which FSDP changes. Files of a part of a larger model may have its prefix."""
+    changes = get_model_conversion_mapping(model, add_legacy=False)
+    plain = [change for change in changes if not isinstance(change, PrefixChange)]
+    for conversions in (plain, changes):
+        cast(Any, model)._weight_conversions = conversions
+        if all(name in found for name in FileTensors(model).shapes):
+            return
+    cast(Any, model)._weight_conversions = plain
+
+
 def read(path: str | Path, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The checkpoint's model in host memory, in the dtype of its files. Raises CheckpointError for missing or misshapen
-    tensors."""
+    """The checkpoint's model in host memory, in float32: files may hold wider tensors than config.json says, and tables
+    computed in bfloat16 would be rounded. Raises CheckpointError for missing or misshapen tensors."""
     with _refusals(path), _quiet():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(path),
-            dtype="auto",
+            dtype=torch.float32,
             trust_remote_code=trust_remote_code,
             local_files_only=True,
             output_loading_info=True,
@@ -71,7 +81,11 @@ def check_files(path: str | Path, trust_remote_code: bool = False) -> ModelConfi
     """Compare the checkpoint's files with the model that transformers builds, without reading tensors. Raises
     CheckpointError."""
     config, files = check_folder(path), FileTensors(build(path, trust_remote_code))
-    compare_tensors(path, files.shapes, tensor_shapes(path), files.unneeded)
+    headers = tensor_headers(path)
+    compare_tensors(path, files.shapes, {name: header.shape for name, header in headers.items()}, files.unneeded)
+    for name in files.shapes:
+        if (dtype := headers[name].dtype) not in WEIGHT_DTYPES:
+            raise CheckpointError(f"{path}: {name} is stored as {dtype}, which cannot be sent to engines")
     return config
 
 
@@ -114,9 +128,15 @@ def _has_sinks(model: PreTrainedModel) -> bool:
 
 
 def layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The blocks that transformers never splits between devices: decoder layers, and layers of a vision part."""
+    """The blocks that transformers never splits between devices: decoder layers, and layers of a vision part. Of nested
+    ones the outermost."""
     whole = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in whole]
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():  # outer ones first
+        within = any(name.startswith(f"{outer}.") for outer in found)
+        if type(module).__name__ in whole and not within:
+            found[name] = module
+    return list(found.values())
 
 
 def tied_to(model: PreTrainedModel) -> str | None:
@@ -134,12 +154,11 @@ class FileTensors:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self.parts: dict[str, Shapes] = {}  #: by name in the model
-        for name, tensor in self.stored.items():
+        for name, tensor in self._stored().items():
             empty = torch.empty(tensor.shape, device="meta")
             self.parts[name] = {n: tuple(t.shape) for n, t in self.of(name, empty).items()}
 
-    @property
-    def stored(self) -> dict[str, Tensor]:
+    def _stored(self) -> dict[str, Tensor]:
         """The model's parameters, each once, and the buffers that checkpoints hold."""
         model = self._model
         kept = {
@@ -177,9 +196,9 @@ def _refusals(path: str | Path, hint: str = "") -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as e:
-        reason = f"{type(e).__name__}: {str(e).strip().splitlines()[0]}"
+        reason = f"{type(e).__name__}: {(str(e).strip() or 'no message').splitlines()[0]}"
         raise CheckpointError(
-            f"{path}: transformers {transformers.__version__} cannot build it ({reason}){hint}"
+            f"{path}: transformers {transformers.__version__} cannot load it ({reason}){hint}"
         ) from None
 
 

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,7 +21,7 @@ from asyncrl.models.mtp_from_trunk import draft_from_trunk
 
 TOKENIZER_FILES = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json vocab.json merges.txt tokenizer.model "
-    "chat_template.jinja added_tokens.json generation_config.json "
+    "chat_template.jinja added_tokens.json generation_config.json tiktoken.model "
     "preprocessor_config.json video_preprocessor_config.json"  # needed by engines to load vision models
 ).split()
 
@@ -112,21 +112,33 @@ def mtp_layers_named(names: Iterable[str]) -> int:
     return len({name.split(".")[2] for name in names if name.startswith("mtp.layers.")})
 
 
-def tensor_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors in the folder's safetensors files, read from their headers. Raises CheckpointError for a
-    tensor whose dtype is none of weights."""
-    shapes: dict[str, tuple[int, ...]] = {}
+class TensorHeader(NamedTuple):
+    """``dtype``: in the words of safetensors files."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def tensor_headers(path: str | Path) -> dict[str, TensorHeader]:
+    """Of all tensors in the folder's safetensors files. Raises CheckpointError for a weight whose dtype is none of
+    weights."""
+    headers: dict[str, TensorHeader] = {}
     for file in tensor_files(path):
         with _opened(file) as f:
             for name in f.keys():  # noqa: SIM118 (not a dict)
                 header = f.get_slice(name)
-                shapes[name] = tuple(header.get_shape())
+                headers[name] = TensorHeader(header.get_dtype(), tuple(header.get_shape()))
                 if name.endswith(".weight") and header.get_dtype() not in WEIGHT_DTYPES:
                     raise CheckpointError(
                         f"{file}: {name} is stored as {header.get_dtype()}, expected {', '.join(WEIGHT_DTYPES)}; "
                         "quantized weights cannot be trained"
                     )
-    return shapes
+    return headers
+
+
+def tensor_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of `tensor_headers`."""
+    return {name: header.shape for name, header in tensor_headers(path).items()}
 
 
 def decoder_tensors(path: str | Path, mtp_from_trunk: bool = False) -> tuple[DecoderConfig, dict[str, Tensor]]:
@@ -230,6 +242,7 @@ def save_checkpoint(
 
 def copy_tokenizer(source: str | Path, target: str | Path) -> None:
     """Copy tokenizer and generation files to an exported model's folder."""
-    for name in TOKENIZER_FILES:
+    code = [file.name for file in Path(source).glob("*.py")]  # of models and tokenizers with code of their own
+    for name in (*TOKENIZER_FILES, *code):
         if (Path(source) / name).is_file():
             shutil.copyfile(Path(source) / name, Path(target) / name)

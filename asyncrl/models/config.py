@@ -108,6 +108,14 @@ class DecoderConfig(ModelConfig):
     def builds(architecture: str) -> bool:
         return architecture in _FAMILIES
 
+    @classmethod
+    def of(cls, path: str | Path) -> Self | None:
+        """Config of the decoder for a checkpoint; None if the decoder does not build its model."""
+        try:
+            return cls.load(path)
+        except CheckpointError:
+            return None
+
     def with_mtp_layers(self, count: int) -> DecoderConfig:
         """The same trunk with ``count`` MTP layers, in ``raw`` too.
 
@@ -138,6 +146,8 @@ class DecoderConfig(ModelConfig):
         qkv_bias, qk_norm = _FAMILIES[architecture]
         if architecture in ("Qwen3ForCausalLM", "LlamaForCausalLM"):
             qkv_bias = bool(text.get("attention_bias", False))
+        if text.get("mlp_bias"):
+            raise CheckpointError(f"{where}: mlp_bias is set; the native decoder's feed-forward layers have none")
         if text.get("use_sliding_window"):
             raise CheckpointError(f"{where}: use_sliding_window is set; the native decoder has full attention only")
         if (activation := text.get("hidden_act") or "silu") != "silu":

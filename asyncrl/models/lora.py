@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from asyncrl.models.checkpoint import tensor_shapes
-from asyncrl.models.config import DecoderConfig, ModelConfig
+from asyncrl.models.config import DecoderConfig
 from asyncrl.models.decoder import Decoder
 
 _LINEAR = re.compile(
@@ -63,8 +63,8 @@ def linear_shapes_of(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 def linear_shapes_at(path: str | Path) -> dict[str, tuple[int, int]]:
     """`linear_shapes_of` a checkpoint's model; without the native decoder, layers are found by the names of tensors."""
-    if DecoderConfig.builds(ModelConfig.load(path).architecture):
-        return linear_shapes(DecoderConfig.load(path))
+    if (decoder := DecoderConfig.of(path)) is not None:
+        return linear_shapes(decoder)
     found = ((_LINEAR.fullmatch(name), shape) for name, shape in tensor_shapes(path).items())
     return {match[1]: (shape[0], shape[1]) for match, shape in found if match}
 

@@ -58,9 +58,9 @@ class Shutdown:
         """Never returns. Calls ``stop(reason)`` once the run has lasted ``max_time_s``; 0: never."""
         if max_time_s:
             await asyncio.sleep(self._began_s + max_time_s - time.monotonic())
-            self.stopped = f"trainer.max_time_s: {max_time_s:g} s have passed"
-            print(f"{self.stopped}: finishing the current step, then saving", flush=True)
-            stop(self.stopped)
+            reason = f"trainer.max_time_s: {max_time_s:g} s have passed"
+            print(f"{reason}: finishing the current step, then saving", flush=True)
+            stop(reason)
         await asyncio.Event().wait()
 
     async def unless_interrupted(self, work: Awaitable[Any]) -> Any:

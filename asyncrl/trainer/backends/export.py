@@ -44,6 +44,11 @@ class Weights(Protocol):
         ...
 
     @property
+    def wide(self) -> frozenset[str]:
+        """Names of the tensors that are float32 whatever the dtype of the others."""
+        ...
+
+    @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every tensor, in the order of `whole`; without a tied head."""
         ...
@@ -54,9 +59,9 @@ class Weights(Protocol):
         ...
 
     def whole(self, dtype: torch.dtype, wanted: Callable[[str], bool], exact: bool) -> Tensors:
-        """(name, whole tensor as ``dtype``) of the tensors ``wanted``, one at a time: the weights that the model
-        computes with, or with ``exact`` the optimizer's master weights. Collective over all ranks, yields on rank 0
-        only."""
+        """(name, whole tensor as ``dtype``, a wide one as float32) of the tensors ``wanted``, one at a time: the weights
+        that the model computes with, or with ``exact`` the optimizer's master weights. Collective over all ranks,
+        yields on rank 0 only."""
         ...
 
 
@@ -109,7 +114,12 @@ class Export:
     def _listed(self, dtype: str) -> Manifest:
         shapes = self._weights.shapes
         specs = [
-            TensorSpec(_sent_name(name), dtype, shape, "draft" if is_draft(name) else "target")
+            TensorSpec(
+                _sent_name(name),
+                "float32" if name in self._weights.wide else dtype,
+                shape,
+                "draft" if is_draft(name) else "target",
+            )
             for name, shape in shapes.items()
         ]
         if embedding := self._weights.tied_to:
@@ -129,7 +139,7 @@ class Export:
         if self._rank == 0:
             tensors = MergingExport(self._listed("float32"))(tensors)
         for name, tensor in tensors:
-            yield name, tensor.to(dtype)
+            yield name, tensor if name in self._weights.wide else tensor.to(dtype)
 
 
 def _sent_name(parameter: str) -> str:

@@ -203,6 +203,8 @@ class Block:
 class ModelWeights:
     """See `asyncrl.trainer.backends.export.Weights`."""
 
+    wide: frozenset[str] = frozenset()
+
     def __init__(
         self, source: Source, conversion: Conversion, optimizer: ShardedAdamW, trained: frozenset[str], rank: int
     ) -> None:

@@ -92,6 +92,7 @@ class TorchFSDPBackend(BaseBackend):
             trained = config.mtp.enable_train if is_draft(name) else not self._lora or is_adapter(name)
             p.requires_grad_(trained)
         self._policy = self._sharded(model, values)
+        values = {}
         self._export = Export(ShardedWeights(model, rank), adapter, config, rank)
         reference, path = None, reference_path(config)
         if path is not None:
@@ -148,8 +149,8 @@ class TorchFSDPBackend(BaseBackend):
             total = step.policy_loss(outputs, micro.batch) * (self.world_size / step.denominator)
             if joint:
                 total = total + joint.loss(scores.drafts, step.draft_counts, step.draft_sums)
-            if scores.balance is not None and len(micro.places):
-                share = scores.balance * (len(micro.tokens) / tokens)
+            if scores.balance is not None:  # of a placeholder too: all ranks must have the same metrics
+                share = scores.balance * (len(micro.tokens) / tokens if len(micro.places) else 0.0)
                 add_scalars(step.counts, {"balance_loss": share.detach()})
                 total = total + share * self.world_size
             total.backward()
@@ -249,7 +250,7 @@ class TorchFSDPBackend(BaseBackend):
             "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
         }
         model.shard(self._mesh, self.rank, values, **policies)
-        model.check(self._device)
+        model.check(self._device, self._half)
         return model.module
 
 

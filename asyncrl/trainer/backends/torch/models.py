@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from asyncrl.config.schema import Config
-from asyncrl.models.checkpoint import check_checkpoint, check_folder, decoder_tensors, tensor_shapes
+from asyncrl.models.checkpoint import check_checkpoint, check_folder, decoder_tensors, tensor_headers
 from asyncrl.models.config import CheckpointError, DecoderConfig, ModelConfig
 from asyncrl.models.decoder import Decoder
 from asyncrl.param_sync.manifest import is_adapter
@@ -34,7 +34,8 @@ class TorchModel:
     ``module`` is called as `Decoder.forward` is; ``layers`` are sharded one by one, ``methods`` of ``module`` or of a
     layer run its forward hooks too. ``read`` gives the weights and buffers by name, in any dtype. ``tied_to``: name of
     the embedding that is the head too. ``carried``: shapes of tensors of the files ``path`` that belong to the model,
-    though the module has them not."""
+    though no parameter holds them: they never change. ``wide``: those of them that are float32 in the files, as
+    routers' corrections are beside bfloat16 weights."""
 
     path: str
     config: ModelConfig
@@ -45,6 +46,7 @@ class TorchModel:
     tied_to: str | None
     files: FileTensors | None = None
     carried: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    wide: frozenset[str] = frozenset()
 
     def shard(self, mesh: DeviceMesh, rank: int, values: Tensors, **policies: Any) -> None:
         """Shard the module over ``mesh``; layers by themselves, the rest together: embedding, final norm and head.
@@ -63,12 +65,12 @@ class TorchModel:
                 torch.distributed.broadcast(whole, 0)
                 b.copy_(whole)
 
-    def check(self, device: torch.device) -> None:
+    def check(self, device: torch.device, bfloat16: bool) -> None:
         """Raises CheckpointError if transformers' code of the model does not allow to score sequences together."""
         if self.files is not None:
             from asyncrl.models.scoring import ScoringModel, check_scores
 
-            check_scores(cast(ScoringModel, self.module), self.path, device)
+            check_scores(cast(ScoringModel, self.module), self.path, device, bfloat16)
             cast(FSDPModule, self.module).reshard()
 
 
@@ -120,6 +122,9 @@ def problems(config: Config, text: Mapping[str, Any]) -> Iterator[str]:
         )
     except CheckpointError as e:
         yield f"model.attention: {e}"
+        return
+    if config.model.attention == "flash_attention_2" and config.trainer.device == "cpu":
+        yield "model.attention: flash_attention_2 needs GPUs; expected auto, found trainer.device=cpu"
 
 
 def _rope_problems(config: Config, text: Mapping[str, Any]) -> Iterator[str]:
@@ -185,8 +190,16 @@ def _transformers(config: Config, path: str, half_on_cuda: bool) -> TorchModel:
         float32_head=config.model.float32_head,
         activation_checkpointing=config.trainer.activation_checkpointing,
     )
+    if config.trainer.activation_checkpointing and not causal_lm.layers(module):
+        raise CheckpointError(
+            f"{path}: transformers does not say which modules of {type(module).__name__} are layers; expected "
+            "trainer.activation_checkpointing=false"
+        )
     allocate(module)
-    files = causal_lm.FileTensors(module)
+    files, parameters = causal_lm.FileTensors(module), {name for name, _ in module.named_parameters()}
+    buffers = {part for name, parts in files.parts.items() if name not in parameters for part in parts}
+    carried = {n: h for n, h in tensor_headers(path).items() if n in buffers or files.left_out(n)}
+    tied = causal_lm.tied_to(module)
 
     def read() -> Tensors:
         source = causal_lm.read(path, trust)
@@ -199,9 +212,10 @@ def _transformers(config: Config, path: str, half_on_cuda: bool) -> TorchModel:
         layers=causal_lm.layers(module),
         methods=[(module, "plain_logprobs")],
         read=read,
-        tied_to=causal_lm.tied_to(module),
+        tied_to=tied and next(iter(files.parts[tied])),
         files=files,
-        carried={name: shape for name, shape in tensor_shapes(path).items() if files.left_out(name)},
+        carried={name: header.shape for name, header in carried.items()},
+        wide=frozenset(name for name, header in carried.items() if header.dtype == "F32"),
     )
 
 
