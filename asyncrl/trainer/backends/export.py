@@ -59,9 +59,9 @@ class Weights(Protocol):
         ...
 
     def whole(self, dtype: torch.dtype, wanted: Callable[[str], bool], exact: bool) -> Tensors:
-        """(name, whole tensor as ``dtype``, a wide one as float32) of the tensors ``wanted``, one at a time: the weights
-        that the model computes with, or with ``exact`` the optimizer's master weights. Collective over all ranks,
-        yields on rank 0 only."""
+        """(name, whole tensor as ``dtype``, a wide one as float32) of those ``wanted``, one at a time: the weights that
+        the model computes with, or with ``exact`` the optimizer's master weights. Collective over all ranks, yields on
+        rank 0 only."""
         ...
 
 
