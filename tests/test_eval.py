@@ -132,3 +132,19 @@ def test_the_interval_covers_the_mean_of_the_population_as_often_as_it_says():
         covered += abs(found.mean - 0.3) <= found.half_width
     assert covered / 2000 == pytest.approx(0.95, abs=0.015)
     assert math.isnan(Estimate.of([1.0]).half_width)
+
+
+def test_models_of_the_same_name_are_told_apart_and_a_broken_one_spares_the_others(inputs, tmp_path, capsys):
+    for name in ("one", "two", "three"):
+        shutil.copytree(inputs / "checkpoint", tmp_path / name / "hf")
+    (tmp_path / "two/hf/model.safetensors").write_bytes(b"")
+    (tmp_path / "config.yaml").write_text("name: tiny\n")
+    options = ("--config", tmp_path / "config.yaml", "--out", tmp_path / "out", "validation.max_prompts=1")
+    options += (*overrides(inputs, tmp_path / "run"), ON_CPUS)
+    status, out, err = evaluated(capsys, *(tmp_path / name / "hf" for name in ("one", "two", "three")), *options)
+    assert status == 1
+    figures = json.loads(out.splitlines()[-1])
+    assert list(figures) == ["one-hf", "three-hf"]
+    assert figures["one-hf"]["pass@1_half_width"] is None  # of a single prompt there is none
+    assert "two-hf: model.path: " in err
+    assert json.loads((tmp_path / "out/figures.json").read_text()) == figures

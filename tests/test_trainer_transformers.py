@@ -75,22 +75,26 @@ def run_two_ranks(rank, config, folder):
     torch.save({"metrics": metrics, "exported": exported}, folder / f"rank{rank}.pt")
 
 
-@pytest.mark.parametrize("family", ["Gemma 2", "Qwen3 MoE"])  # a tied head; fused experts whose load is balanced
-def test_two_ranks_train_like_one(family, start_rank, tmp_path):
-    # next to nothing, as it is of micro-batches, which differ between one and two ranks
-    balanced = {"output_router_logits": True, "router_aux_loss_coef": 1e-6} if family == "Qwen3 MoE" else {}
-    model_of(FAMILIES[family], **balanced).save_pretrained(tmp_path / "model")
-    options = {"max_tokens_per_micro_batch": 40, "kl_coef": 0.05, "mini_batch_groups": 2}
-    config = make_config(str(tmp_path / "model"), implementation="transformers", **options)
+def on_two_ranks(config, folder):
     config.trainer.ranks = 2
+    mp.spawn(run_two_ranks, args=(config, folder), nprocs=2)
+    two = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+    assert two[0]["metrics"] == two[1]["metrics"]
+    return two
+
+
+#: mini-batches of two groups: the second one is a single sequence, so one of two ranks has none
+TWO_RANKS = {"implementation": "transformers", "max_tokens_per_micro_batch": 40, "mini_batch_groups": 2}
+
+
+@pytest.mark.parametrize("family", ["Gemma 2", "Qwen3 MoE"])  # a tied head; fused experts
+def test_two_ranks_train_like_one(family, folders, start_rank, tmp_path):
+    config = make_config(folders(family), **TWO_RANKS, kl_coef=0.05)
     one = start_rank(config)
     expected = [one.train(step, make_groups((4, 3, 1), seed=step)) for step in range(3)]
     alone = weights(one)
     following = one.train(3, make_groups(seed=3))
-    mp.spawn(run_two_ranks, args=(config, tmp_path), nprocs=2)
-    two = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
-
-    assert two[0]["metrics"] == two[1]["metrics"]
+    two = on_two_ranks(config, tmp_path)
     for mine, theirs in zip(expected, two[0]["metrics"], strict=True):
         assert theirs == pytest.approx(mine, rel=1e-3, abs=1e-5)
     assert not two[1]["exported"]  # rank 0 is the sender
@@ -99,6 +103,13 @@ def test_two_ranks_train_like_one(family, start_rank, tmp_path):
         assert relative(tensor, alone[name]) < 1e-4, name
     one.load(tmp_path / "of_two")
     assert one.train(3, make_groups(seed=3)) == pytest.approx(following, rel=1e-3, abs=1e-5)
+
+
+def test_two_ranks_balance_experts_though_one_has_no_sequences(tmp_path):
+    model = model_of(FAMILIES["Mixtral"], output_router_logits=True, router_aux_loss_coef=0.1)
+    model.save_pretrained(tmp_path / "model")
+    two = on_two_ranks(make_config(str(tmp_path / "model"), **TWO_RANKS), tmp_path)
+    assert all(metrics["actor/balance_loss"] > 0 for metrics in two[0]["metrics"])
 
 
 @pytest.mark.parametrize("family", ["Gemma 2", "gpt-oss", "Qwen3-Next"])

@@ -25,8 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder for answers and figures; default: eval/ in the run's folder")
     arguments = list(sys.argv[1:] if argv is None else argv)
     args = parser.parse_intermixed_args(arguments)
-    overrides = [path for path in args.paths if "=" in path]
-    paths = [Path(path) for path in args.paths if "=" not in path]
+    overrides = [path for path in args.paths if "=" in path and not Path(path).exists()]
+    paths = [Path(path) for path in args.paths if path not in overrides]
     from asyncrl.evaluation.evaluate import evaluate, in_the_engines_environment, plan  # heavy
 
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 
 import torch
 
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, CurriculumConfig, ModelConfig, RayConfig, TrainerConfig
 from asyncrl.data.load import load_run_prompts
 from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.processes.actor_client import first_leaf
 from asyncrl.processes.tasks import cancelled
 from asyncrl.rollouter.answering import Answering
 from asyncrl.rollouter.endpoint.host import EndpointHost
@@ -38,18 +40,20 @@ class EvaluationFailed(RuntimeError):
 
 
 def evaluation_config(config: Config, folder: Path) -> Config:
-    """``config`` with the model of ``folder``, one replica, and nothing trained."""
+    """``config`` with the model of ``folder``, one replica, and nothing to train."""
     data = config.data
-    if not data.train_files and not data.source:
-        data = replace(data, train_files=list(data.validation_files))  # a run would need some
+    if not data.source:
+        data = replace(data, train_files=list(data.validation_files), mixture={}, curriculum=CurriculumConfig())
+    model = ModelConfig(path=str(folder), trust_remote_code=config.model.trust_remote_code)
     return replace(
         config,
-        model=replace(config.model, path=str(folder), overrides={}, lora=replace(config.model.lora, rank=0)),
+        model=replace(model, float32_head=config.model.float32_head),
         data=data,
         rollout=replace(config.rollout, replicas=1),
         algorithm=replace(config.algorithm, reference_path=""),
-        trainer=replace(config.trainer, ranks=1),
+        trainer=TrainerConfig(),
         mtp=replace(config.mtp, enable_train=False),
+        ray=RayConfig(),
     )
 
 
@@ -60,41 +64,44 @@ async def answer(config: Config, recorder: Recorder) -> Answers:
     _, held_out = await asyncio.to_thread(load_run_prompts, config.data)
     prompts = held_out[: config.validation.max_prompts or None]
     torch.set_num_threads(config.rollout.engine.threads)
-    engine = await ENGINES.find(config.rollout.engine.name).start(config, recorder)
-    endpoint = EndpointHost(config, recorder) if config.rollout.agent.enabled else None
-    answering: Answering | None = None
-    tasks: list[asyncio.Task[Any]] = []
-    try:
-        await engine.resume(PolicyVersion(0, 0))
+    async with contextlib.AsyncExitStack() as closing:
+        try:
+            async with asyncio.timeout(config.supervision.start_s):
+                engine = await ENGINES.find(config.rollout.engine.name).start(config, recorder)
+                closing.push_async_callback(engine.close)
+                await engine.resume(PolicyVersion(0, 0))
+        except TimeoutError:
+            limit_s = config.supervision.start_s
+            raise EvaluationFailed(f"the engine did not start within {limit_s:g} s (supervision.start_s)") from None
+        watched: list[asyncio.Task[Any]] = []
         link = None
-        if endpoint is not None:
+        if config.rollout.agent.enabled:
+            endpoint = EndpointHost(config, recorder)
+            closing.push_async_callback(endpoint.close)
             await endpoint.start()
             link = EndpointLink(endpoint, _TOKEN, EngineDied)
+            watched += filter(None, [endpoint.keeping_sandboxes])
         replicas = {"replica/0": LeasedEngine(EngineLease(engine), _TOKEN)}
         is_death = lambda error: isinstance(error, EngineDied)
         answering = Answering(config, found.max_prompt_tokens, replicas, is_death, link, recorder)
+        closing.push_async_callback(answering.close)
         await answering.start()
-        validation = Validation(config, answering.maker, recorder)
-        work = asyncio.create_task(validation.answers(prompts))
-        tasks = [work, asyncio.create_task(answering.run()), asyncio.create_task(_fitness(answering))]
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks[1:]:
-            if task.done():
-                task.result()  # raises
+        work = asyncio.create_task(Validation(config, answering.maker, recorder).answers(prompts))
+        watched += [asyncio.create_task(answering.run()), asyncio.create_task(_fitness(answering, config))]
+        closing.push_async_callback(cancelled, [work, *watched])
+        await asyncio.wait([work, *watched], return_when=asyncio.FIRST_COMPLETED)
+        for task in watched:
+            if task.done() and (error := task.exception()) is not None:
+                error = first_leaf(error)
+                raise EvaluationFailed(f"{type(error).__name__}: {error}") from error
         answers = work.result()
-        return [(prompt, answers[prompt.uid]) for prompt in prompts]
-    finally:
-        await cancelled(tasks)
-        if answering is not None:
-            await answering.close()
-        if endpoint is not None:
-            await endpoint.close()
-        await engine.close()
+    return [(prompt, answers[prompt.uid]) for prompt in prompts]
 
 
-async def _fitness(answering: Answering) -> None:
+async def _fitness(answering: Answering, config: Config) -> None:
     """Never returns. Raises EvaluationFailed when the engine cannot serve any more."""
     while True:
-        if unfit := {**answering.router.lost, **answering.router.unfit(None)}:
-            raise EvaluationFailed("; ".join(unfit.values()))
+        unfit = {**answering.router.lost, **answering.router.unfit(config.supervision.progress_s)}
+        if unfit:
+            raise EvaluationFailed(f"the engine {'; '.join(unfit.values())}")
         await asyncio.sleep(CHECK_EVERY_S)

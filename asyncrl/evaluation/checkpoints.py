@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config.load import ConfigError, load_config
+from asyncrl.config.schema import MegatronConfig
 from asyncrl.models.config import CheckpointError
 from asyncrl.run.environments import interpreter
 from asyncrl.run.run_folder import CONFIG
 from asyncrl.trainer.checkpoints import Checkpoint, CheckpointStore
 
 HF = "hf"  # of a checkpoint's folder
+DRIVER = "_ASYNCRL_DRIVER_PYTHON"  #: variable: the interpreter in which `asyncrl eval` began
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def find(path: Path) -> list[Evaluated]:
         except CheckpointError as e:
             raise ConfigError([str(e)]) from None
     if (path / "config.json").is_file():
-        return [Evaluated(path.name, path)]
+        return [Evaluated(path.resolve().name, path)]
     raise ConfigError([f"{path}: expected a run's folder, a checkpoint of one, or a Hugging Face folder"])
 
 
@@ -62,9 +64,15 @@ def export(model: Evaluated, folder: Path) -> None:
     assert model.run is not None
     assert model.checkpoint is not None
     config, checkpoint = load_config(model.run / CONFIG), model.checkpoint
-    python = interpreter(config.trainer.python) if config.trainer.python else sys.executable
+    python = interpreter(config.trainer.python) or os.environ.get(DRIVER) or sys.executable
     command = [python, "-m", __name__, str(checkpoint), str(folder)]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    environment, limit_s = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, config.checkpoint.timeout_s
+    try:
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=environment, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        raise CheckpointError(
+            f"{checkpoint}: its weights were not exported within {limit_s:g} s (checkpoint.timeout_s)"
+        ) from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise CheckpointError(f"{checkpoint}: its weights cannot be exported: {last}")
@@ -80,7 +88,11 @@ def _export(checkpoint: Path, folder: Path) -> None:
     config = load_config(run / CONFIG)
     if config.model.overrides:
         config.model.path = str(run / FOLDER)
-    config.trainer.ranks, config.trainer.device, config.checkpoint.export_lora = 1, "cpu", "merged"
+    # nothing is trained: neither parallelism nor a reference, nor memory for checkpoints
+    config.trainer.ranks, config.trainer.device, config.trainer.megatron = 1, "cpu", MegatronConfig()
+    config.model.attention, config.checkpoint.export_lora, config.checkpoint.every_steps = "auto", "merged", 0
+    config.algorithm.kl_coef = config.algorithm.kl_reward_coef = 0.0
+    config.algorithm.reference_path = ""
     rank = TrainerRank(config, 0, 1, None, Recorder("trainer/0"))
     rank.load(checkpoint / "state")
     rank.export_hf(folder)

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config.load import ConfigError, load_config
 from asyncrl.config.schema import Config
 from asyncrl.evaluation.answers import Answers, EvaluationFailed, answer, evaluation_config
-from asyncrl.evaluation.checkpoints import CONFIG, Evaluated, export, find
+from asyncrl.evaluation.checkpoints import CONFIG, DRIVER, Evaluated, export, find
 from asyncrl.evaluation.estimates import Estimate, pass_at_k
-from asyncrl.models.config import CheckpointError
 from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.processes.actor_client import first_leaf
 from asyncrl.rollouter.tokenizer import PromptTokenizer
+from asyncrl.run.checks import check
 from asyncrl.run.environments import interpreter
 from asyncrl.types.samples import Sample
 
@@ -26,63 +30,94 @@ from asyncrl.types.samples import Sample
 def plan(
     paths: Sequence[Path], config_file: str | None, out: Path | None, overrides: Sequence[str]
 ) -> tuple[Config, list[Evaluated], Path]:
-    """Options, models, and the folder for results. Raises ConfigError."""
-    models = [model for path in paths for model in find(path)]
-    run = models[0].run if models and len({model.run for model in models}) == 1 else None
+    """Options, models under names of their own, and the folder for results. Raises ConfigError."""
+    if not (models := [model for path in paths for model in find(path)]):
+        raise ConfigError(["expected a run's folder, a checkpoint or a Hugging Face folder, found none"])
+    run = models[0].run if len({model.run for model in models}) == 1 else None
     if config_file is None and run is None:
         raise ConfigError(["--config: expected a file of options, as the paths are not all of one run"])
     config = load_config(config_file or run / CONFIG, overrides)  # type: ignore[operator]
     if not config.data.validates:
         raise ConfigError(["data.validation_files: expected the prompt files to evaluate on, found none"])
-    return config, models, out or (Path("eval") if run is None else run / "eval")
+    return config, _named_apart(models), out or (Path("eval") if run is None else run / "eval")
+
+
+def _named_apart(models: Sequence[Evaluated]) -> list[Evaluated]:
+    """Of equal names each gets that of the folder around it, too."""
+    counts = Counter(model.name for model in models)
+    where = lambda model: (model.run or model.folder.resolve().parent).name
+    named = [replace(m, name=f"{where(m)}-{m.name}") if counts[m.name] > 1 else m for m in models]
+    again = Counter(model.name for model in named)
+    return [replace(m, name=f"{i}-{m.name}") if again[m.name] > 1 else m for i, m in enumerate(named)]
 
 
 def in_the_engines_environment(config: Config, command: Sequence[str]) -> None:
     """Go on in the interpreter of `rollout.engine.python` if it is another one, as the engine runs in this process.
-    ``command``: the module that runs, and its arguments."""
-    python = interpreter(config.rollout.engine.python) if config.rollout.engine.python else sys.executable
-    if python != sys.executable:
-        sys.stdout.flush()
-        os.execv(python, [python, "-m", *command])
+    ``command``: the module that runs, and its arguments. Raises ConfigError if there is none."""
+    python = interpreter(config.rollout.engine.python)
+    if not python or DRIVER in os.environ:  # the second time, whatever it calls itself
+        return
+    os.environ[DRIVER] = sys.executable
+    sys.stdout.flush()
+    try:
+        os.execvp(python, [python, "-m", *command])
+    except OSError as e:
+        raise ConfigError([f"rollout.engine.python: {python} cannot be run ({e.strerror})"]) from None
 
 
 def evaluate(config: Config, models: Sequence[Evaluated], out: Path) -> int:
-    """Returns the exit status: 1 if a model could not be evaluated. Raises ConfigError."""
+    """Returns the exit status: 1 if a model could not be evaluated; the others are. Figures are written after each.
+    Raises ConfigError for options that suit none."""
+    check(evaluation_config(config, models[0].folder or Path(config.model.path)))
     out.mkdir(parents=True, exist_ok=True)
-    figures: dict[str, dict[str, float]] = {}
+    figures: dict[str, dict[str, Any]] = {}
     for model in models:
         try:
             with tempfile.TemporaryDirectory() as scratch:
                 if (folder := model.folder) is None:
                     export(model, folder := Path(scratch) / model.name)
                 figures[model.name] = _evaluated(config, folder, model.name, out, first=not figures)
-        except (CheckpointError, EvaluationFailed) as e:
-            print(f"{model.name}: {e}", file=sys.stderr)
-    (out / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
+        except ConfigError as e:
+            print("\n".join(f"{model.name}: {problem}" for problem in e.problems), file=sys.stderr)
+        except Exception as e:
+            error = first_leaf(e)
+            print(f"{model.name}: {type(error).__name__}: {error}", file=sys.stderr)
+        (out / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
     print(f"answers and figures: {out}", file=sys.stderr)
     print(json.dumps(figures))
     return 0 if len(figures) == len(models) else 1
 
 
-def _evaluated(config: Config, folder: Path, name: str, out: Path, first: bool) -> dict[str, float]:
-    """Figures of one model; prints its rows and writes its answers."""
+def _evaluated(config: Config, folder: Path, name: str, out: Path, first: bool) -> dict[str, Any]:
+    """Figures of one model; prints its rows and writes its answers. Raises EvaluationFailed if no prompt was
+    answered."""
     config = evaluation_config(config, folder)
     answers = asyncio.run(answer(config, Recorder("eval")))
     lines = records(name, answers, PromptTokenizer.of(config).hf.decode)
     with open(out / f"{name}.jsonl", "w") as file:
         file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    samples = config.validation.samples
-    rows = {name: estimates(answers, samples)}
-    rows |= {f"  {source}": estimates(part, samples) for source, part in by_source(answers).items()}
+    samples, sources = config.validation.samples, by_source(answers)
+    failed = sum("failed" in line for line in lines)
+    if not (found := estimates(answers, samples)):
+        raise EvaluationFailed(f"no prompt has {samples} scored answers, {failed} of {len(lines)} answers failed")
+    rows = {name: found} | {f"  {source}": estimates(part, samples) for source, part in sources.items()}
     if first:
-        print(f"{'':24} " + " ".join(f"{head:>16}" for head in rows[name]))
+        print(f"{'':24} " + " ".join(f"{head:>16}" for head in found))
     for row, values in rows.items():
         print(f"{row:24} " + " ".join(f"{value!s:>16}" for value in values.values()), flush=True)
-    if failed := sum("failed" in line for line in lines):
+    if failed:
         print(f"{name}: {failed} of {len(lines)} answers failed, see {out / name}.jsonl", file=sys.stderr)
-    figures = {key: value.mean for key, value in rows[name].items()}
-    figures |= {f"{key}_half_width": value.half_width for key, value in rows[name].items()}
-    return figures | {"prompts": len(answers), "failed": failed}
+    figures: dict[str, Any] = _figures(found) | {"prompts": len(answers), "failed": failed}
+    if sources:
+        figures["sources"] = {source: _figures(estimates(part, samples)) for source, part in sources.items()}
+    return figures
+
+
+def _figures(values: Mapping[str, Estimate]) -> dict[str, float | None]:
+    """Means, and half widths of their intervals; null where there is none."""
+    figures: dict[str, float | None] = {key: value.mean for key, value in values.items()}
+    widths = {f"{key}_half_width": value.half_width for key, value in values.items()}
+    return figures | {key: None if math.isnan(width) else width for key, width in widths.items()}
 
 
 def records(name: str, answers: Answers, decode: Any) -> list[dict[str, Any]]:

@@ -30,6 +30,7 @@ class EndpointHost:
         self._config, self._recorder = config, recorder
         self._sandboxes: SandboxService | None = None
         self.keeping_sandboxes: asyncio.Task[None] | None = None  #: raises if the sandboxes' host dies again and again
+        self._opened: list[Endpoint | EndpointServer | AgentProcesses] = []
 
     async def start(self) -> None:
         """Load the tokenizer, start the agents' processes, and listen."""
@@ -41,7 +42,7 @@ class EndpointHost:
             await self._sandboxes.start()
             self.keeping_sandboxes = asyncio.create_task(self._sandboxes.run())
             variables = self._sandboxes.address.variables
-        self._agents = AgentProcesses(AgentOptions.of(agent, revealed("rollout.agent.args", agent.args), variables))
+        agents = AgentProcesses(AgentOptions.of(agent, revealed("rollout.agent.args", agent.args), variables))
         model = os.path.basename(os.path.normpath(config.model.path))
         rollout = config.rollout
         served = ENGINES.find(rollout.engine.name).served_sampling(config)
@@ -49,12 +50,11 @@ class EndpointHost:
             rollout.temperature, tokenizer.stop_token_ids, served, agent.untrained == "mask"
         )
         renderer = ChatRenderer(tokenizer)
-        self._endpoint = Endpoint(
-            agent, renderer, distribution, self._agents, model, rollout.agent_timeout_s, self._recorder
-        )
-        self._server = EndpointServer(self._endpoint, agent.host, agent.port, model, rollout.max_response_tokens)
-        await self._server.start()
-        await self._agents.start()
+        self._endpoint = Endpoint(agent, renderer, distribution, agents, model, rollout.agent_timeout_s, self._recorder)
+        server = EndpointServer(self._endpoint, agent.host, agent.port, model, rollout.max_response_tokens)
+        self._opened = [self._endpoint, server, agents]
+        await server.start()
+        await agents.start()
         log.info("agents call %s", self._endpoint.address)
 
     async def attach(self, token: int) -> None:
@@ -67,9 +67,9 @@ class EndpointHost:
         return await self._endpoint.events(token)
 
     async def close(self) -> None:
-        await self._endpoint.close()
-        await self._server.close()
-        await self._agents.close()
+        """Also after a failed start."""
+        for part in self._opened:
+            await part.close()
         if self.keeping_sandboxes is not None and self._sandboxes is not None:
             self.keeping_sandboxes.cancel()
             await self._sandboxes.close()
