@@ -20,7 +20,7 @@ from tests.support.families import FAMILIES
 from tests.support.tiny import make_inputs, overrides
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 MAIN = "asyncrl.fully_async_main"
 
 
