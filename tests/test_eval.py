@@ -10,11 +10,16 @@ import numpy as np
 import pytest
 
 from asyncrl.cli import eval as command
+from asyncrl.config.load import load_config, to_yaml
 from asyncrl.evaluation.checkpoints import export, find
 from asyncrl.evaluation.estimates import Estimate, pass_at_k
 from asyncrl.models.checkpoint import read_tensors
-from tests.support.faults import FaultyRun
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.trainer.checkpoints import CheckpointMetadata, CheckpointStore
+from asyncrl.trainer.rank import TrainerRank
+from asyncrl.types.versions import PolicyVersion
 from tests.support.tiny import make_inputs, overrides
+from tests.support.trainer import make_groups
 
 ON_CPUS = "rollout.engine.device=cpu"
 
@@ -26,15 +31,23 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(inputs, tmp_path_factory):
-    """A finished run of five steps with a checkpoint every second step."""
-    prompts = f"data.validation_files=[{inputs / 'heldout.jsonl'}]"
-    options = (prompts, "checkpoint.every_steps=2", "checkpoint.keep_last=0", "checkpoint.export_hf=final")
-    run = FaultyRun(inputs, tmp_path_factory.mktemp("run") / "run", *options)
-    try:
-        assert run.wait(200) == 0, run.text
-    finally:
-        run.close()
-    return run.folder
+    """Folder of a run with checkpoints of steps 2 and 4, of which the last has exported weights."""
+    folder = tmp_path_factory.mktemp("run") / "run"
+    config = load_config(None, [*overrides(inputs, folder), ON_CPUS, "trainer.device=cpu"])
+    folder.mkdir()
+    (folder / "config.yaml").write_text(to_yaml(config))
+    store = CheckpointStore(folder / "checkpoints", config.checkpoint)
+    rank = TrainerRank(config, 0, 1, None, Recorder("trainer/0"))
+    for step in range(1, 5):
+        rank.train(step, make_groups(seed=step))
+        if step % 2 == 0:
+            partial = store.begin(step)
+            rank.save(partial / "state")
+            if step == 4:
+                rank.export_hf(partial / "hf")
+            store.complete(partial, CheckpointMetadata(step, PolicyVersion(0, step), 3 * step, 3 * step))
+    rank.close()
+    return folder
 
 
 def evaluated(capsys, *arguments):
@@ -47,7 +60,7 @@ def test_all_checkpoints_of_a_run_are_evaluated_alike_whenever_it_is_asked(run, 
     status, out, err = evaluated(capsys, run, "validation.samples=3", "--out", tmp_path)
     assert status == 0, err
     figures = json.loads(out.splitlines()[-1])
-    assert list(figures) == ["step_000002", "step_000004", "step_000005"]
+    assert list(figures) == ["step_000002", "step_000004"]
     assert json.loads((tmp_path / "figures.json").read_text()) == figures
     for name, values in figures.items():
         answers = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
@@ -58,13 +71,13 @@ def test_all_checkpoints_of_a_run_are_evaluated_alike_whenever_it_is_asked(run, 
         assert values["pass@3"] == pytest.approx(successes.any(1).mean())
         assert values["mean@3"] == pytest.approx(np.mean([a["reward"] for a in answers]))
         assert values["pass@1"] <= values["pass@2"] <= values["pass@3"]
-    again = evaluated(capsys, run / "checkpoints/step_000005", "validation.samples=3", "--out", tmp_path / "again")
-    assert json.loads(again[1].splitlines()[-1]) == {"step_000005": figures["step_000005"]}
+    again = evaluated(capsys, run / "checkpoints/step_000004", "validation.samples=3", "--out", tmp_path / "again")
+    assert json.loads(again[1].splitlines()[-1]) == {"step_000004": figures["step_000004"]}
 
 
 def test_a_checkpoint_without_exported_weights_is_exported(run, tmp_path):
-    first, *_, last = find(run)
-    assert (first.folder, last.folder) == (None, run / "checkpoints/step_000005/hf")
+    first, last = find(run)
+    assert (first.folder, last.folder) == (None, run / "checkpoints/step_000004/hf")
     export(last, tmp_path)
     ours, theirs = read_tensors(tmp_path), read_tensors(last.folder)
     assert ours.keys() == theirs.keys()
@@ -106,10 +119,9 @@ def test_a_checkpoint_whose_weights_do_not_load_is_reported_and_the_others_evalu
     shutil.copytree(run, copy, symlinks=True)
     for file in (copy / "checkpoints/step_000002/state").iterdir():
         file.write_bytes(b"")
-    shutil.rmtree(copy / "checkpoints/step_000004")
     status, out, err = evaluated(capsys, copy)
     assert status == 1
-    assert list(json.loads(out.splitlines()[-1])) == ["step_000005"]
+    assert list(json.loads(out.splitlines()[-1])) == ["step_000004"]
     assert "step_000002: " in err
     assert "its weights cannot be exported" in err
 

@@ -151,6 +151,7 @@ ON_GPUS = ("trainer.device=cuda", "trainer.ranks=2", "rollout.engine.device=cuda
 SHARED = ("ray.share_gpus=true", *ON_GPUS)
 
 
+@pytest.mark.slow
 async def test_a_rank_and_a_replica_share_each_gpu_on_a_real_cluster(tmp_path):
     """On a machine that has two GPUs according to Ray."""
     import ray

@@ -1,4 +1,4 @@
-"""The recipes of configs/recipes: each plans a run with a checkpoint of its size, on the machine that its page names."""
+"""The recipes of configs/recipes: each plans a run with a checkpoint of its size, on a machine of its size."""
 
 from __future__ import annotations
 

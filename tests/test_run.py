@@ -242,6 +242,7 @@ def test_an_interrupted_run_finishes_its_step_saves_and_reports_it(start, tmp_pa
     assert processes_of(ray_dir) == []
 
 
+@pytest.mark.slow
 def test_a_run_ends_in_time(start, tmp_path, ray_dir):
     run = start("trainer.total_steps=100000", "trainer.max_time_s=20", "data.validation_files=[]")
     assert run.wait(120) == 0, run.text

@@ -31,7 +31,7 @@ def test_the_items_of_algorithms_are_found_by_name_and_import_path():
 
 
 def test_a_backend_that_lacks_a_method_is_refused_by_its_name():
-    with pytest.raises(UnknownPart, match=r"lacks distributions, .*weight_shards, which every backend has$"):
+    with pytest.raises(UnknownPart, match=r"lacks check_model, .*weight_shards, which every backend has$"):
         BACKENDS.find("math:pi")
 
 

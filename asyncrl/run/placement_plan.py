@@ -10,18 +10,15 @@ from typing import Literal
 
 import torch
 
-from asyncrl.config.checks import gpus_per_replica, warm_kv_bytes
+from asyncrl.config.checks import gpus_per_replica
 from asyncrl.config.schema import Config
-from asyncrl.models.checkpoint import tensor_shapes
-from asyncrl.param_sync.manifest import DTYPE_BYTES
 from asyncrl.param_sync.transports.choose import bucket_sizes
 from asyncrl.rollouter.engines.base import ENGINES
 from asyncrl.run.machine import local_cpus
-from asyncrl.run.preflight import Preflight, kv_cache_bytes
-from asyncrl.trainer.backends.base import BACKENDS
+from asyncrl.run.memory_plan import checkpoint_bytes, replica_bytes, trainer_bytes
+from asyncrl.run.preflight import Preflight
 
 GIB, MIB = 2**30, 2**20
-TRAIN_BYTES = 16  # per parameter: float32 weight, gradient and Adam's two moments
 TOKEN_BYTES = 24  # per token of a queued sample: id, logprob, mask, and additions of multi-turn loops
 
 
@@ -176,31 +173,15 @@ def make_plan(config: Config, found: Preflight, machines: Mapping[str, str]) -> 
 
 
 def _memory(config: Config, found: Preflight) -> dict[str, str]:
-    """Memory estimate for each actor of a pool, without activations, the interpreter and its libraries."""
-    parameters = sum(math.prod(shape) for shape in tensor_shapes(config.model.path).values())
-    t, engine = config.trainer, config.rollout.engine
-    shards = BACKENDS.find(t.backend).weight_shards(config)
-    held = {"weights, gradients, optimizer": parameters * TRAIN_BYTES / shards}
-    if config.model.lora.rank:  # the adapters are small, and the frozen weights are the reference
-        held = {"frozen weights": parameters * 4 / shards}
-    elif config.algorithm.needs_reference:
-        held["reference"] = parameters * 4 / shards
-    held["logits"] = 2 * t.logprob_chunk_tokens * found.model.vocab_size * 4
-    dtype = found.model.engine_dtype(engine.dtype)
-    shared = gpus_per_replica(config)
-    generates = {"weights": parameters * DTYPE_BYTES[dtype]}
-    if config.param_sync.staging == "full":
-        generates["host copy"] = generates["weights"]
-    preallocates = ENGINES.find(engine.name).preallocates_kv
-    if preallocates:
-        drafts = config.mtp.enable_rollout
-        generates["KV cache"] = kv_cache_bytes(found.model, engine.slots, found.context_tokens, dtype, drafts)
-        if warm := warm_kv_bytes(config):
-            generates["finished turns' KV"] = warm
-    rollout = _itemized(generates) + (f", over {shared} GPUs" if shared > 1 else "")
-    if not preallocates:
-        rollout += f", plus the KV cache of {engine.name}"
-    return {"trainer": _itemized(held), "rollout": rollout}
+    """Memory estimate for each actor of a pool, without the interpreter and its libraries."""
+    trainer, rollout = _itemized(trainer_bytes(config, found)), _itemized(replica_bytes(config, found))
+    if copies := checkpoint_bytes(config):
+        trainer += f", and {_size(copies)} of host memory for checkpoints"
+    if (shared := gpus_per_replica(config)) > 1:
+        rollout += f", over {shared} GPUs"
+    if not ENGINES.find(config.rollout.engine.name).preallocates_kv:
+        rollout += f", plus the KV cache of {config.rollout.engine.name}"
+    return {"trainer": trainer, "rollout": rollout}
 
 
 def _itemized(parts: Mapping[str, float]) -> str:

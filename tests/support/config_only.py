@@ -1,4 +1,4 @@
-"""Checkpoint folders of real sizes that hold no weights: headers of tensor files, and holes where the tensors would be."""
+"""Checkpoint folders of real sizes without weights: headers of tensor files, and holes where the tensors would be."""
 
 from __future__ import annotations
 
@@ -47,17 +47,15 @@ QWEN35_4B = {
 }
 
 
-def write(folder: Path, fields: Mapping[str, Any], more: Mapping[str, tuple[int, ...]] | None = None, **extra: Any) -> Path:
-    """A folder with the config.json of ``fields``, a small tokenizer with a chat template, and a tensor file in bfloat16
-    that takes no room on disk. ``more``: further tensors; ``extra``: of config.json."""
+def write(folder: Path, fields: Mapping[str, Any], more: Mapping[str, tuple[int, ...]] | None = None) -> Path:
+    """A folder with the config.json of ``fields``, a small tokenizer with a chat template, and a tensor file in
+    bfloat16 that takes no room on disk. ``more``: further tensors."""
     config = AutoConfig.for_model(**fields, dtype="bfloat16")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     folder.mkdir(parents=True)
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
-    raw = json.loads((folder / "config.json").read_text()) | extra
-    (folder / "config.json").write_text(json.dumps(raw))
     train_tokenizer([""]).save_pretrained(folder)
     header, at = {}, 0
     for name, shape in {**{n: tuple(p.shape) for n, p in model.named_parameters()}, **(more or {})}.items():
