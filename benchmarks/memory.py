@@ -1,8 +1,8 @@
 """Compares the memory that a plan says a trainer rank needs with its measured peak. The last line is JSON.
 
 On a CPU, one rank, random models of 30 to 60 million parameters, steps of 8 groups of 8 samples of 280 tokens. Each
-measurement has a process of its own, whose peak is compared with the plan's sum and what the process held before. glibc
-is told to return freed blocks (MALLOC_MMAP_THRESHOLD_): by default it keeps holes of up to half of the peak.
+measurement has a process of its own, whose peak is compared with the plan's sum and what the process held before.
+MALLOC_MMAP_THRESHOLD_ makes glibc return freed blocks; by default it keeps holes of up to half of the peak.
 
     OMP_NUM_THREADS=1 python -m benchmarks.memory
 """
@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,7 +116,6 @@ def measured(case: str) -> dict[str, float]:
         rank = TrainerRank(config, 0, 1, None, Recorder("trainer/0"))
         for step in range(2):
             rank.train(step, make_groups())
-            time.sleep(0.01)
         over.set()
         watcher.join()
         rank.close()

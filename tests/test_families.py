@@ -9,9 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.models.checkpoint import read_tensors
-from asyncrl.types.groups import Group
 from tests.support.families import FAMILIES, difference, model_of, plain_logprobs, sequences, without, write
-from tests.support.trainer import make_config, make_groups, started_ranks
+from tests.support.trainer import make_config, make_groups, plain_loss, started_ranks
 
 EXACT = 1e-5  # of logprobs in float32
 GRADIENT = 5e-5  # of a gradient's elements, over the largest
@@ -46,17 +45,11 @@ def test_a_training_step_has_the_plain_gradient_and_exports_the_files_names(fami
     assert all(torch.equal(tensor, files[name]) for name, tensor in rank.export())
 
     rank.train(0, groups)
-    total, trained = torch.zeros(()), 0
-    for group in map(Group.from_buffer, groups):
-        rewards = torch.tensor(group.rewards)
-        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-        for s in range(len(group)):
-            response = torch.tensor(group.tokens[group.response(s)]).long()
-            logprobs = plain_logprobs(reference, torch.cat([torch.tensor(group.prompt_tokens).long(), response]))
-            mask = torch.tensor(group.loss_mask[group.response(s)])
-            total = total - (advantages[s] * logprobs[-len(response) :] * mask).sum()
-            trained += int(mask.sum())
-    (total / trained).backward()
+
+    def logprobs_of(prompt, response):
+        return plain_logprobs(reference, torch.cat([prompt, response]))[-len(response) :]
+
+    plain_loss(groups, logprobs_of).backward()
     expected = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
     largest = max(float(g.abs().max()) for g in expected.values())
     moments = rank._backend.state()["optimizer"]["exp_avg"]

@@ -35,6 +35,7 @@ from tests.support.trainer import (
     make_checkpoint,
     make_config,
     make_groups,
+    plain_loss,
     relative,
     weights,
 )
@@ -46,20 +47,14 @@ def test_the_gradient_equals_the_plain_formula(checkpoint, start_rank):
     found = first_gradient(start_rank(config), groups)
 
     model = load_decoder(checkpoint)
-    total, trained = torch.zeros(()), 0
-    for group in map(Group.from_buffer, groups):
-        rewards = torch.tensor(group.rewards)
-        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-        for s in range(len(group)):
-            response = torch.tensor(group.tokens[group.response(s)]).long()
-            tokens = torch.cat([torch.tensor(group.prompt_tokens).long(), response])
-            logits = model.logits(tokens, PackedLayout.from_lengths(np.array([len(tokens)]))) / 0.7
-            drawn = torch.log_softmax(logits, -1)[len(group.prompt_tokens) - 1 : -1]
-            logprobs = drawn.gather(1, response[:, None]).squeeze(1)
-            mask = torch.tensor(group.loss_mask[group.response(s)])
-            total = total - (advantages[s] * logprobs * mask).sum()
-            trained += int(mask.sum())
-    (total / trained).backward()
+
+    def logprobs_of(prompt, response):
+        tokens = torch.cat([prompt, response])
+        logits = model.logits(tokens, PackedLayout.from_lengths(np.array([len(tokens)]))) / 0.7
+        drawn = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+        return drawn.gather(1, response[:, None]).squeeze(1)
+
+    plain_loss(groups, logprobs_of).backward()
     trunk = [p for name, p in model.named_parameters() if not is_draft(name)]
     assert relative(found, torch.cat([p.grad.flatten() for p in trunk if p.grad is not None])) < 1e-5
 

@@ -101,8 +101,8 @@ def check_checkpoint(path: str | Path, mtp_from_trunk: bool = False) -> DecoderC
 
 
 def check_folder(path: str | Path) -> ModelConfig:
-    """Check that a model's files exist and that its config.json can be read. Whoever builds the model compares the
-    tensors."""
+    """Check that a model's files exist and that its config.json can be read. Tensors are compared where the model is
+    built."""
     config, shapes = ModelConfig.load(path), tensor_shapes(path)
     return replace(config, num_mtp_layers=config.num_mtp_layers or mtp_layers_named(shapes))
 

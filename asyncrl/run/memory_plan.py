@@ -31,7 +31,7 @@ def parameters_of(config: Config) -> int:
 
 
 def trainer_bytes(config: Config, found: Preflight) -> dict[str, float]:
-    """Bytes of one rank at the peak of a step, by what holds them; without the interpreter and its libraries.
+    """Bytes of one rank at the peak of a step, itemized; without the interpreter and its libraries.
 
     The peak is where the backward pass begins: all activations and a chunk's logits are alive, and no gradients."""
     parameters, t = parameters_of(config), config.trainer

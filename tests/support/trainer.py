@@ -105,3 +105,19 @@ def first_gradient(rank, groups):
 
 def relative(a, b):
     return ((a - b).norm() / b.norm()).item()
+
+
+def plain_loss(groups, logprobs_of):
+    """Mean of −advantage · logprob over the trained tokens, with GRPO's advantages. ``logprobs_of(prompt, response)``:
+    float32 [R], of the response's tokens, for int64 token ids."""
+    total, trained = torch.zeros(()), 0
+    for group in map(Group.from_buffer, groups):
+        rewards = torch.tensor(group.rewards)
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+        prompt = torch.tensor(group.prompt_tokens).long()
+        for s in range(len(group)):
+            response = torch.tensor(group.tokens[group.response(s)]).long()
+            mask = torch.tensor(group.loss_mask[group.response(s)])
+            total = total - (advantages[s] * logprobs_of(prompt, response) * mask).sum()
+            trained += int(mask.sum())
+    return total / trained

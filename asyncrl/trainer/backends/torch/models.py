@@ -80,7 +80,7 @@ def implementation(config: Config, path: str) -> str:
     if config.model.implementation != "auto":
         return config.model.implementation
     ModelConfig.load(path)
-    return "transformers" if _why_not_native(path) else "native"
+    return "transformers" if DecoderConfig.of(path) is None else "native"
 
 
 def check(config: Config, path: str, mtp_from_trunk: bool) -> ModelConfig:
@@ -94,7 +94,7 @@ def check(config: Config, path: str, mtp_from_trunk: bool) -> ModelConfig:
         return check_files(path, config.model.trust_remote_code)
     except CheckpointError as e:
         if config.model.implementation == "auto":
-            raise CheckpointError(f"{_why_not_native(path)}; and {e}") from None
+            raise CheckpointError(f"{_native_refusal(path)}; and {e}") from None
         raise
 
 
@@ -150,8 +150,8 @@ def load(config: Config, path: str, half_on_cuda: bool, mtp_from_trunk: bool = F
     return _transformers(config, path, half_on_cuda)
 
 
-def _why_not_native(path: str) -> str:
-    """Empty if the native decoder builds the checkpoint's model."""
+def _native_refusal(path: str) -> str:
+    """Why the native decoder does not build the checkpoint's model."""
     try:
         DecoderConfig.load(path)
     except CheckpointError as e:
