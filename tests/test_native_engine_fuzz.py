@@ -50,15 +50,15 @@ def _decoder(mtp_layers: int) -> Decoder:
 class Schedule:
     """Submits, aborts, moves between two cores and finishes requests, in an order drawn from ``rng``."""
 
-    def __init__(self, rng: np.random.Generator, decoder: Decoder, k: int, deterministic: bool) -> None:
+    def __init__(self, rng: np.random.Generator, decoder: Decoder, k: int, deterministic: bool, look_ahead: bool) -> None:
         self._rng, self._most = rng, k
-        self.cores = [self._core(decoder, k, deterministic) for _ in range(2)]
+        self.cores = [self._core(decoder, k, deterministic, look_ahead) for _ in range(2)]
         self.requests = self._requests()
         self.drawn: dict[str, tuple[list[int], np.ndarray]] = {r.id: ([], np.empty(0)) for r in self.requests}
         self.finish: dict[str, FinishReason] = {}
         self.cuts = 0
 
-    def _core(self, decoder: Decoder, k: int, deterministic: bool) -> Core:
+    def _core(self, decoder: Decoder, k: int, deterministic: bool, look_ahead: bool) -> Core:
         model = NativeModel(decoder.config, CONTEXT, torch.float32)
         with torch.no_grad():
             for name, view in model.named_views().items():
@@ -71,6 +71,7 @@ class Schedule:
             deterministic=deterministic,
             tokenizer=Letters(),
             speculation=Speculation(k) if k else None,
+            look_ahead=look_ahead,
         )
         if core._speculator is not None:
             core._speculator.guard.choose = lambda rows: int(self._rng.integers(k + 1))
@@ -195,12 +196,14 @@ def _check_draws(request: Request, tokens: list[int], logits_CV: torch.Tensor, s
         assert (u_C > upto_C - kept_CV[range(len(tokens)), tokens].numpy() - 1e-4).all()
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_tokens_of_a_random_schedule_are_drawn_as_by_a_forward_pass_without_a_cache(seed):
+@pytest.mark.parametrize(
+    ("seed", "look_ahead"), [*((seed, False) for seed in range(10)), *((seed, True) for seed in (0, 6, 12, 18))]
+)
+def test_tokens_of_a_random_schedule_are_drawn_as_by_a_forward_pass_without_a_cache(seed, look_ahead):
     rng = np.random.default_rng(seed)
     k = int(rng.integers(1, 5)) if seed % 3 else 0
     decoder = _decoder(mtp_layers=1 + seed % 3)
-    schedule = Schedule(rng, decoder, k, deterministic=seed % 6 == 3)
+    schedule = Schedule(rng, decoder, k, deterministic=seed % 6 == 3, look_ahead=look_ahead)
     schedule.run()
     assert schedule.cuts
     for request in schedule.requests:

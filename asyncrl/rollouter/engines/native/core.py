@@ -17,6 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from asyncrl.rollouter.engines.native.grammar import GrammarError, Grammars
 from asyncrl.rollouter.engines.native.kernels import LENGTH_STEP, ROWS_STEP, round_up
 from asyncrl.rollouter.engines.native.kv import KVCache
 from asyncrl.rollouter.engines.native.model import NativeModel
+from asyncrl.rollouter.engines.native.passes import Drawn, Passes
 from asyncrl.rollouter.engines.native.sampler import SamplingColumns, TokenMasks, sample, uniforms
 from asyncrl.rollouter.engines.native.scheduler import CopyPrefix, Scheduler, Sequence
 from asyncrl.rollouter.engines.native.speculation import Speculation, Speculator
@@ -45,8 +47,19 @@ _Ended = tuple[Sequence, FinishReason, str]  # the last: reason of an ERROR
 NO_VERSION = PolicyVersion(0, -1)  # for events without tokens before the first version
 
 
+class _Pass(NamedTuple):
+    """A decode pass, which may still be under way: the sequences for which it draws, by slot."""
+
+    sequences: dict[int, Sequence]
+    drawn: Drawn
+
+
 class Core:
     """Steps one model. ``warm_bytes``: limit of the KV of finished requests that is kept for later turns.
+
+    ``look_ahead`` (None: on a GPU): start the next pass before reading the tokens of the last one, so that the GPU
+    computes while the CPU handles them. A sequence's state advances only when its token is read, so the pass ahead can
+    be dropped at any time; what it wrote to the KV cache is written again.
 
     In deterministic mode, decode always runs all slots over the whole context, prompts are
     prefilled in chunks of one shape, and the tokens that an interrupted request already has are replayed in decode
@@ -64,6 +77,7 @@ class Core:
         tokenizer: Tokenizer | None = None,
         speculation: Speculation | None = None,
         warm_bytes: int = 0,
+        look_ahead: bool | None = None,
     ) -> None:
         if speculation is not None and deterministic:
             raise EngineError(
@@ -75,6 +89,10 @@ class Core:
         self.model, self.slots, self.context_tokens = model, slots, context_tokens
         self.deterministic = deterministic
         self.kv = KVCache(model.config, slots, context_tokens, model.dtype, model.device, draft=speculation is not None)
+        self._passes = Passes(model, self.kv)
+        ahead = model.device.type == "cuda" if look_ahead is None else look_ahead
+        self._looks_ahead = ahead and not deterministic and speculation is None
+        self._ahead: _Pass | None = None
         self.version: PolicyVersion | None = None
         self.generated_tokens = 0
         self._chunk_tokens = min(prefill_chunk_tokens, context_tokens)
@@ -93,11 +111,11 @@ class Core:
         self._tokens = np.zeros(slots, dtype=np.int64)
         self._positions = np.zeros(slots, dtype=np.int64)
         self._uniforms = np.zeros((slots, context_tokens), dtype=np.float32)  # by input position
-        self._columns: SamplingColumns | None = None
+        self._columns: tuple[int, SamplingColumns] | None = None  # and their rows
         self._poisoned: set[int] = set()  # slots whose KV may hold NaN, see `KVCache`
         self._speculator: Speculator | None = None
         if speculation is not None:
-            self._speculator = Speculator(model, self.kv, *speculation, self._recorder)
+            self._speculator = Speculator(model, self.kv, self._passes, *speculation, self._recorder)
         self._counted_tokens = 0
 
     # -- requests --------------------------------------------------------------------------------------------------
@@ -187,6 +205,7 @@ class Core:
             self._require_equal_rows()
         if version == self.version:
             return
+        self._ahead = None
         self._emit_all()
         for sequence in self._scheduler.placed:
             if sequence is not None and sequence.computed:
@@ -196,6 +215,7 @@ class Core:
 
     def flush_kv(self) -> None:
         """Discard all KV; placed sequences are prefilled again."""
+        self._ahead = None
         self._emit_all()
         self._warm.clear()
         for sequence in self._scheduler.forget_kv():
@@ -208,6 +228,8 @@ class Core:
         """Free the cache's memory; returns its bytes. Raises EngineError while requests hold slots."""
         if self._scheduler.running:
             raise EngineError(f"{self._scheduler.running} requests still hold KV: abort them or let them finish first")
+        self._ahead = None
+        self._passes.forget()
         return self._warm.clear() + self.kv.release()
 
     def _require_equal_rows(self) -> None:
@@ -314,25 +336,28 @@ class Core:
         k, drafts = 0, self._speculator is not None and all(s.drafts for s in decoding)
         if self._speculator is not None and drafts:
             k = self._speculator.guard.choose(len(decoding))
-        if self.deterministic:
-            rows, length = self.slots, self.context_tokens
-        else:
-            rows = self._scheduler.highest()
-            length = min(round_up(int(self._positions[:rows].max()) + 1 + k, LENGTH_STEP), self.context_tokens)
-        if self._columns is None:
-            params = [None if s is None else s.request.sampling for s in self._scheduler.placed[:rows]]
-            self._columns = SamplingColumns.of(params, self.model.device)
         gained: list[int] = []
         if k:
-            ended, gained = self._verify(decoding, rows, length, k)
+            ended, gained = self._verify(decoding, k)
         else:
-            ended = self._draw_next(decoding, rows, length, masks)
+            ended = self._draw_next(decoding, masks)
         if self._speculator is not None and drafts:  # the guard compares steps without masks
             self._speculator.took(k, len(decoding), gained, now_s() - began_s)
         for sequence, finish, error in ended:
             self._finish(sequence, finish, error)
         if ended and not self.deterministic and not self._scheduler.would_place:
             self._compact()
+
+    def _shape(self, k: int) -> tuple[int, int]:
+        """Rows and attended length of a pass over k + 1 tokens of each row. Also makes the rows' columns current."""
+        rows, length = self.slots, self.context_tokens
+        if not self.deterministic:
+            rows = self._passes.rows(self._scheduler.highest())
+            length = min(round_up(int(self._positions[:rows].max()) + 1 + k, LENGTH_STEP), self.context_tokens)
+        if self._columns is None or self._columns[0] != rows:
+            params = [None if s is None else s.request.sampling for s in self._scheduler.placed[:rows]]
+            self._columns = rows, SamplingColumns.of(params, self.model.device)
+        return rows, length
 
     def _masks(self, decoding: SequenceOf[Sequence]) -> tuple[SequenceOf[Sequence], TokenMasks | None]:
         """The tokens that grammars allow next, None without any; and the sequences without those that this ends, as
@@ -355,40 +380,69 @@ class Core:
             return left, None
         return left, TokenMasks(on_device(np.array(slots), device), on_device(words_GW[: len(slots)], device))
 
-    def _draw_next(
-        self, decoding: SequenceOf[Sequence], rows: int, length: int, masks: TokenMasks | None
-    ) -> list[_Ended]:
-        """Draw one token for each decoding sequence, among the first ``rows`` slots. Returns the sequences that end."""
-        assert self._columns is not None
-        device, positions = self.model.device, self._positions[:rows]
-        tokens_N, positions_N = on_device(self._tokens[:rows], device), on_device(positions, device)
-        if self._speculator is None:
-            logits_NV = self.model.decode(tokens_N, positions_N, self.kv, length)
-        else:
-            hidden_NM = self.model.hidden_states(tokens_N.unsqueeze(1), positions_N.unsqueeze(1), self.kv, length)
-            self._speculator.keep_hidden(positions[:, None], hidden_NM)
-            logits_NV = self.model.head(hidden_NM)
-        draws = on_device(self._uniforms[np.arange(rows), positions], device)
-        drawn_N, logprobs_N = sample(logits_NV, self._columns, draws, masks)
-        drawn, logprobs = drawn_N.tolist(), logprobs_N.tolist()
+    def _draw_next(self, decoding: SequenceOf[Sequence], masks: TokenMasks | None) -> list[_Ended]:
+        """Draw one token for each decoding sequence, or read what was drawn ahead. Returns the sequences that end."""
+        current, self._ahead = self._ahead, None
+        if current is None or not any(self._waits_for(current, s) for s in decoding):
+            current = self._launch(decoding, masks)
+        if self._looks_ahead and masks is None:
+            # those for which the pass under way does not draw their last token, and those that have joined since
+            following = [s for s in decoding if not self._waits_for(current, s) or len(s.tokens) + 1 < s.limit]
+            if following and all(s.matcher is None for s in following):
+                self._ahead = self._launch(following, None, current)
+        drawn, logprobs = current.drawn.wait()
         ended: list[_Ended] = []
-        for sequence in decoding:
+        for slot, sequence in current.sequences.items():
+            if not self._waits_for(current, sequence):
+                continue
             sequence.computed += 1
-            if sequence.computed == len(sequence.tokens):  # else an earlier token was replayed
-                slot = sequence.slot
-                if (end := self._append(sequence, drawn[slot], logprobs[slot])) is not None:
-                    ended.append(end)
-                    continue
-            self._feed(sequence)
+            again = sequence.computed < len(sequence.tokens)  # an earlier token was replayed
+            if not again and (end := self._append(sequence, drawn[slot], logprobs[slot])) is not None:
+                ended.append(end)
+            else:
+                self._feed(sequence)
         return ended
 
-    def _verify(self, decoding: SequenceOf[Sequence], rows: int, length: int, k: int) -> tuple[list[_Ended], list[int]]:
+    def _launch(self, decoding: SequenceOf[Sequence], masks: TokenMasks | None, after: _Pass | None = None) -> _Pass:
+        """Start a pass that draws for ``decoding``. ``after``: the pass under way, whose tokens are fed where it draws
+        for the same sequences."""
+        rows, length = self._shape(k=int(after is not None))
+        assert self._columns is not None
+        device, positions = self.model.device, self._positions[:rows]
+        tokens_N = on_device(self._tokens[:rows], device)
+        if after is not None:
+            follows = np.zeros(min(rows, len(after.drawn.tokens_N)), bool)
+            follows[[s.slot for s in decoding if self._waits_for(after, s)]] = True
+            positions = positions.copy()
+            positions[: len(follows)] += follows
+            fed_N = torch.where(
+                on_device(follows, device), after.drawn.tokens_N[: len(follows)], tokens_N[: len(follows)]
+            )
+            tokens_N = torch.cat([fed_N, tokens_N[len(follows) :]])
+        positions_N = on_device(positions, device)
+        draws_N = on_device(self._uniforms[np.arange(rows), positions], device)
+        columns = self._columns[1]
+        if self._speculator is None:
+            drawn = self._passes.draw(tokens_N, positions_N, draws_N, columns, masks, length)
+        else:
+            hidden_NM = self._passes.hidden_states(tokens_N.unsqueeze(1), positions_N.unsqueeze(1), length)
+            self._speculator.keep_hidden(positions[:, None], hidden_NM)
+            drawn = Drawn(*sample(self.model.head(hidden_NM), columns, draws_N, masks))
+        return _Pass({s.slot: s for s in decoding}, drawn)
+
+    def _waits_for(self, under_way: _Pass, sequence: Sequence) -> bool:
+        """True if the pass draws this sequence's next token: it was in the pass, and is still placed as it was."""
+        slot = sequence.slot
+        return under_way.sequences.get(slot) is sequence and self._scheduler.placed[slot] is sequence
+
+    def _verify(self, decoding: SequenceOf[Sequence], k: int) -> tuple[list[_Ended], list[int]]:
         """Draft and verify: one to ``k`` + 1 tokens for each sequence. Returns the sequences that end, and how many
         tokens beyond one each sequence took."""
         assert self._speculator is not None
+        rows, length = self._shape(k)
         assert self._columns is not None
         slots = np.array([sequence.slot for sequence in decoding])
-        verified = self._speculator.step(slots, self._positions[:rows], self._uniforms, self._columns, k, length)
+        verified = self._speculator.step(slots, self._positions[:rows], self._uniforms, self._columns[1], k, length)
         sizes = [len(s.tokens) for s in decoding]
         rooms = [min(k, s.limit - size) for s, size in zip(decoding, sizes)]
         ended: list[_Ended] = []
@@ -448,9 +502,11 @@ class Core:
                 self._speculator.forget(sequence.slot)
 
     def _compact(self) -> None:
-        """Move sequences from the last slots into free ones, so that fewer rows are decoded. Only useful when nothing
+        """Move sequences from the last slots into free ones if fewer rows are decoded then. Only useful when nothing
         waits."""
-        while moved := self._scheduler.move_down():
+        scheduler, rows = self._scheduler, self._passes.rows
+        while rows(scheduler.running) < rows(scheduler.highest()) and (moved := scheduler.move_down()):
+            self._ahead = None  # it writes to the old slots
             sequence, source = moved
             self._heal(sequence.slot)
             self.kv.copy(source, sequence.slot, sequence.computed)

@@ -91,9 +91,10 @@ class NativeModel:
 
     def hidden_states(self, tokens_NJ: Tensor, positions_NJ: Tensor, kv: KVCache, length: int) -> Tensor:
         """Like `decode` for J tokens per row at consecutive positions: hidden states [N·J, M] after the final norm."""
-        return self._trunk(
-            tokens_NJ.view(-1), positions_NJ.view(-1), DecodePositions(self.config, kv, positions_NJ, length)
-        )
+        tokens_X, positions_X = tokens_NJ.reshape(-1), positions_NJ.reshape(-1)
+        if self.device.type == "cuda":
+            return self._fused_trunk(tokens_X, positions_X, kv, positions_NJ.shape[1])
+        return self._trunk(tokens_X, positions_X, DecodePositions(self.config, kv, positions_NJ, length))
 
     def prefill(
         self, tokens_T: Tensor, slot: int, start: int, kv: KVCache, valid: int, length: int, keep_hidden: bool = False
@@ -140,6 +141,23 @@ class NativeModel:
             if attended is not None:
                 layer.finish_(x_NM, attended)
         return unit_rms(x_NM, self.config.rms_norm_eps).mul_(self.norm)
+
+    def _fused_trunk(self, tokens_X: Tensor, positions_X: Tensor, kv: KVCache, places: int) -> Tensor:
+        """`_trunk` of a decode pass in few kernels; it attends to all of each row's KV up to its position."""
+        from asyncrl.rollouter.engines.native import fused  # triton comes with torch for GPUs only
+
+        c, added_XM = self.config, None
+        x_XM = self.embed.index_select(0, tokens_X)
+        for layer, keys, values in zip(self.layers, kv.keys, kv.values):
+            qkv_XA = layer.qkv(fused.add_norm(x_XM, added_XM, layer.input_norm, c.rms_norm_eps))
+            norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
+            queries_XHD = fused.rotate_and_store(
+                qkv_XA, positions_X, self._rope, norms, keys, values, c.num_heads, places, c.rms_norm_eps
+            )
+            attended_XM = layer.o(fused.attend(queries_XHD, positions_X, keys, values, places))
+            gate_up_XA = layer.gate_up(fused.add_norm(x_XM, attended_XM, layer.post_norm, c.rms_norm_eps))
+            added_XM = layer.down(fused.gated(gate_up_XA))
+        return fused.add_norm(x_XM, added_XM, self.norm, c.rms_norm_eps)
 
 
 class _Layer:

@@ -115,6 +115,10 @@ def sample(
     greedy row reports it at temperature 1. Biases and masks change the logits before all else, so the logprob is of the
     changed distribution.
     """
+    if logits_NV.is_cuda and columns.filters is None and columns.biases is None and masks is None:
+        from asyncrl.rollouter.engines.native import fused  # triton comes with torch for GPUs only
+
+        return fused.draw(logits_NV, columns.temperature, columns.greedy, uniforms_N)
     scaled_NV = logits_NV.float()
     if columns.biases is not None:
         rows_B, tokens_B, values_B = columns.biases

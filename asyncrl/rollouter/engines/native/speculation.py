@@ -28,6 +28,7 @@ from asyncrl.rollouter.engines.native.guard import Guard
 from asyncrl.rollouter.engines.native.kernels import ROWS_STEP, round_up
 from asyncrl.rollouter.engines.native.kv import KVCache
 from asyncrl.rollouter.engines.native.model import NativeModel
+from asyncrl.rollouter.engines.native.passes import Passes
 from asyncrl.rollouter.engines.native.sampler import SamplingColumns, distributions, inverse_cdf, uniforms
 
 log = logging.getLogger(__name__)
@@ -82,7 +83,9 @@ class Speculator:
     short for ``tokens``.
     """
 
-    def __init__(self, model: NativeModel, kv: KVCache, tokens: int, guarded: bool, recorder: Recorder) -> None:
+    def __init__(
+        self, model: NativeModel, kv: KVCache, passes: Passes, tokens: int, guarded: bool, recorder: Recorder
+    ) -> None:
         slots, context = kv.slots, kv.context_tokens
         if not model.draft:
             raise EngineError(
@@ -94,7 +97,8 @@ class Speculator:
                 f"mtp.num_speculative_tokens is {tokens}; a context of {context} tokens has room for 1 to {context - 2}"
             )
         self.guard = Guard(tokens, guarded)
-        self._model, self._kv, self._most, self._top = model, kv, tokens, context - 1
+        self._model, self._kv, self._passes = model, kv, passes
+        self._most, self._top = tokens, context - 1
         self._drafter = Drafter(model, kv)
         self._recorder = recorder
         self._tokens = np.zeros((slots, context), dtype=np.int64)  # of each slot's sequence
@@ -191,7 +195,7 @@ class Speculator:
         drafted_Nk, draft_NkV = torch.cat(drafted, 1), torch.stack(drafts, 1)
 
         feed_NJ = torch.cat([self._tensor(self._tokens.take(places_NJ[:, :1])), drafted_Nk], 1)
-        hidden_XM = self._model.hidden_states(feed_NJ, self._tensor(positions_NJ), self._kv, length)
+        hidden_XM = self._passes.hidden_states(feed_NJ, self._tensor(positions_NJ), length)
         self._keep_hidden(places_NJ.ravel(), hidden_XM)
         probs_XV, target_XV = distributions(self._model.head(hidden_XM), self._columns(columns, k + 1))
         accept_Nk, redraw_NJ = self._tensor(self._accept_uniforms.take(places_NJ[:, :-1])), draws.take(places_NJ)
