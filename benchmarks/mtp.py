@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import plotly.graph_objects as go
 import torch
 
 from asyncrl.config.load import load_config
@@ -246,6 +245,8 @@ def speedups(config: Config, checkpoint: Path, drafted: Sequence[int], rounds: i
 
 
 def draw(arms: dict[str, Arm], path: Path) -> None:
+    import plotly.graph_objects as go  # here, because other benchmarks import this file where it is not installed
+
     figure = go.Figure()
     for name, arm in arms.items():
         figure.add_scatter(x=list(range(1, len(arm.accepted) + 1)), y=arm.accepted, name=name, mode="lines")

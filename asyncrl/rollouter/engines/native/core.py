@@ -31,10 +31,10 @@ from asyncrl.rollouter.engines.events import Event, EventLog
 from asyncrl.rollouter.engines.native.grammar import GrammarError, Grammars
 from asyncrl.rollouter.engines.native.kernels import LENGTH_STEP, ROWS_STEP, round_up
 from asyncrl.rollouter.engines.native.kv import KVCache
-from asyncrl.rollouter.engines.native.model import NativeModel
+from asyncrl.rollouter.engines.native.model import NativeModel, Placed
 from asyncrl.rollouter.engines.native.passes import Drawn, Passes
 from asyncrl.rollouter.engines.native.sampler import SamplingColumns, TokenMasks, sample, uniforms
-from asyncrl.rollouter.engines.native.scheduler import CopyPrefix, Scheduler, Sequence
+from asyncrl.rollouter.engines.native.scheduler import Chunk, CopyPrefix, Scheduler, Sequence
 from asyncrl.rollouter.engines.native.speculation import Speculation, Speculator
 from asyncrl.rollouter.engines.native.warm import WarmPrefix, WarmPrefixes
 from asyncrl.rollouter.engines.occupancy import Occupancy
@@ -93,6 +93,7 @@ class Core:
         ahead = model.device.type == "cuda" if look_ahead is None else look_ahead
         self._looks_ahead = ahead and not deterministic and speculation is None
         self._ahead: _Pass | None = None
+        self._prefills_together = model.device.type == "cuda" and not deterministic
         self.version: PolicyVersion | None = None
         self.generated_tokens = 0
         self._chunk_tokens = min(prefill_chunk_tokens, context_tokens)
@@ -287,26 +288,40 @@ class Core:
 
     def _prefill(self) -> None:
         budget, computed, reused = self._chunk_tokens, 0, 0
+        chosen: list[Chunk] = []  # for one pass
         while work := self._scheduler.next_prefill(budget - computed):
             sequence = work.sequence
             if isinstance(work, CopyPrefix):
+                self._compute(chosen)
                 self._copy(work)
                 reused += work.tokens
             else:
-                chunk = sequence.tokens[work.start : work.start + work.tokens]
-                rows = self._chunk_tokens if self.deterministic else round_up(len(chunk), ROWS_STEP)
-                length = self.context_tokens if self.deterministic else work.start + work.tokens
-                chunk += [0] * (rows - len(chunk))
-                tokens = on_device(np.array(chunk, np.int64), self.model.device)
-                drafting = self._speculator is not None
-                self.model.prefill(tokens, sequence.slot, work.start, self.kv, work.tokens, length, drafting)
+                chosen.append(work)
                 sequence.computed += work.tokens
-                if self._speculator is not None:
-                    self._speculator.prefilled(sequence.slot, sequence.computed)
                 computed += work.tokens
+                if not self._prefills_together:
+                    self._compute(chosen)
             self._feed(sequence)
+        self._compute(chosen)
         if computed or reused:
             count_prompt(self._recorder, computed, reused)
+
+    def _compute(self, chosen: list[Chunk]) -> None:
+        """Prefill these chunks, and empty the list."""
+        drafting = self._speculator is not None
+        tokens_of = [np.array(s.tokens[start : start + count], np.int64) for s, start, count in chosen]
+        if self._prefills_together and chosen:
+            together = [Placed(tokens, s.slot, start) for tokens, (s, start, _) in zip(tokens_of, chosen)]
+            self.model.prefill_together(together, self.kv, drafting)
+        for tokens, (sequence, start, count) in zip(tokens_of, chosen):
+            if not self._prefills_together:
+                rows = self._chunk_tokens if self.deterministic else round_up(count, ROWS_STEP)
+                length = self.context_tokens if self.deterministic else start + count
+                tokens_T = on_device(np.pad(tokens, (0, rows - count)), self.model.device)
+                self.model.prefill(tokens_T, sequence.slot, start, self.kv, count, length, drafting)
+            if self._speculator is not None:
+                self._speculator.prefilled(sequence.slot, start + count)
+        chosen.clear()
 
     def _copy(self, work: CopyPrefix) -> None:
         source, sequence, tokens = work.source, work.sequence, work.tokens

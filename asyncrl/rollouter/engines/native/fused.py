@@ -47,23 +47,23 @@ def gated(gate_up_X2I: Tensor) -> Tensor:
 
 def rotate_and_store(
     qkv_XA: Tensor,
+    slots_X: Tensor,
     positions_X: Tensor,
     rope_L2D: Tensor,
     norms: tuple[Tensor, Tensor] | None,
     keys_SKLD: Tensor,
     values_SKLD: Tensor,
     heads: int,
-    places: int,
     eps: float,
 ) -> Tensor:
-    """The rotated queries [X, H, D]; rotated keys and the values go to the cache, row x's to slot x // ``places`` at
-    its position. ``norms``: the weights [D] of the norms of each query and key head, if the model has them."""
+    """The rotated queries [X, H, D]; rotated keys and the values go to the cache, at each row's slot and position.
+    ``norms``: the weights [D] of the norms of each query and key head, if the model has them."""
     _, kv_heads, context, dim = keys_SKLD.shape
     queries_XHD = qkv_XA.new_empty(len(qkv_XA), heads, dim)
     q_norm_D, k_norm_D = norms if norms is not None else (queries_XHD, queries_XHD)
     _rotate_and_store[(len(qkv_XA), heads + 2 * kv_heads)](
-        qkv_XA, positions_X, rope_L2D, q_norm_D, k_norm_D, queries_XHD, keys_SKLD, values_SKLD,
-        heads, kv_heads, context, places, eps, norms is not None, dim, triton.next_power_of_2(dim), num_warps=1,
+        qkv_XA, slots_X, positions_X, rope_L2D, q_norm_D, k_norm_D, queries_XHD, keys_SKLD, values_SKLD,
+        heads, kv_heads, context, eps, norms is not None, dim, triton.next_power_of_2(dim), num_warps=1,
     )  # fmt: skip
     return queries_XHD
 
@@ -155,8 +155,8 @@ def _gated(gate_up, out, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rotate_and_store(
-    qkv, positions, rope, q_norm, k_norm, queries, keys, values,
-    heads, kv_heads, context, places, eps, NORMS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    qkv, slots, positions, rope, q_norm, k_norm, queries, keys, values,
+    heads, kv_heads, context, eps, NORMS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -166,7 +166,7 @@ def _rotate_and_store(
     source = qkv + (row * (heads + 2 * kv_heads) + head) * DIM
     value = tl.load(source + column, inside, 0.0)
     position = tl.load(positions + row).to(tl.int64)
-    slot = row // places
+    slot = tl.load(slots + row).to(tl.int64)
     if head >= heads + kv_heads:
         into = ((slot * kv_heads + head - heads - kv_heads) * context + position) * DIM
         tl.store(values + into + column, value, inside)

@@ -6,9 +6,11 @@ attended, H heads, K key/value heads, D head_dim, M hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,12 +18,24 @@ from torch import Tensor
 from asyncrl.models.checkpoint import load_decoder
 from asyncrl.models.config import DecoderConfig
 from asyncrl.models.decoder import rope_table
+from asyncrl.models.device_copy import on_device
 from asyncrl.rollouter.engines.native.attention import DecodePositions
 from asyncrl.rollouter.engines.native.kernels import Linear, unit_rms
 from asyncrl.rollouter.engines.native.kv import KVCache
 
+#: (layer, queries [X, H, D]), whose keys and values the cache holds → attended [X, H·D], or None if unused
+AttendToCache = Callable[[int, Tensor], Tensor | None]
+
 #: (layer, queries [N, H, D], keys [N, K, D], values [N, K, D]) → attended [N, H·D], or None if unused
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor | None]
+
+
+class Placed(NamedTuple):
+    """Tokens (int64 [N]) at the positions ``start`` … of a slot."""
+
+    tokens: np.ndarray
+    slot: int
+    start: int
 
 
 class NativeModel:
@@ -93,7 +107,14 @@ class NativeModel:
         """Like `decode` for J tokens per row at consecutive positions: hidden states [N·J, M] after the final norm."""
         tokens_X, positions_X = tokens_NJ.reshape(-1), positions_NJ.reshape(-1)
         if self.device.type == "cuda":
-            return self._fused_trunk(tokens_X, positions_X, kv, positions_NJ.shape[1])
+            from asyncrl.rollouter.engines.native import fused
+
+            rows, places = positions_NJ.shape
+            slots_X = torch.arange(rows, device=self.device).repeat_interleave(places, output_size=rows * places)
+            attend = lambda i, q_XHD: fused.attend(q_XHD, positions_X, kv.keys[i], kv.values[i], places)
+            hidden_XM = self._fused_trunk(tokens_X, slots_X, positions_X, kv, attend)
+            assert hidden_XM is not None
+            return hidden_XM
         return self._trunk(tokens_X, positions_X, DecodePositions(self.config, kv, positions_NJ, length))
 
     def prefill(
@@ -127,6 +148,46 @@ class NativeModel:
         if keep_hidden:
             kv.hidden[0][slot, start : start + valid] = hidden_TM[:valid]
 
+    def prefill_together(self, chunks: Sequence[Placed], kv: KVCache, keep_hidden: bool = False) -> None:
+        """`prefill` of chunks of different slots in one pass, on a GPU, whose launches cost as much for few tokens as
+        for many."""
+        c, tokens_T, slots_T, positions_T = (
+            self.config,
+            *(
+                on_device(np.concatenate(parts), self.device)
+                for parts in zip(
+                    *((t, np.full(len(t), slot), np.arange(start, start + len(t))) for t, slot, start in chunks)
+                )
+            ),
+        )
+        sizes = [len(chunk.tokens) for chunk in chunks]
+        seen = [
+            None if chunk.start == 0 else self._places[: chunk.start + size] <= positions_N1
+            for chunk, size, positions_N1 in zip(chunks, sizes, positions_T.unsqueeze(1).split(sizes))
+        ]
+
+        def attend(i: int, q_THD: Tensor) -> Tensor | None:
+            if i == c.num_layers - 1 and not keep_hidden:
+                return None  # a prefill only fills the cache
+            out_THD = torch.empty_like(q_THD)
+            for chunk, seen_NL, q_NHD, out_NHD in zip(chunks, seen, q_THD.split(sizes), out_THD.split(sizes)):
+                keys_KLD, values_KLD = (x[i][chunk.slot][:, : chunk.start + len(q_NHD)] for x in (kv.keys, kv.values))
+                out_NHD.copy_(
+                    F.scaled_dot_product_attention(
+                        q_NHD.transpose(0, 1)[None],
+                        keys_KLD[None],
+                        values_KLD[None],
+                        attn_mask=seen_NL,
+                        is_causal=seen_NL is None,
+                        enable_gqa=c.num_heads != c.num_kv_heads,
+                    )[0].transpose(0, 1)
+                )
+            return out_THD.view(len(out_THD), -1)
+
+        hidden_TM = self._fused_trunk(tokens_T, slots_T, positions_T, kv, attend)
+        if hidden_TM is not None:
+            kv.hidden[0].view(-1, c.hidden_size).index_copy_(0, slots_T * kv.context_tokens + positions_T, hidden_TM)
+
     def rope(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
         """cos and signed sin, [N, 1, D]."""
         cos_N1D, sin_N1D = self._rope.index_select(0, positions_N).unbind(1)
@@ -142,21 +203,26 @@ class NativeModel:
                 layer.finish_(x_NM, attended)
         return unit_rms(x_NM, self.config.rms_norm_eps).mul_(self.norm)
 
-    def _fused_trunk(self, tokens_X: Tensor, positions_X: Tensor, kv: KVCache, places: int) -> Tensor:
-        """`_trunk` of a decode pass in few kernels; it attends to all of each row's KV up to its position."""
+    def _fused_trunk(
+        self, tokens_X: Tensor, slots_X: Tensor, positions_X: Tensor, kv: KVCache, attend: AttendToCache
+    ) -> Tensor | None:
+        """`_trunk` in few kernels, on a GPU. None if ``attend`` needed no result of the last layer."""
         from asyncrl.rollouter.engines.native import fused  # triton comes with torch for GPUs only
 
         c, added_XM = self.config, None
         x_XM = self.embed.index_select(0, tokens_X)
-        for layer, keys, values in zip(self.layers, kv.keys, kv.values):
+        for i, layer in enumerate(self.layers):
             qkv_XA = layer.qkv(fused.add_norm(x_XM, added_XM, layer.input_norm, c.rms_norm_eps))
             norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
+            keys, values = kv.keys[i], kv.values[i]
             queries_XHD = fused.rotate_and_store(
-                qkv_XA, positions_X, self._rope, norms, keys, values, c.num_heads, places, c.rms_norm_eps
+                qkv_XA, slots_X, positions_X, self._rope, norms, keys, values, c.num_heads, c.rms_norm_eps
             )
-            attended_XM = layer.o(fused.attend(queries_XHD, positions_X, keys, values, places))
-            gate_up_XA = layer.gate_up(fused.add_norm(x_XM, attended_XM, layer.post_norm, c.rms_norm_eps))
-            added_XM = layer.down(fused.gated(gate_up_XA))
+            attended_XA = attend(i, queries_XHD)
+            if attended_XA is None:
+                return None
+            hidden_XM = fused.add_norm(x_XM, layer.o(attended_XA), layer.post_norm, c.rms_norm_eps)
+            added_XM = layer.down(fused.gated(layer.gate_up(hidden_XM)))
         return fused.add_norm(x_XM, added_XM, self.norm, c.rms_norm_eps)
 
 
