@@ -6,6 +6,7 @@ import torch
 from asyncrl.models.checkpoint import read_tensors
 from tests.support.trainer import (
     first_gradient,
+    make_checkpoint,
     make_config,
     make_groups,
     relative,
@@ -43,6 +44,22 @@ def test_a_train_step_equals_that_on_the_cpu(checkpoint, start_rank, device):
     for on_device, on_cpu in zip(*results, strict=True):
         assert on_device == pytest.approx(on_cpu, rel=1e-3, abs=1e-4)
         assert on_device["actor/loss"] == pytest.approx(on_cpu["actor/loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_a_large_vocabulary_has_the_gradient_of_the_cpu(start_rank, device, tmp_path, implementation):
+    """A row of logits takes several blocks of a kernel, the last of them in part, and the rows several passes."""
+    options = {"implementation": implementation, "entropy_coef": 0.1, "temperature": 0.7, "logprob_chunk_tokens": 2}
+    kind = {"architectures": ["Qwen2ForCausalLM"], "num_nextn_predict_layers": 0}
+    if implementation == "native":  # the head also learns from a draft's cross-entropy
+        options |= {"enable_train": True, "loss": "cross_entropy", "detach_encoder": False}
+        kind = {}
+    checkpoint = make_checkpoint(tmp_path, vocab_size=9001, **kind)
+    gradients = [
+        first_gradient(start_rank(make_config(checkpoint, grad_clip=0.0, device=where, **options)), make_groups()).cpu()
+        for where in (device, "cpu")
+    ]
+    assert relative(*gradients) < 1e-5
 
 
 def test_cpu_offload_changes_only_the_location_of_the_state(checkpoint, start_rank, device, tmp_path):

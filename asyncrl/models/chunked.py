@@ -1,10 +1,14 @@
 """Log-probabilities, entropies and draft losses from the head, a chunk of rows at a time, with their gradients.
 
+On a GPU `asyncrl.models.head_kernels` computes them from the logits, equal to the eager code here up to rounding.
+
 Shape suffixes: R rows, C a chunk of them, M hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _HEAD_ROWS = 256
+_EAGER_BYTES = 16  # per logit of a chunk, at the peak of the eager code: four float32 tensors
+_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class ChunkedScores(torch.autograd.Function):
@@ -26,28 +32,37 @@ class ChunkedScores(torch.autograd.Function):
     ) -> Any:
         logprobs = hidden.new_empty(len(targets), dtype=torch.float32)
         entropy = torch.empty_like(logprobs)
-        for lo in range(0, len(targets), chunk):
-            rows = slice(lo, lo + chunk)
-            logp_CV = _log_softmax(hidden[rows], weight, temperature, float32)
-            logprobs[rows], entropy[rows] = _scores(logp_CV, targets[rows])
-        ctx.save_for_backward(hidden, weight, targets, entropy)
+        found = [entropy]
+        if fuses(hidden):
+            found += [torch.empty_like(logprobs), torch.empty_like(logprobs)]
+            for rows in _chunks(len(targets), _fused_rows(chunk, weight, float32)):
+                logits_CV = _product(hidden[rows], weight, float32)
+                _kernels().scores(logits_CV, targets[rows], temperature, [x[rows] for x in (logprobs, *found)])
+                del logits_CV  # before the next chunk's
+        else:
+            for rows in _chunks(len(targets), chunk):
+                logp_CV = _log_softmax(hidden[rows], weight, temperature, float32)
+                logprobs[rows], entropy[rows] = _scores(logp_CV, targets[rows])
+        ctx.save_for_backward(hidden, weight, targets, *found)
         ctx.temperature, ctx.chunk, ctx.float32 = temperature, chunk, float32
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, e: Tensor) -> Any:  # type: ignore[override]
-        hidden, weight, targets, entropy = ctx.saved_tensors
-        d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for lo in range(0, len(targets), ctx.chunk):
-            rows = slice(lo, lo + ctx.chunk)
-            logp_CV = _log_softmax(hidden[rows], weight, ctx.temperature, ctx.float32)
-            dz_CV = _logits_gradient(logp_CV, targets[rows], entropy[rows], g[rows], e[rows])
-            dz_CV = dz_CV.div_(ctx.temperature).to(weight.dtype)
-            d_hidden[rows] = dz_CV @ weight
-            if d_weight is not None:
-                d_weight += dz_CV.t() @ hidden[rows]
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None, None
+        hidden, weight, targets, *found = ctx.saved_tensors
+        gradients = _Gradients(ctx, hidden, weight, ctx.temperature)
+        if fuses(hidden):
+            g, e = g.contiguous(), e.contiguous()
+            for rows in _chunks(len(targets), _fused_rows(ctx.chunk, weight, ctx.float32)):
+                logits_CV = _product(hidden[rows], weight, ctx.float32)
+                gradients.add_fused(rows, logits_CV, targets[rows], [x[rows] for x in found], g[rows], e[rows])
+                del logits_CV
+        else:
+            for rows in _chunks(len(targets), ctx.chunk):
+                logp_CV = _log_softmax(hidden[rows], weight, ctx.temperature, ctx.float32)
+                gradients.add(rows, _logits_gradient(logp_CV, targets[rows], found[0][rows], g[rows], e[rows]))
+        d_weight = gradients.d_weight
+        return gradients.d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None, None
 
 
 class TargetScores(torch.autograd.Function):
@@ -55,16 +70,26 @@ class TargetScores(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_CV: Tensor, targets: Tensor, temperature: float) -> Any:
+        ctx.temperature = temperature
+        if fuses(logits_CV):
+            found = logits_CV.new_empty(4, len(targets), dtype=torch.float32)
+            logits_CV = logits_CV.contiguous()
+            _kernels().scores(logits_CV, targets, temperature, found.unbind())
+            ctx.save_for_backward(logits_CV, targets, found)
+            return found[0].clone(), found[1].clone()
         logp_CV = torch.log_softmax(logits_CV / temperature if temperature != 1.0 else logits_CV, -1)
         logprobs, entropy = _scores(logp_CV, targets)
         ctx.save_for_backward(logp_CV, targets, entropy)
-        ctx.temperature = temperature
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, e: Tensor) -> Any:  # type: ignore[override]
-        logp_CV, targets, entropy = ctx.saved_tensors
-        return _logits_gradient(logp_CV, targets, entropy, g, e).div_(ctx.temperature), None, None
+        values_CV, targets, found = ctx.saved_tensors
+        if not fuses(values_CV):
+            return _logits_gradient(values_CV, targets, found, g, e).div_(ctx.temperature), None, None
+        dz_CV = torch.empty_like(values_CV)  # the logits may be saved elsewhere too
+        g, e = g.contiguous(), e.contiguous()
+        return _kernels().gradient(values_CV, targets, found[1:].unbind(), g, e, ctx.temperature, dz_CV), None, None
 
 
 class SumOverRows(torch.autograd.Function):
@@ -84,24 +109,36 @@ class SumOverRows(torch.autograd.Function):
 
 
 class _Gradients:
-    """Gradients that `SumOverRows` saves, accumulated by chunk from the gradient of the scaled logits."""
+    """Gradients for ``hidden`` and ``weight``, accumulated by chunk."""
 
     def __init__(self, ctx: Any, hidden: Tensor, weight: Tensor, temperature: float) -> None:
         self._hidden, self._weight, self._temperature = hidden, weight, temperature
-        self._d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        self._d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        self.d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        self.d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         self.wanted = any(ctx.needs_input_grad[:2])
 
     def add(self, rows: slice, dz_CV: Tensor) -> None:
-        dz_CV = dz_CV.div_(self._temperature).to(self._weight.dtype)
-        if self._d_hidden is not None:
-            self._d_hidden[rows] = dz_CV @ self._weight
-        if self._d_weight is not None:
-            self._d_weight += dz_CV.t() @ self._hidden[rows]
+        """``dz``: gradient of the scaled logits, float32."""
+        self._multiply(rows, dz_CV.div_(self._temperature).to(self._weight.dtype))
+
+    def add_fused(
+        self, rows: slice, logits_CV: Tensor, targets: Tensor, found: Sequence[Tensor], g: Tensor, e: Tensor | None
+    ) -> None:
+        """The arguments are those of `head_kernels.gradient`. Overwrites ``logits``."""
+        dtype = self._weight.dtype
+        out_CV = logits_CV if logits_CV.dtype is dtype else torch.empty_like(logits_CV, dtype=dtype)
+        self._multiply(rows, _kernels().gradient(logits_CV, targets, found, g, e, self._temperature, out_CV))
 
     def save(self, ctx: Any) -> None:
-        ctx.save_for_backward(self._d_hidden, self._d_weight)
+        """For `SumOverRows`."""
+        ctx.save_for_backward(self.d_hidden, self.d_weight)
         ctx.weight_dtype = self._weight.dtype
+
+    def _multiply(self, rows: slice, dz_CV: Tensor) -> None:
+        if self.d_hidden is not None:
+            self.d_hidden[rows] = dz_CV @ self._weight
+        if self.d_weight is not None:
+            _add_product(self.d_weight, dz_CV.t(), self._hidden[rows])
 
 
 class ChunkedCrossEntropy(SumOverRows):
@@ -114,16 +151,27 @@ class ChunkedCrossEntropy(SumOverRows):
     ) -> Any:
         loss, hits = hidden.new_zeros((), dtype=torch.float32), hidden.new_zeros((), dtype=torch.float32)
         gradients = _Gradients(ctx, hidden, weight, temperature)
-        for lo in range(0, len(targets), chunk):
-            rows = slice(lo, lo + chunk)
-            targets_C1 = targets[rows, None]
-            logp_CV = _log_softmax(hidden[rows], weight, temperature, float32)
-            loss -= logp_CV.gather(1, targets_C1).sum()
-            hits += (logp_CV.argmax(1, keepdim=True) == targets_C1).sum()
-            if gradients.wanted:
-                dz_CV = logp_CV.exp_()
-                dz_CV.scatter_add_(1, targets_C1, dz_CV.new_full((), -1.0).expand_as(targets_C1))
-                gradients.add(rows, dz_CV)
+        if fuses(hidden):
+            for rows in _chunks(len(targets), _fused_rows(chunk, weight, float32)):
+                logits_CV = _product(hidden[rows], weight, float32)
+                found = loss.new_empty(4, len(logits_CV))
+                _kernels().scores(logits_CV, targets[rows], temperature, found.unbind())
+                loss -= found[0].sum()
+                hits += (logits_CV.argmax(1) == targets[rows]).sum()
+                if gradients.wanted:
+                    falls = torch.full_like(found[0], -1.0)
+                    gradients.add_fused(rows, logits_CV, targets[rows], found[1:].unbind(), falls, None)
+                del logits_CV
+        else:
+            for rows in _chunks(len(targets), chunk):
+                targets_C1 = targets[rows, None]
+                logp_CV = _log_softmax(hidden[rows], weight, temperature, float32)
+                loss -= logp_CV.gather(1, targets_C1).sum()
+                hits += (logp_CV.argmax(1, keepdim=True) == targets_C1).sum()
+                if gradients.wanted:
+                    dz_CV = logp_CV.exp_()
+                    dz_CV.scatter_add_(1, targets_C1, dz_CV.new_full((), -1.0).expand_as(targets_C1))
+                    gradients.add(rows, dz_CV)
         gradients.save(ctx)
         ctx.mark_non_differentiable(hits)
         return loss, hits
@@ -154,8 +202,7 @@ class ChunkedAcceptance(SumOverRows):
     ) -> Any:
         loss, hits = hidden.new_zeros((), dtype=torch.float32), hidden.new_zeros((), dtype=torch.float32)
         gradients = _Gradients(ctx, hidden, weight, temperature)
-        for lo in range(0, len(targets), chunk):
-            rows = slice(lo, lo + chunk)
+        for rows in _chunks(len(targets), chunk):
             q_CV = _log_softmax(hidden[rows], weight, temperature, float32).exp_()
             p_CV = _log_softmax(target_hidden[rows], weight, temperature, float32).exp_()
             hits += (q_CV.argmax(1) == targets[rows]).sum()
@@ -170,6 +217,11 @@ class ChunkedAcceptance(SumOverRows):
         return loss, hits
 
 
+def fuses(x: Tensor) -> bool:
+    """Whether Triton's kernels compute the scores of these hidden states or logits."""
+    return _TRITON and x.is_cuda
+
+
 def head_logits(hidden_RM: Tensor, weight_VM: Tensor, float32: bool) -> Tensor:
     """Logits [R, V] in float32. Of bfloat16 operands the sums are rounded to bfloat16 before, unless ``float32``
     (model.float32_head): half of a unit in the last place is 0.06 nats for logits between 16 and 32."""
@@ -182,6 +234,40 @@ def head_logits(hidden_RM: Tensor, weight_VM: Tensor, float32: bool) -> Tensor:
     for lo in range(0, len(weight_VM), _HEAD_ROWS):  # converted rows stay in the cache
         logits_RV[:, lo : lo + _HEAD_ROWS] = F.linear(hidden_RM, weight_VM[lo : lo + _HEAD_ROWS].float())
     return logits_RV
+
+
+def _kernels() -> Any:
+    from asyncrl.models import head_kernels  # needs Triton
+
+    return head_kernels
+
+
+def _chunks(rows: int, chunk: int) -> Iterator[slice]:
+    return (slice(lo, lo + chunk) for lo in range(0, rows, chunk))
+
+
+def _fused_rows(chunk: int, weight_VM: Tensor, float32: bool) -> int:
+    """As many rows as need the memory of ``chunk`` rows in the eager code: every chunk passes over the gradient of the
+    weight."""
+    needed = weight_VM.itemsize
+    if float32 and weight_VM.dtype is not torch.float32:
+        needed += 4  # the gradient does not fit in place of the logits
+    return chunk * (_EAGER_BYTES // needed)
+
+
+def _product(hidden_CM: Tensor, weight_VM: Tensor, float32: bool) -> Tensor:
+    """`head_logits`, but in bfloat16 if they are rounded to it."""
+    return head_logits(hidden_CM, weight_VM, float32) if float32 else F.linear(hidden_CM, weight_VM)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add ``a @ b`` to a float32 ``total``; on a GPU with nothing rounded in between, in the product's own pass."""
+    if not total.is_cuda:
+        total += a @ b
+    elif b.dtype is torch.float32:
+        total.addmm_(a, b)
+    else:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 
 def _log_softmax(hidden_CM: Tensor, weight_VM: Tensor, temperature: float, float32: bool) -> Tensor:

@@ -2,7 +2,7 @@
 
 Parameters have the tensor names of safetensors files, so a state dict is a checkpoint. It runs on packed sequences.
 Shape suffixes: T packed tokens, R a subset of them, B sequences, L padded length, H heads, K key/value heads, D
-head_dim, M hidden size, V vocabulary, X any.
+head_dim, M hidden size, I intermediate size, V vocabulary, X any.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from asyncrl.models.chunked import ChunkedAcceptance, ChunkedCrossEntropy, ChunkedScores
+from asyncrl.models.chunked import ChunkedAcceptance, ChunkedCrossEntropy, ChunkedScores, fuses
 from asyncrl.models.config import DecoderConfig
 from asyncrl.models.device_copy import on_device
 from asyncrl.models.layout import PackedLayout
@@ -55,6 +55,24 @@ def apply_rope(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
     half = x_THD.shape[-1] // 2
     rotated = torch.cat([-x_THD[..., half:], x_THD[..., :half]], -1)
     return x_THD * cos_T1D.to(x_THD.dtype) + rotated * sin_T1D.to(x_THD.dtype)
+
+
+def rotated_heads(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """[T, H + 2·K, D]: queries and keys after rotation, and values."""
+    if fuses(q_THD):
+        from asyncrl.models.layer_kernels import RotatedHeads  # needs Triton
+
+        return RotatedHeads.apply(q_THD, k_TKD, v_TKD, *rope)
+    return torch.cat([apply_rope(q_THD, *rope), apply_rope(k_TKD, *rope), v_TKD], 1)
+
+
+def gated(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
+    """silu(gate) · up, [T, I]."""
+    if fuses(gate_TI):
+        from asyncrl.models.layer_kernels import Gated
+
+        return Gated.apply(gate_TI, up_TI)
+    return F.silu(gate_TI) * up_TI
 
 
 class RMSNorm(nn.Module):
@@ -98,9 +116,8 @@ class Attention(nn.Module):
         v_TKD = self.v_proj(x_TM).view(-1, self.kv_heads, self.head_dim)
         if self.qk_norm:
             q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
-        q_THD, k_TKD = apply_rope(q_THD, *rope), apply_rope(k_TKD, *rope)
         # one gather for all three, which are padded alike
-        qkv_BLXD = layout.pad(torch.cat([q_THD, k_TKD, v_TKD], 1)).transpose(1, 2)
+        qkv_BLXD = layout.pad(rotated_heads(q_THD, k_TKD, v_TKD, rope)).transpose(1, 2)
         q, k, v = qkv_BLXD.split([self.heads, self.kv_heads, self.kv_heads], 1)
         own, grouped = KeysValues(k, v), self.heads != self.kv_heads
         if not earlier:
@@ -122,7 +139,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
 
 
 class Layer(nn.Module):

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from asyncrl.models.causal_lm import layers
-from asyncrl.models.chunked import TargetScores, head_logits
+from asyncrl.models.chunked import TargetScores, fuses, head_logits
 from asyncrl.models.config import CheckpointError
 from asyncrl.models.decoder import DraftTargets, TokenScores
 from asyncrl.models.layout import PackedLayout
@@ -57,6 +57,8 @@ class ScoringModel(PreTrainedModel):
             raise ValueError("a model of transformers has no draft")
         hidden_TM, balance = self._states(tokens_T, layout)
         hidden_RM = hidden_TM.index_select(0, rows_R)
+        if fuses(hidden_RM):
+            chunk *= 2  # whose logits are half as wide, or have no copies
         parts = [
             _recomputed(self._scores, hidden_RM[lo : lo + chunk], targets_R[lo : lo + chunk], temperature)
             for lo in range(0, len(rows_R), chunk)
@@ -92,10 +94,11 @@ class ScoringModel(PreTrainedModel):
         return TargetScores.apply(self._head(hidden_CM), targets_C, temperature)
 
     def _head(self, hidden_CM: Tensor) -> Tensor:
-        """float32 [C, V]"""
+        """Logits [C, V]; in float32, unless a kernel reads them."""
         tokens = hidden_CM.new_zeros(1, len(hidden_CM), dtype=torch.long)
         with _returning(hidden_CM[None], _trunks(self)):
-            return super().forward(input_ids=tokens, use_cache=False).logits[0].float()
+            logits_CV = super().forward(input_ids=tokens, use_cache=False).logits[0]
+        return logits_CV if fuses(logits_CV) else logits_CV.float()
 
 
 def scoring(

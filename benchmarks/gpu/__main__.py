@@ -86,7 +86,7 @@ PARTS: dict[str, tuple[Callable[[Run], dict[str, Any]], float]] = {
 
 
 def run_part(name: str, run: Run, log: Path) -> dict[str, Any]:
-    """Figures from the part's last output line, or ``error`` and the end of its log."""
+    """Figures from the part's last line of JSON, or ``error`` and the end of its log."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--device", run.device]
     command += ["--folder", str(run.folder), *(["--tiny"] if run.tiny else [])]
     began, limit_s, problem = time.perf_counter(), PARTS[name][1], ""
@@ -105,7 +105,8 @@ def run_part(name: str, run: Run, log: Path) -> dict[str, Any]:
             process.wait()
     lines = log.read_text(errors="replace").splitlines()
     print(f"== {name}: {time.perf_counter() - began:.1f} s {problem}", *lines[-40:], sep="\n", flush=True)
-    figures = {"error": problem, "log": lines[-30:]} if problem else json.loads(lines[-1])
+    said = [line for line in lines if line.startswith("{")]  # libraries may write after it
+    figures = {"error": problem, "log": lines[-30:]} if problem or not said else json.loads(said[-1])
     return {"seconds": round(time.perf_counter() - began, 1), "figures": figures}
 
 

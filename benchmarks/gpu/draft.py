@@ -38,6 +38,7 @@ def draft(run: Run) -> dict[str, Any]:
             f"trainer.mini_batch_groups={groups}",
             "trainer.optimizer.lr=6e-4",  # so that the policy moves far from the draft
             "checkpoint.every_steps=0",
+            "mtp.enable_train=true",
             "mtp.num_speculative_tokens=1",
         ],
     )

@@ -24,6 +24,7 @@ class DecodePositions:
         self._n, self._j = positions_NJ.shape
         self._positions_NJ = positions_NJ
         self._bias: Tensor | None = None
+        self._slots = slice(first, first + self._n)
         self._heads = slice(first * c.num_kv_heads, (first + self._n) * c.num_kv_heads)
         heads = torch.arange(self._heads.start, self._heads.stop, device=positions_NJ.device)
         heads_N1K = heads.view(self._n, 1, -1)
@@ -39,6 +40,11 @@ class DecodePositions:
     def attend(self, layer: int, q_XHD: Tensor) -> Tensor:
         """[X, H·D], over the current cache."""
         c, n, j = self._c, self._n, self._j
+        if q_XHD.is_cuda:
+            from asyncrl.rollouter.engines.native import fused  # triton comes with torch for GPUs only
+
+            keys_NKLD, values_NKLD = self._kv.keys[layer][self._slots], self._kv.values[layer][self._slots]
+            return fused.attend(q_XHD.contiguous(), self._positions_NJ.reshape(-1), keys_NKLD, values_NKLD, j)
         groups = c.num_heads // c.num_kv_heads
         keys = self._kv.keys[layer].view(-1, self._kv.context_tokens, c.head_dim)[self._heads, : self._length]
         values = self._kv.values[layer].view(-1, self._kv.context_tokens, c.head_dim)[self._heads, : self._length]
@@ -46,7 +52,7 @@ class DecodePositions:
             q = q_XHD.reshape(-1, groups, c.head_dim)
         else:
             q = q_XHD.reshape(n, j, -1, groups * c.head_dim).transpose(1, 2).reshape(-1, j * groups, c.head_dim)
-        # with few queries per row, two batched products beat the fused kernel on CPU and equal it on a GPU
+        # with few queries per row, two batched products beat torch's fused kernel on a CPU
         scores = torch.baddbmm(self._biased(q.dtype), q, keys.transpose(1, 2), alpha=self._scale)  # [N·K, J·G, L]
         weights = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
         out = torch.bmm(weights, values)

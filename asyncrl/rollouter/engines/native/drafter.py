@@ -12,12 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
+import torch
 from torch import Tensor
 
-from asyncrl.models.device_copy import on_device
 from asyncrl.rollouter.engines.native.attention import DecodePositions
-from asyncrl.rollouter.engines.native.kernels import LENGTH_STEP, round_up
 from asyncrl.rollouter.engines.native.kv import KVCache
 from asyncrl.rollouter.engines.native.model import NativeModel
 
@@ -27,73 +25,65 @@ Draw = Callable[[int, Tensor], Tensor]
 
 class Drafter:
     """Runs the MTP layers. ``kv`` must be made with ``draft=True`` and hold the target's hidden states of every place
-    read."""
+    read. ``length``: attended cache entries, more than every place."""
 
     def __init__(self, model: NativeModel, kv: KVCache) -> None:
         self._model, self._kv = model, kv
+        #: place 0 of each slot among those of all slots
+        self._base_S1 = (torch.arange(kv.slots, device=model.device) * kv.context_tokens).unsqueeze(1)
 
-    def catch_up(self, places_NW: np.ndarray, next_NW: np.ndarray, first: int = 0) -> None:
+    def catch_up(self, places_NW: Tensor, next_NW: Tensor, length: int, first: int = 0) -> None:
         """Write keys and values at these places (int64) of slots ``first`` …; ``next_NW``: the token after each
         place."""
-        places = self._places(places_NW, int(places_NW.max()) + 1, first)
+        places = DecodePositions(self._model.config, self._kv, places_NW, length, first)
         for layer in range(len(self._model.draft)):
             self._enter(layer, places_NW, next_NW, places, first, whole=True)
 
-    def propose(self, places_NW: np.ndarray, next_NW: np.ndarray, last_N: np.ndarray, k: int, draw: Draw) -> None:
+    def propose(self, places_NW: Tensor, next_NW: Tensor, last_N: Tensor, k: int, length: int, draw: Draw) -> None:
         """Catch up on these places, then draft ``k`` tokens per row, after the next token of the row's place number
         ``last_N``. Calls ``draw`` k times."""
-        model, n, rows = self._model, len(places_NW), np.arange(len(places_NW))
-        at_N = places_NW[rows, last_N]
+        model, (n, width) = self._model, places_NW.shape
         top = self._kv.context_tokens - 1
-        length = min(round_up(int(at_N.max()) + k, LENGTH_STEP), top + 1)
-        pick_N = None if places_NW.shape[1] == 1 else self._tensor(rows * places_NW.shape[1] + last_N)
-        places = self._places(places_NW, length)
+        at_N = places_NW.gather(1, last_N.unsqueeze(1)).squeeze(1)
+        places = DecodePositions(model.config, self._kv, places_NW, length)
         several = len(model.draft) > 1
         x_XM, q_XHD = self._enter(0, places_NW, next_NW, places, 0, whole=several)
         for layer in range(1, len(model.draft)):
             self._enter(layer, places_NW, next_NW, places, 0, whole=True)
-        if pick_N is not None:
+        if width > 1:
+            pick_N = torch.arange(n, device=model.device) * width + last_N
             x_XM, q_XHD = x_XM.index_select(0, pick_N), q_XHD.index_select(0, pick_N)
-            places = self._places(at_N[:, None], length)
+            places = DecodePositions(model.config, self._kv, at_N.unsqueeze(1), length)
         trunk = model.config.num_layers
         hidden_NM = model.draft[0].leave(x_XM, places.attend(trunk, q_XHD))
         tokens_N = draw(0, model.head(hidden_NM))
         for step in range(1, k):
             layer = min(step, len(model.draft) - 1)
-            at_N = np.minimum(at_N + 1, top)
-            positions_N = self._tensor(at_N)
-            places = DecodePositions(model.config, self._kv, positions_N.view(n, 1), length)
+            at_N = (at_N + 1).clamp_(max=top)
+            places = DecodePositions(model.config, self._kv, at_N.unsqueeze(1), length)
             x_NM = model.draft[layer].enter(hidden_NM, model.embed.index_select(0, tokens_N))
-            attended = places(trunk + layer, *model.draft[layer].project(x_NM, *model.rope(positions_N)))
+            attended = places(trunk + layer, *model.draft[layer].project(x_NM, *model.rope(at_N)))
             hidden_NM = model.draft[layer].leave(x_NM, attended)
             tokens_N = draw(step, model.head(hidden_NM))
 
     def _enter(
-        self, layer: int, places_NW: np.ndarray, next_NW: np.ndarray, places: DecodePositions, first: int, whole: bool
+        self, layer: int, places_NW: Tensor, next_NW: Tensor, places: DecodePositions, first: int, whole: bool
     ) -> tuple[Tensor, Tensor]:
         """Write the layer's keys and values and, with ``whole``, its outputs, which the next layer reads. Returns the
         block's input [X, M] and its queries [X, H, D]."""
         model, kv, block = self._model, self._kv, self._model.draft[layer]
-        at_X = (places_NW + np.arange(first, first + len(places_NW))[:, None] * kv.context_tokens).ravel()
+        at_X = (places_NW + self._base_S1[first : first + len(places_NW)]).view(-1)
+        started_X = (places_NW > 0).view(-1)
         # MTP layer i > 0 reads the previous layer's output at the previous place
-        read_X = self._tensor(at_X - (layer > 0) * (places_NW.ravel() > 0))
+        read_X = at_X - started_X.long() if layer else at_X
         hidden_XM = kv.hidden[layer].view(-1, model.config.hidden_size).index_select(0, read_X)
-        embed_XM = model.embed.index_select(0, self._tensor(next_NW.ravel()))
-        if not places_NW.all():
-            started_X1 = self._tensor(places_NW.reshape(-1, 1) != 0)
-            embed_XM.mul_(started_X1)
-            if layer:
-                hidden_XM.mul_(started_X1)
+        embed_XM = model.embed.index_select(0, next_NW.reshape(-1)).mul_(started_X.unsqueeze(1))
+        if layer:
+            hidden_XM.mul_(started_X.unsqueeze(1))
         x_XM = block.enter(hidden_XM, embed_XM)
-        q_XHD, k_XKD, v_XKD = block.project(x_XM, *model.rope(self._tensor(places_NW.ravel())))
+        q_XHD, k_XKD, v_XKD = block.project(x_XM, *model.rope(places_NW.reshape(-1)))
         places.write(model.config.num_layers + layer, k_XKD, v_XKD)
         if whole and layer + 1 < len(model.draft):
             out_XM = block.leave(x_XM.clone(), places.attend(model.config.num_layers + layer, q_XHD))
-            kv.hidden[layer + 1].view(-1, out_XM.shape[1]).index_copy_(0, self._tensor(at_X), out_XM)
+            kv.hidden[layer + 1].view(-1, out_XM.shape[1]).index_copy_(0, at_X, out_XM)
         return x_XM, q_XHD
-
-    def _places(self, places_NW: np.ndarray, length: int, first: int = 0) -> DecodePositions:
-        return DecodePositions(self._model.config, self._kv, self._tensor(places_NW), length, first)
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return on_device(array, self._model.device)

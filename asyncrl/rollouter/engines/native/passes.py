@@ -5,6 +5,8 @@ On a GPU they are recorded graphs, and a pass is under way while the CPU goes on
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -63,26 +65,26 @@ class Passes:
         if self._graphs is None:
             return Drawn(*sample(model.decode(tokens_N, positions_N, kv, length), columns, uniforms_N, masks))
         rows = len(tokens_N)
-        if masks is not None or columns.filters is not None or columns.biases is not None:
+        if masks is not None or columns.biases is not None:
             run = lambda tokens, positions: (model.decode(tokens, positions, kv, length),)
             (logits_NV,) = self._graphs.run(("logits", rows), (tokens_N, positions_N), run)
             return Drawn(*sample(logits_NV, columns, uniforms_N, masks))
-        scaled, mixed = columns.temperature is not None, columns.greedy is not None
+        own, rebuilt = columns.tensors()
 
         def run_and_draw(tokens: Tensor, positions: Tensor, uniforms: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-            own = SamplingColumns(rest[0] if scaled else None, rest[-1] if mixed else None, None, False)
-            return sample(model.decode(tokens, positions, kv, length), own, uniforms)
+            return sample(model.decode(tokens, positions, kv, length), rebuilt(rest), uniforms)
 
-        rest = [column for column in (columns.temperature, columns.greedy) if column is not None]
-        key = ("draw", rows, scaled, mixed)
-        return Drawn(*self._graphs.run(key, (tokens_N, positions_N, uniforms_N, *rest), run_and_draw))
+        key = ("draw", rows, columns.kind)
+        return Drawn(*self._graphs.run(key, (tokens_N, positions_N, uniforms_N, *own), run_and_draw))
 
     def hidden_states(self, tokens_NJ: Tensor, positions_NJ: Tensor, length: int) -> Tensor:
         """As `NativeModel.hidden_states`."""
-        if self._graphs is None:
-            return self._model.hidden_states(tokens_NJ, positions_NJ, self._kv, length)
         run = lambda tokens, positions: (self._model.hidden_states(tokens, positions, self._kv, length),)
-        return self._graphs.run(("hidden", *tokens_NJ.shape), (tokens_NJ, positions_NJ), run)[0]
+        return self.run(("hidden", *tokens_NJ.shape), (tokens_NJ, positions_NJ), run)[0]
+
+    def run(self, key: Hashable, inputs: Sequence[Tensor], work: Callable[..., tuple[Tensor, ...]]) -> Sequence[Tensor]:
+        """``work(*inputs)``, on a GPU recorded under ``key``, see `Graphs.run`."""
+        return work(*inputs) if self._graphs is None else self._graphs.run(key, inputs, work)
 
     def forget(self) -> None:
         """The KV cache or weights have moved."""

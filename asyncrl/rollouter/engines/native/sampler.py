@@ -5,7 +5,7 @@ Pure functions of values. Shape suffixes: N rows (slots), V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -80,6 +80,25 @@ class SamplingColumns(NamedTuple):
                 torch.tensor(values_B, dtype=torch.float32, device=device),
             )
         return cls(temperature, greedy, filters, all(p.temperature == 0.0 for p in params), biases)
+
+    @property
+    def kind(self) -> tuple[bool, ...]:
+        """Which columns have an effect."""
+        return *(column is not None for column in self[:3]), self.all_greedy, self.biases is not None
+
+    def tensors(self) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], SamplingColumns]]:
+        """The columns without biases, and a function that makes the same of other tensors in their place."""
+        scaled, mixed = self.temperature is not None, self.greedy is not None
+        own = [column for column in (self.temperature, self.greedy, *(self.filters or ())) if column is not None]
+
+        def rebuilt(others: Sequence[Tensor]) -> SamplingColumns:
+            left = list(others)
+            temperature = left.pop(0) if scaled else None
+            greedy = left.pop(0) if mixed else None
+            filters = None if self.filters is None else (left[0], left[1], left[2])
+            return SamplingColumns(temperature, greedy, filters, self.all_greedy)
+
+        return own, rebuilt
 
     def repeated(self, times: int) -> SamplingColumns:
         """Each row repeated ``times`` times, consecutively. Without biases: steps that have any do not draft."""

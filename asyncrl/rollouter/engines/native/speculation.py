@@ -25,7 +25,7 @@ from asyncrl.rollouter.engine_metrics import ZERO_ACCEPTANCE_TOKENS, count_specu
 from asyncrl.rollouter.engines.base import EngineError
 from asyncrl.rollouter.engines.native.drafter import Drafter
 from asyncrl.rollouter.engines.native.guard import Guard
-from asyncrl.rollouter.engines.native.kernels import ROWS_STEP, round_up
+from asyncrl.rollouter.engines.native.kernels import LENGTH_STEP, ROWS_STEP, round_up
 from asyncrl.rollouter.engines.native.kv import KVCache
 from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.rollouter.engines.native.passes import Passes
@@ -106,7 +106,6 @@ class Speculator:
         self._draft_uniforms = np.zeros((slots, context), dtype=np.float32)  # both by the position before the
         self._accept_uniforms = np.zeros((slots, context), dtype=np.float32)  # token, like the core's
         self._base_S1 = np.arange(slots)[:, None] * context  # offset of each slot in flattened columns
-        self._repeated: tuple[SamplingColumns, int, SamplingColumns] | None = None
         self._verifications = self._produced = 0
         self._drafts, self._accepts = np.zeros(tokens, dtype=np.int64), np.zeros(tokens, dtype=np.int64)  # by place
         self._barren, self._warned = 0, False
@@ -142,7 +141,8 @@ class Speculator:
         places_W = np.arange(start, start + rows)
         places_1W = np.where(places_W < end, places_W, self._top)[None]
         next_1W = self._tokens[slot, np.minimum(places_1W + 1, self._top)]
-        self._drafter.catch_up(places_1W, next_1W, slot)
+        length = int(places_1W.max()) + 1
+        self._drafter.catch_up(self._tensor(places_1W), self._tensor(next_1W), length, slot)
         self._drafted[slot] = end
 
     def move(self, source: int, target: int) -> None:
@@ -156,9 +156,7 @@ class Speculator:
 
     def keep_hidden(self, positions_NJ: np.ndarray, hidden_XM: Tensor) -> None:
         """Store the target's hidden states at these positions of slots 0 … N−1, for the draft."""
-        self._keep_hidden((positions_NJ + self._base_S1[: len(positions_NJ)]).ravel(), hidden_XM)
-
-    def _keep_hidden(self, into_X: np.ndarray, hidden_XM: Tensor) -> None:
+        into_X = (positions_NJ + self._base_S1[: len(positions_NJ)]).ravel()
         self._kv.hidden[0].view(-1, hidden_XM.shape[1]).index_copy_(0, self._tensor(into_X), hidden_XM)
 
     # -- the step --------------------------------------------------------------------------------------------------
@@ -179,33 +177,63 @@ class Speculator:
         Rows near the end of the context write unread values to its last position. No sequence has KV there: its last
         token is drawn but never computed."""
         n, base_N1 = len(positions), self._base_S1[: len(positions)]
+        positions_NJ = np.minimum(positions[:, None] + np.arange(k + 1), self._top)
+        at_NJ = positions_NJ + base_N1
+        places_NW, next_NW, last_N = self._behind(slots, positions)
+        drafted_from = int(places_NW[np.arange(n), last_N].max())
+        draft_length = min(round_up(drafted_from + k, LENGTH_STEP), self._top + 1)
+        fed_N1, redraw_NJ = self._tokens.take(at_NJ[:, :1]), draws.take(at_NJ)
+        uniforms_Nk = [column.take(at_NJ[:, :-1]) for column in (self._draft_uniforms, self._accept_uniforms)]
+        arrays = places_NW, next_NW, last_N, fed_N1, positions_NJ, at_NJ, *uniforms_Nk, redraw_NJ
+        own, rebuilt = columns.tensors()
+
+        def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+            fixed, given = inputs[: len(arrays)], rebuilt(inputs[len(arrays) :])
+            return self._propose_and_verify(*fixed, columns=given, k=k, draft_length=draft_length, length=length)
+
+        key = ("speculate", n, k, places_NW.shape[1], columns.kind)
+        accepted_N, tokens_NJ, logprobs_NJ = self._passes.run(key, [*map(self._tensor, arrays), *own], run)
+        return Verified(accepted_N.tolist(), tokens_NJ.tolist(), logprobs_NJ.tolist())
+
+    def _propose_and_verify(
+        self,
+        places_NW: Tensor,
+        next_NW: Tensor,
+        last_N: Tensor,
+        fed_N1: Tensor,
+        positions_NJ: Tensor,
+        at_NJ: Tensor,
+        draft_Nk: Tensor,
+        accept_Nk: Tensor,
+        redraw_NJ: Tensor,
+        *,
+        columns: SamplingColumns,
+        k: int,
+        draft_length: int,
+        length: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """All of a step that the device computes: numbers of accepted tokens, tokens and logprobs. ``at_NJ``: the
+        positions among those of all slots; the last three arrays are uniforms."""
         drafts: list[Tensor] = []
         drafted: list[Tensor] = []
 
         def draw(step: int, logits_NV: Tensor) -> Tensor:
-            weights_NV = distributions(logits_NV, columns)[1]
-            u_N1 = self._draft_uniforms.take(places_NJ[:, step : step + 1])
-            drafts.append(weights_NV)
-            drafted.append(inverse_cdf(weights_NV, self._tensor(u_N1)))
+            drafts.append(distributions(logits_NV, columns)[1])
+            drafted.append(inverse_cdf(drafts[-1], draft_Nk[:, step : step + 1]))
             return drafted[-1].squeeze(1)
 
-        positions_NJ = np.minimum(positions[:, None] + np.arange(k + 1), self._top)
-        places_NJ = positions_NJ + base_N1
-        self._drafter.propose(*self._behind(slots, positions), k, draw)
+        self._drafter.propose(places_NW, next_NW, last_N, k, draft_length, draw)
         drafted_Nk, draft_NkV = torch.cat(drafted, 1), torch.stack(drafts, 1)
-
-        feed_NJ = torch.cat([self._tensor(self._tokens.take(places_NJ[:, :1])), drafted_Nk], 1)
-        hidden_XM = self._passes.hidden_states(feed_NJ, self._tensor(positions_NJ), length)
-        self._keep_hidden(places_NJ.ravel(), hidden_XM)
-        probs_XV, target_XV = distributions(self._model.head(hidden_XM), self._columns(columns, k + 1))
-        accept_Nk, redraw_NJ = self._tensor(self._accept_uniforms.take(places_NJ[:, :-1])), draws.take(places_NJ)
-        accepted_N, next_N = judge(
-            target_XV.view(n, k + 1, -1), draft_NkV, drafted_Nk, accept_Nk, self._tensor(redraw_NJ)
-        )
+        fed_NJ = torch.cat([fed_N1, drafted_Nk], 1)
+        hidden_XM = self._model.hidden_states(fed_NJ, positions_NJ, self._kv, length)
+        self._kv.hidden[0].view(-1, hidden_XM.shape[1]).index_copy_(0, at_NJ.reshape(-1), hidden_XM)
+        probs_XV, target_XV = distributions(self._model.head(hidden_XM), columns.repeated(k + 1))
+        target_NJV = target_XV.view(len(fed_NJ), k + 1, -1)
+        accepted_N, next_N = judge(target_NJV, draft_NkV, drafted_Nk, accept_Nk, redraw_NJ)
         tokens_NJ = torch.cat([drafted_Nk, next_N.unsqueeze(1)], 1)
         tokens_NJ.scatter_(1, accepted_N.unsqueeze(1), next_N.unsqueeze(1))
-        logprobs_NJ = probs_XV.gather(1, tokens_NJ.view(-1, 1)).log_().view(n, -1)
-        return Verified(accepted_N.tolist(), tokens_NJ.tolist(), logprobs_NJ.tolist())
+        logprobs_NJ = probs_XV.gather(1, tokens_NJ.view(-1, 1)).log_().view(len(fed_NJ), -1)
+        return accepted_N, tokens_NJ, logprobs_NJ
 
     def _behind(self, slots: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Places that the draft must compute before it can continue from the last tokens [N, W], the tokens after them
@@ -216,18 +244,15 @@ class Speculator:
             behind = last - start
             widest = int(behind[slots].max()) + 1
             width = widest if widest <= self._most + 1 else _WIDE
+            if self._model.device.type == "cuda" and width < _WIDE:
+                width = self._most + 1  # one recorded graph for all
             places_NW = np.minimum(start[:, None] + np.arange(width), self._top)
             next_NW = self._tokens.take(np.minimum(places_NW + 1, self._top) + self._base_S1[: len(positions)])
             if widest <= width:
                 self._drafted[: len(positions)] = np.minimum(start + width, positions)
                 return places_NW, next_NW, np.minimum(behind, width - 1)
-            self._drafter.catch_up(places_NW, next_NW)
+            self._drafter.catch_up(self._tensor(places_NW), self._tensor(next_NW), int(places_NW.max()) + 1)
             self._drafted[: len(positions)] = np.minimum(start + width, last)
-
-    def _columns(self, columns: SamplingColumns, times: int) -> SamplingColumns:
-        if self._repeated is None or self._repeated[0] is not columns or self._repeated[1] != times:
-            self._repeated = columns, times, columns.repeated(times)
-        return self._repeated[2]
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return on_device(array, self._model.device)
