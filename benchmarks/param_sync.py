@@ -123,7 +123,7 @@ class Link:
         return seconds
 
     def undigested_s(self) -> float:
-        """Seconds of a transfer without digests and checksums, which copy a GPU's bytes to the host."""
+        """Seconds of a transfer without digests and checksums: the transport alone."""
         session = self._joined()
         began = time.perf_counter()
         self._writer.open(session, ("replica/0",), 60, 60)

@@ -50,7 +50,9 @@ def _decoder(mtp_layers: int) -> Decoder:
 class Schedule:
     """Submits, aborts, moves between two cores and finishes requests, in an order drawn from ``rng``."""
 
-    def __init__(self, rng: np.random.Generator, decoder: Decoder, k: int, deterministic: bool, look_ahead: bool) -> None:
+    def __init__(
+        self, rng: np.random.Generator, decoder: Decoder, k: int, deterministic: bool, look_ahead: bool
+    ) -> None:
         self._rng, self._most = rng, k
         self.cores = [self._core(decoder, k, deterministic, look_ahead) for _ in range(2)]
         self.requests = self._requests()

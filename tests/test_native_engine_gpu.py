@@ -17,6 +17,7 @@ from asyncrl.param_sync.buckets import Bucket, pack
 from asyncrl.param_sync.digest import digest_tensors
 from asyncrl.param_sync.live_weights import LiveWeights
 from asyncrl.param_sync.manifest import Manifest, TensorSpec
+from asyncrl.processes.device_memory import DeviceMemoryError
 from asyncrl.rollouter.engine_metrics import engine_metrics
 from asyncrl.rollouter.engines.base import SamplingParams
 from asyncrl.rollouter.engines.native.core import Core
@@ -225,6 +226,22 @@ def test_released_kv_frees_memory_until_it_is_restored(device, wide):
         await engine.close()
 
     asyncio.run(scenario())
+
+
+def test_out_of_memory_is_one_line_that_names_what_holds_it(device, wide):
+    if device == "cpu":
+        pytest.skip("a limit of the CUDA allocator")
+    torch.cuda.empty_cache()
+    limit = torch.cuda.memory_reserved() + 2**26
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+    said = (
+        r"ran out of memory while it allocated KV of 99999 slots of 128 tokens\. Of its .* GiB: weights 0\.00, .*slots"
+    )
+    try:
+        with pytest.raises(DeviceMemoryError, match=said):
+            NativeEngine(wide, EngineConfig(slots=99999, max_context_tokens=CONTEXT, device=device))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 @pytest.mark.parametrize("buckets", ["host", "device"])

@@ -372,9 +372,9 @@ def test_a_group_that_does_not_end_is_left_in_time(monkeypatch, caplog):
     assert group.abort()
 
 
-def write(writer, session, readers):
+def write(writer, session, readers, tensors=None):
     writer.open(session, readers, 20.0, 20.0)
-    for filled in pack([("t", torch.ones(100))], writer.buffer):
+    for filled in pack((tensors or {"t": torch.ones(100)}).items(), writer.buffer):
         writer.publish(filled)
     writer.finish()
 
@@ -599,11 +599,14 @@ def test_a_kept_view_of_a_bucket_on_a_device_is_detected():
         ThreadPoolExecutor(1) as thread,
     ):
         reader.connect("s", [writer.address], 5)
-        done = thread.submit(write, writer, "s", ["r0"])
+        # More buckets than buffers: one that has published all is left alone in `finish`, which does not raise.
+        tensors = {f"t{i}": torch.ones(1000) for i in range(2 * process_group.BUFFERS)}
+        done = thread.submit(write, writer, "s", ["r0"], tensors)
         with pytest.raises(SyncError, match="kept a view into a bucket"):
             _ = [bucket.data[8:16].view(torch.float32) for bucket in reader.buckets(20)]
         with pytest.raises(NoReaders):
             done.result()
+        assert "went away" in writer.dropped["r0"]
 
 
 def test_a_shared_store_keeps_its_port_and_is_reachable_by_its_address():

@@ -85,6 +85,7 @@ class ReaderProcess:
                 part = bucket.data[offset : offset + nbytes]
                 got[name] = got.get(name, b"") + part.cpu().numpy().tobytes()
                 views += [part] if keep_views else []
+            del part  # a view of the bucket, whose memory is reused
         return got
 
 

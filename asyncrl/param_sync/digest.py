@@ -1,7 +1,8 @@
 """Digests of weights: equal on two sides only if names, dtypes, shapes and every byte are equal.
 
-A tensor's hash is its name, dtype and shape, and xxh3_128 of its contiguous bytes. A digest is xxh3_128 over the hashes
-in name order, so it does not depend on the order of export, and the hashes of several senders can be combined::
+A tensor's hash is its name, dtype and shape, and the `content_hash` of its contiguous bytes. A digest is xxh3_128 over
+the hashes in name order, so it does not depend on the order of export, and the hashes of several senders can be
+combined::
 
     digest_tensors(model.named_parameters()) == combine_hashes({**hashes_of_sender_0, **hashes_of_sender_1})
 """
@@ -9,14 +10,17 @@ in name order, so it does not depend on the order of export, and the hashes of s
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import xxhash
 
+from asyncrl.param_sync import device_ranges
+from asyncrl.param_sync.content_hash import content_hash
 from asyncrl.param_sync.manifest import Manifest, Role, TensorSpec
 
 ROLES: tuple[Role, ...] = ("target", "draft")
+_BATCH_BYTES = 256 << 20  # of tensors that are kept until they are hashed together
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -37,29 +41,69 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def digest_tensors(items: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Digest of named tensors, 32 hex digits. The tensors may be strided and on any device."""
-    return combine_hashes(
-        {name: hash_tensor(TensorSpec(name, dtype_name(tensor), tuple(tensor.shape)), tensor) for name, tensor in items}
-    )
+    """Digest of named tensors, 32 hex digits. The tensors may be strided and on any device. On a device, some are kept
+    while the next ones are requested, and must not change meanwhile."""
+    hashes: dict[str, bytes] = {}
+    for batch in _batches(items):
+        contents = content_hashes([tensor for _, tensor in batch])
+        for (name, tensor), content in zip(batch, contents, strict=True):
+            hashes[name] = tensor_hash(TensorSpec(name, dtype_name(tensor), tuple(tensor.shape)), content)
+    return combine_hashes(hashes)
 
 
 def hash_tensor(spec: TensorSpec, tensor: torch.Tensor) -> bytes:
     """Hash of a tensor, which may be strided and on any device."""
-    return _header(spec) + xxhash.xxh3_128_digest(flat_bytes(tensor).cpu().numpy().data)
+    return tensor_hash(spec, content_hashes([tensor])[0])
+
+
+def tensor_hash(spec: TensorSpec, content: bytes) -> bytes:
+    """Hash of a tensor from the `content_hash` of its bytes."""
+    return _header(spec) + content
+
+
+def content_hashes(tensors: Sequence[torch.Tensor]) -> list[bytes]:
+    """The `content_hash` of each tensor; those on a device are hashed there, all at once."""
+    hashes: dict[int, bytes] = {}
+    on_device: dict[torch.device, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if device_ranges.works_on(tensor.device):
+            on_device.setdefault(tensor.device, []).append(i)
+        else:
+            hashes[i] = content_hash(flat_bytes(tensor).cpu().numpy().data)
+    for device, indices in on_device.items():
+        rows = [tensors[i].detach().contiguous() for i in indices]
+        rows = [row if device_ranges.aligned(row) else row.clone() for row in rows]
+        ranges = [(row.data_ptr(), row.nbytes, 0) for row in rows]
+        hashes.update(zip(indices, device_ranges.copy_and_hash(ranges, device), strict=True))
+    return [hashes[i] for i in range(len(tensors))]
 
 
 def hashes_by_role(manifest: Manifest, contents: Mapping[str, bytes]) -> dict[Role, dict[str, bytes]]:
-    """Hashes of the manifest's tensors, by role and name. ``contents``: xxh3_128 of each one's bytes."""
+    """Hashes of the manifest's tensors, by role and name. ``contents``: the `content_hash` of each one's bytes."""
     hashes: dict[Role, dict[str, bytes]] = {role: {} for role in ROLES}
     for spec in manifest:
         if spec.name in contents:
-            hashes[spec.role][spec.name] = _header(spec) + contents[spec.name]
+            hashes[spec.role][spec.name] = tensor_hash(spec, contents[spec.name])
     return hashes
 
 
 def combine_hashes(hashes: Mapping[str, bytes]) -> str:
     """Digest from the hashes of tensors, by name."""
     return xxhash.xxh3_128_hexdigest(b"".join(hashes[name] for name in sorted(hashes)))
+
+
+def _batches(items: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """The items in lists; a tensor on the host is alone, so that it is not kept."""
+    batch: list[tuple[str, torch.Tensor]] = []
+    nbytes = 0
+    for item in items:
+        batch.append(item)
+        nbytes += item[1].nbytes
+        if item[1].is_cpu or nbytes >= _BATCH_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
 
 
 @functools.lru_cache(1 << 17)  # the same in every session

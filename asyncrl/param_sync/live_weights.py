@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from asyncrl.param_sync import device_ranges
 from asyncrl.param_sync.buckets import Bucket, TensorPart, check_checksum, host_bytes
 from asyncrl.param_sync.digest import dtype_name, flat_bytes
 from asyncrl.param_sync.errors import BucketKey, SyncError
@@ -47,9 +48,11 @@ class LiveWeights:
                 f"expected for each tied name a view under another name, found none for {_some(both | lost)}"
             )
         self._flat = {name: flat_bytes(view) for name, view in self._views.items() if view.is_contiguous()}
+        self._addresses = {name: flat.data_ptr() for name, flat in self._flat.items()}
         self._writers = {name: _writer(view) for name, view in self._views.items()}
         devices = {view.device for view in self._views.values()}
         self._device = devices.pop() if len(devices) == 1 else torch.device("cpu")  # where buckets are unpacked
+        device_ranges.works_on(self._device)  # compiles here, not while generation is paused
         self._session: str | None = None
         self._sizes: dict[str, tuple[int, int]] = {}  # expected tensors: nbytes, and bytes per element
         self._received: dict[str, int] = {}  # bytes so far, by tensor
@@ -100,8 +103,9 @@ class LiveWeights:
             raise _refused(key, f"this receiver is in session {self._session}")
         if bucket.sequence != expected:
             raise _refused(key, f"out of sequence, bucket {expected} of this sender comes next")
+        capacity = len(bucket.data)
         for part in bucket.parts:
-            self._expect(key, part, len(bucket.data), part.name in bucket.in_place)
+            self._expect(key, part, capacity, part.name in bucket.in_place)
         check_checksum(bucket)
         self._verified = False
         self._next[bucket.sender] = expected + 1
@@ -116,10 +120,24 @@ class LiveWeights:
             data = bucket.data.to(self._device)  # usually there already
         else:
             data = _on_device(host_bytes(bucket), self._device)  # in one copy, not part by part
-        for part in bucket.parts:
-            if part.name in bucket.in_place:
-                continue
+        parts = [part for part in bucket.parts if part.name not in bucket.in_place]
+        if isinstance(data, torch.Tensor) and device_ranges.works_on(data.device):
+            parts = self._write_at_once(parts, data)
+        for part in parts:
             self._writers[part.name](part.start, data[part.offset : part.offset + part.nbytes])
+
+    def _write_at_once(self, parts: Sequence[TensorPart], data: torch.Tensor) -> list[TensorPart]:
+        """Write the parts of contiguous tensors on a device; returns the others."""
+        ranges, others, begin = [], [], data.data_ptr()
+        for part in parts:
+            name, start, nbytes, offset = part
+            live = self._addresses.get(name)
+            if live is None or (begin + offset | live + start) % device_ranges.ALIGN_BYTES:
+                others.append(part)
+            else:
+                ranges.append((begin + offset, nbytes, live + start))
+        device_ranges.copy(ranges, data.device)
+        return others
 
     def verify(self) -> None:
         """Raises SyncError unless every byte of every sent tensor has arrived; `take` ensures that none arrived
@@ -161,7 +179,8 @@ class LiveWeights:
         if again or start != at:
             what = "arrived a second time" if again else "came early"
             raise _refused(key, f"{name}: byte {start} {what}, {at} of {nbytes} bytes have arrived")
-        if start % itemsize or end % itemsize or end > nbytes or (offset + count > capacity and not in_place):
+        outside = not 0 <= offset <= offset + count <= capacity
+        if start % itemsize or end % itemsize or not start <= end <= nbytes or (outside and not in_place):
             raise _refused(key, f"{part} does not fit {name} ({nbytes} bytes) or a bucket of {capacity}")
         self._received[name] = end
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from asyncrl.param_sync.buckets import Bucket, check_checksum
-from asyncrl.param_sync.digest import combine_hashes, hash_tensor
+from asyncrl.param_sync.buckets import Bucket, check_checksum, part_hashes
+from asyncrl.param_sync.digest import combine_hashes, hash_tensor, tensor_hash
 from asyncrl.param_sync.errors import BucketKey, SyncError
 from asyncrl.param_sync.manifest import Manifest, Role, TensorSpec
 
@@ -47,11 +47,14 @@ class TensorAssembler:
         expected = self._next.get(bucket.sender, 0)
         if bucket.session != self._session or bucket.sequence != expected:
             raise _refused(key, f"bucket {expected} of session {self._session} comes next")
-        check_checksum(bucket)
+        on_device = isinstance(bucket.data, torch.Tensor)
+        hashes = part_hashes(bucket) if on_device else None  # at once, and tensors in one part not again
+        check_checksum(bucket, hashes)
         self._next[bucket.sender] = expected + 1
         data = bucket.data if isinstance(bucket.data, torch.Tensor) else np.frombuffer(bucket.data, np.uint8)
         device = data.device if isinstance(data, torch.Tensor) else torch.device("cpu")
-        for name, start, count, offset in bucket.parts:
+        contents: Sequence[bytes | None] = hashes or [None] * len(bucket.parts)
+        for (name, start, count, offset), content in zip(bucket.parts, contents, strict=True):
             arriving = self._arriving.get(name) or self._begin(key, name, device)
             at = self._at[name]
             if start != at or at + count > arriving.spec.nbytes or offset + count > len(data):
@@ -66,7 +69,7 @@ class TensorAssembler:
             self._at[name] = at + count
             self.nbytes += count
             if at + count == arriving.spec.nbytes:
-                yield self._finish(name)
+                yield self._finish(name, content if start == 0 else None)
 
     def verify(self) -> None:
         """Raises SyncError unless every tensor of the manifest has arrived completely."""
@@ -91,11 +94,13 @@ class TensorAssembler:
         self._at[name] = 0
         return self._arriving[name]
 
-    def _finish(self, name: str) -> tuple[TensorSpec, torch.Tensor]:
+    def _finish(self, name: str, content: bytes | None) -> tuple[TensorSpec, torch.Tensor]:
+        """``content``: the tensor's `content_hash`, if it is known."""
         spec, data = self._arriving.pop(name)
         del self._at[name]
         tensor = data.view(getattr(torch, spec.dtype)).view(spec.shape)
-        self._hashes[spec.role][name] = hash_tensor(spec, tensor)
+        found = hash_tensor(spec, tensor) if content is None else tensor_hash(spec, content)
+        self._hashes[spec.role][name] = found
         return spec, tensor
 
 

@@ -39,6 +39,7 @@ import torch
 
 from asyncrl.observability.telemetry.recorder import now_s
 from asyncrl.param_sync.buckets import Filled, TensorPart, aligned_capacity
+from asyncrl.param_sync.device_ranges import works_on
 from asyncrl.param_sync.transports.base import NoReaders
 from asyncrl.param_sync.transports.broadcast import CollectiveBackend, GroupRendezvous
 from asyncrl.param_sync.transports.listener import Hello, Listener
@@ -89,6 +90,7 @@ class CollectiveWriter(SelectorLoop):
         capacity = aligned_capacity(bucket_bytes)
         self._backend, self._device = backend, backend.device_for(device)
         self._buffers = make_buffers(capacity, self._device)
+        works_on(self._device)  # compiles here, not in the first session
         self._store, sock = host_store(host), listen(host)
         self.address = CollectiveAddress(sender, backend.name, host, sock.getsockname()[1], secrets.token_hex(16))
         admit = lambda sock, hello: self._calls.hand_over(partial(self._admit, sock, hello))

@@ -16,6 +16,7 @@ import torch
 
 from asyncrl.observability.telemetry.recorder import now_s
 from asyncrl.param_sync.buckets import Bucket, DestinationOf, TensorPart
+from asyncrl.param_sync.device_ranges import works_on
 from asyncrl.param_sync.errors import BucketKey, SyncError
 from asyncrl.param_sync.transports.borrowed_buffer import borrowed, borrowed_on_device
 from asyncrl.param_sync.transports.broadcast import CollectiveBackend, GroupRendezvous
@@ -37,6 +38,7 @@ class CollectiveReader:
 
     def __init__(self, who: str, backend: CollectiveBackend, device: torch.device | str | None = None) -> None:
         self._who, self._backend, self._device = who, backend, backend.device_for(device)
+        works_on(self._device)
         self._session = ""
         self._calls = CallQueue()
         self._held: dict[CollectiveAddress, _Membership] = {}  # groups that the next session may reuse

@@ -114,6 +114,7 @@ class Group:
         with _own_stream(self._device) as stream:
             while (receiving := self._receiving.get()) is not None:
                 channel, work, part, last = receiving
+                sends = None
                 try:
                     work.wait()
                     if stream is not None:
@@ -121,9 +122,10 @@ class Group:
                     sends = channel.send(part)
                 except Exception as error:
                     self._fail(error)
-                else:
-                    self._sending.put(_Sending(sends, last))
+                # Before the bucket is lent: views of it are counted then, and again when it is given back.
                 del channel, work, part, receiving
+                if sends is not None:
+                    self._sending.put(_Sending(sends, last))
                 self._end_receipt()
         self._sending.put(None)
 

@@ -20,6 +20,7 @@ from asyncrl.config.schema import Config, OptimizerConfig
 from asyncrl.models.config import ModelConfig
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.manifest import Manifest
+from asyncrl.processes.device_memory import naming_memory, tensor_bytes
 from asyncrl.trainer.backends.base import LossFunction, NonFiniteError, Outputs, TrainBatch
 from asyncrl.trainer.backends.draft import DraftTraining
 from asyncrl.trainer.backends.export import Export
@@ -127,7 +128,7 @@ class BaseBackend(ABC):
                 f"no {model} model is held, only {', '.join(self._models)}: reference is loaded with "
                 "algorithm.kl_coef or kl_reward_coef"
             )
-        with self._resident(held.weights), held.context():
+        with self._naming_memory(f"while it scored with the {model}"), self._resident(held.weights), held.context():
             return self._score(held.module, batch, temperature)
 
     def summed(self, values: np.ndarray) -> np.ndarray:
@@ -144,7 +145,8 @@ class BaseBackend(ABC):
         before each of its steps."""
         draft = self._draft
         joint = draft if draft is not None and not draft.detached else None
-        with self._resident("parameters", "gradients", written=True):
+        training = self._naming_memory("in a train step")
+        with training, self._resident("parameters", "gradients", written=True):
             with self._recorder.span("trainer/forward_backward", tokens=len(batch.tokens)):
                 micros = self._micro_batches(batch)
                 counts = joint.counts([micros]) if joint else []
@@ -168,6 +170,15 @@ class BaseBackend(ABC):
                     self._step(figures["lr"], "policy")
                     self._optimizer_steps += 1
         return figures
+
+    def _naming_memory(self, doing: str) -> AbstractContextManager[None]:
+        def held() -> dict[str, int]:
+            state = self.state()
+            own = {name: tensor_bytes(state.get(name), self._device) for name in ("model", "optimizer")}
+            return {"weights": own["model"], "optimizer": own["optimizer"]}
+
+        options = "max_tokens_per_micro_batch or logprob_chunk_tokens, or set activation_checkpointing"
+        return naming_memory(self._device, doing, held, f"trainer.{options}")
 
     def _update_draft(self) -> float:
         """Step the draft. Its gradient is clipped separately, so that it cannot shorten the policy's step. Returns the

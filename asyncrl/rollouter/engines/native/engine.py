@@ -17,6 +17,7 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, get_args
 
@@ -30,6 +31,7 @@ from asyncrl.param_sync.digest import digest_tensors
 from asyncrl.param_sync.manifest import Role
 from asyncrl.param_sync.transports.choose import make_reader
 from asyncrl.param_sync.weight_receiver import LocalReceiver, WeightReceiver
+from asyncrl.processes.device_memory import naming_memory, tensor_bytes
 from asyncrl.rollouter.engines.base import (
     EngineError,
     EventBatch,
@@ -83,20 +85,23 @@ class NativeEngine:
             )
         dtype = getattr(torch, decoder.engine_dtype(config.dtype))
         device = torch.device(resolve_device(config.device))
-        self._model = NativeModel(decoder, context, dtype, device, float32_head)
-        if load_weights:
-            self._model.load(checkpoint, from_trunk)
-        self._core = Core(
-            self._model,
-            slots=config.slots,
-            context_tokens=context,
-            prefill_chunk_tokens=config.prefill_chunk_tokens,
-            deterministic=config.deterministic,
-            recorder=recorder,
-            tokenizer=tokenizer,
-            speculation=Speculation(mtp.num_speculative_tokens, mtp.guard) if mtp and mtp.enable_rollout else None,
-            warm_bytes=warm_bytes,
-        )
+        self._device = device
+        with self._naming_memory("while it loaded the native engine's weights"):
+            self._model = NativeModel(decoder, context, dtype, device, float32_head)
+            if load_weights:
+                self._model.load(checkpoint, from_trunk)
+        with self._naming_memory(f"while it allocated KV of {config.slots} slots of {context} tokens"):
+            self._core = Core(
+                self._model,
+                slots=config.slots,
+                context_tokens=context,
+                prefill_chunk_tokens=config.prefill_chunk_tokens,
+                deterministic=config.deterministic,
+                recorder=recorder,
+                tokenizer=tokenizer,
+                speculation=Speculation(mtp.num_speculative_tokens, mtp.guard) if mtp and mtp.enable_rollout else None,
+                warm_bytes=warm_bytes,
+            )
         self._threads, self._priority = config.threads, config.cpu_priority
         self._weights_loaded = load_weights
         self._committed: PolicyVersion | None = None
@@ -164,7 +169,7 @@ class NativeEngine:
         return await self._call(lambda: self._paused("release_kv", self._core.release_kv))
 
     async def restore_kv(self) -> None:
-        await self._call(self._core.kv.restore)
+        await self._call(self._restore_kv)
 
     async def flush_kv(self) -> None:
         await self._call(lambda: self._paused("flush_kv", self._core.flush_kv))
@@ -226,6 +231,20 @@ class NativeEngine:
         self._open_gate()
         self._state = "running"
 
+    def _restore_kv(self) -> None:
+        with self._naming_memory("while it restored the KV cache"):
+            self._core.kv.restore()
+
+    def _naming_memory(self, doing: str) -> AbstractContextManager[None]:
+        def held() -> dict[str, int]:
+            model, core = getattr(self, "_model", None), getattr(self, "_core", None)
+            weights = tensor_bytes(model.named_views(), self._device) if model is not None else 0
+            return {"weights": weights, "KV cache": core.kv.nbytes if core is not None else 0}
+
+        return naming_memory(
+            self._device, doing, held, "rollout.engine.slots, max_context_tokens or prefill_chunk_tokens"
+        )
+
     def _paused(self, what: str, command: Callable[[], T]) -> T:
         if self._state != "paused":
             raise EngineError(f"{what} while the engine is {self._state}; pause it first")
@@ -259,7 +278,8 @@ class NativeEngine:
                 while self._wait_for_work():
                     self._obey()
                     if self._stepping():
-                        self._core.step()
+                        with self._naming_memory("while it generated"):
+                            self._core.step()
                     if self._state == "draining" and not self._core.active:
                         self._state = "paused"
                         self._core.rest()
