@@ -17,6 +17,9 @@ from asyncrl.types.groups import Group
 from asyncrl.types.samples import FinishReason, Sample
 from asyncrl.types.versions import PolicyVersion, VersionSpan
 from benchmarks.cpu_seconds import CpuSeconds
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.models import Run
+from benchmarks.gpu.report import DOCS, RESULTS, page
 from benchmarks.soak import (
     MIB,
     ROLES,
@@ -211,20 +214,30 @@ def test_the_lora_sync_benchmark_ends_with_its_figures():
     assert all(value > 0 for name, value in figures.items() if not name.endswith("_mib"))
 
 
+def test_a_failing_part_of_the_gpu_benchmark_leaves_its_log(tmp_path, monkeypatch):
+    monkeypatch.setitem(gpu.PARTS, "unknown", (gpu.nccl, 100.0))
+    found = gpu.run_part("unknown", Run("cpu", True, tmp_path), tmp_path / "log")["figures"]
+    assert found["error"] == "exited 2"
+    assert "invalid choice: 'unknown'" in found["log"][-1]
+
+
 @pytest.mark.slow
-def test_a_failing_part_of_the_gpu_benchmark_does_not_lose_the_others(tmp_path):
-    """On a CPU; without the part that makes the model, those that need it fail."""
-    options = f"--device cpu --tiny --out {tmp_path}"
-    figures = last_line(f"benchmarks.gpu {options} --parts trainer cuda_ipc")
-    assert figures["train_tokens_per_s"] is None
-    assert figures["cuda_ipc_fraction"] > 0
-    (file,) = tmp_path.iterdir()
-    parts = json.loads(file.read_text())["parts"]
-    assert parts["trainer"]["error"] == "exited 1"
-    assert "CheckpointError" in parts["trainer"]["log"][-1]
-    figures = last_line(f"benchmarks.gpu {options} --parts model step speculation trainer")
-    assert figures["train_tokens_per_s"] > 0
-    assert all(figures[f"{name}_b{b}"] > 0 for name in ("step_ms", "speculation_speedup") for b in (1, 8, 32))
+def test_parts_of_the_gpu_benchmark_replace_their_own_figures_only(tmp_path):
+    """On a CPU, where the figures mean nothing."""
+    results = tmp_path / "gpu.json"
+    results.write_text(json.dumps({"decode": {"figures": {"b64": {"of_floor": 0.5}}}, "nccl": {"figures": {}}}))
+    options = f"--device cpu --tiny --commit abc --results {results}"
+    figures = last_line(f"benchmarks.gpu {options} --parts nccl train_native transfer")
+    assert figures["decode_of_floor_b64"] == 0.5
+    assert figures["sync_of_copies"] > 0
+    found = json.loads(results.read_text())
+    assert found["nccl"]["figures"]["said"] == "no CUDA device"
+    assert found["train_native"]["figures"]["tokens_per_s"] > 0
+    assert found["transfer"]["commit"] == "abc"
+
+
+def test_the_page_of_gpu_figures_is_made_from_the_results_file():
+    assert DOCS.read_text() == page(json.loads(RESULTS.read_text()))
 
 
 @pytest.mark.slow

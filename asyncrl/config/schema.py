@@ -317,7 +317,7 @@ class TrainerConfig(Section):
     max_time_s: NonNegativeFloat = 0.0
     mini_batch_groups: PositiveInt = 16  # groups per optimizer step (verl: ppo_mini_batch_size)
     max_tokens_per_micro_batch: PositiveInt = 8192  # bounds activation memory; a longer sample has its own micro-batch
-    logprob_chunk_tokens: PositiveInt = 1024  # rows of logits in memory at a time
+    logprob_chunk_tokens: PositiveInt = 1024  # rows of float32 logits in memory at a time; on a GPU more fit in as much
     # bfloat16: float32 weights, computation in bfloat16; auto: where the engine samples in bfloat16, see
     # rollout.engine.dtype, so that both compute alike
     mixed_precision: Literal["auto", "no", "bfloat16"] = "auto"
@@ -401,7 +401,7 @@ class ParamSyncConfig(Section):
     staging: Literal["bucket", "full"] = "bucket"
     # rolling: replicas update one after the other from the host copy of staging=full while the others keep generating
     rollout_update: Literal["all_at_once", "rolling"] = "all_at_once"
-    # 0: the transport's own size (4 or 32 MiB); otherwise at least 4096; each side holds two buckets
+    # 0: the transport's own size (4, 32 or 256 MiB); otherwise at least 4096; each side holds two buckets
     bucket_bytes: NonNegativeInt = 0
     # LoRA; adapter: the base model once, then only adapters; merged: full weights at every sync, for any engine
     adapters: Literal["adapter", "merged"] = "adapter"

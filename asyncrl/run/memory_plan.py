@@ -21,7 +21,7 @@ from asyncrl.run.preflight import Preflight, kv_cache_bytes
 from asyncrl.trainer.backends.base import BACKENDS
 from asyncrl.trainer.backends.template import computes_in_bfloat16
 
-HEAD_CHUNKS = 4  # float32 [chunk, V]: logits, probabilities, and terms of their gradient
+HEAD_CHUNKS = 4  # float32 [chunk, V]: logits, probabilities, terms of their gradient (on a GPU more rows in as much)
 BUFFERS = 2  # buckets on each side of a sync
 
 
@@ -46,7 +46,7 @@ def trainer_bytes(config: Config, found: Preflight) -> dict[str, float]:
     step += HEAD_CHUNKS * t.logprob_chunk_tokens * found.model.vocab_size * 4
     gradients = trained * 4 / shards
     held["activations and logits" if step >= gradients else "gradients"] = max(step, gradients)
-    held["buckets"] = BUFFERS * (config.param_sync.bucket_bytes or max(bucket_sizes(config.param_sync.transport)))
+    held["buckets"] = BUFFERS * max(bucket_sizes(config))
     return held
 
 
@@ -94,6 +94,5 @@ def replica_bytes(config: Config, found: Preflight) -> dict[str, float]:
         held["KV cache"] = kv_cache_bytes(found.model, engine.slots, found.context_tokens, dtype, drafts)
         if warm := warm_kv_bytes(config):
             held["finished turns' KV"] = warm
-    buckets = config.param_sync.bucket_bytes or max(bucket_sizes(config.param_sync.transport))
-    held["buckets"] = BUFFERS * buckets * gpus_per_replica(config)
+    held["buckets"] = BUFFERS * max(bucket_sizes(config)) * gpus_per_replica(config)
     return held

@@ -197,7 +197,6 @@ def _figures(config: Config, found: Preflight) -> dict[str, str]:
     d, sync, a = found.derived, config.param_sync, config.async_training
     ahead = math.ceil((1 + d.staleness_threshold) * d.groups_per_version)
     group_bytes = config.rollout.n * found.context_tokens * TOKEN_BYTES
-    buckets = [sync.bucket_bytes] if sync.bucket_bytes else bucket_sizes(sync.transport)
     return {
         "groups per step": f"{d.groups_per_step} of {config.rollout.n} samples",
         "groups per version": f"{d.groups_per_version}, a sync every {a.trigger_parameter_sync_step} steps",
@@ -208,5 +207,5 @@ def _figures(config: Config, found: Preflight) -> dict[str, str]:
         "samples at once": f"{d.slots} in {config.rollout.engine.slots} slots per replica, plus some waiting for one",
         "context": f"{found.context_tokens} tokens, of which a prompt may have {found.max_prompt_tokens}",
         "sync": f"{sync.transport} transport, pause {d.pause}, KV {sync.kv}, staging {sync.staging}",
-        "buckets": f"2 per side, each {' or '.join(_size(size) for size in buckets)}",
+        "buckets": f"2 per side, each {' or '.join(_size(size) for size in bucket_sizes(config))}",
     }

@@ -59,10 +59,16 @@ def across_machines(wanted: str) -> bool:
     return wanted != AUTO and TRANSPORTS.find(wanted).across_machines
 
 
-def bucket_sizes(wanted: str) -> list[int]:
-    """Default bucket sizes, in bytes, of the transports that ``wanted`` may resolve to."""
-    found = [transport for _, transport in _automatic()] if wanted == AUTO else [TRANSPORTS.find(wanted)]
-    return sorted({transport.bucket_bytes for transport in found})
+def bucket_sizes(config: Config) -> list[int]:
+    """Bucket sizes, in bytes, that a run of this configuration may have: one if it is set, otherwise those of the
+    transports that may be taken."""
+    wanted = config.param_sync.transport
+    if config.param_sync.bucket_bytes:
+        return [config.param_sync.bucket_bytes]
+    if wanted != AUTO:
+        return [TRANSPORTS.find(wanted).bucket_bytes]
+    possible = (transport for _, transport in _automatic() if not any(transport.problems(config)))
+    return sorted({transport.bucket_bytes for transport in possible})
 
 
 def make_writer(name: str, sender: int, bucket_bytes: int, host: str) -> BucketWriter:

@@ -85,7 +85,7 @@ class NativeEngine:
             )
         dtype = getattr(torch, decoder.engine_dtype(config.dtype))
         device = torch.device(resolve_device(config.device))
-        self._device = device
+        self._device = torch.empty(0, device=device).device  # with its index
         with self._naming_memory("while it loaded the native engine's weights"):
             self._model = NativeModel(decoder, context, dtype, device, float32_head)
             if load_weights:
