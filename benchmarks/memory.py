@@ -1,8 +1,8 @@
 """Compares the memory that a plan says a trainer rank needs with its measured peak. The last line is JSON.
 
-On a CPU, one rank, random models of 30 to 60 million parameters, steps of 8 groups of 8 samples of 280 tokens. Each
-measurement has a process of its own, whose peak is compared with the plan's sum and what the process held before.
-MALLOC_MMAP_THRESHOLD_ makes glibc return freed blocks; by default it keeps holes of up to half of the peak.
+On a CPU, one rank, random models of 30 to 60 million parameters, a step of two micro-batches of 8 samples of 256
+tokens. Each measurement has a process of its own, whose peak is compared with the plan's sum and what the process held
+before. MALLOC_MMAP_THRESHOLD_ makes glibc return freed blocks; by default it keeps holes of up to half of the peak.
 
     OMP_NUM_THREADS=1 python -m benchmarks.memory
 """
@@ -36,6 +36,7 @@ from asyncrl.types.samples import FinishReason, Sample
 from asyncrl.types.versions import PolicyVersion, VersionSpan
 
 MIB = 2**20
+PROMPT, RESPONSE = 24, 232
 SIZE = {
     "vocab_size": 8000,
     "hidden_size": 512,
@@ -68,20 +69,20 @@ def resident_bytes() -> int:
 
 def make_groups() -> list[bytes]:
     rng, groups = np.random.default_rng(0), []
-    for g in range(8):
+    for g in range(2):
         samples = [
             Sample.single(
                 index=i,
-                tokens=rng.integers(0, SIZE["vocab_size"], 256),
-                logprobs=np.full(256, -6.0),
-                loss_mask=np.ones(256, bool),
+                tokens=rng.integers(0, SIZE["vocab_size"], RESPONSE),
+                logprobs=np.full(RESPONSE, -6.0),
+                loss_mask=np.ones(RESPONSE, bool),
                 spans=[VersionSpan(0, PolicyVersion(0, 0))],
                 finish=FinishReason.STOP,
                 reward=float(i % 2),
             )
             for i in range(8)
         ]
-        groups.append(Group.from_samples(f"g{g}", f"p{g}", 0, rng.integers(0, 100, 24), samples).to_bytes())
+        groups.append(Group.from_samples(f"g{g}", f"p{g}", 0, rng.integers(0, 100, PROMPT), samples).to_bytes())
     return groups
 
 
@@ -91,7 +92,7 @@ def measured(case: str) -> dict[str, float]:
     torch.set_num_threads(1)
     config = Config()
     config.trainer.device, config.trainer.mini_batch_groups = "cpu", 8
-    config.trainer.max_tokens_per_micro_batch, config.checkpoint.every_steps = 4096, 0
+    config.trainer.max_tokens_per_micro_batch, config.checkpoint.every_steps = 8 * (PROMPT + RESPONSE), 0
     config.param_sync.bucket_bytes = 1  # nothing is sent
     for name, value in options.items():
         parts = (config.model, config.model.lora, config.trainer, config.algorithm)
@@ -114,8 +115,7 @@ def measured(case: str) -> dict[str, float]:
         watcher = threading.Thread(target=watch)
         watcher.start()
         rank = TrainerRank(config, 0, 1, None, Recorder("trainer/0"))
-        for step in range(2):
-            rank.train(step, make_groups())
+        rank.train(0, make_groups())
         over.set()
         watcher.join()
         rank.close()

@@ -34,7 +34,7 @@ VOCABULARY, CONTEXT = 150, 128
 BFLOAT16_ATOL = 0.08  # logits up to 3.5 are rounded by 0.008, and layers before them round too; 0.03 on a CPU
 
 
-def _decoder(seed: int, std: float) -> Decoder:
+def _decoder(seed: int, std: float, mtp_layers: int = 1) -> Decoder:
     raw = {
         "architectures": ["MiMoForCausalLM"],
         "vocab_size": VOCABULARY,
@@ -44,7 +44,7 @@ def _decoder(seed: int, std: float) -> Decoder:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": CONTEXT,
-        "num_nextn_predict_layers": 1,
+        "num_nextn_predict_layers": mtp_layers,
         "tie_word_embeddings": True,
     }
     decoder = Decoder(DecoderConfig.from_dict(raw))
@@ -166,6 +166,25 @@ def test_speculation_changes_no_greedy_token(device, wide, counting, k):
         requests = _requests(temperature=0.0)
         assert _tokens(run_all(core, requests)) == _tokens(run_all(_core(model), requests))
         assert engine_metrics(recorder.drain().counters)["rollout/spec_accept_length"] >= accepted
+
+
+def test_speculation_with_two_draft_layers_changes_no_greedy_token(device, tmp_path):
+    model = _model(_save(tmp_path, _decoder(seed=5, std=0.3, mtp_layers=2)), device)
+    requests = _requests((1, 33, 80), temperature=0.0)
+    assert _tokens(run_all(_core(model, 2), requests)) == _tokens(run_all(_core(model), requests))
+
+
+@pytest.mark.parametrize("beside", [{}, {"top_k": 5}])
+def test_a_deterministic_row_has_the_same_bits_beside_any_other(device, narrow, beside):
+    def drawn(*others):
+        model = _model(narrow, device)
+        core = Core(model, slots=4, context_tokens=CONTEXT, prefill_chunk_tokens=16, deterministic=True)
+        core.start(PolicyVersion(0, 0))
+        return run_all(core, [make_request("own", _prompt(1, 20), 20, key=1), *others])["own"]
+
+    alone, together = drawn(), drawn(make_request("other", _prompt(2, 9), 30, key=2, **beside))
+    assert alone[0] == together[0]
+    np.testing.assert_array_equal(alone[1], together[1])
 
 
 @pytest.fixture(scope="module")

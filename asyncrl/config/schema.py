@@ -114,7 +114,7 @@ class EngineConfig(Section):
     python: str = ""
     slots: PositiveInt = 32  # samples that one replica generates concurrently
     max_context_tokens: NonNegativeInt = 0  # prompt and response together; 0: the model's max_position_embeddings
-    prefill_chunk_tokens: PositiveInt = 512  # maximum tokens per prefill step
+    prefill_chunk_tokens: NonNegativeInt = 0  # native: maximum tokens per prefill step; 0: 512 on a CPU, 4096 on a GPU
     deterministic: bool = False  # native: fixed-shape decoding, bitwise independent of the rest of the batch
     # native: MiB per replica for the KV of finished turns, from which a sample's next turn continues; unused with
     # single_turn

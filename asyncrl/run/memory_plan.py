@@ -33,19 +33,17 @@ def parameters_of(config: Config) -> int:
 def trainer_bytes(config: Config, found: Preflight) -> dict[str, float]:
     """Bytes of one rank at the peak of a step, itemized; without the interpreter and its libraries.
 
-    The peak is where the backward pass begins: all activations and a chunk's logits are alive, and no gradients."""
+    The peak is where the backward pass of the second micro-batch begins: the gradients of the first, all activations
+    and a chunk's logits are alive."""
     parameters, t = parameters_of(config), config.trainer
     shards = BACKENDS.find(t.backend).weight_shards(config)
-    held = {"weights and optimizer": parameters * 12 / shards}  # float32, and AdamW's two moments
-    trained = parameters
+    held = {"weights, gradients and optimizer": parameters * 16 / shards}  # float32, and AdamW's two moments
     if config.model.lora.rank:  # adapters are small, and the frozen weights are the reference
-        held, trained = {"frozen weights": parameters * 4 / shards}, 0
+        held = {"frozen weights": parameters * 4 / shards}
     elif config.algorithm.needs_reference:
         held["reference"] = parameters * 4 / shards
-    step = activation_bytes(config, found.model, found.context_tokens)
-    step += HEAD_CHUNKS * t.logprob_chunk_tokens * found.model.vocab_size * 4
-    gradients = trained * 4 / shards
-    held["activations and logits" if step >= gradients else "gradients"] = max(step, gradients)
+    held["activations"] = activation_bytes(config, found.model, found.context_tokens)
+    held["logits"] = HEAD_CHUNKS * t.logprob_chunk_tokens * found.model.vocab_size * 4
     held["buckets"] = BUFFERS * max(bucket_sizes(config))
     return held
 

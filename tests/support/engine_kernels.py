@@ -7,9 +7,12 @@ import torch.nn.functional as F
 from asyncrl.models.config import DecoderConfig
 from asyncrl.rollouter.engines.base import SamplingParams
 from asyncrl.rollouter.engines.native import fused
+from asyncrl.rollouter.engines.native.core import Core
 from asyncrl.rollouter.engines.native.kv import KVCache
 from asyncrl.rollouter.engines.native.model import NativeModel, Placed
 from asyncrl.rollouter.engines.native.sampler import SamplingColumns, sample
+from asyncrl.types.versions import PolicyVersion
+from tests.support.stepping import make_request, run_all
 
 
 def close(a, b):
@@ -80,16 +83,21 @@ def check_that_no_token_of_zero_weight_is_drawn():
     assert len(tokens.unique()) > 20
 
 
-@torch.inference_mode()
-def check_passes_of_the_model():
-    """A prefill of several prompts at once and a decode pass, against those of the eager model."""
+def small_model():
     raw = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48}
     raw |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    config = DecoderConfig.from_dict(raw | {"max_position_embeddings": 64})
-    model = NativeModel(config, 64, torch.float32)
+    model = NativeModel(DecoderConfig.from_dict(raw | {"max_position_embeddings": 64}), 64, torch.float32)
     for view in model.named_views().values():
         view.normal_(0, 0.3)
     model.refresh()
+    return model
+
+
+@torch.inference_mode()
+def check_passes_of_the_model():
+    """A prefill of several prompts at once and a decode pass, against those of the eager model."""
+    model = small_model()
+    config = model.config
     eager, fast = (KVCache(config, 4, 64, torch.float32, model.device) for _ in range(2))
     for start, size in ((0, 9), (9, 5)):
         chunks = [Placed(np.arange(size) + 7 * slot, slot, start) for slot in (2, 0, 3)]
@@ -105,8 +113,33 @@ def check_passes_of_the_model():
         torch.testing.assert_close(ours, theirs)
 
 
+@torch.inference_mode()
+def check_that_prompts_prefilled_together_are_copied_within_groups():
+    """Through the core: groups whose samples copy their prompt from the one that is prefilled in the same step."""
+    model = small_model()
+
+    def responses(together):
+        core = Core(model, slots=6, context_tokens=64, prefill_chunk_tokens=40)
+        core._prefills_together = together
+        core.start(PolicyVersion(0, 0))
+        rng = np.random.default_rng(0)
+        prompts = [rng.integers(0, 50, size) for size in (9, 17, 3, 25)]
+        requests = [
+            make_request(f"{g}.{i}", [*prompt, *rng.integers(0, 50, i)], 6, key=i, group=str(g), shared=len(prompt))
+            for g, prompt in enumerate(prompts)
+            for i in range(3)
+        ]
+        return run_all(core, requests)
+
+    found, expected = responses(True), responses(False)
+    for id, (tokens, logprobs, finish) in expected.items():
+        assert (tokens, finish) == (found[id][0], found[id][2])
+        np.testing.assert_allclose(found[id][1], logprobs, atol=1e-5)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
+    check_that_prompts_prefilled_together_are_copied_within_groups()
     check_passes_of_the_model()
     check_norm_and_activation()
     for places in (1, 3):

@@ -20,7 +20,7 @@ from asyncrl.config.schema import Config, OptimizerConfig
 from asyncrl.models.config import ModelConfig
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.manifest import Manifest
-from asyncrl.processes.device_memory import naming_memory, tensor_bytes
+from asyncrl.processes.device_memory import naming_memory
 from asyncrl.trainer.backends.base import LossFunction, NonFiniteError, Outputs, TrainBatch
 from asyncrl.trainer.backends.draft import DraftTraining
 from asyncrl.trainer.backends.export import Export
@@ -172,13 +172,12 @@ class BaseBackend(ABC):
         return figures
 
     def _naming_memory(self, doing: str) -> AbstractContextManager[None]:
-        def held() -> dict[str, int]:
-            state = self.state()
-            own = {name: tensor_bytes(state.get(name), self._device) for name in ("model", "optimizer")}
-            return {"weights": own["model"], "optimizer": own["optimizer"]}
-
         options = "max_tokens_per_micro_batch or logprob_chunk_tokens, or set activation_checkpointing"
-        return naming_memory(self._device, doing, held, f"trainer.{options}")
+        return naming_memory(self._device, doing, self._held_bytes, f"trainer.{options}")
+
+    def _held_bytes(self) -> dict[str, int]:
+        """What is known to lie on the device, by name; without a collective or an allocation."""
+        return {}
 
     def _update_draft(self) -> float:
         """Step the draft. Its gradient is clipped separately, so that it cannot shorten the policy's step. Returns the

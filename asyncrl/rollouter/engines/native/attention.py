@@ -14,6 +14,9 @@ from torch import Tensor
 from asyncrl.models.config import DecoderConfig
 from asyncrl.rollouter.engines.native.kv import KVCache
 
+# of one slot and key/value head, in a kernel's shared memory; recorded passes have fewer, so none depends on a length
+_MOST_QUERIES = 512
+
 
 class DecodePositions:
     """Cache positions of one pass's rows. Writes their keys and values; each position attends to its own slot up to
@@ -40,7 +43,7 @@ class DecodePositions:
     def attend(self, layer: int, q_XHD: Tensor) -> Tensor:
         """[X, H·D], over the current cache."""
         c, n, j = self._c, self._n, self._j
-        if q_XHD.is_cuda:
+        if q_XHD.is_cuda and j * (c.num_heads // c.num_kv_heads) <= _MOST_QUERIES:
             from asyncrl.rollouter.engines.native import fused  # triton comes with torch for GPUs only
 
             keys_NKLD, values_NKLD = self._kv.keys[layer][self._slots], self._kv.values[layer][self._slots]

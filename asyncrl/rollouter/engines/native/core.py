@@ -89,7 +89,7 @@ class Core:
         self.model, self.slots, self.context_tokens = model, slots, context_tokens
         self.deterministic = deterministic
         self.kv = KVCache(model.config, slots, context_tokens, model.dtype, model.device, draft=speculation is not None)
-        self._passes = Passes(model, self.kv)
+        self._passes = Passes(model, self.kv, deterministic)
         ahead = model.device.type == "cuda" if look_ahead is None else look_ahead
         self._looks_ahead = ahead and not deterministic and speculation is None
         self._ahead: _Pass | None = None
@@ -201,12 +201,12 @@ class Core:
     def start(self, version: PolicyVersion) -> None:
         """Generate under ``version``, with the current contents of the model's views. KV kept across a change of
         version is marked as mixed."""
+        self._ahead = None
         self.model.refresh()
         if self.version is None and self.deterministic:
             self._require_equal_rows()
         if version == self.version:
             return
-        self._ahead = None
         self._emit_all()
         for sequence in self._scheduler.placed:
             if sequence is not None and sequence.computed:
@@ -288,54 +288,60 @@ class Core:
 
     def _prefill(self) -> None:
         budget, computed, reused = self._chunk_tokens, 0, 0
-        chosen: list[Chunk] = []  # for one pass
+        chunks: list[Chunk] = []
+        copies: list[CopyPrefix] = []
         while work := self._scheduler.next_prefill(budget - computed):
             sequence = work.sequence
             if isinstance(work, CopyPrefix):
-                self._compute(chosen)
-                self._copy(work)
+                copies.append(work)
+                sequence.computed, sequence.mixed_kv = work.tokens, work.source.mixed_kv
                 reused += work.tokens
             else:
-                chosen.append(work)
+                if any(copy.sequence is sequence for copy in copies):
+                    self._carry_out(chunks, copies)
+                chunks.append(work)
                 sequence.computed += work.tokens
                 computed += work.tokens
-                if not self._prefills_together:
-                    self._compute(chosen)
+            if not self._prefills_together:
+                self._carry_out(chunks, copies)
             self._feed(sequence)
-        self._compute(chosen)
+        self._carry_out(chunks, copies)
         if computed or reused:
             count_prompt(self._recorder, computed, reused)
 
-    def _compute(self, chosen: list[Chunk]) -> None:
-        """Prefill these chunks, and empty the list."""
+    def _carry_out(self, chunks: list[Chunk], copies: list[CopyPrefix]) -> None:
+        """Prefill these chunks, then copy these prefixes, which may be of them, in order. Empties both lists."""
         drafting = self._speculator is not None
-        tokens_of = [np.array(s.tokens[start : start + count], np.int64) for s, start, count in chosen]
-        if self._prefills_together and chosen:
-            together = [Placed(tokens, s.slot, start) for tokens, (s, start, _) in zip(tokens_of, chosen)]
-            self.model.prefill_together(together, self.kv, drafting)
-        for tokens, (sequence, start, count) in zip(tokens_of, chosen):
+        pieces = [
+            Placed(np.array(s.tokens[start : start + count], np.int64), s.slot, start) for s, start, count in chunks
+        ]
+        if self._prefills_together and pieces:
+            self.model.prefill_together(pieces, self.kv, drafting)
+        for tokens, slot, start in pieces:
+            count = len(tokens)
             if not self._prefills_together:
                 rows = self._chunk_tokens if self.deterministic else round_up(count, ROWS_STEP)
                 length = self.context_tokens if self.deterministic else start + count
                 tokens_T = on_device(np.pad(tokens, (0, rows - count)), self.model.device)
-                self.model.prefill(tokens_T, sequence.slot, start, self.kv, count, length, drafting)
+                self.model.prefill(tokens_T, slot, start, self.kv, count, length, drafting)
             if self._speculator is not None:
-                self._speculator.prefilled(sequence.slot, start + count)
-        chosen.clear()
+                self._speculator.prefilled(slot, start + count)
+        for copy in copies:
+            self._copy(copy)
+        chunks.clear()
+        copies.clear()
 
     def _copy(self, work: CopyPrefix) -> None:
-        source, sequence, tokens = work.source, work.sequence, work.tokens
-        sequence.computed = tokens
+        source, slot, tokens = work.source, work.sequence.slot, work.tokens
         if isinstance(source, WarmPrefix):
-            self.kv.load(sequence.slot, source.kv, tokens)
+            self.kv.load(slot, source.kv, tokens)
             self._warm.used(source)
-            sequence.mixed_kv = source.mixed_kv
             drafted = source.drafted
         else:
-            self.kv.copy(source.slot, sequence.slot, tokens)
+            self.kv.copy(source.slot, slot, tokens)
             drafted = self._speculator.drafted(source.slot) if self._speculator is not None else 0
         if self._speculator is not None:
-            self._speculator.copied(sequence.slot, tokens, drafted)
+            self._speculator.copied(slot, tokens, drafted)
 
     def _keep_warm(self, sequence: Sequence) -> None:
         tokens = np.array(sequence.tokens[: sequence.computed], np.int32)
@@ -535,6 +541,11 @@ class Core:
     # -- events ----------------------------------------------------------------------------------------------------
 
     @property
+    def warm_bytes(self) -> int:
+        """Bytes of KV of finished requests."""
+        return self._warm.nbytes
+
+    @property
     def has_finished(self) -> bool:
         """True if `drain` would return the end of a request."""
         return self._log.has_finished
@@ -554,6 +565,12 @@ class Core:
         if self._warm.limit:
             self._recorder.gauge("rollout/warm_kv_bytes", self._warm.nbytes)
         return self._log.take()
+
+    def settle(self) -> None:
+        """Drop the pass ahead, and wait until the device no longer reads weights."""
+        self._ahead = None
+        if self.model.device.type == "cuda":
+            torch.cuda.current_stream(self.model.device).synchronize()
 
     def rest(self) -> None:
         """Mark the engine idle until the next step, so that the time does not count as generation."""

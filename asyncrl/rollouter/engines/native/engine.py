@@ -95,7 +95,7 @@ class NativeEngine:
                 self._model,
                 slots=config.slots,
                 context_tokens=context,
-                prefill_chunk_tokens=config.prefill_chunk_tokens,
+                prefill_chunk_tokens=config.prefill_chunk_tokens or (4096 if device.type == "cuda" else 512),
                 deterministic=config.deterministic,
                 recorder=recorder,
                 tokenizer=tokenizer,
@@ -197,6 +197,7 @@ class NativeEngine:
             self._state, self._drained = "draining", concurrent.futures.Future()
             return self._drained
         self._state = "paused"
+        core.settle()
         core.rest()
         cut = core.abort() if mode == "abort" else core.active if mode == "keep" else 0
         self._open_gate()
@@ -239,11 +240,11 @@ class NativeEngine:
         def held() -> dict[str, int]:
             model, core = getattr(self, "_model", None), getattr(self, "_core", None)
             weights = tensor_bytes(model.named_views(), self._device) if model is not None else 0
-            return {"weights": weights, "KV cache": core.kv.nbytes if core is not None else 0}
+            kept = {} if core is None else {"KV cache": core.kv.nbytes, "KV of finished turns": core.warm_bytes}
+            return {"weights": weights, **kept}
 
-        return naming_memory(
-            self._device, doing, held, "rollout.engine.slots, max_context_tokens or prefill_chunk_tokens"
-        )
+        options = "slots, max_context_tokens, warm_kv_mb or prefill_chunk_tokens"
+        return naming_memory(self._device, doing, held, f"rollout.engine.{options}")
 
     def _paused(self, what: str, command: Callable[[], T]) -> T:
         if self._state != "paused":
@@ -269,6 +270,8 @@ class NativeEngine:
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)  # OpenMP keeps this per thread
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # so does CUDA the current device, of which graphs and kernels are
         if self._model.device.type == "cpu":
             # Generation runs ahead of training, so the trainer, the queue and short tasks come first. When all of them
             # wait for generation, they need little of the core.
@@ -282,6 +285,7 @@ class NativeEngine:
                             self._core.step()
                     if self._state == "draining" and not self._core.active:
                         self._state = "paused"
+                        self._core.settle()
                         self._core.rest()
                         self._open_gate()
                     self._publish()

@@ -16,9 +16,9 @@ from torch import Tensor
 
 def graph_rows(rows: int, slots: int) -> int:
     """``rows`` rounded up, within ``slots``: to a power of two up to 8, then to a
-    multiple of an eighth of the next one."""
+    multiple of a quarter of the next one."""
     power = (rows - 1).bit_length()
-    step = 1 << (power if rows <= 8 else power - 3)
+    step = 1 << (power if rows <= 8 else power - 2)
     return min(-(-rows // step) * step, slots)
 
 
@@ -26,6 +26,7 @@ class _Recorded(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
     outputs: tuple[Tensor, ...]
+    given: list[Tensor | None]  # what each input was copied from last
 
 
 class Graphs:
@@ -34,7 +35,6 @@ class Graphs:
 
     def __init__(self) -> None:
         self._recorded: dict[Hashable, _Recorded] = {}
-        self._sources: dict[tuple[Hashable, int], Tensor] = {}  # what each input was copied from last
         self._pool: Any = None  # of the memory that all recordings share
 
     def run(self, key: Hashable, inputs: Sequence[Tensor], work: Callable[..., tuple[Tensor, ...]]) -> Sequence[Tensor]:
@@ -44,15 +44,15 @@ class Graphs:
         if found is None:
             return self._record(key, inputs, work)
         for i, (own, given) in enumerate(zip(found.inputs, inputs, strict=True)):
-            if self._sources.get((key, i)) is not given:
+            if found.given[i] is not given:
                 own.copy_(given)
-                self._sources[key, i] = given
+                found.given[i] = given
         found.graph.replay()
         return found.outputs
 
     def forget(self) -> None:
         """Drop all recordings: what they read or write has moved."""
-        self._recorded, self._sources, self._pool = {}, {}, None
+        self._recorded, self._pool = {}, None
 
     def _record(
         self, key: Hashable, inputs: Sequence[Tensor], work: Callable[..., tuple[Tensor, ...]]
@@ -65,5 +65,5 @@ class Graphs:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             outputs = work(*own)
         self._pool = graph.pool()
-        self._recorded[key] = _Recorded(graph, own, outputs)
+        self._recorded[key] = _Recorded(graph, own, outputs, [None] * len(own))
         return done

@@ -33,7 +33,7 @@ class KVCache:
     ``keys[i]`` and ``values[i]`` are layer i's ``[S, K, L, D]``. With ``draft`` the MTP layers follow the trunk's, and
     ``hidden[i]`` [S, L, M] is the hidden-state input of MTP layer i: the trunk's hidden states, then the outputs of the
     previous MTP layer. `release` returns the memory to the system, `restore` allocates it again, empty. Fresh memory is
-    zero: attention multiplies masked values by zero, so they must be finite.
+    zero: attention may multiply masked values by zero, so they must be finite.
     """
 
     def __init__(

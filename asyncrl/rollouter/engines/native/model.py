@@ -100,7 +100,8 @@ class NativeModel:
 
     def decode(self, tokens_N: Tensor, positions_N: Tensor, kv: KVCache, length: int) -> Tensor:
         """Logits [N, V] after row n's token (int64) at its position, for slots 0 … N−1. Attends to the cache's first
-        ``length`` entries, at least every position + 1, and writes keys and values to each row's slot and position."""
+        ``length`` entries, at least every position + 1 (a GPU reads each row's own, up to its position), and writes
+        keys and values to each row's slot and position."""
         return self.head(self.hidden_states(tokens_N.unsqueeze(1), positions_N.unsqueeze(1), kv, length))
 
     def hidden_states(self, tokens_NJ: Tensor, positions_NJ: Tensor, kv: KVCache, length: int) -> Tensor:
@@ -151,16 +152,11 @@ class NativeModel:
     def prefill_together(self, chunks: Sequence[Placed], kv: KVCache, keep_hidden: bool = False) -> None:
         """`prefill` of chunks of different slots in one pass, on a GPU, whose launches cost as much for few tokens as
         for many."""
-        c, tokens_T, slots_T, positions_T = (
-            self.config,
-            *(
-                on_device(np.concatenate(parts), self.device)
-                for parts in zip(
-                    *((t, np.full(len(t), slot), np.arange(start, start + len(t))) for t, slot, start in chunks)
-                )
-            ),
-        )
-        sizes = [len(chunk.tokens) for chunk in chunks]
+        c, sizes = self.config, [len(chunk.tokens) for chunk in chunks]
+        slots = np.repeat([chunk.slot for chunk in chunks], sizes)
+        positions = np.concatenate([chunk.start + np.arange(size) for chunk, size in zip(chunks, sizes)])
+        tokens_T = on_device(np.concatenate([chunk.tokens for chunk in chunks]), self.device)
+        slots_T, positions_T = on_device(slots, self.device), on_device(positions, self.device)
         seen = [
             None if chunk.start == 0 else self._places[: chunk.start + size] <= positions_N1
             for chunk, size, positions_N1 in zip(chunks, sizes, positions_T.unsqueeze(1).split(sizes))

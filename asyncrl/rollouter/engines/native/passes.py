@@ -43,8 +43,9 @@ def _copied(device: Tensor) -> Tensor:
 class Passes:
     """Runs decode passes of ``model`` over the slots of ``kv``."""
 
-    def __init__(self, model: NativeModel, kv: KVCache) -> None:
+    def __init__(self, model: NativeModel, kv: KVCache, deterministic: bool = False) -> None:
         self._model, self._kv = model, kv
+        self._draws_alike = deterministic
         self._graphs = Graphs() if model.device.type == "cuda" else None
 
     def rows(self, rows: int) -> int:
@@ -68,11 +69,12 @@ class Passes:
         if masks is not None or columns.biases is not None:
             run = lambda tokens, positions: (model.decode(tokens, positions, kv, length),)
             (logits_NV,) = self._graphs.run(("logits", rows), (tokens_N, positions_N), run)
-            return Drawn(*sample(logits_NV, columns, uniforms_N, masks))
+            return Drawn(*sample(logits_NV, columns, uniforms_N, masks, self._draws_alike))
         own, rebuilt = columns.tensors()
 
         def run_and_draw(tokens: Tensor, positions: Tensor, uniforms: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-            return sample(model.decode(tokens, positions, kv, length), rebuilt(rest), uniforms)
+            logits_NV = model.decode(tokens, positions, kv, length)
+            return sample(logits_NV, rebuilt(rest), uniforms, alike=self._draws_alike)
 
         key = ("draw", rows, columns.kind)
         return Drawn(*self._graphs.run(key, (tokens_N, positions_N, uniforms_N, *own), run_and_draw))
@@ -83,7 +85,8 @@ class Passes:
         return self.run(("hidden", *tokens_NJ.shape), (tokens_NJ, positions_NJ), run)[0]
 
     def run(self, key: Hashable, inputs: Sequence[Tensor], work: Callable[..., tuple[Tensor, ...]]) -> Sequence[Tensor]:
-        """``work(*inputs)``, on a GPU recorded under ``key``, see `Graphs.run`."""
+        """``work(*inputs)``, on a GPU recorded under ``key``, see `Graphs.run`. Passes that are recorded ignore the
+        attended length, which is not in their keys: on a GPU attention reads each row's KV up to its position."""
         return work(*inputs) if self._graphs is None else self._graphs.run(key, inputs, work)
 
     def forget(self) -> None:

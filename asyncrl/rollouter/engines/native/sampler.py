@@ -126,15 +126,20 @@ class TokenMasks(NamedTuple):
 
 
 def sample(
-    logits_NV: Tensor, columns: SamplingColumns, uniforms_N: Tensor, masks: TokenMasks | None = None
+    logits_NV: Tensor,
+    columns: SamplingColumns,
+    uniforms_N: Tensor,
+    masks: TokenMasks | None = None,
+    alike: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row: (tokens int64 [N], behaviour logprobs float32 [N]).
 
     The logprob is that of ``softmax(logits / temperature)`` over the full vocabulary, whatever the filters remove. A
     greedy row reports it at temperature 1. Biases and masks change the logits before all else, so the logprob is of the
-    changed distribution.
+    changed distribution. ``alike``: a row's bits never depend on other rows' parameters; slower on a GPU.
     """
-    if logits_NV.is_cuda and columns.filters is None and columns.biases is None and masks is None:
+    plain = columns.filters is None and columns.biases is None and masks is None
+    if logits_NV.is_cuda and plain and not alike:
         from asyncrl.rollouter.engines.native import fused  # triton comes with torch for GPUs only
 
         return fused.draw(logits_NV, columns.temperature, columns.greedy, uniforms_N)

@@ -28,6 +28,7 @@ from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.digest import digest_tensors
 from asyncrl.param_sync.lora.adapters import adapter_spec
 from asyncrl.param_sync.manifest import AdapterSpec, is_adapter
+from asyncrl.processes.device_memory import tensor_bytes
 from asyncrl.trainer.backends import process_group
 from asyncrl.trainer.backends.base import TrainBatch
 from asyncrl.trainer.backends.export import Export
@@ -191,6 +192,13 @@ class TorchFSDPBackend(BaseBackend):
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
+
+    def _held_bytes(self) -> dict[str, int]:
+        models = {name: dict(held.module.named_parameters()) for name, held in self._models.items()}
+        gradients = {name: p.grad for name, p in self._policy.named_parameters()}
+        moments = {name: dict(enumerate(o.state.values())) for name, o in self._optimizers.items()}
+        parts = {"weights": models, "gradients": gradients, "optimizer": moments}
+        return {name: tensor_bytes(tensors, self._device) for name, tensors in parts.items()}
 
     # -- state -----------------------------------------------------------------------------------------------------
 
