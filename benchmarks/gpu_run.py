@@ -238,10 +238,11 @@ class Client:
 
 
 class Ranks:
-    """The train loop's only rank. ``kills``: calls in the middle of these steps, one time each."""
+    """The train loop's only rank."""
 
-    def __init__(self, config: Config, kills: dict[int, Callable[[], None]]) -> None:
-        self._config, self._kills = config, kills
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._kills: dict[int, Callable[[], None]] = {}  # by step
         self.senders: dict[str, Any] = {}
         self.rank: Any = None
         self.restarts = 0
@@ -252,6 +253,10 @@ class Ranks:
 
     def __getattr__(self, call: str) -> Any:
         return getattr(self.rank, call)
+
+    def kill_in(self, step: int, kill: Callable[[], None]) -> None:
+        """Call ``kill`` once, in the middle of the step."""
+        self._kills[step] = kill
 
     async def train(self, step: int, *args: Any) -> Any:
         training = asyncio.ensure_future(self.rank.train(step, *args))
@@ -415,13 +420,13 @@ async def run(config: Config, folder: Path, kills: bool) -> dict[str, Any]:
     queue: Any = SampleQueue(admission, journal, policy.queue_policy, policy.overdue, vocab_size, attempts)
     pool, figures = RolloutPool(config, derived, queue), Figures()
     checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint)
-    in_steps: dict[int, Callable[[], None]] = {}
-    ranks = Ranks(config, in_steps)
+    ranks = Ranks(config)
     pause = replace(config.param_sync, pause=derived.pause)
     sync = ParameterSyncCoordinator(pause, ranks.senders, {}, pool.router.set_routable, recorder)
     engine = Engine(config, pool, sync)
     if kills:
-        in_steps |= {steps // 3 + 1: lambda: ranks.rank.kill(), steps // 2 + 1: engine.kill}
+        ranks.kill_in(steps // 3 + 1, lambda: ranks.rank.kill())
+        ranks.kill_in(steps // 2 + 1, engine.kill)
     validation = ValidationSchedule(config, pool, checkpoints, recorder, figures.on_validation)
     trainer = TrainLoop(config, derived, queue, ranks, sync, pool, validation, figures, recorder, checkpoints)
 
@@ -446,7 +451,7 @@ async def run(config: Config, folder: Path, kills: bool) -> dict[str, Any]:
         await journal.close()
 
     restarts = ranks.restarts, engine.restarts
-    if restarts != (kills, kills):
+    if restarts != (int(kills), int(kills)):
         raise SystemExit(f"expected {int(kills)} restart of rank and engine each, found {restarts}")
     newest = checkpoints.newest_intact()
     assert newest is not None

@@ -81,7 +81,9 @@ for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
 """
 
 LAYERS = """
-from asyncrl.models import decoder
+from asyncrl.models import decoder, kernels
+
+kernels._check(torch.device("cpu"))  # raises nothing
 
 def run(function, inputs, gradient):
     leaves = [x.clone().requires_grad_() for x in inputs]
@@ -114,6 +116,56 @@ head_kernels.scores(logits, torch.tensor([3, V, -1]), 1.0, into)
 assert into[0].isnan().all() and into[1].isnan().tolist() == [True, False, False]
 """
 
+LOW = """
+low = torch.randn(4, V)
+low[0, : head_kernels._BLOCK] = -math.inf  # a whole block
+low[1, [0, 7, V - 1]] = -math.inf
+low[2, : head_kernels._BLOCK + 9] = torch.finfo(torch.float32).min
+low[3] = torch.finfo(torch.float32).min
+targets, g, e = torch.tensor([V - 1, 7, V - 2, 5]), torch.randn(4), torch.randn(4)
+for temperature in (1.0, 0.7):
+    exact = low.double() / temperature
+    logp = torch.log_softmax(exact, -1)
+    p, finite = logp.exp(), logp.clamp(min=-1e6)
+    entropy = -(p * finite).sum(-1)
+    expected = -p * (g[:, None] + e[:, None] * (finite + entropy[:, None]))
+    expected[torch.arange(4), targets] += g
+    into = torch.empty(4, 4).unbind()
+    head_kernels.scores(low, targets, temperature, into)
+    eager = torch.log_softmax(low / temperature if temperature != 1 else low, -1)[torch.arange(3), targets[:3]]
+    assert into[0].tolist()[1] == eager[1] == -math.inf
+    for row in (0, 2, 3):
+        close(into[0][row], logp[row, targets[row]], 1e-6)
+    for row in (0, 2):
+        close(into[0][row], eager[row], 1e-6)
+    close(into[1], entropy, 1e-6)
+    found = head_kernels.gradient(low, targets, into[1:], g, e, temperature, torch.empty_like(low))
+    close(found, expected / temperature, 1e-6)
+
+head_kernels.scores(torch.full((1, V), -math.inf), targets[:1], 1.0, [x[:1] for x in into])
+assert into[0][0].isnan()
+"""
+
+STRIDED = """
+logits, into = torch.randn(3, V), torch.empty(4, 3).unbind()
+try:
+    head_kernels.scores(logits, torch.tensor([[1, 2], [3, 4], [5, 6]])[:, 0], 1.0, into)
+except AssertionError:
+    pass
+else:
+    raise SystemExit("targets with a stride are read as if they had none")
+hidden, weight = torch.randn(3, 8), torch.randn(V, 8)
+targets = torch.tensor([[1, 2], [3, 4], [5, 6]])[:, 0]
+chunked.fuses = lambda x: True
+for function, inputs in (
+    (chunked.ChunkedScores, (hidden, weight, targets, 1.0, 1)),
+    (chunked.ChunkedCrossEntropy, (hidden, weight, targets, 1.0, 1)),
+    (chunked.TargetScores, (logits, targets, 1.0)),
+):
+    dense = [x.contiguous() if x is targets else x for x in inputs]
+    assert torch.equal(function.apply(*inputs)[0], function.apply(*dense)[0])
+"""
+
 
 def interpret(program):
     pytest.importorskip("triton")
@@ -132,6 +184,14 @@ def test_chunked_functions_give_the_same_on_either_path():
 
 def test_layers_have_the_same_outputs_and_gradients_on_either_path():
     interpret(LAYERS)
+
+
+def test_logits_without_probability_leave_scores_and_gradients_finite():
+    interpret(LOW)
+
+
+def test_targets_may_have_a_stride_in_the_functions_but_not_in_the_kernels():
+    interpret(STRIDED)
 
 
 def test_a_nan_and_a_target_outside_the_vocabulary_give_a_nan():

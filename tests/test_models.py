@@ -1,12 +1,14 @@
 """The native decoder compared with transformers, and refusal of mismatched checkpoints."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import transformers
 
+from asyncrl.models import kernels
 from asyncrl.models.checkpoint import (
     check_checkpoint,
     is_draft,
@@ -371,3 +373,21 @@ def test_tensors_read_one_at_a_time_equal_those_read_at_once(tmp_path):
         assert all(torch.equal(read(name), tensor) for name, tensor in read_tensors(tmp_path).items())
         with pytest.raises(CheckpointError, match="no tensor absent in its files"):
             read("absent")
+
+
+def test_kernels_that_fail_on_a_gpu_leave_the_eager_code_with_one_warning(monkeypatch, caplog):
+    on_gpu, attempts = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 99)), []
+
+    def fail(device):
+        attempts.append(device)
+        raise torch.OutOfMemoryError if len(attempts) == 1 else RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(kernels, "_check", fail)
+    monkeypatch.setattr(kernels.log, "propagate", True)
+    with pytest.raises(torch.OutOfMemoryError):
+        kernels.fuses(on_gpu)
+    assert not any(kernels.fuses(on_gpu) for _ in range(3))
+    assert len(attempts) == 2
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "cuda:99 is slower" in caplog.text
+    assert "RuntimeError: Failed to find C compiler" in caplog.text

@@ -16,6 +16,7 @@ from asyncrl.param_sync.errors import BucketKey, SyncError
 from asyncrl.param_sync.live_weights import LiveWeights
 from asyncrl.param_sync.manifest import Manifest, ManifestError, TensorSpec
 from asyncrl.param_sync.tensor_assembler import TensorAssembler
+from asyncrl.param_sync.weight_receiver import LocalReceiver
 from asyncrl.types.versions import PolicyVersion
 
 V1 = PolicyVersion(0, 1)
@@ -360,6 +361,16 @@ def test_a_byte_damaged_in_place_is_detected_and_nothing_else_is_written():
     receiver.commit(V1)
     assert receiver.intact()
     assert digest_tensors(live.items()) == digest_tensors(tensors.items())
+
+
+def test_a_host_copy_holds_the_packed_bytes_only():
+    tensors, live = {"a": torch.ones(60), "empty": torch.ones(0)}, {"a": torch.zeros(60), "empty": torch.zeros(0)}
+    receiver = LocalReceiver("r0", opened(live, tensors), None)
+    (bucket,) = buckets_of(tensors, 4096)
+    receiver._stage(bucket)
+    assert [len(staged.data) for staged in receiver._copy] == [256]  # 240, and the empty one at the next 64
+    receiver._load()
+    assert live["a"].eq(1).all()
 
 
 def test_an_in_place_part_must_arrive_in_order_like_any_other():

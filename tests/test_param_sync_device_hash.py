@@ -5,9 +5,11 @@ their own, where the CPU counts as a device."""
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,40 @@ def manifest_of(tensors: dict[str, torch.Tensor]) -> Manifest:
 
 
 # -- on the host -------------------------------------------------------------------------------------------------------
+
+
+def test_a_device_without_memory_for_the_check_is_checked_again(monkeypatch):
+    device, checks = torch.device("cuda", 63), []
+
+    def check(device):
+        checks.append(device)
+        if len(checks) == 1:
+            raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(device_ranges, "_check", check)
+    monkeypatch.setattr(device_ranges, "works_on", functools.cache(device_ranges.works_on.__wrapped__))
+    with pytest.raises(torch.OutOfMemoryError):
+        device_ranges.works_on(device)
+    assert device_ranges.works_on(device)
+    assert device_ranges.works_on(device)
+    assert len(checks) == 2
+
+
+def test_tensors_packed_on_a_device_are_not_held_while_their_bucket_is_sent(monkeypatch):
+    monkeypatch.setattr(device_ranges, "works_on", lambda device: True)
+    monkeypatch.setattr(device_ranges, "copy", lambda ranges, device: None)
+    made = []
+
+    def export():
+        for i in range(8):
+            tensor = torch.zeros(16)
+            made.append(weakref.ref(tensor))
+            yield str(i), tensor
+            del tensor
+
+    for filled in pack(export(), lambda: torch.zeros(256, dtype=torch.uint8), checksum=False):
+        assert len(filled.parts) == 4
+        assert sum(tensor() is not None for tensor in made) == 1  # the last one given
 
 
 def test_the_hash_is_xxh3_of_one_chunk_or_of_the_hashes_of_more():

@@ -1,13 +1,13 @@
 """Log-probabilities, entropies and draft losses from the head, a chunk of rows at a time, with their gradients.
 
-On a GPU `asyncrl.models.head_kernels` computes them from the logits, equal to the eager code here up to rounding.
+On a GPU `asyncrl.models.head_kernels` computes scores and cross-entropies from the logits, equal to the eager code here
+up to rounding. `ChunkedAcceptance` is eager everywhere.
 
 Shape suffixes: R rows, C a chunk of them, M hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from asyncrl.models.kernels import fuses
+
 _HEAD_ROWS = 256
 _EAGER_BYTES = 16  # per logit of a chunk, at the peak of the eager code: four float32 tensors
-_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class ChunkedScores(torch.autograd.Function):
@@ -34,6 +35,7 @@ class ChunkedScores(torch.autograd.Function):
         entropy = torch.empty_like(logprobs)
         found = [entropy]
         if fuses(hidden):
+            targets = targets.contiguous()
             found += [torch.empty_like(logprobs), torch.empty_like(logprobs)]
             for rows in _chunks(len(targets), _fused_rows(chunk, weight, float32)):
                 logits_CV = _product(hidden[rows], weight, float32)
@@ -48,6 +50,7 @@ class ChunkedScores(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor, e: Tensor) -> Any:  # type: ignore[override]
         hidden, weight, targets, *found = ctx.saved_tensors
         gradients = _Gradients(ctx, hidden, weight, ctx.temperature)
@@ -73,7 +76,7 @@ class TargetScores(torch.autograd.Function):
         ctx.temperature = temperature
         if fuses(logits_CV):
             found = logits_CV.new_empty(4, len(targets), dtype=torch.float32)
-            logits_CV = logits_CV.contiguous()
+            logits_CV, targets = logits_CV.contiguous(), targets.contiguous()
             _kernels().scores(logits_CV, targets, temperature, found.unbind())
             ctx.save_for_backward(logits_CV, targets, found)
             return found[0].clone(), found[1].clone()
@@ -83,6 +86,7 @@ class TargetScores(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor, e: Tensor) -> Any:  # type: ignore[override]
         values_CV, targets, found = ctx.saved_tensors
         if not fuses(values_CV):
@@ -124,7 +128,7 @@ class _Gradients:
     def add_fused(
         self, rows: slice, logits_CV: Tensor, targets: Tensor, found: Sequence[Tensor], g: Tensor, e: Tensor | None
     ) -> None:
-        """The arguments are those of `head_kernels.gradient`. Overwrites ``logits``."""
+        """The arguments are those of `head_kernels.gradient`. May overwrite ``logits``."""
         dtype = self._weight.dtype
         out_CV = logits_CV if logits_CV.dtype is dtype else torch.empty_like(logits_CV, dtype=dtype)
         self._multiply(rows, _kernels().gradient(logits_CV, targets, found, g, e, self._temperature, out_CV))
@@ -152,6 +156,7 @@ class ChunkedCrossEntropy(SumOverRows):
         loss, hits = hidden.new_zeros((), dtype=torch.float32), hidden.new_zeros((), dtype=torch.float32)
         gradients = _Gradients(ctx, hidden, weight, temperature)
         if fuses(hidden):
+            targets = targets.contiguous()
             for rows in _chunks(len(targets), _fused_rows(chunk, weight, float32)):
                 logits_CV = _product(hidden[rows], weight, float32)
                 found = loss.new_empty(4, len(logits_CV))
@@ -215,11 +220,6 @@ class ChunkedAcceptance(SumOverRows):
         gradients.save(ctx)
         ctx.mark_non_differentiable(hits)
         return loss, hits
-
-
-def fuses(x: Tensor) -> bool:
-    """Whether Triton's kernels compute the scores of these hidden states or logits."""
-    return _TRITON and x.is_cuda
 
 
 def head_logits(hidden_RM: Tensor, weight_VM: Tensor, float32: bool) -> Tensor:

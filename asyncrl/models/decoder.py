@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from asyncrl.models.chunked import ChunkedAcceptance, ChunkedCrossEntropy, ChunkedScores, fuses
+from asyncrl.models.chunked import ChunkedAcceptance, ChunkedCrossEntropy, ChunkedScores
 from asyncrl.models.config import DecoderConfig
 from asyncrl.models.device_copy import on_device
+from asyncrl.models.kernels import fuses
 from asyncrl.models.layout import PackedLayout
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels of the decoder's layers in training on a GPU, with gradients: rotary positions, gated activation.
+"""Triton kernels of the trainer's decoder layers on a GPU, with gradients: rotary positions, gated activation.
 
 They round where the eager code does, in one pass instead of ten, and keep less for the backward pass.
 
@@ -34,6 +34,7 @@ class RotatedHeads(torch.autograd.Function):
         return out_TAD
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g_TAD: Tensor) -> Any:  # type: ignore[override]
         cos, sin = ctx.saved_tensors
         q, k, v = g_TAD.split(ctx.split, 1)
@@ -51,16 +52,19 @@ class Gated(torch.autograd.Function):
         gate_TI, up_TI = gate_TI.contiguous(), up_TI.contiguous()
         ctx.save_for_backward(gate_TI, up_TI)
         out_TI = torch.empty_like(gate_TI)
-        _gated[(triton.cdiv(out_TI.numel(), _BLOCK),)](gate_TI, up_TI, out_TI, out_TI.numel(), _BLOCK, num_warps=4)
+        with torch.cuda.device_of(gate_TI):  # else on the thread's current device
+            _gated[(triton.cdiv(out_TI.numel(), _BLOCK),)](gate_TI, up_TI, out_TI, out_TI.numel(), _BLOCK, num_warps=4)
         return out_TI
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g_TI: Tensor) -> Any:  # type: ignore[override]
         gate_TI, up_TI = ctx.saved_tensors
         d_gate, d_up = torch.empty_like(gate_TI), torch.empty_like(up_TI)
-        _gated_gradient[(triton.cdiv(gate_TI.numel(), _BLOCK),)](
-            gate_TI, up_TI, g_TI.contiguous(), d_gate, d_up, gate_TI.numel(), _BLOCK, num_warps=4
-        )
+        with torch.cuda.device_of(gate_TI):
+            _gated_gradient[(triton.cdiv(gate_TI.numel(), _BLOCK),)](
+                gate_TI, up_TI, g_TI.contiguous(), d_gate, d_up, gate_TI.numel(), _BLOCK, num_warps=4
+            )
         return d_gate, d_up
 
 
@@ -71,10 +75,11 @@ def _rotate(x_TXD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, out_TXD: Tensor, ba
         x_TXD = x_TXD.contiguous()
     assert out_TXD.stride()[1:] == (dim, 1)
     together, half = triton.next_power_of_2(heads), triton.next_power_of_2(dim // 2)
-    _rotate_heads[(rows,)](
-        x_TXD, cos_T1D, sin_T1D, out_TXD, x_TXD.stride(0), out_TXD.stride(0), heads, dim // 2, together, half, back,
-        num_warps=max(1, min(together * half // 256, 8)),
-    )  # fmt: skip
+    with torch.cuda.device_of(x_TXD):
+        _rotate_heads[(rows,)](
+            x_TXD, cos_T1D, sin_T1D, out_TXD, x_TXD.stride(0), out_TXD.stride(0), heads, dim // 2, together, half, back,
+            num_warps=max(1, min(together * half // 256, 8)),
+        )  # fmt: skip
 
 
 # fmt: off

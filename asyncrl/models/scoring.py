@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from asyncrl.models.causal_lm import layers
-from asyncrl.models.chunked import TargetScores, fuses, head_logits
+from asyncrl.models.chunked import TargetScores, head_logits
 from asyncrl.models.config import CheckpointError
 from asyncrl.models.decoder import DraftTargets, TokenScores
+from asyncrl.models.kernels import fuses
 from asyncrl.models.layout import PackedLayout
 
 #: nats between two ways to compute a token's logprob, on average over a sequence, in float32 and in bfloat16, which

@@ -6,7 +6,7 @@ they are hashed; on a device all tensors of a bucket are copied and hashed by on
 large tensors without a copy, these stay in place: their bytes count towards the bucket but are only hashed.
 
 A bucket's checksum is xxh3_64 of its parts' hashes, a part's hash is the `content_hash` of its bytes. A tensor's hash
-is also used for its digest, so its bytes are read only once.
+is also used for its digest, so its bytes are read only once; on a device those of a split tensor are read twice.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ def pack(
 
     ``next_buffer`` gives a free buffer, uint8 [capacity], capacity a positive multiple of 64. ``on_hash`` gets the
     `content_hash` of every tensor's bytes. Parts of at least ``zero_copy_from`` bytes (None: no part) of a contiguous
-    tensor on the buffer's device are not copied. The others are read before the next tensor is requested, but those on
-    a device only when their bucket is yielded, so that until then they must keep their values.
+    tensor on the buffer's device are not copied. Tensors on the buffer's device are read when the bucket is yielded;
+    until then they must keep their values. Others are read before the next tensor is requested.
     """
     hashed = checksum or on_hash is not None
 
@@ -208,7 +208,7 @@ class _Filling:
 
     def add(self, name: str, source: torch.Tensor, start: int, nbytes: int, whole: ContentHash | None = None) -> None:
         """Add ``nbytes`` of a tensor from byte ``start`` on; a non-contiguous tensor must be added completely.
-        ``whole``: a further hash to update."""
+        ``whole``: a further hash to update; None if it `hashes_on_device`."""
         if nbytes >= self._zero_copy_from and self._is_row(source):
             self._hash_of(self._leave(name, source, start, nbytes), whole)
             return
@@ -308,10 +308,15 @@ class _DeviceFilling(_Filling):
             self._ranges.append((self._address + at, nbytes, 0))
 
     def hashes(self) -> list[bytes]:
+        ranges, self._ranges = self._ranges, []
+        hashes: list[bytes] = []
         if self._hashed:
-            return device_ranges.copy_and_hash(self._ranges, self._device)
-        device_ranges.copy(self._ranges, self._device)
-        return []
+            hashes = device_ranges.copy_and_hash(ranges, self._device)
+        else:
+            device_ranges.copy(ranges, self._device)
+        # Not held while the bucket is sent. Their memory may be reused, on the same stream and so after the copy.
+        self._sources = []
+        return hashes
 
 
 def _update(data: Any, part: ContentHash, whole: ContentHash | None) -> None:

@@ -40,11 +40,14 @@ def aligned(tensor: torch.Tensor) -> bool:
 @functools.cache
 def works_on(device: torch.device) -> bool:
     """True if the kernel runs on the device and is right there; else bytes are hashed on the host. The first call
-    compiles the kernel, which takes seconds: call it before a session needs it."""
+    compiles the kernel, which takes seconds: call it before a session needs it. Raises torch.OutOfMemoryError, and
+    then checks again at the next call."""
     if device.type != "cuda":
         return False
     try:
         _check(device)
+    except torch.OutOfMemoryError:  # says nothing about the kernel
+        raise
     except Exception as e:  # no triton, no compiler for it, or an unknown device: the host can do the same
         log.warning("param_sync: weights on %s are hashed on the host, which is slow (%s)", device, e)
         return False
@@ -90,7 +93,10 @@ def _chunks(ranges: Sequence[DeviceRange]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _on_device(chunks: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(chunks).to(device, non_blocking=True)  # else torch waits for all earlier work
+    """As `asyncrl.models.device_copy.on_device`, from pinned memory: a copy from pageable memory would wait for all
+    queued kernels."""
+    tensor = torch.from_numpy(chunks)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

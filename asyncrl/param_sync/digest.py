@@ -10,7 +10,7 @@ combined::
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import xxhash
@@ -20,7 +20,7 @@ from asyncrl.param_sync.content_hash import content_hash
 from asyncrl.param_sync.manifest import Manifest, Role, TensorSpec
 
 ROLES: tuple[Role, ...] = ("target", "draft")
-_BATCH_BYTES = 256 << 20  # of tensors that are kept until they are hashed together
+_BATCH_BYTES = 64 << 20  # of tensors that are kept until they are hashed together
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -44,11 +44,19 @@ def digest_tensors(items: Iterable[tuple[str, torch.Tensor]]) -> str:
     """Digest of named tensors, 32 hex digits. The tensors may be strided and on any device. On a device, some are kept
     while the next ones are requested, and must not change meanwhile."""
     hashes: dict[str, bytes] = {}
-    for batch in _batches(items):
-        contents = content_hashes([tensor for _, tensor in batch])
-        for (name, tensor), content in zip(batch, contents, strict=True):
-            hashes[name] = tensor_hash(TensorSpec(name, dtype_name(tensor), tuple(tensor.shape)), content)
-    return combine_hashes(hashes)
+    batch: dict[str, torch.Tensor] = {}  # on devices, to be hashed together
+    nbytes = 0
+    for name, tensor in items:
+        if not device_ranges.works_on(tensor.device):
+            hashes[name] = tensor_hash(_spec(name, tensor), _hash_on_host(tensor))
+            continue
+        batch[name] = tensor
+        nbytes += tensor.nbytes
+        if nbytes >= _BATCH_BYTES:
+            hashes |= _hashes_of(batch)
+            batch, nbytes = {}, 0
+        del tensor  # it would be held while the next one is made
+    return combine_hashes(hashes | _hashes_of(batch))
 
 
 def hash_tensor(spec: TensorSpec, tensor: torch.Tensor) -> bytes:
@@ -69,7 +77,7 @@ def content_hashes(tensors: Sequence[torch.Tensor]) -> list[bytes]:
         if device_ranges.works_on(tensor.device):
             on_device.setdefault(tensor.device, []).append(i)
         else:
-            hashes[i] = content_hash(flat_bytes(tensor).cpu().numpy().data)
+            hashes[i] = _hash_on_host(tensor)
     for device, indices in on_device.items():
         rows = [tensors[i].detach().contiguous() for i in indices]
         rows = [row if device_ranges.aligned(row) else row.clone() for row in rows]
@@ -92,18 +100,21 @@ def combine_hashes(hashes: Mapping[str, bytes]) -> str:
     return xxhash.xxh3_128_hexdigest(b"".join(hashes[name] for name in sorted(hashes)))
 
 
-def _batches(items: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """The items in lists; a tensor on the host is alone, so that it is not kept."""
-    batch: list[tuple[str, torch.Tensor]] = []
-    nbytes = 0
-    for item in items:
-        batch.append(item)
-        nbytes += item[1].nbytes
-        if item[1].is_cpu or nbytes >= _BATCH_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-    if batch:
-        yield batch
+def _hash_on_host(tensor: torch.Tensor) -> bytes:
+    return content_hash(flat_bytes(tensor).cpu().numpy().data)
+
+
+def _hashes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    """Hashes of tensors on devices, by name."""
+    contents = content_hashes(list(tensors.values()))
+    return {
+        name: tensor_hash(_spec(name, tensor), content)
+        for (name, tensor), content in zip(tensors.items(), contents, strict=True)
+    }
+
+
+def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(name, dtype_name(tensor), tuple(tensor.shape))
 
 
 @functools.lru_cache(1 << 17)  # the same in every session

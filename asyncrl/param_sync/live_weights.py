@@ -48,7 +48,6 @@ class LiveWeights:
                 f"expected for each tied name a view under another name, found none for {_some(both | lost)}"
             )
         self._flat = {name: flat_bytes(view) for name, view in self._views.items() if view.is_contiguous()}
-        self._addresses = {name: flat.data_ptr() for name, flat in self._flat.items()}
         self._writers = {name: _writer(view) for name, view in self._views.items()}
         devices = {view.device for view in self._views.values()}
         self._device = devices.pop() if len(devices) == 1 else torch.device("cpu")  # where buckets are unpacked
@@ -131,11 +130,11 @@ class LiveWeights:
         ranges, others, begin = [], [], data.data_ptr()
         for part in parts:
             name, start, nbytes, offset = part
-            live = self._addresses.get(name)
-            if live is None or (begin + offset | live + start) % device_ranges.ALIGN_BYTES:
+            source, target = begin + offset, self._flat[name].data_ptr() + start if name in self._flat else None
+            if target is None or (source | target) % device_ranges.ALIGN_BYTES:
                 others.append(part)
             else:
-                ranges.append((begin + offset, nbytes, live + start))
+                ranges.append((source, nbytes, target))
         device_ranges.copy(ranges, data.device)
         return others
 

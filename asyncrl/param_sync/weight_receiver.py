@@ -128,7 +128,9 @@ class LocalReceiver:
         self._weights.take(bucket)
 
     def _stage(self, bucket: Bucket) -> None:
-        """Add a bucket to the host copy if its checksum matches."""
+        """Add a bucket to the host copy if its checksum matches. The rest of the buffer is left out."""
+        end = max((part.offset + part.nbytes for part in bucket.parts), default=0)
+        bucket = bucket._replace(data=bucket.data[: max(end, 0)])
         check_checksum(bucket)
         data = bucket.data if bucket.kept else memoryview(bytes(host_bytes(bucket)))
         self._copy.append(bucket._replace(data=data, checksum=None))

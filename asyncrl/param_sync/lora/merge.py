@@ -24,7 +24,8 @@ class MergingExport:
 
     ``manifest`` describes base and adapter; plan sessions with ``merged``. The three tensors of a target module, its
     weight and its pair, must come from one sender and one module at a time, in any order within a module and with other
-    tensors between them, so that only one module is held beside the backend's own tensors. ::
+    tensors between them, so that only one module is held beside the backend's own tensors. They must keep their values
+    until the module is complete. ::
 
         merging = MergingExport(backend.manifest())
         sender.send(merging(backend.export()))
@@ -66,7 +67,7 @@ class MergingExport:
                     continue
                 if name in held or held.keys() - set(module):
                     raise _apart(f"export gave {name}", held)
-                held[name] = tensor.detach().clone()  # the export may reuse its memory
+                held[name] = tensor.detach()
                 if len(held) == len(module):
                     yield module.weight, self._merge(module, held)
             if held:

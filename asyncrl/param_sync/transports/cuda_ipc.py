@@ -31,8 +31,8 @@ _ALIGN_BYTES = 512  # as torch aligns its own allocations
 
 
 class CudaIpcTransport(Transport):
-    # A bucket costs about 0.3 ms of messages, launches and waiting, in which the GPU copies some 500 MiB. Not larger,
-    # because two are held, on the one GPU that trainer and replicas share.
+    # A bucket costs about a millisecond of messages, launches and waiting (docs/gpu.md), so not smaller. Not larger,
+    # because two are held, and the tensors for one, on the one GPU that trainer and replicas share.
     bucket_bytes = 256 * MIB
     auto_order = 10
 
@@ -103,13 +103,14 @@ class DeviceBuckets:
 
     @functools.cached_property
     def ceiling(self) -> float:
-        source = torch.zeros(self._capacity, dtype=torch.uint8, device=self._on)
-        target = source.clone()
+        # Between its own halves, because the GPU may be nearly full. It is free once all buckets have been read.
+        source, target = self._memory.data.chunk(2)
+        target.copy_(source)  # the first copy is slower
         synchronize(self._on)
         began_s = now_s()
         target.copy_(source)
         synchronize(self._on)
-        return self._capacity / max(now_s() - began_s, 1e-9)
+        return len(source) / max(now_s() - began_s, 1e-9)
 
     def close(self) -> None:
         """Free the memory. Readers may still have it open, as after this process's death, but read it only in a

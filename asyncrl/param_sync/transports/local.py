@@ -91,7 +91,8 @@ class BucketMemory(Protocol):
 
     @property
     def ceiling(self) -> float | None:
-        """Speed of a plain copy of a bucket in bytes per second; None if it was not measured."""
+        """Speed of a plain copy of a bucket in bytes per second; None if it was not measured. May overwrite buffers, so
+        it is read only between sessions."""
         ...
 
     def close(self) -> None:
