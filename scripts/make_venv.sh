@@ -3,7 +3,7 @@
 #
 #   scripts/make_venv.sh          the default one, $VENV (.venv), from constraints.txt
 #   scripts/make_venv.sh vllm     that of a backend (vllm, sglang, megatron), $VENV-vllm, from constraints-vllm.txt
-#   scripts/make_venv.sh vllm-gpu the same for vLLM's CUDA build; the other environments take torch's where it is offered
+#   scripts/make_venv.sh vllm-gpu, sglang-gpu    the same for their CUDA builds; others take torch's where it is offered
 #   scripts/make_venv.sh megatron-newest    the same for its newest releases, with CPython 3.12
 #   scripts/make_venv.sh gym      reasoning-gym and mcp, in an environment that also has the packages of the default one
 #   scripts/make_venv.sh agent-openai       that of an agent of tests/agents, from its constraints.txt, without asyncrl
@@ -63,7 +63,7 @@ rm -rf "$target"
 "$python" -m venv "$target"
 install() { "$target/bin/pip" install --quiet --constraint "$constraints" "$@"; }
 # torch first, by its exact version: pip takes the CPU build where one is offered, on a GPU machine the CUDA build
-[[ $backend == agent-* || $backend == gym ]] || install torch==2.13.0
+[[ $backend == agent-* || $backend == gym || $backend == sglang-gpu ]] || install torch==2.13.0
 case "$backend" in
   "") install --editable '.[test,dev]' ;;
   agent-*) install --no-deps --requirement "$constraints" ;;
@@ -80,8 +80,8 @@ case "$backend" in
     install --editable '.[test]'
     ;;
   vllm-gpu) install --editable '.[test]' vllm ;;
-  sglang)
-    # most of its dependencies need CUDA; text models run with the constraints' packages alone
+  sglang | sglang-gpu)
+    # on a CPU most of its dependencies cannot be installed; text models run with the constraints' packages alone
     install --no-deps --requirement "$constraints"
     "$target/bin/pip" install --quiet --no-deps --editable .
     ;;

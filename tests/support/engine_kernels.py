@@ -120,7 +120,7 @@ def check_that_prompts_prefilled_together_are_copied_within_groups():
 
     def responses(together):
         core = Core(model, slots=6, context_tokens=64, prefill_chunk_tokens=40)
-        core._prefills_together = together
+        core._prefiller.together = together
         core.start(PolicyVersion(0, 0))
         rng = np.random.default_rng(0)
         prompts = [rng.integers(0, 50, size) for size in (9, 17, 3, 25)]

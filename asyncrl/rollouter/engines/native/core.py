@@ -29,12 +29,13 @@ from asyncrl.rollouter.engines.admission import why_impossible
 from asyncrl.rollouter.engines.base import EngineError, EventBatch, Request, Scheduling
 from asyncrl.rollouter.engines.events import Event, EventLog
 from asyncrl.rollouter.engines.native.grammar import GrammarError, Grammars
-from asyncrl.rollouter.engines.native.kernels import LENGTH_STEP, ROWS_STEP, round_up
+from asyncrl.rollouter.engines.native.kernels import LENGTH_STEP, round_up
 from asyncrl.rollouter.engines.native.kv import KVCache
-from asyncrl.rollouter.engines.native.model import NativeModel, Placed
+from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.rollouter.engines.native.passes import Drawn, Passes
+from asyncrl.rollouter.engines.native.prefill import Prefiller
 from asyncrl.rollouter.engines.native.sampler import SamplingColumns, TokenMasks, sample, uniforms
-from asyncrl.rollouter.engines.native.scheduler import Chunk, CopyPrefix, Scheduler, Sequence
+from asyncrl.rollouter.engines.native.scheduler import Scheduler, Sequence
 from asyncrl.rollouter.engines.native.speculation import Speculation, Speculator
 from asyncrl.rollouter.engines.native.warm import WarmPrefix, WarmPrefixes
 from asyncrl.rollouter.engines.occupancy import Occupancy
@@ -93,7 +94,6 @@ class Core:
         ahead = model.device.type == "cuda" if look_ahead is None else look_ahead
         self._looks_ahead = ahead and not deterministic and speculation is None
         self._ahead: _Pass | None = None
-        self._prefills_together = model.device.type == "cuda" and not deterministic
         self.version: PolicyVersion | None = None
         self.generated_tokens = 0
         self._chunk_tokens = min(prefill_chunk_tokens, context_tokens)
@@ -117,6 +117,9 @@ class Core:
         self._speculator: Speculator | None = None
         if speculation is not None:
             self._speculator = Speculator(model, self.kv, self._passes, *speculation, self._recorder)
+        self._prefiller = Prefiller(
+            model, self.kv, self._scheduler, self._warm, self._speculator, self._chunk_tokens, deterministic
+        )
         self._counted_tokens = 0
 
     # -- requests --------------------------------------------------------------------------------------------------
@@ -249,15 +252,17 @@ class Core:
     # -- the step --------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Place, prefill up to one chunk of tokens, and decode one token per running sequence. Raises EngineError if
-        the KV cache is released or no version was started."""
+        """Place, prefill up to one chunk of tokens, and decode one token per running sequence; with a pass ahead, one
+        that has just joined waits a step. Raises EngineError if the KV cache is released or no version was started."""
         if not self.kv.allocated:
             raise EngineError("the KV cache is released; call restore_kv first")
         if self.version is None:
             raise EngineError("no version was started, so the version of the weights is unknown")
         for sequence in self._scheduler.place():
             self._place(sequence)
-        self._prefill()
+        computed, reused = self._prefiller.run(self._feed)
+        if computed or reused:
+            count_prompt(self._recorder, computed, reused)
         decoding = self._scheduler.decoding()
         self.occupancy.observe(len(decoding), self.active)
         if decoding:
@@ -285,63 +290,6 @@ class Core:
         """Set the input of the sequence's row for the next decode step."""
         self._tokens[sequence.slot] = sequence.tokens[sequence.computed]
         self._positions[sequence.slot] = sequence.computed
-
-    def _prefill(self) -> None:
-        budget, computed, reused = self._chunk_tokens, 0, 0
-        chunks: list[Chunk] = []
-        copies: list[CopyPrefix] = []
-        while work := self._scheduler.next_prefill(budget - computed):
-            sequence = work.sequence
-            if isinstance(work, CopyPrefix):
-                copies.append(work)
-                sequence.computed, sequence.mixed_kv = work.tokens, work.source.mixed_kv
-                reused += work.tokens
-            else:
-                if any(copy.sequence is sequence for copy in copies):
-                    self._carry_out(chunks, copies)
-                chunks.append(work)
-                sequence.computed += work.tokens
-                computed += work.tokens
-            if not self._prefills_together:
-                self._carry_out(chunks, copies)
-            self._feed(sequence)
-        self._carry_out(chunks, copies)
-        if computed or reused:
-            count_prompt(self._recorder, computed, reused)
-
-    def _carry_out(self, chunks: list[Chunk], copies: list[CopyPrefix]) -> None:
-        """Prefill these chunks, then copy these prefixes, which may be of them, in order. Empties both lists."""
-        drafting = self._speculator is not None
-        pieces = [
-            Placed(np.array(s.tokens[start : start + count], np.int64), s.slot, start) for s, start, count in chunks
-        ]
-        if self._prefills_together and pieces:
-            self.model.prefill_together(pieces, self.kv, drafting)
-        for tokens, slot, start in pieces:
-            count = len(tokens)
-            if not self._prefills_together:
-                rows = self._chunk_tokens if self.deterministic else round_up(count, ROWS_STEP)
-                length = self.context_tokens if self.deterministic else start + count
-                tokens_T = on_device(np.pad(tokens, (0, rows - count)), self.model.device)
-                self.model.prefill(tokens_T, slot, start, self.kv, count, length, drafting)
-            if self._speculator is not None:
-                self._speculator.prefilled(slot, start + count)
-        for copy in copies:
-            self._copy(copy)
-        chunks.clear()
-        copies.clear()
-
-    def _copy(self, work: CopyPrefix) -> None:
-        source, slot, tokens = work.source, work.sequence.slot, work.tokens
-        if isinstance(source, WarmPrefix):
-            self.kv.load(slot, source.kv, tokens)
-            self._warm.used(source)
-            drafted = source.drafted
-        else:
-            self.kv.copy(source.slot, slot, tokens)
-            drafted = self._speculator.drafted(source.slot) if self._speculator is not None else 0
-        if self._speculator is not None:
-            self._speculator.copied(slot, tokens, drafted)
 
     def _keep_warm(self, sequence: Sequence) -> None:
         tokens = np.array(sequence.tokens[: sequence.computed], np.int32)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 
 def graph_rows(rows: int, slots: int) -> int:
-    """``rows`` rounded up, within ``slots``: to a power of two up to 8, then to a
-    multiple of a quarter of the next one."""
+    """``rows`` rounded up, within ``slots``: to a power of two up to 8, then to a multiple of a quarter of the next
+    one."""
     power = (rows - 1).bit_length()
     step = 1 << (power if rows <= 8 else power - 2)
     return min(-(-rows // step) * step, slots)
@@ -38,8 +38,8 @@ class Graphs:
         self._pool: Any = None  # of the memory that all recordings share
 
     def run(self, key: Hashable, inputs: Sequence[Tensor], work: Callable[..., tuple[Tensor, ...]]) -> Sequence[Tensor]:
-        """``work(*inputs)``, on the device of the inputs. Equal keys mean equal work on equal shapes. An input that is
-        the same tensor as in the last run of the key must not have been written meanwhile."""
+        """``work(*inputs)``, on the thread's current device and stream. Equal keys mean equal work on equal shapes. An
+        input that is the same tensor as in the last run of the key must not have been written meanwhile."""
         found = self._recorded.get(key)
         if found is None:
             return self._record(key, inputs, work)
