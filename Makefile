@@ -14,7 +14,7 @@ CODE_CHECKPOINT = checkpoints/code-mimo
 CODE_DATA = data/programs
 
 .PHONY: venv venv-gym quickstart quickstart-agent quickstart-agent-inputs code-inputs lint format clean
-.PHONY: test test-install torture torture-short test-faults test-slow test-vllm test-vllm-short test-sglang test-sglang-short test-megatron test-megatron-short test-megatron-newest
+.PHONY: test test-install test-install-short torture torture-short test-faults test-slow test-vllm test-vllm-short test-sglang test-sglang-short test-megatron test-megatron-short test-megatron-newest
 .PHONY: test-agents test-agents-short
 
 venv:
@@ -66,6 +66,9 @@ test: venv
 # that pip finds the packages of the environments for GPUs, without installing them
 test-install: venv
 	$(BIN)/python -m pytest -q -m install
+
+test-install-short: venv
+	$(BIN)/python -m pytest -q -m "install and not slow"
 
 test-faults: venv $(CHECKPOINT)/model.safetensors $(DATA)/train.jsonl
 	$(BIN)/python -m pytest -q -m "faults and not slow" -o timeout=900
