@@ -41,7 +41,8 @@ EXPLANATIONS = {
     "a sync; with `recompute` most of them prefill what the last sync flushed, 512 tokens at a time.",
     "draft": "By arm: whether the KV cache is unloaded in each sync and whether the draft is reloaded; `none` does not "
     "speculate. The policy is trained far from the start. The model is so small that its passes cost less than their "
-    "launches, so speculation does not pay; and a batch takes 30 ms, in which graphs are recorded again after an unload.",
+    "launches, so speculation does not pay; and a batch takes 30 ms, in which graphs are recorded again after an "
+    "unload.",
     "nccl": "NCCL wants a device of its own for each rank.",
 }
 NEVER_SEEN = (
