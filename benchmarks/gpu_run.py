@@ -36,7 +36,7 @@ import statistics
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice
@@ -61,7 +61,7 @@ from asyncrl.param_sync.manifest import Manifest
 from asyncrl.param_sync.sender import SendPlan, SendReport
 from asyncrl.param_sync.session_protocol import answer, remote_session
 from asyncrl.param_sync.transports.base import Address
-from asyncrl.processes.tasks import cancelled, within
+from asyncrl.processes.tasks import end_of_first, within
 from asyncrl.rollouter.answering import Answering
 from asyncrl.rollouter.engine_lease import LeasedEngine
 from asyncrl.rollouter.held_queue import HeldQueue
@@ -440,7 +440,7 @@ async def run(config: Config, folder: Path, kills: bool) -> dict[str, Any]:
             for part in (ranks, engine, pool):
                 starting.create_task(part.start())
         never_interrupt()  # like a run's queue and rollouter; ranks must not inherit it
-        await _together(train(), [pool.run(), engine.run(), validation.run()])
+        await end_of_first(train(), pool.run(), engine.run(), validation.run())
 
     try:
         await within(RUN_S, start_and_train(), "the run")
@@ -472,17 +472,6 @@ async def run(config: Config, folder: Path, kills: bool) -> dict[str, Any]:
         "lost": lost,
         "trained_twice": trained_twice,
     }
-
-
-async def _together(main: Coroutine[Any, Any, None], beside: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run ``main`` to its end, and the others, which have none, until then. Raises the first exception of any."""
-    tasks = [asyncio.ensure_future(work) for work in (main, *beside)]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        await cancelled(tasks)
 
 
 def audit(ledger: Path, in_weights: Sequence[str], order: Iterable[Prompt]) -> tuple[int, int]:

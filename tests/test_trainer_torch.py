@@ -21,6 +21,7 @@ from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.buckets import Bucket, TensorPart
 from asyncrl.param_sync.digest import combine_hashes, digest_tensors, flat_bytes, hash_tensor
 from asyncrl.param_sync.live_weights import LiveWeights
+from asyncrl.processes.device_memory import DeviceMemoryError
 from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.trainer.backends import state as staged_state
 from asyncrl.trainer.backends.base import NonFiniteError
@@ -57,6 +58,22 @@ def test_the_gradient_equals_the_plain_formula(checkpoint, start_rank):
     plain_loss(groups, logprobs_of).backward()
     trunk = [p for name, p in model.named_parameters() if not is_draft(name)]
     assert relative(found, torch.cat([p.grad.flatten() for p in trunk if p.grad is not None])) < 1e-5
+
+
+def test_a_train_step_that_runs_out_of_memory_names_weights_and_optimizer(checkpoint, start_rank, monkeypatch):
+    rank = start_rank(make_config(checkpoint))
+    tensors, held = weights(rank), rank._backend._held_bytes()
+    trained = sum(tensor.nbytes for name, tensor in tensors.items() if not is_draft(name))
+    assert held["weights"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert 2 * trained <= held["optimizer"] < 2.01 * trained  # two moments, and steps
+
+    def exhausted(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(rank._backend, "_accumulate_gradients", exhausted)
+    said = r"cpu ran out of memory in a train step.*weights 0\.00, optimizer 0\.00.*trainer\.max_tokens_per_micro_batch"
+    with pytest.raises(DeviceMemoryError, match=said):
+        rank.train(0, make_groups())
 
 
 def test_neither_micro_batches_nor_chunks_nor_checkpointing_change_the_gradient(checkpoint, start_rank):

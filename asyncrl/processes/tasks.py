@@ -67,3 +67,14 @@ async def first_of(*waits: Coroutine[Any, Any, Any], beside: asyncio.Future[Any]
         await asyncio.wait([*tasks, *([beside] if beside is not None else [])], return_when="FIRST_COMPLETED")
     finally:
         await cancelled(tasks)
+
+
+async def end_of_first(*waits: Coroutine[Any, Any, Any]) -> None:
+    """Wait until one of ``waits`` ends, and cancel the others. Raises its exception."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        await cancelled(tasks)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.processes.actor_client import ActorDied, first_leaf
-from asyncrl.processes.tasks import cancelled
+from asyncrl.processes.tasks import cancelled, end_of_first
 from asyncrl.run.supervision import SupervisedCluster, Supervisor
 
 DEATH_NOTICE_S = 2.0  # wait for the notice of a death after a call failed
@@ -33,7 +33,7 @@ class RestartableRollouter:
             rollouter = self._cluster.rollouter.once
             try:
                 if not self._may_start.is_set():
-                    await _unless_dead(rollouter, self._may_start.wait())
+                    await end_of_first(rollouter.alive(), self._may_start.wait())
                 await rollouter.run()
             except ActorDied as died:
                 if died.name != "rollouter":
@@ -97,14 +97,3 @@ def rank_death(error: BaseException | None) -> ActorDied | None:
             return error
         error = error.__cause__
     return None
-
-
-async def _unless_dead(actor: Any, work: Coroutine[Any, Any, Any]) -> None:
-    """Await ``work``; raises ActorDied if the actor dies first."""
-    tasks = [asyncio.ensure_future(actor.alive()), asyncio.ensure_future(work)]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        await cancelled(tasks)
