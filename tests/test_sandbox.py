@@ -42,7 +42,7 @@ shift
 exec {bwrap} --dev-bind / / --unshare-user --unshare-pid --as-pid-1 --proc /proc --tmpfs /sandbox --chdir /sandbox \\
     --die-with-parent {python} -I -S $runner "$@"
 """
-PYTHON = "/usr/bin/python3"  # an ordinary user may not be able to read this process's own
+PYTHON = "/usr/bin/python3"  # this process's own may lie in root's home, which other users may not enter
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +54,9 @@ def image():
 @pytest.fixture(params=["bubblewrap", "landlock", "podman"])
 def kind(request):
     """Options of each kind."""
-    image = request.getfixturevalue("image") if request.param == "podman" else ""
-    return {"kind": request.param, "image": image}
+    if request.param == "podman":
+        return {"kind": "podman", "image": request.getfixturevalue("image")}
+    return {"kind": request.param, "python": PYTHON if request.param == "landlock" else ""}
 
 
 @contextlib.asynccontextmanager
@@ -201,7 +202,7 @@ async def test_root_s_files_for_landlock_must_be_open_to_others(tmp_path, name):
     """Bubblewrap mounts them where its user finds them; landlock cannot."""
     tmp_path.chmod(0o700)
     (tmp_path / "table").write_text("12")
-    config = SandboxConfig(kind=name, paths=[str(tmp_path / "table")])
+    config = SandboxConfig(kind=name, python=PYTHON, paths=[str(tmp_path / "table")])
     if name == "landlock":
         with pytest.raises(SandboxFailed, match=r"users of sandboxes may not enter /tmp/.*chmod o\+x"):
             await open_pool(config)
@@ -242,7 +243,7 @@ AS_SOMEBODY = {
 )
 @pytest.mark.timeout(600)
 def test_no_attack_gets_out(kind):
-    make = lambda: SandboxPool(_kind(**kind), LIMITS, warm=1, most=4)
+    make = lambda: SandboxPool(_kind(kind["kind"], kind.get("image", "")), LIMITS, warm=1, most=4)
     found = asyncio.run(trial(make, list(ATTACKS)))
     expected = THROUGH[kind["kind"]]
     if os.geteuid() and kind["kind"] == "landlock":
@@ -423,14 +424,14 @@ def only_these_programs(monkeypatch, tmp_path):
 
 async def test_without_bubblewrap_nothing_is_served_and_the_message_names_the_package(only_these_programs):
     with pytest.raises(SandboxFailed, match=r"apt-get install bubblewrap.*landlock serves, but .*choose sandbox.kind"):
-        await open_pool(CONFIG)
+        await open_pool(SandboxConfig(python=PYTHON))
     with pytest.raises(SandboxFailed, match="podman is not installed; apt-get install podman"):
         await open_pool(SandboxConfig(kind="podman", image="any"))
 
 
 @pytest.mark.parametrize("options", [{"kind": "landlock"}, {"allow_unsafe": True}])
 async def test_a_weaker_kind_serves_if_it_is_chosen_or_allowed(only_these_programs, options):
-    async with await open_pool(SandboxConfig(warm=0, **options)) as pool:
+    async with await open_pool(SandboxConfig(warm=0, python=PYTHON, **options)) as pool:
         assert (pool.kind.name, bool(pool.kind.weaker)) == ("landlock", True)
 
 

@@ -64,7 +64,11 @@ class Landlock:
         shown = [interpreter.path, *interpreter.folders, *paths]
         if self._users.own and (closed := next(filter(None, map(_closed, [*shown, self._folder])), "")):
             remove_folder(self._folder)
-            raise SandboxFailed("infra", f"users of sandboxes may not enter {closed}; chmod o+x, or use another kind")
+            raise SandboxFailed(
+                "infra",
+                f"users of sandboxes may not enter {closed}; chmod o+x it, keep sandbox.python and sandbox.paths"
+                " elsewhere, or use another kind",
+            )
         self._settings = os.path.join(self._folder, "settings")
         every = landlock.all_rights(version)
         unneeded = landlock.MAKE_CHAR | landlock.MAKE_BLOCK | landlock.MAKE_SOCK | landlock.IOCTL_DEVICE
