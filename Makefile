@@ -13,7 +13,7 @@ AGENT_DATA = data/guess
 CODE_CHECKPOINT = checkpoints/code-mimo
 CODE_DATA = data/programs
 
-.PHONY: venv venv-gym quickstart quickstart-agent quickstart-agent-inputs code-inputs lint format clean
+.PHONY: venv venv-gym venv-trl quickstart quickstart-agent quickstart-agent-inputs code-inputs lint format clean
 .PHONY: test test-install test-install-short torture torture-short test-faults test-slow test-vllm test-vllm-short test-sglang test-sglang-short test-megatron test-megatron-short test-megatron-newest
 .PHONY: test-agents test-agents-short
 
@@ -21,8 +21,8 @@ venv:
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/make_venv.sh
 
 # layered over the default environment
-venv-gym: venv
-	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/make_venv.sh gym
+venv-gym venv-trl: venv-%: venv
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/make_venv.sh $*
 
 venv-%:
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/make_venv.sh $*

@@ -6,6 +6,7 @@
 #   scripts/make_venv.sh vllm-gpu, sglang-gpu    the same for their CUDA builds; others take torch's where it is offered
 #   scripts/make_venv.sh megatron-newest    the same for its newest releases, with CPython 3.12
 #   scripts/make_venv.sh gym      reasoning-gym and mcp, in an environment that also has the packages of the default one
+#   scripts/make_venv.sh trl      TRL, likewise, for benchmarks
 #   scripts/make_venv.sh agent-openai       that of an agent of tests/agents, from its constraints.txt, without asyncrl
 #
 # With ASYNCRL_ENV_CACHE set, it is created there under the lock's hash, and $VENV links to it. Clones share it, so use
@@ -63,11 +64,11 @@ rm -rf "$target"
 "$python" -m venv "$target"
 install() { "$target/bin/pip" install --quiet --constraint "$constraints" "$@"; }
 # torch first, by its exact version: pip takes the CPU build where one is offered, on a GPU machine the CUDA build
-[[ $backend == agent-* || $backend == gym || $backend == sglang-gpu ]] || install torch==2.13.0
+[[ $backend == agent-* || $backend == gym || $backend == trl || $backend == sglang-gpu ]] || install torch==2.13.0
 case "$backend" in
   "") install --editable '.[test,dev]' ;;
   agent-*) install --no-deps --requirement "$constraints" ;;
-  gym)
+  gym | trl)
     site=lib/python${version%.*}/site-packages
     default=$(readlink --canonicalize "${VENV:-.venv}")/$site
     echo "import site; site.addsitedir('$default')" > "$target/$site/default_environment.pth"

@@ -57,7 +57,7 @@ class Run:
         self.config, self.died, self.poison = config, False, None
 
     # ranks
-    async def train(self, step, payload, mask_before, version):
+    async def train(self, step, payload, mask_before, version, part, parts):
         if step == self.poison or (step == 4 and not self.died):
             self.died = True
             raise RuntimeError("a rank died")
@@ -92,7 +92,7 @@ class Run:
         return ["replica"]
 
     # queue
-    async def lease(self, step, count):
+    async def lease(self, step, count, having=(), wait=True):
         await asyncio.sleep(0.01)
         return Lease((LeasedGroup("g", self.served[0], 0.0, 0.0),)), None
 

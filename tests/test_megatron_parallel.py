@@ -10,7 +10,7 @@ from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.trainer.rank import TrainerRank
 from tests.support.delta_nets import make_delta_net
 from tests.support.megatron import APART, CUTS, OPTIONS, in_processes, make_experts
-from tests.support.trainer import make_checkpoint, make_config, make_groups, weights
+from tests.support.trainer import make_checkpoint, make_config, make_groups, train_in_parts, weights
 from tests.support.trees import OF_SEQUENCES, OF_TOKENS, largest_difference, make_trees, save_gradient, written_out
 
 pytestmark = pytest.mark.megatron
@@ -35,13 +35,16 @@ MODELS = {
 
 
 def train(rank, ranks, cut, checkpoint, options, folder):
-    """Export, train four steps, save, train a fifth, and repeat it from the saved state and from that of one rank."""
+    """Export, train four steps, one of them in parts, save, train a fifth, and repeat it from the saved state and from
+    that of one rank."""
     config = make_config(str(checkpoint), backend="torch" if cut == "torch" else "megatron", **options)
     config.trainer.megatron = MegatronConfig(**CUTS.get(cut, {}))
     meet = f"file://{folder}/rendezvous_{cut}" if ranks > 1 else None
     trainer = TrainerRank(config, rank, ranks, meet, Recorder(f"trainer/{rank}"))
     first = weights(trainer)
-    metrics = [trainer.train(step, make_groups((4, 3, 1), seed=step)) for step in range(4)]
+    metrics = [trainer.train(step, make_groups((4, 3, 1), seed=step)) for step in range(3)]
+    sizes = (3,) if ranks == 1 else (1, 1, 1)  # the last leaves a data parallel rank none
+    metrics.append(train_in_parts(trainer, 3, make_groups((4, 3, 1), seed=3), *sizes))
     trained = weights(trainer)
     trainer.save(folder / cut)
     metrics.append(trainer.train(4, make_groups((4, 3, 1), seed=4)))

@@ -325,19 +325,25 @@ class History:
         return True
 
     async def lease(self) -> bool:
-        if self.held or self.consumed or self.trained >= self.total:
+        """The rest of the step's batch, or a part of it."""
+        held = self.held or []
+        left = self.setting.batch - len(held)
+        if not left or self.consumed or self.trained >= self.total:
             return False
-        step, batch, number = len(self.weights) + 1, self.setting.batch, self.version.number
-        expected = self.batch()
+        step, number, count = len(self.weights) + 1, self.version.number, self.random.randint(1, left)
+        expected = self.batch(count)
         try:
-            lease, payloads = await self.call("lease", step, batch)
+            lease, payloads = await self.call("lease", step, count, held)
         except WouldWait:
             assert expected is None or (self.setting.order == "ready_first" and self.setting.overdue == "wait")
             return False
         uids = [group.uid for group in lease.groups]
         assert uids == expected
+        self.held = held + uids
         if self.setting.order == "fifo" and step in self.replay:
-            assert uids == self.replay.pop(step)
+            assert self.held == self.replay[step][: len(self.held)]
+            if count == left:
+                self.replay.pop(step)
         assert payloads == [payload(uid, self.made[uid].tokens, self.made[uid].attempt) for uid in uids]
         below = lease.mask_before if self.setting.overdue == "mask" else None
         for uid in uids:
@@ -346,20 +352,19 @@ class History:
             assert taken, f"no token of {uid} is left to train"
             assert min(taken) >= number - self.setting.bound
         self.live |= dict.fromkeys(uids, LEASED)
-        self.held = uids
         return True
 
-    def batch(self) -> list[str] | None:
-        """Next batch, if all of it is finished."""
+    def batch(self, count: int) -> list[str] | None:
+        """The next groups, if all of them are finished."""
         ready = self.uids(IN_FLIGHT, QUEUED)
         if self.setting.order == "ready_first":
             ready = sorted(self.uids(QUEUED), key=self.deadline)  # stable: equal deadlines in order of issue
-        ready = ready[: self.setting.batch]
-        whole = len(ready) == self.setting.batch and all(self.live[uid] == QUEUED for uid in ready)
+        ready = ready[:count]
+        whole = len(ready) == count and all(self.live[uid] == QUEUED for uid in ready)
         return ready if whole else None
 
     async def train(self) -> bool:
-        if not self.held:
+        if len(self.held or []) < self.setting.batch:
             return False
         await self.call("trained", len(self.weights) + 1)
         assert not set(self.held) & {uid for batch in self.weights for uid in batch}

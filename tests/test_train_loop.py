@@ -15,7 +15,7 @@ from asyncrl.trainer.checkpoints import CheckpointStore
 from asyncrl.trainer.progress import Progress, TrainingState
 from asyncrl.trainer.publisher import Publisher
 from asyncrl.trainer.rolling_update import RollingUpdate
-from asyncrl.trainer.staleness import StalenessError, batch_metrics
+from asyncrl.trainer.staleness import StalenessError, batch_metrics, check_ages
 from asyncrl.trainer.validation import ValidationSchedule
 from asyncrl.types.versions import PolicyVersion
 
@@ -28,7 +28,7 @@ def lease_of(*numbers: int, lineage: int = 0, mask_before: int | None = None) ->
 
 
 def test_the_ages_of_a_batch_are_counted_in_versions():
-    metrics = batch_metrics(9, lease_of(5, 6, 6, 7), PolicyVersion(1, 7), bound=2)
+    metrics = batch_metrics(lease_of(5, 6, 6, 7), PolicyVersion(1, 7), bound=2)
     assert [metrics[f"fully_async/staleness/groups_{age}"] for age in range(3)] == [1, 2, 1]
     assert metrics["fully_async/staleness/max"] == 2
     assert metrics["fully_async/staleness/mean"] == 1.0
@@ -36,11 +36,12 @@ def test_the_ages_of_a_batch_are_counted_in_versions():
 
 def test_a_token_older_than_the_bound_is_never_trained():
     with pytest.raises(StalenessError, match=r"group g4 holds tokens of version 0\.4, the trainer is at 1\.7"):
-        batch_metrics(9, lease_of(6, 4), PolicyVersion(1, 7), bound=2)
+        check_ages(9, lease_of(6, 4), PolicyVersion(1, 7), bound=2)
 
 
 def test_tokens_that_are_masked_do_not_count_as_stale():
-    metrics = batch_metrics(9, lease_of(6, 4, mask_before=5), PolicyVersion(1, 7), bound=2)
+    check_ages(9, lease_of(6, 4, mask_before=5), PolicyVersion(1, 7), bound=2)
+    metrics = batch_metrics(lease_of(6, 4, mask_before=5), PolicyVersion(1, 7), bound=2)
     assert metrics["fully_async/staleness/max"] == 2
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import itertools
 import os
 import threading
 import time
@@ -38,6 +39,7 @@ from tests.support.trainer import (
     make_groups,
     plain_loss,
     relative,
+    train_in_parts,
     weights,
 )
 
@@ -98,12 +100,79 @@ def test_equal_input_gives_equal_bits(checkpoint, start_rank):
     assert all(torch.equal(runs[0][1][name], runs[1][1][name]) for name in runs[0][1])
 
 
+def results_in_parts(rank, *sizes):
+    """Metrics and samplers' KLs of two steps, and the weights after them."""
+    found = [(train_in_parts(rank, k, make_groups((4, 3, 2, 4), seed=k), *sizes), rank.sampler_kl) for k in range(2)]
+    return [metrics for metrics, _ in found], [kl for _, kl in found], weights(rank)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"entropy_coef": 0.01, "kl_coef": 0.1, "max_tokens_per_micro_batch": 50},
+        {"enable_train": True, "loss_aggregation": "sequence_mean", "grad_clip": 0.01},
+        {"enable_train": True, "detach_encoder": False},
+        {"advantage": "reinforce_pp"},
+        {"epochs": 2},
+    ],
+    ids=["scored", "draft", "attached-draft", "of-the-batch", "several-steps"],
+)
+def test_a_step_in_parts_is_that_of_its_whole_batch(checkpoint, start_rank, options):
+    """Where a part needs the others, all wait for the last one: then the bits are equal."""
+    config = make_config(checkpoint, **options)
+    metrics, kls, trained = results_in_parts(start_rank(config), 4)
+    found, found_kls, found_trained = results_in_parts(start_rank(config), 1, 2, 1)
+    waits = not {"kl_coef", "grad_clip"} & set(options)
+    if waits:
+        assert (found, found_kls) == (metrics, kls)
+    for ours, whole in zip(found, metrics, strict=True):
+        assert ours == pytest.approx(whole, rel=1e-4, abs=1e-6)
+    for ours, whole in zip(itertools.chain(*found_kls), itertools.chain(*kls), strict=True):
+        assert (ours.sampler, ours.tokens) == (whole.sampler, whole.tokens)
+        assert (ours.kl, ours.ratio) == pytest.approx((whole.kl, whole.ratio), rel=1e-4)
+    for name, tensor in trained.items():
+        torch.testing.assert_close(found_trained[name], tensor, rtol=0, atol=0 if waits else 2e-5)
+
+
+def test_a_step_that_ended_early_leaves_nothing_in_the_next(checkpoint, start_rank):
+    groups, runs = make_groups((4, 3, 2)), []
+    for early in (False, True):
+        rank = start_rank(make_config(checkpoint, enable_train=True))
+        if early:
+            rank.train(0, make_groups((2,), seed=5), part=0, parts=3)
+        runs.append((train_in_parts(rank, 0, groups, 1, 2), weights(rank)))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(runs[0][1][name], tensor) for name, tensor in runs[1][1].items())
+
+
+def test_parts_without_a_trained_token_change_nothing(checkpoint, start_rank):
+    """Nor does a step of only such parts, as the optimizer's momentum would."""
+    untrained = [make_untrained(data) for data in make_groups((4, 3), seed=3)]
+    groups = make_groups((4, 3))
+    rank = start_rank(make_config(checkpoint))
+    whole = train_in_parts(rank, 0, groups, 2)
+    after = weights(rank)
+    assert train_in_parts(rank, 1, untrained, 1, 1)["trainer/optimizer_steps"] == 0
+    assert all(torch.equal(after[name], tensor) for name, tensor in weights(rank).items())
+    rank = start_rank(make_config(checkpoint))
+    found = train_in_parts(rank, 0, [untrained[0], *groups, untrained[1]], 1, 2, 1)
+    assert found["actor/loss"] == pytest.approx(whole["actor/loss"], abs=1e-6)
+    for name, tensor in weights(rank).items():
+        torch.testing.assert_close(after[name], tensor, rtol=0, atol=2e-5)
+
+
+def make_untrained(data):
+    group = Group.from_buffer(data)
+    return dataclasses.replace(group, loss_mask=np.zeros_like(group.loss_mask)).to_bytes()
+
+
 def run_two_ranks(rank, config, folder, results):
-    """Train five steps on two ranks; write that state during a sixth step, and once with one rank's write refused; then
-    train a sixth step from the checkpoint of a single rank."""
+    """Train five steps on two ranks, one of them in parts; write that state during a sixth step, and once with one
+    rank's write refused; then train a sixth step from the checkpoint of a single rank."""
     torch.set_num_threads(1)
     trainer = TrainerRank(config, rank, 2, f"file://{folder}/rendezvous", Recorder(f"trainer/{rank}"))
-    metrics = [trainer.train(step, make_groups((4, 3, 1), seed=step)) for step in range(5)]
+    metrics = [trainer.train(step, make_groups((4, 3, 1), seed=step)) for step in range(4)]
+    metrics.append(train_in_parts(trainer, 4, make_groups((4, 3, 1), seed=4), 1, 1, 1))  # the last leaves one rank none
     exported = {name: tensor.clone() for name, tensor in trainer.export()}
     trainer.export_hf(folder / "hf_of_two")
     torch.manual_seed(rank)

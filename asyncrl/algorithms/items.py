@@ -48,11 +48,13 @@ class NoOptions(Section):
 @dataclass(frozen=True)
 class Advantage:
     """``compute(batch, options)``: float32 [R] for a whole train step, whatever it holds at tokens that are not
-    trained. ``min_samples``: of a group that teaches anything."""
+    trained. ``min_samples``: of a group that teaches anything. ``of_groups``: a group's advantages depend on no other
+    group, so the trainer may begin a step before all of its groups are finished."""
 
     compute: Callable[[BatchView, Any], np.ndarray]
     options: type = NoOptions
     min_samples: int = 1
+    of_groups: bool = False
 
 
 #: what a function of tokens returns beside its result: values [R] by name, reported as means over trained tokens

@@ -16,16 +16,21 @@ from typing import Literal
 
 from asyncrl.config.schema import Config
 
+_MAX_PARTS = 8  # of a batch; more would shorten the trainer's wait for the first one by little
+_SAMPLES_PER_PART = 32  # of each rank, at least
+
 
 @dataclass(frozen=True)
 class Derived:
     """Figures derived from a `Config`.
 
-    ``groups_per_step``: groups that one train step consumes. ``groups_per_version``: G of the admission formula.
+    ``groups_per_step``: groups that one train step consumes; ``parts``: those of each part of a batch, which the
+    trainer begins as soon as they are finished. ``groups_per_version``: G of the admission formula.
     ``staleness_bound``: maximum age of a trained token, in versions. ``pause``: param_sync.pause with auto resolved.
     ``slots``: sum over all replicas."""
 
     groups_per_step: int
+    parts: tuple[int, ...]
     groups_per_version: int
     staleness_threshold: Fraction
     staleness_bound: int
@@ -42,6 +47,7 @@ def derive(config: Config) -> Derived:
         pause = "abort" if config.async_training.partial_rollout else "wait"
     return Derived(
         groups_per_step=per_step,
+        parts=_parts(config, per_step),
         groups_per_version=per_step * config.async_training.trigger_parameter_sync_step,
         staleness_threshold=threshold,
         staleness_bound=math.ceil(threshold),
@@ -49,6 +55,13 @@ def derive(config: Config) -> Derived:
         pause=pause,
         slots=config.rollout.engine.slots * config.rollout.replicas,
     )
+
+
+def _parts(config: Config, groups: int) -> tuple[int, ...]:
+    """Parts of equal size, up to one group, as many as leave each rank enough samples to fill its micro-batches."""
+    count = groups * config.rollout.n // (_SAMPLES_PER_PART * config.trainer.ranks)
+    count = min(max(count, 1), _MAX_PARTS, groups)
+    return tuple((k + 1) * groups // count - k * groups // count for k in range(count))
 
 
 def sends_adapters(config: Config) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -91,8 +91,10 @@ class SampleQueueActor(SupervisedActor):
         return await self._queue.overdue(holder)
 
     @ray.method(num_returns=2)
-    async def lease(self, step: int, count: int) -> tuple[Lease, list[bytes]]:
-        return await self._queue.lease(step, count)
+    async def lease(
+        self, step: int, count: int, having: Sequence[str] = (), wait: bool = True
+    ) -> tuple[Lease, list[bytes]]:
+        return await self._queue.lease(step, count, having, wait)
 
     async def trained(self, step: int) -> None:
         await self._queue.trained(step)

@@ -232,29 +232,35 @@ class SampleQueue:
 
     # -- the trainer's side ----------------------------------------------------------------------------------------
 
-    async def lease(self, step: int, count: int) -> tuple[Lease, list[bytes]]:
-        """Leases the next ``count`` groups to ``step`` once all of them are finished. Returns them and their payloads.
+    async def lease(
+        self, step: int, count: int, having: Sequence[str] = (), wait: bool = True
+    ) -> tuple[Lease, list[bytes]]:
+        """Leases the next ``count`` groups to ``step`` once all of them are finished, beside those that it leased
+        before, ``having``. Returns them and their payloads.
 
-        The lease is empty, with the reason, after a rollback, or if the queue was closed and they cannot finish."""
+        The lease is empty, with the reason, after a rollback, or if the queue was closed and they cannot finish; and
+        without ``wait``, if they are not finished yet."""
+        had = frozenset(having)
         async with self._changed:
             rollbacks = self._rollbacks
-            if not self._leased_to(step):
+            if not self._leased_to(step, had):
                 with self._starving():
                     await self._wait_until(
                         lambda: (
                             self._schedule.next_batch(count) is not None
-                            or bool(self._table.leased_to(step))  # by a repeated call
+                            or bool(self._leased_to(step, had))  # by a repeated call
                             or self._closed is not None
                             or self._rollbacks != rollbacks
+                            or not wait
                         )
                     )
             if self._rollbacks != rollbacks:
                 return Lease((), self._closed or "the trainer went back to a checkpoint"), []
-            if not self._leased_to(step):
+            if not self._leased_to(step, had):
                 if (batch := self._schedule.next_batch(count)) is None:
                     return Lease((), self._closed), []
                 self._table.lease([group.uid for group in batch], step)
-            groups, mask_before = self._leased_to(step), self._schedule.mask_before()
+            groups, mask_before = self._leased_to(step, had), self._schedule.mask_before()
         await self._commit()
         return Lease(tuple(map(_leased, groups)), mask_before=mask_before), [self._payload(g.uid) for g in groups]
 
@@ -420,8 +426,9 @@ class SampleQueue:
             self._table.drop(group.uid, OVERDUE)
             self._payloads.pop(group.uid, None)
 
-    def _leased_to(self, step: int) -> list[GroupRecord]:
-        return self._schedule.in_training_order(self._table.leased_to(step))
+    def _leased_to(self, step: int, without: frozenset[str] = frozenset()) -> list[GroupRecord]:
+        groups = [group for group in self._table.leased_to(step) if group.uid not in without]
+        return self._schedule.in_training_order(groups)
 
     def _payload(self, uid: str) -> bytes:
         if uid not in self._payloads:

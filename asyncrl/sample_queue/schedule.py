@@ -111,7 +111,7 @@ class Schedule:
         if self._overdue == "drop" and self._order == "ready_first":
             return [group for group in waiting if self._deadline(group) < current.number]
         late = []
-        consumed = self._table.trained - self._versions.served[current]
+        consumed = self._consumed(current)
         while found := self._admission.late([self._deadline(g) for g in waiting], current.number, consumed):
             late.append(waiting.pop(found[0]))  # the groups behind it move up
         return late
@@ -134,6 +134,8 @@ class Schedule:
         """``taken``: number of groups about to be leased, beside those leased already."""
         if (current := self._versions.current) is None:
             return False
-        leased = len(self._table.in_state(LEASED))
-        consumed = self._table.trained - self._versions.served[current] + leased + taken
-        return self._admission.fits(deadlines, current.number, consumed)
+        return self._admission.fits(deadlines, current.number, self._consumed(current) + taken)
+
+    def _consumed(self, current: PolicyVersion) -> int:
+        """Groups of the current version that are trained or leased."""
+        return self._table.trained - self._versions.served[current] + len(self._table.in_state(LEASED))

@@ -77,10 +77,11 @@ class TrainerRankActor(SupervisedActor):
         await self._compute(build)
 
     async def train(
-        self, step: int, payload: Sequence[bytes], mask_before: int | None, version: float
+        self, step: int, payload: Sequence[bytes], mask_before: int | None, version: float, part: int, parts: int
     ) -> tuple[dict[str, float], list[SamplerKL]]:
-        self._payload, self._mask_before = payload, mask_before
-        metrics = await self._compute(lambda: self._core.train(step, payload, mask_before, version))
+        self._payload = [*(self._payload if part else ()), *payload]
+        self._mask_before = mask_before
+        metrics = await self._compute(lambda: self._core.train(step, payload, mask_before, version, part, parts))
         return metrics, self._core.sampler_kl
 
     async def first_groups(self, count: int) -> list[bytes]:
@@ -148,8 +149,8 @@ class SampleQueueClient(ActorClient):
         with self._translated():
             await self.handle.alive.options(max_task_retries=0).remote()
 
-    async def lease(self, step: int, count: int) -> tuple[Lease, Any]:
-        lease, payload = self.handle.lease.remote(step, count)
+    async def lease(self, step: int, count: int, having: Sequence[str] = (), wait: bool = True) -> tuple[Lease, Any]:
+        lease, payload = self.handle.lease.remote(step, count, having, wait)
         with self._translated():
             return await lease, payload
 
@@ -165,9 +166,9 @@ class RankGroup:
         await self._all(lambda rank: rank.start(init_method))
 
     async def train(
-        self, step: int, payload: Any, mask_before: int | None, version: float
+        self, step: int, payload: Any, mask_before: int | None, version: float, part: int = 0, parts: int = 1
     ) -> tuple[dict[str, float], list[SamplerKL]]:
-        return (await self._all(lambda rank: rank.train(step, payload, mask_before, version)))[0]
+        return (await self._all(lambda rank: rank.train(step, payload, mask_before, version, part, parts)))[0]
 
     async def first_groups(self, count: int) -> list[bytes]:
         return await self._ranks[0].first_groups(count)

@@ -19,14 +19,14 @@ from asyncrl.config.checks import Derived
 from asyncrl.config.schema import Config
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.processes.tasks import cancelled
-from asyncrl.sample_queue.messages import Lease
+from asyncrl.sample_queue.messages import Lease, LeasedGroup
 from asyncrl.trainer.checkpoint_saver import CheckpointSaver
 from asyncrl.trainer.checkpoints import Checkpoint, CheckpointMetadata, CheckpointStore
 from asyncrl.trainer.mismatch import MismatchAlarm, by_staleness
 from asyncrl.trainer.progress import Progress, TrainingState
 from asyncrl.trainer.protocols import Observer, QueueClient, Ranks, Rollouter, Sync, Validation
 from asyncrl.trainer.publisher import Publisher
-from asyncrl.trainer.staleness import batch_metrics
+from asyncrl.trainer.staleness import batch_metrics, check_ages
 from asyncrl.types.versions import PolicyVersion
 
 T = TypeVar("T")
@@ -106,13 +106,11 @@ class TrainLoop:
         prompts_ended = False
         while state.progress.step < total:
             step = state.progress.step + 1
-            lease, payload = await self._lease(step)
-            if not lease.groups:
+            if (ended := await self._train_step(step)) is not None:
                 prompts_ended = not state.stopping.is_set()
                 if prompts_ended:
-                    state.progress = replace(state.progress, stopped=lease.closed)
+                    state.progress = replace(state.progress, stopped=ended.closed)
                 break
-            await self._train_step(step, lease, payload)
             await self._saver.check()
             if self._version_is_full and step < total:
                 state.next_version()
@@ -132,25 +130,33 @@ class TrainLoop:
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    async def _lease(self, step: int) -> tuple[Lease, Any]:
-        """The next batch; an empty one if `stop` came first or the prompts ended. Replicas rejoin meanwhile."""
-        with self._recorder.span("trainer/wait_for_batch", step=step):
-            leasing = self._queue.lease(step, self._derived.groups_per_step)
-            found = await self._publisher.while_replicas_join(leasing)
-        if found is None:
-            await self._queue.release(step)  # the lease may have been granted at the same moment
-            return Lease(()), None
-        return found
-
-    async def _train_step(self, step: int, lease: Lease, payload: Any) -> None:
-        """Train on a batch. Raises StalenessError and MismatchError."""
-        self._training = [group.uid for group in lease.groups]
-        progress = self._state.progress
-        metrics = batch_metrics(step, lease, progress.version, self._derived.staleness_bound)
-        version = progress.version.number + progress.trained_since_publish / self._derived.groups_per_version
-        trained, sampler_kl = await self._ranks.train(step, payload, lease.mask_before, version)
-        fresh = progress.trained_since_publish == 0
+    async def _train_step(self, step: int) -> Lease | None:
+        """Train on the next batch, on each part of it as soon as its groups are finished. Returns an empty lease if
+        `stop` came first or the prompts ended. Raises StalenessError and MismatchError."""
+        parts, bound, groups = self._derived.parts, self._derived.staleness_bound, list[LeasedGroup]()
+        self._training = []
+        ahead: asyncio.Future[tuple[Lease, Any]] | None = None  # the lease of the next part, while this one trains
+        try:
+            for part, count in enumerate(parts):
+                lease, payload = await self._lease(step, count, ahead)
+                if not lease.groups:
+                    await self._queue.release(step)  # the lease may have been granted at the moment of the stop
+                    return lease
+                progress = self._state.progress
+                groups += lease.groups
+                self._training = [group.uid for group in groups]
+                check_ages(step, lease, progress.version, bound)
+                if part + 1 < len(parts):
+                    leasing = self._queue.lease(step, parts[part + 1], self._training, wait=False)
+                    ahead = asyncio.ensure_future(leasing)
+                version = progress.version.number + progress.trained_since_publish / self._derived.groups_per_version
+                train = self._ranks.train(step, payload, lease.mask_before, version, part, len(parts))
+                trained, sampler_kl = await train
+        finally:
+            await cancelled([ahead] if ahead is not None else [])
+        metrics = batch_metrics(replace(lease, groups=tuple(groups)), progress.version, bound)
         metrics |= trained | by_staleness(sampler_kl, progress.version)
+        fresh = progress.trained_since_publish == 0
         metrics |= self._mismatch.observe(step, sampler_kl, progress.version, fresh)
         metrics |= self._publisher.take_sync_metrics()
         await self._queue.trained(step)
@@ -159,6 +165,16 @@ class TrainLoop:
         log.debug("step %d is trained", step, extra=metrics)
         await self._report(metrics)
         self._mismatch.check()
+        return None
+
+    async def _lease(self, step: int, count: int, ahead: asyncio.Future[tuple[Lease, Any]] | None) -> tuple[Lease, Any]:
+        """The next part of the step's batch, by the lease ``ahead`` if its groups were finished; an empty lease if
+        `stop` came first or the prompts ended. Replicas rejoin meanwhile."""
+        with self._recorder.span("trainer/wait_for_batch", step=step):
+            if ahead is not None and (found := await ahead)[0].groups:
+                return found
+            leasing = self._queue.lease(step, count, self._training)
+            return await self._publisher.while_replicas_join(leasing) or (Lease(()), None)
 
     async def _report(self, metrics: Mapping[str, float]) -> None:
         """Report the step while the next one runs, one step at a time."""

@@ -65,6 +65,8 @@ class Objective:
             for of_step in (False, True)
         }
         self._weighs = any(item.weighs for item in corrections)
+        #: True if the loss of a group's tokens depends on nothing of the other groups of its train step
+        self.of_groups = advantage.of_groups and not self.step_scores()
         self.entropy = EntropyControl(options)
 
     def step_scores(self) -> dict[str, Source]:

@@ -16,7 +16,9 @@ from asyncrl.types.versions import PolicyVersion
 class QueueClient(Protocol):
     """The trainer's side of the sample queue. ``lease`` returns a payload that is passed to `Ranks.train` unread."""
 
-    async def lease(self, step: int, count: int) -> tuple[Lease, Any]: ...
+    async def lease(
+        self, step: int, count: int, having: Sequence[str] = (), wait: bool = True
+    ) -> tuple[Lease, Any]: ...
     async def trained(self, step: int) -> None: ...
     async def covered(self, step: int) -> None: ...
     async def release(self, step: int) -> None: ...
@@ -35,9 +37,10 @@ class Ranks(Protocol):
     """All trainer ranks at once. ``stage`` copies their state; ``write`` writes the copy while training continues."""
 
     async def train(
-        self, step: int, payload: Any, mask_before: int | None, version: float
+        self, step: int, payload: Any, mask_before: int | None, version: float, part: int = 0, parts: int = 1
     ) -> tuple[dict[str, float], Sequence[SamplerKL]]:
-        """Train on a batch: its metrics, and for each sampler the KL to the trainer's policy before the batch."""
+        """Train on a batch that comes in parts. With the last one: its metrics, and for each sampler the KL to the
+        trainer's policy before the batch."""
         ...
 
     async def stage(self) -> None: ...

@@ -33,6 +33,28 @@ from asyncrl.types.versions import Sampler
 _TRUNCATED = [reason for reason in FinishReason if reason.truncated]
 
 
+class GradientSum:
+    """The gradient of a train step that comes in ``parts``.
+
+    ``denominator``: by which all parts are divided, near the step's own; ``share``: the sum of the parts' shares, which
+    in the end is the step's own denominator. ``batches``, ``sampled_by``: of each part, all sequences and what sampled
+    them."""
+
+    def __init__(self, parts: int) -> None:
+        self._parts = parts
+        self.denominator = self.share = 0.0
+        self.batches: list[TrainBatch] = []
+        self.sampled_by: list[list[Sampler]] = []
+
+    def add(self, share: float) -> bool:
+        """Count a part with this share. Returns True for the first."""
+        first = not self.share
+        if first:
+            self.denominator = share * self._parts
+        self.share += share
+        return first
+
+
 class TrainerRank:
     """One rank of the trainer. All ranks are built alike and get the same calls in the same order::
 
@@ -53,6 +75,8 @@ class TrainerRank:
         self._versions_per_step = 1 / config.async_training.trigger_parameter_sync_step
         #: of the last batch, in its first optimizer step; equal on all ranks
         self.sampler_kl: list[SamplerKL] = []
+        one_step = config.async_training.require_batches * config.algorithm.epochs == 1
+        self._in_parts = one_step and self._objective.of_groups and self._backend.in_parts
 
     def train(
         self,
@@ -60,32 +84,75 @@ class TrainerRank:
         buffers: Sequence[bytes | bytearray | memoryview | np.ndarray],
         mask_before: int | None = None,
         version: float = 0.0,
+        part: int = 0,
+        parts: int = 1,
     ) -> dict[str, float]:
-        """One train step on the groups in ``buffers``: ``algorithm.epochs`` passes, an optimizer step per mini batch.
-        Tokens of versions below ``mask_before`` are not trained. ``version``: position of the weights in versions.
+        """A train step on groups that come in ``parts`` calls, the groups of number ``part`` in ``buffers``:
+        ``algorithm.epochs`` passes, an optimizer step per mini batch. Tokens of versions below ``mask_before`` are not
+        trained. ``version``: position of the weights in versions.
 
-        Returns metrics of the whole batch, equal on all ranks. Raises NonFiniteError, which names the step; earlier
-        optimizer steps of the batch have been taken, so restart from a checkpoint."""
+        Each call computes the gradient of its part, if that needs nothing of the others, else the last one computes
+        all. A step that ends early is begun again with part 0.
+
+        The last call returns metrics of the whole batch, equal on all ranks; the others nothing. Raises NonFiniteError,
+        which names the step; earlier optimizer steps of the batch have been taken, so restart from a checkpoint."""
+        last = part == parts - 1
         with self._recorder.span("trainer/step", step=step):
-            with self._recorder.span("trainer/batch"):
-                groups = [Group.from_buffer(data) for data in buffers]
-                whole = build_batch(groups, mask_before)
-                metrics = batch_metrics(whole)
-                whole = shape_rewards(whole, self._config.algorithm, self._config.rollout.max_response_tokens)
-                parts = self._parts(whole)
-            if columns := self._objective.step_scores():
-                with self._recorder.span("trainer/logprobs"):
-                    mine = np.sort(np.concatenate([np.arange(0), *(part for _, part in parts)]))
-                    self._score_step(whole, mine, columns)
-            with self._recorder.span("trainer/batch"):
-                shares = self._objective.prepare(whole, version, self._versions_per_step)
-                mini_batches = [(whole.select(part.tolist()), float(shares[every].sum())) for every, part in parts]
+            if part == 0:
+                self._sum, self._waiting = GradientSum(parts), []
+            groups = [Group.from_buffer(data) for data in buffers]
+            if self._in_parts:
+                self._add(self._sum, groups, mask_before, version)
+                return self._take_step(step, self._sum) if last else {}
+            self._waiting += groups
+            return self._train_whole(step, self._waiting, mask_before, version) if last else {}
+
+    def _add(self, total: GradientSum, groups: list[Group], mask_before: int | None, version: float) -> None:
+        """Add the gradient of the part's only mini batch to the step's."""
+        with self._recorder.span("trainer/batch"):
+            whole = build_batch(groups, mask_before)
+            total.batches.append(whole)
+            total.sampled_by.append(samplers(groups))
+            whole = shape_rewards(whole, self._config.algorithm, self._config.rollout.max_response_tokens)
+            shares = self._objective.prepare(whole, version, self._versions_per_step)
+            found = [(whole.select(mine.tolist()), float(shares[every].sum())) for every, mine in self._parts(whole)]
+        loss = self._objective.loss
+        for mini_batch, share in found:  # none if no token is trained
             with self._recorder.span("trainer/logprobs"):
-                columns = self._objective.scores(several_steps=len(mini_batches) * self._config.algorithm.epochs > 1)
-                for mini_batch, _ in mini_batches:
-                    mini_batch.columns |= self._scored(mini_batch, columns)
-            metrics |= self._optimize(step, mini_batches, samplers(groups))
-        return metrics
+                mini_batch.columns |= self._scored(mini_batch, self._objective.scores(several_steps=False))
+            measured = with_sampler_kl(loss, len(total.sampled_by[-1]), len(total.sampled_by) - 1)
+            first = total.add(share)
+            self._backend.accumulate(mini_batch, measured, total.denominator, self._config.rollout.temperature, first)
+
+    def _take_step(self, step: int, total: GradientSum) -> dict[str, float]:
+        with self._recorder.span("trainer/batch"):
+            metrics = batch_metrics(TrainBatch.joined(total.batches))
+        figures: dict[str, list[float]] = defaultdict(list)
+        self.sampler_kl = []
+        if total.share:
+            result = self._optimizer_step(step, 0, 0, total.denominator / total.share)
+            self.sampler_kl = take_sampler_kl(result, total.sampled_by)
+            _append(figures, result)
+        return metrics | self._step_metrics(figures)
+
+    def _train_whole(self, step: int, groups: list[Group], mask_before: int | None, version: float) -> dict[str, float]:
+        with self._recorder.span("trainer/batch"):
+            whole = build_batch(groups, mask_before)
+            metrics = batch_metrics(whole)
+            whole = shape_rewards(whole, self._config.algorithm, self._config.rollout.max_response_tokens)
+            parts = self._parts(whole)
+        if columns := self._objective.step_scores():
+            with self._recorder.span("trainer/logprobs"):
+                mine = np.sort(np.concatenate([np.arange(0), *(part for _, part in parts)]))
+                self._score_step(whole, mine, columns)
+        with self._recorder.span("trainer/batch"):
+            shares = self._objective.prepare(whole, version, self._versions_per_step)
+            mini_batches = [(whole.select(part.tolist()), float(shares[every].sum())) for every, part in parts]
+        with self._recorder.span("trainer/logprobs"):
+            columns = self._objective.scores(several_steps=len(mini_batches) * self._config.algorithm.epochs > 1)
+            for mini_batch, _ in mini_batches:
+                mini_batch.columns |= self._scored(mini_batch, columns)
+        return metrics | self._optimize(step, mini_batches, samplers(groups))
 
     def _parts(self, whole: TrainBatch) -> list[tuple[np.ndarray, np.ndarray]]:
         """Of every mini batch all sequences, and those that this rank trains: indices, ascending.
@@ -124,20 +191,25 @@ class TrainerRank:
             for k, (mini_batch, denominator) in enumerate(mini_batches):
                 first = not figures
                 loss = with_sampler_kl(self._objective.loss, len(sampled_by)) if first else self._objective.loss
-                try:
-                    result = dict(
-                        self._backend.train_step(mini_batch, loss, denominator, self._config.rollout.temperature)
-                    )
-                except NonFiniteError as e:
-                    raise NonFiniteError(f"train step {step}, epoch {epoch}, mini batch {k}: {e}") from e
+                self._backend.accumulate(mini_batch, loss, denominator, self._config.rollout.temperature)
+                result = self._optimizer_step(step, epoch, k)
                 if first:
-                    self.sampler_kl = take_sampler_kl(result, sampled_by)
-                effective_sample_size(result)
-                for name, value in result.items():
-                    figures[name].append(value)
+                    self.sampler_kl = take_sampler_kl(result, [sampled_by])
+                _append(figures, result)
+        return self._step_metrics(figures)
+
+    def _optimizer_step(self, step: int, epoch: int, mini_batch: int, scale: float = 1.0) -> dict[str, float]:
+        try:
+            result = dict(self._backend.optimizer_step(scale))
+        except NonFiniteError as e:
+            raise NonFiniteError(f"train step {step}, epoch {epoch}, mini batch {mini_batch}: {e}") from e
+        effective_sample_size(result)
+        return result
+
+    def _step_metrics(self, figures: dict[str, list[float]]) -> dict[str, float]:
         metrics = {"trainer/optimizer_steps": float(len(figures["loss"])), **step_metrics(figures)}
         control = self._objective.entropy
-        if mini_batches and control.used:
+        if figures["loss"] and control.used:
             metrics["actor/entropy_coef"] = control.coefficient
             control.observe(metrics["actor/entropy"])
             self._backend.kept[:] = torch.tensor(control.state, dtype=torch.float64)
@@ -174,6 +246,11 @@ class TrainerRank:
 
     def close(self) -> None:
         self._backend.close()
+
+
+def _append(figures: dict[str, list[float]], result: Mapping[str, float]) -> None:
+    for name, value in result.items():
+        figures[name].append(value)
 
 
 def batch_metrics(batch: TrainBatch) -> dict[str, float]:

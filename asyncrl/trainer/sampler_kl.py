@@ -19,8 +19,9 @@ MAX_TOKEN_KL = 5.0  # nats; bounds a single token's share of the mean
 _KL, _RATIO, _TOKENS = "sampler_kl", "sampler_ratio", "sampler_tokens"
 
 
-def with_sampler_kl(loss: LossFunction, samplers: int) -> LossFunction:
-    """``loss`` with sums for each of the batch's ``samplers``, which `take_sampler_kl` reads."""
+def with_sampler_kl(loss: LossFunction, samplers: int, part: int = 0) -> LossFunction:
+    """``loss`` with sums for each of the ``samplers`` of a part of the batch, which `take_sampler_kl` reads."""
+    names = [_name(kind, part) for kind in (_KL, _RATIO, _TOKENS)]
 
     def measured(outputs: Outputs, batch: TrainBatch) -> LossOutput:
         output, logprobs = loss(outputs, batch), outputs["logprobs"]
@@ -33,16 +34,24 @@ def with_sampler_kl(loss: LossFunction, samplers: int) -> LossFunction:
         ratio = d.clamp(max=MAX_LOG_RATIO).exp()
         sums = torch.zeros(3, samplers, dtype=torch.float64, device=device)
         sums.index_add_(1, on_device(sampler[counted], device), torch.stack([kl, ratio, torch.ones_like(kl)]).double())
-        return dataclasses.replace(output, counts={**output.counts, _KL: sums[0], _RATIO: sums[1], _TOKENS: sums[2]})
+        return dataclasses.replace(output, counts={**output.counts, **dict(zip(names, sums, strict=True))})
 
     return measured
 
 
-def take_sampler_kl(figures: dict[str, float], samplers: Sequence[Sampler]) -> list[SamplerKL]:
-    """Remove the sums of `with_sampler_kl` from a train step's metrics."""
-    found = []
-    for i, sampler in enumerate(samplers):
-        kl, ratio, tokens = (figures.pop(f"{name}/{i}") for name in (_KL, _RATIO, _TOKENS))
-        if tokens:
-            found.append(SamplerKL(sampler, round(tokens), kl / tokens, ratio / tokens))
-    return found
+def take_sampler_kl(figures: dict[str, float], parts: Sequence[Sequence[Sampler]]) -> list[SamplerKL]:
+    """Remove the sums of `with_sampler_kl` from a train step's metrics. ``parts``: the samplers of each."""
+    sums: dict[Sampler, np.ndarray] = {}
+    for part, samplers in enumerate(parts):
+        for i, sampler in enumerate(samplers):
+            found = [figures.pop(f"{_name(kind, part)}/{i}", 0.0) for kind in (_KL, _RATIO, _TOKENS)]
+            sums[sampler] = sums.get(sampler, 0.0) + np.array(found)
+    return [
+        SamplerKL(sampler, round(tokens), kl / tokens, ratio / tokens)
+        for sampler, (kl, ratio, tokens) in sorted(sums.items())
+        if tokens
+    ]
+
+
+def _name(kind: str, part: int) -> str:
+    return f"{kind}/{part}"

@@ -92,6 +92,15 @@ def started_ranks():
         alive.pop().close()
 
 
+def train_in_parts(rank, step, groups, *sizes):
+    """Metrics of a step whose groups come in parts of these sizes."""
+    parts = np.split(np.array(groups, dtype=object), np.cumsum(sizes[:-1]))
+    assert [len(part) for part in parts] == list(sizes)
+    found = [rank.train(step, part.tolist(), part=k, parts=len(parts)) for k, part in enumerate(parts)]
+    assert not any(found[:-1])
+    return found[-1]
+
+
 def weights(rank):
     return {name: tensor.clone() for name, tensor in rank.export()}
 

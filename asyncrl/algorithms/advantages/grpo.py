@@ -40,4 +40,4 @@ def compute(batch: BatchView, options: GRPOOptions) -> np.ndarray:
     return batch.of_tokens(centred.astype(np.float32))
 
 
-ADVANTAGE = Advantage(compute, GRPOOptions, min_samples=2)
+ADVANTAGE = Advantage(compute, GRPOOptions, min_samples=2, of_groups=True)

@@ -22,4 +22,4 @@ def compute(batch: BatchView, options: NoOptions) -> np.ndarray:
     return batch.of_tokens(advantages.astype(np.float32))
 
 
-ADVANTAGE = Advantage(compute, min_samples=2)
+ADVANTAGE = Advantage(compute, min_samples=2, of_groups=True)

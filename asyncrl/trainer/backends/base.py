@@ -70,6 +70,30 @@ class TrainBatch:
             sequence_columns={k: v[np.asarray(sequences, dtype=np.int64)] for k, v in self.sequence_columns.items()},
         )
 
+    @staticmethod
+    def joined(parts: Sequence[TrainBatch]) -> TrainBatch:
+        """All sequences of ``parts``, which have the same columns. ``group`` and ``sample`` continue to count from one
+        part to the next."""
+        if len(parts) == 1:
+            return parts[0]
+        ends = lambda values: np.cumsum([0, *values]).astype(np.int64)
+        tokens, rows = ends(len(part.tokens) for part in parts), ends(len(part.targets) for part in parts)
+        sequence_columns = {k: [part.sequence_columns[k] for part in parts] for k in parts[0].sequence_columns}
+        for name in ("group", "sample"):
+            counted = sequence_columns[name]
+            before = ends(values.max(initial=-1) + 1 for values in counted)
+            sequence_columns[name] = [values + base for values, base in zip(counted, before)]
+        return TrainBatch(
+            tokens=np.concatenate([part.tokens for part in parts]),
+            cu_seqlens=np.concatenate([[0], *(part.cu_seqlens[1:] + base for part, base in zip(parts, tokens))]),
+            rows=np.concatenate([part.rows + base for part, base in zip(parts, tokens)]),
+            targets=np.concatenate([part.targets for part in parts]),
+            row_offsets=np.concatenate([[0], *(part.row_offsets[1:] + base for part, base in zip(parts, rows))]),
+            loss_mask=np.concatenate([part.loss_mask for part in parts]),
+            columns={k: np.concatenate([part.columns[k] for part in parts]) for k in parts[0].columns},
+            sequence_columns={k: np.concatenate(values) for k, values in sequence_columns.items()},
+        )
+
 
 @dataclass
 class LossOutput:
@@ -99,8 +123,8 @@ class NonFiniteError(ArithmeticError):
 class Backend(Protocol):
     """One rank of the trainer.
 
-    ``export``, ``outputs``, ``summed``, ``train_step`` and ``load`` are collective: all ranks call them in the same
-    order. ``write`` is collective too, but ordered separately."""
+    ``export``, ``outputs``, ``summed``, ``accumulate``, ``optimizer_step`` and ``load`` are collective: all ranks call
+    them in the same order. ``write`` is collective too, but ordered separately."""
 
     rank: int
     world_size: int
@@ -109,6 +133,11 @@ class Backend(Protocol):
     data_ranks: int
     #: float64 [2]: numbers that the caller keeps in the training state, equal on all ranks
     kept: Tensor
+
+    @property
+    def in_parts(self) -> bool:
+        """True if an optimizer step's gradient may be accumulated over several calls."""
+        ...
 
     def manifest(self) -> Manifest: ...
 
@@ -127,13 +156,18 @@ class Backend(Protocol):
         """The elementwise sum of all data ranks' ``values``, an array of one shape; collective."""
         ...
 
-    def train_step(
-        self, batch: TrainBatch, loss: LossFunction, global_denominator: float, temperature: float
-    ) -> Mapping[str, float]:
-        """One optimizer step on this rank's batch, which the backend cuts into micro-batches. The gradient is that of
-        (sum of losses over all ranks) / global_denominator. Returns global metrics: means, counts, extremes,
-        ``loss``, ``grad_norm``, ``lr``. Raises NonFiniteError, without a step, if loss or gradient norm is
-        not finite."""
+    def accumulate(
+        self, batch: TrainBatch, loss: LossFunction, denominator: float, temperature: float, first: bool = True
+    ) -> None:
+        """Compute the gradient of (sum of losses over all ranks) / denominator on this rank's batch, which the backend
+        cuts into micro-batches. If not ``first``, which only backends with `in_parts` support, it is added to the
+        gradient of the calls before, which had the same denominator and temperature."""
+        ...
+
+    def optimizer_step(self, scale: float = 1.0) -> Mapping[str, float]:
+        """One optimizer step with ``scale`` times the accumulated gradient. Returns global metrics of what was
+        accumulated: means, counts, extremes, ``loss``, ``grad_norm``, ``lr``. Raises NonFiniteError, without a step,
+        if loss or gradient norm is not finite."""
         ...
 
     def stage(self) -> None:

@@ -24,7 +24,7 @@ from asyncrl.processes.device_memory import naming_memory
 from asyncrl.trainer.backends.base import LossFunction, NonFiniteError, Outputs, TrainBatch
 from asyncrl.trainer.backends.draft import DraftTraining
 from asyncrl.trainer.backends.export import Export
-from asyncrl.trainer.backends.packing import MicroBatch
+from asyncrl.trainer.backends.packing import PADDING, MicroBatch
 from asyncrl.trainer.backends.scalars import add_scalars, reduce_scalars
 from asyncrl.trainer.backends.schedule import learning_rate
 from asyncrl.trainer.backends.state import StagedState, load_state, saved_names
@@ -38,7 +38,7 @@ class GradientPass:
     """Forward and backward passes of one optimizer step: inputs of the micro-batches' losses, and their totals.
 
     ``draft_counts``: number of tokens that teach each depth if the draft learns in the policy's own step, else empty.
-    ``hidden``: the trunk's states of each sequence, kept for a detached draft."""
+    ``hidden``: the trunk's states of each sequence of ``batches``, kept for a detached draft."""
 
     loss: LossFunction
     denominator: float
@@ -49,6 +49,14 @@ class GradientPass:
     extremes: dict[str, Tensor] = field(default_factory=dict)
     draft_sums: dict[str, Tensor] = field(default_factory=dict)
     hidden: dict[int, Tensor] = field(default_factory=dict)
+    batches: list[TrainBatch] = field(default_factory=list)
+
+    def keep_hidden(self, micro: MicroBatch, states: Sequence[Tensor]) -> None:
+        """``states``: of each sequence of a micro-batch of the last batch."""
+        before = sum(map(len, self.batches[:-1]))
+        self.hidden.update(
+            (b if b == PADDING else before + b, state) for b, state in zip(micro.sequences, states, strict=True)
+        )
 
     def policy_loss(self, outputs: Outputs, batch: TrainBatch) -> Tensor:
         """A micro-batch's loss, not yet divided by the denominator; adds its metrics to the totals."""
@@ -61,10 +69,10 @@ class GradientPass:
             self.extremes[name] = torch.maximum(self.extremes[name], value) if name in self.extremes else value
         return output.loss
 
-    def means(self, totals: Mapping[str, float]) -> dict[str, float]:
+    def means(self, totals: Mapping[str, float], scale: float) -> dict[str, float]:
         """Metrics, given the totals of ``sums`` and ``counts`` over all ranks."""
         trained = totals.get(_TRAINED, 0.0) or 1.0
-        over = {**dict.fromkeys(self.sums, trained), "loss": self.denominator}
+        over = {**dict.fromkeys(self.sums, trained), "loss": self.denominator / scale}
         return {name: total / over.get(name, 1.0) for name, total in totals.items() if name != _TRAINED}
 
 
@@ -91,6 +99,7 @@ class BaseBackend(ABC):
     _draft: DraftTraining | None
     _export: Export
     _data_group: dist.ProcessGroup | None = None  #: the ranks that train on different sequences; None: all ranks
+    _pass: GradientPass  #: of the gradient that is being accumulated
 
     def __init__(self, config: Config, rank: int, world_size: int, recorder: Recorder) -> None:
         self.rank, self.world_size = rank, world_size
@@ -138,37 +147,62 @@ class BaseBackend(ABC):
         dist.all_reduce(total, group=self._data_group)
         return total.cpu().numpy()
 
-    def train_step(
-        self, batch: TrainBatch, loss: LossFunction, global_denominator: float, temperature: float
-    ) -> Mapping[str, float]:
+    @property
+    def in_parts(self) -> bool:
+        """False where losses are divided by counts over the whole batch."""
+        return self._joint_draft is None
+
+    @property
+    def _joint_draft(self) -> Any:
+        """The draft if it learns in the policy's own steps."""
+        return self._draft if self._draft is not None and not self._draft.detached else None
+
+    def accumulate(
+        self, batch: TrainBatch, loss: LossFunction, denominator: float, temperature: float, first: bool = True
+    ) -> None:
+        joint = self._joint_draft
+        with (
+            self._naming_memory("in a train step"),
+            self._resident("parameters", "gradients", written=True),
+            self._recorder.span("trainer/forward_backward", tokens=len(batch.tokens)),
+        ):
+            micros = self._micro_batches(batch)
+            if first:
+                counts = joint.counts([micros])[0] if joint else ()
+                self._pass = GradientPass(loss, denominator, temperature, counts)
+                self._clear_gradients()
+            self._pass.loss = loss
+            self._pass.batches.append(batch)
+            self._accumulate_gradients(micros, self._pass)
+
+    def optimizer_step(self, scale: float = 1.0) -> Mapping[str, float]:
         """Checks that loss and gradient are finite before the policy's weights change, and that the draft's gradient is
         before each of its steps."""
-        draft = self._draft
-        joint = draft if draft is not None and not draft.detached else None
-        training = self._naming_memory("in a train step")
-        with training, self._resident("parameters", "gradients", written=True):
-            with self._recorder.span("trainer/forward_backward", tokens=len(batch.tokens)):
-                micros = self._micro_batches(batch)
-                counts = joint.counts([micros]) if joint else []
-                step = GradientPass(loss, global_denominator, temperature, counts[0] if joint else ())
-                self._accumulate_gradients(micros, step)
-                figures = step.means(self._over_data_ranks({**step.sums, **step.counts}, dist.ReduceOp.SUM))
-                figures |= self._over_data_ranks(step.extremes, dist.ReduceOp.MAX)
-                if joint:
-                    figures |= joint.figures(step.draft_sums, counts)
-                figures = self._shared(figures)
-            with self._resident("optimizer", written=True):
-                figures["grad_norm"] = self._clip_gradients("policy")
-                self._expect_finite(figures)
-                if joint:
-                    figures["mtp/grad_norm"] = self._update_draft()
-                elif draft:
-                    with self._recorder.span("trainer/draft"):
-                        figures |= self._shared(draft.learn(batch, step.hidden, temperature, self._update_draft))
-                with self._recorder.span("trainer/optimizer"):
-                    figures["lr"] = self._learning_rate(self._options.optimizer)
-                    self._step(figures["lr"], "policy")
-                    self._optimizer_steps += 1
+        step, draft, joint = self._pass, self._draft, self._joint_draft
+        with (
+            self._naming_memory("in a train step"),
+            self._resident("parameters", "gradients", written=True),
+            self._resident("optimizer", written=True),
+        ):
+            self._reduce_gradients(scale)
+            figures = step.means(self._over_data_ranks({**step.sums, **step.counts}, dist.ReduceOp.SUM), scale)
+            figures |= self._over_data_ranks(step.extremes, dist.ReduceOp.MAX)
+            if joint:
+                figures |= joint.figures(step.draft_sums, [step.draft_counts])
+            figures = self._shared(figures)
+            figures["grad_norm"] = self._clip_gradients("policy")
+            self._expect_finite(figures)
+            if joint:
+                figures["mtp/grad_norm"] = self._update_draft()
+            elif draft:
+                with self._recorder.span("trainer/draft"):
+                    batch = TrainBatch.joined(step.batches)
+                    figures |= self._shared(draft.learn(batch, step.hidden, step.temperature, self._update_draft))
+            with self._recorder.span("trainer/optimizer"):
+                figures["lr"] = self._learning_rate(self._options.optimizer)
+                self._step(figures["lr"], "policy")
+                self._optimizer_steps += 1
+        del self._pass  # with the states of its sequences
         return figures
 
     def _naming_memory(self, doing: str) -> AbstractContextManager[None]:
@@ -308,8 +342,16 @@ class BaseBackend(ABC):
         """Context in which the policy computes as its LoRA base."""
 
     @abstractmethod
+    def _clear_gradients(self) -> None:
+        """Set all gradients to zero; a rejected step has left its own."""
+
+    @abstractmethod
     def _accumulate_gradients(self, micros: list[MicroBatch], step: GradientPass) -> None:
-        """Forward and backward passes over ``micros``, from a zero gradient; fills the totals of ``step``."""
+        """Forward and backward passes over ``micros``; adds to the gradient, and to the totals of ``step``."""
+
+    @abstractmethod
+    def _reduce_gradients(self, scale: float) -> None:
+        """Finish the accumulated gradient, over all ranks, and multiply that of the policy by ``scale``."""
 
     @abstractmethod
     def _clip_gradients(self, trained: str) -> float:

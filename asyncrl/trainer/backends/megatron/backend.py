@@ -163,14 +163,27 @@ class MegatronBackend(BaseBackend):
                 counts, sums = step.draft_counts, step.draft_sums
                 total = total + joint.loss(micro, share, states[0], states[1:], counts, step.temperature, sums)
             elif draft:
-                step.hidden.update(zip(micro.sequences, by_sequence(states[0].detach(), share), strict=True))
+                step.keep_hidden(micro, by_sequence(states[0].detach(), share))
             return total
 
+        self._run(self._policy, micros, losses, joint.depths if joint else 0, forward_only=False)
+
+    @property
+    def in_parts(self) -> bool:
+        return super().in_parts and not self._options.megatron.grad_offload  # which keeps none between two calls
+
+    def _clear_gradients(self) -> None:
         self._optimizer.zero_grad("policy")
         self._optimizer.zero_grad("draft")
-        self._run(self._policy, micros, losses, joint.depths if joint else 0, forward_only=False)
-        if joint:
-            joint.reduce_gradients()
+
+    def _reduce_gradients(self, scale: float) -> None:
+        """By megatron-core's function without its division by a token count, which the losses already include."""
+        finalize_model_grads(self._policy, None)
+        if scale != 1.0:
+            for chunk in self._policy:
+                chunk.scale_gradients(scale)
+        if self._joint_draft:
+            self._joint_draft.reduce_gradients()
 
     def _clip_gradients(self, trained: str) -> float:
         self._optimizer.prepare(trained)
@@ -325,7 +338,7 @@ class MegatronBackend(BaseBackend):
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
         )
         provider = self._bridge.provider
-        provider.finalize_model_grads_func = _finalize_gradients
+        provider.finalize_model_grads_func = None  # `_reduce_gradients` calls it once for all parts of a step
         learning = [p for p in _parameters_of_draft(chunks[-1]) if p.requires_grad]
         for parameter in learning:
             parameter.requires_grad_(False)  # keeps their gradients out of the policy's buffers
@@ -353,11 +366,6 @@ class MegatronBackend(BaseBackend):
         if options.optimizer_offload:
             kinds["optimizer"] = list(self._optimizer.own_tensors())
         return Offload(kinds, discarded={"gradients"})
-
-
-def _finalize_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **groups: Any) -> None:
-    """megatron-core's function without its division by a token count, which the losses already include."""
-    finalize_model_grads(chunks, None, **groups)
 
 
 def _parameters_of_draft(chunk: PolicyModel) -> Iterator[torch.nn.Parameter]:

@@ -134,13 +134,27 @@ class TorchFSDPBackend(BaseBackend):
     def _without_adapters(self) -> AbstractContextManager[None]:
         return without_adapters(self._policy)
 
-    def _accumulate_gradients(self, micros: list[MicroBatch], step: GradientPass) -> None:
+    @property
+    def in_parts(self) -> bool:
+        return super().in_parts and not self._balances_experts
+
+    @property
+    def _balances_experts(self) -> bool:
+        return getattr(self._policy, "balances_experts", False)
+
+    def _clear_gradients(self) -> None:
         for optimizer in self._optimizers.values():
-            optimizer.zero_grad()  # a rejected non-finite step leaves its gradient
+            optimizer.zero_grad()
+
+    def _reduce_gradients(self, scale: float) -> None:
+        if scale != 1.0:
+            torch._foreach_mul_([p.grad for p in self._parameters["policy"] if p.grad is not None], scale)
+
+    def _accumulate_gradients(self, micros: list[MicroBatch], step: GradientPass) -> None:
         draft = self._draft
         joint = draft if draft is not None and not draft.detached else None
         tokens = 0.0
-        if getattr(self._policy, "balances_experts", False):
+        if self._balances_experts:
             own = torch.tensor(float(sum(len(m.tokens) for m in micros if len(m.places))))
             tokens = self._over_data_ranks({"tokens": own}, dist.ReduceOp.SUM)["tokens"]
         for micro in micros:
@@ -157,7 +171,7 @@ class TorchFSDPBackend(BaseBackend):
             total.backward()
             if draft and not joint:
                 hidden = scores.hidden.split(micro.batch.lengths.tolist())
-                step.hidden.update(zip(micro.sequences, hidden, strict=True))
+                step.keep_hidden(micro, hidden)
 
     def _forward(
         self, model: nn.Module, micro: MicroBatch, temperature: float, drafts: Sequence[DraftTargets] = ()

@@ -1,0 +1,98 @@
+"""Accuracy of the quickstart's task over time and steps: runs of asyncrl, evaluated after their end."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.observability.sinks.jsonl import METRICS_FILE, read_jsonl
+from benchmarks.quickstart import ROOT, run
+
+TARGET = 0.85
+STEPS, EVERY = 40, 4  # steps that count, and how many lie between evaluations
+CONFIG = ROOT / "configs/quickstart.yaml"
+CHECKPOINT, DATA = ROOT / "checkpoints/arith-mimo", ROOT / "data/arithmetic"
+_SAMPLES = 2  # answers to each held-out problem
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Of one run. ``seconds``: of training until the end of each step; ``accuracy``: after some of them."""
+
+    seconds: Mapping[int, float]
+    accuracy: Mapping[int, float]
+
+    @property
+    def step_s(self) -> float:
+        return self.seconds[STEPS] / STEPS
+
+    def crossing(self) -> tuple[float, float]:
+        """Seconds and steps until accuracy, interpolated between evaluations, first reaches `TARGET`; infinite if it
+        never does."""
+        steps = sorted(self.accuracy)
+        for low, high in itertools.pairwise(steps):
+            before, after = self.accuracy[low], self.accuracy[high]
+            if before < TARGET <= after:
+                share = (TARGET - before) / (after - before)
+                seconds = self.seconds[low] + share * (self.seconds[high] - self.seconds[low])
+                return seconds, low + share * (high - low)
+        return float("inf"), float("inf")
+
+    def row(self) -> str:
+        seconds, steps = self.crossing()
+        accuracies = " ".join(f"{self.accuracy[step]:.2f}" for step in sorted(self.accuracy))
+        return f"{seconds:>8.1f} {steps:>6.1f} {self.step_s:>7.2f}  {accuracies}"
+
+
+HEAD = f"{'seconds':>8} {'steps':>6} {'step_s':>7}  accuracy every {EVERY} steps"
+
+
+def evaluated_steps() -> range:
+    return range(EVERY, STEPS + 1, EVERY)
+
+
+def evaluate(folders: Mapping[int, Path], out: Path) -> dict[int, float]:
+    """Share of held-out problems with a correct answer, sampled at temperature 1, with the weights of the Hugging Face
+    folders, by step, and with those before the first."""
+    folders = {0: CHECKPOINT, **folders}
+    names = {step: f"after_{step}" for step in folders}
+    for step, folder in folders.items():
+        (out / names[step]).symlink_to(folder.resolve())
+    command = [sys.executable, "-m", "asyncrl.cli.main", "eval", *(str(out / name) for name in names.values())]
+    options = [
+        f"data.validation_files=[{DATA / 'heldout.jsonl'}]",
+        f"validation.samples={_SAMPLES}",
+        "rollout.engine.threads=2",
+        "rollout.engine.slots=64",
+    ]
+    command += ["--config", str(CONFIG), "--out", str(out / "answers"), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"the evaluation exited {done.returncode}\n{done.stderr[-2000:]}")
+    figures = json.loads((out / "answers/figures.json").read_text())
+    return {step: figures[name][f"mean@{_SAMPLES}"] for step, name in names.items()}
+
+
+def run_asyncrl(seed: int, out: Path, overrides: Sequence[str]) -> Curve:
+    """One run of the quickstart with ``overrides``; the time in which it writes weights counts."""
+    options = [
+        f"checkpoint.every_steps={EVERY}",
+        "checkpoint.keep_last=0",
+        "checkpoint.export_hf=all",
+        "reporting.report=false",
+        "reporting.wandb.mode=disabled",
+        "data.validation_files=[]",
+    ]
+    run(seed, CHECKPOINT, DATA, out, [*options, *overrides])
+    folder = out / f"seed-{seed}"
+    seconds = {0: 0.0}
+    for row in read_jsonl(folder / METRICS_FILE):
+        if "actor/loss" in row:
+            seconds[row["step"]] = seconds[row["step"] - 1] + row["perf/step_s"]
+    weights = {step: folder / f"checkpoints/step_{step:06}/hf" for step in evaluated_steps()}
+    return Curve(seconds, evaluate(weights, out))
