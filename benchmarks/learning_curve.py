@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,10 +23,12 @@ _SAMPLES = 2  # answers to each held-out problem
 
 @dataclass(frozen=True)
 class Curve:
-    """Of one run. ``seconds``: of training until the end of each step; ``accuracy``: after some of them."""
+    """Of one run. ``seconds``: of training until the end of each step; ``accuracy``: after some of them; ``age``: mean
+    staleness of the trained groups, in versions."""
 
     seconds: Mapping[int, float]
     accuracy: Mapping[int, float]
+    age: float = 0.0
 
     @property
     def step_s(self) -> float:
@@ -60,10 +63,7 @@ def evaluate(folders: Mapping[int, Path], out: Path) -> dict[int, float]:
     """Share of held-out problems with a correct answer, sampled at temperature 1, with the weights of the Hugging Face
     folders, by step, and with those before the first."""
     folders = {0: CHECKPOINT, **folders}
-    names = {step: f"after_{step}" for step in folders}
-    for step, folder in folders.items():
-        (out / names[step]).symlink_to(folder.resolve())
-    command = [sys.executable, "-m", "asyncrl.cli.main", "eval", *(str(out / name) for name in names.values())]
+    command = [sys.executable, "-m", "asyncrl.cli.main", "eval", *map(str, folders.values())]
     options = [
         f"data.validation_files=[{DATA / 'heldout.jsonl'}]",
         f"validation.samples={_SAMPLES}",
@@ -74,8 +74,8 @@ def evaluate(folders: Mapping[int, Path], out: Path) -> dict[int, float]:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"the evaluation exited {done.returncode}\n{done.stderr[-2000:]}")
-    figures = json.loads((out / "answers/figures.json").read_text())
-    return {step: figures[name][f"mean@{_SAMPLES}"] for step, name in names.items()}
+    figures = json.loads((out / "answers/figures.json").read_text())  # in the order of the folders
+    return {step: of[f"mean@{_SAMPLES}"] for step, of in zip(folders, figures.values(), strict=True)}
 
 
 def run_asyncrl(seed: int, out: Path, overrides: Sequence[str]) -> Curve:
@@ -90,9 +90,10 @@ def run_asyncrl(seed: int, out: Path, overrides: Sequence[str]) -> Curve:
     ]
     run(seed, CHECKPOINT, DATA, out, [*options, *overrides])
     folder = out / f"seed-{seed}"
+    rows = [row for row in read_jsonl(folder / METRICS_FILE) if "actor/loss" in row]
     seconds = {0: 0.0}
-    for row in read_jsonl(folder / METRICS_FILE):
-        if "actor/loss" in row:
-            seconds[row["step"]] = seconds[row["step"] - 1] + row["perf/step_s"]
+    for row in rows:
+        seconds[row["step"]] = seconds[row["step"] - 1] + row["perf/step_s"]
+    age = statistics.fmean(row["fully_async/staleness/mean"] for row in rows)
     weights = {step: folder / f"checkpoints/step_{step:06}/hf" for step in evaluated_steps()}
-    return Curve(seconds, evaluate(weights, out))
+    return Curve(seconds, evaluate(weights, out), age)

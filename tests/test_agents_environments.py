@@ -108,6 +108,7 @@ async def test_the_reward_is_the_weighted_sum_of_the_rewards(model, modules, tmp
         assert (sample.reward, sample.metrics) == (1.25, {"reward/half": 1.0, "reward/quarter": 0.25})
 
 
+@pytest.mark.slow
 async def test_samples_go_on_while_the_servers_of_verifiers_are_replaced(model, modules):
     modules(EXAMPLES)
     n = 80  # more than share one set of servers
@@ -124,6 +125,7 @@ def test_the_prompt_file_has_the_tasks_of_a_taskset(tmp_path):
     assert prompts[1].messages == ({"role": "user", "content": "Compute 0+1"},)
 
 
+@pytest.mark.slow
 def test_an_infinite_taskset_is_cut(tmp_path):
     file, folder = tmp_path / "hazards.jsonl", ROOT / "tests/agents/verifiers"
     written = write_prompts("hazards-v1", file, folder=folder)
@@ -220,6 +222,7 @@ async def test_an_episode_of_openenv_is_a_sample(model, modules):
         ]
 
 
+@pytest.mark.slow
 async def test_all_samples_of_a_prompt_play_the_same_episode(model, modules):
     modules(EXAMPLES)
     writes = lambda prompt: '{"number": 5}'
@@ -250,6 +253,7 @@ async def test_answers_of_which_none_is_an_action_earn_nothing(model, server, tm
         assert (sample.reward, sample.metrics["steps"], sample.metrics["malformed_actions"]) == (0.0, 0.0, 2.0)
 
 
+@pytest.mark.slow
 async def test_samples_wait_for_a_server_that_serves_one_at_a_time(model, server, tmp_path):
     columns = {"reset": {"folder": str(tmp_path)}}
     async with serving(model, server, lambda prompt: "stop", SAID, columns, n=3) as system:
@@ -264,6 +268,7 @@ async def test_a_sample_whose_server_dies_in_a_step_is_started_again(model, tmp_
         assert system.counted()["restarted"] == 1
 
 
+@pytest.mark.slow
 async def test_a_sample_whose_server_dies_between_two_steps_is_started_again(model, tmp_path):
     """The next step would begin in an environment that was not reset."""
     texts = iter(("hello", "again", "stop"))
@@ -279,6 +284,7 @@ async def test_a_sample_whose_server_dies_between_two_steps_is_started_again(mod
         assert system.counted()["restarted"] == 1
 
 
+@pytest.mark.slow
 async def test_a_sample_fails_if_its_server_dies_again(model, tmp_path):
     columns = {"reset": {"folder": str(tmp_path)}}
     async with serving(model, HAZARD_SERVER, lambda prompt: "die", SAID, columns) as system:

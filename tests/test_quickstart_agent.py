@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.agents, pytest.mark.timeout(300)]
 CONFIG = Path(__file__).parent.parent / "configs/quickstart_agent.yaml"
 
 
+@pytest.mark.slow  # tests/test_agents_clients.py has a run in the short form
 def test_two_steps_of_the_quickstart_train_what_the_engine_sampled_over_several_turns(tmp_path):
     task = {"demonstrations": "asyncrl.data.guess:demonstrations", "tokens": "asyncrl.data.guess:TOKENS"}
     make_checkpoint(tmp_path / "checkpoint", warm_start_steps=80, **task)

@@ -252,7 +252,8 @@ def test_no_attack_gets_out(kind):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-@pytest.mark.parametrize("name", ["bubblewrap", pytest.param("landlock", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bubblewrap", "landlock"])
 @pytest.mark.timeout(280)
 def test_no_attack_gets_out_of_the_sandbox_of_an_ordinary_user(name):
     make = lambda: SandboxPool(_kind(name), LIMITS, warm=1, most=4)

@@ -157,6 +157,7 @@ async def test_what_it_cannot_serve_is_refused_when_it_starts(args, problem):
 
 
 @pytest.mark.agents
+@pytest.mark.slow  # tests/test_rewards_unit_tests.py has a run with sandboxes in the short form
 @pytest.mark.timeout(400)
 def test_a_run_trains_an_agent_with_sandboxed_tools(tmp_path):
     demonstrations = "tests.support.tool_demonstrations:shell"

@@ -41,7 +41,7 @@ LEARNING = {**SPECULATING, "enable_train": True, "learning_rate": 1e-3}
     "pair", [LEARNING, pytest.param({}, marks=pytest.mark.slow)], indirect=True, ids=["draft", "alone"]
 )
 class TestAdapters(AdapterContract):
-    @pytest.mark.parametrize("kv", ["recompute", "keep"])
+    @pytest.mark.parametrize("kv", [pytest.param("recompute", marks=pytest.mark.slow), "keep"])
     async def test_kept_requests_continue_under_the_new_adapter(self, pair, kv):
         trainer, engine = pair
         await trainer.sync()
