@@ -9,8 +9,9 @@ within a round, since the machine's speed varies over minutes. Each round has th
   trains on them. It gives each pool's time per step alone, T_train and T_rollout, without the forward pass for proximal
   logprobs, which only a step of several optimizer steps needs.
 - async: the unchanged quickstart, one thread per pool.
-- sync: staleness_threshold 0, so that each step generates and then trains, with one thread per pool; in the first round
-  once more with two threads per pool, because each pool has the machine to itself.
+- sync: staleness_threshold 0, and an advantage that waits for the whole batch, so that each step generates and then
+  trains, with one thread per pool; in the first round once more with two threads per pool, because each pool has the
+  machine to itself.
 
 ``fraction_of_ideal``: max(T_train, T_rollout) divided by the seconds of an asynchronous step. ``async_over_sync``,
 ``async_over_sync_two_threads``: seconds of a synchronous step divided by those of an asynchronous one. Each ratio
@@ -22,6 +23,7 @@ groups than it trained, the generated groups count.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import tempfile
@@ -29,6 +31,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from asyncrl.algorithms.items import ADVANTAGES
 from asyncrl.observability.sinks.jsonl import METRICS_FILE, read_jsonl
 from asyncrl.observability.sinks.timeline import read_spans
 from benchmarks.quickstart import ROOT, ensure_inputs, run
@@ -42,6 +45,9 @@ COMMON = [
     "reporting.wandb.mode=disabled",
     "data.validation_files=[]",
 ]
+#: GRPO's advantage, without the promise that lets the trainer begin before a batch is complete
+WHOLE_BATCH = dataclasses.replace(ADVANTAGES.find("grpo"), of_groups=False)
+SYNC = ["async_training.staleness_threshold=0", "algorithm.advantage=benchmarks.overlap:WHOLE_BATCH"]
 TWO_THREADS = ["trainer.threads=2", "rollout.engine.threads=2"]
 
 
@@ -76,12 +82,8 @@ def round_of(folder: Path, steps: int, overrides: list[str], names: Iterable[str
     options = {
         "alone": ["trainer.total_steps=1", f"async_training.require_batches={STEPS_ALONE}"],
         "async": [f"trainer.total_steps={steps}"],
-        "sync": [f"trainer.total_steps={synchronous}", "async_training.staleness_threshold=0"],
-        "sync_two_threads": [
-            f"trainer.total_steps={synchronous}",
-            "async_training.staleness_threshold=0",
-            *TWO_THREADS,
-        ],
+        "sync": [f"trainer.total_steps={synchronous}", *SYNC],
+        "sync_two_threads": [f"trainer.total_steps={synchronous}", *SYNC, *TWO_THREADS],
     }
     found: dict[str, float] = {}
     for name in names:
