@@ -8,8 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config.schema import AlgorithmConfig, Config, OptimizerConfig, RolloutConfig
+from asyncrl.trainer.backends.base import TrainBatch
 from asyncrl.trainer.backends.schedule import learning_rate
-from asyncrl.trainer.batches import build_batch, cut_micro_batches, cut_mini_batches, partition, shape_rewards
+from asyncrl.trainer.batches import (
+    build_batch,
+    cut_groups,
+    cut_micro_batches,
+    cut_mini_batches,
+    partition,
+    shape_rewards,
+    tokens_once,
+)
 from asyncrl.trainer.objective import Objective
 from asyncrl.trainer.rank import batch_metrics, step_metrics
 from asyncrl.types.groups import Group
@@ -181,6 +190,22 @@ def test_micro_batches_hold_every_sequence_once_within_the_budget(lengths, budge
         assert lengths[cut].sum() <= budget or len(cut) == 1
     fullness = [lengths[cut].sum() for cut in cuts]
     assert all(a + b > budget for i, a in enumerate(fullness) for b in fullness[i + 1 :])  # none could be merged
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 60)), min_size=1, max_size=30), st.integers(1, 300))
+def test_micro_batches_with_prompts_once_hold_every_sequence_within_the_budget(sequences, budget):
+    prefix, lengths = np.array(sequences).T
+    lengths = lengths + prefix
+    columns = {"group": np.arange(len(prefix)) // 4, "prefix": prefix}
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    batch = TrainBatch(*(np.zeros(0),) * 6, sequence_columns=columns)
+    batch.cu_seqlens = ends
+    cuts = cut_groups(batch, budget)
+    assert sorted(b for cut in cuts for b in cut) == list(range(len(prefix)))
+    for cut in cuts:
+        once = sum(max(prefix[b] for b in cut if columns["group"][b] == g) for g in {columns["group"][b] for b in cut})
+        assert tokens_once(batch, cut) == sum(lengths[cut] - prefix[cut]) + once
+        assert tokens_once(batch, cut) <= budget or len(cut) == 1
 
 
 def test_the_deviation_divides_by_n_minus_one_unless_configured_otherwise(groups):

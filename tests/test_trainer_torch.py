@@ -17,6 +17,7 @@ from asyncrl.config.schema import CheckpointConfig
 from asyncrl.models.checkpoint import is_draft, load_decoder, read_tensors
 from asyncrl.models.chunked import ChunkedScores, head_logits
 from asyncrl.models.config import CheckpointError, DecoderConfig
+from asyncrl.models.decoder import Decoder
 from asyncrl.models.layout import PackedLayout
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.buckets import Bucket, TensorPart
@@ -42,6 +43,7 @@ from tests.support.trainer import (
     train_in_parts,
     weights,
 )
+from tests.support.trees import make_trees
 
 
 def test_the_gradient_equals_the_plain_formula(checkpoint, start_rank):
@@ -89,6 +91,30 @@ def test_neither_micro_batches_nor_chunks_nor_checkpointing_change_the_gradient(
     ):
         found = first_gradient(start_rank(make_config(checkpoint, **options, **other)), make_groups())
         assert relative(found, whole) < 1e-6, other
+
+
+def test_prompts_held_once_do_not_change_the_gradient(checkpoint, start_rank, monkeypatch):
+    """Of samples of one and of several sequences, some of which begin with only a part of their group's prompt."""
+    options = {"grad_clip": 0.0, "kl_coef": 0.1, "enable_train": True, "max_tokens_per_micro_batch": 60}
+    seen: list[int] = []
+    forward = Decoder.forward
+
+    def counting(self, tokens, *arguments):
+        seen.append(len(tokens))
+        return forward(self, tokens, *arguments)
+
+    monkeypatch.setattr(Decoder, "forward", counting)
+    for groups in (make_groups((4, 3, 4)), make_trees()):
+        found = []
+        for together in (True, False):
+            seen.clear()
+            rank = start_rank(make_config(checkpoint, **options))
+            if not together:
+                rank._backend._attention_cost = None
+            found.append((first_gradient(rank, groups), sum(seen)))
+        (once, fewer), (apart, tokens) = found
+        assert relative(once, apart) < 1e-6
+        assert fewer < tokens
 
 
 def test_equal_input_gives_equal_bits(checkpoint, start_rank):
@@ -198,6 +224,7 @@ def test_two_ranks_train_like_one_and_load_each_others_state(checkpoint, start_r
         checkpoint, epochs=2, mini_batch_groups=2, max_tokens_per_micro_batch=40, kl_coef=0.05, grad_clip=0.5
     )
     config.trainer.ranks = 2
+    config.trainer.optimizer.eps = 1e-5  # else gradients near zero, which differ by rounding, take whole steps
     one = start_rank(config)
     expected = [one.train(step, make_groups((4, 3, 1), seed=step)) for step in range(5)]
     one.save(tmp_path / "of_one")
@@ -215,7 +242,7 @@ def test_two_ranks_train_like_one_and_load_each_others_state(checkpoint, start_r
     assert not two[1]["exported"]  # rank 0 is the sender
     assert two[0]["exported"].keys() == alone.keys()
     for name, tensor in two[0]["exported"].items():
-        torch.testing.assert_close(tensor, alone[name], rtol=0, atol=1e-4)
+        torch.testing.assert_close(tensor, alone[name], rtol=0, atol=2e-5)
     written = read_tensors(tmp_path / "hf_of_two")
     assert all(torch.equal(written[name], tensor) for name, tensor in two[0]["exported"].items())
 

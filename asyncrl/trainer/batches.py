@@ -27,10 +27,11 @@ def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> Trai
 
     Columns: ``behaviour_logprobs``, ``sampler`` (int32: index in `samplers`; -1 for a token with mixed KV), ``version``
     (int32: number of the policy version that sampled it), and ``token_rewards`` (float32: at the last token of each
-    turn that an agent loop rewarded, else 0). Sequence columns, [B] each: ``group`` int64 (index in
-    ``groups``), ``sample`` int64 (index of its sample in the batch), ``owned`` int64 (tokens that it trains, whatever
-    masks follow), ``finish`` uint8 (FinishReason) and ``rewards`` float32 of its sample, ``versions`` and
-    ``version_span`` int64 of its sample (number of policy versions that sampled it, and the newest number minus the
+    turn that an agent loop rewarded, else 0). Sequence columns, [B] each: ``group`` int64 (index in ``groups``),
+    ``sample`` int64 (index of its sample in the batch), ``prefix`` int64 (tokens of the group's prompt that it begins
+    with), ``owned`` int64 (tokens that it trains, whatever masks follow), ``finish`` uint8 (FinishReason) and
+    ``rewards`` float32 of its sample, ``versions`` and ``version_span`` int64 of its sample (number of policy versions
+    that sampled it, and the newest number minus the
     oldest). Raises ValueError for no groups."""
     if not groups:
         raise ValueError("a batch needs at least one group, found none")
@@ -79,6 +80,7 @@ def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> Trai
             TOKEN_REWARDS: _concatenate([of_turns[id(group)][rows] for group, rows in response], np.float32),
         },
         sequence_columns={
+            "prefix": prefix_lengths,
             "owned": np.array([group.loss_mask[rows].sum() for group, rows in response], dtype=np.int64),
             **{name: np.array(columns[name], dtype=dtype) for name, dtype in _OF_SAMPLE.items()},
         },
@@ -212,6 +214,32 @@ def cut_micro_batches(lengths: np.ndarray, max_tokens: int) -> list[list[int]]:
         cuts[k].append(int(b))
         room[k] -= need
     return cuts
+
+
+def cut_groups(batch: TrainBatch, max_tokens: int) -> list[list[int]]:
+    """As `cut_micro_batches` for micro-batches that hold a group's prompt once: of each group as many sequences as fit,
+    longest first, stay together."""
+    group, lengths = batch.sequence_columns["group"], batch.lengths
+    parts: list[list[int]] = []
+    for g in np.unique(group):
+        of_group = np.flatnonzero(group == g)
+        part: list[int] = []
+        for b in of_group[np.argsort(-lengths[of_group], kind="stable")].tolist():
+            if part and tokens_once(batch, [*part, b]) > max_tokens:
+                parts.append(part)
+                part = []
+            part.append(b)
+        parts.append(part)
+    sizes = [tokens_once(batch, part) for part in parts]
+    return [[b for k in cut for b in parts[k]] for cut in cut_micro_batches(np.array(sizes), max_tokens)]
+
+
+def tokens_once(batch: TrainBatch, sequences: Sequence[int]) -> int:
+    """Tokens of these sequences, with each group's prompt once."""
+    cut = np.array(sequences)
+    group, prefix = batch.sequence_columns["group"][cut], batch.sequence_columns["prefix"][cut]
+    prompts = sum(int(prefix[group == g].max()) for g in np.unique(group))
+    return int((batch.lengths[cut] - prefix).sum()) + prompts
 
 
 def offsets(lengths: np.ndarray) -> np.ndarray:

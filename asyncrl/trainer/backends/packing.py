@@ -10,7 +10,7 @@ from torch import Tensor
 
 from asyncrl.models.decoder import DraftTargets
 from asyncrl.models.device_copy import on_device
-from asyncrl.models.layout import PackedLayout
+from asyncrl.models.layout import PackedLayout, Shared
 from asyncrl.trainer.backends.base import TrainBatch
 from asyncrl.trainer.draft_loss import draft_targets
 
@@ -19,7 +19,8 @@ PADDING = -1  # index of a placeholder's sequence
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some sequences of a batch on the device: ``tokens``, int64 [T], ``rows`` and ``targets``, int64 [R].
+    """Some sequences of a batch on the device: ``tokens``, int64 [T], ``rows`` and ``targets``, int64 [R]. Tokens of
+    a group's prompt may be there once for all of its sequences.
 
     ``sequences``: their indices in the whole batch (``[PADDING]`` for a placeholder); ``places`` int64 [R]: their
     response rows in the whole batch (empty for a placeholder)."""
@@ -33,10 +34,13 @@ class MicroBatch:
     targets: Tensor
 
     @classmethod
-    def of(cls, whole: TrainBatch, sequences: list[int], device: torch.device) -> MicroBatch:
+    def of(
+        cls, whole: TrainBatch, sequences: list[int], device: torch.device, shares_prompts: bool = False
+    ) -> MicroBatch:
         bounds = whole.row_offsets
         places = np.concatenate([np.arange(bounds[b], bounds[b + 1]) for b in sequences])
-        return cls._on(device, whole.select(sequences), sequences, places)
+        batch = whole.select(sequences)
+        return cls._on(device, batch, sequences, places, shared_prompts(batch) if shares_prompts else None)
 
     @classmethod
     def placeholder(cls, whole: TrainBatch, device: torch.device) -> MicroBatch:
@@ -62,16 +66,37 @@ class MicroBatch:
         ]
 
     @classmethod
-    def _on(cls, device: torch.device, batch: TrainBatch, sequences: list[int], places: np.ndarray) -> MicroBatch:
+    def _on(
+        cls,
+        device: torch.device,
+        batch: TrainBatch,
+        sequences: list[int],
+        places: np.ndarray,
+        shared: Shared | None = None,
+    ) -> MicroBatch:
+        layout = PackedLayout.from_lengths(batch.lengths, device, shared)
+        tokens, rows = _on_device(batch.tokens, device), _on_device(batch.rows, device)
+        if shared is not None:
+            rows = layout.written.index_select(0, rows)
+            tokens = tokens.new_empty(len(layout.positions)).scatter_(0, layout.written, tokens)
         return cls(
             batch=batch,
             sequences=sequences,
             places=places,
-            tokens=_on_device(batch.tokens, device),
-            layout=PackedLayout.from_lengths(batch.lengths, device),
-            rows=_on_device(batch.rows, device),
+            tokens=tokens,
+            layout=layout,
+            rows=rows,
             targets=_on_device(batch.targets, device),
         )
+
+
+def shared_prompts(batch: TrainBatch) -> Shared:
+    """Each group's prompt, shared by those of its sequences that begin with it."""
+    group, prefix = batch.sequence_columns["group"], batch.sequence_columns["prefix"]
+    by_prefix = np.lexsort((-prefix, group))  # the longest first
+    first = by_prefix[np.unique(group[by_prefix], return_index=True)[1]]
+    leader = first[np.searchsorted(group[first], group)]
+    return Shared(leader, np.where(leader == np.arange(len(batch)), 0, prefix))
 
 
 def _on_device(array: np.ndarray, device: torch.device) -> Tensor:

@@ -166,7 +166,7 @@ class BaseBackend(ABC):
             self._resident("parameters", "gradients", written=True),
             self._recorder.span("trainer/forward_backward", tokens=len(batch.tokens)),
         ):
-            micros = self._micro_batches(batch)
+            micros = self._policy_micro_batches(batch)
             if first:
                 counts = joint.counts([micros])[0] if joint else ()
                 self._pass = GradientPass(loss, denominator, temperature, counts)
@@ -240,9 +240,16 @@ class BaseBackend(ABC):
         all ranks must run."""
         sequences = np.arange(len(batch)) if share is None else share
         cuts = cut_micro_batches(batch.lengths[sequences], self._options.max_tokens_per_micro_batch)
-        count = self._micro_batch_count(len(cuts))
         micros = [MicroBatch.of(batch, sequences[cut].tolist(), self._device) for cut in cuts]
-        return micros + [MicroBatch.placeholder(batch, self._device) for _ in range(count - len(cuts))]
+        return self._with_placeholders(batch, micros)
+
+    def _with_placeholders(self, batch: TrainBatch, micros: list[MicroBatch]) -> list[MicroBatch]:
+        count = self._micro_batch_count(len(micros))
+        return micros + [MicroBatch.placeholder(batch, self._device) for _ in range(count - len(micros))]
+
+    def _policy_micro_batches(self, batch: TrainBatch) -> list[MicroBatch]:
+        """Of what the policy reads."""
+        return self._micro_batches(batch)
 
     def _over_data_ranks(self, values: Mapping[str, Tensor], op: dist.ReduceOp.RedOpType) -> dict[str, float]:
         return reduce_scalars(values, op, self._device, self._data_group)

@@ -45,6 +45,7 @@ from asyncrl.trainer.backends.template import BaseBackend, GradientPass, referen
 from asyncrl.trainer.backends.torch.draft import TorchDraftTraining
 from asyncrl.trainer.backends.torch.export import ShardedWeights
 from asyncrl.trainer.backends.torch.models import TorchModel, load
+from asyncrl.trainer.backends.torch.prompts import attention_cost, cut_with_prompts_once
 
 
 class TorchFSDPBackend(BaseBackend):
@@ -114,6 +115,9 @@ class TorchFSDPBackend(BaseBackend):
         if config.mtp.enable_train:
             decoder = cast(Decoder, self._policy)
             self._draft = TorchDraftTraining(config, self._device, self._micro_batches, decoder, world_size)
+        # a draft in the policy's step reads each sequence's own next tokens, after the prompt too
+        shares = isinstance(self._policy, Decoder) and self._joint_draft is None
+        self._attention_cost = attention_cost(cast(Decoder, self._policy).config) if shares else None
         self._prepare_checkpoints(timeout_s)
 
     # -- scoring and training --------------------------------------------------------------------------------------
@@ -121,7 +125,8 @@ class TorchFSDPBackend(BaseBackend):
     @torch.no_grad()
     def _score(self, model: nn.Module, batch: TrainBatch, temperature: float) -> dict[str, np.ndarray]:
         found = {name: np.empty(len(batch.targets), np.float32) for name in ("logprobs", "entropy")}
-        for micro in self._micro_batches(batch):
+        micros = self._policy_micro_batches(batch) if isinstance(model, Decoder) else self._micro_batches(batch)
+        for micro in micros:
             scores = self._forward(model, micro, temperature)
             if len(micro.places):
                 found["logprobs"][micro.places] = scores.logprobs.cpu().numpy()
@@ -170,8 +175,8 @@ class TorchFSDPBackend(BaseBackend):
                 total = total + share * self.world_size
             total.backward()
             if draft and not joint:
-                hidden = scores.hidden.split(micro.batch.lengths.tolist())
-                step.keep_hidden(micro, hidden)
+                hidden = scores.hidden.index_select(0, micro.layout.written)
+                step.keep_hidden(micro, hidden.split(micro.batch.lengths.tolist()))
 
     def _forward(
         self, model: nn.Module, micro: MicroBatch, temperature: float, drafts: Sequence[DraftTargets] = ()
@@ -187,6 +192,16 @@ class TorchFSDPBackend(BaseBackend):
             self._config.mtp.loss,
             self._config.mtp.detach_encoder,
         )
+
+    def _policy_micro_batches(self, batch: TrainBatch) -> list[MicroBatch]:
+        """With each group's prompt once, where the model can share it and that costs less."""
+        cuts, limit = None, self._options.max_tokens_per_micro_batch
+        if self._attention_cost is not None:
+            cuts = cut_with_prompts_once(batch, limit, self._attention_cost)
+        if cuts is None:
+            return self._micro_batches(batch)
+        micros = [MicroBatch.of(batch, cut, self._device, shares_prompts=True) for cut in cuts]
+        return self._with_placeholders(batch, micros)
 
     def _micro_batch_count(self, own: int) -> int:
         """The highest number on any rank."""
