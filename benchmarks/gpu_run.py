@@ -133,9 +133,10 @@ class Rank:
         await asyncio.Event().wait()
 
     async def train(
-        self, step: int, payload: Sequence[bytes], mask_before: int | None, version: float
+        self, step: int, payload: Sequence[bytes], mask_before: int | None, version: float, part: int, parts: int
     ) -> tuple[dict[str, float], list[SamplerKL]]:
-        metrics = await _in(self._thread, lambda: self._core.train(step, payload, mask_before, version))
+        train = lambda: self._core.train(step, payload, mask_before, version, part, parts)
+        metrics = await _in(self._thread, train)
         self._in_weights += [Group.from_buffer(buffer).uid for buffer in payload]
         return metrics, self._core.sampler_kl
 

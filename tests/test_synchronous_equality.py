@@ -90,7 +90,8 @@ def coarse_reward(prompt, response) -> float:
 async def train_synchronously(options: list[str], folder: Path, turns: int) -> dict[str, torch.Tensor]:
     """Train five steps with engine and trainer alone; returns the final weights."""
     config = load_config(None, options)
-    batch_size = derive(config).groups_per_step
+    batch_size, parts = derive(config).groups_per_step, derive(config).parts
+    assert len(parts) > 1, "the test needs a batch that comes in parts"
     tokenizer = PromptTokenizer(config.model.path)
     prompts = PromptOrder(load_prompts(config.data.train_files, config.data), config.seed)
     rank = TrainerRank(config, 0, 1, None, Recorder("trainer"))
@@ -117,7 +118,8 @@ async def train_synchronously(options: list[str], folder: Path, turns: int) -> d
                         continue
                     turns_trained |= {len(s.sequences[0].spans) for s in samples}
                     batch.append(Group.from_samples(prompt.uid, prompt.prompt_id, 0, tokens, samples).to_bytes())
-            rank.train(step, batch)
+            for part, groups in enumerate(np.split(np.array(batch, object), np.cumsum(parts[:-1]))):
+                rank.train(step, groups.tolist(), part=part, parts=len(parts))
             await engine.close()
         rank.export_hf(folder / "final")
     finally:

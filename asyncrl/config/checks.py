@@ -17,7 +17,8 @@ from typing import Literal
 from asyncrl.config.schema import Config
 
 _MAX_PARTS = 8  # of a batch; more would shorten the trainer's wait for the first one by little
-_SAMPLES_PER_PART = 32  # of each rank, at least
+_SAMPLES_PER_PART = 8  # at least
+_SAMPLES_PER_PART_AND_RANK = 32  # at least, with several ranks
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,11 @@ def derive(config: Config) -> Derived:
 
 
 def _parts(config: Config, groups: int) -> tuple[int, ...]:
-    """Parts of equal size, up to one group, as many as leave each rank enough samples to fill its micro-batches."""
-    count = groups * config.rollout.n // (_SAMPLES_PER_PART * config.trainer.ranks)
+    """Parts of equal size, up to one group, as many as leave each rank enough samples: to fill its micro-batches, and to
+    have about as much work as the others."""
+    ranks = config.trainer.ranks
+    least = _SAMPLES_PER_PART if ranks == 1 else _SAMPLES_PER_PART_AND_RANK * ranks
+    count = groups * config.rollout.n // least
     count = min(max(count, 1), _MAX_PARTS, groups)
     return tuple((k + 1) * groups // count - k * groups // count for k in range(count))
 

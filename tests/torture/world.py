@@ -56,6 +56,7 @@ class Setting:
             "reward.function=arithmetic",
             f"trainer.total_steps={self.steps}",
             f"trainer.mini_batch_groups={self.batch}",
+            "rollout.n=8",  # enough for a batch to come in parts
             f"async_training.staleness_threshold={self.staleness}",
             f"async_training.queue_policy={self.policy}",
             f"async_training.overdue={self.overdue}",
@@ -112,6 +113,7 @@ class World:
             if group.state != "in_flight":
                 assert Group.from_buffer(self.journal.read(group.uid)).uid == group.uid
         self.weights, self.staged, self.deaths = "", "", 0
+        self._uids: list[str] = []  # of the parts of a step
         self.served = PolicyVersion(0, 0)
         self._holder = self.folder.epoch.number * 1000
         self._rolling: asyncio.Task | None = None
@@ -141,12 +143,14 @@ class World:
 
     # -- ranks ---------------------------------------------------------------------------------------------------------
 
-    async def train(self, step, payload, mask_before, version):
+    async def train(self, step, payload, mask_before, version, part, parts):
         await asyncio.sleep(0)
         if self.chaos.random() < 0.01:
             self.weights, self.deaths = "", self.deaths + 1
             raise RankDied
-        self.weights = weights_after([sorted(Group.from_buffer(data).uid for data in payload)], self.weights)
+        self._uids = [*(self._uids if part else ()), *(Group.from_buffer(data).uid for data in payload)]
+        if part == parts - 1:
+            self.weights = weights_after([sorted(self._uids)], self.weights)
         return {}, []
 
     async def stage(self):
