@@ -59,7 +59,7 @@ def derive(config: Config) -> Derived:
 
 
 def _parts(config: Config, groups: int) -> tuple[int, ...]:
-    """Parts of equal size, up to one group, as many as leave each rank enough samples: to fill its micro-batches, and to
+    """Parts of equal size, up to one group, as many as leave each rank enough samples to fill its micro-batches, and to
     have about as much work as the others."""
     ranks = config.trainer.ranks
     least = _SAMPLES_PER_PART if ranks == 1 else _SAMPLES_PER_PART_AND_RANK * ranks
