@@ -254,6 +254,7 @@ def test_a_run_ends_in_time(start, tmp_path, ray_dir):
     assert processes_of(ray_dir) == []
 
 
+@pytest.mark.slow
 def test_an_agent_loop_that_always_raises_is_reported_once_and_ends_the_run(start, tmp_path, ray_dir):
     bug = tmp_path / "bug"
     run = start(
@@ -271,6 +272,7 @@ def test_an_agent_loop_that_always_raises_is_reported_once_and_ends_the_run(star
     assert processes_of(ray_dir) == []
 
 
+@pytest.mark.slow
 def test_an_interruption_during_startup_ends_the_run_at_once(start, tmp_path, ray_dir):
     run = start()
     deadline = time.monotonic() + 60
