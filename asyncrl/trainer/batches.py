@@ -218,20 +218,22 @@ def cut_micro_batches(lengths: np.ndarray, max_tokens: int) -> list[list[int]]:
 
 def cut_groups(batch: TrainBatch, max_tokens: int) -> list[list[int]]:
     """As `cut_micro_batches` for micro-batches that hold a group's prompt once: of each group as many sequences as fit,
-    longest first, stay together."""
+    longest first, stay together. Written out they have at most twice as many tokens, since attention, whose activations
+    are the smaller part, holds each sequence whole."""
     group, lengths = batch.sequence_columns["group"], batch.lengths
+    size = lambda sequences: max(tokens_once(batch, sequences), -(-int(lengths[sequences].sum()) // 2))
     parts: list[list[int]] = []
     for g in np.unique(group):
         of_group = np.flatnonzero(group == g)
         part: list[int] = []
         for b in of_group[np.argsort(-lengths[of_group], kind="stable")].tolist():
-            if part and tokens_once(batch, [*part, b]) > max_tokens:
+            if part and size([*part, b]) > max_tokens:
                 parts.append(part)
                 part = []
             part.append(b)
         parts.append(part)
-    sizes = [tokens_once(batch, part) for part in parts]
-    return [[b for k in cut for b in parts[k]] for cut in cut_micro_batches(np.array(sizes), max_tokens)]
+    sizes = np.array([size(part) for part in parts])
+    return [[b for k in cut for b in parts[k]] for cut in cut_micro_batches(sizes, max_tokens)]
 
 
 def tokens_once(batch: TrainBatch, sequences: Sequence[int]) -> int:
