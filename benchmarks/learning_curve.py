@@ -38,6 +38,8 @@ class Curve:
         """Seconds and steps until accuracy, interpolated between evaluations, first reaches `TARGET`; infinite if it
         never does."""
         steps = sorted(self.accuracy)
+        if self.accuracy[steps[0]] >= TARGET:
+            return 0.0, 0.0
         for low, high in itertools.pairwise(steps):
             before, after = self.accuracy[low], self.accuracy[high]
             if before < TARGET <= after:

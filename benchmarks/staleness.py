@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import statistics
 import tempfile
@@ -40,15 +41,15 @@ def page_block(found: Mapping[str, Mapping[str, float]]) -> str:
         f"| {threshold} | {f['age']:.2f} | {f['steps']:.1f} | {f['step_s']:.2f} | {f['seconds']:.0f} |"
         for threshold, f in found.items()
     ]
-    seconds = ", ".join(f"{f['seconds']:.0f}" for f in found.values())
+    reached = {threshold: f["seconds"] for threshold, f in found.items() if math.isfinite(f["seconds"])}
     return "\n".join(
         [
             "```mermaid",
             "xychart-beta",
             f'  title "Seconds until {TARGET:.0%} accuracy"',
-            f'  x-axis "staleness_threshold" [{", ".join(found)}]',
-            '  y-axis "seconds" 0 --> ' + str(round(max(f["seconds"] for f in found.values()) * 1.1)),
-            f"  bar [{seconds}]",
+            f'  x-axis "staleness_threshold" [{", ".join(reached)}]',
+            f'  y-axis "seconds" 0 --> {max(reached.values()) * 1.1:.0f}',
+            f"  bar [{', '.join(f'{seconds:.0f}' for seconds in reached.values())}]",
             "```",
             "",
             f"| `staleness_threshold` | mean age, versions | steps until {TARGET:.0%} | s per step | seconds |",

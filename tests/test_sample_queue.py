@@ -118,6 +118,35 @@ async def test_a_released_lease_returns_in_order():
     assert [g.uid for g in (await q.lease(1, 3))[0].groups] == ["a", "b", "c"]
 
 
+async def test_a_batch_is_leased_in_parts_each_once():
+    q = queue(per_version=3)
+    await q.publish(PolicyVersion(0, 0))
+    await started(q, "abc")
+    await q.put([payload("a", 0)])
+    uids = lambda answer: [group.uid for group in answer[0].groups]
+    assert uids(await q.lease(1, 2, wait=False)) == []
+    assert uids(await q.lease(1, 1)) == uids(await q.lease(1, 1)) == ["a"]  # also if the call is repeated
+    assert uids(await q.lease(1, 2, ["a"], wait=False)) == []
+    rest = await waits(q.lease(1, 2, ["a"]))
+    await q.put([payload(uid, 0) for uid in "cb"])
+    assert uids(await rest) == uids(await q.lease(1, 2, ["a"])) == ["b", "c"]
+    await q.trained(1)
+    assert q.balance()["trained"] == 3
+
+
+async def test_an_abandoned_step_takes_no_group_even_by_a_lease_that_waits():
+    """Its caller has gone, but the call itself cannot be taken back."""
+    q = queue(per_version=2)
+    await q.publish(PolicyVersion(0, 0))
+    await started(q, "ab")
+    await q.put([payload("a", 0)])
+    await q.lease(1, 1)
+    second = await waits(q.lease(1, 1, ["a"]))
+    await q.release(1)
+    assert (await second)[0].groups == ()
+    assert (q.balance()["leased"], q.balance()["queued"]) == (0, 1)
+
+
 async def test_untrained_groups_stay_for_a_run_that_resumes():
     q = queue(per_version=3, threshold="1")
     await q.publish(PolicyVersion(0, 0))

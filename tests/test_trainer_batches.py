@@ -203,8 +203,9 @@ def test_micro_batches_with_prompts_once_hold_every_sequence_within_the_budget(s
     cuts = cut_groups(batch, budget)
     assert sorted(b for cut in cuts for b in cut) == list(range(len(prefix)))
     for cut in cuts:
-        once = sum(max(prefix[b] for b in cut if columns["group"][b] == g) for g in {columns["group"][b] for b in cut})
-        assert tokens_once(batch, cut) == sum(lengths[cut] - prefix[cut]) + once
+        shared = prefix - 1
+        once = sum(max(shared[b] for b in cut if columns["group"][b] == g) for g in {columns["group"][b] for b in cut})
+        assert tokens_once(batch, cut) == sum(lengths[cut] - shared[cut]) + once
         assert (tokens_once(batch, cut) <= budget and sum(lengths[cut]) <= 2 * budget) or len(cut) == 1
 
 

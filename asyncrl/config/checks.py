@@ -48,7 +48,7 @@ def derive(config: Config) -> Derived:
         pause = "abort" if config.async_training.partial_rollout else "wait"
     return Derived(
         groups_per_step=per_step,
-        parts=_parts(config, per_step),
+        parts=_parts(config, per_step) if threshold < 1 else (per_step,),  # else batches wait for the trainer
         groups_per_version=per_step * config.async_training.trigger_parameter_sync_step,
         staleness_threshold=threshold,
         staleness_bound=math.ceil(threshold),

@@ -116,8 +116,11 @@ class _Pad(torch.autograd.Function):
         (unpad_index,) = ctx.saved_tensors
         places = grad.contiguous().view(-1, *grad.shape[1:])
         out = places.index_select(0, unpad_index)
-        for tokens, where in ctx.copies:
-            out.index_add_(0, tokens, places.index_select(0, where))
+        if ctx.copies:
+            total = out.float()
+            for tokens, where in ctx.copies:  # no token twice, so the order is fixed on a GPU, too
+                total.index_add_(0, tokens, places.index_select(0, where).float())
+            out = total.to(out.dtype)
         return out, None, None, None
 
 

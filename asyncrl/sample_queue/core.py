@@ -98,7 +98,7 @@ class SampleQueue:
         self._payloads: dict[str, bytes] = {}  # of queued and leased groups; after a restart they are read from disk
         self._to_cancel: list[str] = []  # dropped as overdue while in flight, and not reported to the rollouter yet
         self._given_up: set[str] = set()  # all ever dropped so; the rollouter may still issue them again
-        self._rollbacks = 0
+        self._abandoned = 0  # steps, by a rollback or a release, which end waiting leases
         self._starved_s = 0.0  # time that leases waited for groups
         self._waits: list[float] = []  # start times of current waits
         self._closed: str | None = None
@@ -238,11 +238,11 @@ class SampleQueue:
         """Leases the next ``count`` groups to ``step`` once all of them are finished, beside those that it leased
         before, ``having``. Returns them and their payloads.
 
-        The lease is empty, with the reason, after a rollback, or if the queue was closed and they cannot finish; and
-        without ``wait``, if they are not finished yet."""
+        The lease is empty, with the reason, after a rollback or a release, or if the queue was closed and they cannot
+        finish; and without ``wait``, if they are not finished yet."""
         had = frozenset(having)
         async with self._changed:
-            rollbacks = self._rollbacks
+            abandoned = self._abandoned
             if not self._leased_to(step, had):
                 with self._starving():
                     await self._wait_until(
@@ -250,12 +250,12 @@ class SampleQueue:
                             self._schedule.next_batch(count) is not None
                             or bool(self._leased_to(step, had))  # by a repeated call
                             or self._closed is not None
-                            or self._rollbacks != rollbacks
+                            or self._abandoned != abandoned
                             or not wait
                         )
                     )
-            if self._rollbacks != rollbacks:
-                return Lease((), self._closed or "the trainer went back to a checkpoint"), []
+            if self._abandoned != abandoned:
+                return Lease((), self._closed or "the trainer gave up this step"), []
             if not self._leased_to(step, had):
                 if (batch := self._schedule.next_batch(count)) is None:
                     return Lease((), self._closed), []
@@ -281,8 +281,9 @@ class SampleQueue:
         await self._commit()
 
     async def release(self, step: int) -> None:
-        """Returns the groups of an abandoned step to their places."""
+        """Returns the groups of an abandoned step to their places, and ends its waiting lease."""
         self._table.release(step)
+        self._abandoned += 1
         await self._commit()
 
     async def rollback(self, step: int) -> PolicyVersion | None:
@@ -291,7 +292,7 @@ class SampleQueue:
         self._table.roll_back(step)
         self._versions.withdraw()
         self._close_because(None)
-        self._rollbacks += 1  # ends waiting leases, whose step is obsolete
+        self._abandoned += 1
         await self._commit()
         return max(self._versions.announced, default=None)
 

@@ -220,28 +220,41 @@ def cut_groups(batch: TrainBatch, max_tokens: int) -> list[list[int]]:
     """As `cut_micro_batches` for micro-batches that hold a group's prompt once: of each group as many sequences as fit,
     longest first, stay together. Written out they have at most twice as many tokens, since attention, whose activations
     are the smaller part, holds each sequence whole."""
-    group, lengths = batch.sequence_columns["group"], batch.lengths
-    size = lambda sequences: max(tokens_once(batch, sequences), -(-int(lengths[sequences].sum()) // 2))
+    group, lengths, shared = batch.sequence_columns["group"], batch.lengths, _shareable(batch)
     parts: list[list[int]] = []
+    sizes: list[int] = []
     for g in np.unique(group):
-        of_group = np.flatnonzero(group == g)
         part: list[int] = []
+        own = prompt = written = 0  # tokens of the part
+        of_group = np.flatnonzero(group == g)
         for b in of_group[np.argsort(-lengths[of_group], kind="stable")].tolist():
-            if part and size([*part, b]) > max_tokens:
+            length, begins = int(lengths[b]), int(shared[b])
+            if part and _size(own + length - begins, max(prompt, begins), written + length) <= max_tokens:
+                part.append(b)
+                own, prompt, written = own + length - begins, max(prompt, begins), written + length
+                sizes[-1] = _size(own, prompt, written)
+            else:
+                part, own, prompt, written = [b], length - begins, begins, length
                 parts.append(part)
-                part = []
-            part.append(b)
-        parts.append(part)
-    sizes = np.array([size(part) for part in parts])
-    return [[b for k in cut for b in parts[k]] for cut in cut_micro_batches(sizes, max_tokens)]
+                sizes.append(length)
+    return [[b for k in cut for b in parts[k]] for cut in cut_micro_batches(np.array(sizes), max_tokens)]
+
+
+def _size(own: int, prompt: int, written: int) -> int:
+    return max(own + prompt, -(-written // 2))
 
 
 def tokens_once(batch: TrainBatch, sequences: Sequence[int]) -> int:
     """Tokens of these sequences, with each group's prompt once."""
     cut = np.array(sequences)
-    group, prefix = batch.sequence_columns["group"][cut], batch.sequence_columns["prefix"][cut]
-    prompts = sum(int(prefix[group == g].max()) for g in np.unique(group))
-    return int((batch.lengths[cut] - prefix).sum()) + prompts
+    group, shared = batch.sequence_columns["group"][cut], _shareable(batch)[cut]
+    prompts = sum(int(shared[group == g].max()) for g in np.unique(group))
+    return int((batch.lengths[cut] - shared).sum()) + prompts
+
+
+def _shareable(batch: TrainBatch) -> np.ndarray:
+    """int64 [B]: tokens of its group's prompt that a sequence may share: all but the last one that it begins with."""
+    return np.maximum(batch.sequence_columns["prefix"] - 1, 0)
 
 
 def offsets(lengths: np.ndarray) -> np.ndarray:

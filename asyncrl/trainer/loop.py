@@ -44,7 +44,7 @@ class NoNewStep(RuntimeError):
 
 class TrainLoop:
     """One per run, in the driver. ``begin()``, then ``run()`` to the end; ``stop(reason)`` ends it after the current
-    step. ``journal_copy``: see `CheckpointSaver`."""
+    step, or at once if that still waits for groups. ``journal_copy``: see `CheckpointSaver`."""
 
     def __init__(
         self,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -33,26 +35,18 @@ from asyncrl.types.versions import Sampler
 _TRUNCATED = [reason for reason in FinishReason if reason.truncated]
 
 
+@dataclass
 class GradientSum:
-    """The gradient of a train step that comes in ``parts``.
+    """The gradient of a train step that comes in parts.
 
-    ``denominator``: by which all parts are divided, near the step's own; ``share``: the sum of the parts' shares, which
-    in the end is the step's own denominator. ``batches``, ``sampled_by``: of each part, all sequences and what sampled
-    them."""
+    ``denominator``: by which all parts are divided, near the step's own; 0 until one has a trained token. ``share``:
+    the sum of the parts' shares, in the end the step's own denominator. ``batches``, ``sampled_by``: of each part, all
+    sequences, without columns of tokens, and what sampled them."""
 
-    def __init__(self, parts: int) -> None:
-        self._parts = parts
-        self.denominator = self.share = 0.0
-        self.batches: list[TrainBatch] = []
-        self.sampled_by: list[list[Sampler]] = []
-
-    def add(self, share: float) -> bool:
-        """Count a part with this share. Returns True for the first."""
-        first = not self.share
-        if first:
-            self.denominator = share * self._parts
-        self.share += share
-        return first
+    denominator: float = 0.0
+    share: float = 0.0
+    batches: list[TrainBatch] = field(default_factory=list)
+    sampled_by: list[list[Sampler]] = field(default_factory=list)
 
 
 class TrainerRank:
@@ -99,29 +93,34 @@ class TrainerRank:
         last = part == parts - 1
         with self._recorder.span("trainer/step", step=step):
             if part == 0:
-                self._sum, self._waiting = GradientSum(parts), []
+                self._sum, self._waiting = GradientSum(), []
             groups = [Group.from_buffer(data) for data in buffers]
             if self._in_parts:
-                self._add(self._sum, groups, mask_before, version)
+                self._add(self._sum, groups, mask_before, version, parts)
                 return self._take_step(step, self._sum) if last else {}
             self._waiting += groups
             return self._train_whole(step, self._waiting, mask_before, version) if last else {}
 
-    def _add(self, total: GradientSum, groups: list[Group], mask_before: int | None, version: float) -> None:
-        """Add the gradient of the part's only mini batch to the step's."""
+    def _add(
+        self, total: GradientSum, groups: list[Group], mask_before: int | None, version: float, parts: int
+    ) -> None:
+        """Add the gradient of one of the ``parts`` to the step's."""
         with self._recorder.span("trainer/batch"):
             whole = build_batch(groups, mask_before)
-            total.batches.append(whole)
+            total.batches.append(dataclasses.replace(whole, columns={}))
             total.sampled_by.append(samplers(groups))
             whole = shape_rewards(whole, self._config.algorithm, self._config.rollout.max_response_tokens)
             shares = self._objective.prepare(whole, version, self._versions_per_step)
-            found = [(whole.select(mine.tolist()), float(shares[every].sum())) for every, mine in self._parts(whole)]
+            total.share += float(shares.sum())
+            found = [whole.select(mine.tolist()) for _, mine in self._dealt(whole)]
         loss = self._objective.loss
-        for mini_batch, share in found:  # none if no token is trained
+        for mini_batch in found:  # none if no token is trained
             with self._recorder.span("trainer/logprobs"):
                 mini_batch.columns |= self._scored(mini_batch, self._objective.scores(several_steps=False))
             measured = with_sampler_kl(loss, len(total.sampled_by[-1]), len(total.sampled_by) - 1)
-            first = total.add(share)
+            first = not total.denominator
+            if first:
+                total.denominator = float(shares.sum()) * parts
             self._backend.accumulate(mini_batch, measured, total.denominator, self._config.rollout.temperature, first)
 
     def _take_step(self, step: int, total: GradientSum) -> dict[str, float]:
@@ -129,7 +128,7 @@ class TrainerRank:
             metrics = batch_metrics(TrainBatch.joined(total.batches))
         figures: dict[str, list[float]] = defaultdict(list)
         self.sampler_kl = []
-        if total.share:
+        if total.denominator:
             result = self._optimizer_step(step, 0, 0, total.denominator / total.share)
             self.sampler_kl = take_sampler_kl(result, total.sampled_by)
             _append(figures, result)
@@ -140,7 +139,7 @@ class TrainerRank:
             whole = build_batch(groups, mask_before)
             metrics = batch_metrics(whole)
             whole = shape_rewards(whole, self._config.algorithm, self._config.rollout.max_response_tokens)
-            parts = self._parts(whole)
+            parts = self._dealt(whole)
         if columns := self._objective.step_scores():
             with self._recorder.span("trainer/logprobs"):
                 mine = np.sort(np.concatenate([np.arange(0), *(part for _, part in parts)]))
@@ -154,7 +153,7 @@ class TrainerRank:
                 mini_batch.columns |= self._scored(mini_batch, columns)
         return metrics | self._optimize(step, mini_batches, samplers(groups))
 
-    def _parts(self, whole: TrainBatch) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _dealt(self, whole: TrainBatch) -> list[tuple[np.ndarray, np.ndarray]]:
         """Of every mini batch all sequences, and those that this rank trains: indices, ascending.
 
         All ranks hold all groups, so they agree without a collective. Mini batches without a trained token are skipped:

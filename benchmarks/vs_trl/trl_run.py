@@ -94,6 +94,7 @@ def main() -> None:
         learning_rate=options.lr,
         lr_scheduler_type="warmup_stable_decay",
         lr_scheduler_kwargs={
+            "num_stable_steps": 0,
             "num_decay_steps": options.schedule_steps,
             "min_lr_ratio": options.min_lr_ratio,
             "decay_type": "linear",

@@ -91,12 +91,13 @@ class MicroBatch:
 
 
 def shared_prompts(batch: TrainBatch) -> Shared:
-    """Each group's prompt, shared by those of its sequences that begin with it."""
+    """Each group's prompt, shared by those of its sequences that begin with it, but for each one's last token there,
+    whose state the head reads: so no row of it is read twice."""
     group, prefix = batch.sequence_columns["group"], batch.sequence_columns["prefix"]
     by_prefix = np.lexsort((-prefix, group))  # the longest first
     first = by_prefix[np.unique(group[by_prefix], return_index=True)[1]]
     leader = first[np.searchsorted(group[first], group)]
-    return Shared(leader, np.where(leader == np.arange(len(batch)), 0, prefix))
+    return Shared(leader, np.where(leader == np.arange(len(batch)), 0, np.maximum(prefix - 1, 0)))
 
 
 def _on_device(array: np.ndarray, device: torch.device) -> Tensor:

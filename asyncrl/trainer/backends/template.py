@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -40,7 +40,6 @@ class GradientPass:
     ``draft_counts``: number of tokens that teach each depth if the draft learns in the policy's own step, else empty.
     ``hidden``: the trunk's states of each sequence of ``batches``, kept for a detached draft."""
 
-    loss: LossFunction
     denominator: float
     temperature: float
     draft_counts: Sequence[float]
@@ -50,6 +49,11 @@ class GradientPass:
     draft_sums: dict[str, Tensor] = field(default_factory=dict)
     hidden: dict[int, Tensor] = field(default_factory=dict)
     batches: list[TrainBatch] = field(default_factory=list)
+    loss: LossFunction = field(init=False)  # of the last batch
+
+    def add(self, batch: TrainBatch, loss: LossFunction) -> None:
+        self.batches.append(batch)
+        self.loss = loss
 
     def keep_hidden(self, micro: MicroBatch, states: Sequence[Tensor]) -> None:
         """``states``: of each sequence of a micro-batch of the last batch."""
@@ -110,6 +114,7 @@ class BaseBackend(ABC):
             torch.set_num_threads(self._options.threads)
         self._lora = config.model.lora.rank > 0
         self._optimizer_steps = 0
+        self._kept = ExitStack()  # from the first `accumulate` of a step to its `optimizer_step`
         self.kept = torch.zeros(2, dtype=torch.float64)
         self._total_optimizer_steps = (
             self._options.total_steps * config.async_training.require_batches * config.algorithm.epochs
@@ -161,29 +166,27 @@ class BaseBackend(ABC):
         self, batch: TrainBatch, loss: LossFunction, denominator: float, temperature: float, first: bool = True
     ) -> None:
         joint = self._joint_draft
+        if first:
+            self._kept.close()  # of a step that ended early
+            self._kept.enter_context(self._resident("parameters", "gradients", written=True))
         with (
+            self._closing_if_it_fails(),
             self._naming_memory("in a train step"),
-            self._resident("parameters", "gradients", written=True),
             self._recorder.span("trainer/forward_backward", tokens=len(batch.tokens)),
         ):
             micros = self._policy_micro_batches(batch)
             if first:
                 counts = joint.counts([micros])[0] if joint else ()
-                self._pass = GradientPass(loss, denominator, temperature, counts)
+                self._pass = GradientPass(denominator, temperature, counts)
                 self._clear_gradients()
-            self._pass.loss = loss
-            self._pass.batches.append(batch)
+            self._pass.add(batch, loss)
             self._accumulate_gradients(micros, self._pass)
 
     def optimizer_step(self, scale: float = 1.0) -> Mapping[str, float]:
         """Checks that loss and gradient are finite before the policy's weights change, and that the draft's gradient is
         before each of its steps."""
         step, draft, joint = self._pass, self._draft, self._joint_draft
-        with (
-            self._naming_memory("in a train step"),
-            self._resident("parameters", "gradients", written=True),
-            self._resident("optimizer", written=True),
-        ):
+        with self._kept, self._naming_memory("in a train step"), self._resident("optimizer", written=True):
             self._reduce_gradients(scale)
             figures = step.means(self._over_data_ranks({**step.sums, **step.counts}, dist.ReduceOp.SUM), scale)
             figures |= self._over_data_ranks(step.extremes, dist.ReduceOp.MAX)
@@ -204,6 +207,15 @@ class BaseBackend(ABC):
                 self._optimizer_steps += 1
         del self._pass  # with the states of its sequences
         return figures
+
+    @contextmanager
+    def _closing_if_it_fails(self) -> Iterator[None]:
+        """Leave what `accumulate` keeps for `optimizer_step`, which does not come after an error."""
+        try:
+            yield
+        except BaseException:
+            self._kept.close()
+            raise
 
     def _naming_memory(self, doing: str) -> AbstractContextManager[None]:
         options = "max_tokens_per_micro_batch or logprob_chunk_tokens, or set activation_checkpointing"

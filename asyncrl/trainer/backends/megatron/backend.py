@@ -153,8 +153,7 @@ class MegatronBackend(BaseBackend):
         return self._adapters.off()
 
     def _accumulate_gradients(self, micros: list[MicroBatch], step: GradientPass) -> None:
-        draft = self._draft
-        joint = draft if draft is not None and not draft.detached else None
+        draft, joint = self._draft, self._joint_draft
 
         def losses(model: PolicyModel, micro: MicroBatch, share: PackedSequences, states: tuple[Tensor, ...]) -> Tensor:
             scores = self._policy_scores(model, micro, share, states[0], step.temperature)
@@ -170,7 +169,9 @@ class MegatronBackend(BaseBackend):
 
     @property
     def in_parts(self) -> bool:
-        return super().in_parts and not self._options.megatron.grad_offload  # which keeps none between two calls
+        offload = self._options.megatron
+        # else the device would hold what is offloaded while the trainer waits for the next part
+        return super().in_parts and not (offload.param_offload or offload.grad_offload)
 
     def _clear_gradients(self) -> None:
         self._optimizer.zero_grad("policy")

@@ -156,8 +156,7 @@ class TorchFSDPBackend(BaseBackend):
             torch._foreach_mul_([p.grad for p in self._parameters["policy"] if p.grad is not None], scale)
 
     def _accumulate_gradients(self, micros: list[MicroBatch], step: GradientPass) -> None:
-        draft = self._draft
-        joint = draft if draft is not None and not draft.detached else None
+        draft, joint = self._draft, self._joint_draft
         tokens = 0.0
         if self._balances_experts:
             own = torch.tensor(float(sum(len(m.tokens) for m in micros if len(m.places))))
