@@ -217,31 +217,14 @@ def cut_micro_batches(lengths: np.ndarray, max_tokens: int) -> list[list[int]]:
 
 
 def cut_groups(batch: TrainBatch, max_tokens: int) -> list[list[int]]:
-    """As `cut_micro_batches` for micro-batches that hold a group's prompt once: of each group as many sequences as fit,
-    longest first, stay together. Written out they have at most twice as many tokens, since attention, whose activations
-    are the smaller part, holds each sequence whole."""
-    group, lengths, shared = batch.sequence_columns["group"], batch.lengths, _shareable(batch)
+    """As `cut_micro_batches`, but of each group as many sequences as fit, longest first, stay together."""
+    group, lengths = batch.sequence_columns["group"], batch.lengths
     parts: list[list[int]] = []
-    sizes: list[int] = []
     for g in np.unique(group):
-        part: list[int] = []
-        own = prompt = written = 0  # tokens of the part
         of_group = np.flatnonzero(group == g)
-        for b in of_group[np.argsort(-lengths[of_group], kind="stable")].tolist():
-            length, begins = int(lengths[b]), int(shared[b])
-            if part and _size(own + length - begins, max(prompt, begins), written + length) <= max_tokens:
-                part.append(b)
-                own, prompt, written = own + length - begins, max(prompt, begins), written + length
-                sizes[-1] = _size(own, prompt, written)
-            else:
-                part, own, prompt, written = [b], length - begins, begins, length
-                parts.append(part)
-                sizes.append(length)
-    return [[b for k in cut for b in parts[k]] for cut in cut_micro_batches(np.array(sizes), max_tokens)]
-
-
-def _size(own: int, prompt: int, written: int) -> int:
-    return max(own + prompt, -(-written // 2))
+        parts += [of_group[cut].tolist() for cut in cut_micro_batches(lengths[of_group], max_tokens)]
+    sizes = np.array([int(lengths[part].sum()) for part in parts])
+    return [[b for k in cut for b in parts[k]] for cut in cut_micro_batches(sizes, max_tokens)]
 
 
 def tokens_once(batch: TrainBatch, sequences: Sequence[int]) -> int:

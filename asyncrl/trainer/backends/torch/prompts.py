@@ -16,8 +16,8 @@ def attention_cost(config: DecoderConfig) -> float:
 
 
 def cut_with_prompts_once(batch: TrainBatch, max_tokens: int, attention_cost: float) -> list[list[int]] | None:
-    """Sequence indices of micro-batches of at most ``max_tokens`` tokens; None if they would cost more than those of
-    `cut_micro_batches`, in which each sequence has its prompt, but similar lengths pad each other less."""
+    """Sequence indices of micro-batches of at most ``max_tokens`` tokens, written out, as attention holds them; None if
+    they would cost more than those of `cut_micro_batches`, in which similar lengths pad each other less."""
     together, apart = cut_groups(batch, max_tokens), cut_micro_batches(batch.lengths, max_tokens)
     padded = lambda cuts: sum(len(cut) * int(batch.lengths[cut].max()) ** 2 for cut in cuts)
     cost = attention_cost * padded(together) + sum(tokens_once(batch, cut) for cut in together)
