@@ -1,6 +1,6 @@
 """Compares staleness thresholds by the time in which the quickstart's task is learned.
 
-    python -m benchmarks.staleness [--thresholds 0 0.25 0.5 1 2 4] [--seeds 0 1] [--write] [key.path=value ...]
+    python -m benchmarks.staleness [key.path=value ...] [--thresholds 0 0.25 0.5 1 2 4] [--seeds 0 1] [--write]
 
 Runs configs/quickstart.yaml with each threshold; weights are evaluated after the run, see `benchmarks.learning_curve`.
 ``seconds`` and ``steps`` until the target accuracy, ``step_s``, and ``age``, the mean staleness of the trained groups

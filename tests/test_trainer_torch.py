@@ -160,6 +160,11 @@ def test_a_step_in_parts_is_that_of_its_whole_batch(checkpoint, start_rank, opti
         torch.testing.assert_close(found_trained[name], tensor, rtol=0, atol=0 if waits else 2e-5)
 
 
+def test_several_mini_batches_take_a_step_each(checkpoint, start_rank):
+    rank = start_rank(make_config(checkpoint, mini_batch_groups=2))
+    assert rank.train(0, make_groups((4, 3, 2)))["trainer/optimizer_steps"] == 2
+
+
 def test_a_step_that_ended_early_leaves_nothing_in_the_next(checkpoint, start_rank):
     groups, runs = make_groups((4, 3, 2)), []
     for early in (False, True):

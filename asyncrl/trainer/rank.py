@@ -69,8 +69,8 @@ class TrainerRank:
         self._versions_per_step = 1 / config.async_training.trigger_parameter_sync_step
         #: of the last batch, in its first optimizer step; equal on all ranks
         self.sampler_kl: list[SamplerKL] = []
-        one_step = config.async_training.require_batches * config.algorithm.epochs == 1
-        self._in_parts = one_step and self._objective.of_groups and self._backend.in_parts
+        once = config.async_training.require_batches * config.algorithm.epochs == 1
+        self._in_parts = once and self._objective.of_groups and self._backend.in_parts
 
     def train(
         self,
@@ -95,7 +95,8 @@ class TrainerRank:
             if part == 0:
                 self._sum, self._waiting = GradientSum(), []
             groups = [Group.from_buffer(data) for data in buffers]
-            if self._in_parts:
+            one_step = parts > 1 or len(groups) <= self._config.trainer.mini_batch_groups
+            if self._in_parts and one_step:
                 self._add(self._sum, groups, mask_before, version, parts)
                 return self._take_step(step, self._sum) if last else {}
             self._waiting += groups

@@ -1,7 +1,7 @@
 """Compares the time until the quickstart's task is learned with that of TRL's GRPO trainer.
 
     make venv-trl
-    python -m benchmarks.vs_trl [--seeds 0 1 2] [--grid] [key.path=value ...]
+    python -m benchmarks.vs_trl [key.path=value ...] [--seeds 0 1 2] [--grid] [--sides asyncrl trl]
 
 Both sides have the same weights, problems, reward, samples per step and schedule of learning rates, two cores, and the
 learning rate that suits each best: `--grid` runs each over `RATES`. TRL is synchronous: it generates all samples of a

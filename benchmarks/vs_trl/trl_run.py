@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from datasets import load_dataset
 from safetensors.torch import save_file
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from asyncrl.data.arithmetic import final_answer
@@ -112,7 +112,8 @@ def main() -> None:
     )
     clock = Clock(options, out)
     trainer = GRPOTrainer(
-        model=options.checkpoint,
+        model=AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(options.checkpoint, padding_side="left"),
         reward_funcs=reward,
         args=config,
         train_dataset=load_dataset("json", data_files=options.train_file, split="train"),
