@@ -15,26 +15,10 @@ from asyncrl.sample_queue.ledger import FILE, reading
 from asyncrl.sample_queue.messages import Drop, InFlight, Issued, Recovery, Refusal, Snapshot, Ticket
 from asyncrl.sample_queue.records import JournalError
 from asyncrl.types.groups import Group
-from asyncrl.types.samples import FinishReason, Sample
-from asyncrl.types.versions import PolicyVersion, VersionSpan
-from tests.support.in_memory import InMemoryRecords
+from asyncrl.types.versions import PolicyVersion
+from tests.support.in_memory import InMemoryRecords, payload
 from tests.support.scripted import settle
 from tests.test_spool import FaultyDisk
-
-
-def payload(uid: str, *versions: int) -> bytes:
-    """A group of one sample, with one token per version."""
-    count = len(versions)
-    s = Sample.single(
-        0,
-        np.ones(count, np.int32),
-        np.zeros(count, np.float32),
-        np.ones(count, bool),
-        [VersionSpan(i, PolicyVersion(0, version)) for i, version in enumerate(versions)],
-        FinishReason.STOP,
-        reward=0.0,
-    )
-    return Group.from_samples(uid, uid, 0, np.ones(1, np.int32), [s]).to_bytes()
 
 
 def queue(per_version=2, threshold="0", total=100, records=None, order="fifo", overdue="wait", **more) -> SampleQueue:

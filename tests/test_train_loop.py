@@ -3,21 +3,28 @@
 import asyncio
 import contextlib
 import tracemalloc
+from fractions import Fraction
 
 import pytest
 
+from asyncrl.config.checks import derive
 from asyncrl.config.schema import Config, ValidationConfig
 from asyncrl.observability.sinks.hub import Hub
 from asyncrl.observability.telemetry.recorder import Recorder, now_s
 from asyncrl.run.monitor import Monitor
-from asyncrl.sample_queue.messages import Lease, LeasedGroup
+from asyncrl.sample_queue.admission import Admission
+from asyncrl.sample_queue.core import SampleQueue
+from asyncrl.sample_queue.messages import Drop, Lease, LeasedGroup, Ticket
 from asyncrl.trainer.checkpoints import CheckpointStore
+from asyncrl.trainer.loop import TrainLoop
 from asyncrl.trainer.progress import Progress, TrainingState
 from asyncrl.trainer.publisher import Publisher
 from asyncrl.trainer.rolling_update import RollingUpdate
 from asyncrl.trainer.staleness import StalenessError, batch_metrics, check_ages
 from asyncrl.trainer.validation import ValidationSchedule
+from asyncrl.types.groups import Group
 from asyncrl.types.versions import PolicyVersion
+from tests.support.in_memory import InMemoryRecords, payload
 
 # -- staleness ---------------------------------------------------------------------------------------------------------
 
@@ -50,6 +57,73 @@ def test_the_first_reason_to_stop_is_kept():
     state.stop("SIGTERM")
     state.stop("later")
     assert state.progress.stopped == "SIGTERM"
+
+
+# -- a step in parts ---------------------------------------------------------------------------------------------------
+
+
+class Parts:
+    """Everything that the train loop drives but the queue: ranks that note the groups of each part, and the rest of it
+    as little as possible."""
+
+    def __init__(self, trained: asyncio.Event) -> None:
+        self.parts: list[list[str]] = []
+        self.trained = trained
+
+    async def train(self, step, payload, mask_before, version, part, parts):
+        self.parts.append([Group.from_buffer(data).uid for data in payload])
+        self.trained.set()
+        return {}, []
+
+    async def __call__(self, version, on_sent):
+        return {}
+
+    async def someone_to_join(self):
+        await asyncio.Event().wait()
+
+    def routable(self):
+        return ["replica"]
+
+    async def on_step(self, progress, metrics):
+        return metrics
+
+    async def write(self, path):
+        path.mkdir()
+        (path / "state").touch()
+
+    def __getattr__(self, name):  # calls without an effect here
+        async def call(*arguments): ...
+
+        return call
+
+
+@pytest.mark.parametrize("end", ["stop", "close"])
+async def test_a_step_that_ends_between_its_parts_gives_its_groups_back(end, tmp_path):
+    """By a stop, or because the prompts have ended."""
+    config = Config()
+    config.trainer.total_steps, config.trainer.mini_batch_groups = 3, 4
+    config.checkpoint.export_hf = "none"
+    derived = derive(config)
+    assert derived.parts == (1, 1, 1, 1)
+    queue, recorder = SampleQueue(Admission(4, Fraction(0), 12), InMemoryRecords()), Recorder("driver")
+    system, store = Parts(asyncio.Event()), CheckpointStore(tmp_path / "checkpoints", config.checkpoint)
+    loop = TrainLoop(config, derived, queue, system, system, system, system, system, recorder, store)
+    await loop.begin(None)
+    running = asyncio.create_task(loop.run())
+    await queue.issue([Ticket(uid, uid, 0) for uid in "abcd"])
+    await queue.put([payload(uid, 0) for uid in "ac"])
+    await asyncio.wait_for(system.trained.wait(), 60)
+    await asyncio.sleep(0.05)  # it waits for b
+    assert (queue.balance()["leased"], system.parts) == (1, [["a"]])
+    if end == "stop":
+        loop.stop("SIGINT")
+    else:
+        await queue.drop([Drop(uid, "none") for uid in "bd"])
+        await queue.close("the prompts ended")
+    progress = await asyncio.wait_for(running, 60)
+    assert (progress.step, progress.stopped) == (0, "SIGINT" if end == "stop" else "the prompts ended")
+    left = queue.balance()
+    assert (left["queued"], left["leased"], left["trained"]) == (2, 0, 0)
 
 
 # -- rolling updates ---------------------------------------------------------------------------------------------------

@@ -143,12 +143,16 @@ def results_in_parts(rank, *sizes):
     ],
     ids=["scored", "draft", "attached-draft", "of-the-batch", "several-steps"],
 )
-def test_a_step_in_parts_is_that_of_its_whole_batch(checkpoint, start_rank, options):
+def test_a_step_in_parts_is_that_of_its_whole_batch(checkpoint, start_rank, monkeypatch, options):
     """Where a part needs the others, all wait for the last one: then the bits are equal."""
     config = make_config(checkpoint, **options)
     metrics, kls, trained = results_in_parts(start_rank(config), 4)
-    found, found_kls, found_trained = results_in_parts(start_rank(config), 1, 2, 1)
+    rank, calls = start_rank(config), []
+    accumulate = rank._backend.accumulate
+    monkeypatch.setattr(rank._backend, "accumulate", lambda *a: (calls.append(a), accumulate(*a)))
+    found, found_kls, found_trained = results_in_parts(rank, 1, 2, 1)
     waits = not {"kl_coef", "grad_clip"} & set(options)
+    assert len(calls) == 2 * (1 if waits else 3) * config.algorithm.epochs
     if waits:
         assert (found, found_kls) == (metrics, kls)
     for ours, whole in zip(found, metrics, strict=True):

@@ -230,13 +230,14 @@ def cut_groups(batch: TrainBatch, max_tokens: int) -> list[list[int]]:
 def tokens_once(batch: TrainBatch, sequences: Sequence[int]) -> int:
     """Tokens of these sequences, with each group's prompt once."""
     cut = np.array(sequences)
-    group, shared = batch.sequence_columns["group"][cut], _shareable(batch)[cut]
+    group, shared = batch.sequence_columns["group"][cut], shareable(batch)[cut]
     prompts = sum(int(shared[group == g].max()) for g in np.unique(group))
     return int((batch.lengths[cut] - shared).sum()) + prompts
 
 
-def _shareable(batch: TrainBatch) -> np.ndarray:
-    """int64 [B]: tokens of its group's prompt that a sequence may share: all but the last one that it begins with."""
+def shareable(batch: TrainBatch) -> np.ndarray:
+    """int64 [B]: tokens of its group's prompt that a sequence may share: all that it begins with but the last, whose
+    state the head reads, so that no row is read twice."""
     return np.maximum(batch.sequence_columns["prefix"] - 1, 0)
 
 

@@ -1,13 +1,17 @@
-"""In-memory records of a queue, for tests that are not about durability.
+"""In-memory records of a queue, for tests that are not about durability, and small groups to put into it.
 
 A queue built over the same records finds what a restarted process would find."""
 
 import asyncio
 from collections import Counter
 
+import numpy as np
+
 from asyncrl.sample_queue.messages import Issued
 from asyncrl.sample_queue.records import DROPPED, IN_FLIGHT, Changes, GroupRecord, Recovered, VersionRecord
-from asyncrl.types.versions import PolicyVersion
+from asyncrl.types.groups import Group
+from asyncrl.types.samples import FinishReason, Sample
+from asyncrl.types.versions import PolicyVersion, VersionSpan
 
 
 class InMemoryRecords:
@@ -79,3 +83,18 @@ class InMemoryRecords:
 
     def states(self, uids) -> dict[str, str]:
         return {uid: self.groups[uid].state for uid in uids if uid in self.groups}
+
+
+def payload(uid: str, *versions: int) -> bytes:
+    """A group of one sample, with one token per version."""
+    count = len(versions)
+    s = Sample.single(
+        0,
+        np.ones(count, np.int32),
+        np.zeros(count, np.float32),
+        np.ones(count, bool),
+        [VersionSpan(i, PolicyVersion(0, version)) for i, version in enumerate(versions)],
+        FinishReason.STOP,
+        reward=0.0,
+    )
+    return Group.from_samples(uid, uid, 0, np.ones(1, np.int32), [s]).to_bytes()

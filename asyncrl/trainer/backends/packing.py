@@ -12,6 +12,7 @@ from asyncrl.models.decoder import DraftTargets
 from asyncrl.models.device_copy import on_device
 from asyncrl.models.layout import PackedLayout, Shared
 from asyncrl.trainer.backends.base import TrainBatch
+from asyncrl.trainer.batches import shareable
 from asyncrl.trainer.draft_loss import draft_targets
 
 PADDING = -1  # index of a placeholder's sequence
@@ -91,13 +92,12 @@ class MicroBatch:
 
 
 def shared_prompts(batch: TrainBatch) -> Shared:
-    """Each group's prompt, shared by those of its sequences that begin with it, but for each one's last token there,
-    whose state the head reads: so no row of it is read twice."""
-    group, prefix = batch.sequence_columns["group"], batch.sequence_columns["prefix"]
-    by_prefix = np.lexsort((-prefix, group))  # the longest first
-    first = by_prefix[np.unique(group[by_prefix], return_index=True)[1]]
+    """What the sequences of each group share of their prompt."""
+    group, tokens = batch.sequence_columns["group"], shareable(batch)
+    by_tokens = np.lexsort((-tokens, group))  # the longest first
+    first = by_tokens[np.unique(group[by_tokens], return_index=True)[1]]
     leader = first[np.searchsorted(group[first], group)]
-    return Shared(leader, np.where(leader == np.arange(len(batch)), 0, np.maximum(prefix - 1, 0)))
+    return Shared(leader, np.where(leader == np.arange(len(batch)), 0, tokens))
 
 
 def _on_device(array: np.ndarray, device: torch.device) -> Tensor:

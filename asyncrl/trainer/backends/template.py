@@ -114,7 +114,7 @@ class BaseBackend(ABC):
             torch.set_num_threads(self._options.threads)
         self._lora = config.model.lora.rank > 0
         self._optimizer_steps = 0
-        self._kept = ExitStack()  # from the first `accumulate` of a step to its `optimizer_step`
+        self._during_step = ExitStack()  # from the first `accumulate` of a step to its `optimizer_step`
         self.kept = torch.zeros(2, dtype=torch.float64)
         self._total_optimizer_steps = (
             self._options.total_steps * config.async_training.require_batches * config.algorithm.epochs
@@ -167,8 +167,8 @@ class BaseBackend(ABC):
     ) -> None:
         joint = self._joint_draft
         if first:
-            self._kept.close()  # of a step that ended early
-            self._kept.enter_context(self._resident("parameters", "gradients", written=True))
+            self._during_step.close()  # of a step that ended early
+            self._during_step.enter_context(self._resident("parameters", "gradients", written=True))
         with (
             self._closing_if_it_fails(),
             self._naming_memory("in a train step"),
@@ -186,7 +186,7 @@ class BaseBackend(ABC):
         """Checks that loss and gradient are finite before the policy's weights change, and that the draft's gradient is
         before each of its steps."""
         step, draft, joint = self._pass, self._draft, self._joint_draft
-        with self._kept, self._naming_memory("in a train step"), self._resident("optimizer", written=True):
+        with self._during_step, self._naming_memory("in a train step"), self._resident("optimizer", written=True):
             self._reduce_gradients(scale)
             figures = step.means(self._over_data_ranks({**step.sums, **step.counts}, dist.ReduceOp.SUM), scale)
             figures |= self._over_data_ranks(step.extremes, dist.ReduceOp.MAX)
@@ -214,7 +214,7 @@ class BaseBackend(ABC):
         try:
             yield
         except BaseException:
-            self._kept.close()
+            self._during_step.close()
             raise
 
     def _naming_memory(self, doing: str) -> AbstractContextManager[None]:
