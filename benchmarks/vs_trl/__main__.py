@@ -4,7 +4,7 @@
     python -m benchmarks.vs_trl [key.path=value ...] [--seeds 0 1 2] [--grid] [--sides asyncrl trl]
 
 Both sides have the same weights, problems, reward, samples per step and schedule of learning rates, two cores, and the
-learning rate that suits each best: `--grid` runs each over `RATES`. TRL is synchronous: it generates all samples of a
+learning rate that suits each best (`RATE`): `--grid` runs each over `RATES`. TRL is synchronous: it generates all samples of a
 step at once, then trains on them, each with two threads and the micro-batch that is fastest there. asyncrl runs
 configs/quickstart.yaml, one thread per pool, with ``key.path=value`` on top.
 
@@ -42,7 +42,7 @@ from benchmarks.learning_curve import (
 from benchmarks.quickstart import ROOT, ensure_inputs
 
 RATES = (3e-4, 6e-4, 1e-3, 1.5e-3)
-RATE = {"asyncrl": 6e-4, "trl": 1e-3}  # the best of each side in --grid
+RATE = {"asyncrl": 6e-4, "trl": 1e-3}  # from single runs, not yet from --grid
 MICRO_BATCH = 64
 TRL_PYTHON = ROOT / ".venv-trl/bin/python"
 
