@@ -4,9 +4,9 @@
     python -m benchmarks.vs_trl [key.path=value ...] [--seeds 0 1 2] [--grid] [--sides asyncrl trl]
 
 Both sides have the same weights, problems, reward, samples per step and schedule of learning rates, two cores, and the
-learning rate that suits each best (`RATE`): `--grid` runs each over `RATES`. TRL is synchronous: it generates all samples of a
-step at once, then trains on them, each with two threads and the micro-batch that is fastest there. asyncrl runs
-configs/quickstart.yaml, one thread per pool, with ``key.path=value`` on top.
+learning rate that suits each best (`RATE`): `--grid` runs each over `RATES`. TRL is synchronous: it generates all
+samples of a step at once, then trains on them, each with two threads and the micro-batch that is fastest there. asyncrl
+runs configs/quickstart.yaml, one thread per pool, with ``key.path=value`` on top.
 
 Weights are evaluated after the run, for both by the same code, see `benchmarks.learning_curve`. TRL's clock stops while
 it writes them, asyncrl's does not. Time is that of training, without start-up. ``time_to_accuracy_ratio``,
