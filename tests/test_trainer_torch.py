@@ -291,10 +291,11 @@ def test_figures_are_means_over_trained_tokens_whatever_the_aggregation(checkpoi
 def test_the_effective_sample_size_is_that_of_the_weights(checkpoint, start_rank):
     """Kish 1965, over the trained tokens of all sequences."""
     rank = start_rank(make_config(checkpoint, anchor="proximal", corrections=["tis"], tis_cap=1.5))
-    batch = build_batch([Group.from_buffer(data) for data in make_groups()])
+    groups = make_groups(rewards=(0.0, 1.0, 3.0, 7.0))  # without an advantage of 0
+    batch = build_batch([Group.from_buffer(data) for data in groups])
     log_ratio = rank._backend.outputs(batch, 1.0)["logprobs"] - batch.columns["behaviour_logprobs"]
     weight = np.minimum(np.exp(log_ratio[batch.loss_mask].astype(float)), 1.5)
-    metrics = rank.train(0, make_groups())
+    metrics = rank.train(0, groups)
     assert metrics["actor/effective_sample_size"] == pytest.approx(weight.mean() ** 2 / (weight**2).mean(), rel=1e-4)
     assert metrics["actor/tis_truncated"] == pytest.approx((weight == 1.5).mean())
 
@@ -570,9 +571,9 @@ def test_by_default_the_trainer_computes_as_the_engine_samples(engine, same, sta
 
 
 def test_norms_and_biases_do_not_decay(checkpoint, start_rank):
-    rank = start_rank(make_config(checkpoint, lr=0.1, weight_decay=0.5))
+    rank = start_rank(make_config(checkpoint, lr=0.1, weight_decay=0.5, grad_clip=1e-30))
     before = weights(rank)
-    rank.train(0, make_groups(rewards=1.0))  # without a gradient
+    rank.train(0, make_groups())  # with next to no gradient
     for name, tensor in rank.export():
         decays = tensor.ndim > 1 and not is_draft(name)
         torch.testing.assert_close(tensor, before[name] * (0.95 if decays else 1.0))
@@ -618,12 +619,42 @@ def test_a_batch_without_a_trained_token_takes_no_step(checkpoint, start_rank):
     assert all(torch.equal(tensor, before[name]) for name, tensor in rank.export())
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_samples_without_an_advantage_are_not_computed(checkpoint, start_rank, parts, epochs):
+    """The step is that of a loss which computes them all: one with a KL of the smallest coefficient."""
+    mixed, equal = make_groups(sizes=(4, 4), seed=1), make_groups(sizes=(4, 4), seed=2, rewards=1.0)
+    groups = [mixed[0], equal[0], equal[1], mixed[1]]
+    found = []
+    for options in ({}, {"kl_coef": 1e-30}):
+        recorder = Recorder("trainer/0")
+        rank = start_rank(make_config(checkpoint, epochs=epochs, **options), recorder)
+        for part in range(parts):
+            half = len(groups) // parts
+            metrics = rank.train(0, groups[part * half : (part + 1) * half], part=part, parts=parts)
+        spans = [span for span in recorder.drain().spans if span.name == "trainer/forward_backward"]
+        found.append((metrics, weights(rank), sum(span.args["tokens"] for span in spans)))
+    (metrics, skipped, computed), (full, every, all_tokens) = found
+    tokens = [len(Group.from_buffer(group).tokens) for group in groups]
+    assert computed < 0.8 * all_tokens
+    assert metrics["actor/grad_norm"] == pytest.approx(full["actor/grad_norm"], rel=1e-5)
+    assert metrics["trainer/trained_tokens"] == full["trainer/trained_tokens"]
+    for name, tensor in skipped.items():
+        torch.testing.assert_close(tensor, every[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_batch_without_an_advantage_takes_no_step(checkpoint, start_rank):
+    rank = start_rank(make_config(checkpoint))
+    assert rank.train(0, make_groups(rewards=1.0))["trainer/optimizer_steps"] == 0
+    assert rank.train(1, make_groups())["trainer/optimizer_steps"] == 1
+
+
 def test_the_kl_to_the_reference_is_taken_from_the_rewards(checkpoint, start_rank, tmp_path):
     make_checkpoint(tmp_path / "other", tie_word_embeddings=True)
     groups, equal = make_groups(rewards=1.0), []
     for options in ({}, {"kl_reward_coef": 0.1}, {"kl_reward_coef": 0.1, "reference_path": str(tmp_path / "other")}):
         metrics = start_rank(make_config(checkpoint, **options)).train(0, groups)
-        equal.append(metrics["actor/grad_norm"])
+        equal.append(metrics.get("actor/grad_norm", 0.0))  # without an advantage there is no step
         assert ("actor/kl_reference" in metrics) == bool(options)
     assert equal[0] == 0 < equal[1]  # all samples have the same reward, but not the same KL
     assert equal[2] != pytest.approx(equal[1], rel=1e-3)

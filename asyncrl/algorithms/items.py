@@ -66,11 +66,13 @@ class Surrogate:
     """``loss(logprobs, anchor, advantages, segments, options)``: loss of each token of a micro-batch, float32 [R], and
     figures. ``anchor``: logprobs of the policy that the ratio is relative to, without gradient. Tokens that are not
     trained have zeros in all columns. ``anchors``: the values of ``algorithm.anchor`` for which it is defined; empty:
-    all."""
+    all. ``scales_advantages``: the loss of a token has no gradient where all advantages of its sequence are 0, so the
+    trainer need not compute such sequences."""
 
     loss: Callable[[Tensor, Tensor, Tensor, Segments, Any], tuple[Tensor, TokenFigures]]
     options: type = NoOptions
     anchors: tuple[str, ...] = ()
+    scales_advantages: bool = False
 
 
 @dataclass(frozen=True)

@@ -173,9 +173,9 @@ def per_token(batch: TrainBatch, values_B: np.ndarray) -> np.ndarray:
     return np.repeat(values_B, np.diff(batch.row_offsets))
 
 
-def trained_tokens(batch: TrainBatch) -> np.ndarray:
-    """int64 [B]: trained response tokens of each sequence."""
-    return np.diff(offsets(batch.loss_mask)[batch.row_offsets])
+def tokens_of_sequences(batch: TrainBatch, counted: np.ndarray) -> np.ndarray:
+    """int64 [B]: how many of the response tokens ``counted`` (bool [R]) each sequence has."""
+    return np.diff(offsets(counted)[batch.row_offsets])
 
 
 def cut_mini_batches(batch: TrainBatch, mini_batch_groups: int) -> list[np.ndarray]:

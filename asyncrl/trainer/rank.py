@@ -23,7 +23,7 @@ from asyncrl.trainer.batches import (
     partition,
     samplers,
     shape_rewards,
-    trained_tokens,
+    tokens_of_sequences,
 )
 from asyncrl.trainer.mismatch import SamplerKL
 from asyncrl.trainer.objective import Objective, Source, effective_sample_size
@@ -71,6 +71,7 @@ class TrainerRank:
         self.sampler_kl: list[SamplerKL] = []
         once = config.async_training.require_batches * config.algorithm.epochs == 1
         self._in_parts = once and self._objective.of_groups and self._backend.in_parts
+        self._needs_advantages = self._objective.needs_advantages and self._backend.only_policy_loss
 
     def train(
         self,
@@ -140,14 +141,13 @@ class TrainerRank:
             whole = build_batch(groups, mask_before)
             metrics = batch_metrics(whole)
             whole = shape_rewards(whole, self._config.algorithm, self._config.rollout.max_response_tokens)
-            parts = self._dealt(whole)
         if columns := self._objective.step_scores():
             with self._recorder.span("trainer/logprobs"):
-                mine = np.sort(np.concatenate([np.arange(0), *(part for _, part in parts)]))
+                mine = np.sort(np.concatenate([np.arange(0), *(part for _, part in self._dealt(whole))]))
                 self._score_step(whole, mine, columns)
         with self._recorder.span("trainer/batch"):
             shares = self._objective.prepare(whole, version, self._versions_per_step)
-            mini_batches = [(whole.select(part.tolist()), float(shares[every].sum())) for every, part in parts]
+            mini_batches = [(whole.select(part.tolist()), float(shares[every].sum())) for every, part in self._dealt(whole)]
         with self._recorder.span("trainer/logprobs"):
             columns = self._objective.scores(several_steps=len(mini_batches) * self._config.algorithm.epochs > 1)
             for mini_batch, _ in mini_batches:
@@ -157,11 +157,16 @@ class TrainerRank:
     def _dealt(self, whole: TrainBatch) -> list[tuple[np.ndarray, np.ndarray]]:
         """Of every mini batch all sequences, and those that this rank trains: indices, ascending.
 
-        All ranks hold all groups, so they agree without a collective. Mini batches without a trained token are skipped:
-        on a zero gradient AdamW would still move by momentum."""
-        parts, trained = [], trained_tokens(whole) > 0
+        All ranks hold all groups, so they agree without a collective. Sequences without a gradient are left out: those
+        without a trained token, and once advantages are known, where nothing else is learned, those without one other
+        than 0, such as all of a group of equal rewards. Mini batches without a gradient are skipped: on a zero gradient
+        AdamW would still move by momentum."""
+        parts, teaches = [], whole.loss_mask
+        if self._needs_advantages and (advantages := whole.columns.get("advantages")) is not None:
+            teaches = teaches & (advantages != 0)
+        trained = tokens_of_sequences(whole, teaches) > 0
         for every in cut_mini_batches(whole, self._config.trainer.mini_batch_groups):
-            sequences = every[trained[every]]  # the others would cost a forward pass and have no gradient
+            sequences = every[trained[every]]
             if len(sequences):
                 mine = partition(whole.lengths[sequences], self._backend.data_ranks)[self._backend.data_rank]
                 parts.append((every, sequences[mine]))

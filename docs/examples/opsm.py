@@ -24,4 +24,4 @@ def loss(logprobs, anchor, advantages, segments, options):
     return clipped * ~masked, {**figures, "opsm_masked": masked}
 
 
-SURROGATE = Surrogate(loss, Options, anchors=("behaviour",))
+SURROGATE = Surrogate(loss, Options, anchors=("behaviour",), scales_advantages=True)

@@ -28,4 +28,4 @@ def loss(logprobs, anchor, advantages, segments, options):
     return -weight * advantages * logprobs, {"topr_weight": weight}
 
 
-SURROGATE = Surrogate(loss, Options, anchors=("behaviour",))
+SURROGATE = Surrogate(loss, Options, anchors=("behaviour",), scales_advantages=True)

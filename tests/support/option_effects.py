@@ -13,7 +13,7 @@ import torch
 from asyncrl.algorithms.rewards import FilterOptions
 from asyncrl.config.schema import AlgorithmConfig, Config, RolloutConfig
 from asyncrl.trainer.backends.base import TrainBatch
-from asyncrl.trainer.batches import shape_rewards, trained_tokens
+from asyncrl.trainer.batches import shape_rewards, tokens_of_sequences
 from asyncrl.trainer.objective import Objective
 
 PROXIMAL = {"anchor": "proximal"}
@@ -122,5 +122,5 @@ def random_batch(seed: int = 0) -> tuple[TrainBatch, np.ndarray, np.ndarray]:
             "finish": np.array([0, 0, 0, 1, 0, 0, 0, 0], np.uint8),
         },
     )
-    batch.sequence_columns["owned"] = trained_tokens(batch)
+    batch.sequence_columns["owned"] = tokens_of_sequences(batch, batch.loss_mask)
     return batch, current, rng.uniform(0, 2, size)

@@ -68,7 +68,7 @@ def make_groups(sizes=(4, 3, 4), seed=0, rewards=None):
                     loss_mask=rng.random(length) > 0.1,
                     spans=[VersionSpan(0, PolicyVersion(0, 0))],
                     finish=FinishReason.LENGTH if length > 20 else FinishReason.STOP,
-                    reward=float(rng.integers(0, 3)) if rewards is None else rewards,
+                    reward=float(rng.integers(0, 3)) if rewards is None else float(np.resize(rewards, size)[index]),
                 )
             )
         prompt = rng.integers(0, VOCAB, int(rng.integers(1, 9)))

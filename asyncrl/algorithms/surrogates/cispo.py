@@ -30,4 +30,4 @@ def loss(
     return -ratio.clamp(low, high) * advantages * logprobs, figures
 
 
-SURROGATE = Surrogate(loss, ClipRange)
+SURROGATE = Surrogate(loss, ClipRange, scales_advantages=True)

@@ -70,4 +70,4 @@ def clip_fractions(ratio: Tensor, advantages: Tensor, options: ClipRange) -> dic
     }
 
 
-SURROGATE = Surrogate(loss, ClipOptions)
+SURROGATE = Surrogate(loss, ClipOptions, scales_advantages=True)

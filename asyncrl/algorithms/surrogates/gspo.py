@@ -33,4 +33,4 @@ def loss(
     return -gain, clip_fractions(ratio, advantages, options)
 
 
-SURROGATE = Surrogate(loss, ClipRange)
+SURROGATE = Surrogate(loss, ClipRange, scales_advantages=True)

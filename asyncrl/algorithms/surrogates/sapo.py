@@ -43,4 +43,4 @@ def loss(
     return -4 / tau * gate * advantages, {"gate": 4 * (gate * (1 - gate)).detach()}
 
 
-SURROGATE = Surrogate(loss, SAPOOptions)
+SURROGATE = Surrogate(loss, SAPOOptions, scales_advantages=True)

@@ -139,6 +139,11 @@ class Backend(Protocol):
         """True if an optimizer step's gradient may be accumulated over several calls."""
         ...
 
+    @property
+    def only_policy_loss(self) -> bool:
+        """True if nothing but the policy's loss learns from `accumulate`: no draft, no balance of experts."""
+        ...
+
     def manifest(self) -> Manifest: ...
 
     def export(self, base: bool = True) -> Iterator[tuple[str, Tensor]]:

@@ -274,10 +274,10 @@ class _Layer:
 
     def finish_(self, x_NM: Tensor, attended: Tensor) -> None:
         """Add the block's output to its input ``x_NM`` in place; ``attended`` [N, H·D]."""
-        x_NM.add_(self.o(attended))
+        self.o.add_(x_NM, attended)
         h_NM = unit_rms(x_NM, self._c.rms_norm_eps).mul_(self.post_norm)
         gate, up = self.gate_up(h_NM).chunk(2, -1)
-        x_NM.add_(self.down(F.silu(gate).mul_(up)))
+        self.down.add_(x_NM, F.silu(gate).mul_(up))
 
 
 class DraftLayer(_Layer):

@@ -144,6 +144,10 @@ class TorchFSDPBackend(BaseBackend):
         return super().in_parts and not self._balances_experts
 
     @property
+    def only_policy_loss(self) -> bool:
+        return super().only_policy_loss and not self._balances_experts
+
+    @property
     def _balances_experts(self) -> bool:
         return getattr(self._policy, "balances_experts", False)
 
