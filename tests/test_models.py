@@ -232,6 +232,25 @@ def test_a_second_layer_reads_the_first_s_output_one_position_later():
     torch.testing.assert_close(second, expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("saved", ["qwen2"], indirect=True)
+def test_blocks_of_sequences_do_not_change_what_is_computed(saved):
+    _, folder = saved
+    model, lengths = load_decoder(folder), np.array([17, 16, 5, 3])
+    tokens, weight = torch.randint(0, SMALL["vocab_size"], (41,)), torch.randn(41, SMALL["hidden_size"])
+    found = []
+    for blocks in ((), (2, 2), (1, 3)):
+        layout = PackedLayout.from_lengths(lengths, blocks=blocks)
+        hidden = model.hidden_states(tokens, layout)
+        (hidden * weight).sum().backward()
+        found.append((hidden.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+        model.zero_grad()
+    assert [batch * length for batch, length in layout.blocks] == [17, 48]
+    for hidden, gradients in found[1:]:
+        torch.testing.assert_close(hidden, found[0][0], atol=1e-5, rtol=0)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, found[0][1][name], atol=1e-5, rtol=1e-4)
+
+
 @torch.no_grad()
 def test_depths_beyond_the_layers_repeat_the_last_one_and_ignore_packed_neighbours():
     model = tiny_drafting(2)

@@ -1,6 +1,7 @@
 """Batches: packing, partitions, advantages and overlong policies against plain formulas."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from asyncrl.config.schema import AlgorithmConfig, Config, OptimizerConfig, RolloutConfig
 from asyncrl.trainer.backends.base import TrainBatch
 from asyncrl.trainer.backends.schedule import learning_rate
+from asyncrl.trainer.backends.torch.prompts import blocks_of
 from asyncrl.trainer.batches import (
     build_batch,
     cut_groups,
@@ -207,6 +209,21 @@ def test_micro_batches_with_prompts_once_hold_every_sequence_within_the_budget(s
         once = sum(max(shared[b] for b in cut if columns["group"][b] == g) for g in {columns["group"][b] for b in cut})
         assert tokens_once(batch, cut) == sum(lengths[cut] - shared[cut]) + once
         assert sum(lengths[cut]) <= budget or len(cut) == 1
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=7), st.floats(0, 3000))
+def test_sequences_are_padded_in_the_blocks_that_cost_least(lengths, block_cost):
+    lengths = np.array(lengths)
+    found = blocks_of(lengths, list(range(len(lengths))), block_cost)
+    assert sorted(b for block in found for b in block) == list(range(len(lengths)))
+    cost = lambda blocks: sum(len(block) * max(block) ** 2 + block_cost for block in blocks)
+    ordered = sorted(lengths.tolist(), reverse=True)
+    cuts = itertools.product([False, True], repeat=len(lengths) - 1)
+    every = [
+        [ordered[i:j] for i, j in itertools.pairwise([0, *(k + 1 for k, at in enumerate(cut) if at), len(ordered)])]
+        for cut in cuts
+    ]
+    assert cost([lengths[block].tolist() for block in found]) == pytest.approx(min(map(cost, every)))
 
 
 def test_the_deviation_divides_by_n_minus_one_unless_configured_otherwise(groups):

@@ -27,6 +27,7 @@ from asyncrl.processes.device_memory import DeviceMemoryError
 from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.trainer.backends import state as staged_state
 from asyncrl.trainer.backends.base import NonFiniteError
+from asyncrl.trainer.backends.torch import prompts
 from asyncrl.trainer.batches import build_batch
 from asyncrl.trainer.checkpoints import PARTIAL, CheckpointMetadata, CheckpointStore
 from asyncrl.trainer.rank import TrainerRank
@@ -93,15 +94,20 @@ def test_neither_micro_batches_nor_chunks_nor_checkpointing_change_the_gradient(
         assert relative(found, whole) < 1e-6, other
 
 
-def test_prompts_held_once_do_not_change_the_gradient(checkpoint, start_rank, monkeypatch):
-    """Of samples of one and of several sequences, some of which begin with only a part of their group's prompt."""
+@pytest.mark.parametrize("block_cost", [0.0, 1e9])
+def test_prompts_held_once_do_not_change_the_gradient(checkpoint, start_rank, monkeypatch, block_cost):
+    """Of samples of one and of several sequences, some of which begin with only a part of their group's prompt, in a
+    block for each length and in one block."""
+    monkeypatch.setitem(prompts.BLOCK_COST, "cpu", block_cost)
     options = {"grad_clip": 0.0, "kl_coef": 0.1, "enable_train": True, "max_tokens_per_micro_batch": 60}
     seen: list[int] = []
+    blocks: set[int] = set()
     forward = Decoder.forward
 
-    def counting(self, tokens, *arguments):
+    def counting(self, tokens, layout, *arguments):
         seen.append(len(tokens))
-        return forward(self, tokens, *arguments)
+        blocks.add(len(layout.blocks))
+        return forward(self, tokens, layout, *arguments)
 
     monkeypatch.setattr(Decoder, "forward", counting)
     for groups in (make_groups((4, 3, 4)), make_trees()):
@@ -115,6 +121,7 @@ def test_prompts_held_once_do_not_change_the_gradient(checkpoint, start_rank, mo
         (once, fewer), (apart, tokens) = found
         assert relative(once, apart) < 1e-6
         assert fewer < tokens
+        assert (max(blocks) > 1) == (block_cost == 0)
 
 
 def test_equal_input_gives_equal_bits(checkpoint, start_rank):
@@ -635,7 +642,6 @@ def test_samples_without_an_advantage_are_not_computed(checkpoint, start_rank, p
         spans = [span for span in recorder.drain().spans if span.name == "trainer/forward_backward"]
         found.append((metrics, weights(rank), sum(span.args["tokens"] for span in spans)))
     (metrics, skipped, computed), (full, every, all_tokens) = found
-    tokens = [len(Group.from_buffer(group).tokens) for group in groups]
     assert computed < 0.8 * all_tokens
     assert metrics["actor/grad_norm"] == pytest.approx(full["actor/grad_norm"], rel=1e-5)
     assert metrics["trainer/trained_tokens"] == full["trainer/trained_tokens"]

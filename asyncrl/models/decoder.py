@@ -93,6 +93,10 @@ class KeysValues(NamedTuple):
     values: Tensor
 
 
+#: of each block of a layout
+BlocksKeysValues = Sequence[KeysValues]
+
+
 class Attention(nn.Module):
     def __init__(self, c: DecoderConfig) -> None:
         super().__init__()
@@ -107,8 +111,8 @@ class Attention(nn.Module):
         self.qk_norm = c.qk_norm
 
     def forward(
-        self, x_TM: Tensor, rope: tuple[Tensor, Tensor], layout: PackedLayout, earlier: Sequence[KeysValues] = ()
-    ) -> tuple[Tensor, KeysValues]:
+        self, x_TM: Tensor, rope: tuple[Tensor, Tensor], layout: PackedLayout, earlier: Sequence[BlocksKeysValues] = ()
+    ) -> tuple[Tensor, BlocksKeysValues]:
         """Causal attention, [T, M], and its keys and values. ``earlier``: keys and values of the n preceding draft
         steps of this layer (see `MTPLayer.draft`). Position p attends to those of the first step up to position p−n, to
         that of the second at p−n+1 and so on, and to its own."""
@@ -118,18 +122,23 @@ class Attention(nn.Module):
         if self.qk_norm:
             q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
         # one gather for all three, which are padded alike
-        qkv_BLXD = layout.pad(rotated_heads(q_THD, k_TKD, v_TKD, rope)).transpose(1, 2)
-        q, k, v = qkv_BLXD.split([self.heads, self.kv_heads, self.kv_heads], 1)
-        own, grouped = KeysValues(k, v), self.heads != self.kv_heads
+        attended, own = [], []
+        for block, qkv_BLXD in enumerate(layout.pad_blocks(rotated_heads(q_THD, k_TKD, v_TKD, rope))):
+            q, k, v = qkv_BLXD.transpose(1, 2).split([self.heads, self.kv_heads, self.kv_heads], 1)
+            own.append(KeysValues(k, v))
+            attended.append(self._attended(q, own[-1], [step[block] for step in earlier]).transpose(1, 2))
+        return self.o_proj(layout.unpad_blocks(attended).flatten(1)), own
+
+    def _attended(self, q_BHLD: Tensor, own: KeysValues, earlier: Sequence[KeysValues]) -> Tensor:
+        """[B, H, L, D], of one block."""
+        grouped = self.heads != self.kv_heads
         if not earlier:
-            out_BHLD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        else:
-            k, v = (torch.cat(parts, 2) for parts in zip(*earlier, own, strict=True))
-            behind = torch.arange(layout.length, device=x_TM.device)
-            behind_LL, steps = behind[:, None] - behind, len(earlier)
-            mask_LX = torch.cat([behind_LL >= steps, *(behind_LL == back for back in reversed(range(steps)))], 1)
-            out_BHLD = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_LX, enable_gqa=grouped)
-        return self.o_proj(layout.unpad(out_BHLD.transpose(1, 2)).flatten(1)), own
+            return F.scaled_dot_product_attention(q_BHLD, *own, is_causal=True, enable_gqa=grouped)
+        k, v = (torch.cat(parts, 2) for parts in zip(*earlier, own, strict=True))
+        behind = torch.arange(q_BHLD.shape[2], device=q_BHLD.device)
+        behind_LL, steps = behind[:, None] - behind, len(earlier)
+        mask_LX = torch.cat([behind_LL >= steps, *(behind_LL == back for back in reversed(range(steps)))], 1)
+        return F.scaled_dot_product_attention(q_BHLD, k, v, attn_mask=mask_LX, enable_gqa=grouped)
 
 
 class MLP(nn.Module):
@@ -155,8 +164,8 @@ class Layer(nn.Module):
         return self.block(x_TM, rope, layout)[0]
 
     def block(
-        self, x_TM: Tensor, rope: tuple[Tensor, Tensor], layout: PackedLayout, earlier: Sequence[KeysValues] = ()
-    ) -> tuple[Tensor, KeysValues]:
+        self, x_TM: Tensor, rope: tuple[Tensor, Tensor], layout: PackedLayout, earlier: Sequence[BlocksKeysValues] = ()
+    ) -> tuple[Tensor, BlocksKeysValues]:
         attended_TM, own = self.self_attn(self.input_layernorm(x_TM), rope, layout, earlier)
         x_TM = x_TM + attended_TM
         return x_TM + self.mlp(self.post_attention_layernorm(x_TM)), own
@@ -179,8 +188,8 @@ class MTPLayer(Layer):
         embed_TM: Tensor,
         rope: tuple[Tensor, Tensor],
         layout: PackedLayout,
-        earlier: Sequence[KeysValues] = (),
-    ) -> tuple[Tensor, KeysValues]:
+        earlier: Sequence[BlocksKeysValues] = (),
+    ) -> tuple[Tensor, BlocksKeysValues]:
         """Hidden state [T, M] after ``final_layernorm``, which the shared head and the next draft step read, and this
         step's keys and values.
 
@@ -190,7 +199,7 @@ class MTPLayer(Layer):
         joined = torch.cat([self.hidden_layernorm(hidden_TM), self.token_layernorm(embed_TM)], -1)
         out_TM, own = self.block(self.input_proj(joined), rope, layout, earlier)
         # copies, because an FSDP module must not return views
-        return self.final_layernorm(out_TM), KeysValues(own.keys.clone(), own.values.clone())
+        return self.final_layernorm(out_TM), [KeysValues(k.clone(), v.clone()) for k, v in own]
 
 
 class Trunk(nn.Module):
@@ -280,7 +289,7 @@ class Decoder(nn.Module):
         # a sequence's last position reads the next sequence's first token; no other position reads the result
         embed_TM = F.embedding(tokens_T.roll(-1), weight_VM) * started_T1
         rope = rope_table(self.config, layout.positions)
-        steps: dict[int, list[KeysValues]] = defaultdict(list)  # by layer
+        steps: dict[int, list[BlocksKeysValues]] = defaultdict(list)  # by layer
         states: list[Tensor] = []
         for depth in range(1, depths + 1):
             index = min(depth, len(layers)) - 1

@@ -4,6 +4,7 @@ Linear layers, norms and the head see the packed row [T]; only attention sees th
 attention is correct there, since sequences are padded at their end: a real query never attends past itself.
 
 Sequences that begin with the same tokens may share them: the row then holds these once, and the batch repeats them.
+Sequences of different lengths may be padded in several blocks, each to its own longest.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """``B`` sequences of at most ``L`` tokens, ``T`` tokens in the row, ``N`` written out.
+    """``T`` tokens in the row, ``N`` written out; ``blocks`` of ``B`` sequences of at most ``L`` tokens, with ``P`` =
+    Σ B·L places.
 
-    ``positions`` int64 [T], ``pad_index`` int64 [B*L] (the token at each place of the batch; token 0 for padding),
-    ``pad_mask`` bool [B*L] (True for the places that tokens are read from), ``unpad_index`` int64 [T] (that place of
+    ``positions`` int64 [T], ``pad_index`` int64 [P] (the token at each place of the blocks; token 0 for padding),
+    ``pad_mask`` bool [P] (True for the places that tokens are read from), ``unpad_index`` int64 [T] (that place of
     each token). ``written`` int64 [N]: the token at each position of the sequences written out one after the other;
-    ``copies``: int64 tokens and their further places in the batch, no token twice in one of them.
+    ``copies``: int64 tokens and their further places in the blocks, no token twice in one of them.
     """
 
-    batch: int
-    length: int
+    blocks: Sequence[tuple[int, int]]
     positions: Tensor
     pad_index: Tensor
     pad_mask: Tensor
@@ -48,14 +49,21 @@ class PackedLayout:
 
     @classmethod
     def from_lengths(
-        cls, lengths: np.ndarray, device: torch.device | str = "cpu", shared: Shared | None = None
+        cls,
+        lengths: np.ndarray,
+        device: torch.device | str = "cpu",
+        shared: Shared | None = None,
+        blocks: Sequence[int] = (),
     ) -> PackedLayout:
+        """``blocks``: numbers of consecutive sequences that are padded together; empty: all."""
         lengths = np.asarray(lengths, dtype=np.int64)
-        batch, length = len(lengths), int(lengths.max())
+        counts = np.array(blocks or [len(lengths)])
+        longest = np.maximum.reduceat(lengths, np.cumsum(counts) - counts)
+        places_B = np.repeat(longest, counts)
         starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-        sequence = np.repeat(np.arange(batch), lengths)
+        sequence = np.repeat(np.arange(len(lengths)), lengths)
         positions = np.arange(lengths.sum()) - np.repeat(starts, lengths)
-        places = sequence * length + positions
+        places = (np.cumsum(places_B) - places_B)[sequence] + positions
         owned = positions >= (0 if shared is None else shared.tokens[sequence])
         written = np.cumsum(owned) - 1
         copies = []
@@ -64,14 +72,13 @@ class PackedLayout:
             for followers in _rounds(shared):
                 of_round = ~owned & np.isin(sequence, followers)
                 copies.append((written[of_round], places[of_round]))
-        pad = np.zeros(batch * length, dtype=np.int64)
+        pad = np.zeros(places_B.sum(), dtype=np.int64)
         pad[places] = written
-        mask = np.zeros(batch * length, dtype=bool)
+        mask = np.zeros(len(pad), dtype=bool)
         mask[places[owned]] = True
         put = lambda a: on_device(a, torch.device(device))
         return cls(
-            batch,
-            length,
+            list(zip(counts.tolist(), longest.tolist())),
             put(positions[owned]),
             put(pad),
             put(mask),
@@ -80,14 +87,33 @@ class PackedLayout:
             [(put(tokens), put(where)) for tokens, where in copies],
         )
 
+    @property
+    def batch(self) -> int:
+        return sum(batch for batch, _ in self.blocks)
+
+    @property
+    def length(self) -> int:
+        return max(length for _, length in self.blocks)
+
     def pad(self, x_TX: Tensor) -> Tensor:
-        """[T, ...] → [B, L, ...]; padding holds token 0's values, which causal attention never reads."""
-        out = _Pad.apply(x_TX, self.pad_index, self.unpad_index, self.copies)
-        return out.view(self.batch, self.length, *x_TX.shape[1:])
+        """`pad_blocks` of a layout with one block."""
+        (x_BLX,) = self.pad_blocks(x_TX)
+        return x_BLX
 
     def unpad(self, x_BLX: Tensor) -> Tensor:
-        """[B, L, ...] → [T, ...]; of a shared token from one of its places."""
-        flat = x_BLX.reshape(self.batch * self.length, *x_BLX.shape[2:])
+        """`unpad_blocks` of a layout with one block."""
+        return self.unpad_blocks([x_BLX])
+
+    def pad_blocks(self, x_TX: Tensor) -> list[Tensor]:
+        """[T, ...] → [B, L, ...] of each block; padding holds token 0's values, which causal attention never reads."""
+        out = _Pad.apply(x_TX, self.pad_index, self.unpad_index, self.copies)
+        parts = out.split([batch * length for batch, length in self.blocks])
+        return [part.view(*block, *x_TX.shape[1:]) for part, block in zip(parts, self.blocks)]
+
+    def unpad_blocks(self, blocks: Sequence[Tensor]) -> Tensor:
+        """[B, L, ...] of each block → [T, ...]; of a shared token from one of its places."""
+        parts = [x_BLX.reshape(-1, *x_BLX.shape[2:]) for x_BLX in blocks]
+        flat = parts[0] if len(parts) == 1 else torch.cat(parts)
         return _Unpad.apply(flat, self.pad_index, self.pad_mask, self.unpad_index)
 
 

@@ -147,7 +147,9 @@ class TrainerRank:
                 self._score_step(whole, mine, columns)
         with self._recorder.span("trainer/batch"):
             shares = self._objective.prepare(whole, version, self._versions_per_step)
-            mini_batches = [(whole.select(part.tolist()), float(shares[every].sum())) for every, part in self._dealt(whole)]
+            mini_batches = [
+                (whole.select(part.tolist()), float(shares[every].sum())) for every, part in self._dealt(whole)
+            ]
         with self._recorder.span("trainer/logprobs"):
             columns = self._objective.scores(several_steps=len(mini_batches) * self._config.algorithm.epochs > 1)
             for mini_batch, _ in mini_batches:

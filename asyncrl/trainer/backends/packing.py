@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,12 +37,14 @@ class MicroBatch:
 
     @classmethod
     def of(
-        cls, whole: TrainBatch, sequences: list[int], device: torch.device, shares_prompts: bool = False
+        cls, whole: TrainBatch, sequences: list[int], device: torch.device, blocks: Sequence[int] = ()
     ) -> MicroBatch:
+        """``blocks``: numbers of consecutive sequences that attention pads together, where the sequences of a group
+        share their prompt; empty: none shares any, and all are padded together."""
         bounds = whole.row_offsets
         places = np.concatenate([np.arange(bounds[b], bounds[b + 1]) for b in sequences])
         batch = whole.select(sequences)
-        return cls._on(device, batch, sequences, places, shared_prompts(batch) if shares_prompts else None)
+        return cls._on(device, batch, sequences, places, shared_prompts(batch) if blocks else None, blocks)
 
     @classmethod
     def placeholder(cls, whole: TrainBatch, device: torch.device) -> MicroBatch:
@@ -74,8 +77,9 @@ class MicroBatch:
         sequences: list[int],
         places: np.ndarray,
         shared: Shared | None = None,
+        blocks: Sequence[int] = (),
     ) -> MicroBatch:
-        layout = PackedLayout.from_lengths(batch.lengths, device, shared)
+        layout = PackedLayout.from_lengths(batch.lengths, device, shared, blocks)
         tokens, rows = _on_device(batch.tokens, device), _on_device(batch.rows, device)
         if shared is not None:
             rows = layout.written.index_select(0, rows)

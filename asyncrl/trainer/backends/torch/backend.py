@@ -200,10 +200,13 @@ class TorchFSDPBackend(BaseBackend):
         """With each group's prompt once, where the model can share it and that costs less."""
         cuts, limit = None, self._options.max_tokens_per_micro_batch
         if self._attention_cost is not None:
-            cuts = cut_with_prompts_once(batch, limit, self._attention_cost)
+            cuts = cut_with_prompts_once(batch, limit, self._attention_cost, self._device.type)
         if cuts is None:
             return self._micro_batches(batch)
-        micros = [MicroBatch.of(batch, cut, self._device, shares_prompts=True) for cut in cuts]
+        micros = [
+            MicroBatch.of(batch, [b for block in blocks for b in block], self._device, list(map(len, blocks)))
+            for blocks in cuts
+        ]
         return self._with_placeholders(batch, micros)
 
     def _micro_batch_count(self, own: int) -> int:
