@@ -234,10 +234,11 @@ def run_two_ranks(rank, config, folder, results):
     torch.save({"metrics": metrics, "exported": exported}, results / f"rank{rank}.pt")
 
 
-def test_two_ranks_train_like_one_and_load_each_others_state(checkpoint, start_rank, tmp_path):
+@pytest.mark.parametrize("kl_coef", [0.05, 0.0])  # without a KL, samples without an advantage are not computed
+def test_two_ranks_train_like_one_and_load_each_others_state(checkpoint, start_rank, tmp_path, kl_coef):
     # mini batches of two groups: the second one is a single sequence, so one of two ranks has none
     config = make_config(
-        checkpoint, epochs=2, mini_batch_groups=2, max_tokens_per_micro_batch=40, kl_coef=0.05, grad_clip=0.5
+        checkpoint, epochs=2, mini_batch_groups=2, max_tokens_per_micro_batch=40, kl_coef=kl_coef, grad_clip=0.5
     )
     config.trainer.ranks = 2
     config.trainer.optimizer.eps = 1e-5  # else gradients near zero, which differ by rounding, take whole steps
@@ -578,9 +579,9 @@ def test_by_default_the_trainer_computes_as_the_engine_samples(engine, same, sta
 
 
 def test_norms_and_biases_do_not_decay(checkpoint, start_rank):
-    rank = start_rank(make_config(checkpoint, lr=0.1, weight_decay=0.5, grad_clip=1e-30))
+    rank = start_rank(make_config(checkpoint, lr=0.1, weight_decay=0.5))
     before = weights(rank)
-    rank.train(0, make_groups())  # with next to no gradient
+    rank.train(0, make_groups(rewards=1.0))  # without a gradient
     for name, tensor in rank.export():
         decays = tensor.ndim > 1 and not is_draft(name)
         torch.testing.assert_close(tensor, before[name] * (0.95 if decays else 1.0))
@@ -649,10 +650,21 @@ def test_samples_without_an_advantage_are_not_computed(checkpoint, start_rank, p
         torch.testing.assert_close(tensor, every[name], rtol=1e-4, atol=1e-6)
 
 
-def test_a_batch_without_an_advantage_takes_no_step(checkpoint, start_rank):
-    rank = start_rank(make_config(checkpoint))
-    assert rank.train(0, make_groups(rewards=1.0))["trainer/optimizer_steps"] == 0
-    assert rank.train(1, make_groups())["trainer/optimizer_steps"] == 1
+@pytest.mark.parametrize("rewards", [None, 1.0])
+def test_each_sampler_is_measured_whatever_its_samples_teach(checkpoint, start_rank, rewards):
+    """One replica gives groups without a difference, or both do."""
+    groups = [*make_groups(rewards=rewards), *map(of_replica_1, make_groups(seed=1, rewards=1.0))]
+    recorder = Recorder("trainer/0")
+    rank = start_rank(make_config(checkpoint), recorder)
+    metrics = rank.train(0, groups)
+    (span,) = [span for span in recorder.drain().spans if span.name == "trainer/forward_backward"]
+    assert span.args["tokens"] < 0.8 * metrics["trainer/tokens"]
+    assert metrics["trainer/optimizer_steps"] == 1
+    assert len({found.sampler.replica for found in rank.sampler_kl}) == 2
+
+
+def of_replica_1(data):
+    return dataclasses.replace(Group.from_buffer(data), replicas=["replica/1"]).to_bytes()
 
 
 def test_the_kl_to_the_reference_is_taken_from_the_rewards(checkpoint, start_rank, tmp_path):
@@ -660,7 +672,7 @@ def test_the_kl_to_the_reference_is_taken_from_the_rewards(checkpoint, start_ran
     groups, equal = make_groups(rewards=1.0), []
     for options in ({}, {"kl_reward_coef": 0.1}, {"kl_reward_coef": 0.1, "reference_path": str(tmp_path / "other")}):
         metrics = start_rank(make_config(checkpoint, **options)).train(0, groups)
-        equal.append(metrics.get("actor/grad_norm", 0.0))  # without an advantage there is no step
+        equal.append(metrics["actor/grad_norm"])
         assert ("actor/kl_reference" in metrics) == bool(options)
     assert equal[0] == 0 < equal[1]  # all samples have the same reward, but not the same KL
     assert equal[2] != pytest.approx(equal[1], rel=1e-3)

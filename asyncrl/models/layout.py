@@ -107,7 +107,8 @@ class PackedLayout:
     def pad_blocks(self, x_TX: Tensor) -> list[Tensor]:
         """[T, ...] → [B, L, ...] of each block; padding holds token 0's values, which causal attention never reads."""
         out = _Pad.apply(x_TX, self.pad_index, self.unpad_index, self.copies)
-        parts = out.split([batch * length for batch, length in self.blocks])
+        one = len(self.blocks) == 1  # without a split, whose backward pass is a copy
+        parts = [out] if one else out.split([batch * length for batch, length in self.blocks])
         return [part.view(*block, *x_TX.shape[1:]) for part, block in zip(parts, self.blocks)]
 
     def unpad_blocks(self, blocks: Sequence[Tensor]) -> Tensor:

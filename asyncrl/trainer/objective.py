@@ -69,7 +69,7 @@ class Objective:
         self.of_groups = advantage.of_groups and not self.step_scores()
         self.entropy = EntropyControl(options)
         #: True if a sequence without an advantage other than 0 has no gradient
-        self.needs_advantages = surrogate.scales_advantages and not options.kl_coef and not self.entropy.used
+        self.scales_advantages = surrogate.scales_advantages and not options.kl_coef and not self.entropy.used
 
     def step_scores(self) -> dict[str, Source]:
         """Columns that `prepare` reads, of the whole train step, and where they come from."""

@@ -24,6 +24,7 @@ from asyncrl.trainer.batches import (
     samplers,
     shape_rewards,
     tokens_of_sequences,
+    with_advantage_or_sampler,
 )
 from asyncrl.trainer.mismatch import SamplerKL
 from asyncrl.trainer.objective import Objective, Source, effective_sample_size
@@ -71,7 +72,7 @@ class TrainerRank:
         self.sampler_kl: list[SamplerKL] = []
         once = config.async_training.require_batches * config.algorithm.epochs == 1
         self._in_parts = once and self._objective.of_groups and self._backend.in_parts
-        self._needs_advantages = self._objective.needs_advantages and self._backend.only_policy_loss
+        self._skips_zero_advantages = self._objective.scales_advantages and self._backend.only_policy_loss
 
     def train(
         self,
@@ -159,16 +160,13 @@ class TrainerRank:
     def _dealt(self, whole: TrainBatch) -> list[tuple[np.ndarray, np.ndarray]]:
         """Of every mini batch all sequences, and those that this rank trains: indices, ascending.
 
-        All ranks hold all groups, so they agree without a collective. Sequences without a gradient are left out: those
-        without a trained token, and once advantages are known, where nothing else is learned, those without one other
-        than 0, such as all of a group of equal rewards. Mini batches without a gradient are skipped: on a zero gradient
-        AdamW would still move by momentum."""
-        parts, teaches = [], whole.loss_mask
-        if self._needs_advantages and (advantages := whole.columns.get("advantages")) is not None:
-            teaches = teaches & (advantages != 0)
-        trained = tokens_of_sequences(whole, teaches) > 0
+        All ranks hold all groups, so they agree without a collective. Mini batches without a trained token are skipped:
+        on a zero gradient AdamW would still move by momentum."""
+        parts, trained = [], tokens_of_sequences(whole, whole.loss_mask) > 0
         for every in cut_mini_batches(whole, self._config.trainer.mini_batch_groups):
-            sequences = every[trained[every]]
+            sequences = every[trained[every]]  # the others would cost a forward pass and have no gradient
+            if self._skips_zero_advantages and "advantages" in whole.columns:
+                sequences = sequences[with_advantage_or_sampler(whole.select(sequences.tolist()))]
             if len(sequences):
                 mine = partition(whole.lengths[sequences], self._backend.data_ranks)[self._backend.data_rank]
                 parts.append((every, sequences[mine]))

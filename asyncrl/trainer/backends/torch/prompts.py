@@ -29,9 +29,8 @@ def cut_with_prompts_once(
     similar lengths pad each other less."""
     together, apart = cut_groups(batch, max_tokens), cut_micro_batches(batch.lengths, max_tokens)
     padded = lambda cuts: sum(len(cut) * int(batch.lengths[cut].max()) ** 2 for cut in cuts)
-    block_cost = BLOCK_COST[device] / attention_cost
-    blocks = [blocks_of(batch.lengths, cut, block_cost) for cut in together]
-    cost = attention_cost * (sum(map(padded, blocks)) + block_cost * sum(len(of) - 1 for of in blocks))
+    blocks = [blocks_of(batch.lengths, cut, BLOCK_COST[device] / attention_cost) for cut in together]
+    cost = attention_cost * sum(map(padded, blocks)) + BLOCK_COST[device] * sum(len(of) - 1 for of in blocks)
     cost += sum(tokens_once(batch, cut) for cut in together)
     return blocks if cost < attention_cost * padded(apart) + len(batch.tokens) else None
 
