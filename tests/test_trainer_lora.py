@@ -42,8 +42,8 @@ def logprobs(rank, reference=False):
     return rank._backend.outputs(batch, 0.7, "reference" if reference else "policy")["logprobs"]
 
 
-def train(rank, steps=3):
-    return [rank.train(step, make_groups((4, 3, 1), seed=step)) for step in range(steps)]
+def train(rank, steps=3, sizes=(4, 3, 1), rewards=None):
+    return [rank.train(step, make_groups(sizes, seed=step, rewards=rewards)) for step in range(steps)]
 
 
 def test_the_policy_starts_as_its_base_which_remains_the_reference(checkpoint, start_rank):
@@ -138,15 +138,16 @@ def test_peft_reads_the_exported_adapter(checkpoint, start_rank, tmp_path):
 
 
 def test_the_draft_learns_without_changing_the_adapters(checkpoint, start_rank):
+    teaching = {"sizes": (4, 3), "rewards": (0.0, 1.0, 3.0, 7.0)}  # all, so both ranks compute the same
     rank = start_rank(lora_config(checkpoint, enable_train=True))
     before = weights(rank)
-    train(rank, 2)
+    train(rank, 2, **teaching)
     after = weights(rank)
     moved = {name for name in before if not torch.equal(after[name], before[name])}
     assert moved == {name for name in before if is_draft(name) or is_adapter(name)}
     assert moved == {t.name for t in rank.manifest().without_base()} == {name for name, _ in rank.export(base=False)}
     alone = start_rank(lora_config(checkpoint))
-    train(alone, 2)
+    train(alone, 2, **teaching)
     assert all(torch.equal(tensor, after[name]) for name, tensor in alone.export() if is_adapter(name))
 
 
