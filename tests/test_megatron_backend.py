@@ -307,7 +307,7 @@ def test_an_untrained_draft_stays_and_a_trained_one_does_not_affect_the_policy(c
     exported = {}
     for train in (False, True):
         rank = start_rank(make_config(checkpoint, backend="megatron", enable_train=train))
-        metrics = [rank.train(step, make_groups(seed=step)) for step in range(3)]
+        metrics = [rank.train(step, make_groups(seed=step, rewards=(0.0, 1.0, 3.0, 7.0))) for step in range(3)]
         exported[train] = weights(rank)
         assert ("mtp/loss_1" in metrics[0]) == train
     before = read_tensors(checkpoint)
