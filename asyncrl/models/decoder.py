@@ -121,8 +121,8 @@ class Attention(nn.Module):
         v_TKD = self.v_proj(x_TM).view(-1, self.kv_heads, self.head_dim)
         if self.qk_norm:
             q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
-        # one gather for all three, which are padded alike
         attended, own = [], []
+        # one gather for all three, which are padded alike
         for block, qkv_BLXD in enumerate(layout.pad_blocks(rotated_heads(q_THD, k_TKD, v_TKD, rope))):
             q, k, v = qkv_BLXD.transpose(1, 2).split([self.heads, self.kv_heads, self.kv_heads], 1)
             own.append(KeysValues(k, v))

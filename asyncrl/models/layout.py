@@ -89,10 +89,12 @@ class PackedLayout:
 
     @property
     def batch(self) -> int:
+        """Number of sequences."""
         return sum(batch for batch, _ in self.blocks)
 
     @property
     def length(self) -> int:
+        """Of the longest sequence."""
         return max(length for _, length in self.blocks)
 
     def pad(self, x_TX: Tensor) -> Tensor:

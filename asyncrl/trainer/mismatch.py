@@ -2,9 +2,9 @@
 
 In the first optimizer step of a batch the trainer computes logprobs under the weights that it has published, or under
 slightly newer ones. For each sampler (a replica under a policy version) they are compared with the behaviour logprobs
-of its trained tokens, at no extra forward pass. Of *fresh* tokens, sampled under the trainer's own weights, the two
-differ only by rounding; of *older* ones also by what training has changed since. Wrong weights, another temperature,
-another tokenizer or a broken kernel show as a larger difference.
+of its trained tokens, those of samples that the step computes, at no extra forward pass. Of *fresh* tokens, sampled
+under the trainer's own weights, the two differ only by rounding; of *older* ones also by what training has changed
+since. Wrong weights, another temperature, another tokenizer or a broken kernel show as a larger difference.
 """
 
 from __future__ import annotations
