@@ -160,8 +160,9 @@ class TrainerRank:
     def _dealt(self, whole: TrainBatch) -> list[tuple[np.ndarray, np.ndarray]]:
         """Of every mini batch all sequences, and those that this rank trains: indices, ascending.
 
-        All ranks hold all groups, so they agree without a collective. Mini batches without a trained token are skipped:
-        on a zero gradient AdamW would still move by momentum."""
+        All ranks hold all groups, so they agree without a collective. Where only the surrogate learns, a sequence
+        without an advantage has no gradient and is left out, once advantages are known. Mini batches without a trained
+        token are skipped: on a zero gradient AdamW would still move by momentum."""
         parts, trained = [], tokens_of_sequences(whole, whole.loss_mask) > 0
         for every in cut_mini_batches(whole, self._config.trainer.mini_batch_groups):
             sequences = every[trained[every]]  # the others would cost a forward pass and have no gradient
