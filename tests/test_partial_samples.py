@@ -184,8 +184,10 @@ class Rollouter:
             task.cancel()
         await asyncio.wait([self.made, self._running])
 
-    def counter(self, name: str) -> float:
-        return self.recorder.drain().counters.get(name, 0)
+    def restarted(self) -> tuple[float, float]:
+        """Calls that began again since the last time, and their tokens until then."""
+        counters = self.recorder.drain().counters
+        return counters["rollout/restarted_calls"], counters["rollout/agent/untrained_tokens/interrupted"]
 
 
 async def test_a_sample_continues_in_another_process_with_its_tokens():
@@ -270,7 +272,7 @@ async def test_with_one_version_a_call_starts_again_under_the_new_one():
     b.emit("e0-000000/0/3#0", [22], FinishReason.STOP)
     (sample,) = await rollouter.made
     assert sample.sequences[0].tokens.tolist() == [11, 90, 91, 22]
-    assert rollouter.counter("rollout/restarted_calls") == 1
+    assert rollouter.restarted() == (1, 1)
     await rollouter.stop()
 
 
@@ -295,7 +297,7 @@ async def test_an_interrupted_call_with_a_grammar_starts_again():
     again = b.requests["e0-000000/0/2#0"]
     b.emit(again.id, [12, 13])
     await settle()
-    assert first.counter("rollout/restarted_calls") == 1
+    assert first.restarted() == (1, 1)
     data = pack(PROMPT.uid, [partial])
     await first.stop()
 
@@ -312,7 +314,7 @@ async def test_an_interrupted_call_with_a_grammar_starts_again():
     (sample,) = await second.made
     assert sample.sequences[0].tokens.tolist() == [21, 22, 23]
     assert sample.sequences[0].loss_mask.tolist() == [False, False, True]
-    assert second.counter("rollout/restarted_calls") == 1
+    assert second.restarted() == (1, 2)
     await second.stop()
 
 

@@ -209,6 +209,7 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
                 Line("rollout/agent/untrained_tokens/never_delivered", "never delivered", ORANGE),
                 Line("rollout/agent/untrained_tokens/other_distribution", "other distribution", BLUE),
                 Line("rollout/agent/untrained_tokens/restarted", "restarted", RED),
+                Line("rollout/agent/untrained_tokens/interrupted", "interrupted", VIOLET),
             ),
         ),
     ),

@@ -211,6 +211,7 @@ class ReplayedGenerate:
                         finish = await self._router.generate(request, call.output, self._one_version)
                 except CannotContinue:
                     self._recorder.count("rollout/restarted_calls")
+                    self._recorder.count("rollout/agent/untrained_tokens/interrupted", call.output.count)
                     sample.start_again(call)
                     continue
                 except TimeoutError:
