@@ -184,10 +184,11 @@ class Rollouter:
             task.cancel()
         await asyncio.wait([self.made, self._running])
 
-    def restarted(self) -> tuple[float, float]:
+    def restarted(self) -> tuple[float, ...]:
         """Calls that began again since the last time, and their tokens until then."""
         counters = self.recorder.drain().counters
-        return counters["rollout/restarted_calls"], counters["rollout/agent/untrained_tokens/interrupted"]
+        names = "rollout/restarted_calls", "rollout/agent/untrained_tokens/interrupted"
+        return tuple(counters.get(name, 0) for name in names)
 
 
 async def test_a_sample_continues_in_another_process_with_its_tokens():
@@ -237,7 +238,7 @@ async def test_earlier_calls_are_replayed(saves):
     second.replicas["a"].emit(request.id, [13], FinishReason.STOP)
     (sample,) = await second.made
     assert sample.sequences[0].tokens.tolist() == [11, 90, 91, 12, 13]
-    assert second.counter("rollout/restarted_samples") == 0
+    assert second.restarted() == (0, 0)
     await second.stop()
 
 
