@@ -12,12 +12,14 @@ within a round, since the machine's speed varies over minutes. Each round has th
 - sync: staleness_threshold 0, and an advantage that waits for the whole batch, so that each step generates and then
   trains, with one thread per pool; in the first round once more with two threads per pool, because each pool has the
   machine to itself.
+- tail, tail_sync: the last two with the lengths of `benchmarks.long_tail`, and ``async_training.staleness_threshold``
+  1 for the asynchronous one, where a batch takes the groups that are finished first.
 
 ``fraction_of_ideal``: max(T_train, T_rollout) divided by the seconds of an asynchronous step. ``async_over_sync``,
-``async_over_sync_two_threads``: seconds of a synchronous step divided by those of an asynchronous one. Each ratio
-belongs to one round; the result is their median. Steps are timed from one report to the next, from step `SKIPPED` to
-the last one for which the rollouter still starts groups. No run drops a group; if the asynchronous run generated fewer
-groups than it trained, the generated groups count.
+``async_over_sync_two_threads``, ``async_over_sync_tail``: seconds of a synchronous step divided by those of an
+asynchronous one. Each ratio belongs to one round; the result is their median. Steps are timed from one report to the
+next, from step `SKIPPED` to the last one for which the rollouter still starts groups. No run drops a group; if the
+asynchronous run generated fewer groups than it trained, the generated groups count.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from typing import Any
 from asyncrl.algorithms.items import ADVANTAGES
 from asyncrl.observability.sinks.jsonl import METRICS_FILE, read_jsonl
 from asyncrl.observability.sinks.timeline import read_spans
+from benchmarks.long_tail import LIMIT, without_end
 from benchmarks.quickstart import ROOT, ensure_inputs, run
 
 SKIPPED = 3
@@ -49,6 +52,15 @@ COMMON = [
 WHOLE_BATCH = dataclasses.replace(ADVANTAGES.find("grpo"), of_groups=False)
 SYNC = ["async_training.staleness_threshold=0", "algorithm.advantage=benchmarks.overlap:WHOLE_BATCH"]
 TWO_THREADS = ["trainer.threads=2", "rollout.engine.threads=2"]
+MEDIAN = 40  # tokens of a long tail's answer
+TAIL = [
+    "rollout.agent_loop=benchmarks.long_tail:LongTail",
+    f"rollout.agent_loop_args.median={MEDIAN}",
+    f"rollout.max_response_tokens={LIMIT * MEDIAN}",
+    f"rollout.engine.max_context_tokens={LIMIT * MEDIAN + 128}",
+    "rollout.engine.warm_kv_mb=0",  # no answer continues
+    "reward.function=benchmarks.long_tail:reward",
+]
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
@@ -84,16 +96,20 @@ def round_of(folder: Path, steps: int, overrides: list[str], names: Iterable[str
         "async": [f"trainer.total_steps={steps}"],
         "sync": [f"trainer.total_steps={synchronous}", *SYNC],
         "sync_two_threads": [f"trainer.total_steps={synchronous}", *SYNC, *TWO_THREADS],
+        "tail": [f"trainer.total_steps={steps}", *TAIL, "async_training.staleness_threshold=1"],
+        "tail_sync": [f"trainer.total_steps={synchronous}", *TAIL, *SYNC],
     }
+    endless = without_end(checkpoint, folder / "endless")
     found: dict[str, float] = {}
     for name in names:
         (folder / name).mkdir(parents=True)
-        run(0, checkpoint, data, folder / name, [*COMMON, *options[name], *overrides])
+        policy = endless if name.startswith("tail") else checkpoint
+        run(0, policy, data, folder / name, [*COMMON, *options[name], *overrides])
         run_dir = folder / name / "seed-0"
         if name == "alone":
             found["train"], found["rollout"] = alone_s(run_dir, STEPS_ALONE)
         else:
-            found[name] = step_s(run_dir, steps - ahead if name == "async" else synchronous)
+            found[name] = step_s(run_dir, synchronous if "sync" in name.split("_") else steps - ahead)
         if name == "async":
             found["own"] = statistics.median(r["perf/fraction_of_ideal"] for r in steps_of(run_dir)[SKIPPED:-ahead])
             print(json.loads((run_dir / "summary.json").read_text())["advice"], flush=True)
@@ -110,10 +126,11 @@ def main() -> None:
     rounds = []
     with tempfile.TemporaryDirectory(prefix="asyncrl-overlap-") as scratch:
         for k in range(args.rounds):
-            names = ["alone", "async", "sync"] + (["sync_two_threads"] if k == 0 else [])
+            names = ["alone", "async", "sync", "tail", "tail_sync"] + (["sync_two_threads"] if k == 0 else [])
             found = round_of(Path(scratch) / str(k), args.steps, args.overrides, names)
             found["fraction_of_ideal"] = max(found["train"], found["rollout"]) / found["async"]
             found["async_over_sync"] = found["sync"] / found["async"]
+            found["async_over_sync_tail"] = found["tail_sync"] / found["tail"]
             rounds.append(found)
             print("  ".join(f"{name} {value:.3f}" for name, value in found.items()), flush=True)
     median = {name: statistics.median(r[name] for r in rounds if name in r) for name in rounds[0]}
@@ -122,6 +139,7 @@ def main() -> None:
         f"together, seconds per step:  async {median['async']:.2f}  sync {median['sync']:.2f}  "
         f"sync with two threads {median['sync_two_threads']:.2f}"
     )
+    print(f"long tail, seconds per step:  async {median['tail']:.2f}  sync {median['tail_sync']:.2f}")
     print(f"fraction of ideal as reported by the runs: {median['own']:.3f}")
     print(
         json.dumps(
@@ -129,6 +147,7 @@ def main() -> None:
                 "fraction_of_ideal": median["fraction_of_ideal"],
                 "async_over_sync": median["async_over_sync"],
                 "async_over_sync_two_threads": rounds[0]["sync_two_threads"] / rounds[0]["async"],
+                "async_over_sync_tail": median["async_over_sync_tail"],
                 "train_alone_s": median["train"],
                 "rollout_alone_s": median["rollout"],
                 "async_step_s": median["async"],
