@@ -1,8 +1,9 @@
 """A long-tailed distribution of response lengths, as long reasoning has it, and its parts for real runs.
 
 Lengths are log-normal: prompts differ by `BETWEEN`, samples of one prompt by `WITHIN` (standard deviations of the
-logarithm), up to `LIMIT` medians. The mean is 1.8 medians, one sample in a hundred has 13, and the longest twentieth has
-more than a quarter of all tokens. A sample's length depends on its group and index alone, so all runs have the same work.
+logarithm), up to `LIMIT` medians. The mean is 1.8 medians, one sample in a hundred has 13, and the longest twentieth
+has more than a quarter of all tokens. A sample's length depends on its group and index alone, so all runs have the same
+work.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from asyncrl.rollouter.agents.base import Generate

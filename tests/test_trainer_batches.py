@@ -17,6 +17,7 @@ from asyncrl.trainer.batches import (
     cut_groups,
     cut_micro_batches,
     cut_mini_batches,
+    deal,
     partition,
     shape_rewards,
     tokens_once,
@@ -175,12 +176,41 @@ def test_masks_leave_the_denominators_unless_configured_otherwise():
 
 
 @given(LENGTHS, st.integers(1, 5))
-def test_a_partition_assigns_every_sequence_once_with_balanced_lengths(lengths, parts):
-    dealt = partition(lengths, parts)
-    assert sorted(np.concatenate(dealt).tolist()) == list(range(len(lengths)))
-    loads = [int(lengths[sequences].sum()) for sequences in dealt]
-    assert max(loads) - min(loads) <= lengths.max(initial=0)
-    assert all((a == b).all() for a, b in zip(dealt, partition(lengths.copy(), parts), strict=True))
+def test_a_partition_has_every_index_once_and_balanced_sums(lengths, parts):
+    shares = partition(lengths, parts)
+    assert sorted(np.concatenate(shares).tolist()) == list(range(len(lengths)))
+    sums = [int(lengths[share].sum()) for share in shares]
+    assert max(sums) - min(sums) <= lengths.max(initial=0)
+
+
+SEQUENCES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 60)), min_size=1, max_size=30)
+
+
+def of_lengths(prefix, responses, group_size=4):
+    """A batch without contents."""
+    batch = TrainBatch(*(np.zeros(0),) * 6, sequence_columns={"group": np.arange(len(prefix)) // group_size})
+    batch.sequence_columns["prefix"] = prefix = np.asarray(prefix)
+    batch.cu_seqlens = np.concatenate([[0], np.cumsum(prefix + responses)])
+    return batch
+
+
+@given(SEQUENCES, st.integers(1, 5), st.booleans(), st.data())
+def test_sequences_are_dealt_once_with_balanced_token_counts(sequences, ranks, prompts_once, data):
+    batch = of_lengths(*np.array(sequences).T)
+    among = np.flatnonzero(data.draw(st.lists(st.booleans(), min_size=len(batch), max_size=len(batch))))
+    dealt, again = (deal(batch, among, ranks, prompts_once) for _ in range(2))
+    assert sorted(np.concatenate(dealt).tolist()) == among.tolist()
+    assert all((a == b).all() for a, b in zip(dealt, again, strict=True))
+    if prompts_once:
+        loads = [tokens_once(batch, mine) for mine in dealt]
+        assert max(loads) <= max(tokens_once(batch, mine) for mine in deal(batch, among, ranks, False))
+
+
+def test_groups_are_dealt_whole_where_prompts_are_long_and_in_pieces_where_there_are_fewer_than_ranks():
+    batch = of_lengths(np.full(32, 100), np.arange(32) * 7 % 13 + 5)
+    assert all(len(set(mine // 4)) == 4 for mine in deal(batch, np.arange(32), 2, True))
+    few = deal(batch, np.arange(8), 4, True)
+    assert all(len(mine) == 2 and len(set(mine // 4)) == 1 for mine in few)
 
 
 @given(LENGTHS, st.integers(1, 300))
@@ -194,14 +224,11 @@ def test_micro_batches_hold_every_sequence_once_within_the_budget(lengths, budge
     assert all(a + b > budget for i, a in enumerate(fullness) for b in fullness[i + 1 :])  # none could be merged
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 60)), min_size=1, max_size=30), st.integers(1, 300))
+@given(SEQUENCES, st.integers(1, 300))
 def test_micro_batches_with_prompts_once_hold_every_sequence_within_the_budget(sequences, budget):
-    prefix, lengths = np.array(sequences).T
-    lengths = lengths + prefix
-    columns = {"group": np.arange(len(prefix)) // 4, "prefix": prefix}
-    ends = np.concatenate([[0], np.cumsum(lengths)])
-    batch = TrainBatch(*(np.zeros(0),) * 6, sequence_columns=columns)
-    batch.cu_seqlens = ends
+    prefix, responses = np.array(sequences).T
+    batch = of_lengths(prefix, responses)
+    lengths, columns = batch.lengths, batch.sequence_columns
     cuts = cut_groups(batch, budget)
     assert sorted(b for cut in cuts for b in cut) == list(range(len(prefix)))
     for cut in cuts:

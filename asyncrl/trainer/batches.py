@@ -197,17 +197,49 @@ def cut_mini_batches(batch: TrainBatch, mini_batch_groups: int) -> list[np.ndarr
     return [np.flatnonzero(mini_batch == k) for k in range(int(mini_batch.max(initial=-1)) + 1)]
 
 
-def partition(lengths: np.ndarray, parts: int) -> list[np.ndarray]:
-    """Assign sequences of ``lengths`` [B] to ``parts`` ranks with balanced token counts; a rank may get none.
+def deal(batch: TrainBatch, sequences: np.ndarray, ranks: int, prompts_once: bool) -> list[np.ndarray]:
+    """Those of ``sequences`` (indices) that each rank gets, ascending, with balanced token counts; a rank may get none.
 
-    Longest first, each to the rank with the fewest tokens (Graham 1969; at most 4/3 of the optimal maximum)."""
+    ``prompts_once``: a rank computes a group's prompt once for all of the group's sequences that it has. Then they are
+    dealt in pieces: whole groups, or smaller ones, whichever gives the heaviest rank the fewest tokens."""
+    dealt = [sequences[mine] for mine in partition(batch.lengths[sequences], ranks)]
+    if not prompts_once or ranks == 1:
+        return dealt
+    heaviest = lambda of: max(tokens_once(batch, mine) for mine in of)
+    least, budget = heaviest(dealt), int(batch.lengths[sequences].sum())
+    shared = shareable(batch)
+    own = batch.lengths - shared
+    while len(pieces := _pieces(batch, sequences, budget)) < len(sequences):
+        found = _dealt(pieces, np.array([own[piece].sum() + shared[piece].max() for piece in pieces]), ranks)
+        if (tokens := heaviest(found)) < least:
+            dealt, least = found, tokens
+        budget //= 2
+    return dealt
+
+
+def partition(lengths: np.ndarray, parts: int) -> list[np.ndarray]:
+    """Indices of ``lengths`` in ``parts`` with balanced sums, each ascending; one may have none."""
+    return _dealt([[b] for b in range(len(lengths))], lengths, parts)
+
+
+def _dealt(pieces: Sequence[Sequence[int]], costs: np.ndarray, parts: int) -> list[np.ndarray]:
+    """The costliest first, each to the part with the least (Graham 1969; at most 4/3 of the optimal maximum)."""
     load = [(0, part) for part in range(parts)]
     dealt: list[list[int]] = [[] for _ in range(parts)]
-    for b in np.argsort(-lengths, kind="stable"):
-        tokens, part = load[0]
-        dealt[part].append(int(b))
-        heapq.heapreplace(load, (tokens + int(lengths[b]), part))
-    return [np.array(sorted(sequences), dtype=np.int64) for sequences in dealt]
+    for k in np.argsort(-costs, kind="stable"):
+        cost, part = load[0]
+        dealt[part] += pieces[k]
+        heapq.heapreplace(load, (cost + int(costs[k]), part))
+    return [np.array(sorted(mine), dtype=np.int64) for mine in dealt]
+
+
+def _pieces(batch: TrainBatch, sequences: np.ndarray, max_tokens: int) -> list[list[int]]:
+    """``sequences`` by group, in pieces of at most ``max_tokens`` tokens or one sequence, longest first."""
+    group, pieces = batch.sequence_columns["group"][sequences], list[list[int]]()
+    for g in np.unique(group):
+        of_group = sequences[group == g]
+        pieces += [of_group[cut].tolist() for cut in cut_micro_batches(batch.lengths[of_group], max_tokens)]
+    return pieces
 
 
 def cut_micro_batches(lengths: np.ndarray, max_tokens: int) -> list[list[int]]:
@@ -230,18 +262,14 @@ def cut_micro_batches(lengths: np.ndarray, max_tokens: int) -> list[list[int]]:
 
 def cut_groups(batch: TrainBatch, max_tokens: int) -> list[list[int]]:
     """As `cut_micro_batches`, but of each group as many sequences as fit, longest first, stay together."""
-    group, lengths = batch.sequence_columns["group"], batch.lengths
-    parts: list[list[int]] = []
-    for g in np.unique(group):
-        of_group = np.flatnonzero(group == g)
-        parts += [of_group[cut].tolist() for cut in cut_micro_batches(lengths[of_group], max_tokens)]
-    sizes = np.array([int(lengths[part].sum()) for part in parts])
+    parts = _pieces(batch, np.arange(len(batch)), max_tokens)
+    sizes = np.array([int(batch.lengths[part].sum()) for part in parts])
     return [[b for k in cut for b in parts[k]] for cut in cut_micro_batches(sizes, max_tokens)]
 
 
-def tokens_once(batch: TrainBatch, sequences: Sequence[int]) -> int:
+def tokens_once(batch: TrainBatch, sequences: Sequence[int] | np.ndarray) -> int:
     """Tokens of these sequences, with each group's prompt once."""
-    cut = np.array(sequences)
+    cut = np.asarray(sequences, dtype=np.int64)
     group, shared = batch.sequence_columns["group"][cut], shareable(batch)[cut]
     prompts = sum(int(shared[group == g].max()) for g in np.unique(group))
     return int((batch.lengths[cut] - shared).sum()) + prompts

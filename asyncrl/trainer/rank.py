@@ -19,8 +19,8 @@ from asyncrl.trainer.backends.base import BACKENDS, Backend, NonFiniteError, Tra
 from asyncrl.trainer.batches import (
     build_batch,
     cut_mini_batches,
+    deal,
     first_sequences,
-    partition,
     samplers,
     shape_rewards,
     tokens_of_sequences,
@@ -163,14 +163,14 @@ class TrainerRank:
         All ranks hold all groups, so they agree without a collective. Where only the surrogate learns, a sequence
         without an advantage has no gradient and is left out, once advantages are known. Mini batches without a trained
         token are skipped: on a zero gradient AdamW would still move by momentum."""
-        parts, trained = [], tokens_of_sequences(whole, whole.loss_mask) > 0
+        parts, trained, backend = [], tokens_of_sequences(whole, whole.loss_mask) > 0, self._backend
         for every in cut_mini_batches(whole, self._config.trainer.mini_batch_groups):
             sequences = every[trained[every]]  # the others would cost a forward pass and have no gradient
             if self._skips_zero_advantages and "advantages" in whole.columns:
                 sequences = sequences[with_advantage_or_sampler(whole.select(sequences.tolist()))]
             if len(sequences):
-                mine = partition(whole.lengths[sequences], self._backend.data_ranks)[self._backend.data_rank]
-                parts.append((every, sequences[mine]))
+                dealt = deal(whole, sequences, backend.data_ranks, backend.prompts_once)
+                parts.append((every, dealt[backend.data_rank]))
         return parts
 
     def _score_step(self, whole: TrainBatch, mine: np.ndarray, columns: Mapping[str, Source]) -> None:

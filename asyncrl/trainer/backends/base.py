@@ -144,6 +144,11 @@ class Backend(Protocol):
         """True if nothing but the policy's loss learns from `accumulate`: no draft, no balance of experts."""
         ...
 
+    @property
+    def prompts_once(self) -> bool:
+        """True if the prompt of a group's sequences may be computed once."""
+        ...
+
     def manifest(self) -> Manifest: ...
 
     def export(self, base: bool = True) -> Iterator[tuple[str, Tensor]]:

@@ -162,6 +162,10 @@ class BaseBackend(ABC):
         return self._draft is None
 
     @property
+    def prompts_once(self) -> bool:
+        return False
+
+    @property
     def _joint_draft(self) -> Any:
         """The draft if it learns in the policy's own steps."""
         return self._draft if self._draft is not None and not self._draft.detached else None

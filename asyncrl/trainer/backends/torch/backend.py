@@ -148,6 +148,10 @@ class TorchFSDPBackend(BaseBackend):
         return super().only_policy_loss and not self._balances_experts
 
     @property
+    def prompts_once(self) -> bool:
+        return self._attention_cost is not None
+
+    @property
     def _balances_experts(self) -> bool:
         return getattr(self._policy, "balances_experts", False)
 
