@@ -34,7 +34,7 @@ def length(median: float, group: str, index: int) -> int:
 
 def _normal(name: str) -> float:
     """A draw from the standard normal distribution, fixed by the name."""
-    return NormalDist().inv_cdf((xxhash.xxh3_64_intdigest(name) + 0.5) / 2**64)
+    return NormalDist().inv_cdf((xxhash.xxh3_64_intdigest(name.encode()) + 0.5) / 2**64)
 
 
 class LongTail(SingleTurn):
@@ -51,7 +51,7 @@ class LongTail(SingleTurn):
 
 def reward(prompt: Prompt, response: str) -> float:
     """0 or 1 by the text alone: most groups have both, so that all samples are computed."""
-    return float(xxhash.xxh3_64_intdigest(response) & 1)
+    return float(xxhash.xxh3_64_intdigest(response.encode()) & 1)
 
 
 def without_end(checkpoint: Path, out: Path) -> Path:
