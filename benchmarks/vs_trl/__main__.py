@@ -42,7 +42,7 @@ from benchmarks.learning_curve import (
 from benchmarks.quickstart import ROOT, ensure_inputs
 
 RATES = (3e-4, 6e-4, 1e-3, 1.5e-3)
-RATE = {"asyncrl": 6e-4, "trl": 1e-3}  # from single runs, not yet from --grid
+RATE = {"asyncrl": 6e-4, "trl": 1e-3}  # from one or two runs of each rate, not yet from --grid with five seeds
 MICRO_BATCH = 64
 TRL_PYTHON = ROOT / ".venv-trl/bin/python"
 
