@@ -10,7 +10,7 @@ from asyncrl.models.checkpoint import is_draft, load_decoder, read_tensors
 from asyncrl.models.config import CheckpointError, DecoderConfig
 from asyncrl.models.layout import PackedLayout
 from asyncrl.observability.telemetry.recorder import Recorder
-from asyncrl.trainer.batches import build_batch, partition
+from asyncrl.trainer.batches import build_batch, deal, partition
 from asyncrl.trainer.draft_loss import draft_targets
 from asyncrl.trainer.rank import TrainerRank
 from asyncrl.types.groups import Group
@@ -282,8 +282,8 @@ def test_two_ranks_train_the_draft_like_one_and_load_each_others_state(checkpoin
 
     # each update of the two ranks equals one of a single rank over both ranks' shares
     groups = make_groups((4, 3, 1), rewards=1.0)
-    lengths = build_batch([Group.from_buffer(data) for data in groups]).lengths
-    halves = partition(lengths, 2)
+    batch = build_batch([Group.from_buffer(data) for data in groups])
+    lengths, halves = batch.lengths, deal(batch, np.arange(len(batch)), 2, prompts_once=detach)
     if detach:
         shares = [[half[part] for part in partition(lengths[half], 3)] for half in halves]
         updates = [np.concatenate(parts) for parts in zip(*shares, strict=True)]
