@@ -1,4 +1,4 @@
-"""A long-tailed distribution of response lengths, as long reasoning has it, and its parts for real runs.
+"""A long-tailed distribution of response lengths, as long reasoning has it, with what runs need to have it.
 
 Lengths are log-normal: prompts differ by `BETWEEN`, samples of one prompt by `WITHIN` (standard deviations of the
 logarithm), up to `LIMIT` medians. The mean is 1.8 medians, one sample in a hundred has 13, and the longest twentieth

@@ -12,8 +12,8 @@ within a round, since the machine's speed varies over minutes. Each round has th
 - sync: staleness_threshold 0, and an advantage that waits for the whole batch, so that each step generates and then
   trains, with one thread per pool; in the first round once more with two threads per pool, because each pool has the
   machine to itself.
-- tail, tail_sync: the last two with the lengths of `benchmarks.long_tail`, and ``async_training.staleness_threshold``
-  1 for the asynchronous one, where a batch takes the groups that are finished first.
+- tail, tail_sync: async and sync with the lengths of `benchmarks.long_tail`; the first with a staleness threshold of 1,
+  so that a batch does not wait for the longest answers.
 
 ``fraction_of_ideal``: max(T_train, T_rollout) divided by the seconds of an asynchronous step. ``async_over_sync``,
 ``async_over_sync_two_threads``, ``async_over_sync_tail``: seconds of a synchronous step divided by those of an

@@ -3,6 +3,7 @@
 import json
 import math
 import sqlite3
+import statistics
 import subprocess
 import sys
 from contextlib import closing
@@ -16,6 +17,7 @@ from asyncrl.sample_queue.spool import SEGMENT_BYTES
 from asyncrl.types.groups import Group
 from asyncrl.types.samples import FinishReason, Sample
 from asyncrl.types.versions import PolicyVersion, VersionSpan
+from benchmarks import long_tail
 from benchmarks.cpu_seconds import CpuSeconds
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu.models import Run
@@ -247,10 +249,21 @@ def test_the_observability_benchmark_counts_every_part():
     assert all(figures[part] > 0 for part in ("recorder", "driver", "wandb_threads", "answers", "report"))
 
 
+def test_the_long_tail_is_as_long_as_it_says():
+    lengths = sorted(long_tail.length(1000, f"g{g}", s) for g in range(2000) for s in range(8))
+    assert statistics.median(lengths) == pytest.approx(1000, rel=0.1)
+    assert statistics.fmean(lengths) == pytest.approx(1800, rel=0.1)
+    assert lengths[len(lengths) * 99 // 100] == pytest.approx(13_000, rel=0.15)
+    assert sum(lengths[len(lengths) * 95 // 100 :]) > sum(lengths) / 4
+    assert lengths[-1] == 16_000
+
+
 @pytest.mark.slow
 def test_the_overlap_benchmark_ends_with_its_figures():
     figures = last_line("benchmarks.overlap --steps 12 --rounds 1")
-    assert figures.keys() >= {"fraction_of_ideal", "async_over_sync", "async_over_sync_two_threads"}
+    assert figures.keys() >= {
+        "fraction_of_ideal", "async_over_sync", "async_over_sync_two_threads", "async_over_sync_tail"
+    }  # fmt: skip
     assert all(value > 0 for value in figures.values())
 
 

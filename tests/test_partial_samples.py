@@ -163,6 +163,10 @@ class TwoTurns:
         return turns.sample(index)
 
 
+#: calls that began again, and their tokens until then
+RESTARTED = ("rollout/restarted_calls", "rollout/agent/untrained_tokens/interrupted")
+
+
 class Rollouter:
     """A router, a sample maker and one sample; `stop` kills it."""
 
@@ -184,11 +188,10 @@ class Rollouter:
             task.cancel()
         await asyncio.wait([self.made, self._running])
 
-    def restarted(self) -> tuple[float, ...]:
-        """Calls that began again since the last time, and their tokens until then."""
+    def counted(self, *names: str) -> list[float]:
+        """Since the last time."""
         counters = self.recorder.drain().counters
-        names = "rollout/restarted_calls", "rollout/agent/untrained_tokens/interrupted"
-        return tuple(counters.get(name, 0) for name in names)
+        return [counters.get(name, 0) for name in names]
 
 
 async def test_a_sample_continues_in_another_process_with_its_tokens():
@@ -238,7 +241,7 @@ async def test_earlier_calls_are_replayed(saves):
     second.replicas["a"].emit(request.id, [13], FinishReason.STOP)
     (sample,) = await second.made
     assert sample.sequences[0].tokens.tolist() == [11, 90, 91, 12, 13]
-    assert second.restarted() == (0, 0)
+    assert second.counted("rollout/restarted_samples", *RESTARTED) == [0, 0, 0]
     await second.stop()
 
 
@@ -273,7 +276,7 @@ async def test_with_one_version_a_call_starts_again_under_the_new_one():
     b.emit("e0-000000/0/3#0", [22], FinishReason.STOP)
     (sample,) = await rollouter.made
     assert sample.sequences[0].tokens.tolist() == [11, 90, 91, 22]
-    assert rollouter.restarted() == (1, 1)
+    assert rollouter.counted(*RESTARTED) == [1, 1]
     await rollouter.stop()
 
 
@@ -298,7 +301,7 @@ async def test_an_interrupted_call_with_a_grammar_starts_again():
     again = b.requests["e0-000000/0/2#0"]
     b.emit(again.id, [12, 13])
     await settle()
-    assert first.restarted() == (1, 1)
+    assert first.counted(*RESTARTED) == [1, 1]
     data = pack(PROMPT.uid, [partial])
     await first.stop()
 
@@ -315,7 +318,7 @@ async def test_an_interrupted_call_with_a_grammar_starts_again():
     (sample,) = await second.made
     assert sample.sequences[0].tokens.tolist() == [21, 22, 23]
     assert sample.sequences[0].loss_mask.tolist() == [False, False, True]
-    assert second.restarted() == (1, 2)
+    assert second.counted(*RESTARTED) == [1, 2]
     await second.stop()
 
 

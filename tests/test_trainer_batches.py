@@ -181,6 +181,7 @@ def test_a_partition_has_every_index_once_and_balanced_sums(lengths, parts):
     assert sorted(np.concatenate(shares).tolist()) == list(range(len(lengths)))
     sums = [int(lengths[share].sum()) for share in shares]
     assert max(sums) - min(sums) <= lengths.max(initial=0)
+    assert all((a == b).all() for a, b in zip(shares, partition(lengths.copy(), parts), strict=True))
 
 
 SEQUENCES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 60)), min_size=1, max_size=30)

@@ -210,7 +210,7 @@ def deal(batch: TrainBatch, sequences: np.ndarray, ranks: int, prompts_once: boo
     shared = shareable(batch)
     own = batch.lengths - shared
     while len(pieces := _pieces(batch, sequences, budget)) < len(sequences):
-        found = _dealt(pieces, np.array([own[piece].sum() + shared[piece].max() for piece in pieces]), ranks)
+        found = _balanced(pieces, np.array([own[piece].sum() + shared[piece].max() for piece in pieces]), ranks)
         if (tokens := heaviest(found)) < least:
             dealt, least = found, tokens
         budget //= 2
@@ -218,11 +218,11 @@ def deal(batch: TrainBatch, sequences: np.ndarray, ranks: int, prompts_once: boo
 
 
 def partition(lengths: np.ndarray, parts: int) -> list[np.ndarray]:
-    """Indices of ``lengths`` in ``parts`` with balanced sums, each ascending; one may have none."""
-    return _dealt([[b] for b in range(len(lengths))], lengths, parts)
+    """Indices of ``lengths`` in ``parts`` with balanced sums, each ascending; a part may have none."""
+    return _balanced([[b] for b in range(len(lengths))], lengths, parts)
 
 
-def _dealt(pieces: Sequence[Sequence[int]], costs: np.ndarray, parts: int) -> list[np.ndarray]:
+def _balanced(pieces: Sequence[Sequence[int]], costs: np.ndarray, parts: int) -> list[np.ndarray]:
     """The costliest first, each to the part with the least (Graham 1969; at most 4/3 of the optimal maximum)."""
     load = [(0, part) for part in range(parts)]
     dealt: list[list[int]] = [[] for _ in range(parts)]
