@@ -1,5 +1,7 @@
 """One model in several processes: tensor, pipeline, context, expert and data parallel ranks train like one rank."""
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch
 from asyncrl.config.schema import MegatronConfig
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.trainer.backends.torch.backend import TorchFSDPBackend
 from asyncrl.trainer.rank import TrainerRank
 from tests.support.delta_nets import make_delta_net
 from tests.support.megatron import APART, CUTS, OPTIONS, in_processes, make_experts
@@ -63,7 +66,8 @@ def train(rank, ranks, cut, checkpoint, options, folder):
 def train_cuts(rank, ranks, cuts, checkpoint, options, folder):
     torch.set_num_threads(1)
     for cut in cuts:
-        train(rank, ranks, cut, checkpoint, options, folder)
+        with patch.object(TorchFSDPBackend, "prompts_once", False):  # as in Megatron, so that both deal alike
+            train(rank, ranks, cut, checkpoint, options, folder)
 
 
 @pytest.fixture(scope="module", params=MODELS)
