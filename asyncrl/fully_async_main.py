@@ -17,8 +17,9 @@ from dataclasses import replace
 
 from asyncrl.config.load import ConfigError, load_config, to_yaml
 from asyncrl.config.schema import Config
+from asyncrl.processes.tasks import together
 from asyncrl.run.machine import local_cpus
-from asyncrl.run.shutdown import Shutdown, on_signals, together
+from asyncrl.run.shutdown import Shutdown, on_signals
 
 EXIT_CONFIG = 2
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -47,6 +47,21 @@ async def in_daemon_thread(work: Callable[[], T]) -> T:
 
     threading.Thread(target=run, daemon=True).start()
     return await done
+
+
+async def together(main: Coroutine[Any, Any, Any], beside: Sequence[Awaitable[Any]]) -> Any:
+    """Run ``main`` to its end, and the others concurrently until then. Raises the first exception of any, and cancels
+    the rest; the others may return early."""
+    task = asyncio.ensure_future(main)
+    pending = {task, *(asyncio.ensure_future(b) for b in beside)}
+    try:
+        while not task.done():
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for d in done:
+                d.result()
+        return task.result()
+    finally:
+        await cancelled(pending)
 
 
 async def cancelled(tasks: Iterable[asyncio.Future[Any]]) -> None:

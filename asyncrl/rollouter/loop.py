@@ -18,11 +18,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from asyncrl.clock import now_s
 from asyncrl.config.checks import Derived
 from asyncrl.config.schema import Config
 from asyncrl.data.order import PromptOrder
 from asyncrl.data.prompts import DataError
-from asyncrl.observability.telemetry.recorder import Failure, Recorder, now_s
+from asyncrl.observability.telemetry.recorder import Failure, Recorder
 from asyncrl.rollouter.batching_sender import BatchingSender
 from asyncrl.rollouter.drops import DropPolicy
 from asyncrl.rollouter.in_flight import InFlightGroup, SnapshotStore, Snapshotter, recovered_samples

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asyncrl.observability.telemetry.recorder import now_s
+from asyncrl.clock import now_s
 from asyncrl.rollouter.agents.base import Completion
 from asyncrl.rollouter.agents.provenance import result_digest
 from asyncrl.types.columns import Buffer, Layout

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.clock import now_s
 from asyncrl.config.schema import RolloutConfig
-from asyncrl.observability.telemetry.recorder import Recorder, now_s
+from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.rollouter.agents.base import Completion, GenerationFailed, LimitReached
 from asyncrl.rollouter.agents.provenance import SampledCall, tokens_digest, untrained_digest
 from asyncrl.rollouter.agents.watch import AgentWatch

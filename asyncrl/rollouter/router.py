@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from asyncrl.observability.telemetry.recorder import now_s
+from asyncrl.clock import now_s
 from asyncrl.rollouter.agents.base import GenerationFailed, Poison
 from asyncrl.rollouter.engines.base import EventBatch, Request, Scheduling
 from asyncrl.rollouter.partial import GeneratedTokens

@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
+from asyncrl.clock import now_s
 from asyncrl.config.schema import Config
 from asyncrl.observability.efficiency import EfficiencyTracker
 from asyncrl.observability.sinks.hub import Hub
 from asyncrl.observability.telemetry.intervals import Activity, intersect, length
-from asyncrl.observability.telemetry.recorder import Batch, Recorder, now_s
+from asyncrl.observability.telemetry.recorder import Batch, Recorder
 from asyncrl.observability.trajectories import Decode, sampled_rows
 from asyncrl.processes.actor_client import ActorDied
 from asyncrl.rollouter.engine_metrics import engine_metrics

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from asyncrl.clock import now_s
 from asyncrl.processes.actor_client import first_leaf
 from asyncrl.processes.tasks import cancelled
 
@@ -32,7 +32,7 @@ class Shutdown:
         self.failure: str | None = None
         self.stopped: str | None = None
         self.signal: signal.Signals | None = None
-        self._began_s = time.monotonic()
+        self._began_s = now_s()
         self._interrupted = asyncio.Event()
         self._abandoned = asyncio.Event()
         self._callbacks: list[Callable[[str], None]] = []
@@ -57,7 +57,7 @@ class Shutdown:
     async def at_the_latest(self, max_time_s: float, stop: Callable[[str], None]) -> None:
         """Never returns. Calls ``stop(reason)`` once the run has lasted ``max_time_s``; 0: never."""
         if max_time_s:
-            await asyncio.sleep(self._began_s + max_time_s - time.monotonic())
+            await asyncio.sleep(self._began_s + max_time_s - now_s())
             reason = f"trainer.max_time_s: {max_time_s:g} s have passed"
             print(f"{reason}: finishing the current step, then saving", flush=True)
             stop(reason)
@@ -125,21 +125,6 @@ def on_signals(handler: Callable[[int], None]) -> Iterator[None]:
     finally:
         for s in signals:
             loop.remove_signal_handler(s)
-
-
-async def together(main: Coroutine[Any, Any, Any], beside: Sequence[Awaitable[Any]]) -> Any:
-    """Run ``main`` to its end, and the others concurrently until then. Raises the first exception of any, and cancels
-    the rest; the others may return early."""
-    task = asyncio.ensure_future(main)
-    pending = {task, *(asyncio.ensure_future(b) for b in beside)}
-    try:
-        while not task.done():
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for d in done:
-                d.result()
-        return task.result()
-    finally:
-        await cancelled(pending)
 
 
 def remote_traceback(error: BaseException | None) -> str | None:

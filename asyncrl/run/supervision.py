@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
+from asyncrl.clock import now_s
 from asyncrl.config.schema import SupervisionConfig
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.processes.actor_client import ActorClient, ActorDied
@@ -40,7 +40,7 @@ class DiskStalled(RuntimeError):
 class RestartPolicy:
     """Limits the restarts of each actor and sets the pause before each. One for all actors of a run."""
 
-    def __init__(self, config: SupervisionConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, config: SupervisionConfig, clock: Callable[[], float] = now_s) -> None:
         self._config, self._clock = config, clock
         self._restarts: defaultdict[str, deque[float]] = defaultdict(deque)
         self.counts: Counter[str] = Counter()  # all restarts, by actor
@@ -243,7 +243,7 @@ class Supervisor:
         progress_s = self._config.progress_s
         while True:
             await asyncio.sleep(CHECK_EVERY_S)
-            in_sync = time.monotonic() - self._membership.last_sync_s < progress_s
+            in_sync = now_s() - self._membership.last_sync_s < progress_s
             for name, why in (await self._cluster.rollouter.unfit(None if in_sync else progress_s)).items():
                 if name in self._serving:  # else its successor is starting
                     self._ended[name] = why

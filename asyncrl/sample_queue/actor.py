@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import ray
 
+from asyncrl.clock import now_s
 from asyncrl.cpu.priority import never_interrupt
 from asyncrl.observability.telemetry.log import LogConfig
 from asyncrl.processes.actor_client import SupervisedActor
@@ -139,11 +139,11 @@ class SampleQueueActor(SupervisedActor):
 
 async def _opened(folder: Path, meta: Mapping[str, str | int | float], driver_epoch: int) -> Journal:
     """Opens the journal as soon as the previous process has released it."""
-    deadline = time.monotonic() + GONE_WITHIN_S
+    deadline = now_s() + GONE_WITHIN_S
     while True:
         try:
             return Journal(folder, meta, driver_epoch=driver_epoch)
         except JournalError:
-            if time.monotonic() > deadline:
+            if now_s() > deadline:
                 raise
             await asyncio.sleep(0.2)  # flock has no timeout

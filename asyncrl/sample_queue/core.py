@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
+from asyncrl.clock import now_s
 from asyncrl.sample_queue.acceptance import defect
 from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.group_state import GroupTable, QueueError
@@ -364,7 +364,7 @@ class SampleQueue:
         return {
             **({"fully_async/version": version.number} if version is not None else {}),
             "fully_async/queue/depth": counts["queued"],
-            "fully_async/queue/starved_s": self._starved_s + sum(time.monotonic() - since for since in self._waits),
+            "fully_async/queue/starved_s": self._starved_s + sum(now_s() - since for since in self._waits),
             "fully_async/in_flight": counts["in_flight"],
             **{f"fully_async/count/{name}": count for name, count in counts.items()},
             **{f"fully_async/dropped/{reason}": count for reason, count in self._table.dropped.items()},
@@ -452,12 +452,12 @@ class SampleQueue:
 
     @contextlib.contextmanager
     def _starving(self) -> Iterator[None]:
-        self._waits.append(since := time.monotonic())
+        self._waits.append(since := now_s())
         try:
             yield
         finally:
             self._waits.remove(since)
-            self._starved_s += time.monotonic() - since
+            self._starved_s += now_s() - since
 
 
 def _leased(group: GroupRecord) -> LeasedGroup:

@@ -13,10 +13,10 @@ no threads, an injected clock. Groups that are dropped or final leave the table 
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from asyncrl.clock import unix_s
 from asyncrl.sample_queue.records import DROPPED, IN_FLIGHT, LEASED, QUEUED, TRAINED, Changes, GroupRecord, Recovered
 from asyncrl.sample_queue.spool import Buffer, record
 from asyncrl.types.groups import Group
@@ -37,7 +37,7 @@ class GroupTable:
     Each transition either happens as a whole or raises QueueError and changes nothing. ``changes`` collects the rows
     and payloads to persist."""
 
-    def __init__(self, found: Recovered, changes: Changes, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, found: Recovered, changes: Changes, clock: Callable[[], float] = unix_s) -> None:
         self._changes, self._clock = changes, clock
         #: groups in flight, queued or leased, in the order of issue
         self.open = {group.uid: group for group in found.groups if group.state != TRAINED}

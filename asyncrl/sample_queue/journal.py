@@ -32,6 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from asyncrl.clock import now_s
 from asyncrl.disk.files import make_folder, rename, sync
 from asyncrl.sample_queue.ledger import (
     FILE,
@@ -128,7 +129,7 @@ class Journal:
     def stalled_s(self) -> float:
         """Seconds for which the disk has not completed the current write; 0 between writes."""
         since_s = self._writing_since_s
-        return 0.0 if since_s is None else time.monotonic() - since_s
+        return 0.0 if since_s is None else now_s() - since_s
 
     def recover(self) -> Recovered:
         """State of all committed changes. After a failed write, callers continue from it and may write again."""
@@ -214,7 +215,7 @@ class Journal:
                 self._arrived.wait_for(lambda: self._pending or self._to_freeze or self._closed)
                 batch, self._pending = self._pending, []
                 to_freeze, self._to_freeze = self._to_freeze, []
-            self._writing_since_s = time.monotonic()
+            self._writing_since_s = now_s()
             for folder, taken in to_freeze:
                 self._freeze(folder, taken)
             if not batch and not to_freeze:

@@ -10,9 +10,9 @@ Pure, like `asyncrl.sample_queue.group_state`: ``changes`` collects the rows to 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
+from asyncrl.clock import unix_s
 from asyncrl.sample_queue.group_state import QueueError
 from asyncrl.sample_queue.records import Changes, Recovered, VersionRecord
 from asyncrl.types.versions import PolicyVersion
@@ -22,7 +22,7 @@ class VersionTable:
     """``announced``: all versions ever announced. ``latest``: published last, in any lineage. ``served``: versions that
     replicas serve, oldest first, each with T, the number of groups trained when its number was first published."""
 
-    def __init__(self, found: Recovered, changes: Changes, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, found: Recovered, changes: Changes, clock: Callable[[], float] = unix_s) -> None:
         self._changes, self._clock = changes, clock
         self.announced, self.latest, self.served = set(found.versions), found.version, dict(found.served)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import os
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, TextIO
 
+from asyncrl.clock import now_s
 from asyncrl.config.schema import DeadlinesConfig
 from asyncrl.observability.number_format import json_numbers, short_number, short_seconds
 from asyncrl.observability.sinks.base import Sink, SinkSpec
@@ -38,7 +38,7 @@ class ConsoleSink(Sink):
         total_steps: int,
         every_s: float = 10.0,
         stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = now_s,
     ) -> None:
         self._total, self._every_s, self._clock = total_steps, every_s, clock
         self._stream = stream or sys.stdout
@@ -144,8 +144,10 @@ class ConsoleSink(Sink):
     def _eta(self) -> str:
         if len(self._steps) < 2:
             return _NONE
-        (first, then_s), (last, now_s) = self._steps[0], self._steps[-1]
-        return short_seconds((self._total - last) * (now_s - then_s) / (last - first)) if last < self._total else "done"
+        (first, then_s), (last, last_s) = self._steps[0], self._steps[-1]
+        return (
+            short_seconds((self._total - last) * (last_s - then_s) / (last - first)) if last < self._total else "done"
+        )
 
     def _step_width(self) -> int:
         return max(7, 2 * len(str(self._total)) + 1)

@@ -7,11 +7,11 @@ A process that is killed leaves at most one incomplete last line: `JsonlFile` st
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncrl.clock import unix_s
 from asyncrl.observability.number_format import json_numbers
 from asyncrl.observability.sinks.base import Sink, SinkSpec
 
@@ -70,7 +70,7 @@ class JsonlSink(Sink):
         self._lines = JsonlFile(Path(run_dir) / METRICS_FILE)
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        self._lines.write([{"step": int(step), "time": round(time.time(), 3)} | json_numbers(values)])
+        self._lines.write([{"step": int(step), "time": round(unix_s(), 3)} | json_numbers(values)])
 
     def close(self, failed: str | None, stopped: str | None = None) -> None:
         self._lines.close()

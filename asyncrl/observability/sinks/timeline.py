@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from asyncrl.clock import now_s, unix_s
 from asyncrl.observability.number_format import is_number, json_number
 from asyncrl.observability.sinks.base import Sink, SinkSpec
 from asyncrl.observability.sinks.jsonl import JsonlFile, read_jsonl
-from asyncrl.observability.telemetry.recorder import Batch, Span, now_s
+from asyncrl.observability.telemetry.recorder import Batch, Span
 
 SPANS_FILE = "spans.jsonl"
 PREVIOUS_SPANS_FILE = "spans.previous.jsonl"
@@ -54,7 +54,7 @@ class TimelineSink(Sink):
         self._lines = JsonlFile(self._path)
         self._max_bytes = max_bytes
         self._short_s, self._gap_s = short_s, gap_s
-        self._to_unix_s = time.time() - now_s()
+        self._to_unix_s = unix_s() - now_s()
         self._open: dict[str, list[Span]] = {}
 
     def spans(self, batch: Batch) -> None:

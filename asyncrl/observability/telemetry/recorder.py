@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-now_s = time.monotonic
+from asyncrl.clock import now_s
+
 MAX_FAILURES = 4  # failed samples kept between two drains
 
 
