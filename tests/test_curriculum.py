@@ -16,9 +16,9 @@ from asyncrl.data.curriculum import Curriculum
 from asyncrl.data.order import PromptOrder
 from asyncrl.data.prompts import DataError
 from asyncrl.sample_queue.journal import Journal
+from asyncrl.simulation.records import InMemoryRecords
 from asyncrl.types.prompts import Prompt
 from asyncrl.types.versions import PolicyVersion
-from tests.support.in_memory import InMemoryRecords
 from tests.support.rollout import System, fine
 
 LEVELS = ("easy", "hard", "medium")

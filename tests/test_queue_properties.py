@@ -28,10 +28,10 @@ from asyncrl.sample_queue.messages import Drop, Refusal, Snapshot, Ticket
 from asyncrl.sample_queue.records import IN_FLIGHT, LEASED, QUEUED, TRAINED, JournalError
 from asyncrl.sample_queue.schedule import Schedule
 from asyncrl.sample_queue.versions import VersionTable
+from asyncrl.simulation.records import InMemoryRecords
 from asyncrl.types.groups import Group
 from asyncrl.types.samples import FinishReason, Sample
 from asyncrl.types.versions import PolicyVersion, VersionSpan
-from tests.support.in_memory import InMemoryRecords
 
 EVENTS = 200  # per history, at least
 

@@ -12,8 +12,8 @@ from asyncrl.rollouter.engine_lease import EngineLease, LeasedEngine
 from asyncrl.rollouter.engines.native.engine import NativeEngine
 from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.core import SampleQueue
+from asyncrl.simulation.records import InMemoryRecords
 from asyncrl.types.versions import PolicyVersion
-from tests.support.in_memory import InMemoryRecords
 from tests.support.scripted import ScriptedReplica
 from tests.support.tiny import overrides
 

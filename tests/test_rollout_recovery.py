@@ -18,10 +18,10 @@ from asyncrl.rollouter.loop import RolloutLoop
 from asyncrl.rollouter.partial import PartialSample, pack, unpack
 from asyncrl.rollouter.validation import ROUNDS
 from asyncrl.sample_queue.messages import Drop, InFlight, Recovery, Snapshot
+from asyncrl.simulation.records import InMemoryRecords
 from asyncrl.types.groups import Group
 from asyncrl.types.samples import FinishReason
 from asyncrl.types.versions import PolicyVersion, VersionSpan
-from tests.support.in_memory import InMemoryRecords
 from tests.support.rollout import System, fine
 from tests.support.scripted import Death
 from tests.support.tiny import overrides

@@ -14,9 +14,10 @@ from asyncrl.sample_queue.journal import Journal
 from asyncrl.sample_queue.ledger import FILE, reading
 from asyncrl.sample_queue.messages import Drop, InFlight, Issued, Recovery, Refusal, Snapshot, Ticket
 from asyncrl.sample_queue.records import JournalError
+from asyncrl.simulation.records import InMemoryRecords
 from asyncrl.types.groups import Group
 from asyncrl.types.versions import PolicyVersion
-from tests.support.in_memory import InMemoryRecords, payload
+from tests.support.in_memory import payload
 from tests.support.scripted import settle
 from tests.test_spool import FaultyDisk
 

@@ -7,14 +7,16 @@ from fractions import Fraction
 
 import pytest
 
+from asyncrl.clock import now_s
 from asyncrl.config.checks import derive
 from asyncrl.config.schema import Config, ValidationConfig
 from asyncrl.observability.sinks.hub import Hub
-from asyncrl.observability.telemetry.recorder import Recorder, now_s
+from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.run.monitor import Monitor
 from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.core import SampleQueue
 from asyncrl.sample_queue.messages import Drop, Lease, LeasedGroup, Ticket
+from asyncrl.simulation.records import InMemoryRecords
 from asyncrl.trainer.checkpoints import CheckpointStore
 from asyncrl.trainer.loop import TrainLoop
 from asyncrl.trainer.progress import Progress, TrainingState
@@ -24,7 +26,7 @@ from asyncrl.trainer.staleness import StalenessError, batch_metrics, check_ages
 from asyncrl.trainer.validation import ValidationSchedule
 from asyncrl.types.groups import Group
 from asyncrl.types.versions import PolicyVersion
-from tests.support.in_memory import InMemoryRecords, payload
+from tests.support.in_memory import payload
 
 # -- staleness ---------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Command line: ``asyncrl train|eval|report|ledger|trajectories|data|sandbox``."""
+"""Command line: ``asyncrl train|eval|simulate|report|ledger|trajectories|data|sandbox``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from asyncrl import __version__
 _COMMANDS = {
     "train": ("asyncrl.fully_async_main", "start a run, or resume one"),
     "eval": ("asyncrl.cli.eval", "evaluate checkpoints on prompt files: pass@k with confidence intervals"),
+    "simulate": ("asyncrl.cli.simulate", "predict the speed of a configuration from a measured run"),
     "report": ("asyncrl.cli.report", "rebuild a run's report, at any time"),
     "ledger": ("asyncrl.cli.ledger", "account for every group of a run"),
     "trajectories": ("asyncrl.cli.trajectories", "show samples of a run, turn by turn"),

@@ -21,9 +21,9 @@ from asyncrl.rollouter.tokenizer import PromptTokenizer
 from asyncrl.rollouter.validation import Validation
 from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.core import SampleQueue
+from asyncrl.simulation.records import InMemoryRecords
 from asyncrl.types.groups import Group
 from asyncrl.types.versions import PolicyVersion
-from tests.support.in_memory import InMemoryRecords
 from tests.support.scripted import is_death
 from tests.support.tiny import MAX_RESPONSE, overrides
 

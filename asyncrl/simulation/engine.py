@@ -1,0 +1,301 @@
+"""An engine that computes nothing: it knows how long another one would take, see `EngineFigures`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from asyncrl.clock import now_s
+from asyncrl.param_sync.digest import ROLES, combine_hashes
+from asyncrl.param_sync.manifest import Role
+from asyncrl.param_sync.session_protocol import PauseMode, ReceivePlan
+from asyncrl.rollouter.engines.base import EventBatch, Request, Scheduling
+from asyncrl.simulation.profile import Profile, SyncFigures
+from asyncrl.simulation.workload import STOP, TOKEN
+from asyncrl.types.samples import FinishReason
+from asyncrl.types.versions import PolicyVersion
+
+DIGESTS: dict[Role, str] = {role: combine_hashes({}) for role in ROLES}  # those of a sender without tensors
+_ROUNDING = 1e-6  # of a decode step
+
+
+@dataclass(eq=False, slots=True)
+class _Row:
+    """A running request. It began when the engine had made ``began`` decode steps, and needs ``tokens`` of them."""
+
+    request: Request
+    began: float
+    tokens: int
+    stops: bool
+    reported: int = 0  # tokens
+
+
+class _Event(NamedTuple):
+    id: str
+    tokens: int
+    finish: FinishReason | None
+
+
+class SimulatedEngine:
+    """Implements `asyncrl.rollouter.engines.base.Engine` but for its weights, and the router's client.
+
+    All running requests get a token in each decode step, so a request's progress is the number of steps since it
+    began, and only arrivals, ends and reports are events."""
+
+    def __init__(self, profile: Profile, slots: int) -> None:
+        self._profile, self._figures, self._slots = profile, profile.engine, slots
+        self._limit = slots  # of requests that run
+        self._waiting: deque[Request] = deque()
+        self._running: dict[str, _Row] = {}
+        self._ends: list[tuple[float, int, str]] = []  # heap: decode step of the end, number, id
+        self._begun = 0
+        self._steps, self._at_s = 0.0, 0.0  # made so far, and until when
+        self._prefilling_until_s = 0.0
+        self._context = 0.0  # tokens of all running requests
+        self._cached: dict[str, int] = {}  # running requests of each group, whose prompt is in the KV cache
+        self._paused, self._draining = True, False
+        self._version = PolicyVersion(0, 0)
+        self._ended: list[_Event] = []
+        self._reported_s = 0.0
+        self._active, self._urgent, self._empty = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self.tokens = 0  #: generated
+        self.busy_s = 0.0  #: seconds in which it generated or computed prompts
+
+    # -- generation ------------------------------------------------------------------------------------------------
+
+    async def attach(self) -> None: ...
+
+    async def set_scheduling(self, scheduling: Scheduling) -> None:
+        limit = scheduling.max_running_requests
+        self._limit = self._slots if limit is None else min(limit, self._slots)
+        self._continue()
+
+    async def submit(self, requests: Sequence[Request]) -> None:
+        self._waiting.extend(requests)
+        self._continue()
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        self._advance()
+        aborted = set(ids)
+        self._ended += [_Event(r.id, 0, FinishReason.ABORT) for r in self._waiting if r.id in aborted]
+        self._waiting = deque(request for request in self._waiting if request.id not in aborted)
+        for id in ids:
+            if id in self._running:
+                self._end(id, FinishReason.ABORT)
+        self._continue()
+
+    async def events(self) -> EventBatch:
+        while True:
+            await self._active.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self._reported_s + self._figures.report_s):
+                    await self._urgent.wait()
+                    await asyncio.sleep(self._figures.end_s)
+            self._advance()
+            self._reported_s = now_s()
+            reported, self._ended = self._ended, []
+            self._urgent.clear()
+            for id, row in self._running.items():
+                made = min(row.tokens - 1, int(self._steps - row.began + _ROUNDING))
+                if made > row.reported:
+                    reported.append(_Event(id, made - row.reported, None))
+                    row.reported = made
+            if not self._running:
+                self._active.clear()
+            if reported:
+                return self._batch(reported)
+
+    def _batch(self, events: Sequence[_Event]) -> EventBatch:
+        offsets = np.concatenate([[0], np.cumsum([event.tokens for event in events])])
+        tokens = np.full(offsets[-1], TOKEN, np.int32)
+        for end, event in zip(offsets[1:].tolist(), events, strict=True):
+            if event.finish is FinishReason.STOP:
+                tokens[end - 1] = STOP
+        return EventBatch(
+            [event.id for event in events],
+            offsets,
+            tokens,
+            np.full(len(tokens), -1.0, np.float32),
+            [self._version] * len(events),
+            [event.finish for event in events],
+            [False] * len(events),
+        )
+
+    # -- sync sessions, see `asyncrl.param_sync.replica_session.SyncedEngine` ------------------------------------------
+
+    async def pause(self, mode: PauseMode, deadline_s: float) -> int:
+        held = len(self._running) + len(self._waiting)
+        if mode == "wait":
+            self._draining = True
+            while self._running:
+                self._empty.clear()
+                await self._empty.wait()
+            self._draining = False
+        elif mode == "abort":
+            ids = [*self._running, *(request.id for request in self._waiting)]
+            self._advance()
+            self._paused = True
+            await self.abort(ids)
+        self._advance()
+        self._paused = True
+        self._continue()
+        await asyncio.sleep(self._profile.sync.pause_s)
+        return held
+
+    async def resume(self, version: PolicyVersion) -> None:
+        await asyncio.sleep(self._profile.sync.resume_s)
+        self._at_s = now_s()
+        self._version, self._paused = version, False
+        self._continue()
+
+    async def release_kv(self) -> int:
+        await asyncio.sleep(self._profile.sync.unload_s)
+        return 0
+
+    async def flush_kv(self) -> None:
+        await asyncio.sleep(self._profile.sync.unload_s)
+
+    async def restore_kv(self) -> None:
+        await asyncio.sleep(self._profile.sync.reload_s)
+
+    async def digest(self, role: Role) -> str:
+        return DIGESTS[role]
+
+    # -- the passing of time ---------------------------------------------------------------------------------------
+
+    def _continue(self) -> None:
+        """Bring everything up to now, fill free slots, and wake up at the next end."""
+        self._advance()
+        while not (self._paused or self._draining) and self._waiting and len(self._running) < self._limit:
+            self._begin(self._waiting.popleft())
+        if self._ended or self._running:
+            self._active.set()
+        if self._ended and not self._waiting:
+            self._urgent.set()
+        if not self._running:
+            self._empty.set()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self._paused and self._running:
+            while self._ends[0][2] not in self._running:
+                heapq.heappop(self._ends)
+            step = self._ends[0][0]
+            at_s = max(self._at_s, self._prefilling_until_s) + self._seconds(step - self._steps)
+            self._timer = asyncio.get_running_loop().call_at(at_s, self._due, step)
+
+    def _due(self, step: float) -> None:
+        """End the requests that have all their tokens at this decode step."""
+        self._timer = None
+        self._advance()
+        while self._ends and (self._ends[0][2] not in self._running or self._ends[0][0] <= step):
+            _, _, id = heapq.heappop(self._ends)
+            if (row := self._running.get(id)) is not None:
+                self._end(id, FinishReason.STOP if row.stops else FinishReason.LENGTH)
+        self._continue()
+
+    def _advance(self) -> None:
+        """Make the decode steps that fit into the time since the last call."""
+        before_s, self._at_s = self._at_s, now_s()
+        if self._paused or not self._running:
+            return
+        self.busy_s += self._at_s - before_s
+        if (seconds := self._at_s - max(before_s, self._prefilling_until_s)) > 0:
+            steps = self._made(seconds)
+            self._steps += steps
+            self._context += steps * len(self._running)
+
+    def _seconds(self, steps: float) -> float:
+        """How long ``steps`` decode steps of the running requests take; each makes their contexts longer."""
+        first_s, growth_s = self._step_s()
+        return steps * first_s + growth_s * steps * steps / 2
+
+    def _made(self, seconds: float) -> float:
+        """Inverse of `_seconds`."""
+        first_s, growth_s = self._step_s()
+        return 2 * seconds / (first_s + math.sqrt(first_s * first_s + 2 * growth_s * seconds))
+
+    def _step_s(self) -> tuple[float, float]:
+        """Seconds of the next decode step, and by how much each later one is longer."""
+        rows, figures = len(self._running), self._figures
+        first_s = figures.step_s + figures.row_s * rows + figures.context_token_s * self._context
+        return first_s, figures.context_token_s * rows
+
+    def _begin(self, request: Request) -> None:
+        uid, index = _sample_of(request)
+        start = len(request.tokens) - request.resumed - request.shared_prefix
+        turn = self._profile.sample(uid, index).starts.get(start)
+        if turn is None:
+            raise RuntimeError(f"request {request.id}: expected a turn that begins after {start} tokens, found none")
+        left = max(1, turn.sampled - request.resumed)
+        tokens = min(left, request.max_new_tokens)
+        self._running[request.id] = _Row(request, self._steps, tokens, left <= request.max_new_tokens)
+        self._begun += 1
+        heapq.heappush(self._ends, (self._steps + tokens, self._begun, request.id))
+        self._context += len(request.tokens)
+        cached = self._cached.get(request.group, 0)
+        self._cached[request.group] = cached + 1
+        computed = len(request.tokens) - (request.shared_prefix if cached else 0)
+        self._prefilling_until_s = max(self._prefilling_until_s, self._at_s) + computed * self._figures.prefill_token_s
+
+    def _end(self, id: str, finish: FinishReason) -> None:
+        row = self._running.pop(id)
+        made = row.tokens
+        if finish is FinishReason.ABORT:
+            made = min(made - 1, int(self._steps - row.began + _ROUNDING))
+        self._context -= len(row.request.tokens) + self._steps - row.began
+        self.tokens += made
+        group = row.request.group
+        self._cached[group] -= 1
+        if not self._cached[group]:
+            del self._cached[group]
+        self._ended.append(_Event(id, made - row.reported, finish))
+
+
+class SimulatedReceiver:
+    """Implements `asyncrl.param_sync.weight_receiver.WeightReceiver`."""
+
+    def __init__(self, name: str, figures: SyncFigures) -> None:
+        self._name, self._figures = name, figures
+
+    def needs_base(self) -> bool:
+        return True
+
+    async def open(self, plan: ReceivePlan) -> Sequence[str]:
+        await asyncio.sleep(self._figures.plan_s)
+        return (self._name,)
+
+    async def receive(self, deadline_s: float) -> int:
+        await asyncio.sleep(self._figures.transfer_s)
+        return self._figures.nbytes
+
+    async def load(self) -> None:
+        await asyncio.sleep(self._figures.load_s)
+
+    async def verify(self) -> None:
+        await asyncio.sleep(self._figures.verify_s)
+
+    async def commit(self, version: PolicyVersion) -> None:
+        await asyncio.sleep(self._figures.commit_s)
+
+    async def abort(self) -> None: ...
+
+    def intact(self) -> bool:
+        return True
+
+    async def close(self) -> None: ...
+
+
+def _sample_of(request: Request) -> tuple[str, int]:
+    """Group uid and index of the sample of a training request, whose id is ``uid/loop/index/call#attempt``."""
+    uid, _, index, _ = request.id.rsplit("/", 3)
+    return uid, int(index)

@@ -1,0 +1,223 @@
+"""Runs a configuration in virtual time, and says how fast it was and what it waited for."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from asyncrl.clock import now_s
+from asyncrl.config.checks import derive
+from asyncrl.config.schema import Config
+from asyncrl.data.order import PromptOrder
+from asyncrl.observability.efficiency import EfficiencyTracker
+from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.param_sync.coordinator import ParameterSyncCoordinator
+from asyncrl.param_sync.replica_session import EngineSession
+from asyncrl.processes.tasks import together
+from asyncrl.rollouter.held_queue import HeldQueue
+from asyncrl.rollouter.loop import RolloutLoop
+from asyncrl.rollouter.pacing import GenerationPacer, run_pacer
+from asyncrl.rollouter.router import Router
+from asyncrl.rollouter.samples import SampleMaker
+from asyncrl.sample_queue.admission import Admission
+from asyncrl.sample_queue.core import SampleQueue
+from asyncrl.simulation.engine import SimulatedEngine, SimulatedReceiver
+from asyncrl.simulation.profile import Profile
+from asyncrl.simulation.ranks import SimulatedRanks
+from asyncrl.simulation.records import InMemoryRecords
+from asyncrl.simulation.virtual_loop import run_virtually
+from asyncrl.simulation.workload import VOCABULARY, SimulatedAgent, SimulatedRewards, SimulatedTokenizer, prompts
+from asyncrl.trainer.checkpoints import CheckpointStore
+from asyncrl.trainer.loop import TrainLoop
+from asyncrl.trainer.progress import Progress
+
+_PROMPTS = 8192  # of an epoch
+_WARM_UP = 2  # steps that no figure counts: they begin with empty pools
+
+
+@dataclass(frozen=True)
+class Step:
+    """A finished step. Totals since the start: ``at_s``, seconds of each pool's work (the mean over its members), and
+    tokens generated. ``metrics``: of the step, as a run reports them."""
+
+    at_s: float
+    trainer_busy_s: float
+    rollout_busy_s: float
+    generated: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A simulated run. ``cpu_s``: what its control plane and the models took of this machine's time."""
+
+    config: Config
+    steps: tuple[Step, ...]
+    samples_per_step: int
+    cpu_s: float
+
+    def figures(self) -> dict[str, float]:
+        """Means over the steps after the first ones. ``step_s``: seconds of a step; the idle ratios: shares of the time
+        in which a pool had no work; ``ideal_step_s``: a step of pools that never wait, and ``fraction_of_ideal``."""
+        counted, seconds = self._counted, self._passed("at_s")
+        mean = lambda name: statistics.fmean(step.metrics.get(name, 0.0) for step in counted)
+        trainer, rollout = self._passed("trainer_busy_s") / seconds, self._passed("rollout_busy_s") / seconds
+        step_s, busy = seconds / len(counted), max(trainer, rollout)
+        return {
+            "step_s": step_s,
+            "samples_per_s": self.samples_per_step / step_s,
+            "tokens_per_s": self._passed("generated") / seconds,
+            "trainer_idle": 1 - trainer,
+            "rollouter_idle": 1 - rollout,
+            "ideal_step_s": busy * step_s,
+            "fraction_of_ideal": busy,
+            "staleness_mean": mean("fully_async/staleness/mean"),
+            "queue_depth": mean("fully_async/queue/depth"),
+            "sync_s": mean("param_sync/total_s"),
+        }
+
+    def advice(self) -> str:
+        """What binds, in one line."""
+        trainer, rollout = self.config.trainer, self.config.rollout
+        pools = EfficiencyTracker(trainer.ranks, rollout.replicas, "GPU")
+        tokens = self._passed("generated")
+        pools.step(
+            self._passed("at_s"),
+            tokens,
+            self._passed("trainer_busy_s"),
+            tokens,
+            self._passed("rollout_busy_s"),
+            0,
+            True,
+        )
+        return pools.advice()
+
+    @property
+    def _counted(self) -> Sequence[Step]:
+        return self.steps[self._before + 1 :]
+
+    @property
+    def _before(self) -> int:
+        """Index of the step after which steps count."""
+        return min(_WARM_UP, len(self.steps) - 1) - 1
+
+    def _passed(self, total: str) -> float:
+        """How much a total has grown over the steps that count."""
+        return getattr(self.steps[-1], total) - getattr(self.steps[self._before], total)
+
+
+def simulate(config: Config, profile: Profile) -> Simulation:
+    """Train ``trainer.total_steps`` steps of ``config`` in virtual time. Equal arguments give an equal run.
+
+    Validation, agents' processes, sandboxes and reward workers are left out: agents wait, and rewards take, as long as
+    the profile says. Raises the errors of the control plane, and `Stuck` if it would wait for ever."""
+    if config.trainer.total_steps < 3:
+        raise ValueError(f"trainer.total_steps: expected at least 3 to simulate, found {config.trainer.total_steps}")
+    began_s = time.process_time()
+    with tempfile.TemporaryDirectory(prefix="asyncrl-simulation-") as folder:
+        steps = run_virtually(lambda: _run(config, profile, Path(folder)))
+    samples = derive(config).groups_per_step * config.rollout.n
+    return Simulation(config, tuple(steps), samples, time.process_time() - began_s)
+
+
+async def _run(config: Config, profile: Profile, folder: Path) -> list[Step]:
+    derived, recorder, rollout = derive(config), Recorder("simulation"), config.rollout
+    admission = Admission(derived.groups_per_version, derived.staleness_threshold, derived.total_groups)
+    options = config.async_training
+    queue = SampleQueue(
+        admission,
+        InMemoryRecords(profile.flush_s),
+        options.queue_policy,
+        options.overdue,
+        vocab_size=VOCABULARY,
+        max_attempts=rollout.max_attempts,
+    )
+    engines = {f"replica/{i}": SimulatedEngine(profile, rollout.engine.slots) for i in range(rollout.replicas)}
+    router = Router(engines, is_death=lambda _: False)
+    tokenizer = SimulatedTokenizer(profile)
+    maker = SampleMaker(
+        config,
+        tokenizer,  # type: ignore[arg-type]
+        SimulatedAgent(profile, rewards=not config.reward.has_function),
+        max(group.prompt_tokens for group in profile.groups),
+        router,
+        SimulatedRewards(profile),
+        recorder,
+    )
+    data = config.data
+    order = PromptOrder(prompts(_PROMPTS), config.seed, data.shuffle, data.epochs)
+    held = HeldQueue(queue, 0)
+    loop = RolloutLoop(config, derived, order, maker, held, recorder)
+    sessions = {
+        name: EngineSession(name, engine, SimulatedReceiver(name, profile.sync)) for name, engine in engines.items()
+    }
+    ranks = SimulatedRanks(profile, config.trainer.ranks)
+    sync = ParameterSyncCoordinator(
+        replace(config.param_sync, pause=derived.pause), {"trainer/0": ranks}, sessions, router.set_routable, recorder
+    )
+    observer = _Observer(ranks, engines, queue, recorder)
+    trainer = TrainLoop(
+        config,
+        derived,
+        queue,  # type: ignore[arg-type]  # its journal is never copied to another disk
+        ranks,
+        sync,
+        _Rollouter(),
+        _NoValidation(),
+        observer,
+        recorder,
+        CheckpointStore(folder, config.checkpoint),
+    )
+    await trainer.begin(None)
+    beside = [router.run(), loop.run(await held.recover(history=False))]
+    if rollout.pacing:
+        pacer, limit = GenerationPacer(rollout.engine.slots), router.set_max_running_requests
+        beside.append(run_pacer(pacer, queue, lambda: loop.blocked_s, limit))
+    await together(trainer.run(), beside)
+    return observer.steps
+
+
+class _Observer:
+    """Implements `asyncrl.trainer.protocols.Observer`: notes every step."""
+
+    def __init__(
+        self, ranks: SimulatedRanks, engines: Mapping[str, SimulatedEngine], queue: SampleQueue, recorder: Recorder
+    ) -> None:
+        self._ranks, self._engines, self._queue, self._recorder = ranks, engines, queue, recorder
+        self.steps: list[Step] = []
+
+    async def on_version(self, progress: Progress) -> None: ...
+
+    async def on_step(self, progress: Progress, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        self._recorder.drain()
+        all_metrics = {**metrics, **await self._queue.stats()}
+        engines = self._engines.values()
+        step = Step(
+            now_s(),
+            self._ranks.busy_s,
+            sum(engine.busy_s for engine in engines) / len(engines),
+            sum(engine.tokens for engine in engines),
+            all_metrics,
+        )
+        self.steps.append(step)
+        return all_metrics
+
+    async def on_end(self, progress: Progress, queue: Mapping[str, float]) -> None: ...
+
+
+class _Rollouter:
+    """Implements `asyncrl.trainer.protocols.Rollouter`; ranks never die here."""
+
+    async def reset(self) -> None:
+        raise RuntimeError("a simulated rank died, which none does")
+
+
+class _NoValidation:
+    """Implements `asyncrl.trainer.protocols.Validation`."""
+
+    async def finished(self) -> None: ...
+    async def validate(self, progress: Progress) -> None: ...

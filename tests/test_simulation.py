@@ -1,0 +1,272 @@
+"""The control plane of a run in virtual time, against engines and ranks whose speed is known."""
+
+import asyncio
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncrl import clock
+from asyncrl.cli.main import main as cli
+from asyncrl.config.load import load_config
+from asyncrl.rollouter.engines.base import Request, SamplingParams
+from asyncrl.simulation.engine import SimulatedEngine
+from asyncrl.simulation.profile import (
+    EngineFigures,
+    GroupFigures,
+    Profile,
+    ProfileError,
+    SampleFigures,
+    SyncFigures,
+    TrainerFigures,
+    Turn,
+)
+from asyncrl.simulation.simulate import simulate
+from asyncrl.simulation.virtual_loop import Stuck, run_virtually
+from asyncrl.types.samples import FinishReason
+from asyncrl.types.versions import PolicyVersion
+
+ROOT = Path(__file__).parent.parent
+ENGINE = EngineFigures(step_s=0.01, row_s=0.001, context_token_s=0.0, prefill_token_s=0.0, report_s=0.2, end_s=0.03)
+TRAINER = TrainerFigures(ranks=1, part_s=0.0, token_s=1e-4, step_s=0.0, stage_s=0.0)
+SYNC = SyncFigures(4_000_000, 4e8, 0.01, 0.005, 0.005, 0.0, 0.01, 0.005, 0.005, 0.005)
+
+
+def profile(*lengths, samples=4, **changes):
+    """Groups of equal samples, one for each of ``lengths`` (tokens, or turns)."""
+    turns = [(Turn(length),) if isinstance(length, int) else length for length in lengths]
+    groups = tuple(
+        GroupFigures(10, tuple(SampleFigures(of, float(index % 2)) for index in range(samples))) for of in turns
+    )
+    return replace(Profile(ENGINE, TRAINER, SYNC, groups, reward_s=0.01, flush_s=0.002), **changes)
+
+
+def config(*options):
+    return load_config(
+        str(ROOT / "configs/quickstart.yaml"),
+        [
+            "model.path=none",
+            "data.train_files=[none]",
+            "rollout.n=4",
+            "rollout.engine.slots=16",
+            "trainer.mini_batch_groups=16",
+            "trainer.total_steps=8",
+            *options,
+        ],
+    )
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+def test_waiting_takes_no_time_and_events_come_in_their_order():
+    async def work():
+        order = []
+
+        async def note(seconds):
+            await asyncio.sleep(seconds)
+            order.append((seconds, clock.now_s(), clock.unix_s()))
+
+        await asyncio.gather(*(note(seconds) for seconds in (3600.0, 0.5, 7200.0)))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(86400):
+                await asyncio.Event().wait()
+        assert await asyncio.to_thread(lambda: 5) == 5
+        return order, clock.now_s()
+
+    began_s = time.monotonic()
+    order, ended_s = run_virtually(work)
+    assert order == [(s, pytest.approx(s), pytest.approx(s)) for s in (0.5, 3600.0, 7200.0)]
+    assert ended_s == pytest.approx(7200 + 86400)
+    assert time.monotonic() - began_s < 60
+    assert clock.now_s() == pytest.approx(time.monotonic(), abs=5)
+
+
+def test_what_would_wait_for_ever_raises():
+    with pytest.raises(Stuck, match="no timer is set"):
+        run_virtually(lambda: asyncio.Event().wait())
+
+
+# -- the engine --------------------------------------------------------------------------------------------------------
+
+
+def request(uid, index=0, limit=1000, done=0, attempt=0):
+    return Request(
+        f"{uid}/0/{index}/1#{attempt}",
+        f"{uid}/0",
+        np.ones(10 + done, np.int32),
+        10,
+        0,
+        done,
+        limit - done,
+        SamplingParams(),
+        resumed=done,
+    )
+
+
+async def serve(engine, *requests):
+    """Tokens, time of the report of its end and finish of each request."""
+    await engine.submit(requests)
+    tokens, ends = dict.fromkeys((r.id for r in requests), 0), {}
+    while len(ends) < len(requests):
+        batch = await engine.events()
+        for e, (id, finish) in enumerate(zip(batch.ids, batch.finish, strict=True)):
+            tokens[id] += int(batch.offsets[e + 1] - batch.offsets[e])
+            if finish is not None:
+                ends[id] = clock.now_s(), finish
+    return {id: (tokens[id], *ends[id]) for id in ends}
+
+
+@pytest.mark.parametrize("context_token_s", [0.0, 1e-5])
+def test_an_engine_takes_the_time_of_its_decode_steps(context_token_s):
+    figures = replace(ENGINE, context_token_s=context_token_s, prefill_token_s=0.002, end_s=0.0)
+
+    async def work():
+        engine = SimulatedEngine(profile(100, engine=figures), slots=2)
+        await engine.resume(PolicyVersion(0, 0))
+        began_s = clock.now_s()
+        rows = [request("a", index, limit=1000 if index else 60) for index in range(3)]
+        found = await serve(engine, *rows)
+        return [found[row.id] for row in rows], began_s, engine
+
+    found, began_s, engine = run_virtually(work)
+
+    def steps_s(count, rows, context):  # decode step k reads ``context`` + ``rows`` k tokens
+        return sum(0.01 + 0.001 * rows + context_token_s * (context + rows * k) for k in range(count))
+
+    # two run until the first has its 60 tokens; then the third takes its slot, whose prompt is in the cache
+    first = began_s + 0.02 + steps_s(60, 2, 20)
+    second = first + steps_s(40, 2, 80)
+    third = second + steps_s(60, 1, 50)
+    expected = [(60, first, FinishReason.LENGTH), (100, second, FinishReason.STOP), (100, third, FinishReason.STOP)]
+    for (tokens, at_s, finish), (count, expected_s, reason) in zip(found, expected, strict=True):
+        assert (tokens, finish) == (count, reason)
+        # an end is reported with the next report if a request waits for its slot; the curve is that of whole steps
+        assert -0.02 <= at_s - expected_s <= figures.report_s + 0.02
+    assert engine.tokens == 260
+    assert engine.busy_s == pytest.approx(third - began_s, abs=0.03)
+
+
+def test_an_aborted_request_has_the_tokens_that_it_had_time_for_and_continues_from_them():
+    async def work():
+        engine = SimulatedEngine(profile(100), slots=4)
+        await engine.resume(PolicyVersion(0, 0))
+        serving = asyncio.create_task(serve(engine, request("a")))
+        await asyncio.sleep(0.5)
+        assert await engine.pause("abort", 10) == 1
+        first = (await serving)["a/0/0/1#0"]
+        await engine.resume(PolicyVersion(0, 1))
+        rest = await serve(engine, request("a", done=first[0], attempt=1))
+        return first, rest["a/0/0/1#1"]
+
+    first, rest = run_virtually(work)
+    assert first[0] == pytest.approx(0.5 / 0.011, abs=1.5)
+    assert first[2] is FinishReason.ABORT
+    assert (first[0] + rest[0], rest[2]) == (100, FinishReason.STOP)
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+def test_equal_arguments_give_an_equal_run():
+    of = profile(20, 60, 150)
+    one, two = (simulate(config("async_training.staleness_threshold=0.5"), of) for _ in range(2))
+    assert [step.at_s for step in one.steps] == [step.at_s for step in two.steps]
+    assert one.figures() == two.figures()
+
+
+@pytest.mark.parametrize("threshold", ["0", "0.5", "1", "3"])
+def test_a_run_trains_every_group_once_within_the_bound(threshold):
+    run = simulate(config(f"async_training.staleness_threshold={threshold}"), profile(20, 60, 150))
+    last = run.steps[-1].metrics
+    assert len(run.steps) == 8
+    assert last["fully_async/count/trained"] == 8 * 16
+    assert not any(value for name, value in last.items() if name.startswith("fully_async/dropped/"))
+    ages = [step.metrics["fully_async/staleness/max"] for step in run.steps]
+    assert max(ages) <= np.ceil(float(threshold))
+    if threshold in ("1", "3"):
+        assert max(ages) > 0
+
+
+def test_pools_that_overlap_take_the_time_of_the_slower_one():
+    """16 groups of 4 equal samples: generation takes 4 rounds of 100 steps with 16 rows, 10.4 s. Training takes
+    64 × 110 × 1e-4 = 0.7 s, or 10.4 s with as much per token."""
+    alone_s = 4 * 100 * 0.026
+    slow = replace(TRAINER, token_s=alone_s / (64 * 110))
+    for figures, together_s in ((TRAINER, alone_s), (slow, alone_s)):
+        run = simulate(config("async_training.staleness_threshold=2"), profile(100, trainer=figures)).figures()
+        assert run["step_s"] == pytest.approx(together_s, rel=0.1)
+    whole = config("async_training.staleness_threshold=1", "async_training.staleness_threshold=0")
+    apart = simulate(whole, profile(100, trainer=replace(slow, part_s=0.0))).figures()
+    assert run["step_s"] < 0.8 * apart["step_s"] < 0.8 * 2.1 * alone_s
+    assert apart["staleness_mean"] == 0
+
+
+def test_more_replicas_generate_faster_until_training_binds():
+    of = profile(100, trainer=replace(TRAINER, token_s=5e-4))  # 3.5 s
+    found = [simulate(config("async_training.staleness_threshold=2", f"rollout.replicas={n}"), of) for n in (1, 2, 4)]
+    steps_s = [run.figures()["step_s"] for run in found]
+    assert steps_s[0] == pytest.approx(10.4, rel=0.1)
+    assert steps_s[1] == pytest.approx(5.2, rel=0.15)
+    assert steps_s[2] == pytest.approx(3.52, rel=0.15)
+    assert found[0].advice().startswith("generation is the bottleneck")
+    assert found[2].advice().startswith(("training is the bottleneck", "the pools are balanced"))
+
+
+def test_agents_wait_for_their_tools():
+    turns = (Turn(30, 10, wait_s=2.0), Turn(30, 10, wait_s=2.0), Turn(30))
+    run = simulate(config("trainer.total_steps=4", "rollout.engine.slots=64"), profile(turns))
+    sampled = run.steps[-1].generated / (4 * 64)
+    assert sampled >= 90  # of each trained sample; more are under way
+    assert run.figures()["step_s"] > 4
+
+
+# -- profiles and the command ------------------------------------------------------------------------------------------
+
+
+def test_a_profile_survives_its_file(tmp_path):
+    of = profile(20, (Turn(5, 3, 0.5), Turn(7)), about={"device": "two cores"})
+    of.write(tmp_path / "profile.json")
+    assert Profile.read(tmp_path / "profile.json") == of
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda p: p["engine"].pop("row_s"), r"engine.row_s: .* found None; a run in which the number of running"),
+        (lambda p: p["trainer"].update(stage_s="1"), r"trainer.stage_s: .* found '1'; a run that saved a checkpoint"),
+        (lambda p: p.update(reward_s=-1), r"reward_s: expected a number of at least 0, found -1"),
+        (lambda p: p.pop("sync"), r"sync: expected a JSON object, found None; a finished run of at least three steps"),
+        (lambda p: p.update(groups=[]), r"groups: expected at least one, found none"),
+        (lambda p: p.update(groups=[[10, [[0.5]]]]), r"groups: expected \[prompt tokens.*without tokens"),
+        (lambda p: p["engine"].update(step_s=0, row_s=0), r"engine: expected a decode step that takes some time"),
+    ],
+)
+def test_a_profile_that_lacks_a_figure_says_what_would_measure_it(tmp_path, capsys, change, problem):
+    path = tmp_path / "profile.json"
+    profile(20).write(path)
+    found = json.loads(path.read_text())
+    change(found)
+    path.write_text(json.dumps(found))
+    with pytest.raises(ProfileError, match=problem):
+        Profile.read(path)
+    arguments = ["simulate", "--config", str(ROOT / "configs/quickstart.yaml"), "--profile", str(path)]
+    assert cli(arguments) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_the_command_prints_what_binds(tmp_path, capsys):
+    profile(100).write(tmp_path / "profile.json")
+    arguments = ["--config", str(ROOT / "configs/quickstart.yaml"), "--profile", str(tmp_path / "profile.json")]
+    assert cli(["simulate", *arguments, "--steps=4", "trainer.mini_batch_groups=16", "rollout.n=4"]) == 0
+    *table, advice, figures = capsys.readouterr().out.splitlines()
+    assert table[0].startswith("a step")
+    assert "generation is the bottleneck" in advice
+    assert json.loads(figures)["rollouter_idle"] < 0.2
+    assert cli(["simulate", *arguments, "rollout.n=none"]) == 2
+    assert "rollout.n" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        cli(["simulate", *arguments, "--steps=2"])
