@@ -118,7 +118,7 @@ async def run(config: Config, resume: str | None = None, skip: Sequence[str] = (
         with shutdown.recorded():
             hub.close(shutdown.failure, shutdown.stopped)
         with shutdown.recorded():
-            folder.finish(shutdown, monitor.summary(), config.reporting.report)
+            folder.finish(shutdown, monitor.summary(), monitor.profile(), config.reporting.report)
     return shutdown.exit_status
 
 

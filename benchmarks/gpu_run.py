@@ -47,7 +47,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from asyncrl.clock import now_s
 from asyncrl.config.checks import Derived, derive
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
@@ -55,6 +54,7 @@ from asyncrl.cpu.priority import never_interrupt
 from asyncrl.data.load import load_run_prompts
 from asyncrl.data.order import PromptOrder
 from asyncrl.models.config import ModelConfig
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.coordinator import ParameterSyncCoordinator
 from asyncrl.param_sync.errors import SyncError

@@ -39,7 +39,7 @@ import numpy as np
 import ray
 from ray import cloudpickle
 
-from asyncrl.clock import now_s
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.processes.actor_client import ActorClient, start_ray
 from asyncrl.rollouter.batching_sender import BatchingSender
 from asyncrl.rollouter.held_queue import HeldQueue

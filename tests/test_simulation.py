@@ -1,7 +1,9 @@
 """The control plane of a run in virtual time, against engines and ranks whose speed is known."""
 
 import asyncio
+import dataclasses
 import json
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncrl import clock
 from asyncrl.cli.main import main as cli
 from asyncrl.config.load import load_config
+from asyncrl.observability.run_profile import run_profile
+from asyncrl.observability.telemetry import clock
+from asyncrl.observability.telemetry.linear_fit import LinearFit
+from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.rollouter.engines.base import Request, SamplingParams
 from asyncrl.simulation.engine import SimulatedEngine
 from asyncrl.simulation.profile import (
@@ -30,8 +35,8 @@ from asyncrl.types.samples import FinishReason
 from asyncrl.types.versions import PolicyVersion
 
 ROOT = Path(__file__).parent.parent
-ENGINE = EngineFigures(step_s=0.01, row_s=0.001, context_token_s=0.0, prefill_token_s=0.0, report_s=0.2, end_s=0.03)
-TRAINER = TrainerFigures(ranks=1, part_s=0.0, token_s=1e-4, step_s=0.0, stage_s=0.0)
+ENGINE = EngineFigures(step_s=0.01, row_s=0.001, context_token_s=0.0, prefill_token_s=0.0, report_s=0.2)
+TRAINER = TrainerFigures(ranks=1, step_s=0.0, part_s=0.0, token_s=1e-4, stage_s=0.0)
 SYNC = SyncFigures(4_000_000, 4e8, 0.01, 0.005, 0.005, 0.0, 0.01, 0.005, 0.005, 0.005)
 
 
@@ -122,7 +127,7 @@ async def serve(engine, *requests):
 
 @pytest.mark.parametrize("context_token_s", [0.0, 1e-5])
 def test_an_engine_takes_the_time_of_its_decode_steps(context_token_s):
-    figures = replace(ENGINE, context_token_s=context_token_s, prefill_token_s=0.002, end_s=0.0)
+    figures = replace(ENGINE, context_token_s=context_token_s, prefill_token_s=0.002)
 
     async def work():
         engine = SimulatedEngine(profile(100, engine=figures), slots=2)
@@ -196,11 +201,10 @@ def test_pools_that_overlap_take_the_time_of_the_slower_one():
     64 × 110 × 1e-4 = 0.7 s, or 10.4 s with as much per token."""
     alone_s = 4 * 100 * 0.026
     slow = replace(TRAINER, token_s=alone_s / (64 * 110))
-    for figures, together_s in ((TRAINER, alone_s), (slow, alone_s)):
-        run = simulate(config("async_training.staleness_threshold=2"), profile(100, trainer=figures)).figures()
-        assert run["step_s"] == pytest.approx(together_s, rel=0.1)
-    whole = config("async_training.staleness_threshold=1", "async_training.staleness_threshold=0")
-    apart = simulate(whole, profile(100, trainer=replace(slow, part_s=0.0))).figures()
+    for trainer in (TRAINER, slow):
+        run = simulate(config("async_training.staleness_threshold=2"), profile(100, trainer=trainer)).figures()
+        assert run["step_s"] == pytest.approx(alone_s, rel=0.1)
+    apart = simulate(config("async_training.staleness_threshold=0"), profile(100, trainer=slow)).figures()
     assert run["step_s"] < 0.8 * apart["step_s"] < 0.8 * 2.1 * alone_s
     assert apart["staleness_mean"] == 0
 
@@ -256,6 +260,67 @@ def test_a_profile_that_lacks_a_figure_says_what_would_measure_it(tmp_path, caps
     arguments = ["simulate", "--config", str(ROOT / "configs/quickstart.yaml"), "--profile", str(path)]
     assert cli(arguments) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_configuration_that_needs_more_than_the_profile_has_says_so(tmp_path):
+    path = tmp_path / "profile.json"
+    for name, part, options in (
+        ("part_s", "trainer", ["async_training.staleness_threshold=0.5"]),
+        ("stage_s", "trainer", ["checkpoint.every_steps=2"]),
+        ("load_s", "sync", ["param_sync.staging=full"]),
+    ):
+        of = profile(20)
+        lacking = replace(of, **{part: replace(getattr(of, part), **{name: math.nan})})
+        lacking.write(path)
+        simulate(config("async_training.staleness_threshold=1", "checkpoint.every_steps=0"), Profile.read(path))
+        needing = config("async_training.staleness_threshold=1", "checkpoint.every_steps=0", *options)
+        with pytest.raises(ProfileError, match=rf"lacks {part}\.{name}.*a run .* measures it"):
+            simulate(needing, Profile.read(path))
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_fit_finds_what_the_observations_determine():
+    fit, recorder, numbers = LinearFit("fit", ("a", "b", "never", "c", "d")), Recorder("x"), np.random.default_rng(0)
+    for _ in range(50):
+        a, b, c = numbers.random(3)
+        fit.observe(recorder, 2 * a + 3 * b + 0 * c, a, b, 0.0, c, 7 * c)
+    found = fit.coefficients(recorder.drain().counters)
+    assert found == {"a": pytest.approx(2), "b": pytest.approx(3)}  # c and d cannot be told apart
+    assert fit.coefficients({}) == {}
+
+
+def test_a_fit_has_no_negative_coefficient():
+    fit, recorder, numbers = LinearFit("fit", ("a", "b")), Recorder("x"), np.random.default_rng(0)
+    for _ in range(50):
+        a, b = numbers.random(2)
+        fit.observe(recorder, 2 * a - 0.5 * b, a, b)
+    found = fit.coefficients(recorder.drain().counters)
+    assert found["b"] == 0
+    assert 1 < found["a"] < 2
+
+
+def test_the_figures_of_a_run_predict_it():
+    """What the control plane measures in a simulated run are the figures that it was simulated with."""
+    engine = EngineFigures(step_s=0.01, row_s=0.001, context_token_s=2e-5, prefill_token_s=1e-3, report_s=0.2)
+    trainer = TrainerFigures(ranks=1, step_s=0.1, part_s=0.02, token_s=5e-4, stage_s=0.03)
+    lengths = (15, 40, 90, 150, (Turn(20, 5, 0.7), Turn(60)))
+    of = profile(*lengths, engine=engine, trainer=trainer, reward_s=0.04)
+    options = config("async_training.staleness_threshold=0.5", "checkpoint.every_steps=3", "trainer.total_steps=12")
+    run = simulate(options, of)
+    syncs = [step.metrics for step in run.steps if "param_sync/total_s" in step.metrics]
+    found = run_profile(run.counters, syncs, run.groups, 0.002, options)
+    for name, expected in dataclasses.asdict(engine).items():
+        tolerance = 0.2 if name in ("context_token_s", "prefill_token_s") else 0.1  # they are small here
+        assert found["engine"][name] == pytest.approx(expected, rel=tolerance), name
+    assert found["trainer"] == pytest.approx(dataclasses.asdict(trainer), rel=0.02)
+    assert found["reward_s"] == pytest.approx(0.04, rel=0.02)
+    assert found["sync"]["nbytes"] / found["sync"]["bytes_per_s"] == pytest.approx(0.01, rel=0.1)
+    turns = [sample[1:] for _, group in found["groups"] for sample in group]
+    shapes = {tuple((sampled, observed) for sampled, observed, _ in of_sample) for of_sample in turns}
+    assert shapes == {((15, 0),), ((40, 0),), ((90, 0),), ((150, 0),), ((20, 5), (60, 0))}
+    assert {round(of_sample[0][2], 3) for of_sample in turns if len(of_sample) > 1} == {0.7}
 
 
 def test_the_command_prints_what_binds(tmp_path, capsys):

@@ -7,10 +7,10 @@ from fractions import Fraction
 
 import pytest
 
-from asyncrl.clock import now_s
 from asyncrl.config.checks import derive
 from asyncrl.config.schema import Config, ValidationConfig
 from asyncrl.observability.sinks.hub import Hub
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.run.monitor import Monitor
 from asyncrl.sample_queue.admission import Admission

@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from asyncrl.clock import now_s
 from asyncrl.config.schema import ParamSyncConfig
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.errors import ALL_REPLICAS, SyncError
 from asyncrl.param_sync.fleet import Fleet

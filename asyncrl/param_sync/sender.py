@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.clock import now_s
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.param_sync.buckets import pack
 from asyncrl.param_sync.digest import ROLES, combine_hashes, dtype_name, hashes_by_role
 from asyncrl.param_sync.errors import SyncError

@@ -21,8 +21,8 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-from asyncrl.clock import now_s
 from asyncrl.config.schema import ParamSyncConfig
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.digest import ROLES, combine_hashes
 from asyncrl.param_sync.errors import ALL_REPLICAS, SyncError

@@ -32,7 +32,7 @@ class Answering:
         link: EndpointLink | None,
         recorder: Recorder,
     ) -> None:
-        self.tokenizer, self.router = PromptTokenizer.of(config), Router(replicas, is_death)
+        self.tokenizer, self.router = PromptTokenizer.of(config), Router(replicas, is_death, recorder)
         self._link, self._sandboxes = link, SandboxService(config.sandbox)
         self._rewards = RewardPool(config.reward, self._sandboxes.address)
         rollout = config.rollout

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from asyncrl.clock import now_s
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.rollouter.limiter import GroupPlaces
 from asyncrl.rollouter.partial import PartialSample, Position, pack, unpack

@@ -6,7 +6,7 @@ import asyncio
 import math
 import sys
 
-from asyncrl.clock import now_s
+from asyncrl.observability.telemetry.clock import now_s
 
 _REFILL_S = 0.3  # from the end of a sample to the start of its successor: engines report ends up to 0.2 s late
 _RATE_WINDOW_S = 2.0  # time constant of the completion rate

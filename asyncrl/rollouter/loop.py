@@ -18,11 +18,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from asyncrl.clock import now_s
 from asyncrl.config.checks import Derived
 from asyncrl.config.schema import Config
 from asyncrl.data.order import PromptOrder
 from asyncrl.data.prompts import DataError
+from asyncrl.observability.telemetry.clock import now_s
+from asyncrl.observability.telemetry.measured import REWARDS, note
 from asyncrl.observability.telemetry.recorder import Failure, Recorder
 from asyncrl.rollouter.batching_sender import BatchingSender
 from asyncrl.rollouter.drops import DropPolicy
@@ -257,6 +258,8 @@ class RolloutLoop:
         # the queue also answers None for a group that it ignores: a repeated call, or one that was overdue
         if (refusal := await self._hand_over(whole)) is None and intact:
             self._count(prompt, samples)
+            self._profile(tokens, samples, group)
+            note(self._recorder, REWARDS, times["finished_s"] - times["generated_s"])
             self._drop_policy.accepted()
         return refusal
 
@@ -302,6 +305,12 @@ class RolloutLoop:
         for group in groups:
             if not group.answer.done():  # else its task was cancelled
                 group.answer.set_result(refusals.get(group.uid))
+
+    def _profile(self, tokens: np.ndarray, samples: Sequence[Sample], group: InFlightGroup) -> None:
+        """Keep the group's shape for the run's profile, see `asyncrl.simulation.profile`."""
+        shapes = [[float(s.reward or 0.0), *group.samples[s.index].turns] for s in samples]
+        if all(len(shape) > 1 for shape in shapes):
+            self._recorder.profiled([len(tokens), shapes])
 
     def _count(self, prompt: Prompt, samples: Sequence[Sample]) -> None:
         """Metrics of all generated samples, before any filter: the true accuracy of the current policy."""

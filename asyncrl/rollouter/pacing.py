@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from asyncrl.clock import now_s
+from asyncrl.observability.telemetry.clock import now_s
 
 POLL_EVERY_S = 1.0
 MIN_SHARE = 0.75  # of the slots: below it the engine loses more throughput than it gains in evenness

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asyncrl.clock import now_s
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.rollouter.agents.base import Completion
 from asyncrl.rollouter.agents.provenance import result_digest
 from asyncrl.types.columns import Buffer, Layout
@@ -134,6 +134,9 @@ class PartialSample:
     calls: list[GenerateCall] = field(default_factory=list)
     attempt: int = 0
     requests: int = 0  # made by this process; numbers the requests' ids
+    #: calls that ended in this process, in order: tokens that one sampled, those that the loop read before its next
+    #: one, and the seconds until then
+    turns: list[tuple[int, int, float]] = field(default_factory=list)
     _replaced: int = 0
 
     @property

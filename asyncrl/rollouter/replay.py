@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.clock import now_s
 from asyncrl.config.schema import RolloutConfig
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.rollouter.agents.base import Completion, GenerationFailed, LimitReached
 from asyncrl.rollouter.agents.provenance import SampledCall, tokens_digest, untrained_digest
@@ -53,6 +53,7 @@ class ReplayedGenerate:
         self._closed = False
         self.sampled: list[SampledCall] = []  # all calls whose results the loop has
         self._restarted = False
+        self._returned: tuple[int, int, float] | None  # by the last call: its tokens, all tokens then, and when
         self._begin()
 
     @property
@@ -78,6 +79,8 @@ class ReplayedGenerate:
     def close(self) -> None:
         """The sample has ended: cancel what a loop has left running, and refuse further calls."""
         self._closed = True
+        if self._returned is not None:
+            self._sample.turns.append((self._returned[0], 0, 0.0))
         for task in self._running:
             task.cancel()
         if self._restarted:
@@ -88,7 +91,15 @@ class ReplayedGenerate:
         self._restarted = True
         self._begin()
 
+    def _turn_taken(self, context: int) -> None:
+        """The loop calls again, with so many tokens."""
+        if self._returned is not None:
+            sampled, end, at_s = self._returned
+            self._sample.turns.append((sampled, max(0, context - end), now_s() - at_s))
+            self._returned = None
+
     def _begin(self) -> None:
+        self._sample.turns, self._returned = [], None
         saved = self._sample.saved_calls
         self.sampled = [SampledCall(call.start, call.context, call.tokens, call.result) for call in saved]
         self._claimed, self._unsaved = [], []
@@ -128,6 +139,7 @@ class ReplayedGenerate:
         if sampling and CONSTRAINTS & sampling.keys() and not ENGINES.find(engine).constrains:
             raise GenerationFailed(f"the {engine} engine serves neither grammars nor logit biases")
         context, shared = self._context(response, prefix)
+        self._turn_taken(len(context))
         call = self._claim(
             _digest(context, sampling), len(context), limits_digest(max_new_tokens, stop_strings), len(response)
         )
@@ -169,6 +181,8 @@ class ReplayedGenerate:
         self._unsaved.append(call)
         assert call.finish is not None
         completion = call.output.completion(call.finish)
+        self._turn_taken(0)  # of calls under way at once, one after the other
+        self._returned = call.output.count, call.start + call.output.count, now_s()
         self.sampled.append(SampledCall(call.start, call.context, call.output.count, completion))
         return completion
 

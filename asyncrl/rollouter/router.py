@@ -18,11 +18,14 @@ from typing import Protocol
 
 import numpy as np
 
-from asyncrl.clock import now_s
+from asyncrl.observability.telemetry.clock import now_s
+from asyncrl.observability.telemetry.measured import ENGINE, REPORTS, note
+from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.rollouter.agents.base import GenerationFailed, Poison
 from asyncrl.rollouter.engines.base import EventBatch, Request, Scheduling
 from asyncrl.rollouter.partial import GeneratedTokens
 from asyncrl.types.samples import FinishReason
+from asyncrl.types.versions import PolicyVersion
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +68,8 @@ class _Replica:
     scheduling: Scheduling = Scheduling()  # as last sent
     lost: bool = False
     task: asyncio.Task[None] | None = None
+    version: PolicyVersion | None = None  # of its last tokens
+    prompts: set[str] = dataclasses.field(default_factory=set)  # groups whose prompt it has computed under that version
 
 
 @dataclasses.dataclass(eq=False)
@@ -77,6 +82,7 @@ class _ActiveRequest:
     finished: asyncio.Future[FinishReason]
     replica: _Replica | None = None  # None: waits for a routable one
     attempt: int = 0
+    begun: bool = False  # its replica has sampled a token of it
 
     @property
     def id(self) -> str:
@@ -117,7 +123,9 @@ class Router:
         self,
         replicas: Mapping[str, ReplicaClient],
         is_death: Callable[[BaseException], bool],
+        recorder: Recorder | None = None,
     ) -> None:
+        self._recorder = recorder
         self._replicas = {name: _Replica(name, client) for name, client in replicas.items()}
         self._is_death = is_death
         self._routable = set(replicas)
@@ -164,7 +172,8 @@ class Router:
 
     def forget(self, group: str) -> None:
         """The group has ended. Until then its requests go to one replica, which may have the KV of earlier ones."""
-        self._group_replica.pop(group, None)
+        if (name := self._group_replica.pop(group, None)) is not None:
+            self._replicas[name].prompts.discard(group)
 
     def set_max_running_requests(self, limit: int | None) -> None:
         """Cap the training requests that each replica generates for at once (None: no cap); the others wait there."""
@@ -266,7 +275,7 @@ class Router:
 
     def _detach(self, active: _ActiveRequest, abort: bool) -> None:
         """Take the request from its replica; ``abort``: unless it has finished there, abort it."""
-        replica, active.replica = active.replica, None
+        replica, active.replica, active.begun = active.replica, None, False
         if replica is None:
             self._waiting.pop(active, None)
             return
@@ -348,10 +357,33 @@ class Router:
     async def _receive(self, replica: _Replica) -> None:
         while True:
             batch = await replica.client.events()
-            replica.last_event_s = now_s()
+            since_s, replica.last_event_s = replica.last_event_s, now_s()
+            if self._recorder is not None and batch.ids:
+                self._observe(self._recorder, replica, batch, replica.last_event_s - since_s)
             for e, id in enumerate(batch.ids):
                 if (active := self._assigned.get(id)) is not None:
                     self._apply(active, batch, e)
+
+    def _observe(self, recorder: Recorder, replica: _Replica, batch: EventBatch, seconds: float) -> None:
+        """Count what a busy engine did in the ``seconds`` since its last report, for the run's profile."""
+        versions, steps, context, computed = set(batch.versions), Counter[str](), 0.0, 0
+        undisturbed = versions == {replica.version} and FinishReason.ABORT not in batch.finish
+        if replica.version not in versions:
+            replica.prompts.clear()
+        replica.version = batch.versions[-1]
+        for id, count in zip(batch.ids, np.diff(batch.offsets).tolist(), strict=True):
+            if not count or (active := self._assigned.get(id)) is None:
+                continue
+            before, group = len(active.request.tokens) + active.output.count + steps[id], active.request.group
+            steps[id] += count
+            context += count * (before + count / 2)
+            if not active.begun:
+                active.begun = True
+                computed += before - (active.request.shared_prefix if group in replica.prompts else 0)
+                replica.prompts.add(group)
+        if undisturbed and steps:
+            ENGINE.observe(recorder, seconds, max(steps.values()), sum(steps.values()), context, computed)
+            note(recorder, REPORTS, seconds)
 
     def _apply(self, active: _ActiveRequest, batch: EventBatch, e: int) -> None:
         if active.finished.done():  # cancelled, and about to be detached

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
-from asyncrl.clock import now_s
 from asyncrl.config.schema import Config
 from asyncrl.observability.efficiency import EfficiencyTracker
+from asyncrl.observability.run_profile import MAX_GROUPS, run_profile
 from asyncrl.observability.sinks.hub import Hub
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.intervals import Activity, intersect, length
 from asyncrl.observability.telemetry.recorder import Batch, Recorder
 from asyncrl.observability.trajectories import Decode, sampled_rows
@@ -81,6 +82,9 @@ class Monitor:
         self._asked: dict[str, asyncio.Task[Batch]] = {}
         self._gauges: dict[str, float] = {}  # the last of each, over all actors
         self._efficiency: EfficiencyTracker | None = None  # from the first version on
+        self._syncs: list[Mapping[str, float]] = []
+        self._groups: deque[Any] = deque(maxlen=MAX_GROUPS)  # shapes of the newest
+        self._profile: dict[str, Any] | None = None
         self._summary: dict[str, Any] = {}
 
     async def run(self) -> None:
@@ -115,6 +119,7 @@ class Monitor:
         window = await self._window_metrics()
         values = dict(metrics) | window | self._efficiency_metrics(metrics, window) | await self._queue_stats()
         if (paused_s := metrics.get("param_sync/paused_total_s")) is not None:
+            self._syncs.append({name: v for name, v in metrics.items() if name.startswith("param_sync/")})
             generating_s = len(self._system.replica_names) * values["perf/step_s"] - paused_s
             rate = values["perf/rollout_tokens_per_s"] * values["perf/step_s"] / max(generating_s, 1e-9)
             values["param_sync/tokens_not_generated"] = rate * paused_s
@@ -137,12 +142,19 @@ class Monitor:
         perf = {k: v for k, v in queue.items() if k.startswith("perf/")}
         self._summary |= {"version": str(progress.version), **counts, **dropped, **perf}
         self._summary |= self._efficiency.figures() if self._efficiency else {}
+        self._profile = run_profile(
+            self._totals, self._syncs, self._groups, queue.get("perf/ledger_write_s", math.nan), self._config
+        )
         if advice := self._summary.get("advice"):
             log.info("efficiency: %.0f %% of the ideal; %s", 100 * self._summary["fraction_of_ideal"], advice)
 
     def summary(self) -> dict[str, Any]:
         """Figures of the whole run; ``duration_s`` and ``overlap`` exclude start-up and validation."""
         return dict(self._summary)
+
+    def profile(self) -> dict[str, Any] | None:
+        """The run's, see `asyncrl.simulation.profile`; None before its end."""
+        return self._profile
 
     # -- windows of time -------------------------------------------------------------------------------------------
 
@@ -221,6 +233,7 @@ class Monitor:
                 self._window.update(batch.counters)
                 self._totals.update(batch.counters)
                 self._gauges |= batch.gauges
+                self._groups += batch.profiled
                 self._hub.spans(batch)
 
     async def _answer(self, name: str, drain: Awaitable[Batch]) -> Batch:

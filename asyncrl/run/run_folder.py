@@ -21,6 +21,7 @@ from asyncrl.config.schema import Config
 from asyncrl.disk.files import make_folder, write_whole
 from asyncrl.models.config import CheckpointError
 from asyncrl.models.overridden import FOLDER as OVERRIDDEN
+from asyncrl.observability.run_profile import FILE as PROFILE
 from asyncrl.observability.telemetry.log import LOGS, LogConfig
 from asyncrl.run.driver_epoch import FOLDER as DRIVERS
 from asyncrl.run.driver_epoch import DriverEpoch, InUse, wait_for_previous
@@ -144,11 +145,16 @@ class RunFolder:
         """A driver that lost its epoch never replaces the copy of the next one."""
         return self.path / JOURNAL_COPIES / f"{self.epoch.number:06d}" if self._config.journal_dir else None
 
-    def finish(self, shutdown: Shutdown, figures: Mapping[str, Any], report: bool) -> None:
-        """Write summary.json, then the report, and print the paths of the results. Raises EpochOver."""
+    def finish(
+        self, shutdown: Shutdown, figures: Mapping[str, Any], profile: Mapping[str, Any] | None, report: bool
+    ) -> None:
+        """Write summary.json and profile.json, then the report, and print the paths of the results. Raises
+        EpochOver."""
         self.epoch.check()
         how = {"status": shutdown.status, "reason": shutdown.stopped, "failed": shutdown.failure}
         (self.path / "summary.json").write_text(json.dumps({**figures, **how}, indent=2) + "\n")
+        if profile is not None:
+            (self.path / PROFILE).write_text(json.dumps(profile) + "\n")
         if report:
             from asyncrl.observability.report.report import write_report
             from asyncrl.observability.report.trace import write_trace

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from asyncrl.clock import now_s
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.processes.actor_client import first_leaf
 from asyncrl.processes.tasks import cancelled
 

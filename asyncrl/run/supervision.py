@@ -18,8 +18,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
-from asyncrl.clock import now_s
 from asyncrl.config.schema import SupervisionConfig
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.processes.actor_client import ActorClient, ActorDied
 from asyncrl.processes.tasks import cancelled

@@ -10,8 +10,8 @@ from typing import Any
 
 import ray
 
-from asyncrl.clock import now_s
 from asyncrl.cpu.priority import never_interrupt
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.log import LogConfig
 from asyncrl.processes.actor_client import SupervisedActor
 from asyncrl.sample_queue.admission import Admission
@@ -125,16 +125,20 @@ class SampleQueueActor(SupervisedActor):
         await self._queue.retire_before(version)
 
     async def stats(self) -> dict[str, float]:
-        return await self._queue.stats() | {"perf/ledger_cpu_s": self._journal.stats().cpu_s}
+        return await self._queue.stats() | self._costs()
 
     async def close(self, reason: str, failed: bool = False) -> None:
         await self._queue.close(reason, failed)
 
     async def finish(self) -> dict[str, float]:
         """Closes the ledger and returns the final balance; a repeated call returns it again."""
-        stats = await self._queue.finish() | {"perf/ledger_cpu_s": self._journal.stats().cpu_s}
+        stats = await self._queue.finish() | self._costs()
         await self._journal.close()
         return stats
+
+    def _costs(self) -> dict[str, float]:
+        spent = self._journal.stats()
+        return {"perf/ledger_cpu_s": spent.cpu_s, "perf/ledger_write_s": spent.seconds / max(spent.commits, 1)}
 
 
 async def _opened(folder: Path, meta: Mapping[str, str | int | float], driver_epoch: int) -> Journal:

@@ -23,7 +23,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from asyncrl.clock import now_s
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.sample_queue.acceptance import defect
 from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.group_state import GroupTable, QueueError

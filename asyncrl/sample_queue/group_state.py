@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from asyncrl.clock import unix_s
+from asyncrl.observability.telemetry.clock import unix_s
 from asyncrl.sample_queue.records import DROPPED, IN_FLIGHT, LEASED, QUEUED, TRAINED, Changes, GroupRecord, Recovered
 from asyncrl.sample_queue.spool import Buffer, record
 from asyncrl.types.groups import Group

@@ -32,8 +32,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from asyncrl.clock import now_s
 from asyncrl.disk.files import make_folder, rename, sync
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.sample_queue.ledger import (
     FILE,
     Ledger,
@@ -56,11 +56,13 @@ _PARTIAL, _BEFORE = ".partial", ".before"  # a copy being written, and the previ
 
 @dataclass(frozen=True)
 class JournalStats:
-    """Totals since opening. ``cpu_s``: CPU seconds of the writer thread; payloads are hashed in the caller's."""
+    """Totals since opening. ``seconds``: in which the writer thread wrote, and waited for the disk. ``cpu_s``: its CPU
+    seconds; payloads are hashed in the caller's."""
 
     commits: int = 0
     writes: int = 0
     payload_bytes: int = 0
+    seconds: float = 0.0
     cpu_s: float = 0.0
 
 
@@ -238,6 +240,7 @@ class Journal:
             changes.add(write.changes)
         if not changes:
             return  # calls that only wait for earlier ones
+        began_s = now_s()
         locations = self._append(changes)
         meta: dict[str, str | int | float] = {**changes.meta}
         if (end := self._spool.end) != self._acknowledged:
@@ -257,6 +260,7 @@ class Journal:
             commits=self._stats.commits + 1,
             writes=self._stats.writes + len(batch),
             payload_bytes=self._stats.payload_bytes + sum(at.length for at in locations.values() if at is not None),
+            seconds=self._stats.seconds + now_s() - began_s,
             cpu_s=time.thread_time(),
         )
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from asyncrl.clock import unix_s
+from asyncrl.observability.telemetry.clock import unix_s
 from asyncrl.sample_queue.group_state import QueueError
 from asyncrl.sample_queue.records import Changes, Recovered, VersionRecord
 from asyncrl.types.versions import PolicyVersion

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asyncrl.clock import now_s
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.param_sync.digest import ROLES, combine_hashes
 from asyncrl.param_sync.manifest import Role
 from asyncrl.param_sync.session_protocol import PauseMode, ReceivePlan
@@ -99,7 +99,6 @@ class SimulatedEngine:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(self._reported_s + self._figures.report_s):
                     await self._urgent.wait()
-                    await asyncio.sleep(self._figures.end_s)
             self._advance()
             self._reported_s = now_s()
             reported, self._ended = self._ended, []

@@ -21,25 +21,25 @@ class ProfileError(ValueError):
 class EngineFigures:
     """One replica. A decode step of R rows that hold C tokens of context together takes
     ``step_s + row_s · R + context_token_s · C`` seconds, and computing the KV of a prompt token ``prefill_token_s``.
-    New tokens are reported every ``report_s``, and after ``end_s`` if a request ended and none waits for its slot."""
+    New tokens are reported every ``report_s``, or at once if a request ended and none waits for its slot."""
 
     step_s: float
     row_s: float
     context_token_s: float
     prefill_token_s: float
     report_s: float
-    end_s: float
 
 
 @dataclass(frozen=True)
 class TrainerFigures:
-    """All ``ranks`` together: a part of a batch with T tokens takes ``part_s + token_s · T`` seconds, and the end of a
-    step ``step_s``. Other numbers of ranks share the tokens. ``stage_s``: of the state for a checkpoint."""
+    """All ``ranks`` together: a step takes ``step_s``, each of its parts after the first ``part_s`` more, and each
+    token ``token_s``; a sample's tokens include its prompt's. Other numbers of ranks share the tokens. ``stage_s``: of
+    the state for a checkpoint."""
 
     ranks: int
+    step_s: float
     part_s: float
     token_s: float
-    step_s: float
     stage_s: float
 
 
@@ -108,6 +108,18 @@ class Profile:
     flush_s: float
     about: Mapping[str, Any] = field(default_factory=dict)
 
+    def check(self, parts: bool, checkpoints: bool, staged: bool) -> None:
+        """Raises ProfileError if it lacks what such a run needs: batches in parts, checkpoints, param_sync.staging
+        full."""
+        for needed, value, name in (
+            (parts, self.trainer.part_s, "trainer.part_s"),
+            (checkpoints, self.trainer.stage_s, "trainer.stage_s"),
+            (staged, self.sync.load_s, "sync.load_s"),
+        ):
+            if needed and math.isnan(value):
+                by = _MEASURED_BY[name.partition(".")[2]]
+                raise ProfileError(f"the profile lacks {name}, which this configuration needs; {by} measures it")
+
     def group(self, uid: str) -> GroupFigures:
         """The group that stands for group ``uid`` of a simulated run: the same in every run."""
         digest = hashlib.blake2b(uid.encode(), digest_size=8).digest()
@@ -119,7 +131,8 @@ class Profile:
 
     def write(self, path: Path) -> None:
         groups = [[g.prompt_tokens, [[s.reward, *s.turns] for s in g.samples]] for g in self.groups]
-        figures = {name: dataclasses.asdict(getattr(self, name)) for name in ("engine", "trainer", "sync")}
+        measured = lambda part: {k: v for k, v in dataclasses.asdict(part).items() if not math.isnan(v)}
+        figures = {name: measured(getattr(self, name)) for name in ("engine", "trainer", "sync")}
         rest = {"reward_s": self.reward_s, "flush_s": self.flush_s, "about": dict(self.about)}
         path.write_text(json.dumps({**figures, **rest, "groups": groups}) + "\n")
 
@@ -153,9 +166,11 @@ class Profile:
 _MEASURED_BY = {
     "context_token_s": "a run whose answers differ in length",
     "row_s": "a run in which the number of running requests changes, as at the end of each step at a threshold of 0",
+    "part_s": "a run whose batches come in parts, at a staleness threshold below 1",
     "stage_s": "a run that saved a checkpoint",
     "load_s": "a run with param_sync.staging=full",
 }
+_ONLY_SOME_NEED = frozenset({"part_s", "stage_s", "load_s"})
 
 
 def _figures(path: Path, found: Mapping[str, Any], part: str, kind: type) -> Any:
@@ -165,6 +180,8 @@ def _figures(path: Path, found: Mapping[str, Any], part: str, kind: type) -> Any
 
 def _number(path: Path, found: Mapping[str, Any], name: str, where: str = "") -> float:
     value = found.get(name)
+    if value is None and name in _ONLY_SOME_NEED:
+        return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
         by = _MEASURED_BY.get(name, "a finished run of at least three steps")
         raise ProfileError(f"{path}: {where}{name}: expected a number of at least 0, found {value!r}; {by} measures it")

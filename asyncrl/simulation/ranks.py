@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl.observability.telemetry.measured import TRAINER
+from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.manifest import Manifest, TensorSpec
 from asyncrl.param_sync.sender import SendPlan, SendReport
 from asyncrl.simulation.profile import Profile
 from asyncrl.trainer.mismatch import SamplerKL
-from asyncrl.types.groups import Group
+from asyncrl.types.groups import Group, computed_tokens
 
 _MANIFEST = Manifest((TensorSpec("weights", "float32", (1,)),))
 
@@ -19,7 +22,8 @@ _MANIFEST = Manifest((TensorSpec("weights", "float32", (1,)),))
 class SimulatedRanks:
     """Implements `asyncrl.trainer.protocols.Ranks` and `asyncrl.param_sync.session_protocol.SenderSession`."""
 
-    def __init__(self, profile: Profile, ranks: int) -> None:
+    def __init__(self, profile: Profile, ranks: int, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._figures, self._sync = profile.trainer, profile.sync
         self._token_s = profile.trainer.token_s * profile.trainer.ranks / ranks
         self.busy_s = 0.0  #: seconds in which they trained
@@ -34,18 +38,21 @@ class SimulatedRanks:
         part: int = 0,
         parts: int = 1,
     ) -> tuple[dict[str, float], list[SamplerKL]]:
-        groups = [Group.from_buffer(data) for data in payload]
-        tokens = sum(len(group.prompt_tokens) * len(group) + len(group.tokens) for group in groups)
-        seconds = self._figures.part_s + self._token_s * tokens
+        tokens = computed_tokens([Group.from_buffer(data) for data in payload])
+        seconds = self._token_s * tokens
+        if part:
+            seconds += self._figures.part_s
         if part == parts - 1:
             seconds += self._figures.step_s
         await asyncio.sleep(seconds)
+        TRAINER.observe(self._recorder, seconds, part == parts - 1, part > 0, tokens)
         self.busy_s += seconds
         self.tokens += tokens
         return {}, []
 
     async def stage(self) -> None:
-        await asyncio.sleep(self._figures.stage_s)
+        if not math.isnan(self._figures.stage_s):  # else only the last checkpoint is saved
+            await asyncio.sleep(self._figures.stage_s)
 
     async def write(self, path: Path) -> None: ...
     async def load(self, path: Path) -> None: ...

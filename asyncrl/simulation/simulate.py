@@ -5,15 +5,17 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from asyncrl.clock import now_s
 from asyncrl.config.checks import derive
 from asyncrl.config.schema import Config
 from asyncrl.data.order import PromptOrder
 from asyncrl.observability.efficiency import EfficiencyTracker
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.coordinator import ParameterSyncCoordinator
 from asyncrl.param_sync.replica_session import EngineSession
@@ -53,10 +55,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A simulated run. ``cpu_s``: what its control plane and the models took of this machine's time."""
+    """A simulated run. ``counters`` and ``groups``: what `asyncrl.observability.run_profile` makes a profile of.
+    ``cpu_s``: what its control plane and the models took of this machine's time."""
 
     config: Config
     steps: tuple[Step, ...]
+    counters: Mapping[str, float]
+    groups: Sequence[Any]
     samples_per_step: int
     cpu_s: float
 
@@ -117,14 +122,19 @@ def simulate(config: Config, profile: Profile) -> Simulation:
     the profile says. Raises the errors of the control plane, and `Stuck` if it would wait for ever."""
     if config.trainer.total_steps < 3:
         raise ValueError(f"trainer.total_steps: expected at least 3 to simulate, found {config.trainer.total_steps}")
+    profile.check(
+        parts=len(derive(config).parts) > 1,
+        checkpoints=bool(config.checkpoint.every_steps),
+        staged=config.param_sync.staging == "full",
+    )
     began_s = time.process_time()
     with tempfile.TemporaryDirectory(prefix="asyncrl-simulation-") as folder:
-        steps = run_virtually(lambda: _run(config, profile, Path(folder)))
+        seen = run_virtually(lambda: _run(config, profile, Path(folder)))
     samples = derive(config).groups_per_step * config.rollout.n
-    return Simulation(config, tuple(steps), samples, time.process_time() - began_s)
+    return Simulation(config, tuple(seen.steps), seen.counters, seen.groups, samples, time.process_time() - began_s)
 
 
-async def _run(config: Config, profile: Profile, folder: Path) -> list[Step]:
+async def _run(config: Config, profile: Profile, folder: Path) -> _Observer:
     derived, recorder, rollout = derive(config), Recorder("simulation"), config.rollout
     admission = Admission(derived.groups_per_version, derived.staleness_threshold, derived.total_groups)
     options = config.async_training
@@ -137,7 +147,7 @@ async def _run(config: Config, profile: Profile, folder: Path) -> list[Step]:
         max_attempts=rollout.max_attempts,
     )
     engines = {f"replica/{i}": SimulatedEngine(profile, rollout.engine.slots) for i in range(rollout.replicas)}
-    router = Router(engines, is_death=lambda _: False)
+    router = Router(engines, lambda _: False, recorder)
     tokenizer = SimulatedTokenizer(profile)
     maker = SampleMaker(
         config,
@@ -155,7 +165,7 @@ async def _run(config: Config, profile: Profile, folder: Path) -> list[Step]:
     sessions = {
         name: EngineSession(name, engine, SimulatedReceiver(name, profile.sync)) for name, engine in engines.items()
     }
-    ranks = SimulatedRanks(profile, config.trainer.ranks)
+    ranks = SimulatedRanks(profile, config.trainer.ranks, recorder)
     sync = ParameterSyncCoordinator(
         replace(config.param_sync, pause=derived.pause), {"trainer/0": ranks}, sessions, router.set_routable, recorder
     )
@@ -178,7 +188,7 @@ async def _run(config: Config, profile: Profile, folder: Path) -> list[Step]:
         pacer, limit = GenerationPacer(rollout.engine.slots), router.set_max_running_requests
         beside.append(run_pacer(pacer, queue, lambda: loop.blocked_s, limit))
     await together(trainer.run(), beside)
-    return observer.steps
+    return observer
 
 
 class _Observer:
@@ -189,11 +199,15 @@ class _Observer:
     ) -> None:
         self._ranks, self._engines, self._queue, self._recorder = ranks, engines, queue, recorder
         self.steps: list[Step] = []
+        self.counters: Counter[str] = Counter()
+        self.groups: list[Any] = []
 
     async def on_version(self, progress: Progress) -> None: ...
 
     async def on_step(self, progress: Progress, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        self._recorder.drain()
+        batch = self._recorder.drain()
+        self.counters.update(batch.counters)
+        self.groups += batch.profiled
         all_metrics = {**metrics, **await self._queue.stats()}
         engines = self._engines.values()
         step = Step(

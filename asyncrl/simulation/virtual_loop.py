@@ -7,7 +7,7 @@ import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from asyncrl import clock
+from asyncrl.observability.telemetry import clock
 
 T = TypeVar("T")
 

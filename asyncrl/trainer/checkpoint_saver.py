@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from asyncrl.config.schema import CheckpointConfig
+from asyncrl.observability.telemetry.clock import now_s
+from asyncrl.observability.telemetry.measured import STAGES, note
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.processes.tasks import cancelled, within
 from asyncrl.trainer.checkpoints import CheckpointMetadata, CheckpointStore
@@ -59,7 +61,9 @@ class CheckpointSaver:
         )
         with self._recorder.span("trainer/checkpoint_wait", step=progress.step):
             partial = self._checkpoints.begin(progress.step)
+            began_s = now_s()
             await self._ranks.stage()
+            note(self._recorder, STAGES, now_s() - began_s)
             if options.export_hf == "all" or (options.export_hf == "final" and last):
                 await self._ranks.export_hf(partial / "hf")
             what = f"the write of the checkpoint of step {progress.step} (checkpoint.timeout_s)"

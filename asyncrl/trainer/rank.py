@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.schema import Config
+from asyncrl.observability.telemetry.clock import now_s
+from asyncrl.observability.telemetry.measured import TRAINER
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.manifest import Manifest
 from asyncrl.trainer.backends.base import BACKENDS, Backend, NonFiniteError, TrainBatch
@@ -29,7 +31,7 @@ from asyncrl.trainer.batches import (
 from asyncrl.trainer.mismatch import SamplerKL
 from asyncrl.trainer.objective import Objective, Source, effective_sample_size
 from asyncrl.trainer.sampler_kl import take_sampler_kl, with_sampler_kl
-from asyncrl.types.groups import Group
+from asyncrl.types.groups import Group, computed_tokens
 from asyncrl.types.samples import FinishReason
 from asyncrl.types.versions import Sampler
 
@@ -92,17 +94,23 @@ class TrainerRank:
 
         The last call returns metrics of the whole batch, equal on all ranks; the others nothing. Raises NonFiniteError,
         which names the step; earlier optimizer steps of the batch have been taken, so restart from a checkpoint."""
-        last = part == parts - 1
+        last, began_s = part == parts - 1, now_s()
         with self._recorder.span("trainer/step", step=step):
             if part == 0:
                 self._sum, self._waiting = GradientSum(), []
             groups = [Group.from_buffer(data) for data in buffers]
             one_step = parts > 1 or len(groups) <= self._config.trainer.mini_batch_groups
+            metrics: dict[str, float] = {}
             if self._in_parts and one_step:
                 self._add(self._sum, groups, mask_before, version, parts)
-                return self._take_step(step, self._sum) if last else {}
-            self._waiting += groups
-            return self._train_whole(step, self._waiting, mask_before, version) if last else {}
+                if last:
+                    metrics = self._take_step(step, self._sum)
+            else:
+                self._waiting += groups
+                if last:
+                    metrics = self._train_whole(step, self._waiting, mask_before, version)
+        TRAINER.observe(self._recorder, now_s() - began_s, last, part > 0, computed_tokens(groups))
+        return metrics
 
     def _add(
         self, total: GradientSum, groups: list[Group], mask_before: int | None, version: float, parts: int

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from asyncrl.clock import now_s
 from asyncrl.config.schema import Config
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.trainer.checkpoints import CheckpointStore
 from asyncrl.trainer.progress import Progress

@@ -269,6 +269,11 @@ def _concat(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
     return np.concatenate([np.asarray(p, dtype=dtype) for p in parts]) if parts else np.empty(0, dtype)
 
 
+def computed_tokens(groups: Iterable[Group]) -> int:
+    """Tokens that a training pass computes: of each sequence its response and its part of the prompt."""
+    return sum(int(group.prefix.sum()) + len(group.tokens) for group in groups)
+
+
 def groups_digest(uids: Iterable[str], before: int = 0) -> int:
     """64-bit digest of a set of groups, in any order. ``before``: digest of those to which ``uids`` are added."""
     return (before + sum(xxhash.xxh3_64_intdigest(uid.encode()) for uid in uids)) % 2**64

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, TextIO
 
-from asyncrl.clock import now_s
 from asyncrl.config.schema import DeadlinesConfig
 from asyncrl.observability.number_format import json_numbers, short_number, short_seconds
 from asyncrl.observability.sinks.base import Sink, SinkSpec
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.recorder import Batch
 
 _HEADER_EVERY = 25  # lines

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.clock import unix_s
 from asyncrl.observability.number_format import json_numbers
 from asyncrl.observability.sinks.base import Sink, SinkSpec
+from asyncrl.observability.telemetry.clock import unix_s
 
 METRICS_FILE = "metrics.jsonl"
 

@@ -13,11 +13,11 @@ from typing import Any
 from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from asyncrl.clock import now_s
 from asyncrl.config.load import ConfigError
 from asyncrl.config.schema import Config
 from asyncrl.observability.number_format import json_numbers
 from asyncrl.observability.sinks.base import Sink, SinkSpec
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.recorder import Batch
 
 PREFIX = "asyncrl_"

@@ -7,10 +7,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from asyncrl.clock import now_s, unix_s
 from asyncrl.observability.number_format import is_number, json_number
 from asyncrl.observability.sinks.base import Sink, SinkSpec
 from asyncrl.observability.sinks.jsonl import JsonlFile, read_jsonl
+from asyncrl.observability.telemetry.clock import now_s, unix_s
 from asyncrl.observability.telemetry.recorder import Batch, Span
 
 SPANS_FILE = "spans.jsonl"

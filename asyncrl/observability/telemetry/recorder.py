@@ -21,9 +21,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from asyncrl.clock import now_s
+from asyncrl.observability.telemetry.clock import now_s
 
 MAX_FAILURES = 4  # failed samples kept between two drains
+MAX_PROFILED = 32  # groups whose shape is kept between two drains
 
 
 class Span(NamedTuple):
@@ -62,6 +63,7 @@ class Batch:
     counters: dict[str, float] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
+    profiled: list[Any] = field(default_factory=list)
 
 
 class Recorder:
@@ -78,6 +80,7 @@ class Recorder:
         self._counters: dict[str, float] = {}
         self._gauges: dict[str, float] = {}
         self._failures: list[Failure] = []
+        self._profiled: list[Any] = []
 
     def begin(self, name: str, **args: Any) -> int:
         """Starts a span that ends elsewhere; returns the token for `end`."""
@@ -124,12 +127,21 @@ class Recorder:
         with self._lock:
             self._failures.append(failure)
 
+    def profiled(self, group: Any) -> None:
+        """Keep a finished group's shape for the run's profile, as a JSON value; those after `MAX_PROFILED` are left
+        out."""
+        with self._lock:
+            if len(self._profiled) < MAX_PROFILED:
+                self._profiled.append(group)
+
     def drain(self) -> Batch:
         at = now_s()
         with self._lock:
             still_open = [Span(self.actor, name, start, at, args) for name, start, args in self._open.values()]
-            batch = Batch(self.actor, self._spans, still_open, self._counters, dict(self._gauges), self._failures)
-            self._spans, self._counters, self._failures = [], {}, []
+            batch = Batch(
+                self.actor, self._spans, still_open, self._counters, dict(self._gauges), self._failures, self._profiled
+            )
+            self._spans, self._counters, self._failures, self._profiled = [], {}, [], []
         return batch
 
     def _append(self, span: Span) -> None:

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from asyncrl.clock import now_s
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.param_sync.buckets import Filled, TensorPart, aligned_capacity
 from asyncrl.param_sync.device_ranges import works_on
 from asyncrl.param_sync.transports.base import NoReaders

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.clock import now_s
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.param_sync.buckets import Bucket, DestinationOf, TensorPart
 from asyncrl.param_sync.device_ranges import works_on
 from asyncrl.param_sync.errors import BucketKey, SyncError

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from asyncrl.clock import now_s
 from asyncrl.config.schema import Config
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.param_sync.buckets import aligned_capacity
 from asyncrl.param_sync.device_ranges import works_on
 from asyncrl.param_sync.errors import BucketKey

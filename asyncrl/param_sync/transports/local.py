@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from asyncrl.clock import now_s
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.param_sync.buckets import Bucket, DestinationOf, Filled, TensorPart
 from asyncrl.param_sync.errors import BucketKey, SyncError
 from asyncrl.param_sync.transports.base import NoReaders

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.clock import now_s
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.param_sync.buckets import aligned_capacity
 from asyncrl.param_sync.errors import BucketKey
 from asyncrl.param_sync.transports.base import MIB, Transport

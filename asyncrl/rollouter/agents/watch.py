@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from asyncrl.clock import now_s
+from asyncrl.observability.telemetry.clock import now_s
 
 
 class AgentWatch:

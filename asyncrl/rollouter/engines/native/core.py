@@ -22,8 +22,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from asyncrl.clock import now_s
 from asyncrl.models.device_copy import on_device
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.rollouter.engine_metrics import count_prompt
 from asyncrl.rollouter.engines.admission import why_impossible

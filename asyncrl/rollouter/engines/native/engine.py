@@ -23,10 +23,10 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 
-from asyncrl.clock import now_s
 from asyncrl.config.schema import EngineConfig, LoraConfig, MTPConfig
 from asyncrl.cpu.priority import give_way
 from asyncrl.models.checkpoint import check_checkpoint
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.digest import digest_tensors
 from asyncrl.param_sync.manifest import Role
