@@ -240,7 +240,7 @@ def test_a_profile_survives_its_file(tmp_path):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda p: p["engine"].pop("row_s"), r"engine.row_s: .* found None; a run in which the number of running"),
+        (lambda p: p["engine"].pop("row_s"), r"engine.row_s: .* found None; a finished run of at least three steps"),
         (lambda p: p["trainer"].update(stage_s="1"), r"trainer.stage_s: .* found '1'; a run that saved a checkpoint"),
         (lambda p: p.update(reward_s=-1), r"reward_s: expected a number of at least 0, found -1"),
         (lambda p: p.pop("sync"), r"sync: expected a JSON object, found None; a finished run of at least three steps"),
@@ -285,10 +285,17 @@ def test_a_fit_finds_what_the_observations_determine():
     fit, recorder, numbers = LinearFit("fit", ("a", "b", "never", "c", "d")), Recorder("x"), np.random.default_rng(0)
     for _ in range(50):
         a, b, c = numbers.random(3)
-        fit.observe(recorder, 2 * a + 3 * b + 0 * c, a, b, 0.0, c, 7 * c)
-    found = fit.coefficients(recorder.drain().counters)
-    assert found == {"a": pytest.approx(2), "b": pytest.approx(3)}  # c and d cannot be told apart
+        fit.observe(recorder, 2 * a + 3 * b + 5 * c, a, b, 0.0, c, 7 * c)
+    counters = recorder.drain().counters
+    found = fit.coefficients(counters)
+    assert found["a"] == pytest.approx(2, rel=1e-3)
+    assert found["b"] == pytest.approx(3, rel=1e-3)
+    assert found["c"] + 7 * found["d"] == pytest.approx(5, rel=1e-3)
+    assert found["c"] == pytest.approx(7 * found["d"])
+    assert fit.not_told_apart(counters) == ["c", "d"]
+    assert "never" not in found
     assert fit.coefficients({}) == {}
+    assert fit.not_told_apart({}) == []
 
 
 def test_a_fit_has_no_negative_coefficient():

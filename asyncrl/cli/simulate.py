@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--steps: expected at least 3, since the first two begin with empty pools; found {args.steps}")
     try:
         config = load_config(args.config, [*args.overrides, f"trainer.total_steps={args.steps}"])
-        simulation = simulate(config, Profile.read(args.profile))
+        profile = Profile.read(args.profile)
+        simulation = simulate(config, profile)
     except ConfigError as e:
         for problem in e.problems:
             print(f"config: {problem}", file=sys.stderr)
@@ -52,6 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ProfileError as e:
         print(e, file=sys.stderr)
         return 2
+    if unsure := profile.about.get("not_told_apart"):
+        print(
+            f"only the sum of {', '.join(unsure)} is known: expect errors where the number of running requests differs "
+            "from the profile's; a run in which it changes, as at a staleness threshold of 0, tells them apart",
+            file=sys.stderr,
+        )
     figures = simulation.figures()
     for name, (what, unit) in _ROWS.items():
         print(f"{what:28}{figures[name]:>12.4g} {unit}")

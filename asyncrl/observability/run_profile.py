@@ -37,6 +37,11 @@ def run_profile(
         "replicas": config.rollout.replicas,
         "slots": config.rollout.engine.slots,
         "staleness_threshold": config.async_training.staleness_threshold,
+        "not_told_apart": [
+            f"{part}.{term}"
+            for part, fit in (("engine", ENGINE), ("trainer", TRAINER))
+            for term in fit.not_told_apart(counters)
+        ],
     }
     return {**found, "about": about, "groups": list(groups)}
 

@@ -164,8 +164,6 @@ class Profile:
 
 #: which run measures what a profile may lack
 _MEASURED_BY = {
-    "context_token_s": "a run whose answers differ in length",
-    "row_s": "a run in which the number of running requests changes, as at the end of each step at a threshold of 0",
     "part_s": "a run whose batches come in parts, at a staleness threshold below 1",
     "stage_s": "a run that saved a checkpoint",
     "load_s": "a run with param_sync.staging=full",

@@ -17,6 +17,7 @@ from asyncrl.observability.telemetry.recorder import Recorder
 
 _TOLD_APART = 1e-3  # least eigenvalue of the terms' cosines: below it, some terms were in proportion to others
 _INVOLVED = 0.1  # least part of a term in such a proportion
+_EQUAL = 1e-9
 
 
 @dataclass(frozen=True)
@@ -33,31 +34,36 @@ class LinearFit:
                 recorder.count(f"{self.name}/{i}/{j}", a * terms[j])
 
     def coefficients(self, counters: Mapping[str, float]) -> dict[str, float]:
-        """Those that the observations determine: no term that was always 0, nor those that were always in proportion
-        to each other."""
+        """Of the terms that were not always 0. Terms that could not be told apart share what they explain together."""
+        present, products, values, scale = self._sums(counters)
+        return {self.terms[i]: float(x) for i, x in zip(present, _least_squares(products, values) / scale, strict=True)}
+
+    def not_told_apart(self, counters: Mapping[str, float]) -> list[str]:
+        """Terms that were always in proportion to others: only what they explain together is known."""
+        present, products, _, _ = self._sums(counters)
+        sizes, directions = np.linalg.eigh(products)
+        alike = (np.abs(directions[:, sizes < _TOLD_APART]) > _INVOLVED).any(axis=1)
+        return [self.terms[i] for i, also in zip(present, alike, strict=True) if also]
+
+    def _sums(self, counters: Mapping[str, float]) -> tuple[list[int], np.ndarray, np.ndarray, np.ndarray]:
+        """Of the terms that were not always 0: indices, their products with each other and with the value, [N, N] and
+        [N], in units of their root sums of squares, [N]."""
         count = len(self.terms)
         at = lambda i, j: counters.get(f"{self.name}/{min(i, j)}/{max(i, j)}", 0.0)
         products = np.array([[at(i, j) for j in range(count)] for i in range(count)])
         values = np.array([counters.get(f"{self.name}/{i}", 0.0) for i in range(count)])
         present = [i for i in range(count) if products[i, i] > 0]
-        if not present:
-            return {}
         scale = np.sqrt(np.diag(products)[present])
-        cosines, target = products[np.ix_(present, present)] / np.outer(scale, scale), values[present] / scale
-        lengths, directions = np.linalg.eigh(cosines)
-        alike = (np.abs(directions[:, lengths < _TOLD_APART]) > _INVOLVED).any(axis=1)
-        found = _least_squares(cosines, target) / scale
-        return {self.terms[i]: float(found[k]) for k, i in enumerate(present) if not alike[k]}
+        return present, products[np.ix_(present, present)] / np.outer(scale, scale), values[present] / scale, scale
 
 
 def _least_squares(products: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The non-negative x of least xᵀ ``products`` x − 2 ``values`` x, by trying which of the few are 0."""
-    count = len(values)
-    best, least = np.zeros(count), 0.0
-    for used in itertools.product((False, True), repeat=count):
-        mask = np.array(used)
-        x = np.zeros(count)
-        x[mask] = np.linalg.lstsq(products[np.ix_(mask, mask)], values[mask], rcond=None)[0]
-        if (x >= 0).all() and (loss := x @ products @ x - 2 * values @ x) < least:
+    """The non-negative x of least xᵀ ``products`` x − 2 ``values`` x, by trying which of the few are 0; of equal ones
+    the one with the most terms."""
+    count, best, least = len(values), np.zeros(len(values)), 0.0
+    for used in sorted(itertools.product((True, False), repeat=count), key=sum, reverse=True):
+        mask, x = np.array(used, bool), np.zeros(count)
+        x[mask] = np.linalg.lstsq(products[np.ix_(mask, mask)], values[mask], rcond=_TOLD_APART)[0]
+        if (x >= 0).all() and (loss := x @ products @ x - 2 * values @ x) < least - _EQUAL * abs(least):
             best, least = x, loss
     return best
