@@ -20,7 +20,7 @@ RECENT = 0.2  # weight of a step in the running means
 class EfficiencyTracker:
     """Metrics of each train step by ``step(...)``, and of the whole run by ``figures()``.
 
-    ``trainer`` and ``rollout``: size of each pool in ``unit``, CPU or GPU."""
+    ``trainer`` and ``rollout``: size of each pool in ``unit``, such as CPU or GPU."""
 
     trainer: float
     rollout: float
@@ -87,7 +87,7 @@ class EfficiencyTracker:
         # Work is busy time × resources: a split in proportion to the work balances the pools.
         work, total = self.train_s * self.trainer, self.trainer + self.rollout
         trainer = total * work / (work + self.rollout_s * self.rollout)
-        if self.unit == "GPU":
+        if self.unit != "CPU":  # which are divided
             trainer = min(max(round(trainer), 1), total - 1)
         return (
             f"{slower} is the bottleneck, {faster} could do {most / least:.2g} times as much: {times}; of {total:g} "

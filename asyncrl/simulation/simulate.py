@@ -88,7 +88,7 @@ class Simulation:
     def advice(self) -> str:
         """What binds, in one line."""
         trainer, rollout = self.config.trainer, self.config.rollout
-        pools = EfficiencyTracker(trainer.ranks, rollout.replicas, "GPU")
+        pools = EfficiencyTracker(trainer.ranks, rollout.replicas, "actor")
         tokens = self._passed("generated")
         pools.step(
             self._passed("at_s"),
