@@ -13,6 +13,8 @@ shared memory the median is also over several launches, since read speed depends
 - ``gloo_fraction_of_broadcast``: throughput of a transfer over gloo into live parameters, tensor digests included, over
   that of a bare gloo broadcast of one flat tensor of that size; ``…_checksummed``: also with the checksum of every
   bucket on both sides.
+- ``session_over_floor``: a whole session between the quickstart's trainer rank and engine, idle in their Ray actors,
+  over a copy of its weights and as many empty calls, one after the other, as the session makes.
 - ``rolling_pause_ratio``: pause of a replica in a rolling update of four, over that of a single replica. The sender
   writes the weights once for all replicas.
 """
@@ -50,6 +52,7 @@ from asyncrl.param_sync.transports.shared_memory import SharedMemoryWriter
 from asyncrl.param_sync.weight_receiver import LocalReceiver
 from asyncrl.types.versions import PolicyVersion
 from benchmarks.remote import Remote
+from benchmarks.sync_session import session_times
 
 Tensors = dict[str, torch.Tensor]
 MIB = 1024 * 1024
@@ -337,6 +340,7 @@ def main() -> None:
     gloo.close()
     bare.close()
 
+    session = session_times(3 * args.rounds)
     counts = (1, 2, 4)
     pauses = [pause_s(asyncio.run(rolling(n, args.mib, bucket_bytes, args.rounds))) for n in counts]
 
@@ -355,12 +359,16 @@ def main() -> None:
     print(f"{'':42}{'ms':>10}{'GB/s':>10}")
     for name, size, seconds in rows:
         print(f"{name:42}{seconds * 1e3:10.1f}{size / seconds / 1e9:10.2f}")
+    phases = ", ".join(f"{phase} {seconds * 1e3:.1f}" for phase, seconds in session.phases_s.items())
+    print(f"{'a session of the quickstart':42}{session.session_s * 1e3:10.1f}  {phases}")
+    print(f"{'its copy; its calls, empty':42}{session.copy_s * 1e3:10.1f}{session.calls_s * 1e3:10.1f}")
     figures = {
         "shm_fraction_of_memcpy": memcpy_s / plain_s,
         "shm_fraction_of_memcpy_checksummed": memcpy_s / checked_s,
         "bucketed_over_per_tensor": single_s / bucketed_s,
         "gloo_fraction_of_broadcast": bare_s / gloo_s,
         "gloo_fraction_of_broadcast_checksummed": bare_s / gloo_checked_s,
+        "session_over_floor": session.session_s / (session.copy_s + session.calls_s),
         "rolling_pause_ratio": pauses[-1] / pauses[0],
     }
     print("\n" + json.dumps({name: round(value, 3) for name, value in figures.items()}))

@@ -5,6 +5,8 @@ Shape suffixes: S slots, K key/value heads, L context tokens, D head_dim, M hidd
 
 from __future__ import annotations
 
+import math
+import mmap
 from typing import NamedTuple
 
 import torch
@@ -80,8 +82,7 @@ class KVCache:
         """Allocate again, with nothing cached; no effect if allocated."""
         if self._data is not None:
             return
-        data = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
-        hidden = torch.zeros(self._hidden_shape, dtype=self._dtype, device=self._device)
+        data, hidden = (_zeros(shape, self._dtype, self._device) for shape in (self._shape, self._hidden_shape))
         self._data, self._hidden = data, hidden
         self.keys, self.values = list(data[:, 0].unbind(0)), list(data[:, 1].unbind(0))
         self.hidden = list(hidden.unbind(0))
@@ -112,3 +113,11 @@ class KVCache:
         assert self._hidden is not None
         self._data[:, :, slot, :, :tokens] = saved.kv[:, :, :, :tokens]
         self._hidden[:, slot, :tokens] = saved.hidden[:, :tokens]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory of zeros. On a CPU the system makes each page when it is first written, so what is never used costs
+    neither time nor memory."""
+    if device.type != "cpu" or not (nbytes := math.prod(shape) * dtype.itemsize):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(shape)
