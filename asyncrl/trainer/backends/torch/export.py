@@ -37,9 +37,10 @@ class ShardedWeights:
         """Shards are converted before they are gathered, so a bfloat16 export moves half the bytes."""
         for name, parameter in self._model.module.named_parameters():
             if any(map(wanted, self._parts[name])):
-                # a single rank holds it all, and each operation on a DTensor takes a tenth of a millisecond
-                held = isinstance(parameter, DTensor) and parameter.device_mesh.size() == 1
-                tensor = (parameter.to_local() if held else parameter).detach().to(dtype)
+                tensor: Tensor = parameter
+                if isinstance(tensor, DTensor) and tensor.device_mesh.size() == 1:
+                    tensor = tensor.to_local()  # each operation on a DTensor takes a tenth of a millisecond
+                tensor = tensor.detach().to(dtype)
                 tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
                 if self._rank == 0:
                     parts = {name: tensor} if (files := self._files[name]) is None else files.of(name, tensor)
