@@ -501,3 +501,21 @@ async def test_each_replica_gets_a_changed_scheduling_once_and_so_does_its_repla
     await settle()
     assert new.schedulings == b.schedulings == [both, Scheduling(max_running_requests=3), Scheduling()]
     task.cancel()
+
+
+async def test_a_new_group_goes_to_the_replica_with_the_fewest_tokens_whatever_happened_before():
+    numbers = np.random.default_rng(0)
+    names = [f"replica/{i}" for i in range(7)]
+    router = Router(dict.fromkeys(names), is_death)
+    for _ in range(3000):
+        replica = router._replicas[numbers.choice(names)]
+        match numbers.integers(4):
+            case 0 | 1:
+                replica.outstanding_tokens += int(numbers.integers(1, 5))
+            case 2:
+                replica.outstanding_tokens -= int(numbers.integers(0, replica.outstanding_tokens + 1))
+                router._load_fell(replica)
+            case 3 if numbers.random() < 0.1:
+                await router.set_routable(numbers.choice(names, numbers.integers(1, 8), replace=False).tolist())
+        least = min(router._routable, key=lambda name: (router._replicas[name].outstanding_tokens, name))
+        assert router._least_loaded(router._routable) == least

@@ -243,6 +243,8 @@ class RolloutLoop:
         success = float(np.mean([s.succeeded for s in samples])) if samples else None
         if intact:  # before the queue knows, and so before a version is published that follows
             self._prompts.ended(prompt.uid, success)
+            if not failed:
+                self._profile(tokens, samples, group, now_s() - times["generated_s"])
         if intact and (reason := self._drop_policy.reason(samples, failed)):
             self._count(prompt, samples)
             self._drops.add(Drop(prompt.uid, reason, success))
@@ -258,8 +260,6 @@ class RolloutLoop:
         # the queue also answers None for a group that it ignores: a repeated call, or one that was overdue
         if (refusal := await self._hand_over(whole)) is None and intact:
             self._count(prompt, samples)
-            self._profile(tokens, samples, group)
-            note(self._recorder, REWARDS, times["finished_s"] - times["generated_s"])
             self._drop_policy.accepted()
         return refusal
 
@@ -306,8 +306,9 @@ class RolloutLoop:
             if not group.answer.done():  # else its task was cancelled
                 group.answer.set_result(refusals.get(group.uid))
 
-    def _profile(self, tokens: np.ndarray, samples: Sequence[Sample], group: InFlightGroup) -> None:
-        """Keep the group's shape for the run's profile, see `asyncrl.simulation.profile`."""
+    def _profile(self, tokens: np.ndarray, samples: Sequence[Sample], group: InFlightGroup, scoring_s: float) -> None:
+        """Keep the group's shape for the run's profile, see `asyncrl.simulation.profile`, before any filter."""
+        note(self._recorder, REWARDS, scoring_s)
         shapes = [[float(s.reward or 0.0), *group.samples[s.index].turns] for s in samples]
         if all(len(shape) > 1 for shape in shapes):
             self._recorder.profiled([len(tokens), shapes])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import heapq
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -129,6 +130,9 @@ class Router:
         self._replicas = {name: _Replica(name, client) for name, client in replicas.items()}
         self._is_death = is_death
         self._routable = set(replicas)
+        #: heap of (tokens, name): of each routable replica an entry with no more than its outstanding tokens
+        self._loads: list[tuple[int, str]] = []
+        self._weigh()
         self._assigned: dict[str, _ActiveRequest] = {}  # to a replica, by the id sent there
         self._waiting: dict[_ActiveRequest, None] = {}  # for a routable replica, in order
         self._scheduling = Scheduling()
@@ -187,6 +191,7 @@ class Router:
         """Route to these replicas only, except lost ones; requests on other replicas migrate to them."""
         self._check_known(names)
         self._routable = {name for name in names if not self._replicas[name].lost}
+        self._weigh()
         for name in self._routable:
             self._replicas[name].last_event_s = now_s()  # a sync may have kept it silent
         self._reroute()
@@ -256,7 +261,7 @@ class Router:
             return
         name = self._group_replica.get(group)
         if name not in routable:
-            name = min(sorted(routable), key=lambda name: self._replicas[name].outstanding_tokens)
+            name = self._least_loaded(routable)
         replica = self._replicas[name]
         self._group_replica[group] = replica.name
         active.replica = replica
@@ -273,6 +278,28 @@ class Router:
                 if other.request.group != group:
                     self._migrate(other, abort=True)
 
+    def _least_loaded(self, routable: set[str]) -> str:
+        """The one with the fewest outstanding tokens, of equals the first by name."""
+        if routable is not self._routable:  # a suspect is served
+            return min(routable, key=lambda name: (self._replicas[name].outstanding_tokens, name))
+        while True:
+            tokens, name = self._loads[0]
+            if name not in routable:
+                heapq.heappop(self._loads)
+            elif tokens == (now := self._replicas[name].outstanding_tokens):
+                return name
+            else:
+                heapq.heapreplace(self._loads, (now, name))
+
+    def _load_fell(self, replica: _Replica) -> None:
+        heapq.heappush(self._loads, (replica.outstanding_tokens, replica.name))
+        if len(self._loads) > 4 * len(self._routable) + 64:
+            self._weigh()
+
+    def _weigh(self) -> None:
+        self._loads = [(self._replicas[name].outstanding_tokens, name) for name in self._routable]
+        heapq.heapify(self._loads)
+
     def _detach(self, active: _ActiveRequest, abort: bool) -> None:
         """Take the request from its replica; ``abort``: unless it has finished there, abort it."""
         replica, active.replica, active.begun = active.replica, None, False
@@ -282,6 +309,7 @@ class Router:
         del self._assigned[active.id]
         replica.assigned -= 1
         replica.outstanding_tokens -= active.outstanding
+        self._load_fell(replica)
         if abort:
             replica.aborts.append(active.id)
             replica.unsent.set()
@@ -363,6 +391,7 @@ class Router:
             for e, id in enumerate(batch.ids):
                 if (active := self._assigned.get(id)) is not None:
                     self._apply(active, batch, e)
+            self._load_fell(replica)
 
     def _observe(self, recorder: Recorder, replica: _Replica, batch: EventBatch, seconds: float) -> None:
         """Count what a busy engine did in the ``seconds`` since its last report, for the run's profile."""

@@ -216,8 +216,8 @@ class SampleQueue:
         if self._over:
             return
         self._check_holder(holder)
-        current = {group.uid: group.attempt for group in self._table.in_state(IN_FLIGHT)}
-        if parts := [part for part in parts if current.get(part.uid) == part.attempt]:
+        known = ((part, self._table.open.get(part.uid)) for part in parts)
+        if parts := [p for p, g in known if g is not None and (g.state, g.attempt) == (IN_FLIGHT, p.attempt)]:
             await self._records.snapshot(parts)
 
     async def overdue(self, holder: int = 0) -> list[str]:

@@ -14,7 +14,7 @@ no threads, an injected clock. Groups that are dropped or final leave the table 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from asyncrl.observability.telemetry.clock import unix_s
 from asyncrl.sample_queue.records import DROPPED, IN_FLIGHT, LEASED, QUEUED, TRAINED, Changes, GroupRecord, Recovered
@@ -41,6 +41,7 @@ class GroupTable:
         self._changes, self._clock = changes, clock
         #: groups in flight, queued or leased, in the order of issue
         self.open = {group.uid: group for group in found.groups if group.state != TRAINED}
+        self.leased = {group.uid: group for group in found.groups if group.state == LEASED}  #: also in ``open``
         self._trained = {group.uid: group for group in found.groups if group.state == TRAINED}  # provisionally
         self._final = found.final
         self.issued, self.last_uid = found.issued, found.last_uid
@@ -68,12 +69,12 @@ class GroupTable:
         """Open groups in this state, in the order of issue."""
         return [group for group in self.open.values() if group.state == state]
 
-    def waiting(self) -> list[GroupRecord]:
+    def waiting(self) -> Iterator[GroupRecord]:
         """Groups in flight or queued, in the order of issue."""
-        return [group for group in self.open.values() if group.state != LEASED]
+        return (group for group in self.open.values() if group.state != LEASED)
 
     def leased_to(self, step: int) -> list[GroupRecord]:
-        return [group for group in self.in_state(LEASED) if group.step == step]
+        return [group for group in self.leased.values() if group.step == step]
 
     def has_trained(self, step: int) -> bool:
         """True if the groups of ``step`` are in the weights."""
@@ -191,7 +192,7 @@ class GroupTable:
 
     def _undone_by_rollback(self, step: int) -> list[GroupRecord]:
         later = [group for group in self._trained.values() if group.step is not None and group.step > step]
-        return self.in_state(LEASED) + later
+        return [*self.leased.values(), *later]
 
     def _requeue(self, group: GroupRecord) -> None:
         self._set(
@@ -226,3 +227,7 @@ class GroupTable:
         else:
             self._trained.pop(uid, None)
             self.open[uid] = group
+        if group.state == LEASED:
+            self.leased[uid] = group
+        else:
+            self.leased.pop(uid, None)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
 from typing import Literal
 
 from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.group_state import GroupTable, QueueError
 from asyncrl.sample_queue.messages import Ticket
-from asyncrl.sample_queue.records import IN_FLIGHT, LEASED, QUEUED, GroupRecord
+from asyncrl.sample_queue.records import IN_FLIGHT, QUEUED, GroupRecord
 from asyncrl.sample_queue.versions import VersionTable
 from asyncrl.types.versions import PolicyVersion
 
@@ -76,12 +77,12 @@ class Schedule:
     def next_batch(self, count: int) -> list[GroupRecord] | None:
         """The ``count`` groups of the next step; None until all of them are finished."""
         waiting = self._table.waiting()  # in the order of issue
-        if self._order == "fifo":
-            taken = waiting[:count]
-        else:
-            waiting = self.in_training_order(waiting)
-            taken = [group for group in waiting if group.state == QUEUED][:count]
-        if len(taken) < count or any(group.state != QUEUED for group in taken):
+        if self._order == "fifo":  # asked after each change of the queue: looks at no more than the batch
+            taken = list(islice(waiting, count))
+            return taken if len(taken) == count and all(group.state == QUEUED for group in taken) else None
+        waiting = self.in_training_order(waiting)
+        taken = [group for group in waiting if group.state == QUEUED][:count]
+        if len(taken) < count:
             return None
         if self._keeps_deadlines:
             chosen = {group.seq for group in taken}
@@ -90,7 +91,7 @@ class Schedule:
                 return None  # a group in flight must come first
         return taken
 
-    def in_training_order(self, groups: Sequence[GroupRecord]) -> list[GroupRecord]:
+    def in_training_order(self, groups: Iterable[GroupRecord]) -> list[GroupRecord]:
         if self._order == "fifo":
             return sorted(groups, key=lambda group: group.seq)
         return sorted(groups, key=lambda group: (self._deadline(group), group.seq))
@@ -138,4 +139,4 @@ class Schedule:
 
     def _consumed(self, current: PolicyVersion) -> int:
         """Groups of the current version that are trained or leased."""
-        return self._table.trained - self._versions.served[current] + len(self._table.in_state(LEASED))
+        return self._table.trained - self._versions.served[current] + len(self._table.leased)

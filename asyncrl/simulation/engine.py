@@ -139,13 +139,10 @@ class SimulatedEngine:
                 self._empty.clear()
                 await self._empty.wait()
             self._draining = False
-        elif mode == "abort":
-            ids = [*self._running, *(request.id for request in self._waiting)]
-            self._advance()
-            self._paused = True
-            await self.abort(ids)
         self._advance()
         self._paused = True
+        if mode == "abort":
+            await self.abort([*self._running, *(request.id for request in self._waiting)])
         self._continue()
         await asyncio.sleep(self._profile.sync.pause_s)
         return held

@@ -37,7 +37,7 @@ from asyncrl.trainer.checkpoints import CheckpointStore
 from asyncrl.trainer.loop import TrainLoop
 from asyncrl.trainer.progress import Progress
 
-_PROMPTS = 8192  # of an epoch
+_PROMPTS = 8192  # of each of endless epochs
 _WARM_UP = 2  # steps that no figure counts: they begin with empty pools
 
 
@@ -158,8 +158,7 @@ async def _run(config: Config, profile: Profile, folder: Path) -> _Observer:
         SimulatedRewards(profile),
         recorder,
     )
-    data = config.data
-    order = PromptOrder(prompts(_PROMPTS), config.seed, data.shuffle, data.epochs)
+    order = PromptOrder(prompts(_PROMPTS), config.seed, config.data.shuffle)
     held = HeldQueue(queue, 0)
     loop = RolloutLoop(config, derived, order, maker, held, recorder)
     sessions = {
