@@ -80,13 +80,13 @@ class Schedule:
         if self._order == "fifo":  # asked after each change of the queue: looks at no more than the batch
             taken = list(islice(waiting, count))
             return taken if len(taken) == count and all(group.state == QUEUED for group in taken) else None
-        waiting = self.in_training_order(waiting)
-        taken = [group for group in waiting if group.state == QUEUED][:count]
+        ordered = self.in_training_order(waiting)
+        taken = [group for group in ordered if group.state == QUEUED][:count]
         if len(taken) < count:
             return None
         if self._keeps_deadlines:
             chosen = {group.seq for group in taken}
-            left = [self._deadline(group) for group in waiting if group.seq not in chosen]
+            left = [self._deadline(group) for group in ordered if group.seq not in chosen]
             if not self._fits(left, taken=count):
                 return None  # a group in flight must come first
         return taken
