@@ -79,8 +79,7 @@ class ReplayedGenerate:
     def close(self) -> None:
         """The sample has ended: cancel what a loop has left running, and refuse further calls."""
         self._closed = True
-        if self._returned is not None:
-            self._sample.turns.append((self._returned[0], 0, 0.0))
+        self._turn_taken(None)
         for task in self._running:
             task.cancel()
         if self._restarted:
@@ -91,11 +90,12 @@ class ReplayedGenerate:
         self._restarted = True
         self._begin()
 
-    def _turn_taken(self, context: int) -> None:
-        """The loop calls again, with so many tokens."""
+    def _turn_taken(self, context: int | None) -> None:
+        """The loop calls again, with so many tokens; None: it has ended, or had called before."""
         if self._returned is not None:
             sampled, end, at_s = self._returned
-            self._sample.turns.append((sampled, max(0, context - end), now_s() - at_s))
+            read, waited_s = (0, 0.0) if context is None else (max(0, context - end), now_s() - at_s)
+            self._sample.turns.append((sampled, read, waited_s))
             self._returned = None
 
     def _begin(self) -> None:
@@ -181,7 +181,7 @@ class ReplayedGenerate:
         self._unsaved.append(call)
         assert call.finish is not None
         completion = call.output.completion(call.finish)
-        self._turn_taken(0)  # of calls under way at once, one after the other
+        self._turn_taken(None)
         self._returned = call.output.count, call.start + call.output.count, now_s()
         self.sampled.append(SampledCall(call.start, call.context, call.output.count, completion))
         return completion
