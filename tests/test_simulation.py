@@ -243,6 +243,10 @@ def test_a_profile_survives_its_file(tmp_path):
         (lambda p: p["engine"].pop("row_s"), r"engine.row_s: .* found None; a finished run of at least three steps"),
         (lambda p: p["trainer"].update(stage_s="1"), r"trainer.stage_s: .* found '1'; a run that saved a checkpoint"),
         (lambda p: p.update(reward_s=-1), r"reward_s: expected a number of at least 0, found -1"),
+        (lambda p: p["engine"].update(report_s=0), r"engine.report_s: expected a number above 0, found 0"),
+        (lambda p: p["sync"].update(bytes_per_s=0.0), r"sync.bytes_per_s: expected a number above 0, found 0.0"),
+        (lambda p: p.update(groups=[[10, [[0.5, [5, 0, -1.0]]]]]), r"groups: .*less than nothing"),
+        (lambda p: p.update(about=None), r"about: expected a JSON object, found None"),
         (lambda p: p.pop("sync"), r"sync: expected a JSON object, found None; a finished run of at least three steps"),
         (lambda p: p.update(groups=[]), r"groups: expected at least one, found none"),
         (lambda p: p.update(groups=[[10, [[0.5]]]]), r"groups: expected \[prompt tokens.*without tokens"),
@@ -338,6 +342,11 @@ def test_the_command_prints_what_binds(tmp_path, capsys):
     assert table[0].startswith("a step")
     assert "generation is the bottleneck" in advice
     assert json.loads(figures)["rollouter_idle"] < 0.2
+    assert cli(["simulate", *arguments, "rollout.n=none"]) == 2
+    profile(100, about={"not_told_apart": ["engine.step_s", "engine.row_s"]}).write(tmp_path / "profile.json")
+    capsys.readouterr()
+    assert cli(["simulate", *arguments, "--steps=3", "trainer.mini_batch_groups=16", "rollout.n=4"]) == 0
+    assert "only what engine.step_s, engine.row_s explain together is known" in capsys.readouterr().err
     assert cli(["simulate", *arguments, "rollout.n=none"]) == 2
     assert "rollout.n" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):

@@ -55,8 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if unsure := profile.about.get("not_told_apart"):
         print(
-            f"only the sum of {', '.join(unsure)} is known: expect errors where the number of running requests differs "
-            "from the profile's; a run in which it changes, as at a staleness threshold of 0, tells them apart",
+            f"only what {', '.join(unsure)} explain together is known: expect errors where engines run other numbers "
+            "of requests, or the trainer takes other numbers of tokens at once, than in the profile's run; a run at a "
+            "staleness threshold of 0, where both change, tells them apart",
             file=sys.stderr,
         )
     figures = simulation.figures()

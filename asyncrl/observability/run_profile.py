@@ -52,7 +52,7 @@ def _mean(counters: Mapping[str, float], name: str, figure: str) -> dict[str, fl
 
 
 def _sync(syncs: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Medians over the sessions, the first of which begins with cold processes."""
+    """Of the session of median length; the first one does not count, because its processes are cold."""
     counted = sorted(syncs[1:] or syncs, key=lambda metrics: metrics["param_sync/total_s"])
     if not counted:
         return {}

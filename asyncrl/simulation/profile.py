@@ -158,7 +158,7 @@ class Profile:
             groups,
             _number(path, found, "reward_s"),
             _number(path, found, "flush_s"),
-            found.get("about", {}),
+            _get(path, found, "about", dict),
         )
 
 
@@ -169,6 +169,7 @@ _MEASURED_BY = {
     "load_s": "a run with param_sync.staging=full",
 }
 _ONLY_SOME_NEED = frozenset({"part_s", "stage_s", "load_s"})
+_POSITIVE = frozenset({"ranks", "bytes_per_s", "report_s"})  # without a speed, no time would pass
 
 
 def _figures(path: Path, found: Mapping[str, Any], part: str, kind: type) -> Any:
@@ -177,12 +178,14 @@ def _figures(path: Path, found: Mapping[str, Any], part: str, kind: type) -> Any
 
 
 def _number(path: Path, found: Mapping[str, Any], name: str, where: str = "") -> float:
-    value = found.get(name)
+    value: Any = found.get(name)
     if value is None and name in _ONLY_SOME_NEED:
         return math.nan
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value < 0 or (name in _POSITIVE and not value):
+        least = "above 0" if name in _POSITIVE else "of at least 0"
         by = _MEASURED_BY.get(name, "a finished run of at least three steps")
-        raise ProfileError(f"{path}: {where}{name}: expected a number of at least 0, found {value!r}; {by} measures it")
+        raise ProfileError(f"{path}: {where}{name}: expected a number {least}, found {value!r}; {by} measures it")
     return value
 
 
@@ -205,6 +208,8 @@ def _group(path: Path, row: Any) -> GroupFigures:
         )
         if prompt_tokens < 1 or not made or not all(s.turns and all(t.sampled > 0 for t in s.turns) for s in made):
             raise ValueError("a prompt, a sample or a turn without tokens")
+        if not all(t.observed >= 0 and 0 <= t.wait_s < math.inf for s in made for t in s.turns):
+            raise ValueError("a turn that reads or waits less than nothing, or for ever")
         return GroupFigures(int(prompt_tokens), made)
     except (TypeError, ValueError) as e:
         raise ProfileError(

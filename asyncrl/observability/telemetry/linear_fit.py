@@ -1,4 +1,4 @@
-"""Least squares over observations of several processes: only sums are kept, and they travel as counters.
+"""Least squares over observations of several processes: only sums are kept, and they travel as counters::
 
 DECODE = LinearFit("profile/decode", ("step_s", "row_s"))
 DECODE.observe(recorder, seconds, steps, rows)     # seconds ≈ step_s · steps + row_s · rows
@@ -17,7 +17,7 @@ from asyncrl.observability.telemetry.recorder import Recorder
 
 _TOLD_APART = 1e-3  # least eigenvalue of the terms' cosines: below it, some terms were in proportion to others
 _INVOLVED = 0.1  # least part of a term in such a proportion
-_EQUAL = 1e-9
+_EQUAL = 1e-9  # relative difference of two losses that rounding may cause
 
 
 @dataclass(frozen=True)
