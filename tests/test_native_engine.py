@@ -58,11 +58,10 @@ async def start(checkpoint):
     """Builds engines, and closes them after the test."""
     engines = []
 
-    def build(
-        slots=4, context=256, path=checkpoint, load_weights=True, recorder=None, tokenizer=None, mtp=None, **options
-    ):
+    def build(slots=4, context=256, path=checkpoint, load_weights=True, **options):
+        made_with = {name: options.pop(name) for name in ("recorder", "load_tokenizer", "mtp") if name in options}
         config = EngineConfig(slots=slots, max_context_tokens=context, **options)
-        engine = NativeEngine(path, config, recorder=recorder, tokenizer=tokenizer, load_weights=load_weights, mtp=mtp)
+        engine = NativeEngine(path, config, load_weights=load_weights, **made_with)
         engines.append(engine)
         return engine
 
@@ -141,7 +140,7 @@ def _byte_tokenizer():
 
 async def test_stop_strings_match_only_the_request_s_own_tokens_even_across_an_abort(start):
     tokenizer = _byte_tokenizer()
-    engine = start(tokenizer=tokenizer)
+    engine = start(load_tokenizer=lambda: tokenizer)
     await engine.resume(V0)
     await engine.submit([_request("free", 60, tokens=(65, 66), key=5)])
     free = (await Collected(engine).until("free")).tokens["free"]

@@ -71,7 +71,7 @@ class Schedule:
             context_tokens=CONTEXT,
             prefill_chunk_tokens=8 if deterministic else int(self._rng.integers(1, 12)),
             deterministic=deterministic,
-            tokenizer=Letters(),
+            load_tokenizer=Letters,
             speculation=Speculation(k) if k else None,
             look_ahead=look_ahead,
         )

@@ -39,7 +39,7 @@ def make(checkpoint, tokenizer):
         model = NativeModel(DecoderConfig.load(checkpoint), 128, torch.float32)
         model.load(checkpoint)
         speculation = Speculation(drafted, guard=False) if drafted else None
-        options = {"slots": 4, "tokenizer": tokenizer, "speculation": speculation} | options
+        options = {"slots": 4, "load_tokenizer": lambda: tokenizer, "speculation": speculation} | options
         core = Core(model, context_tokens=128, prefill_chunk_tokens=16, **options)
         core.start(PolicyVersion(0, 0))
         return core
@@ -183,7 +183,7 @@ def test_without_grammars_llguidance_reads_no_tokenizer_and_no_mask_is_made(make
 
 
 def test_a_core_without_a_tokenizer_refuses_grammars(make, tokenizer):
-    core = make(tokenizer=None)
+    core = make(load_tokenizer=None)
     core.submit(wanted(tokenizer, 1))
     assert "without a tokenizer" in core.drain().errors["g0"]
 

@@ -162,8 +162,8 @@ def test_nothing_is_emitted_after_a_stop_string_within_an_accepted_run(trained):
     plain = run_all(_core(trained, 0), _requests(temperature=0.0))
     strings = tuple(Letters().decode(tokens[9:11]) for tokens, _, _ in plain.values())
     requests = _requests(temperature=0.0, stop_strings=strings)
-    expected = run_all(_core(trained, 0, tokenizer=Letters()), requests)
-    assert _tokens(run_all(_core(trained, 3, tokenizer=Letters()), requests)) == _tokens(expected)
+    expected = run_all(_core(trained, 0, load_tokenizer=Letters), requests)
+    assert _tokens(run_all(_core(trained, 3, load_tokenizer=Letters), requests)) == _tokens(expected)
     assert max(len(tokens) for tokens, _, _ in expected.values()) <= 11
 
 

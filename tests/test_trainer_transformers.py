@@ -19,7 +19,7 @@ from asyncrl.models.checkpoint import read_tensors
 from asyncrl.models.config import CheckpointError
 from asyncrl.models.scoring import balance_loss, check_scores, scoring
 from asyncrl.observability.telemetry.recorder import Recorder
-from asyncrl.trainer.backends.torch.models import check, implementation, problems
+from asyncrl.trainer.backends.torch.checks import check, implementation, problems
 from asyncrl.trainer.rank import TrainerRank
 from tests.support.families import FAMILIES, model_of, sequences, write
 from tests.support.trainer import first_gradient, make_config, make_groups, relative, started_ranks, weights

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from asyncrl.models.config import CheckpointError, DecoderConfig, ModelConfig
-from asyncrl.models.decoder import Decoder
+from asyncrl.models.decoder import Decoder, without_storage
 from asyncrl.models.mtp_from_trunk import draft_from_trunk
 
 TOKENIZER_FILES = (
@@ -156,9 +156,7 @@ def decoder_tensors(path: str | Path, mtp_from_trunk: bool = False) -> tuple[Dec
 def load_decoder(path: str | Path, dtype: torch.dtype = torch.float32, mtp_from_trunk: bool = False) -> Decoder:
     """A checkpoint's decoder in host memory; see `decoder_tensors`."""
     config, tensors = decoder_tensors(path, mtp_from_trunk)
-    with torch.device("meta"):
-        model = Decoder(config)
-    model = model.to_empty(device="cpu").to(dtype)
+    model = without_storage(config).to_empty(device="cpu").to(dtype)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     with torch.no_grad():
@@ -182,8 +180,7 @@ def _checked(
     """Config of the decoder to build from tensors of these shapes. Raises CheckpointError if they do not fit."""
     made = mtp_from_trunk and not any(map(is_draft, found))
     stored = config.with_mtp_layers(0) if made else config
-    with torch.device("meta"):
-        expected = {name: tuple(p.shape) for name, p in Decoder(stored).named_parameters()}
+    expected = {name: tuple(p.shape) for name, p in without_storage(stored).named_parameters()}
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     unneeded = lambda name: name in tied or name.endswith("rotary_emb.inv_freq")
     compare_tensors(path, expected, found, unneeded, stored.num_mtp_layers)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.models.chunked import ChunkedAcceptance, ChunkedCrossEntropy, ChunkedScores
@@ -361,3 +362,19 @@ class Decoder(nn.Module):
                 found = ChunkedCrossEntropy.apply(draft_RM, head_VM, tokens_R, temperature, chunk, self.float32_head)
             scores.append(DraftScores(*found))
         return tuple(scores)
+
+
+class _NoInit(TorchFunctionMode):
+    """Leaves out the initialization of new modules. On the meta device it would do nothing but import torch's
+    decompositions, for over a second."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+def without_storage(config: DecoderConfig) -> Decoder:
+    """A decoder on the meta device: names and shapes only."""
+    with torch.device("meta"), _NoInit():
+        return Decoder(config)

@@ -18,8 +18,7 @@ from asyncrl.param_sync.manifest import DTYPE_BYTES
 from asyncrl.param_sync.transports.choose import bucket_sizes
 from asyncrl.rollouter.engines.base import ENGINES
 from asyncrl.run.preflight import Preflight, kv_cache_bytes
-from asyncrl.trainer.backends.base import BACKENDS
-from asyncrl.trainer.backends.template import computes_in_bfloat16
+from asyncrl.trainer.backends.base import BACKENDS, computes_in_bfloat16
 
 HEAD_CHUNKS = 4  # float32 [chunk, V]: logits, probabilities, terms of their gradient (on a GPU more rows in as much)
 BUFFERS = 2  # buckets on each side of a sync

@@ -12,7 +12,6 @@ from asyncrl.algorithms.items import Advantage
 from asyncrl.rollouter.agents.single_turn import SingleTurn
 from asyncrl.rollouter.engines.native.engine import NativeEngine
 from asyncrl.rollouter.engines.native.spec import NativeSpec
-from asyncrl.rollouter.tokenizer import PromptTokenizer
 
 
 def happens(fault: str) -> bool:
@@ -44,8 +43,7 @@ class BrokenEngine(NativeEngine):
 
 class Spec(NativeSpec):
     async def start(self, config, recorder):
-        tokenizer = PromptTokenizer(config.model.path)
-        return BrokenEngine(config.model.path, config.rollout.engine, recorder=recorder, tokenizer=tokenizer.hf)
+        return BrokenEngine(config.model.path, config.rollout.engine, recorder=recorder)
 
 
 _batches = itertools.count(1)

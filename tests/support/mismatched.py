@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from asyncrl.rollouter.engines.native.engine import NativeEngine
 from asyncrl.rollouter.engines.native.spec import NativeSpec
-from asyncrl.rollouter.tokenizer import PromptTokenizer
 
 
 class HotEngine(NativeEngine):
@@ -16,8 +15,7 @@ class HotEngine(NativeEngine):
 class Spec(NativeSpec):
     async def start(self, config, recorder):
         make = HotEngine if recorder.actor == "replica/1" else NativeEngine
-        tokenizer = PromptTokenizer(config.model.path)
-        return make(config.model.path, config.rollout.engine, recorder=recorder, tokenizer=tokenizer.hf)
+        return make(config.model.path, config.rollout.engine, recorder=recorder)
 
 
 ENGINE = Spec()

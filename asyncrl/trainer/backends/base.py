@@ -241,3 +241,10 @@ BACKENDS: Registry[BackendSpec] = Registry(
     entry_points="asyncrl.backends",
     interface=BackendSpec,
 )
+
+
+def computes_in_bfloat16(config: Config) -> bool:
+    """trainer.mixed_precision, with ``auto`` resolved."""
+    if config.trainer.mixed_precision == "auto":
+        return ModelConfig.load(config.model.path).engine_dtype(config.rollout.engine.dtype) == "bfloat16"
+    return config.trainer.mixed_precision == "bfloat16"

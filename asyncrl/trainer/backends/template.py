@@ -17,11 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.config.schema import Config, OptimizerConfig
-from asyncrl.models.config import ModelConfig
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.manifest import Manifest
 from asyncrl.processes.device_memory import naming_memory
-from asyncrl.trainer.backends.base import LossFunction, NonFiniteError, Outputs, TrainBatch
+from asyncrl.trainer.backends.base import LossFunction, NonFiniteError, Outputs, TrainBatch, computes_in_bfloat16
 from asyncrl.trainer.backends.draft import DraftTraining
 from asyncrl.trainer.backends.export import Export
 from asyncrl.trainer.backends.packing import PADDING, MicroBatch
@@ -415,13 +414,6 @@ class BaseBackend(ABC):
 
     def _destroy_groups(self) -> None:
         dist.destroy_process_group()
-
-
-def computes_in_bfloat16(config: Config) -> bool:
-    """trainer.mixed_precision, with ``auto`` resolved."""
-    if config.trainer.mixed_precision == "auto":
-        return ModelConfig.load(config.model.path).engine_dtype(config.rollout.engine.dtype) == "bfloat16"
-    return config.trainer.mixed_precision == "bfloat16"
 
 
 def reference_path(config: Config) -> str | None:

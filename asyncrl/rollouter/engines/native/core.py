@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -76,7 +77,7 @@ class Core:
         prefill_chunk_tokens: int,
         deterministic: bool = False,
         recorder: Recorder | None = None,
-        tokenizer: Tokenizer | None = None,
+        load_tokenizer: Callable[[], Tokenizer] | None = None,
         speculation: Speculation | None = None,
         warm_bytes: int = 0,
         look_ahead: bool | None = None,
@@ -105,9 +106,8 @@ class Core:
         self._held: list[Request] | None = None  # while the gate is closed
         self._recorder = recorder or Recorder("engine")
         self.occupancy = Occupancy(self._recorder, slots)
-        self._stops = StopStrings(tokenizer) if tokenizer is not None else None
+        self._load_tokenizer = load_tokenizer
         self._vocabulary = model.config.vocab_size
-        self._grammars = Grammars(tokenizer, self._vocabulary) if tokenizer is not None else None
         self._log = EventLog()
         # the next decode step's input, by slot; a row that does not decode writes where its KV will be overwritten
         self._tokens = np.zeros(slots, dtype=np.int64)
@@ -148,11 +148,13 @@ class Core:
         for request in requests:
             if self._held is not None:
                 self._held.append(request)
-            elif problem := why_impossible(request, self.context_tokens, self._vocabulary, self._stops is not None):
+            elif problem := why_impossible(
+                request, self.context_tokens, self._vocabulary, self._load_tokenizer is not None
+            ):
                 self._emit_unstarted(request, FinishReason.ERROR, problem)
             else:
                 sequence = self._sequence(request)
-                if (grammar := request.sampling.grammar) is not None and self._grammars is not None:
+                if (grammar := request.sampling.grammar) is not None:
                     try:
                         sequence.matcher = self._grammars.matcher(grammar, request.sampling.stop_token_ids)
                     except GrammarError as refusal:
@@ -451,11 +453,21 @@ class Core:
         """Why the token just drawn is the last one, or None."""
         if sequence.tokens[-1] in sequence.stop_tokens:
             return FinishReason.STOP
-        if (strings := sequence.request.sampling.stop_strings) and self._stops is not None:
+        if strings := sequence.request.sampling.stop_strings:
             drawn_from = len(sequence.request.tokens) - sequence.request.resumed
             if self._stops.found(sequence.tokens, drawn_from, strings):
                 return FinishReason.STOP
         return FinishReason.LENGTH if len(sequence.tokens) >= sequence.limit else None
+
+    @cached_property
+    def _stops(self) -> StopStrings:
+        assert self._load_tokenizer is not None  # else `submit` refuses the request
+        return StopStrings(self._load_tokenizer())
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        assert self._load_tokenizer is not None
+        return Grammars(self._load_tokenizer(), self._vocabulary)
 
     def _diverged(self) -> str:
         return f"the logits under version {self.version} are NaN: the weights have diverged"

@@ -55,10 +55,12 @@ T = TypeVar("T")
 
 
 class NativeEngine:
-    """Implements `asyncrl.rollouter.engines.base.Engine`. ``tokenizer`` is needed only for stop strings. With
-    ``load_weights=False`` the weights are zeros and must be synced before the first `resume`. ``mtp`` decides whether
-    it speculates. With ``lora`` syncs send such adapters, and the base only once.
-    ``warm_bytes``: for finished turns' KV. ``float32_head``: see `asyncrl.models.chunked.head_logits`.
+    """Implements `asyncrl.rollouter.engines.base.Engine`.
+
+    ``load_tokenizer`` is called for the first stop string or grammar. With ``load_weights=False`` the weights are zeros
+    and must be synced before the first `resume`. ``mtp`` decides whether it speculates. With ``lora`` syncs send such
+    adapters, and the base only once. ``warm_bytes``: for finished turns' KV. ``float32_head``: see
+    `asyncrl.models.chunked.head_logits`.
 
     Raises CheckpointError for a checkpoint that cannot be built or read, EngineError for options that do not fit it.
     """
@@ -69,7 +71,7 @@ class NativeEngine:
         config: EngineConfig,
         *,
         recorder: Recorder | None = None,
-        tokenizer: Tokenizer | None = None,
+        load_tokenizer: Callable[[], Tokenizer] | None = None,
         load_weights: bool = True,
         mtp: MTPConfig | None = None,
         lora: LoraConfig | None = None,
@@ -99,7 +101,7 @@ class NativeEngine:
                 prefill_chunk_tokens=config.prefill_chunk_tokens or (4096 if device.type == "cuda" else 512),
                 deterministic=config.deterministic,
                 recorder=recorder,
-                tokenizer=tokenizer,
+                load_tokenizer=load_tokenizer,
                 speculation=Speculation(mtp.num_speculative_tokens, mtp.guard) if mtp and mtp.enable_rollout else None,
                 warm_bytes=warm_bytes,
             )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
 from asyncrl.config.checks import sends_adapters, warm_kv_bytes
 from asyncrl.config.schema import Config
@@ -32,12 +34,17 @@ class NativeSpec(EngineSpec):
         from asyncrl.rollouter.engines.native.engine import NativeEngine
         from asyncrl.rollouter.tokenizer import PromptTokenizer
 
-        tokenizer = PromptTokenizer.of(config)
+        @cache
+        def load_tokenizer() -> Any:
+            return PromptTokenizer.of(config).hf
+
+        if config.rollout.stop_strings:
+            load_tokenizer()  # takes seconds, which most runs do not need, and no request should wait for
         return NativeEngine(
             config.model.path,
             config.rollout.engine,
             recorder=recorder,
-            tokenizer=tokenizer.hf,
+            load_tokenizer=load_tokenizer,
             mtp=config.mtp,
             lora=config.model.lora if sends_adapters(config) else None,
             warm_bytes=warm_kv_bytes(config),

@@ -28,12 +28,12 @@ class TorchSpec:
         yield from ()
 
     def check_model(self, config: Config, path: str, mtp_from_trunk: bool) -> ModelConfig:
-        from asyncrl.trainer.backends.torch.models import check
+        from asyncrl.trainer.backends.torch.checks import check
 
         return check(config, path, mtp_from_trunk)
 
     def model_problems(self, config: Config, text: Mapping[str, Any]) -> Iterator[str]:
-        from asyncrl.trainer.backends.torch.models import problems
+        from asyncrl.trainer.backends.torch.checks import problems
 
         return problems(config, text)
 
