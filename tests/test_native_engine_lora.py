@@ -8,6 +8,7 @@ from asyncrl.config.checks import sends_adapters
 from asyncrl.config.schema import EngineConfig, MTPConfig
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.param_sync.errors import SyncError
+from asyncrl.rollouter.engines.base import Scheduling
 from asyncrl.rollouter.engines.native.engine import NativeEngine
 from tests.support.lora import LoraTrainer, ResponseCollector, breaking_off, lora_config, requests, samples_of
 from tests.support.trainer import make_checkpoint
@@ -81,14 +82,14 @@ async def test_a_replica_that_joins_late_serves_the_same_weights_as_one_that_mer
 
 
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
-async def test_kept_requests_continue_under_the_new_adapter(checkpoint, start, kv, monkeypatch):
-    monkeypatch.setattr("asyncrl.rollouter.engines.native.engine._EVENTS_EVERY_S", 0.0)
+async def test_kept_requests_continue_under_the_new_adapter(checkpoint, start, kv):
     config = lora_config(checkpoint)
     new_trainer, new_engine = start
     trainer, engine = new_trainer(config), new_engine(config)
     trainer.join("replica/0", engine)
     await trainer.sync()
     trainer.learn(await samples_of(engine, requests(4)))
+    await engine.set_scheduling(Scheduling(progress_every_s=0.0))
     await engine.submit(requests(2, new=1500, temperature=0.7))
     collector = ResponseCollector(engine)
     await collector.of(["r0", "r1"], tokens=5)

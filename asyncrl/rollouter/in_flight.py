@@ -15,6 +15,8 @@ from asyncrl.sample_queue.messages import InFlight, Snapshot
 
 _WASTE = 2  # a snapshot whose parts have this many times the bytes of a whole one is replaced by a whole one
 _SMALL_BYTES = 16 * 1024  # unless they are this small
+_PACK_S = 300e-6  # to look at a group, and store what is new
+_SHARE = 0.05  # of this process, for that
 
 
 @dataclass(eq=False)
@@ -68,7 +70,8 @@ class SnapshotStore(Protocol):
 
 
 class Snapshotter:
-    """Stores snapshots of changed groups every ``interval_s``; ``groups`` is the live table, by uid."""
+    """Stores snapshots of changed groups every ``interval_s``, and less often if there are so many that this would take
+    more than a small share of the time; ``groups`` is the live table, by uid."""
 
     def __init__(self, groups: Mapping[str, InFlightGroup], store: SnapshotStore, interval_s: float) -> None:
         self._groups, self._store, self._interval_s = groups, store, interval_s
@@ -78,9 +81,9 @@ class Snapshotter:
         """Store snapshots until cancelled, or until `finish`."""
         self._running = asyncio.current_task()
         while True:
-            started_s = now_s()
+            interval_s, began_s = max(self._interval_s, len(self._groups) * _PACK_S / _SHARE), now_s()
             await self.store_changed()
-            await asyncio.sleep(max(0.0, started_s + self._interval_s - now_s()))
+            await asyncio.sleep(max(0.0, began_s + interval_s - now_s()))
 
     async def finish(self) -> None:
         """Stop ``run`` and store the final snapshots. Samples may be cancelled after this: without the stop, a later

@@ -64,6 +64,8 @@ class GeneratedTokens:
     @property
     def last_token(self) -> int | None:
         """None before the first token."""
+        if self.tokens and len(self.tokens[-1]):
+            return int(self.tokens[-1][-1])
         return next((int(part[-1]) for part in reversed(self.tokens) if len(part)), None)
 
     def completion(self, finish: FinishReason) -> Completion:
@@ -162,9 +164,13 @@ class PartialSample:
     @property
     def position(self) -> Position:
         """Differs between two moments if their snapshots would differ."""
-        first = next((i for i, call in enumerate(self.calls) if call.finish is None), len(self.calls))
-        others = ((c.output.count, len(c.output.spans), c.finish is not None) for c in self.calls[first:])
-        return Position(self._replaced, first, tuple(others))
+        first = 0
+        for call in self.calls:  # no generator: this is asked of every sample in flight
+            if call.finish is None:
+                others = [(c.output.count, len(c.output.spans), c.finish is not None) for c in self.calls[first:]]
+                return Position(self._replaced, first, tuple(others))
+            first += 1
+        return Position(self._replaced, first)
 
     def begin(self, context: int, start: int, limits: int) -> GenerateCall:
         equals = [call.ordinal for call in self.saved_calls if call.context == context]

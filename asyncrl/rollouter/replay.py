@@ -146,8 +146,10 @@ class ReplayedGenerate:
         if call.finish is None:
             room = self._limits.max_response_tokens - len(response)
             first = len(context) == len(self.prompt_tokens) == shared and not call.ordinal and sampling is None
-            stops = tuple(dict.fromkeys([*self._prompt.sampling.stop_strings, *stop_strings]))
-            changes: dict[str, Any] = {**(sampling or {}), "stop_strings": stops}
+            changed = self._prompt.sampling
+            if sampling or stop_strings:
+                stops = tuple(dict.fromkeys([*changed.stop_strings, *stop_strings]))
+                changed = dataclasses.replace(changed, **{**(sampling or {}), "stop_strings": stops})
             request = dataclasses.replace(
                 self._prompt,
                 tokens=context,
@@ -155,7 +157,7 @@ class ReplayedGenerate:
                 # the answer to the plain prompt draws the numbers of a single-turn sample
                 key=self._prompt.key if first else call_key(self._prompt.key, call.context, call.ordinal),
                 max_new_tokens=room if max_new_tokens is None else min(max_new_tokens, room),
-                sampling=dataclasses.replace(self._prompt.sampling, **changes),
+                sampling=changed,
             )
             await self._generate(call, request)
         return self._result(call)
@@ -166,7 +168,7 @@ class ReplayedGenerate:
         if prefix is not None and not 0 <= prefix <= len(prompt):
             raise ValueError(f"prefix: expected 0 to {len(prompt)} tokens of the prompt, found {prefix}")
         shared = prompt[:prefix]
-        context = np.concatenate([shared, np.asarray(response, np.int32)])
+        context = np.concatenate([shared, np.asarray(response, np.int32)]) if len(response) else shared
         if not len(context):
             raise ValueError("a call of generate without any token; expected at least one, such as BOS")
         return context, len(shared)
@@ -205,10 +207,11 @@ class ReplayedGenerate:
 
     async def _generate(self, call: GenerateCall, request: Request) -> None:
         sample, limits = self._sample, self._limits
-        most = limits.max_sample_tokens or sys.maxsize  # of the sample; less what other calls have or may have:
-        others = (other for other in self._claimed_since if other is not call)
-        most -= sum(max(other.output.count, 0 if other.finish is not None else other.most) for other in others)
-        most -= sum(saved.tokens for saved in sample.saved_calls)
+        most = limits.max_sample_tokens or sys.maxsize
+        if limits.max_sample_tokens:  # of the sample; less what other calls have or may have:
+            others = (other for other in self._claimed_since if other is not call)
+            most -= sum(max(other.output.count, 0 if other.finish is not None else other.most) for other in others)
+            most -= sum(saved.tokens for saved in sample.saved_calls)
         running = asyncio.current_task()
         assert running is not None
         self._running.add(running)
@@ -217,10 +220,10 @@ class ReplayedGenerate:
             if most <= 0:
                 raise LimitReached(FinishReason.TOKENS)
             call.most = min(request.max_new_tokens, most)
-            request = dataclasses.replace(request, max_new_tokens=call.most)
             while call.finish is None:
                 sample.requests += 1
-                request = dataclasses.replace(request, id=f"{self._prompt.id}/{sample.requests}")
+                id = f"{self._prompt.id}/{sample.requests}"
+                request = dataclasses.replace(request, id=id, max_new_tokens=call.most)
                 try:
                     async with asyncio.timeout(None if math.isinf(self._until_s) else self.seconds_left) as time:
                         finish = await self._router.generate(request, call.output, self._one_version)

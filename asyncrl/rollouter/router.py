@@ -31,6 +31,8 @@ from asyncrl.types.versions import PolicyVersion
 log = logging.getLogger(__name__)
 
 _SUSPECT_DEATHS = 2  # of replicas that served a group, after which it is served alone on its replica
+_PROGRESS_S = 40e-6  # to take the tokens of a request that continues
+_PROGRESS_SHARE = 0.05  # of this process, for that
 
 
 class CannotContinue(RuntimeError):
@@ -55,6 +57,17 @@ class ReplicaClient(Protocol):
 
 
 @dataclasses.dataclass(eq=False)
+class _Observed:
+    """What a busy engine has done since ``since_s``, for the run's profile."""
+
+    since_s: float
+    steps: Counter[str] = dataclasses.field(default_factory=Counter)  # decode steps by request
+    context: float = 0.0  # tokens, summed over steps and requests
+    computed: int = 0  # tokens of prompts
+    disturbed: bool = False  # by a sync, or aborts
+
+
+@dataclasses.dataclass(eq=False)
 class _Replica:
     """A replica and its unsent calls. A lost one stays listed until it is replaced."""
 
@@ -69,6 +82,7 @@ class _Replica:
     scheduling: Scheduling = Scheduling()  # as last sent
     lost: bool = False
     task: asyncio.Task[None] | None = None
+    observed: _Observed = dataclasses.field(default_factory=lambda: _Observed(now_s()))
     version: PolicyVersion | None = None  # of its last tokens
     prompts: set[str] = dataclasses.field(default_factory=set)  # groups whose prompt it has computed under that version
 
@@ -83,7 +97,7 @@ class _ActiveRequest:
     finished: asyncio.Future[FinishReason]
     replica: _Replica | None = None  # None: waits for a routable one
     attempt: int = 0
-    begun: bool = False  # its replica has sampled a token of it
+    begun: _Observed | None = None  # when its replica sampled its first token
 
     @property
     def id(self) -> str:
@@ -267,6 +281,7 @@ class Router:
         active.replica = replica
         if not replica.assigned:
             replica.last_event_s = now_s()
+            replica.observed = _Observed(replica.last_event_s)
         replica.assigned += 1
         replica.outstanding_tokens += active.outstanding
         self._assigned[active.id] = active
@@ -302,7 +317,7 @@ class Router:
 
     def _detach(self, active: _ActiveRequest, abort: bool) -> None:
         """Take the request from its replica; ``abort``: unless it has finished there, abort it."""
-        replica, active.replica, active.begun = active.replica, None, False
+        replica, active.replica, active.begun = active.replica, None, None
         if replica is None:
             self._waiting.pop(active, None)
             return
@@ -392,27 +407,52 @@ class Router:
                 if (active := self._assigned.get(id)) is not None:
                     self._apply(active, batch, e)
             self._load_fell(replica)
+            self._pace_progress()
+
+    def _pace_progress(self) -> None:
+        """Let replicas report the tokens of requests that continue less often the more there are."""
+        needed_s = len(self._assigned) * _PROGRESS_S / _PROGRESS_SHARE
+        now, least = self._scheduling.progress_every_s, Scheduling().progress_every_s
+        if needed_s > now or max(4 * needed_s, least) < now:
+            self._schedule(dataclasses.replace(self._scheduling, progress_every_s=max(2 * needed_s, least)))
 
     def _observe(self, recorder: Recorder, replica: _Replica, batch: EventBatch, seconds: float) -> None:
-        """Count what a busy engine did in the ``seconds`` since its last report, for the run's profile."""
-        versions, steps, context, computed = set(batch.versions), Counter[str](), 0.0, 0
-        undisturbed = versions == {replica.version} and FinishReason.ABORT not in batch.finish
+        """Add a batch that came ``seconds`` after the one before to what the engine has done. Count that if all of its
+        requests have reported."""
+        observed, versions = replica.observed, set(batch.versions)
+        if versions == {replica.version} and FinishReason.ABORT not in batch.finish:
+            note(recorder, REPORTS, seconds)
+        else:
+            observed.disturbed = True
         if replica.version not in versions:
             replica.prompts.clear()
         replica.version = batch.versions[-1]
+        seen: Counter[str] = Counter()
         for id, count in zip(batch.ids, np.diff(batch.offsets).tolist(), strict=True):
             if not count or (active := self._assigned.get(id)) is None:
                 continue
-            before, group = len(active.request.tokens) + active.output.count + steps[id], active.request.group
-            steps[id] += count
-            context += count * (before + count / 2)
-            if not active.begun:
-                active.begun = True
-                computed += before - (active.request.shared_prefix if group in replica.prompts else 0)
+            before, group = len(active.request.tokens) + active.output.count + seen[id], active.request.group
+            seen[id] += count
+            observed.context += count * (before + count / 2)
+            if active.begun is None:
+                active.begun = observed
+                observed.computed += before - (active.request.shared_prefix if group in replica.prompts else 0)
                 replica.prompts.add(group)
-        if undisturbed and steps:
-            ENGINE.observe(recorder, seconds, max(steps.values()), sum(steps.values()), context, computed)
-            note(recorder, REPORTS, seconds)
+        observed.steps.update(seen)
+        if not batch.progress:
+            return
+        replica.observed = _Observed(replica.last_event_s)
+        # a decode step gives each running request a token, so those that ran all the time tell how many there were
+        continuing = zip(batch.ids, batch.finish, strict=True)
+        throughout = [id for id, finish in continuing if finish is None and self._begun_before(id, observed)]
+        if throughout and not observed.disturbed:
+            busy_s, rows = replica.last_event_s - observed.since_s, observed.steps.total()
+            steps = max(observed.steps[id] for id in throughout)
+            ENGINE.observe(recorder, busy_s, steps, rows, observed.context, observed.computed)
+
+    def _begun_before(self, id: str, observed: _Observed) -> bool:
+        active = self._assigned.get(id)
+        return active is not None and active.begun not in (None, observed)
 
     def _apply(self, active: _ActiveRequest, batch: EventBatch, e: int) -> None:
         if active.finished.done():  # cancelled, and about to be detached

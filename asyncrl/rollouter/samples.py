@@ -298,7 +298,8 @@ def _problem_beside_tokens(sample: Sample) -> str | None:
         return "a metric 'reward'; expected the reward in Sample.reward"
     try:
         checked({**sample.metrics, "reward": 0.0 if sample.reward is None else sample.reward})
-        json.dumps(sample.messages)
+        if sample.messages:
+            json.dumps(sample.messages)
         for name, values in ((name, v) for q in sample.sequences for name, v in q.extras.items()):
             column = np.asarray(values)
             if column.dtype.kind not in "biuf" or not column.ndim:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Collection, Iterable, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Literal
 
 from asyncrl.sample_queue.admission import Admission
@@ -39,15 +39,22 @@ class Schedule:
         budget. Raises QueueError for a group that is already finished."""
         if (oldest := self._versions.oldest) is None:
             return 0
-        for uid, *_ in tickets:
+        room, known = self.room(), []
+        for count, (uid, *_) in enumerate(tickets):  # asked after each change of the queue: no further than may start
+            if (group := self._table.open.get(uid)) is not None:
+                known.append(group)
+            elif uid in given_up:
+                continue
+            elif room:
+                room -= 1
+            else:
+                tickets = tickets[:count]
+                break
             if (state := self._table.state(uid)) not in (None, IN_FLIGHT):
                 raise QueueError(f"issue: group {uid} was issued before and is {state}")
-        known = [group for ticket in tickets if (group := self._table.open.get(ticket.uid)) is not None]
-        again = self._startable_again(known, oldest) if known else 0
-        if again < len(known):
+        if known and (again := self._startable_again(known, oldest)) < len(known):
             return [ticket.uid for ticket in tickets].index(known[again].uid)
-        gone = sum(ticket.uid in given_up for ticket in tickets)
-        return min(len(tickets), again + gone + self.room())
+        return len(tickets)
 
     def room(self) -> int:
         """Number of new groups that may start now."""
@@ -78,8 +85,8 @@ class Schedule:
         """The ``count`` groups of the next step; None until all of them are finished."""
         waiting = self._table.waiting()  # in the order of issue
         if self._order == "fifo":  # asked after each change of the queue: looks at no more than the batch
-            taken = list(islice(waiting, count))
-            return taken if len(taken) == count and all(group.state == QUEUED for group in taken) else None
+            taken = list(islice(takewhile(lambda group: group.state == QUEUED, waiting), count))
+            return taken if len(taken) == count else None
         ordered = self.in_training_order(waiting)
         taken = [group for group in ordered if group.state == QUEUED][:count]
         if len(taken) < count:

@@ -7,7 +7,7 @@ import contextlib
 import heapq
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from asyncrl.types.samples import FinishReason
 from asyncrl.types.versions import PolicyVersion
 
 DIGESTS: dict[Role, str] = {role: combine_hashes({}) for role in ROLES}  # those of a sender without tensors
-_ROUNDING = 1e-6  # of a decode step
+_ROUNDING = 1e-6  # of a decode step, and of seconds
 
 
 @dataclass(eq=False, slots=True)
@@ -52,7 +52,7 @@ class SimulatedEngine:
 
     def __init__(self, profile: Profile, slots: int) -> None:
         self._profile, self._figures, self._slots = profile, profile.engine, slots
-        self._limit = slots  # of requests that run
+        self._scheduling = Scheduling()
         self._waiting: deque[Request] = deque()
         self._running: dict[str, _Row] = {}
         self._ends: list[tuple[float, int, str]] = []  # heap: decode step of the end, number, id
@@ -64,8 +64,8 @@ class SimulatedEngine:
         self._paused, self._draining = True, False
         self._version = PolicyVersion(0, 0)
         self._ended: list[_Event] = []
-        self._reported_s = 0.0
-        self._active, self._urgent, self._empty = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._reported_s = self._progress_s = 0.0
+        self._active, self._has_ended, self._empty = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self.tokens = 0  #: generated
         self.busy_s = 0.0  #: seconds in which it generated or computed prompts
@@ -75,8 +75,7 @@ class SimulatedEngine:
     async def attach(self) -> None: ...
 
     async def set_scheduling(self, scheduling: Scheduling) -> None:
-        limit = scheduling.max_running_requests
-        self._limit = self._slots if limit is None else min(limit, self._slots)
+        self._scheduling = scheduling
         self._continue()
 
     async def submit(self, requests: Sequence[Request]) -> None:
@@ -97,23 +96,31 @@ class SimulatedEngine:
         while True:
             await self._active.wait()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(self._reported_s + self._figures.report_s):
-                    await self._urgent.wait()
+                async with asyncio.timeout_at(self._progress_s + self._scheduling.progress_every_s):
+                    await self._has_ended.wait()
+            if self._waiting:
+                await asyncio.sleep(max(0.0, self._reported_s + self._figures.report_s - now_s()))
             self._advance()
             self._reported_s = now_s()
             reported, self._ended = self._ended, []
-            self._urgent.clear()
-            for id, row in self._running.items():
-                made = min(row.tokens - 1, int(self._steps - row.began + _ROUNDING))
-                if made > row.reported:
-                    reported.append(_Event(id, made - row.reported, None))
-                    row.reported = made
+            self._has_ended.clear()
+            progress = self._reported_s + _ROUNDING >= self._progress_s + self._scheduling.progress_every_s
+            if progress:
+                reported += self._progress()
+                self._progress_s = self._reported_s
             if not self._running:
                 self._active.clear()
             if reported:
-                return self._batch(reported)
+                return self._batch(reported, progress)
 
-    def _batch(self, events: Sequence[_Event]) -> EventBatch:
+    def _progress(self) -> Iterator[_Event]:
+        for id, row in self._running.items():
+            made = min(row.tokens - 1, int(self._steps - row.began + _ROUNDING))
+            if made > row.reported:
+                yield _Event(id, made - row.reported, None)
+                row.reported = made
+
+    def _batch(self, events: Sequence[_Event], progress: bool) -> EventBatch:
         offsets = np.concatenate([[0], np.cumsum([event.tokens for event in events])])
         tokens = np.full(offsets[-1], TOKEN, np.int32)
         for end, event in zip(offsets[1:].tolist(), events, strict=True):
@@ -127,6 +134,7 @@ class SimulatedEngine:
             [self._version] * len(events),
             [event.finish for event in events],
             [False] * len(events),
+            progress=progress,
         )
 
     # -- sync sessions, see `asyncrl.param_sync.replica_session.SyncedEngine` ------------------------------------------
@@ -171,12 +179,13 @@ class SimulatedEngine:
     def _continue(self) -> None:
         """Bring everything up to now, fill free slots, and wake up at the next end."""
         self._advance()
-        while not (self._paused or self._draining) and self._waiting and len(self._running) < self._limit:
+        limit = min(self._scheduling.max_running_requests or self._slots, self._slots)
+        while not (self._paused or self._draining) and self._waiting and len(self._running) < limit:
             self._begin(self._waiting.popleft())
         if self._ended or self._running:
             self._active.set()
-        if self._ended and not self._waiting:
-            self._urgent.set()
+        if self._ended:
+            self._has_ended.set()
         if not self._running:
             self._empty.set()
         if self._timer is not None:

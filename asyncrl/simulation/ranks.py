@@ -38,7 +38,7 @@ class SimulatedRanks:
         part: int = 0,
         parts: int = 1,
     ) -> tuple[dict[str, float], list[SamplerKL]]:
-        tokens = computed_tokens([Group.from_buffer(data) for data in payload])
+        tokens = self._computed(payload)
         seconds = self._token_s * tokens
         if part:
             seconds += self._figures.part_s
@@ -49,6 +49,9 @@ class SimulatedRanks:
         self.busy_s += seconds
         self.tokens += tokens
         return {}, []
+
+    def _computed(self, payload: Sequence[bytes]) -> int:
+        return computed_tokens([Group.from_buffer(data) for data in payload])
 
     async def stage(self) -> None:
         if not math.isnan(self._figures.stage_s):  # else only the last checkpoint is saved

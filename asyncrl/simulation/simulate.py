@@ -6,7 +6,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,26 +44,25 @@ _WARM_UP = 2  # steps that no figure counts: they begin with empty pools
 @dataclass(frozen=True)
 class Step:
     """A finished step. Totals since the start: ``at_s``, seconds of each pool's work (the mean over its members), and
-    tokens generated. ``metrics``: of the step, as a run reports them."""
+    tokens generated. ``metrics``: of the step, as a run reports them. ``cpu_s``: CPU time of this process so far."""
 
     at_s: float
     trainer_busy_s: float
     rollout_busy_s: float
     generated: int
     metrics: Mapping[str, float]
+    cpu_s: float
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """A simulated run. ``counters`` and ``groups``: what `asyncrl.observability.run_profile` makes a profile of.
-    ``cpu_s``: what its control plane and the models took of this machine's time."""
+    """A simulated run. ``counters`` and ``groups``: what `asyncrl.observability.run_profile` makes a profile of."""
 
     config: Config
     steps: tuple[Step, ...]
     counters: Mapping[str, float]
     groups: Sequence[Any]
     samples_per_step: int
-    cpu_s: float
 
     def figures(self) -> dict[str, float]:
         """Means over the steps after the first ones. ``step_s``: seconds of a step; the idle ratios: shares of the time
@@ -115,8 +114,15 @@ class Simulation:
         return getattr(self.steps[-1], total) - getattr(self.steps[self._before], total)
 
 
-def simulate(config: Config, profile: Profile) -> Simulation:
-    """Train ``trainer.total_steps`` steps of ``config`` in virtual time. Equal arguments give an equal run.
+def simulate(
+    config: Config,
+    profile: Profile,
+    engine: type[SimulatedEngine] = SimulatedEngine,
+    ranks: type[SimulatedRanks] = SimulatedRanks,
+    cpu_s: Callable[[], float] = time.process_time,
+) -> Simulation:
+    """Train ``trainer.total_steps`` steps of ``config`` in virtual time. Equal arguments give an equal run. ``cpu_s``:
+    the clock of `Step.cpu_s`.
 
     Validation, agents' processes, sandboxes and reward workers are left out: agents wait, and rewards take, as long as
     the profile says. Raises the errors of the control plane, and `Stuck` if it would wait for ever."""
@@ -127,14 +133,20 @@ def simulate(config: Config, profile: Profile) -> Simulation:
         checkpoints=bool(config.checkpoint.every_steps),
         staged=config.param_sync.staging == "full",
     )
-    began_s = time.process_time()
     with tempfile.TemporaryDirectory(prefix="asyncrl-simulation-") as folder:
-        seen = run_virtually(lambda: _run(config, profile, Path(folder)))
+        seen = run_virtually(lambda: _run(config, profile, engine, ranks, cpu_s, Path(folder)))
     samples = derive(config).groups_per_step * config.rollout.n
-    return Simulation(config, tuple(seen.steps), seen.counters, seen.groups, samples, time.process_time() - began_s)
+    return Simulation(config, tuple(seen.steps), seen.counters, seen.groups, samples)
 
 
-async def _run(config: Config, profile: Profile, folder: Path) -> _Observer:
+async def _run(
+    config: Config,
+    profile: Profile,
+    make_engine: type[SimulatedEngine],
+    make_ranks: type[SimulatedRanks],
+    cpu_s: Callable[[], float],
+    folder: Path,
+) -> _Observer:
     derived, recorder, rollout = derive(config), Recorder("simulation"), config.rollout
     admission = Admission(derived.groups_per_version, derived.staleness_threshold, derived.total_groups)
     options = config.async_training
@@ -146,7 +158,7 @@ async def _run(config: Config, profile: Profile, folder: Path) -> _Observer:
         vocab_size=VOCABULARY,
         max_attempts=rollout.max_attempts,
     )
-    engines = {f"replica/{i}": SimulatedEngine(profile, rollout.engine.slots) for i in range(rollout.replicas)}
+    engines = {f"replica/{i}": make_engine(profile, rollout.engine.slots) for i in range(rollout.replicas)}
     router = Router(engines, lambda _: False, recorder)
     tokenizer = SimulatedTokenizer(profile)
     maker = SampleMaker(
@@ -164,11 +176,11 @@ async def _run(config: Config, profile: Profile, folder: Path) -> _Observer:
     sessions = {
         name: EngineSession(name, engine, SimulatedReceiver(name, profile.sync)) for name, engine in engines.items()
     }
-    ranks = SimulatedRanks(profile, config.trainer.ranks, recorder)
+    ranks = make_ranks(profile, config.trainer.ranks, recorder)
     sync = ParameterSyncCoordinator(
         replace(config.param_sync, pause=derived.pause), {"trainer/0": ranks}, sessions, router.set_routable, recorder
     )
-    observer = _Observer(ranks, engines, queue, recorder)
+    observer = _Observer(ranks, engines, queue, recorder, cpu_s)
     trainer = TrainLoop(
         config,
         derived,
@@ -194,9 +206,15 @@ class _Observer:
     """Implements `asyncrl.trainer.protocols.Observer`: notes every step."""
 
     def __init__(
-        self, ranks: SimulatedRanks, engines: Mapping[str, SimulatedEngine], queue: SampleQueue, recorder: Recorder
+        self,
+        ranks: SimulatedRanks,
+        engines: Mapping[str, SimulatedEngine],
+        queue: SampleQueue,
+        recorder: Recorder,
+        cpu_s: Callable[[], float],
     ) -> None:
         self._ranks, self._engines, self._queue, self._recorder = ranks, engines, queue, recorder
+        self._cpu_s = cpu_s
         self.steps: list[Step] = []
         self.counters: Counter[str] = Counter()
         self.groups: list[Any] = []
@@ -215,6 +233,7 @@ class _Observer:
             sum(engine.busy_s for engine in engines) / len(engines),
             sum(engine.tokens for engine in engines),
             all_metrics,
+            self._cpu_s(),
         )
         self.steps.append(step)
         return all_metrics

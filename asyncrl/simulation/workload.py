@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from asyncrl.rollouter.agents.base import Generate, LimitReached
+from asyncrl.rollouter.agents.single_turn import SingleTurn
 from asyncrl.rollouter.agents.trajectory import TrajectoryBuilder
 from asyncrl.rollouter.rewards.base import Answer
 from asyncrl.rollouter.rewards.pool import RewardResult
@@ -49,6 +50,10 @@ class SimulatedAgent:
 
     async def run(self, prompt: Prompt, index: int, generate: Generate) -> Sample:
         recorded, trajectory, finish = self._profile.sample(prompt.uid, index), TrajectoryBuilder(), None
+        if len(recorded.turns) == 1:
+            sample = await SingleTurn(None, recorded.turns[0].sampled).run(prompt, index, generate)
+            sample.reward = recorded.reward if self._rewards else None
+            return sample
         try:
             for turn in recorded.turns:
                 answer = await generate(trajectory.response)

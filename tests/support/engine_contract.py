@@ -39,12 +39,13 @@ LONG = 800  # tokens; several times what the fastest engine generates between tw
 def events_at_once(monkeypatch):
     """Events are reported as they come: a test interrupts a request after a few tokens, however fast the machine."""
     for name in (
-        "streaming._EVENTS_EVERY_S",
-        "streaming._FINISHED_EVERY_S",
-        "native.engine._EVENTS_EVERY_S",
+        "streaming._ENDS_EVERY_S",
+        "streaming._WANTED_EVERY_S",
         "native.engine._ENDS_EVERY_S",
+        "native.engine._WANTED_EVERY_S",
     ):
         monkeypatch.setattr(f"asyncrl.rollouter.engines.{name}", 0.0)
+    monkeypatch.setattr(Scheduling.__init__, "__defaults__", (None, False, 0.0))
 
 
 @pytest.fixture(scope="module")

@@ -46,6 +46,8 @@ def result_digest(tokens: np.ndarray, logprobs: np.ndarray, spans: Sequence[Vers
 def _versions(spans: Sequence[VersionSpan], at: int, count: int) -> np.ndarray:
     """int64 [count, 3]: lineage and number of the version of each token from ``at``, and whether over mixed KV; not the
     replica, which a loop may leave out."""
+    if len(spans) == 1:
+        return np.repeat(np.array([(*spans[0].version, spans[0].mixed_kv)], np.int64), count, axis=0)
     of_span = np.searchsorted([span.start for span in spans], np.arange(at, at + count), "right") - 1
     return np.array([(*span.version, span.mixed_kv) for span in spans], np.int64).reshape(-1, 3)[of_span]
 
@@ -93,8 +95,12 @@ def _unsampled(
         count = min(call.tokens, len(tokens) - call.start)
         if at < 0 or count <= 0 or contexts[call.start] != call.context:
             continue
-        sampled = _same(sequence, at, count, call)
         here = slice(at, at + count)
+        if count == call.tokens and not taken.any() and _is_result(sequence, at, call):
+            taken |= unexplained[here]
+            unexplained[here] = False
+            continue
+        sampled = _same(sequence, at, count, call)
         repeated[here] |= unexplained[here] & sampled & taken[:count]
         explains = unexplained[here] & sampled & ~taken[:count]
         taken[:count] |= explains
@@ -117,6 +123,20 @@ def _digests(tokens: np.ndarray, ends: Iterable[int]) -> dict[int, int]:
         digest.update(tokens[at:end].data)
         found[end], at = digest.intdigest(), end
     return found
+
+
+def _is_result(sequence: TokenSequence, at: int, call: SampledCall) -> bool:
+    """True if the sequence has all of the call's tokens from ``at``, with their logprobs and versions; False also if
+    that takes a closer look, as `_same` has it."""
+    result, here = call.result, slice(at, at + call.tokens)
+    return (
+        not isinstance(result, int)
+        and not at
+        and len(sequence.tokens) == call.tokens
+        and [span[:3] for span in sequence.spans] == [span[:3] for span in result.spans]
+        and np.asarray(sequence.tokens, np.int32)[here].tobytes() == result.tokens.tobytes()
+        and np.asarray(sequence.logprobs, np.float32)[here].tobytes() == result.logprobs.tobytes()
+    )
 
 
 def _same(sequence: TokenSequence, at: int, count: int, call: SampledCall) -> np.ndarray:

@@ -24,9 +24,8 @@ class AgentWatch:
         self._calls = 0  # of generate, under way
         self.expired = self._closed = False
         self._task = asyncio.current_task()
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(limit_s, self._check)
-        loop.call_soon(self._rest)  # the agent may begin with something else than a call
+        self._timer: asyncio.TimerHandle | None = None
+        asyncio.get_running_loop().call_soon(self._rest)  # the agent may begin with something else than a call
 
     def generating(self, generating: bool) -> None:
         self._calls += 1 if generating else -1
@@ -38,14 +37,20 @@ class AgentWatch:
 
     def close(self) -> None:
         self._closed = True
-        self._timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _rest(self) -> None:
         if not self._calls and not self._closed:
             self._generates(False)
+            if self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._check)
 
     def _check(self) -> None:
-        left_s = self._limit_s if self._calls else self._idle_since_s + self._limit_s - now_s()
+        if self._calls:
+            self._timer = None  # until the loop rests
+            return
+        left_s = self._idle_since_s + self._limit_s - now_s()
         if left_s <= 0 and self._task is not None:
             self.expired = True
             self._task.cancel()

@@ -101,10 +101,12 @@ class Request:
 @dataclass(frozen=True)
 class Scheduling:
     """Order of service. ``max_running_requests``: cap on training requests that generate at once (None: one per slot).
-    ``validation_first``: serve validation before training requests, whatever their priority."""
+    ``validation_first``: serve validation before training requests, whatever their priority. ``progress_every_s``: how
+    often tokens of requests that continue are reported; ends do not wait for it."""
 
     max_running_requests: int | None = None
     validation_first: bool = False
+    progress_every_s: float = 0.2
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,8 @@ class EventBatch:
 
     Event e gave request ``ids[e]`` the tokens ``tokens[offsets[e]:offsets[e+1]]`` (int32) with their behaviour
     ``logprobs`` (float32), all sampled under ``versions[e]``; ``finish[e]`` is None while the request continues.
-    ``mixed_kv[e]`` marks tokens sampled over an older version's KV. A request may appear more than once.
+    ``mixed_kv[e]`` marks tokens sampled over an older version's KV. A request may appear more than once. Without
+    ``progress`` only requests that ended are reported.
     """
 
     ids: list[str]
@@ -124,6 +127,7 @@ class EventBatch:
     finish: list[FinishReason | None]
     mixed_kv: list[bool]
     errors: dict[str, str] = field(default_factory=dict)  # request id → why it finished with ERROR
+    progress: bool = True
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -136,8 +140,8 @@ class Engine(Protocol):
         """Queue requests. One that can never run (longer than the context, say) ends with an ERROR event."""
 
     async def events(self) -> EventBatch:
-        """Wait for events (at most a fraction of a second while tokens flow), then return all of them. Raises the
-        engine's own exception if its loop died."""
+        """Wait for the end of a request, or until progress is due, see `Scheduling`. Raises the engine's own exception
+        if its loop died."""
         ...
 
     async def abort(self, ids: Sequence[str]) -> None:

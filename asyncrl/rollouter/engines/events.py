@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -24,30 +25,63 @@ class Event(NamedTuple):
     error: str = ""
 
 
+@dataclass(eq=False, slots=True)
+class _Row:
+    """Consecutive events of one request under one version."""
+
+    id: str
+    version: PolicyVersion
+    mixed_kv: bool
+    tokens: list[int]
+    logprobs: list[float]
+    finish: FinishReason | None = None
+    error: str = ""
+
+
 class EventLog:
-    """Events since the last `take`."""
+    """Events that no `take` has returned yet."""
 
     def __init__(self) -> None:
-        self._events: list[Event] = []
-        self.has_finished = False  # some event ends its request
+        self._rows: dict[str, list[_Row]] = {}  # by request
+        self._ended: dict[str, None] = {}  # requests, in order
 
     def __len__(self) -> int:
-        return len(self._events)
+        return len(self._rows)
+
+    @property
+    def has_finished(self) -> bool:
+        """Some event ends its request."""
+        return bool(self._ended)
 
     def add(self, event: Event) -> None:
-        self._events.append(event)
-        self.has_finished |= event.finish is not None
+        rows = self._rows.setdefault(event.id, [])
+        row = rows[-1] if rows else None
+        if row is None or row.finish is not None or (row.version, row.mixed_kv) != (event.version, event.mixed_kv):
+            row = _Row(event.id, event.version, event.mixed_kv, [], [])
+            rows.append(row)
+        row.tokens += event.tokens
+        row.logprobs += event.logprobs
+        row.finish, row.error = event.finish, event.error
+        if event.finish is not None:
+            self._ended[event.id] = None
 
-    def take(self) -> EventBatch:
-        events, self._events, self.has_finished = self._events, [], False
-        lengths = [len(e.tokens) for e in events]
+    def take(self, progress: bool = True) -> EventBatch:
+        """All events; without ``progress`` only those of requests that ended."""
+        if progress:
+            taken, self._rows = self._rows, {}
+        else:
+            taken = {id: self._rows.pop(id) for id in self._ended}
+        self._ended = {}
+        rows = [row for of_request in taken.values() for row in of_request]
+        lengths = [len(row.tokens) for row in rows]
         return EventBatch(
-            ids=[e.id for e in events],
+            ids=[row.id for row in rows],
             offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-            tokens=np.array([t for e in events for t in e.tokens], dtype=np.int32),
-            logprobs=np.array([x for e in events for x in e.logprobs], dtype=np.float32),
-            versions=[e.version for e in events],
-            finish=[e.finish for e in events],
-            mixed_kv=[e.mixed_kv for e in events],
-            errors={e.id: e.error for e in events if e.error},
+            tokens=np.array([t for row in rows for t in row.tokens], dtype=np.int32),
+            logprobs=np.array([x for row in rows for x in row.logprobs], dtype=np.float32),
+            versions=[row.version for row in rows],
+            finish=[row.finish for row in rows],
+            mixed_kv=[row.mixed_kv for row in rows],
+            errors={row.id: row.error for row in rows if row.error},
+            progress=progress,
         )

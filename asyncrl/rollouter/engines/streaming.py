@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
 from asyncrl.config.schema import Config
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.lora.slots import AdapterSlots
 from asyncrl.param_sync.manifest import Role
@@ -36,8 +37,8 @@ from asyncrl.types.versions import PolicyVersion
 
 log = logging.getLogger(__name__)
 
-_EVENTS_EVERY_S = 0.2  # while tokens flow: a call costs both ends a millisecond or two
-_FINISHED_EVERY_S = 0.03  # while requests finish and none is held back for their slots
+_ENDS_EVERY_S = 0.2  # while requests are held back for their slots: a call costs both ends a millisecond or two
+_WANTED_EVERY_S = 0.03  # while none is
 _NO_VERSION = PolicyVersion(0, 0)  # for events without tokens before the first version
 
 #: finish reasons by the engines' names for them; any other is an error
@@ -93,6 +94,7 @@ class StreamingEngine(ABC, Generic[R]):
         self._kept_kv = False  # this pause keeps requests with their KV
         self._released = False  # the KV cache
         self._log = EventLog()
+        self._progress_s = 0.0  # when it was reported last
         self._has_events, self._has_finished = asyncio.Event(), asyncio.Event()
         self._death: EngineDied | None = None
         self._occupancy = Occupancy(recorder, self._slots)
@@ -157,22 +159,26 @@ class StreamingEngine(ABC, Generic[R]):
         await self._abort([running for id in ids if (running := self._running.get(id)) is not None])
 
     async def events(self) -> EventBatch:
-        """Returns about five times a second while tokens flow, sooner if requests finished and none is held back. One
-        caller at a time."""
+        """Returns ends about five times a second, sooner if no request is held back. One caller at a time."""
         await self._has_events.wait()
         self._check_alive()
+        if not self._log.has_finished:
+            with contextlib.suppress(TimeoutError):
+                due_s = self._progress_s + self._scheduling.progress_every_s
+                await asyncio.wait_for(self._has_finished.wait(), max(0.0, due_s - now_s()))
         if len(self._running) + len(self._held) > (self._scheduling.max_running_requests or self._slots):
-            await asyncio.sleep(_EVENTS_EVERY_S)
-        else:
-            if not self._log.has_finished:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._has_finished.wait(), _EVENTS_EVERY_S)
-            if len(self._running):
-                await asyncio.sleep(_FINISHED_EVERY_S)  # others finish in the same step
+            await asyncio.sleep(_ENDS_EVERY_S)
+        elif len(self._running):
+            await asyncio.sleep(_WANTED_EVERY_S)  # others finish in the same step
         self._check_alive()
-        self._has_events.clear()
+        progress = not self._running or now_s() - self._progress_s >= self._scheduling.progress_every_s
+        if progress:
+            self._progress_s = now_s()
+        events = self._log.take(progress)
         self._has_finished.clear()
-        return self._log.take()
+        if not len(self._log):
+            self._has_events.clear()
+        return events
 
     async def set_scheduling(self, scheduling: Scheduling) -> None:
         self._check_alive()

@@ -516,16 +516,17 @@ class Core:
         """True if `drain` would return any event."""
         return len(self._log) > 0 or any(s is not None and s.logprobs for s in self._scheduler.placed)
 
-    def drain(self) -> EventBatch:
-        """Events since the last call."""
-        self._emit_all()
+    def drain(self, progress: bool = True) -> EventBatch:
+        """Events that no call has returned yet; without ``progress`` only those of requests that ended."""
+        if progress:
+            self._emit_all()
         self._recorder.count("rollout/tokens", self.generated_tokens - self._counted_tokens)
         self._counted_tokens = self.generated_tokens
         if self._speculator is not None:
             self._speculator.report()
         if self._warm.limit:
             self._recorder.gauge("rollout/warm_kv_bytes", self._warm.nbytes)
-        return self._log.take()
+        return self._log.take(progress)
 
     def settle(self) -> None:
         """Drop the pass ahead, and wait until the device no longer reads weights."""

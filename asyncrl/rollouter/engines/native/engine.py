@@ -48,8 +48,8 @@ from asyncrl.rollouter.engines.native.weights import NativeAdaptedWeights, Nativ
 from asyncrl.rollouter.engines.stops import Tokenizer
 from asyncrl.types.versions import PolicyVersion
 
-_EVENTS_EVERY_S = 0.2  # while tokens flow: a call costs both ends a millisecond or two
-_ENDS_EVERY_S = 0.03  # while requests finish and none waits for their slots
+_ENDS_EVERY_S = 0.2  # while others wait for the slots: a call costs both ends a millisecond or two
+_WANTED_EVERY_S = 0.03  # while none does
 
 T = TypeVar("T")
 
@@ -120,7 +120,8 @@ class NativeEngine:
         self._listener: concurrent.futures.Future[None] | None = None  # `events` waits on it
         self._outbox: deque[EventBatch] = deque()
         self._end: BaseException | None = None  # why the thread has ended or must end
-        self._published_s = 0.0
+        self._published_s = self._progress_s = 0.0
+        self._progress_every_s = Scheduling().progress_every_s
         self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
         self._thread.start()
 
@@ -130,8 +131,7 @@ class NativeEngine:
         await self._call(lambda: self._core.submit(requests))
 
     async def events(self) -> EventBatch:
-        """Returns about five times a second while tokens flow, sooner if requests ended and none waits for a slot. One
-        caller at a time."""
+        """Returns ends about five times a second, sooner if no request waits for a slot. One caller at a time."""
         while True:
             with self._wake:
                 if self._outbox:
@@ -147,6 +147,7 @@ class NativeEngine:
         await self._call(lambda: self._core.abort(ids))
 
     async def set_scheduling(self, scheduling: Scheduling) -> None:
+        self._progress_every_s = scheduling.progress_every_s
         await self._call(lambda: self._core.set_scheduling(scheduling))
 
     async def pause(self, mode: PauseMode, deadline_s: float) -> int:
@@ -327,16 +328,20 @@ class NativeEngine:
         """True if a call of `events` waits and events are due."""
         if self._listener is None or not self._core.has_events:
             return False
-        wanting = self._core.has_finished and not self._core.waiting
-        every_s = _ENDS_EVERY_S if wanting else _EVENTS_EVERY_S
-        return not self._stepping() or now_s() - self._published_s >= every_s
+        ends_s = _ENDS_EVERY_S if self._core.waiting else _WANTED_EVERY_S
+        return self._progress_is_due() or (self._core.has_finished and now_s() - self._published_s >= ends_s)
+
+    def _progress_is_due(self) -> bool:
+        return not self._stepping() or now_s() - self._progress_s >= self._progress_every_s
 
     def _publish(self) -> None:
         with self._wake:
             if not self._should_publish():
                 return
-            self._published_s = now_s()
-            self._outbox.append(self._core.drain())
+            progress, self._published_s = self._progress_is_due(), now_s()
+            if progress:
+                self._progress_s = self._published_s
+            self._outbox.append(self._core.drain(progress))
             listener, self._listener = self._listener, None
         if listener is not None and listener.set_running_or_notify_cancel():
             listener.set_result(None)
