@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 _SUSPECT_DEATHS = 2  # of replicas that served a group, after which it is served alone on its replica
 _PROGRESS_S = 40e-6  # to take the tokens of a request that continues
 _PROGRESS_SHARE = 0.05  # of this process, for that
+_OBSERVED_S = 1.0  # of a busy engine; tokens of prompts are known only after they were computed, in a later report
 
 
 class CannotContinue(RuntimeError):
@@ -67,6 +68,9 @@ class _Observed:
     disturbed: bool = False  # by a sync, or aborts
 
 
+_NOTHING = (0.0,) * 5
+
+
 @dataclasses.dataclass(eq=False)
 class _Replica:
     """A replica and its unsent calls. A lost one stays listed until it is replaced."""
@@ -83,6 +87,7 @@ class _Replica:
     lost: bool = False
     task: asyncio.Task[None] | None = None
     observed: _Observed = dataclasses.field(default_factory=lambda: _Observed(now_s()))
+    sums: Sequence[float] = _NOTHING  # of earlier ones, see `ENGINE`
     version: PolicyVersion | None = None  # of its last tokens
     prompts: set[str] = dataclasses.field(default_factory=set)  # groups whose prompt it has computed under that version
 
@@ -445,10 +450,14 @@ class Router:
         # a decode step gives each running request a token, so those that ran all the time tell how many there were
         continuing = zip(batch.ids, batch.finish, strict=True)
         throughout = [id for id, finish in continuing if finish is None and self._begun_before(id, observed)]
-        if throughout and not observed.disturbed:
+        if undisturbed := bool(throughout) and not observed.disturbed:
             busy_s, rows = replica.last_event_s - observed.since_s, observed.steps.total()
             steps = max(observed.steps[id] for id in throughout)
-            ENGINE.observe(recorder, busy_s, steps, rows, observed.context, observed.computed)
+            found = busy_s, steps, rows, observed.context, observed.computed
+            replica.sums = [a + b for a, b in zip(replica.sums, found, strict=True)]
+        if replica.sums[0] >= (_OBSERVED_S if undisturbed else 1e-9):
+            ENGINE.observe(recorder, *replica.sums)
+            replica.sums = _NOTHING
 
     def _begun_before(self, id: str, observed: _Observed) -> bool:
         active = self._assigned.get(id)

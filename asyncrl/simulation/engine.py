@@ -32,7 +32,7 @@ class _Row:
     """A running request. It began when the engine had made ``began`` decode steps, and needs ``tokens`` of them."""
 
     request: Request
-    began: float
+    began: int
     tokens: int
     stops: bool
     reported: int = 0  # tokens
@@ -48,7 +48,7 @@ class SimulatedEngine:
     """Implements `asyncrl.rollouter.engines.base.Engine` but for its weights, and the router's client.
 
     All running requests get a token in each decode step, so a request's progress is the number of steps since it
-    began, and only arrivals, ends and reports are events."""
+    began, and only arrivals, ends and reports are events. Requests begin and are reported between two steps."""
 
     def __init__(self, profile: Profile, slots: int) -> None:
         self._profile, self._figures, self._slots = profile, profile.engine, slots
@@ -100,6 +100,7 @@ class SimulatedEngine:
                     await self._has_ended.wait()
             if self._waiting:
                 await asyncio.sleep(max(0.0, self._reported_s + self._figures.report_s - now_s()))
+            await asyncio.sleep(self._until_step_ends_s())
             self._advance()
             self._reported_s = now_s()
             reported, self._ended = self._ended, []
@@ -219,6 +220,16 @@ class SimulatedEngine:
             self._steps += steps
             self._context += steps * len(self._running)
 
+    def _next_step(self) -> int:
+        """Number of decode steps once the present one has ended."""
+        return math.ceil(self._steps - _ROUNDING)
+
+    def _until_step_ends_s(self) -> float:
+        self._advance()
+        if self._paused or not self._running:
+            return 0.0
+        return max(0.0, self._prefilling_until_s - now_s()) + self._seconds(max(0.0, self._next_step() - self._steps))
+
     def _seconds(self, steps: float) -> float:
         """How long ``steps`` decode steps of the running requests take; each makes their contexts longer."""
         first_s, growth_s = self._step_s()
@@ -243,10 +254,11 @@ class SimulatedEngine:
             raise RuntimeError(f"request {request.id}: expected a turn that begins after {start} tokens, found none")
         left = max(1, turn.sampled - request.resumed)
         tokens = min(left, request.max_new_tokens)
-        self._running[request.id] = _Row(request, self._steps, tokens, left <= request.max_new_tokens)
+        began = self._next_step()
+        self._running[request.id] = _Row(request, began, tokens, left <= request.max_new_tokens)
         self._begun += 1
-        heapq.heappush(self._ends, (self._steps + tokens, self._begun, request.id))
-        self._context += len(request.tokens)
+        heapq.heappush(self._ends, (began + tokens, self._begun, request.id))
+        self._context += len(request.tokens) - (began - self._steps)  # it grows from now on
         cached = self._cached.get(request.group, 0)
         self._cached[request.group] = cached + 1
         computed = len(request.tokens) - (request.shared_prefix if cached else 0)
@@ -256,7 +268,7 @@ class SimulatedEngine:
         row = self._running.pop(id)
         made = row.tokens
         if finish is FinishReason.ABORT:
-            made = min(made - 1, int(self._steps - row.began + _ROUNDING))
+            made = max(0, min(made - 1, int(self._steps - row.began + _ROUNDING)))
         self._context -= len(row.request.tokens) + self._steps - row.began
         self.tokens += made
         group = row.request.group
