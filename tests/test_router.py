@@ -503,6 +503,28 @@ async def test_each_replica_gets_a_changed_scheduling_once_and_so_does_its_repla
     task.cancel()
 
 
+async def test_the_more_requests_continue_the_less_often_they_are_asked_for_their_tokens(two):
+    router, a, b, _ = two
+    usual = Scheduling().progress_every_s
+    tasks = {f"{i}/0": asyncio.create_task(complete(router, request(f"{i}/0", str(i)))) for i in range(2000)}
+    await settle()
+    a.emit("0/0#0", [5])
+    await settle()
+    every_s = a.schedulings[-1].progress_every_s
+    assert every_s > 4 * usual
+    assert [a.schedulings, b.schedulings] == [[Scheduling(progress_every_s=every_s)]] * 2
+    for i in range(1, 2000):
+        for replica in (a, b):
+            if f"{i}/0#0" in replica.requests:
+                replica.emit(f"{i}/0#0", [5], FinishReason.STOP)
+    await asyncio.gather(*(task for id, task in tasks.items() if id != "0/0"))
+    await settle()
+    assert a.schedulings[-1] == b.schedulings[-1] == Scheduling()
+    assert len(a.schedulings) < 8  # it does not change with each request
+    a.emit("0/0#0", [6], FinishReason.STOP)
+    assert (await tasks["0/0"]).tokens.tolist() == [5, 6]
+
+
 async def test_a_new_group_goes_to_the_replica_with_the_fewest_tokens_whatever_happened_before():
     numbers = np.random.default_rng(0)
     names = [f"replica/{i}" for i in range(7)]

@@ -349,5 +349,9 @@ def test_the_command_prints_what_binds(tmp_path, capsys):
     assert "only what engine.step_s, engine.row_s explain together is known" in capsys.readouterr().err
     assert cli(["simulate", *arguments, "rollout.n=none"]) == 2
     assert "rollout.n" in capsys.readouterr().err
+    profile(100, samples=1).write(tmp_path / "profile.json")  # all rewards are equal
+    options = ("trainer.mini_batch_groups=16", "rollout.n=4", "algorithm.filter_zero_variance=true")
+    assert cli(["simulate", *arguments, *options]) == 2
+    assert "config: with the rewards of the profile nothing would be trained" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         cli(["simulate", *arguments, "--steps=2"])

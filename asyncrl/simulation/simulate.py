@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.checks import derive
+from asyncrl.config.load import ConfigError
 from asyncrl.config.schema import Config
 from asyncrl.data.order import PromptOrder
 from asyncrl.observability.efficiency import EfficiencyTracker
@@ -19,7 +20,9 @@ from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.coordinator import ParameterSyncCoordinator
 from asyncrl.param_sync.replica_session import EngineSession
+from asyncrl.processes.actor_client import first_leaf
 from asyncrl.processes.tasks import together
+from asyncrl.rollouter.drops import NothingToTrain
 from asyncrl.rollouter.held_queue import HeldQueue
 from asyncrl.rollouter.loop import RolloutLoop
 from asyncrl.rollouter.pacing import GenerationPacer, run_pacer
@@ -125,7 +128,8 @@ def simulate(
     the clock of `Step.cpu_s`.
 
     Validation, agents' processes, sandboxes and reward workers are left out: agents wait, and rewards take, as long as
-    the profile says. Raises the errors of the control plane, and `Stuck` if it would wait for ever."""
+    the profile says. Raises ConfigError if all groups would be dropped, the errors of the control plane, and `Stuck` if
+    it would wait for ever."""
     if config.trainer.total_steps < 3:
         raise ValueError(f"trainer.total_steps: expected at least 3 to simulate, found {config.trainer.total_steps}")
     profile.check(
@@ -134,7 +138,12 @@ def simulate(
         staged=config.param_sync.staging == "full",
     )
     with tempfile.TemporaryDirectory(prefix="asyncrl-simulation-") as folder:
-        seen = run_virtually(lambda: _run(config, profile, engine, ranks, cpu_s, Path(folder)))
+        try:
+            seen = run_virtually(lambda: _run(config, profile, engine, ranks, cpu_s, Path(folder)))
+        except Exception as e:
+            if isinstance(leaf := first_leaf(e), NothingToTrain):
+                raise ConfigError([f"with the rewards of the profile nothing would be trained: {leaf}"]) from None
+            raise
     samples = derive(config).groups_per_step * config.rollout.n
     return Simulation(config, tuple(seen.steps), seen.counters, seen.groups, samples)
 

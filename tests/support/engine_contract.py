@@ -510,6 +510,22 @@ async def test_validation_first_runs_waiting_validation_before_waiting_training(
     assert not any(id.startswith("waiting") for id in ended[: max(ended.index(r.id) for r in validation)])
 
 
+async def test_ends_are_reported_without_the_progress_of_others_and_no_token_is_lost(replica, initial, long):
+    await replica.sync(initial)
+    await replica.engine.set_scheduling(Scheduling(progress_every_s=3600.0))
+    await replica.engine.submit([request("long", PROMPT, long), *(request(f"{i}", PROMPT, 4) for i in range(3))])
+    answers, ended, reports = {}, set(), 0
+    while len(ended) < 4:
+        batch = await replica.engine.events()
+        add(answers, batch)
+        reports += batch.progress and "long" in batch.ids
+        assert batch.progress or None not in batch.finish
+        ended |= {id for id, finish in zip(batch.ids, batch.finish) if finish is not None}
+    await replica.engine.set_scheduling(Scheduling())
+    assert reports <= 2  # at the start of the engine's time, and at the end, when nothing else runs
+    assert {id: len(answer.tokens) for id, answer in answers.items()} == {"long": long, "0": 4, "1": 4, "2": 4}
+
+
 async def test_a_manifest_that_does_not_fit_is_refused_before_anything_is_paused(replica, initial):
     await replica.sync(initial)
     await replica.engine.submit([request("on", PROMPT, 100)])
