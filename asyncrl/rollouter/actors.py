@@ -1,5 +1,5 @@
-"""Ray actors of the rollout pool: engine replicas, the agents' endpoint and the rollouter, thin shells around Ray-free
-cores."""
+"""Ray actors of the rollout pool: engine replicas, their relays, the agents' endpoint and the rollouter, thin shells
+around Ray-free cores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from asyncrl.config.schema import Config
 from asyncrl.cpu.priority import never_interrupt
 from asyncrl.observability.telemetry.log import LogConfig
 from asyncrl.observability.telemetry.recorder import Batch, Recorder
-from asyncrl.param_sync.session_protocol import answer
+from asyncrl.param_sync.relay import Answer, Call, Relay
+from asyncrl.param_sync.session_protocol import answer, remote_session
 from asyncrl.processes.actor_client import ActorClient, ActorDied, RestartableClient, SupervisedActor, first_leaf
 from asyncrl.processes.device_errors import is_device_error
 from asyncrl.rollouter.engine_lease import LeasedEngine
@@ -99,6 +100,25 @@ class EngineReplicaActor(SupervisedActor):
                 log.exception("lost its device")
                 os._exit(1)
             raise
+
+
+@ray.remote
+class RelayActor(SupervisedActor):
+    """Makes the calls of sync sessions to the replicas of its machine."""
+
+    def __init__(self, name: str, logs: LogConfig | None = None) -> None:
+        super().__init__(name, logs)
+        self._relay = Relay()
+
+    async def register(self, name: str, replica: Any) -> None:
+        """``replica``: its handle."""
+        self._relay.register(name, remote_session(ActorClient(replica, name).sync))
+
+    async def make(self, calls: Sequence[Call]) -> Sequence[Answer]:
+        return await self._relay.make(calls)
+
+    async def rest(self, numbers: Sequence[int]) -> Sequence[Answer]:
+        return await self._relay.rest(numbers)
 
 
 @ray.remote

@@ -15,11 +15,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.config.schema import Config
 from asyncrl.observability.telemetry.recorder import Batch
+from asyncrl.param_sync.relay import RelayedSessions
 from asyncrl.param_sync.session_protocol import ReplicaSession, remote_session
-from asyncrl.processes.actor_client import ActorClient, RestartableClient
+from asyncrl.processes.actor_client import ActorClient, ActorDied, RestartableClient
 from asyncrl.processes.identity import Process
 from asyncrl.processes.tasks import cancelled
-from asyncrl.rollouter.actors import EndpointActor, EngineReplicaActor, RollouterActor
+from asyncrl.rollouter.actors import EndpointActor, EngineReplicaActor, RelayActor, RollouterActor
 from asyncrl.run.environments import interpreter
 from asyncrl.run.placement import Placement
 from asyncrl.run.placement_plan import make_plan, pools
@@ -35,6 +36,7 @@ T = TypeVar("T")
 CALLS_AT_ONCE = 1000  # per actor; most calls wait on a condition
 REMOTE_KILL_S = 20.0  # for an actor on another machine
 CLOSING_S = 3.0  # for the rollouter to close by itself
+RELAYED_REPLICAS = 4  # on a machine, from which on their sync sessions go through a relay there
 _ACTORS_PER_DRIVER = 10**6  # more than a driver ever starts
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -64,6 +66,7 @@ class Cluster:
         self.senders: dict[str, Any] = {}
         self.replicas: dict[str, ActorClient] = {}
         self.sessions: dict[str, ReplicaSession] = {}
+        self._relays: dict[str, tuple[ActorClient, RelayedSessions]] = {}  # by node id
         self.queue: Any = RestartableClient(None, "queue", SampleQueueClient)
         self.rollouter: Any = RestartableClient(None, "rollouter")
         self.endpoint: Any = RestartableClient(None, "endpoint") if config.rollout.agent.enabled else None
@@ -92,7 +95,7 @@ class Cluster:
         await self.kill(name)
         replica = self._make_replica(name)
         await self._started([replica], replica.start())
-        self.replicas[name], self.sessions[name] = replica, remote_session(replica.sync)
+        self.replicas[name], self.sessions[name] = replica, await self._session(replica)
 
     async def start_endpoint(self) -> None:
         """An endpoint without sessions; the agents of an earlier one have ended with it."""
@@ -154,6 +157,26 @@ class Cluster:
             return started.result()
         finally:
             await cancelled([started, *located])
+
+    async def _session(self, replica: ActorClient) -> ReplicaSession:
+        """The replica's sync session: through a relay if its machine has many, each of which would cost the driver
+        nine calls."""
+        direct, machines = remote_session(replica.sync), self._placement.machines
+        on_machine = [name for name in self.replica_names if machines[name] == machines[replica.name]]
+        if len(on_machine) < RELAYED_REPLICAS:
+            return direct
+        node, _ = self._processes[replica.name]
+        if node not in self._relays:
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            name = f"relay/{len(self._relays)}"
+            made = self._make(RelayActor, name, {"num_cpus": 0, "scheduling_strategy": there}, name)
+            self._relays[node] = made, RelayedSessions(made)
+        relay, sessions = self._relays[node]
+        try:
+            await relay.register(replica.name, replica.handle)
+        except ActorDied:
+            return direct
+        return sessions.session(replica.name, direct)
 
     async def _locate(self, actor: ActorClient) -> None:
         self._processes[actor.name] = await actor.where()
