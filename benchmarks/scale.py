@@ -10,21 +10,39 @@ tokens and take half a minute.
   samples are in flight as fit; without that of the models of engines and ranks. Calls to other processes cost nothing
   here, and the journal is memory. ``…_over_16``: by how much it grows with the number of replicas.
 - ``samples_per_s_per_shard``: samples for which one core would do all that.
+- ``session_calls_N``: calls that a driver makes in a sync session of N replicas on machines of `ON_MACHINE`.
+- ``session_real_s``: such a session with `REAL` Ray actors that answer at once, and as many relays as they would have.
+  ``session_cpu_s_N``: CPU time of the driver for one: its own with N replicas, and that of a call with those
+  actors.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import functools
 import json
 import random
+import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
+
+import ray
 
 from asyncrl.config.load import load_config
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, ParamSyncConfig
+from asyncrl.param_sync.digest import ROLES, combine_hashes
+from asyncrl.param_sync.fleet import Fleet
+from asyncrl.param_sync.manifest import Manifest, Role
+from asyncrl.param_sync.relay import Answer, Call, RelayedSessions
+from asyncrl.param_sync.sender import SendPlan, SendReport
+from asyncrl.param_sync.session import SyncSession
+from asyncrl.param_sync.session_protocol import ReplicaSession
+from asyncrl.processes.actor_client import ActorClient, start_ray
+from asyncrl.rollouter.actors import RelayActor
 from asyncrl.simulation.engine import SimulatedEngine
 from asyncrl.simulation.profile import (
     EngineFigures,
@@ -37,6 +55,7 @@ from asyncrl.simulation.profile import (
 )
 from asyncrl.simulation.ranks import SimulatedRanks
 from asyncrl.simulation.simulate import Simulation, simulate
+from asyncrl.types.versions import PolicyVersion
 
 ROOT = Path(__file__).parent.parent
 REQUESTS, TOKENS, SAMPLES = 256, 512, 8
@@ -67,6 +86,8 @@ class Meter:
 
 
 MODELS = Meter()
+ON_MACHINE = 8  # replicas
+REAL = 48
 
 
 class MeteredEngine(SimulatedEngine):
@@ -126,10 +147,122 @@ def control_cpu_s(replicas: int) -> tuple[float, Simulation]:
     return (last.cpu_s - first.cpu_s) / (MEASURED * run.samples_per_step), run
 
 
+# -- sync sessions -----------------------------------------------------------------------------------------------------
+
+DIGESTS: dict[Role, str] = {role: combine_hashes({}) for role in ROLES}
+ANSWERS: dict[str, Any] = {"plan": ("reader",), "verify": DIGESTS, "pause": 0, "unload": 0, "receive": 0}
+
+
+class Sender:
+    """A rank without weights."""
+
+    async def manifest(self) -> Manifest:
+        return Manifest(())
+
+    async def address(self) -> None:
+        return None
+
+    async def send(self, plan: SendPlan) -> SendReport:
+        return SendReport()
+
+    async def abort(self, session: str) -> None: ...
+
+
+class InstantRelay:
+    """Answers every call at once."""
+
+    async def make(self, calls: Sequence[Call]) -> list[Answer]:
+        return [Answer(call.number, ANSWERS.get(call.name), None) for call in calls]
+
+    async def rest(self, numbers: Sequence[int]) -> list[Answer]:
+        return []
+
+
+@ray.remote(num_cpus=0)
+class InstantReplica:
+    async def sync(self, call: str, *args: Any) -> Any:
+        return ANSWERS.get(call)
+
+
+class Counted:
+    """A relay, and the number of its calls."""
+
+    def __init__(self, relay: Any) -> None:
+        self._relay, self.calls = relay, 0
+
+    def make(self, calls: Sequence[Call]) -> Any:
+        self.calls += 1
+        return self._relay.make(calls)
+
+    def rest(self, numbers: Sequence[int]) -> Any:
+        self.calls += 1
+        return self._relay.rest(numbers)
+
+
+class SessionTimes(NamedTuple):
+    seconds: float
+    cpu_s: float
+    calls: int
+
+
+async def session_times(relays: Sequence[Any], rounds: int) -> SessionTimes:
+    """Medians over ``rounds`` sessions of `ON_MACHINE` replicas behind each relay."""
+    fleet, counted = Fleet(), [Counted(relay) for relay in relays]
+    for i, relay in enumerate(counted):
+        sessions = RelayedSessions(relay)
+        for replica in range(ON_MACHINE):
+            name = f"replica/{i * ON_MACHINE + replica}"
+            fleet.add(name, sessions.session(name, cast(ReplicaSession, None)))
+    found = []
+    for number in range(rounds + 1):
+        calls, began_s, cpu_s = sum(relay.calls for relay in counted), time.perf_counter(), time.process_time()
+        await SyncSession({"trainer/0": Sender()}, fleet, ParamSyncConfig(pause="abort")).run(PolicyVersion(0, number))
+        took_s, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
+        found.append((took_s, cpu_s, sum(relay.calls for relay in counted) - calls + 3))  # and three to the rank
+    seconds, cpu, counts = zip(*found[1:], strict=True)  # after a warm-up
+    return SessionTimes(statistics.median(seconds), statistics.median(cpu), max(counts))
+
+
+async def real_session_times(rounds: int) -> SessionTimes:
+    relays = []
+    for i in range(REAL // ON_MACHINE):
+        relay = ActorClient(RelayActor.options(num_cpus=0).remote(f"relay/{i}"), f"relay/{i}")  # type: ignore[attr-defined]
+        for replica in range(ON_MACHINE):
+            name = f"replica/{i * ON_MACHINE + replica}"
+            await relay.register(name, InstantReplica.remote())  # type: ignore[attr-defined]
+        relays.append(relay)
+    return await session_times(relays, rounds)
+
+
+def sessions(replicas: int, rounds: int = 7) -> dict[str, float]:
+    own = {
+        count: asyncio.run(session_times([InstantRelay() for _ in range(count // ON_MACHINE)], rounds))
+        for count in (REAL, replicas)
+    }
+    with tempfile.TemporaryDirectory(prefix="asyncrl-ray-", ignore_cleanup_errors=True) as folder:
+        start_ray(num_cpus=2, object_store_memory=128 * 1024 * 1024, logging_level="ERROR", _temp_dir=folder)
+        try:
+            real = asyncio.run(real_session_times(rounds))
+        finally:
+            ray.shutdown()
+    call_s = (real.cpu_s - own[REAL].cpu_s) / real.calls
+    at_scale = own[replicas]
+    cpu_s = at_scale.cpu_s + at_scale.calls * call_s
+    print(f"session of {REAL} Ray actors: {real.seconds:.3f} s; driver: {real.calls} calls, {real.cpu_s:.3f} s of CPU")
+    print(f"session of {replicas}: driver: {at_scale.calls} calls, {cpu_s:.3f} s, its own part {at_scale.cpu_s:.3f} s")
+    return {
+        "session_real_s": real.seconds,
+        f"session_calls_{replicas}": at_scale.calls,
+        f"session_cpu_s_{replicas}": cpu_s,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, nargs="+", default=[16, 128, 1024])
     args = parser.parse_args()
+    if any(replicas % ON_MACHINE for replicas in args.replicas):
+        parser.error(f"--replicas: expected multiples of {ON_MACHINE}, found {args.replicas}")
     found: dict[str, float] = {}
     print(f"{'replicas':>8} {'samples':>8} {'control, us/sample':>19} {'real s':>7} {'virtual s':>10} {'of ideal':>9}")
     for replicas in args.replicas:
@@ -147,6 +280,7 @@ def main() -> None:
     per_sample = {n: found[f"control_cpu_us_per_sample_{n}"] for n in (least, most)}
     found[f"control_cpu_us_per_sample_{most}_over_{least}"] = per_sample[most] / per_sample[least]
     found["samples_per_s_per_shard"] = 1e6 / per_sample[most]
+    found |= sessions(most)
     print(json.dumps(found))
 
 

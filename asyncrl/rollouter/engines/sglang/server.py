@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import secrets
 import signal
 import socket
@@ -25,6 +26,7 @@ from asyncrl.rollouter.engines.socket_folder import SocketFolder
 _SERVE = "asyncrl.rollouter.engines.sglang.serve"
 _ASK_EVERY_S = 0.25  # poll interval until it is ready; starting takes a minute
 _LISTENING = "0A"  # state in /proc/net/tcp
+_PORT_TAKEN = "address already in use"
 _KEPT = 4000  # characters of output; an error quotes the last line
 
 
@@ -106,6 +108,8 @@ class Server:
                 with contextlib.suppress(EngineError):
                     await self.client.get("/model_info")
                     return
+            if _PORT_TAKEN in self._output:  # it would live on without a port
+                raise EngineError(f"SGLang's server could not listen on port {self._port}, which was taken meanwhile")
             await asyncio.wait([self.ended], timeout=_ASK_EVERY_S)
         await asyncio.wait([self._relay])
         last_line = self._output.rstrip().rpartition("\n")[2]
@@ -143,6 +147,10 @@ def _listens(pid: int, port: int) -> bool:
 
 
 def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A port that nobody is given while the server starts, which takes long: between Ray's and those of connections."""
+    first_of_connections = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.randrange(20_000, max(first_of_connections, 21_000))
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
