@@ -318,7 +318,8 @@ class SyncSession:
         deadline_s: float = getattr(self._deadlines, f"{'transfer' if phase == 'load' else phase}_s")
         with self._timed(phase, who):
             try:
-                return await asyncio.wait_for(answer, deadline_s)
+                async with asyncio.timeout(deadline_s):
+                    return await answer
             except ManifestError:
                 raise
             except SyncError as e:
