@@ -106,11 +106,16 @@ async def test_errors_of_replicas_keep_their_type(sessions, replicas):
 
 async def test_without_its_relay_a_machine_is_called_directly(relay, sessions, replicas, caplog):
     relay.death = ActorDied("relay/0")
-    with pytest.raises(ActorDied, match="relay/0"):
-        await sessions["replica/0"].verify("s")
-    assert "one by one" in caplog.text
-    assert await sessions["replica/0"].verify("s") == DIGESTS
-    assert replicas["replica/0"].calls == ["verify"]
+    verified, committed = await asyncio.gather(
+        sessions["replica/0"].verify("s"),
+        sessions["replica/1"].commit("s", PolicyVersion(0, 1)),  # may have happened: it must not twice
+        return_exceptions=True,
+    )
+    assert verified == DIGESTS
+    assert (type(committed), committed.name) == (ActorDied, "relay/0")
+    assert caplog.text.count("one by one") == 1
+    assert await sessions["replica/1"].commit("s", PolicyVersion(0, 1)) == 1
+    assert [replica.calls for replica in replicas.values()] == [["verify"], ["commit"], []]
 
 
 async def test_a_replica_that_was_replaced_is_called_in_its_place(relay, sessions):

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 from asyncrl.param_sync.session_protocol import ReplicaSession, answer, remote_session
 
 GRACE_S = 0.2
+_REPEATABLE = frozenset({"needs_base", "plan", "pause", "verify", "abort"})  # calls that may reach a replica twice
 
 log = logging.getLogger(__name__)
 
@@ -80,8 +81,15 @@ class Relay:
         return Answer(number, None if error is not None else task.result(), error)
 
 
+class RelayDied(RuntimeError):
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
 class RelayedSessions:
-    """The driver's end. If the relay dies, the calls that it had fail, and later ones go to the replicas themselves."""
+    """The driver's end. If the relay dies, later calls go to the replicas themselves, and so do those that it had, if
+    they may be repeated; the others fail."""
 
     def __init__(self, relay: RelayCalls) -> None:
         self._relay: RelayCalls | None = relay
@@ -94,8 +102,15 @@ class RelayedSessions:
         return remote_session(partial(self._call, replica, direct))
 
     async def _call(self, replica: str, direct: ReplicaSession, name: str, *args: Any) -> Any:
-        if self._relay is None:
-            return await answer(direct, name, *args)
+        if self._relay is not None:
+            try:
+                return await self._relayed(replica, name, args)
+            except RelayDied as died:
+                if name not in _REPEATABLE:
+                    raise died.cause from None
+        return await answer(direct, name, *args)
+
+    async def _relayed(self, replica: str, name: str, args: tuple[Any, ...]) -> Any:
         loop = asyncio.get_running_loop()
         if not self._unsent:
             loop.call_soon(self._send)
@@ -131,4 +146,4 @@ class RelayedSessions:
             self._relay = None
             for done in waiting.values():
                 if not done.done():
-                    done.set_exception(e)
+                    done.set_exception(RelayDied(e))
