@@ -25,7 +25,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import DataConfig
 from asyncrl.data.order import PromptOrder
 from asyncrl.data.prompts import load_prompts
-from tests.support.faults import ACTORS, NAMES, FaultyRun, audit, crash_at, restores, run_through, trained_steps
+from tests.support.faults import ACTORS, NAMES, RELAY, FaultyRun, audit, crash_at, restores, run_through, trained_steps
 
 BATCH = 2
 QUICKSTART = "configs/quickstart.yaml"
@@ -152,6 +152,17 @@ def test_a_run_survives_the_death_of_each_process(start, tmp_path):
         assert f"supervision: {NAMES[kind]} died" in run.text
     audit(tmp_path / "run", [BATCH] * steps)
     assert restores(tmp_path / "run") >= 1  # for the rank; a replica that died may have got its own version
+
+
+@pytest.mark.faults
+def test_the_death_of_a_relay_costs_a_run_nothing(start, tmp_path):
+    run = start("trainer.total_steps=8", "rollout.replicas=4", "ray.cpus_per_replica=0.2")
+    run.until_trained(2)
+    run.actor(RELAY).kill()
+    assert run.wait() == 0, run.text
+    assert run.text.count("calls go to the replicas one by one from now on: relay/0 died") == 1
+    assert "restarting it" not in run.text
+    audit(tmp_path / "run", [BATCH] * 8)
 
 
 @pytest.mark.faults

@@ -27,6 +27,8 @@ ACTORS = {"replica": "EngineReplica", "rank": "TrainerRank", "rollouter": "Rollo
 NAMES = {"replica": "replica/0", "rank": "trainer/0", "rollouter": "rollouter", "queue": "queue"}
 #: of runs with agents besides
 ENDPOINT = "endpoint"
+#: of machines with many replicas besides
+RELAY = "relay"
 KILLED = -signal.SIGKILL
 CRASH_SITE = Path(__file__).parent / "crash_site"
 
@@ -68,7 +70,7 @@ class FaultyRun(Run):
         return self.actors(kind)[0]
 
     def actors(self, kind: str) -> list[psutil.Process]:
-        shown = {**ACTORS, ENDPOINT: "Endpoint"}[kind]
+        shown = {**ACTORS, ENDPOINT: "Endpoint", RELAY: "Relay"}[kind]
         return [p for p in self.below() if _name(p).startswith(f"ray::{shown}")]
 
     def below(self) -> list[psutil.Process]:
