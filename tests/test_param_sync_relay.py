@@ -12,6 +12,7 @@ from asyncrl.param_sync.manifest import Manifest
 from asyncrl.param_sync.relay import GRACE_S, Relay, RelayedSessions
 from asyncrl.param_sync.sender import SendReport
 from asyncrl.param_sync.session import SyncSession
+from asyncrl.param_sync.session_protocol import repeatable
 from asyncrl.processes.actor_client import ActorDied
 from asyncrl.types.versions import PolicyVersion
 
@@ -106,16 +107,33 @@ async def test_errors_of_replicas_keep_their_type(sessions, replicas):
 
 async def test_without_its_relay_a_machine_is_called_directly(relay, sessions, replicas, caplog):
     relay.death = ActorDied("relay/0")
-    verified, committed = await asyncio.gather(
-        sessions["replica/0"].verify("s"),
-        sessions["replica/1"].commit("s", PolicyVersion(0, 1)),  # may have happened: it must not twice
-        return_exceptions=True,
-    )
-    assert verified == DIGESTS
-    assert (type(committed), committed.name) == (ActorDied, "relay/0")
+    verified = await asyncio.gather(*(sessions[name].verify("s") for name in ("replica/0", "replica/1")))
+    assert verified == [DIGESTS] * 2
     assert caplog.text.count("one by one") == 1
     assert await sessions["replica/1"].commit("s", PolicyVersion(0, 1)) == 1
-    assert [replica.calls for replica in replicas.values()] == [["verify"], ["commit"], []]
+    assert [replica.calls for replica in replicas.values()] == [["verify"], ["verify", "commit"], []]
+
+
+async def test_a_phase_that_is_called_again_is_gone_through_once(replicas):
+    replica = replicas["replica/0"]
+    session = repeatable(replica)
+    replica.free.clear()
+    first = asyncio.create_task(session.receive("s", 1.0))
+    await asyncio.sleep(0)
+    again = asyncio.create_task(session.receive("s", 1.0))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(first, 0.01)
+    replica.free.set()
+    assert (await again, await session.receive("s", 1.0)) == (1, 1)
+    replica.error = SyncError("pause", None, None, None, "it does not pause")
+    for _ in range(2):
+        with pytest.raises(SyncError, match="does not pause"):
+            await session.pause("s", "abort", 1.0)
+    assert replica.calls == ["receive", "pause"]
+    for _ in range(2):
+        await session.plan("the next session")
+    await session.receive("t", 1.0)
+    assert replica.calls == ["receive", "pause", "plan", "plan", "receive"]
 
 
 async def test_a_replica_that_was_replaced_is_called_in_its_place(relay, sessions):

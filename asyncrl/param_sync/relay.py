@@ -13,6 +13,7 @@ for longer than `GRACE_S` for a slower one, so a replica that hangs costs the ot
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import Awaitable, Sequence
@@ -22,7 +23,6 @@ from typing import Any, NamedTuple, Protocol
 from asyncrl.param_sync.session_protocol import ReplicaSession, answer, remote_session
 
 GRACE_S = 0.2
-_REPEATABLE = frozenset({"needs_base", "plan", "pause", "verify", "abort"})  # calls that may reach a replica twice
 
 log = logging.getLogger(__name__)
 
@@ -81,15 +81,13 @@ class Relay:
         return Answer(number, None if error is not None else task.result(), error)
 
 
-class RelayDied(RuntimeError):
-    def __init__(self, cause: Exception) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
+class _RelayDied(Exception):
+    pass
 
 
 class RelayedSessions:
-    """The driver's end. If the relay dies, later calls go to the replicas themselves, and so do those that it had, if
-    they may be repeated; the others fail."""
+    """The driver's end. If the relay dies, the calls that it had go to the replicas themselves, and so do later ones; a
+    replica may get a call twice, see `asyncrl.param_sync.session_protocol.repeatable`."""
 
     def __init__(self, relay: RelayCalls) -> None:
         self._relay: RelayCalls | None = relay
@@ -103,11 +101,8 @@ class RelayedSessions:
 
     async def _call(self, replica: str, direct: ReplicaSession, name: str, *args: Any) -> Any:
         if self._relay is not None:
-            try:
+            with contextlib.suppress(_RelayDied):
                 return await self._relayed(replica, name, args)
-            except RelayDied as died:
-                if name not in _REPEATABLE:
-                    raise died.cause from None
         return await answer(direct, name, *args)
 
     async def _relayed(self, replica: str, name: str, args: tuple[Any, ...]) -> Any:
@@ -146,4 +141,4 @@ class RelayedSessions:
             self._relay = None
             for done in waiting.values():
                 if not done.done():
-                    done.set_exception(RelayDied(e))
+                    done.set_exception(_RelayDied())

@@ -6,6 +6,7 @@ their type on the way back; any other exception counts as a failure of the calle
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -125,3 +126,31 @@ async def answer(session: ReplicaSession, name: str, *args: Any) -> Any:
     if name not in REPLICA_CALLS:
         raise ValueError(f"expected a call of ReplicaSession ({', '.join(sorted(REPLICA_CALLS))}), found {name}")
     return await getattr(session, name)(*args)
+
+
+def repeatable(session: ReplicaSession) -> ReplicaSession:
+    """The session, but a phase that is called again, because the first answer was lost, is not gone through again: the
+    call waits for the first one, or has its answer."""
+    return cast(ReplicaSession, _Repeatable(session))
+
+
+class _Repeatable:
+    def __init__(self, session: ReplicaSession) -> None:
+        self._whole = session
+        self._phases: dict[str, asyncio.Future[Any]] = {}  # of the present session, by call
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        if name in ("needs_base", "plan", "abort"):
+            return partial(self._again, name)
+        return partial(self._once, name)
+
+    async def _again(self, name: str, *args: Any) -> Any:
+        if name != "needs_base":  # no phase of the session before is asked for any more
+            self._phases = {}
+        return await getattr(self._whole, name)(*args)
+
+    async def _once(self, name: str, session: str, *args: Any) -> Any:
+        key = f"{session} {name}"
+        if key not in self._phases:
+            self._phases[key] = asyncio.ensure_future(getattr(self._whole, name)(session, *args))
+        return await asyncio.shield(self._phases[key])

@@ -18,7 +18,7 @@ from asyncrl.cpu.priority import never_interrupt
 from asyncrl.observability.telemetry.log import LogConfig
 from asyncrl.observability.telemetry.recorder import Batch, Recorder
 from asyncrl.param_sync.relay import Answer, Call, Relay
-from asyncrl.param_sync.session_protocol import answer, remote_session
+from asyncrl.param_sync.session_protocol import answer, remote_session, repeatable
 from asyncrl.processes.actor_client import ActorClient, ActorDied, RestartableClient, SupervisedActor, first_leaf
 from asyncrl.processes.device_errors import is_device_error
 from asyncrl.rollouter.engine_lease import LeasedEngine
@@ -53,7 +53,7 @@ class EngineReplicaActor(SupervisedActor):
         ENGINES.checked(engine, Engine, name)
         self._lease = EngineLease(engine)
         receiver = engine.weight_receiver(self.name, self._config.param_sync.transport)
-        self._session = EngineSession(self.name, engine, receiver)
+        self._session = repeatable(EngineSession(self.name, engine, receiver))
         log.info("generates with the %s engine", name)
 
     async def sync(self, call: str, *args: Any) -> Any:
