@@ -129,7 +129,7 @@ async def answer(session: ReplicaSession, name: str, *args: Any) -> Any:
 
 
 def repeatable(session: ReplicaSession) -> ReplicaSession:
-    """The session, but a phase that is called again, because the first answer was lost, is not gone through again: the
+    """The session, but a phase that is called again, because its first answer was lost, is not gone through again: the
     call waits for the first one, or has its answer."""
     return cast(ReplicaSession, _Repeatable(session))
 
@@ -137,20 +137,15 @@ def repeatable(session: ReplicaSession) -> ReplicaSession:
 class _Repeatable:
     def __init__(self, session: ReplicaSession) -> None:
         self._whole = session
-        self._phases: dict[str, asyncio.Future[Any]] = {}  # of the present session, by call
+        self._phases: dict[tuple[str, str], asyncio.Future[Any]] = {}  # since the last plan, by session and call
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        if name in ("needs_base", "plan", "abort"):
-            return partial(self._again, name)
-        return partial(self._once, name)
+        return getattr(self._whole, name) if name in ("needs_base", "abort") else partial(self._once, name)
 
-    async def _again(self, name: str, *args: Any) -> Any:
-        if name != "needs_base":  # no phase of the session before is asked for any more
-            self._phases = {}
-        return await getattr(self._whole, name)(*args)
-
-    async def _once(self, name: str, session: str, *args: Any) -> Any:
-        key = f"{session} {name}"
-        if key not in self._phases:
-            self._phases[key] = asyncio.ensure_future(getattr(self._whole, name)(session, *args))
-        return await asyncio.shield(self._phases[key])
+    async def _once(self, name: str, of: ReceivePlan | str, *args: Any) -> Any:
+        phase = (of.session if isinstance(of, ReceivePlan) else of), name
+        if phase not in self._phases:
+            if isinstance(of, ReceivePlan):
+                self._phases = {}
+            self._phases[phase] = asyncio.ensure_future(getattr(self._whole, name)(of, *args))
+        return await asyncio.shield(self._phases[phase])
