@@ -30,6 +30,7 @@ from asyncrl.simulation.profile import (
     Turn,
 )
 from asyncrl.simulation.simulate import simulate
+from asyncrl.simulation.sweep import Combination, best, combinations
 from asyncrl.simulation.virtual_loop import Stuck, run_virtually
 from asyncrl.types.samples import FinishReason
 from asyncrl.types.versions import PolicyVersion
@@ -355,3 +356,52 @@ def test_the_command_prints_what_binds(tmp_path, capsys):
     assert "config: with the rewards of the profile nothing would be trained" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         cli(["simulate", *arguments, "--steps=2"])
+
+
+# -- sweeps ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_has_all_combinations_and_low_to_high_doubles():
+    swept = list(combinations(["rollout.replicas=4..20", "async_training.staleness_threshold=0,0.5"]))
+    assert [tuple(options.values()) for options in swept] == [(r, s) for r in ("4", "8", "16") for s in ("0", "0.5")]
+    for given in (
+        "rollout.replicas",
+        "=1,2",
+        "rollout.replicas=1,,2",
+        "rollout.replicas=8..4",
+        "rollout.replicas=a..b",
+    ):
+        with pytest.raises(ValueError, match="--sweep"):
+            list(combinations([given]))
+
+
+def test_the_best_of_a_sweep_is_the_freshest_of_the_fastest():
+    speeds = {"a": (100, 1.0), "b": (98, 0.2), "c": (80, 0.0)}
+    found = [Combination({"x": x}, {"samples_per_s": s, "staleness_mean": age}) for x, (s, age) in speeds.items()]
+    assert best([*found, Combination({"x": "d"}, refused="why")]).options == {"x": "b"}
+    assert best([Combination({"x": "d"}, refused="why")]) is None
+
+
+def test_a_sweep_over_gpus_names_the_best_split_and_draws_it(tmp_path, capsys):
+    of = profile(60, 90, trainer=replace(TRAINER, token_s=2e-4))
+    of.write(tmp_path / "profile.json")
+    arguments = ["--config", str(ROOT / "configs/quickstart.yaml"), "--profile", str(tmp_path / "profile.json")]
+    options = ["--steps=4", "trainer.mini_batch_groups=16", "rollout.n=4", "rollout.engine.slots=16"]
+    swept = ["--sweep", "rollout.replicas=1..4", "async_training.staleness_threshold=0,0.5", "--gpus=4"]
+    page = tmp_path / "sweep.html"
+    assert cli(["simulate", *arguments, *options, *swept, f"--out={page}"]) == 0
+    *_, chosen, where, figures = capsys.readouterr().out.splitlines()
+    found = json.loads(figures)
+    assert where == f"page: {page}"
+    ranks = {row["rollout.replicas"]: row.get("trainer.ranks", row.get("refused")) for row in found["combinations"]}
+    assert ranks == {"1": "3", "2": "2", "4": "the replicas need 4 GPUs, which leaves none of 4 to train"}
+    fastest = max(row.get("samples_per_s", 0) for row in found["combinations"])
+    assert found["best"]["samples_per_s"] >= 0.97 * fastest
+    assert chosen.startswith(f"best: rollout.replicas={found['best']['rollout.replicas']} ")
+    html = page.read_text()
+    assert html.count("plotly-graph-div") == 6
+    assert "leaves none of 4 to train" in html
+    assert cli(["simulate", *arguments, *options, "--sweep", "rollout.replicas=8", "--gpus=4"]) == 2
+    assert "no combination can be simulated" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        cli(["simulate", *arguments, "--gpus=4"])

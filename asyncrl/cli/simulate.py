@@ -1,8 +1,10 @@
 """``asyncrl simulate``: predict the speed of a configuration from the figures of a run that was measured.
 
     asyncrl simulate --config configs/quickstart.yaml --profile runs/quickstart/profile.json rollout.replicas=4
+    asyncrl simulate … --sweep rollout.replicas=4..64 async_training.staleness_threshold=0,0.5,1 --gpus 64
 
-Runs the real control plane in virtual time, see `asyncrl.simulation`. The last line is JSON.
+Runs the real control plane in virtual time, see `asyncrl.simulation`. With ``--sweep`` it simulates all combinations of
+the values (``4..64`` doubles), names the best, and writes a page. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -10,12 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from asyncrl.config.load import ConfigError, load_config
+from asyncrl.config.schema import Config
 from asyncrl.simulation.profile import Profile, ProfileError
 from asyncrl.simulation.simulate import simulate
+from asyncrl.simulation.sweep import Combination, Options, best, combinations, sweep, sweep_page
 
 _ROWS = {
     "step_s": ("a step", "s"),
@@ -38,14 +42,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="YAML file of options, see configs/")
     parser.add_argument("--profile", type=Path, required=True, help="profile.json of a finished run")
     parser.add_argument("--steps", type=int, default=12, help="train steps to simulate (default: %(default)s)")
+    parser.add_argument("--sweep", nargs="+", metavar="key.path=values", help="a,b,c or low..high of each option")
+    parser.add_argument("--gpus", type=int, help="with --sweep: all that the replicas leave of so many train")
+    parser.add_argument("--out", type=Path, default=Path("sweep.html"), help="page of a sweep (default: %(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="such as rollout.replicas=4")
     args = parser.parse_args(argv)
     if args.steps < 3:
         parser.error(f"--steps: expected at least 3, since the first two begin with empty pools; found {args.steps}")
+    if args.gpus is not None and not args.sweep:
+        parser.error("--gpus: expected with --sweep")
     try:
-        config = load_config(args.config, [*args.overrides, f"trainer.total_steps={args.steps}"])
-        profile = Profile.read(args.profile)
-        simulation = simulate(config, profile)
+        swept = list(combinations(args.sweep or []))
+    except ValueError as e:
+        parser.error(str(e))
+
+    def make(options: Sequence[str]) -> Config:
+        return load_config(args.config, [*args.overrides, *options, f"trainer.total_steps={args.steps}"])
+
+    try:
+        config, profile = make([]), Profile.read(args.profile)
+        simulation = None if args.sweep else simulate(config, profile)
     except ConfigError as e:
         for problem in e.problems:
             print(f"config: {problem}", file=sys.stderr)
@@ -60,9 +76,40 @@ def main(argv: Sequence[str] | None = None) -> int:
             "staleness threshold of 0, where both change, tells them apart",
             file=sys.stderr,
         )
+    if simulation is None:
+        return _sweep(make, swept, profile, args)
     figures = simulation.figures()
     for name, (what, unit) in _ROWS.items():
         print(f"{what:28}{figures[name]:>12.4g} {unit}")
     print(simulation.advice())
-    print(json.dumps({name: float(f"{value:.4g}") for name, value in figures.items()}))
+    print(json.dumps(_rounded(figures)))
     return 0
+
+
+def _sweep(
+    make: Callable[[Sequence[str]], Config], swept: Sequence[Options], profile: Profile, args: argparse.Namespace
+) -> int:
+    found: list[Combination] = []
+    print(f"{'samples/s':>10} {'of ideal':>9} {'train idle':>11} {'roll idle':>10} {'age':>6}  options")
+    for one in sweep(make, swept, profile, args.gpus):
+        found.append(one)
+        if one.refused:
+            print(f"{'–':>10} {'–':>9} {'–':>11} {'–':>10} {'–':>6}  {one}: {one.refused}", flush=True)
+            continue
+        f = one.figures
+        idle = f"{f['trainer_idle']:>11.0%} {f['rollouter_idle']:>10.0%}"
+        speed = f"{f['samples_per_s']:>10.4g} {f['fraction_of_ideal']:>9.0%}"
+        print(f"{speed} {idle} {f['staleness_mean']:>6.2f}  {one}", flush=True)
+    if (chosen := best(found)) is None:
+        print(f"no combination can be simulated: {found[0].refused}", file=sys.stderr)
+        return 2
+    title = f"What if: {', '.join(name for name in swept[0])}"
+    args.out.write_text(sweep_page(found, title, f"{args.config} with the figures of {args.profile}"), encoding="utf-8")
+    print(f"best: {chosen}: {chosen.advice}\npage: {args.out}")
+    rows = [{**one.options, **(_rounded(one.figures) or {"refused": one.refused})} for one in found]
+    print(json.dumps({"best": {**chosen.options, **_rounded(chosen.figures)}, "combinations": rows}))
+    return 0
+
+
+def _rounded(figures: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(f"{value:.4g}") for name, value in figures.items()}
