@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -25,24 +24,11 @@ class Event(NamedTuple):
     error: str = ""
 
 
-@dataclass(eq=False, slots=True)
-class _Row:
-    """Consecutive events of one request under one version."""
-
-    id: str
-    version: PolicyVersion
-    mixed_kv: bool
-    tokens: list[int]
-    logprobs: list[float]
-    finish: FinishReason | None = None
-    error: str = ""
-
-
 class EventLog:
     """Events that no `take` has returned yet."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, list[_Row]] = {}  # by request
+        self._rows: dict[str, list[Event]] = {}  # by request; one for consecutive ones under one version
         self._ended: dict[str, None] = {}  # requests, in order
 
     def __len__(self) -> int:
@@ -57,11 +43,11 @@ class EventLog:
         rows = self._rows.setdefault(event.id, [])
         row = rows[-1] if rows else None
         if row is None or row.finish is not None or (row.version, row.mixed_kv) != (event.version, event.mixed_kv):
-            row = _Row(event.id, event.version, event.mixed_kv, [], [])
-            rows.append(row)
-        row.tokens += event.tokens
-        row.logprobs += event.logprobs
-        row.finish, row.error = event.finish, event.error
+            rows.append(event._replace(tokens=list(event.tokens), logprobs=list(event.logprobs)))
+        else:
+            row.tokens.extend(event.tokens)
+            row.logprobs.extend(event.logprobs)
+            rows[-1] = row._replace(finish=event.finish, error=event.error)
         if event.finish is not None:
             self._ended[event.id] = None
 
