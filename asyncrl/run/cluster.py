@@ -37,6 +37,7 @@ CALLS_AT_ONCE = 1000  # per actor; most calls wait on a condition
 REMOTE_KILL_S = 20.0  # for an actor on another machine
 CLOSING_S = 3.0  # for the rollouter to close by itself
 RELAYED_REPLICAS = 4  # on a machine, from which on their sync sessions go through a relay there
+RELAY_START_S = 60.0
 _ACTORS_PER_DRIVER = 10**6  # more than a driver ever starts
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -165,7 +166,9 @@ class Cluster:
         on_machine = [name for name in self.replica_names if machines[name] == machines[replica.name]]
         if len(on_machine) < RELAYED_REPLICAS:
             return direct
-        node, _ = self._processes[replica.name]
+        if (located := self._processes.get(replica.name)) is None:  # it was killed just now
+            return direct
+        node, _ = located
         if node not in self._relays:
             there = NodeAffinitySchedulingStrategy(node, soft=False)
             name = f"relay/{len(self._relays)}"
@@ -173,8 +176,8 @@ class Cluster:
             self._relays[node] = made, RelayedSessions(made)
         relay, sessions = self._relays[node]
         try:
-            await relay.register(replica.name, replica.handle)
-        except ActorDied:
+            await asyncio.wait_for(relay.register(replica.name, replica.handle), RELAY_START_S)
+        except (ActorDied, TimeoutError):
             return direct
         return sessions.session(replica.name, direct)
 

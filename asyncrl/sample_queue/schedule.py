@@ -41,17 +41,15 @@ class Schedule:
             return 0
         room, known = self.room(), []
         for count, (uid, *_) in enumerate(tickets):  # asked after each change of the queue: no further than may start
-            if (group := self._table.open.get(uid)) is not None:
-                known.append(group)
-            elif uid in given_up:
-                continue
-            elif room:
-                room -= 1
-            else:
-                tickets = tickets[:count]
-                break
             if (state := self._table.state(uid)) not in (None, IN_FLIGHT):
                 raise QueueError(f"issue: group {uid} was issued before and is {state}")
+            if state is not None:
+                known.append(self._table.open[uid])
+            elif uid not in given_up:
+                if not room:
+                    tickets = tickets[:count]
+                    break
+                room -= 1
         if known and (again := self._startable_again(known, oldest)) < len(known):
             return [ticket.uid for ticket in tickets].index(known[again].uid)
         return len(tickets)

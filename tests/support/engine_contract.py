@@ -526,6 +526,20 @@ async def test_ends_are_reported_without_the_progress_of_others_and_no_token_is_
     assert {id: len(answer.tokens) for id, answer in answers.items()} == {"long": long, "0": 4, "1": 4, "2": 4}
 
 
+async def test_an_engine_whose_progress_nobody_wants_yet_still_shows_that_it_lives(replica, initial, long, monkeypatch):
+    for module in ("streaming", "native.engine"):
+        monkeypatch.setattr(f"asyncrl.rollouter.engines.{module}.ALIVE_EVERY_S", 0.05)
+    await replica.sync(initial)
+    await replica.engine.set_scheduling(Scheduling(progress_every_s=3600.0))
+    await replica.engine.submit([request("on", PROMPT, long)])
+    batches = []
+    while not any(batch.finish for batch in batches):
+        batches.append(await replica.engine.events())
+    await replica.engine.set_scheduling(Scheduling())
+    assert sum(not batch.ids for batch in batches) >= 1
+    assert sum(len(batch.tokens) for batch in batches) == long
+
+
 async def test_a_manifest_that_does_not_fit_is_refused_before_anything_is_paused(replica, initial):
     await replica.sync(initial)
     await replica.engine.submit([request("on", PROMPT, 100)])

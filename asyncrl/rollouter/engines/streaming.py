@@ -26,7 +26,15 @@ from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.lora.slots import AdapterSlots
 from asyncrl.param_sync.manifest import Role
 from asyncrl.rollouter.engines.admission import why_impossible
-from asyncrl.rollouter.engines.base import EngineDied, EngineError, EventBatch, PauseMode, Request, Scheduling
+from asyncrl.rollouter.engines.base import (
+    ALIVE_EVERY_S,
+    EngineDied,
+    EngineError,
+    EventBatch,
+    PauseMode,
+    Request,
+    Scheduling,
+)
 from asyncrl.rollouter.engines.events import Event, EventLog
 from asyncrl.rollouter.engines.occupancy import Occupancy
 from asyncrl.rollouter.engines.remote_receiver import RemoteReceiver
@@ -164,8 +172,8 @@ class StreamingEngine(ABC, Generic[R]):
         self._check_alive()
         if not self._log.has_finished:
             with contextlib.suppress(TimeoutError):
-                due_s = self._progress_s + self._scheduling.progress_every_s
-                await asyncio.wait_for(self._has_finished.wait(), max(0.0, due_s - now_s()))
+                left_s = self._progress_s + self._scheduling.progress_every_s - now_s()
+                await asyncio.wait_for(self._has_finished.wait(), min(max(0.0, left_s), ALIVE_EVERY_S))
         if len(self._running) + len(self._held) > (self._scheduling.max_running_requests or self._slots):
             await asyncio.sleep(_ENDS_EVERY_S)
         elif len(self._running):

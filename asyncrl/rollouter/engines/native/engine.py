@@ -34,6 +34,7 @@ from asyncrl.param_sync.transports.choose import make_reader
 from asyncrl.param_sync.weight_receiver import LocalReceiver, WeightReceiver
 from asyncrl.processes.device_memory import naming_memory, tensor_bytes
 from asyncrl.rollouter.engines.base import (
+    ALIVE_EVERY_S,
     EngineError,
     EventBatch,
     PauseMode,
@@ -328,8 +329,10 @@ class NativeEngine:
         """True if a call of `events` waits and events are due."""
         if self._listener is None or not self._core.has_events:
             return False
-        ends_s = _ENDS_EVERY_S if self._core.waiting else _WANTED_EVERY_S
-        return self._progress_is_due() or (self._core.has_finished and now_s() - self._published_s >= ends_s)
+        wanted_s = ALIVE_EVERY_S
+        if self._core.has_finished:
+            wanted_s = _ENDS_EVERY_S if self._core.waiting else _WANTED_EVERY_S
+        return self._progress_is_due() or now_s() - self._published_s >= wanted_s
 
     def _progress_is_due(self) -> bool:
         return not self._stepping() or now_s() - self._progress_s >= self._progress_every_s
