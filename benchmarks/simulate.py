@@ -1,7 +1,11 @@
 """Holds `asyncrl simulate` against published and real runs, and times it. The last line is JSON.
 
-    python -m benchmarks.simulate
+    python -m benchmarks.simulate [--steps 12]
 
+- ``worst_error``: of the predictions of `RUNS`, real runs on this machine, from the profile of another one, `MEASURED`,
+  whose engines are slowed down to share its cores (`benchmarks.rate_limited`). Relative for steps per second, absolute
+  for the pools' idle shares and the mean staleness in versions. Lengths and waits for tools are told, not measured, if
+  they differ from those of the measured run.
 - ``verl_table_error``: largest error of the predicted seconds of a step against the published ones of verl's fully
   asynchronous trainer, Qwen2.5-Math-7B on 128 H20, 64 of which train (docs/advance/fully_async.md there). Its engine is
   calibrated with two figures: the generation of a step on 128 GPUs, 177.85 s, and the end of generation at a threshold
@@ -17,11 +21,15 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from asyncrl.config.load import load_config
+from asyncrl.observability.sinks.jsonl import METRICS_FILE, read_jsonl
 from asyncrl.simulation.profile import (
     EngineFigures,
     GroupFigures,
@@ -32,10 +40,12 @@ from asyncrl.simulation.profile import (
     Turn,
 )
 from asyncrl.simulation.simulate import simulate
-from benchmarks import scale
-from benchmarks.long_tail import LIMIT, length
+from benchmarks import quickstart, scale
+from benchmarks.long_tail import LIMIT, length, without_end
+from benchmarks.quickstart import ROOT
+from benchmarks.rate_limited import turns_of, waited_s
 
-ROOT = Path(__file__).parent.parent
+CHECKPOINT, DATA = ROOT / "checkpoints/arith-mimo", ROOT / "data/arithmetic"
 
 #: of 128 GPUs: seconds of a step of 512 prompts of 16 samples that generates and trains in turn, and of its generation
 SYNCHRONOUS_S, GENERATION_S = 356.30, 177.85
@@ -93,7 +103,7 @@ def step_s(profile: Profile, *options: str) -> float:
             f"async_training.trigger_parameter_sync_step={UPDATES}",
             f"trainer.total_steps={8 * UPDATES}",
             "checkpoint.every_steps=0",
-            "param_sync.pause=abort",
+            "rollout.pacing=false",
             *options,
         ],
     )
@@ -114,10 +124,118 @@ def verl_table() -> Mapping[str, float]:
     }
 
 
+# -- real runs ---------------------------------------------------------------------------------------------------------
+
+MEDIAN_TOKENS, WAIT_S = 20, 2.0
+COMMON = [
+    "trainer.optimizer.lr=1e-12",
+    "trainer.mini_batch_groups=8",
+    "rollout.engine.name=benchmarks.rate_limited:ENGINE",
+    "rollout.engine.slots=16",
+    "rollout.max_response_tokens=800",
+    "rollout.engine.max_context_tokens=1024",
+    "reward.function=benchmarks.long_tail:reward",
+    "checkpoint.every_steps=0",
+    "reporting.report=false",
+    "reporting.wandb.mode=disabled",
+    "data.validation_files=[]",
+    "ray.cpus_per_replica=0.2",
+]
+
+
+def tail(median: int) -> list[str]:
+    return ["rollout.agent_loop=benchmarks.long_tail:LongTail", f"rollout.agent_loop_args.median={median}"]
+
+
+WAITS = [
+    "rollout.agent_loop=benchmarks.rate_limited:Waits",
+    f"rollout.agent_loop_args.median={MEDIAN_TOKENS}",
+    f"rollout.agent_loop_args.wait_s={WAIT_S}",
+]
+
+
+def pools(replicas: int, threshold: str) -> list[str]:
+    return [f"rollout.replicas={replicas}", f"async_training.staleness_threshold={threshold}"]
+
+
+MEASURED = [*pools(1, "0"), *tail(MEDIAN_TOKENS)]
+RUNS = {
+    "2 replicas": [*pools(2, "0"), *tail(MEDIAN_TOKENS)],
+    "4 replicas, 0.5": [*pools(4, "0.5"), *tail(MEDIAN_TOKENS)],
+    "2 replicas, 1": [*pools(2, "1"), *tail(MEDIAN_TOKENS)],
+    "twice the length": [*pools(2, "0.5"), *tail(2 * MEDIAN_TOKENS)],
+    "tools": [*pools(2, "0.5"), *WAITS],
+    "tools, 4 replicas, 1": [*pools(4, "1"), *WAITS],
+}
+
+
+class Figures(NamedTuple):
+    steps_per_s: float
+    trainer_idle: float
+    rollouter_idle: float
+    staleness: float
+
+    def errors(self, real: Figures) -> dict[str, float]:
+        differ = {name: abs(a - b) for name, a, b in zip(self._fields, self, real, strict=True)}
+        return differ | {"steps_per_s": differ["steps_per_s"] / real.steps_per_s}
+
+
+def real_run(checkpoint: Path, options: Sequence[str], steps: int, out: Path) -> Figures:
+    out.mkdir()
+    quickstart.run(0, checkpoint, DATA, out, [*COMMON, *options, f"trainer.total_steps={steps}"])
+    rows = [row for row in read_jsonl(out / "seed-0" / METRICS_FILE) if "actor/loss" in row][2:]
+    mean = lambda name: statistics.fmean(row[name] for row in rows if name in row)
+    idle = [mean(f"fully_async/{pool}/idle_ratio") for pool in ("trainer", "rollouter")]
+    return Figures(1 / mean("perf/step_s"), *idle, mean("fully_async/staleness/mean"))
+
+
+def predicted_run(checkpoint: Path, options: Sequence[str], steps: int, profile: Profile) -> Figures:
+    inputs = [f"model.path={checkpoint}", f"data.train_files=[{DATA / 'train.jsonl'}]"]
+    config = load_config(
+        str(ROOT / "configs/quickstart.yaml"), [*inputs, *COMMON, *options, f"trainer.total_steps={steps}"]
+    )
+    of = simulate(config, profile).figures()
+    return Figures(1 / of["step_s"], of["trainer_idle"], of["rollouter_idle"], of["staleness_mean"])
+
+
+def told(options: Sequence[str], measured: Profile) -> Profile:
+    """The measured profile with the lengths and waits of these options."""
+
+    def turns(group: str, index: int) -> tuple[Turn, ...]:
+        if options[-3:] != WAITS:
+            return (Turn(length(int(options[-1].partition("=")[2]), group, index)),)
+        first, second = turns_of(MEDIAN_TOKENS, group, index)
+        return Turn(first, 8, waited_s(WAIT_S, group, index)), Turn(second)
+
+    prompt = round(statistics.fmean(group.prompt_tokens for group in measured.groups))
+    groups = tuple(
+        GroupFigures(prompt, tuple(SampleFigures(turns(str(g), i), float(i % 2)) for i in range(8))) for g in range(512)
+    )
+    return replace(measured, groups=groups)
+
+
+def against_reality(steps: int) -> dict[str, float]:
+    quickstart.ensure_inputs(CHECKPOINT, DATA)
+    worst = 0.0
+    print(f"{'run':22} {'steps/s':>15} {'trainer idle':>13} {'rollouter idle':>15} {'age':>11}   real, predicted")
+    with tempfile.TemporaryDirectory(prefix="asyncrl-simulate-") as folder:
+        checkpoint = without_end(CHECKPOINT, Path(folder) / "checkpoint")
+        real_run(checkpoint, MEASURED, steps, Path(folder) / "measured")
+        profile = Profile.read(Path(folder) / "measured/seed-0/profile.json")
+        for i, (name, options) in enumerate(RUNS.items()):
+            found = real_run(checkpoint, options, steps, Path(folder) / str(i))
+            guess = predicted_run(checkpoint, options, steps, told(options, profile))
+            worst = max(worst, *guess.errors(found).values())
+            pairs = [f"{a:.2f}, {b:.2f}" for a, b in zip(found, guess, strict=True)]
+            print(f"{name:22} {pairs[0]:>15} {pairs[1]:>13} {pairs[2]:>15} {pairs[3]:>11}", flush=True)
+    return {"worst_error": worst}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
-    found: dict[str, float] = {}
+    parser.add_argument("--steps", type=int, default=12, help="of each real run (default: %(default)s)")
+    args = parser.parse_args()
+    found = against_reality(args.steps)
     predicted = verl_table()
     print(f"{'threshold':>9} {'published':>10} {'predicted':>10} {'error':>7} {'faster than in turn':>20}")
     for threshold, (published, *_) in PUBLISHED.items():
