@@ -94,7 +94,9 @@ def test_the_slurm_script_runs_is_interrupted_and_goes_on(tmp_path):
     while " 2/1000 " not in text() and job.poll() is None and time.monotonic() < until:
         time.sleep(0.2)
     job.send_signal(signal.SIGTERM)
-    assert job.wait(120) == 128 + signal.SIGTERM, text()
+    # Ray's handler may abort a driver that joined its cluster, once it has saved
+    assert job.wait(120) in (128 + signal.SIGTERM, 128 + signal.SIGABRT), text()
+    assert "stopped after step" in text()
     saved = json.loads((run / "summary.json").read_text())["steps"]
     assert saved >= 2
     job = start(saved + 2)

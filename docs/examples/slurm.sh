@@ -24,8 +24,8 @@ RAY_AUTH_TOKEN=$(python -c "import secrets; print(secrets.token_hex(32))")
 export RAY_AUTH_TOKEN # srun hands it to the other machines
 
 mapfile -t machines < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-on() { # on MACHINE COMMAND …
-    srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" "${@:2}"
+on() { # on MACHINE COMMAND …, in a subshell, which becomes srun and so gets its signals
+    exec srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" "${@:2}"
 }
 head=$(on "${machines[0]}" python -c "import ray.util; print(ray.util.get_node_ip_address())")
 trap 'kill $(jobs -p) 2> /dev/null' EXIT
