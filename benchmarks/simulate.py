@@ -4,7 +4,7 @@
 
 - ``worst_error``: of the predictions of `RUNS`, real runs on this machine, from the profile of another one, `MEASURED`,
   whose engines are slowed down to share its cores (`benchmarks.rate_limited`). Relative for steps per second, absolute
-  for the pools' idle shares and the mean staleness in versions. Lengths and waits for tools are told, not measured, if
+  for the pools' idle shares and the mean staleness in versions. Lengths and waits for tools are given, not measured, if
   they differ from those of the measured run.
 - ``verl_table_error``: largest error of the predicted seconds of a step against the published ones of verl's fully
   asynchronous trainer, Qwen2.5-Math-7B on 128 H20, 64 of which train (docs/advance/fully_async.md there). Its engine is
@@ -30,15 +30,7 @@ from typing import NamedTuple
 
 from asyncrl.config.load import load_config
 from asyncrl.observability.sinks.jsonl import METRICS_FILE, read_jsonl
-from asyncrl.simulation.profile import (
-    EngineFigures,
-    GroupFigures,
-    Profile,
-    SampleFigures,
-    SyncFigures,
-    TrainerFigures,
-    Turn,
-)
+from asyncrl.simulation.profile import GroupFigures, Profile, SampleFigures, Turn
 from asyncrl.simulation.simulate import simulate
 from benchmarks import quickstart, scale
 from benchmarks.long_tail import LIMIT, length, without_end
@@ -79,11 +71,15 @@ def verl_profile() -> Profile:
     ended_s = step - rest - update / UPDATES
     rows = PROMPTS * SAMPLES / GPUS
     row_s = (ended_s - GENERATION_S) / (rows / 2 * mean)
-    engine = EngineFigures((ended_s - rows * mean * row_s) / LONGEST, row_s, 0.0, 0.0, 0.2)
-    tokens = PROMPTS * SAMPLES * (mean + 200)
-    trainer = TrainerFigures(ranks=GPUS, step_s=0.0, part_s=0.0, token_s=updates / tokens, stage_s=0.0)
-    sync = SyncFigures(1, 1 / rest, *([0.0] * 8))
-    return Profile(engine, trainer, sync, groups, reward_s=0.1, flush_s=0.003)
+    base, tokens = scale.profile(), PROMPTS * SAMPLES * (mean + 200)
+    step_s = (ended_s - rows * mean * row_s) / LONGEST
+    return replace(
+        base,
+        engine=replace(base.engine, step_s=step_s, row_s=row_s, prefill_token_s=0.0),
+        trainer=replace(base.trainer, ranks=GPUS, step_s=0.0, token_s=updates / tokens),
+        sync=replace(base.sync, nbytes=1, bytes_per_s=1 / rest),
+        groups=groups,
+    )
 
 
 def step_s(profile: Profile, *options: str) -> float:
@@ -198,7 +194,7 @@ def predicted_run(checkpoint: Path, options: Sequence[str], steps: int, profile:
     return Figures(1 / of["step_s"], of["trainer_idle"], of["rollouter_idle"], of["staleness_mean"])
 
 
-def told(options: Sequence[str], measured: Profile) -> Profile:
+def given(options: Sequence[str], measured: Profile) -> Profile:
     """The measured profile with the lengths and waits of these options."""
 
     def turns(group: str, index: int) -> tuple[Turn, ...]:
@@ -224,7 +220,7 @@ def against_reality(steps: int) -> dict[str, float]:
         profile = Profile.read(Path(folder) / "measured/seed-0/profile.json")
         for i, (name, options) in enumerate(RUNS.items()):
             found = real_run(checkpoint, options, steps, Path(folder) / str(i))
-            guess = predicted_run(checkpoint, options, steps, told(options, profile))
+            guess = predicted_run(checkpoint, options, steps, given(options, profile))
             worst = max(worst, *guess.errors(found).values())
             pairs = [f"{a:.2f}, {b:.2f}" for a, b in zip(found, guess, strict=True)]
             print(f"{name:22} {pairs[0]:>15} {pairs[1]:>13} {pairs[2]:>15} {pairs[3]:>11}", flush=True)

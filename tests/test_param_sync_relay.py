@@ -20,7 +20,7 @@ DIGESTS = {role: combine_hashes({}) for role in ROLES}
 
 
 class Replica:
-    """Answers at once, or when ``free`` is set; raises ``error`` when it is told to pause."""
+    """Answers at once, or when ``free`` is set; raises ``error`` when it is asked to pause."""
 
     def __init__(self) -> None:
         self.free, self.error, self.calls = asyncio.Event(), None, []
