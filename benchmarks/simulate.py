@@ -72,10 +72,10 @@ def verl_profile() -> Profile:
     rows = PROMPTS * SAMPLES / GPUS
     row_s = (ended_s - GENERATION_S) / (rows / 2 * mean)
     base, tokens = scale.profile(), PROMPTS * SAMPLES * (mean + 200)
-    step_s = (ended_s - rows * mean * row_s) / LONGEST
+    decode_s = (ended_s - rows * mean * row_s) / LONGEST
     return replace(
         base,
-        engine=replace(base.engine, step_s=step_s, row_s=row_s, prefill_token_s=0.0),
+        engine=replace(base.engine, step_s=decode_s, row_s=row_s, prefill_token_s=0.0),
         trainer=replace(base.trainer, ranks=GPUS, step_s=0.0, token_s=updates / tokens),
         sync=replace(base.sync, nbytes=1, bytes_per_s=1 / rest),
         groups=groups,

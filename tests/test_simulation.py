@@ -377,7 +377,8 @@ def test_a_sweep_has_all_combinations_and_low_to_high_doubles():
 
 def test_the_best_of_a_sweep_is_the_freshest_of_the_fastest():
     speeds = {"a": (100, 1.0), "b": (98, 0.2), "c": (80, 0.0)}
-    found = [Combination({"x": x}, {"samples_per_s": s, "staleness_mean": age}) for x, (s, age) in speeds.items()]
+    figures = {x: {"samples_per_s": speed, "staleness_mean": age} for x, (speed, age) in speeds.items()}
+    found = [Combination({"x": x}, figures=of) for x, of in figures.items()]
     assert best([*found, Combination({"x": "d"}, refused="why")]).options == {"x": "b"}
     assert best([Combination({"x": "d"}, refused="why")]) is None
 
@@ -401,6 +402,8 @@ def test_a_sweep_over_gpus_names_the_best_split_and_draws_it(tmp_path, capsys):
     html = page.read_text()
     assert html.count("plotly-graph-div") == 6
     assert "leaves none of 4 to train" in html
+    assert cli(["simulate", *arguments, *options, "--sweep", "trainer.ranks=1,2", f"--out={page}"]) == 0
+    assert "best: trainer.ranks=" in capsys.readouterr().out
     assert cli(["simulate", *arguments, *options, "--sweep", "rollout.replicas=8", "--gpus=4"]) == 2
     assert "no combination can be simulated" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):

@@ -23,12 +23,19 @@ Options = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Combination:
-    """``figures``: as of `asyncrl.simulation.simulate.Simulation`; empty if it was ``refused``, with the reason."""
+    """``swept``: the options that differ between combinations. ``ranks``: those that the replicas leave GPUs for, if
+    these were given. ``figures``: as of `asyncrl.simulation.simulate.Simulation`; empty if it was ``refused``, with the
+    reason."""
 
-    options: Options
+    swept: Options
+    ranks: int | None = None
     figures: Mapping[str, float] = field(default_factory=dict)
     advice: str = ""
     refused: str = ""
+
+    @property
+    def options(self) -> Options:
+        return dict(self.swept) if self.ranks is None else {**self.swept, "trainer.ranks": str(self.ranks)}
 
     def __str__(self) -> str:
         return " ".join(f"{name}={value}" for name, value in self.options.items())
@@ -63,22 +70,19 @@ def sweep(
     """Simulate each; ``make(overrides)`` gives its configuration. ``gpus``: what replicas leave of so many trains."""
     for options in swept:
         try:
-            config, named = make(_overrides(options)), dict(options)
+            overrides, ranks = [f"{name}={value}" for name, value in options.items()], None
+            config = make(overrides)
             if gpus is not None:
                 replicas = config.rollout.replicas * gpus_per_replica(config)
                 if replicas >= gpus:
                     raise ConfigError([f"the replicas need {replicas} GPUs, which leaves none of {gpus} to train"])
-                named["trainer.ranks"] = str(gpus - replicas)
-                config = make(_overrides(named))
+                ranks = gpus - replicas
+                config = make([*overrides, f"trainer.ranks={ranks}"])
             run = simulate(config, profile)
         except (ConfigError, ProfileError) as e:
             yield Combination(options, refused=str(e).splitlines()[0])
         else:
-            yield Combination(named, run.figures(), run.advice())
-
-
-def _overrides(options: Options) -> list[str]:
-    return [f"{name}={value}" for name, value in options.items()]
+            yield Combination(options, ranks, run.figures(), run.advice())
 
 
 def best(found: Sequence[Combination]) -> Combination | None:
@@ -133,11 +137,11 @@ def sweep_page(found: Sequence[Combination], title: str, subtitle: str) -> str:
 
 
 def _lines(found: Sequence[Combination], figure: str, percent: bool = False) -> go.Figure:
-    """Over the first option, a line for each combination of the others. Ranks that the GPUs leave are no option."""
+    """Over the first swept option, a line for each combination of the others."""
     drawn = go.Figure()
     lines: dict[str, tuple[list[str], list[float]]] = {}
     for one in found:
-        (_, x), *others = ((name, value) for name, value in one.options.items() if name != "trainer.ranks")
+        (_, x), *others = one.swept.items()
         if one.figures:
             label = ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in others)
             xs, ys = lines.setdefault(label, ([], []))
@@ -147,4 +151,4 @@ def _lines(found: Sequence[Combination], figure: str, percent: bool = False) -> 
         drawn.add_scatter(x=xs, y=ys, name=label, mode="lines+markers", line={"color": colour})
     drawn.update_xaxes(type="category")
     drawn.update_yaxes(rangemode="tozero", tickformat=".0%" if percent else None)
-    return charts.styled(drawn, legend=len(lines) > 1, x_title=next(iter(found[0].options)))
+    return charts.styled(drawn, legend=len(lines) > 1, x_title=next(iter(found[0].swept)))
