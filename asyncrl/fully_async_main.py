@@ -40,6 +40,7 @@ async def run(config: Config, resume: str | None = None, skip: Sequence[str] = (
         from asyncrl.run.preflight import preflight, with_overridden_model
         from asyncrl.run.restartable import RestartableRanks, RestartableRollouter
         from asyncrl.run.run_folder import RunFolder
+        from asyncrl.run.scaling import Scaling
         from asyncrl.run.supervision import RestartPolicy, Supervisor
         from asyncrl.trainer.loop import TrainLoop
         from asyncrl.trainer.progress import Progress
@@ -64,6 +65,7 @@ async def run(config: Config, resume: str | None = None, skip: Sequence[str] = (
                 cluster.end,
             )
             supervisor = Supervisor(config.supervision, RestartPolicy(config.supervision), cluster, sync, recorder)
+            scaling = Scaling(config, folder.path, cluster, supervisor, lambda: monitor.efficiency)
             ranks = RestartableRanks(cluster, supervisor)
             rollouter = RestartableRollouter(cluster, supervisor, sync.routable)
             validation = ValidationSchedule(
@@ -102,6 +104,7 @@ async def run(config: Config, resume: str | None = None, skip: Sequence[str] = (
                     beside=[
                         rollouter.run(),  # prompts → samples → rewards → queue
                         supervisor.run(),  # restarts queue and replicas
+                        scaling.run(),  # adds and removes replicas
                         validation.run(),  # validations beside training
                         monitor.run(),  # metrics and spans
                         shutdown.at_the_latest(config.trainer.max_time_s, trainer.stop),

@@ -343,7 +343,7 @@ class RolloutPool:
     async def _roll_out(self) -> None:
         recovery = await self._queue.recover()
         maker = self._answering.maker
-        loop = RolloutLoop(self._config, self._derived, self.order(), maker, self._queue, self._recorder)
+        loop = RolloutLoop(self._config, self._derived.slots, self.order(), maker, self._queue, self._recorder)
         self._loop = loop
         pacer = GenerationPacer(self._config.rollout.engine.slots)
         async with asyncio.TaskGroup() as tasks:

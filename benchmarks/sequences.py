@@ -229,7 +229,7 @@ async def rollouts(
     tokenizer = PromptTokenizer(config.model.path)
     prompts = [Prompt(f"r:{i}", f"r:{i}", ({"role": "user", "content": f"{i}+1="},), str(i + 1)) for i in range(1000)]
     maker = SampleMaker(config, tokenizer, agent, 64, router, RewardPool(config.reward), recorder)
-    loop = RolloutLoop(config, derive(config), PromptOrder(prompts, 0), maker, Budget(groups), recorder)
+    loop = RolloutLoop(config, derive(config).slots, PromptOrder(prompts, 0), maker, Budget(groups), recorder)
     await engine.resume(V0)
     running = [asyncio.create_task(router.run()), asyncio.create_task(loop.run(Recovery(None, [])))]
     try:

@@ -36,7 +36,7 @@ MAY_IMPORT = {
     | {"sample_queue", "param_sync", "models", "data", "observability", "trainer", "rollouter", "sandbox"},
     "simulation": LEAVES | {"sample_queue", "param_sync", "models", "data", "observability", "trainer", "rollouter"},
     "evaluation": LEAVES | {"models", "data", "trainer", "rollouter", "run"},
-    "cli": LEAVES | {"sample_queue", "observability", "data", "sandbox", "evaluation", "simulation"},
+    "cli": LEAVES | {"sample_queue", "observability", "data", "sandbox", "evaluation", "simulation", "run"},
 }
 #: the files that define Ray actors or launch them
 RAY_FILES = {

@@ -36,7 +36,7 @@ async def rollouter(inputs, monkeypatch, replica=None):
         InMemoryRecords(),
         vocab_size=ModelConfig.load(config.model.path).vocab_size,
     )
-    actor = RollouterActor.__ray_metadata__.modified_class(config, derived, 40, None, {}, fencing_token=1)
+    actor = RollouterActor.__ray_metadata__.modified_class(config, 40, None, {}, fencing_token=1)
     actor._queue, actor._replicas = queue, {"replica": replica}
     await actor.start()
     try:

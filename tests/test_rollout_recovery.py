@@ -213,7 +213,7 @@ async def test_a_restarted_loop_does_not_collide_with_its_old_requests_on_a_repl
             await asyncio.wait(system.tasks[1:])
             order = PromptOrder(system.prompts, seed=0, epochs=1)
             system.loop = RolloutLoop(
-                system.config, derive(system.config), order, old._maker, system.queue, system.recorder
+                system.config, derive(system.config).slots, order, old._maker, system.queue, system.recorder
             )
             system.tasks[1] = asyncio.create_task(system.loop.run(await system.queue.recover()))
             await until(lambda: len(system.router._replicas["r"].requests) >= 8)

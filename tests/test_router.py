@@ -158,6 +158,67 @@ async def test_a_sample_of_an_evicted_replica_continues_elsewhere(two):
     assert (await task).tokens.tolist() == [11, 12]
 
 
+async def test_a_retired_replica_reports_all_tokens_of_its_requests_which_go_on_elsewhere(two):
+    router, a, b, _ = two
+    tasks = [asyncio.create_task(complete(router, request(f"g/{i}"))) for i in range(2)]
+    await settle()
+    retiring = asyncio.create_task(router.retire("a"))
+    await settle()
+    assert sorted(a.aborted) == ["g/0#0", "g/1#0"]
+    await router.set_routable(["a", "b"])  # of a sync that ends meanwhile
+    new = asyncio.create_task(complete(router, request("h/0", "h")))
+    await settle()
+    assert list(b.requests) == ["h/0#0"]
+    a.emit("g/0#0", [11, 12], FinishReason.ABORT)
+    a.emit("g/1#0", [EOS], FinishReason.STOP)  # it ended before the abort came
+    await retiring
+    await settle()
+    assert b.requests["g/0#1"].tokens.tolist() == [1, 2, 11, 12]
+    for id in ("g/0#1", "h/0#0"):
+        b.emit(id, [13], FinishReason.LENGTH)
+    assert [(await task).tokens.tolist() for task in tasks] == [[11, 12, 13], [EOS]]
+    await new
+    router.forget("g")
+    await router.retire("a")  # again
+    await router.set_routable(["a", "b"])
+    router.replace("a", ScriptedReplica())  # one of this name may join
+    await router.set_routable(["a", "b"])
+    assert set(router.outstanding_tokens) == {"a", "b"}
+
+
+@pytest.mark.parametrize("dies", [True, False])
+async def test_a_retired_replica_that_dies_or_does_not_report_keeps_no_request(two, monkeypatch, dies):
+    monkeypatch.setattr("asyncrl.rollouter.router._HAND_OVER_S", 30.0 if dies else 0.1)
+    router, a, b, _ = two
+    task = asyncio.create_task(complete(router, request("g/0")))
+    await settle()
+    a.emit("g/0#0", [11])
+    await settle()
+    retiring = asyncio.create_task(router.retire("a"))
+    await settle()
+    if dies:
+        a.die(Death())
+    await retiring
+    await settle()
+    assert b.requests["g/0#1"].tokens.tolist() == [1, 2, 11]
+    b.emit("g/0#1", [12], FinishReason.LENGTH)
+    assert (await task).tokens.tolist() == [11, 12]
+
+
+async def test_the_unsent_requests_of_a_retired_replica_go_on_at_once():
+    a, b = ScriptedReplica(), ScriptedReplica()
+    router = Router({"a": a, "b": b}, is_death)
+    task = asyncio.create_task(complete(router, request("g/0")))
+    await settle()  # the router does not run yet
+    await router.retire("a")
+    running = asyncio.create_task(router.run())
+    await settle()
+    b.emit("g/0#1", [12], FinishReason.LENGTH)
+    assert (await task).tokens.tolist() == [12]
+    running.cancel()
+    await asyncio.wait([running])
+
+
 async def test_without_a_routable_replica_requests_wait(two):
     router, a, b, _ = two
     await router.set_routable([])

@@ -6,7 +6,6 @@ from secrets import token_hex
 import pytest
 from omegaconf import OmegaConf
 
-from asyncrl.config.checks import derive
 from asyncrl.config.load import ConfigError, load_config, to_yaml
 from asyncrl.config.secrets import MissingSecret, hidden, redacted, revealed
 from asyncrl.fully_async_main import main
@@ -156,7 +155,7 @@ async def test_on_a_cluster_only_the_machines_that_use_a_secret_need_it(inputs, 
     monkeypatch.setattr("asyncrl.rollouter.actors.never_interrupt", lambda: None)
     config = load_config(None, [*overrides(inputs, tmp_path / "run"), *authorized("JUDGE_TOKEN", "t")])
     preflight(config, cpus=None)
-    actor = RollouterActor.__ray_metadata__.modified_class(config, derive(config), 40, None, {}, fencing_token=1)
+    actor = RollouterActor.__ray_metadata__.modified_class(config, 40, None, {}, fencing_token=1)
     with pytest.raises(MissingSecret, match=r"^rollout\.agent_loop_args: .* variable JUDGE_TOKEN, .*$"):
         await actor.start()
     with pytest.raises(MissingSecret, match=r"^reward\.args: .* variable JUDGE_TOKEN, .*$"):

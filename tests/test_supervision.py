@@ -11,7 +11,7 @@ import torch
 from asyncrl.config.schema import SupervisionConfig
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.errors import SyncError
-from asyncrl.processes.actor_client import ActorBroken, ActorDied, ActorStartFailed, RestartableClient
+from asyncrl.processes.actor_client import ActorBroken, ActorDied, ActorStartFailed, Preempted, RestartableClient
 from asyncrl.processes.device_errors import is_device_error
 from asyncrl.run.restartable import RestartableRanks, RestartableRollouter
 from asyncrl.run.supervision import DiedTooOften, DiskStalled, RestartPolicy, Supervisor
@@ -42,10 +42,11 @@ def test_without_restarts_the_first_death_is_the_last():
 class Replica:
     def __init__(self, name: str) -> None:
         self.name, self.handle, self.death = name, f"handle of {name}", asyncio.Event()
+        self.last_words = ActorDied(name)
 
     async def alive(self) -> None:
         await self.death.wait()
-        raise ActorDied(self.name)
+        raise self.last_words
 
 
 class Rollouter(Replica):
@@ -70,6 +71,7 @@ class World:
         self.starts: dict[str, list[Exception | asyncio.Event]] = {}
         self.log: list[str] = []
         self.last_sync_s = 0.0
+        self.drained: list[str] = []  # replicas whose machine will be taken away
         self.unfit: dict[str, str] = {}  # reported until the replica is replaced
         self._joined: dict[str, Replica] = {}
         self.fleet = SimpleNamespace(sessions=self._joined)
@@ -81,6 +83,7 @@ class World:
             replace_queue=self._replace_queue,
             replace_endpoint=self._replace_endpoint,
             replace_replica=self._replace,
+            retire_replica=self._retire,
         )
 
     async def _unfit(self, silent_s):
@@ -95,6 +98,9 @@ class World:
     async def _replace(self, name, handle):
         self.unfit.pop(name, None)
         self.log.append(f"replaced {name}")
+
+    async def _retire(self, name):
+        self.log.append(f"retired {name}")
 
     async def _start(self, name):
         self.log.append(f"starting {name}")
@@ -138,8 +144,20 @@ class World:
         return list(self._joined)
 
     async def leave(self, name):
-        self._joined.pop(name)
+        self._joined.pop(name, None)
         self.log.append(f"left {name}")
+
+    retire = leave
+
+    async def add_replicas(self, names):
+        self.replica_names += names
+
+    async def remove_replica(self, name):
+        self.replica_names.remove(name)
+        self.log.append(f"removed {name}")
+
+    def draining(self):
+        return self.drained
 
     def join(self, name, replica):
         assert replica is self.replicas[name]
@@ -224,11 +242,62 @@ async def test_a_replica_that_dies_too_often_is_left_out_while_others_serve_and_
     async with started(world, max_restarts=0) as running:
         world.replicas["replica/0"].death.set()
         await until(lambda: "the run continues without it" in caplog.text)
-        assert world.log[-1] == "ended replica/0"  # an actor that hung during startup would keep its memory
+        assert world.log[-1] == "removed replica/0"  # an actor that hung during startup would keep its memory
         world.replicas["replica/1"].death.set()
         with pytest.raises(ExceptionGroup) as raised:
             await asyncio.wait_for(running, 10)
     assert raised.group_contains(DiedTooOften, match="replica/1 died")
+
+
+@pytest.mark.parametrize("why", ["it got SIGTERM", "Ray drains its machine"])
+async def test_a_preempted_replica_hands_its_samples_over_before_it_is_restarted(caplog, monkeypatch, why):
+    monkeypatch.setattr("asyncrl.run.supervision.CHECK_EVERY_S", 0.01)
+    world = World()
+    async with started(world):
+        if "SIGTERM" in why:
+            world.replicas["replica/0"].last_words = Preempted("replica/0")
+            world.replicas["replica/0"].death.set()
+        else:
+            world.drained = ["replica/0"]
+        await until(lambda: len(world.of("left replica/0")) == 1)
+        world.drained = []
+        await until(lambda: len(world.of("joined replica/0")) == 2)
+    assert world.of("replica/0") == [*STARTUP, "retired replica/0", "left replica/0", *STARTUP]
+    assert f"supervision: replica/0 is preempted: {why}; restarting it" in caplog.text
+
+
+async def test_replicas_are_added_to_a_run_and_removed_from_it():
+    world = World(["replica/0"])
+    run = Run(world)
+    running = asyncio.create_task(run.run())
+    await run.started()
+    await run.supervisor.add_replicas(["replica/1"])
+    assert world.of("replica/1") == ["starting replica/1", "replaced replica/1", "joined replica/1"]
+    world.replicas["replica/1"].death.set()  # it is supervised like the others
+    await until(lambda: len(world.of("joined replica/1")) == 2)
+    await run.supervisor.remove_replica("replica/1")
+    assert world.of("replica/1")[-3:] == ["retired replica/1", "left replica/1", "removed replica/1"]
+    world.replicas["replica/1"].death.set()
+    await asyncio.sleep(0.02)
+    assert world.of("replica/1")[-1] == "removed replica/1"
+    assert not running.done()
+    running.cancel()
+    await asyncio.wait([running])
+
+
+async def test_a_run_goes_on_without_an_added_replica_that_does_not_start(caplog):
+    world = World(["replica/0"])
+    run = Run(world)
+    running = asyncio.create_task(run.run())
+    await run.started()
+    world.starts["replica/2"] = [ValueError("no room for its KV cache")]
+    with pytest.raises(RuntimeError, match=r"^replica/2 did not start; the run's log has the reason$"):
+        await run.supervisor.add_replicas(["replica/1", "replica/2"])
+    assert world.replica_names == ["replica/0", "replica/1"]
+    assert "no room for its KV cache; the run continues without it" in caplog.text
+    assert not running.done()
+    running.cancel()
+    await asyncio.wait([running])
 
 
 async def test_a_dead_endpoint_is_restarted_and_the_rollouter_gets_the_new_one():

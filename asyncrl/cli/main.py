@@ -1,4 +1,4 @@
-"""Command line: ``asyncrl train|eval|simulate|report|ledger|trajectories|data|sandbox``."""
+"""Command line: ``asyncrl train|scale|eval|simulate|report|ledger|trajectories|data|sandbox``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from asyncrl import __version__
 
 _COMMANDS = {
     "train": ("asyncrl.fully_async_main", "start a run, or resume one"),
+    "scale": ("asyncrl.cli.scale", "change the number of replicas of a run while it goes on"),
     "eval": ("asyncrl.cli.eval", "evaluate checkpoints on prompt files: pass@k with confidence intervals"),
     "simulate": ("asyncrl.cli.simulate", "predict the speed of a configuration from a measured run"),
     "report": ("asyncrl.cli.report", "rebuild a run's report, at any time"),

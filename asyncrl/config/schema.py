@@ -167,10 +167,23 @@ class AgentConfig(Section):
 
 
 @dataclass
+class AutoscaleConfig(Section):
+    """Replicas join and leave during the run, so that generation keeps up with training: off while ``max`` is 0."""
+
+    min: PositiveInt = 1
+    max: NonNegativeInt = 0
+
+    def problems(self) -> Iterator[str]:
+        if self.max and self.max < self.min:
+            yield f"rollout.autoscale.max: expected at least min = {self.min}, or 0 for none, found {self.max}"
+
+
+@dataclass
 class RolloutConfig(Section):
     n: PositiveInt = 8  # samples per prompt
     min_group_size: PositiveInt = 2  # a group with fewer samples left after failures is dropped
-    replicas: PositiveInt = 1  # engine processes, each with its own copy of the model
+    replicas: PositiveInt = 1  # engine processes at the start, each with its own copy of the model
+    autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
     temperature: PositiveFloat = 1.0  # samples are drawn from the whole vocabulary, as the loss assumes
     max_response_tokens: PositiveInt = 256  # of one sequence; tokens that a tool adds to it count, too
     max_turns: NonNegativeInt = 0  # calls of generate in one sample; 0: any number
@@ -197,6 +210,9 @@ class RolloutConfig(Section):
     def problems(self) -> Iterator[str]:
         if self.min_group_size > self.n:
             yield f"rollout.min_group_size: expected at most rollout.n = {self.n}, found {self.min_group_size}"
+        low, high = self.autoscale.min, self.autoscale.max
+        if high and not low <= self.replicas <= high:
+            yield f"rollout.replicas: expected {low} to {high}, as rollout.autoscale says, found {self.replicas}"
         if self.agent.enabled and self.agent_loop != "single_turn":
             yield (
                 f"rollout.agent_loop: rollout.agent makes the samples; expected the default, found {self.agent_loop}"

@@ -8,19 +8,23 @@ ideal is the ideal divided by the step's real time; waits, syncs and dropped tok
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 BALANCED = 0.9  # ratio of the pools' busy times from which the pools count as balanced
 BUSY = 0.9  # share of the time from which rewards count as always under way
 WAITING = 0.7  # fraction of the ideal below which both pools wait for something else
 RECENT = 0.2  # weight of a step in the running means
+RECENT_STEPS = 4  # whose times decide about the number of replicas
 
 
 @dataclass
 class EfficiencyTracker:
     """Metrics of each train step by ``step(...)``, and of the whole run by ``figures()``.
 
-    ``trainer`` and ``rollout``: size of each pool in ``unit``, such as CPU or GPU."""
+    ``trainer`` and ``rollout``: size of each pool in ``unit``, such as CPU or GPU. ``train_s`` and ``rollout_s``: what
+    the steps so far took each pool, ``…_work``: times its size, ``recent``: of the last ones, since a pool's size
+    changed."""
 
     trainer: float
     rollout: float
@@ -30,7 +34,25 @@ class EfficiencyTracker:
     train_s: float = 0.0
     rollout_s: float = 0.0
     reward_s: float = 0.0
+    train_work: float = 0.0
+    rollout_work: float = 0.0
+    recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     _rollout_rate: float = math.nan  # running mean
+
+    def resize(self, trainer: float, rollout: float) -> None:
+        """The sizes of the pools."""
+        if (trainer, rollout) != (self.trainer, self.rollout):
+            self._rollout_rate *= rollout / self.rollout
+            self.trainer, self.rollout = trainer, rollout
+            self.recent.clear()
+
+    def balance(self) -> float | None:
+        """How many times as many replicas would generate what the trainer can train, by the recent steps; None before
+        there are `RECENT_STEPS` of them."""
+        if len(self.recent) < RECENT_STEPS:
+            return None
+        train_s, rollout_s = (sum(seconds) for seconds in zip(*self.recent, strict=True))
+        return rollout_s / train_s
 
     def step(
         self,
@@ -60,6 +82,9 @@ class EfficiencyTracker:
         self.train_s += training_s
         self.rollout_s += rollout_s
         self.reward_s += rewarding_s
+        self.train_work += training_s * self.trainer
+        self.rollout_work += rollout_s * self.rollout
+        self.recent.append((training_s, rollout_s))
         return {
             "perf/trainer_alone_tokens_per_s": trained / training_s,
             "perf/rollout_alone_tokens_per_s": self._rollout_rate,
@@ -85,8 +110,8 @@ class EfficiencyTracker:
         if least >= BALANCED * most:
             return f"the pools are balanced: {times}"
         # Work is busy time × resources: a split in proportion to the work balances the pools.
-        work, total = self.train_s * self.trainer, self.trainer + self.rollout
-        trainer = total * work / (work + self.rollout_s * self.rollout)
+        total = self.trainer + self.rollout
+        trainer = total * self.train_work / (self.train_work + self.rollout_work)
         if self.unit != "CPU":  # which are divided
             trainer = min(max(round(trainer), 1), total - 1)
         return (

@@ -87,6 +87,11 @@ class ParameterSyncCoordinator:
             self._joined.set()
         await self._report_routable()
 
+    async def retire(self, name: str) -> None:
+        """Remove a replica that lives, once no session is under way."""
+        async with self._one_session:
+            await self.leave(name)
+
     def routable(self) -> list[str]:
         return sorted(self.fleet.routable)
 

@@ -133,6 +133,16 @@ class ActorBroken(ActorDied):
         return f"{self.name} is broken: {self.why}"
 
 
+class Preempted(ActorDied):
+    """The process of actor ``name`` got SIGTERM, or its machine is to be taken away. It still serves."""
+
+    def __init__(self, name: str, why: str = "it got SIGTERM") -> None:
+        super().__init__(name, why)
+
+    def __str__(self) -> str:
+        return f"{self.name} is preempted: {self.why}"
+
+
 class ActorStartFailed(RuntimeError):
     """The constructor of an actor raised, and would raise again."""
 

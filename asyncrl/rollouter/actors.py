@@ -12,15 +12,22 @@ from typing import Any
 
 import ray
 
-from asyncrl.config.checks import Derived
 from asyncrl.config.schema import Config
 from asyncrl.cpu.priority import never_interrupt
 from asyncrl.observability.telemetry.log import LogConfig
 from asyncrl.observability.telemetry.recorder import Batch, Recorder
 from asyncrl.param_sync.relay import Answer, Call, Relay
 from asyncrl.param_sync.session_protocol import answer, remote_session, repeatable
-from asyncrl.processes.actor_client import ActorClient, ActorDied, RestartableClient, SupervisedActor, first_leaf
+from asyncrl.processes.actor_client import (
+    ActorClient,
+    ActorDied,
+    Preempted,
+    RestartableClient,
+    SupervisedActor,
+    first_leaf,
+)
 from asyncrl.processes.device_errors import is_device_error
+from asyncrl.processes.sigterm import sigterm
 from asyncrl.rollouter.engine_lease import LeasedEngine
 from asyncrl.rollouter.engines.base import EngineDied, EventBatch, Request, Scheduling
 from asyncrl.rollouter.pacing import GenerationPacer, run_pacer
@@ -42,6 +49,7 @@ class EngineReplicaActor(SupervisedActor):
         self._recorder = Recorder(name)
         self._lease: Any = None
         self._session: Any = None
+        self._sigterm = sigterm()
 
     async def start(self) -> None:
         from asyncrl.param_sync.replica_session import EngineSession
@@ -55,6 +63,11 @@ class EngineReplicaActor(SupervisedActor):
         receiver = engine.weight_receiver(self.name, self._config.param_sync.transport)
         self._session = repeatable(EngineSession(self.name, engine, receiver))
         log.info("generates with the %s engine", name)
+
+    async def alive(self) -> None:
+        """Raises `Preempted` after SIGTERM."""
+        await self._sigterm.wait()
+        raise Preempted(self.name)
 
     async def sync(self, call: str, *args: Any) -> Any:
         """A call of the replica's sync session, see `asyncrl.param_sync.session_protocol.ReplicaSession`."""
@@ -169,7 +182,6 @@ class RollouterActor(SupervisedActor):
     def __init__(
         self,
         config: Config,
-        derived: Derived,
         max_prompt_tokens: int,
         queue: Any,
         replicas: Mapping[str, Any],
@@ -179,7 +191,7 @@ class RollouterActor(SupervisedActor):
     ):
         super().__init__("rollouter", logs)
         never_interrupt()
-        self._config, self._derived, self._max_prompt_tokens = config, derived, max_prompt_tokens
+        self._config, self._max_prompt_tokens = config, max_prompt_tokens
         self._recorder = Recorder(self.name)
         self._queue = RestartableClient(queue, "queue")
         self._fencing_token = fencing_token
@@ -219,7 +231,7 @@ class RollouterActor(SupervisedActor):
         def new_loop() -> RolloutLoop:
             data = config.data
             order = PromptOrder(prompts, config.seed, data.shuffle, data.epochs, data.mixture, data.curriculum)
-            return RolloutLoop(config, self._derived, order, answering.maker, self._held_queue, self._recorder)
+            return RolloutLoop(config, self._slots, order, answering.maker, self._held_queue, self._recorder)
 
         self._new_loop = new_loop
         self._serving = asyncio.create_task(_unwrapped(answering.run()))
@@ -270,6 +282,12 @@ class RollouterActor(SupervisedActor):
     async def replace_replica(self, name: str, handle: Any) -> None:
         """Use a new or restarted replica; it gets work once `set_routable` names it."""
         self._router.replace(name, self._leased(name, handle))
+        self._resize()
+
+    async def retire_replica(self, name: str) -> None:
+        """See `asyncrl.rollouter.router.Router.retire`."""
+        await self._router.retire(name)
+        self._resize()
 
     async def unfit(self, silent_s: float | None) -> dict[str, str]:
         """See `asyncrl.rollouter.router.Router.unfit`."""
@@ -301,6 +319,14 @@ class RollouterActor(SupervisedActor):
 
         set_limit(None)
         await run_pacer(GenerationPacer(slots), self._queue, lambda: loop.blocked_s, set_limit)
+
+    @property
+    def _slots(self) -> int:
+        return len(self._router.outstanding_tokens) * self._config.rollout.engine.slots
+
+    def _resize(self) -> None:
+        if self._loop is not None:
+            self._loop.limiter.resize(self._slots)
 
     def _leased(self, name: str, handle: Any) -> LeasedEngine:
         return LeasedEngine(ActorClient(handle, name), self._fencing_token)  # type: ignore[arg-type]

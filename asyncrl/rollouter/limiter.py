@@ -64,6 +64,12 @@ class InFlightLimiter:
         self.idle.set()
         self._completions_per_s, self._measured_s = 0.0, now_s()
 
+    def resize(self, slots: int) -> None:
+        """Replicas joined or left."""
+        self._slots = slots
+        self._add(0, 0)
+        self._released.set()
+
     @property
     def samples(self) -> int:
         """Samples that generate."""

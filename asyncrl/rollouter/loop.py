@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from asyncrl.config.checks import Derived
 from asyncrl.config.schema import Config
 from asyncrl.data.order import PromptOrder
 from asyncrl.data.prompts import DataError
@@ -73,12 +72,13 @@ class _FinishedGroup:
 
 
 class RolloutLoop:
-    """One per run, on one asyncio loop. ``prompts`` may be endless; when they end, the loop closes the queue."""
+    """One per run, on one asyncio loop. ``slots``: of all replicas; ``prompts`` may be endless; when they end, the loop
+    closes the queue."""
 
     def __init__(
         self,
         config: Config,
-        derived: Derived,
+        slots: int,
         prompts: PromptOrder,
         maker: SampleMaker,
         queue: QueueClient,
@@ -92,7 +92,7 @@ class RolloutLoop:
         self._sources = SourceCounts()
         self._sampling = training_sampling(config, maker.tokenizer.stop_token_ids)
         self._drop_policy = DropPolicy(config)
-        self.limiter = InFlightLimiter(derived.slots, config.rollout.max_concurrent_groups)
+        self.limiter = InFlightLimiter(slots, config.rollout.max_concurrent_groups)
         # an idle slot may mean that new groups wait until the trainer gets the finished ones
         self._finished: BatchingSender[_FinishedGroup] = BatchingSender(self._put, _PUT_INTERVAL_S, self.limiter.idle)
         self._drops: BatchingSender[Drop] = BatchingSender(queue.drop)

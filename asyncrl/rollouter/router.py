@@ -10,6 +10,7 @@ checking it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import heapq
 import logging
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 _SUSPECT_DEATHS = 2  # of replicas that served a group, after which it is served alone on its replica
 _PROGRESS_S = 40e-6  # to take the tokens of a request that continues
 _PROGRESS_SHARE = 0.05  # of this process, for that
+_HAND_OVER_S = 10.0  # for a retired replica to report the last tokens of its requests
 _OBSERVED_S = 1.0  # of a busy engine; tokens of prompts are known only after they were computed, in a later report
 
 
@@ -81,6 +83,7 @@ class _Replica:
     aborts: list[str] = dataclasses.field(default_factory=list)
     unsent: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     assigned: int = 0  # requests
+    free: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)  # has none, since it is retired
     outstanding_tokens: int = 0
     last_event_s: float = 0.0
     scheduling: Scheduling = Scheduling()  # as last sent
@@ -159,6 +162,7 @@ class Router:
         self._group_requests: dict[str, int] = {}  # number in flight
         self._group_deaths: Counter[str] = Counter()  # of replicas that served the group
         self._suspect: str | None = None  # the group that is served alone on its replica; other suspects wait
+        self._retired: set[str] = set()
         self.lost: dict[str, str] = {}  # replica → why it died, until it is replaced
         self._broken: dict[str, str] = {}  # replica → error of its engine, while its process lives
         self._tasks: asyncio.TaskGroup | None = None
@@ -195,8 +199,8 @@ class Router:
 
     def forget(self, group: str) -> None:
         """The group has ended. Until then its requests go to one replica, which may have the KV of earlier ones."""
-        if (name := self._group_replica.pop(group, None)) is not None:
-            self._replicas[name].prompts.discard(group)
+        if (replica := self._replicas.get(self._group_replica.pop(group, ""))) is not None:
+            replica.prompts.discard(group)
 
     def set_max_running_requests(self, limit: int | None) -> None:
         """Cap the training requests that each replica generates for at once (None: no cap); the others wait there."""
@@ -207,9 +211,10 @@ class Router:
         self._schedule(dataclasses.replace(self._scheduling, validation_first=first))
 
     async def set_routable(self, names: Sequence[str]) -> None:
-        """Route to these replicas only, except lost ones; requests on other replicas migrate to them."""
+        """Route to these replicas only, except lost and retired ones; requests on other replicas migrate to them."""
         self._check_known(names)
-        self._routable = {name for name in names if not self._replicas[name].lost}
+        known = [name for name in names if name not in self._retired]
+        self._routable = {name for name in known if not self._replicas[name].lost}
         self._weigh()
         for name in self._routable:
             self._replicas[name].last_event_s = now_s()  # a sync may have kept it silent
@@ -218,8 +223,7 @@ class Router:
     def mark_lost(self, name: str, why: str) -> None:
         """Treat this replica as dead: its requests migrate."""
         self._check_known([name])
-        replica = self._replicas[name]
-        if replica.lost:
+        if (replica := self._replicas.get(name)) is None or replica.lost:
             return
         replica.lost = True
         self._routable.discard(name)
@@ -238,8 +242,34 @@ class Router:
             self.mark_lost(name, "replaced")
             del self.lost[name]
             self._broken.pop(name, None)
+        self._retired.discard(name)
         self._replicas[name] = _Replica(name, client)
         self._start(self._replicas[name])
+
+    async def retire(self, name: str) -> None:
+        """Remove a replica, whose requests go on elsewhere with all tokens that it reports within `_HAND_OVER_S`."""
+        if (replica := self._replicas.get(name)) is None or name in self._retired:
+            return
+        self._retired.add(name)
+        self._routable.discard(name)
+        self._weigh()
+        unsent = {request.id for request in replica.requests}
+        for active in self._assigned_to(replica):
+            if replica.lost or active.id in unsent:
+                self._migrate(active, abort=True)
+            else:
+                replica.aborts.append(active.id)  # it ends with an event, which migrates it
+        replica.unsent.set()
+        if replica.assigned:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(replica.free.wait(), _HAND_OVER_S)
+        for active in self._assigned_to(replica):
+            self._migrate(active, abort=False)
+        if replica.task is not None:
+            replica.task.cancel()
+        del self._replicas[name]
+        for table in (self.lost, self._broken):
+            table.pop(name, None)
 
     def unfit(self, silent_s: float | None) -> dict[str, str]:
         """Replicas that must be restarted though their process lives, and why: the engine raised, or with work it sent
@@ -328,6 +358,8 @@ class Router:
             return
         del self._assigned[active.id]
         replica.assigned -= 1
+        if not replica.assigned and replica.name in self._retired:
+            replica.free.set()
         replica.outstanding_tokens -= active.outstanding
         self._load_fell(replica)
         if abort:
@@ -353,8 +385,10 @@ class Router:
     def _reroute(self) -> None:
         """After a change of the routable replicas: migrate requests from the others, and assign waiting ones."""
         waiting, self._waiting = self._waiting, {}
-        for active in [a for a in self._assigned.values() if a.replica and a.replica.name not in self._routable]:
-            self._migrate(active, abort=True)
+        for replica in [r for r in self._replicas.values() if r.name not in self._routable]:
+            if replica.assigned and (replica.lost or replica.name not in self._retired):  # which reports them first
+                for active in self._assigned_to(replica):
+                    self._migrate(active, abort=True)
         for active in waiting:
             self._assign(active)
 
@@ -362,7 +396,7 @@ class Router:
         return [active for active in self._assigned.values() if active.replica is replica]
 
     def _check_known(self, names: Sequence[str]) -> None:
-        if unknown := set(names) - set(self._replicas):
+        if unknown := set(names) - set(self._replicas) - self._retired:
             raise ValueError(f"no replica named {', '.join(sorted(unknown))}; known: {', '.join(self._replicas)}")
 
     # -- one replica -----------------------------------------------------------------------------------------------

@@ -39,6 +39,8 @@ def check(config: Config, cpus: int | None = None) -> Derived:
 def _sharing_problems(config: Config) -> Iterator[str]:
     """One line for each option that does not suit ``ray.share_gpus``."""
     rollout, engine = config.rollout, config.rollout.engine
+    if config.ray.share_gpus and config.rollout.autoscale.max:
+        yield "rollout.autoscale: with ray.share_gpus the number of replicas is fixed; expected max=0"
     if not config.ray.share_gpus:
         return
     if config.trainer.ranks != rollout.replicas or gpus_per_replica(config) != 1:

@@ -98,6 +98,23 @@ class Cluster:
         await self._started([replica], replica.start())
         self.replicas[name], self.sessions[name] = replica, await self._session(replica)
 
+    async def add_replicas(self, names: Sequence[str]) -> None:
+        """Reserve what replicas need, which can be started then. Raises PlacementError."""
+        await self._placement.add_replicas(names)
+        self.replica_names += names
+
+    async def remove_replica(self, name: str) -> None:
+        """Kill a replica and give back what it needs."""
+        await self.kill(name)
+        self.replica_names.remove(name)
+        for table in (self._actors, self.replicas, self.sessions):
+            table.pop(name, None)
+        self._placement.remove_replica(name)
+
+    def draining(self) -> list[str]:
+        """Replicas whose machine Ray will take away."""
+        return [name for name in self.replica_names if self._node(name) in self._placement.draining]
+
     async def start_endpoint(self) -> None:
         """An endpoint without sessions; the agents of an earlier one have ended with it."""
         await self.kill("endpoint")
@@ -166,9 +183,8 @@ class Cluster:
         on_machine = [name for name in self.replica_names if machines[name] == machines[replica.name]]
         if len(on_machine) < RELAYED_REPLICAS:
             return direct
-        if (located := self._processes.get(replica.name)) is None:  # it was killed just now
+        if (node := self._node(replica.name)) is None:  # it was killed just now
             return direct
-        node, _ = located
         if node not in self._relays:
             there = NodeAffinitySchedulingStrategy(node, soft=False)
             name = f"relay/{len(self._relays)}"
@@ -181,6 +197,10 @@ class Cluster:
             return direct
         return sessions.session(replica.name, direct)
 
+    def _node(self, name: str) -> str | None:
+        located = self._processes.get(name)
+        return located[0] if located is not None else None
+
     async def _locate(self, actor: ActorClient) -> None:
         self._processes[actor.name] = await actor.where()
 
@@ -190,9 +210,9 @@ class Cluster:
         return self._make(TrainerRankActor, name, options, self._config, index, trainer.ranks, loopback)
 
     def _make_replica(self, name: str) -> ActorClient:
-        index, engine = self.replica_names.index(name), self._config.rollout.engine
+        engine = self._config.rollout.engine
         runtime = _runtime(engine.threads, engine.python, self._placement.on_one_machine)
-        options = self._placement.replica_options(index) | runtime
+        options = self._placement.replica_options(name) | runtime
         return self._make(EngineReplicaActor, name, options, self._config, name)
 
     def _make_queue(self) -> ActorClient:
@@ -227,7 +247,6 @@ class Cluster:
             "rollouter",
             {"num_cpus": 0},
             self._config,
-            self._preflight.derived,
             self._preflight.max_prompt_tokens,
             self.queue.handle,
             {name: client.handle for name, client in self.replicas.items()},
@@ -238,9 +257,9 @@ class Cluster:
     def pool_resources(self) -> tuple[float, float, str]:
         """(trainer pool's size, rollout pool's size, their unit: CPU or GPU)"""
         trainer, rollout = pools(self._config)
-        of = lambda pool, unit: len(pool.actors) * (pool.gpus if unit == "GPU" else pool.cpus)
+        of = lambda pool, unit: pool.gpus if unit == "GPU" else pool.cpus
         unit = "GPU" if trainer.gpus and rollout.gpus else "CPU"
-        return of(trainer, unit), of(rollout, unit), unit
+        return len(self.rank_names) * of(trainer, unit), len(self.replica_names) * of(rollout, unit), unit
 
     def drains(self) -> dict[str, Callable[[], Awaitable[Batch]]]:
         """Calls that fetch each actor's records: ranks answer while they start, replicas and the rollouter do not."""

@@ -102,26 +102,40 @@ class DriverEpoch:
         os.utime(_file(self._folder, self.number))
 
 
+class DriverWatch:
+    """The run's newest driver, seen by another process. ``driver`` is None if there is none, or its file is
+    damaged."""
+
+    def __init__(self, run: Path) -> None:
+        folder = run / FOLDER
+        number = _newest(folder)
+        self._path = _file(folder, number) if number else None
+        self.driver = _driver(self._path) if self._path is not None else None
+        self.elsewhere = self.driver is None or self.driver.machine != machine()
+        self._beat, self._beat_s = self._changed(), time.monotonic()
+
+    def lives(self) -> bool:
+        """Asked again and again: one of another machine counts as alive until its file has not changed for
+        `SILENT_S`."""
+        if self._path is None or self._path.with_suffix(".ended").exists():
+            return False
+        if not self.elsewhere and self.driver is not None:
+            return Process(self.driver.process, self.driver.process_started).alive
+        if (beat := self._changed()) != self._beat:
+            self._beat, self._beat_s = beat, time.monotonic()
+        return time.monotonic() - self._beat_s <= SILENT_S
+
+    def _changed(self) -> int:
+        return self._path.stat().st_mtime_ns if self._path is not None else 0
+
+
 def wait_for_previous(run: Path, patience_s: float) -> None:
     """Waits for the end of the run's newest driver. Raises InUse if it is still alive after ``patience_s``, or after
     `SILENT_S` if it is on another machine."""
-    folder = run / FOLDER
-    if not (number := _newest(folder)):
-        return
-    path = _file(folder, number)
-    driver = _driver(path)
-    elsewhere = driver is None or driver.machine != machine()
-    beats, began_s = {path.stat().st_mtime_ns}, time.monotonic()
-    while not path.with_suffix(".ended").exists():
-        waited_s = time.monotonic() - began_s
-        if elsewhere:
-            beats.add(path.stat().st_mtime_ns)
-            if len(beats) == 1 and waited_s > SILENT_S:
-                return
-        elif driver is not None and not Process(driver.process, driver.process_started).alive:
-            return
-        if waited_s > max(patience_s, SILENT_S if elsewhere else 0):
-            raise InUse(f"{run} is in use by another driver, {driver or f'whose file {path} is damaged'}")
+    watch, began_s = DriverWatch(run), time.monotonic()
+    while watch.lives():
+        if time.monotonic() - began_s > max(patience_s, SILENT_S if watch.elsewhere else 0):
+            raise InUse(f"{run} is in use by another driver, {watch.driver or 'whose file is damaged'}")
         time.sleep(_POLL_S)
 
 

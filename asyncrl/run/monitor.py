@@ -81,7 +81,7 @@ class Monitor:
         self._drained_s = -math.inf
         self._asked: dict[str, asyncio.Task[Batch]] = {}
         self._gauges: dict[str, float] = {}  # the last of each, over all actors
-        self._efficiency: EfficiencyTracker | None = None  # from the first version on
+        self.efficiency: EfficiencyTracker | None = None  # from the first version on
         self._syncs: list[Mapping[str, float]] = []
         self._groups: deque[Any] = deque(maxlen=MAX_GROUPS)  # shapes of the newest
         self._profile: dict[str, Any] | None = None
@@ -98,9 +98,9 @@ class Monitor:
 
     async def on_version(self, progress: Progress) -> None:
         """Starts the figures of the whole run at the first version, where training begins."""
-        if self._efficiency is not None:
+        if self.efficiency is not None:
             return
-        self._efficiency = EfficiencyTracker(*self._system.pool_resources())
+        self.efficiency = EfficiencyTracker(*self._system.pool_resources())
         await self._drain()
         self._began_s = self._window_s = now_s()
         self._window.clear()
@@ -117,6 +117,9 @@ class Monitor:
             groups = [Group.from_buffer(b) for b in await self._system.ranks.first_groups(k)]
             self._hub.trajectories(sampled_rows(progress.step, groups, self._decode, k))
         window = await self._window_metrics()
+        if self.efficiency is not None:
+            trainer, rollout, _ = self._system.pool_resources()
+            self.efficiency.resize(trainer, rollout)
         values = dict(metrics) | window | self._efficiency_metrics(metrics, window) | await self._queue_stats()
         if (paused_s := metrics.get("param_sync/paused_total_s")) is not None:
             self._syncs.append({name: v for name, v in metrics.items() if name.startswith("param_sync/")})
@@ -141,7 +144,7 @@ class Monitor:
         dropped = {k.removeprefix("fully_async/"): v for k, v in queue.items() if k.startswith("fully_async/dropped/")}
         perf = {k: v for k, v in queue.items() if k.startswith("perf/")}
         self._summary |= {"version": str(progress.version), **counts, **dropped, **perf}
-        self._summary |= self._efficiency.figures() if self._efficiency else {}
+        self._summary |= self.efficiency.figures() if self.efficiency else {}
         self._profile = run_profile(
             self._totals, self._syncs, self._groups, queue.get("perf/ledger_write_s", math.nan), self._config
         )
@@ -199,10 +202,10 @@ class Monitor:
 
     def _efficiency_metrics(self, metrics: Mapping[str, float], window: Mapping[str, float]) -> dict[str, float]:
         """Step time relative to the ideal, see `asyncrl.observability.efficiency`."""
-        if self._efficiency is None:
+        if self.efficiency is None:
             return {}
         seconds = window["perf/step_s"]
-        return self._efficiency.step(
+        return self.efficiency.step(
             seconds,
             trained=metrics.get("trainer/trained_tokens", 0.0),
             training_s=(1 - window["fully_async/trainer/idle_ratio"]) * seconds,

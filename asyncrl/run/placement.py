@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import ray
+from ray._private.state import state as ray_state
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -60,7 +63,11 @@ class Placement:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.machines: dict[str, str] = {}
+        self.draining: set[str] = set()  # ids of nodes that Ray will take away
         self._groups: list[PlacementGroup] = []
+        self._numbers = itertools.count()  # of groups, whose names Ray keeps apart
+        self._bundles: dict[str, tuple[PlacementGroup, int]] = {}  # of each replica
+        self._vacant: list[tuple[PlacementGroup, int]] = []  # of replicas that left, in a group that others use
         self._trainers: PlacementGroup
         self._rollouts: PlacementGroup
         self._init: asyncio.Future[None] | None = None
@@ -85,19 +92,53 @@ class Placement:
             self.machines = await self._placed(self._trainers, both, until_s)
             pairs = zip(trainer.actors, rollout.actors, strict=True)
             self.machines |= {replica: self.machines[rank] for rank, replica in pairs}
+            self._bundles = {replica: (self._rollouts, i) for i, replica in enumerate(rollout.actors)}
             return
         self._trainers = self._reserve(trainer, trainer.strategy)
         self.machines = await self._placed(self._trainers, trainer, until_s)
         self._rollouts = await self._reserve_rollouts(rollout, self._trainers, config.param_sync.transport)
         self.machines |= await self._placed(self._rollouts, rollout, until_s)
+        self._bundles = {replica: (self._rollouts, i) for i, replica in enumerate(rollout.actors)}
+
+    async def add_replicas(self, names: Sequence[str]) -> None:
+        """Reserve a bundle for each. They come beside the others where the transport of weights or the pool's strategy
+        demands it, else on any machine. Raises PlacementError if they do not all fit within ``placement_timeout_s``."""
+        config, vacant = self.config, self._vacant[: len(names)]
+        if new := names[len(vacant) :]:
+            pool = replace(self._pools[1], actors=tuple(new))
+            near = self.on_one_machine or not across_machines(config.param_sync.transport)
+            beside = {_machine_of(self._rollouts): 0.001} if near or pool.strategy == "strict_pack" else None
+            group = self._reserve(pool, "pack" if pool.strategy == "auto" else pool.strategy, beside)
+            try:
+                machines = await self._placed(group, pool, time.monotonic() + config.ray.placement_timeout_s)
+            except BaseException:
+                self._release(group)
+                raise
+            self.machines |= machines
+            self._bundles |= {name: (group, i) for i, name in enumerate(new)}
+        del self._vacant[: len(vacant)]
+        nodes = _nodes()
+        for name, (group, index) in zip(names, vacant):
+            self._bundles[name] = group, index
+            self.machines[name] = nodes[placement_group_table(group)["bundles_to_node_id"][index]].address
+
+    def remove_replica(self, name: str) -> None:
+        """Its resources are free once no other replica is left of those that were added with it; until then the next
+        ones that are added get them."""
+        del self.machines[name]
+        self._vacant.append(self._bundles.pop(name))
+        group, _ = self._vacant[-1]
+        if group is not self._rollouts and group not in (used for used, _ in self._bundles.values()):
+            self._vacant = [(other, index) for other, index in self._vacant if other is not group]
+            self._release(group)
 
     def rank_options(self, index: int) -> dict[str, Any]:
         """Ray options that put a trainer rank into its bundle."""
         return _bundle_options(self._trainers, index, self._pools[0])
 
-    def replica_options(self, index: int) -> dict[str, Any]:
+    def replica_options(self, name: str) -> dict[str, Any]:
         """Ray options that put a replica into its bundle."""
-        return _bundle_options(self._rollouts, index, self._pools[1])
+        return _bundle_options(*self._bundles[name], self._pools[1])
 
     @property
     def on_one_machine(self) -> bool:
@@ -105,10 +146,11 @@ class Placement:
         return len(set(self.machines.values())) == 1
 
     async def watch(self) -> None:
-        """Raises NodeDied when Ray declares the driver's node dead, some 20 s after the death of its raylet. Ray itself
-        ends a process that has not reached the GCS for 60 s."""
+        """Keeps ``draining`` up to date. Raises NodeDied when Ray declares the driver's node dead, some 20 s after the
+        death of its raylet. Ray itself ends a process that has not reached the GCS for 60 s."""
         node = ray.get_runtime_context().get_node_id()
         while node in await in_daemon_thread(_nodes):  # blocks while the GCS does not answer
+            self.draining = set(await in_daemon_thread(ray_state.get_draining_nodes))
             await asyncio.sleep(WATCH_S)
         raise NodeDied("the raylet of the driver's machine died: Ray can start nothing here any more")
 
@@ -145,17 +187,20 @@ class Placement:
             return self._reserve(pool, "pack")
         group = self._reserve(pool, "strict_pack", {_machine_of(trainers): 0.001})
         if transport == "auto" and not await asyncio.to_thread(group.wait, BESIDE_TRAINERS_S):
-            remove_placement_group(group)
-            self._groups.remove(group)
+            self._release(group)
             return self._reserve(pool, "pack")
         return group
 
     def _reserve(self, pool: Pool, strategy: str, beside: dict[str, float] | None = None) -> PlacementGroup:
         bundle = {"CPU": pool.cpus, **({"GPU": float(pool.gpus)} if pool.gpus else {}), **(beside or {})}
-        name = f"asyncrl-{self.config.name}-{pool.name}"
+        name = f"asyncrl-{self.config.name}-{pool.name}-{next(self._numbers)}"
         group = placement_group([bundle] * len(pool.actors), strategy=strategy.upper(), name=name)
         self._groups.append(group)
         return group
+
+    def _release(self, group: PlacementGroup) -> None:
+        remove_placement_group(group)
+        self._groups.remove(group)
 
     async def _placed(self, group: PlacementGroup, pool: Pool, until_s: float) -> dict[str, str]:
         """Actor → address of its machine. Raises PlacementError if the pool is not placed by then."""

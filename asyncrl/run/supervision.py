@@ -1,13 +1,14 @@
 """Starts the actors of a run and restarts those that die, within limits. Consequences of each death:
 
     replica died ──► its samples migrate ──► new replica ──► joins at the next sync, or at once if the trainer waits
+    replica is preempted ──► the same, but it reports all its tokens before it ends
     rollouter died ──► new rollouter resumes the in-flight groups from the ledger
     rank died ──► `TrainLoop` asks for new ranks and restores the last checkpoint
     queue died ──► new queue rebuilds its state from disk; calls to it are repeated
     endpoint died ──► its agents end with it; their samples begin again, with what is recorded of them
 
 The first start works like any other: an actor that dies or hangs before it is up is restarted, within the limits.
-Recovery is automatic until an actor has died too often.
+Recovery is automatic until an actor has died too often. Replicas may also be added to the run and removed from it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import Any, Protocol
 from asyncrl.config.schema import SupervisionConfig
 from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.recorder import Recorder
-from asyncrl.processes.actor_client import ActorClient, ActorDied
-from asyncrl.processes.tasks import cancelled
+from asyncrl.processes.actor_client import ActorClient, ActorDied, Preempted
+from asyncrl.processes.tasks import cancelled, end_of_first
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,8 @@ class SupervisedCluster(Protocol):
     replica_names: list[str]
     replicas: dict[str, ActorClient]  # those that have started
     sessions: dict[str, Any]  # their ends of a sync session
-    rollouter: Any  # RestartableClient: run(), reset(), unfit(), replace_queue(), replace_replica()
+    #: RestartableClient: run(), reset(), unfit(), replace_queue(), replace_replica(), retire_replica()
+    rollouter: Any
     queue: Any  # RestartableClient: alive(), stalled_s()
     endpoint: Any  # RestartableClient: alive(); None without agents
     ranks: Any  # the current rank group
@@ -78,6 +80,9 @@ class SupervisedCluster(Protocol):
     async def start_endpoint(self) -> None: ...
     async def start_rollouter(self, routable: Callable[[], Sequence[str]]) -> None: ...
     async def start_ranks(self) -> None: ...
+    async def add_replicas(self, names: Sequence[str]) -> None: ...
+    async def remove_replica(self, name: str) -> None: ...
+    def draining(self) -> Sequence[str]: ...
     def silent(self, name: str) -> str: ...
     async def end(self, name: str, why: str) -> None: ...
 
@@ -90,6 +95,7 @@ class ReplicaMembership(Protocol):
 
     def routable(self) -> list[str]: ...
     async def leave(self, name: str) -> None: ...
+    async def retire(self, name: str) -> None: ...
     def join(self, name: str, replica: Any) -> None: ...
 
 
@@ -110,21 +116,47 @@ class Supervisor:
         self._recorder = recorder
         self._serving: set[str] = set()  # replicas that have joined, until they die
         self._ended: dict[str, str] = {}  # replica → why it was killed
+        self._draining: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)  # by replica
         endpoint = [] if cluster.endpoint is None else ["endpoint"]
         self._up = {name: asyncio.Event() for name in ("queue", *endpoint, *cluster.replica_names)}
+        self._replicas: dict[str, asyncio.Task[None]] = {}
+        self._tasks: asyncio.TaskGroup
 
     async def run(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
+        async with asyncio.TaskGroup() as self._tasks:
+            tasks = self._tasks
             tasks.create_task(self._queue(tasks))
             if self._cluster.endpoint is not None:
                 tasks.create_task(self._endpoint(tasks))
             tasks.create_task(self._fitness())
             for name in self._cluster.replica_names:
-                tasks.create_task(self._replica(name))
+                self._replicas[name] = tasks.create_task(self._replica(name))
 
     async def started(self) -> None:
         for up in self._up.values():
             await up.wait()
+
+    async def add_replicas(self, names: Sequence[str]) -> None:
+        """Add replicas that serve after their first sync; returns when they are up. Raises PlacementError, and
+        RuntimeError for those that do not start, without which the run goes on."""
+        await self._cluster.add_replicas(names)
+        for name in names:
+            self._up[name] = asyncio.Event()
+            self._replicas[name] = self._tasks.create_task(self._replica(name, joins=True))
+        await asyncio.gather(*(end_of_first(self._up[name].wait(), _wait(self._replicas[name])) for name in names))
+        if failed := [name for name in names if not self._up[name].is_set()]:
+            raise RuntimeError(f"{', '.join(failed)} did not start; the run's log has the reason")
+
+    async def remove_replica(self, name: str) -> None:
+        """Its samples go on elsewhere, with all their tokens."""
+        await cancelled([self._replicas.pop(name)])
+        self._serving.discard(name)
+        await self._remove(name)
+
+    async def _remove(self, name: str) -> None:
+        await self._cluster.rollouter.retire_replica(name)
+        await self._membership.retire(name)
+        await self._cluster.remove_replica(name)
 
     async def start(
         self,
@@ -210,16 +242,19 @@ class Supervisor:
         finally:
             living.cancel()
 
-    async def _replica(self, name: str) -> None:
+    async def _replica(self, name: str, joins: bool = False) -> None:
+        """``joins``: the run goes on without it if it does not start."""
         why: str | None = None
         while True:
             try:
                 await self.start(name, lambda: self._cluster.start_replica(name), why)
-            except DiedTooOften as e:
-                if not self._up[name].is_set() or not self._membership.fleet.sessions:
+            except Exception as e:
+                was_up = self._up[name].is_set()
+                if not (joins if not was_up else isinstance(e, DiedTooOften) and self._membership.fleet.sessions):
                     raise
                 log.warning("supervision: %s; the run continues without it", e)
-                await self._cluster.end(name, "is not restarted")  # it may hang, and hold memory and a bundle
+                del self._replicas[name]
+                await self._remove(name)  # it may hang, and hold memory and a bundle
                 return
             await self._cluster.rollouter.replace_replica(name, self._cluster.replicas[name].handle)
             self._membership.join(name, self._cluster.sessions[name])
@@ -230,21 +265,40 @@ class Supervisor:
             await self._membership.leave(name)
 
     async def _death(self, name: str) -> str:
-        """Wait until a replica dies; returns why."""
+        """Wait until a replica dies, or is preempted and has handed its samples over; returns why."""
         try:
-            await self._cluster.replicas[name].alive()
+            await end_of_first(self._alive(name), self._drained(name))
+        except Preempted as preempted:
+            log.warning("supervision: %s; its samples go on elsewhere", preempted)
+            self._serving.discard(name)
+            await self._cluster.rollouter.retire_replica(name)
+            return str(preempted)
         except ActorDied as died:
             return f"{name} {ended}" if (ended := self._ended.pop(name, None)) is not None else str(died)
         raise RuntimeError(f"{name}: alive() returned, which it never does")
 
+    async def _alive(self, name: str) -> None:
+        await self._cluster.replicas[name].alive()
+
+    async def _drained(self, name: str) -> None:
+        await self._draining[name].wait()
+        del self._draining[name]
+        raise Preempted(name, "Ray drains its machine")
+
     async def _fitness(self) -> None:
-        """Kill replicas that answer with errors, and outside of syncs those that have work but produced no token for
-        ``progress_s``."""
+        """Notice machines that are drained. Kill replicas that answer with errors, and outside of syncs those that have
+        work but produced no token for ``progress_s``."""
         progress_s = self._config.progress_s
         while True:
             await asyncio.sleep(CHECK_EVERY_S)
+            for name in self._serving.intersection(self._cluster.draining()):
+                self._draining[name].set()
             in_sync = now_s() - self._membership.last_sync_s < progress_s
             for name, why in (await self._cluster.rollouter.unfit(None if in_sync else progress_s)).items():
                 if name in self._serving:  # else its successor is starting
                     self._ended[name] = why
                     await self._cluster.end(name, why)
+
+
+async def _wait(task: asyncio.Task[None]) -> None:
+    await asyncio.wait([task])

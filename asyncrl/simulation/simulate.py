@@ -181,7 +181,7 @@ async def _run(
     )
     order = PromptOrder(prompts(_PROMPTS), config.seed, config.data.shuffle)
     held = HeldQueue(queue, 0)
-    loop = RolloutLoop(config, derived, order, maker, held, recorder)
+    loop = RolloutLoop(config, derived.slots, order, maker, held, recorder)
     sessions = {
         name: EngineSession(name, engine, SimulatedReceiver(name, profile.sync)) for name, engine in engines.items()
     }

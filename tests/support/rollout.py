@@ -106,7 +106,7 @@ class System:
             self.recorder,
         )  # fmt: skip
         self.validation = Validation(self.config, maker, self.recorder)
-        self.loop = RolloutLoop(self.config, derived, order, maker, self.queue, self.recorder)
+        self.loop = RolloutLoop(self.config, derived.slots, order, maker, self.queue, self.recorder)
 
     async def __aenter__(self):
         if self.engine is not None:
