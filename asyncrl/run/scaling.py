@@ -92,8 +92,8 @@ class Scaling:
             await asyncio.to_thread(_write, request, answer)
 
         try:
-            await self._scale(int(json.loads(request.read_bytes())["replicas"]), say)
-        except (NotScaled, ValueError, KeyError, TypeError) as e:
+            await self._scale(_asked(request), say)
+        except NotScaled as e:
             log.warning("scale: %s", e)
             answer.error = str(e)
         answer.done = True
@@ -182,6 +182,14 @@ def _named(replicas: Sequence[str]) -> str:
 
 def _count(replicas: int) -> str:
     return f"{replicas} replica" + ("s" if replicas != 1 else "")
+
+
+def _asked(request: Path) -> int:
+    """Raises NotScaled if the file is no request."""
+    try:
+        return int(json.loads(request.read_bytes())["replicas"])
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise NotScaled(f'{request}: expected {{"replicas": N}} ({e})') from None
 
 
 def _answer_of(request: Path) -> Path:

@@ -149,7 +149,9 @@ class Supervisor:
 
     async def remove_replica(self, name: str) -> None:
         """Its samples go on elsewhere, with all their tokens."""
-        await cancelled([self._replicas.pop(name)])
+        if (supervised := self._replicas.pop(name, None)) is None:  # the run goes on without it already
+            return
+        await cancelled([supervised])
         self._serving.discard(name)
         await self._remove(name)
 
