@@ -12,6 +12,7 @@ tokens and take half a minute.
 - ``samples_per_s_per_shard``: samples for which one core would do all that.
 - ``session_calls_N``: calls that a driver makes in a sync session of N replicas on machines of `ON_MACHINE`.
 - ``session_real_s``: such a session with `REAL` Ray actors that answer at once, and as many relays as they would have.
+  ``session_s_N``: its extrapolation, with what the driver computes more for N.
   ``session_cpu_s_N``: CPU time of the driver for one: its own with N replicas, and that of a call with those
   actors.
 """
@@ -180,6 +181,9 @@ class InstantRelay:
 
 @ray.remote(num_cpus=0)
 class InstantReplica:
+    def __init__(self) -> None:
+        import asyncrl.param_sync.session  # noqa: F401 (what the first call brings would be imported within its deadline)
+
     async def sync(self, call: str, *args: Any) -> Any:
         return ANSWERS.get(call)
 
@@ -225,11 +229,13 @@ async def session_times(relays: Sequence[Any], rounds: int) -> SessionTimes:
 
 async def real_session_times(rounds: int) -> SessionTimes:
     relays = []
+    replicas = [InstantReplica.remote() for _ in range(REAL)]  # type: ignore[attr-defined]
+    await asyncio.gather(*(replica.sync.remote("up") for replica in replicas))  # minutes, on two cores
     for i in range(REAL // ON_MACHINE):
         relay = ActorClient(RelayActor.options(num_cpus=0).remote(f"relay/{i}"), f"relay/{i}")  # type: ignore[attr-defined]
         for replica in range(ON_MACHINE):
-            name = f"replica/{i * ON_MACHINE + replica}"
-            await relay.register(name, InstantReplica.remote())  # type: ignore[attr-defined]
+            number = i * ON_MACHINE + replica
+            await relay.register(f"replica/{number}", replicas[number])
         relays.append(relay)
     return await session_times(relays, rounds)
 
@@ -252,6 +258,7 @@ def sessions(replicas: int, rounds: int = 7) -> dict[str, float]:
     print(f"session of {replicas}: driver: {at_scale.calls} calls, {cpu_s:.3f} s, its own part {at_scale.cpu_s:.3f} s")
     return {
         "session_real_s": real.seconds,
+        f"session_s_{replicas}": real.seconds + cpu_s - real.cpu_s,
         f"session_calls_{replicas}": at_scale.calls,
         f"session_cpu_s_{replicas}": cpu_s,
     }

@@ -1,5 +1,6 @@
 """Placement of actors on machines, and the dry run that prints it."""
 
+import asyncio
 import tempfile
 import time
 from dataclasses import replace
@@ -197,6 +198,45 @@ def test_shared_gpus_are_counted_once_and_what_does_not_fit_them_is_refused(tmp_
     assert "rollout.engine.args.gpu_memory_utilization: expected the engine's part" in problems(
         "rollout.engine.name=vllm"
     )
+
+
+@pytest.mark.slow
+async def test_added_replicas_get_what_is_free_and_give_it_back_on_a_real_cluster(tmp_path):
+    """On a machine that has four GPUs according to Ray."""
+    import ray
+
+    from asyncrl.processes.actor_client import start_ray
+    from asyncrl.run.placement import Placement
+
+    one_of_each = ("rollout.engine.device=cuda", "trainer.device=cuda", "trainer.ranks=1", "rollout.replicas=1")
+    cpus = ("ray.cpus_per_rank=0.1", "ray.cpus_per_replica=0.1", "ray.placement_timeout_s=2")
+    config = load_config(None, overrides(make_inputs(tmp_path), tmp_path / "run", *one_of_each, *cpus))
+    free = lambda: ray.available_resources().get("GPU", 0)
+
+    async def until_free(gpus: int) -> None:
+        async with asyncio.timeout(20):  # Ray's view is late
+            while free() != gpus:
+                await asyncio.sleep(0.1)
+
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as ray_dir:
+        start_ray(num_cpus=1, num_gpus=4, _temp_dir=ray_dir)
+        try:
+            placement = Placement(config)
+            await placement._reserve_pools(config)
+            await placement.add_replicas(["replica/1", "replica/2"])
+            await until_free(0)
+            assert len(set(placement.machines.values())) == 1
+            placement.remove_replica("replica/1")  # the other one of its group stays
+            with pytest.raises(PlacementError, match=r"the rollout pool was not placed within 2 s: it needs .*1 GPU"):
+                await placement.add_replicas(["replica/1", "replica/3"])
+            await placement.add_replicas(["replica/1"])
+            bundles = {placement.replica_options(f"replica/{i}")["scheduling_strategy"] for i in range(3)}
+            assert len({(b.placement_group.id, b.placement_group_bundle_index) for b in bundles}) == 3
+            for name in ("replica/2", "replica/1"):
+                placement.remove_replica(name)
+            await until_free(2)
+        finally:
+            ray.shutdown()
 
 
 def gpus_here() -> list[int]:

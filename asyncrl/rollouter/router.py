@@ -267,8 +267,7 @@ class Router:
             self._migrate(active, abort=False)
         if replica.task is not None:
             replica.task.cancel()
-        del self._replicas[name]
-        for table in (self.lost, self._broken):
+        for table in (self._replicas, self.lost, self._broken):
             table.pop(name, None)
 
     def unfit(self, silent_s: float | None) -> dict[str, str]:

@@ -67,7 +67,8 @@ class Placement:
         self._groups: list[PlacementGroup] = []
         self._numbers = itertools.count()  # of groups, whose names Ray keeps apart
         self._bundles: dict[str, tuple[PlacementGroup, int]] = {}  # of each replica
-        self._vacant: list[tuple[PlacementGroup, int]] = []  # of replicas that left, in a group that others use
+        #: bundles of replicas that left, in groups that others use, and the address of each
+        self._vacant: list[tuple[PlacementGroup, int, str]] = []
         self._trainers: PlacementGroup
         self._rollouts: PlacementGroup
         self._init: asyncio.Future[None] | None = None
@@ -117,19 +118,16 @@ class Placement:
             self.machines |= machines
             self._bundles |= {name: (group, i) for i, name in enumerate(new)}
         del self._vacant[: len(vacant)]
-        nodes = _nodes()
-        for name, (group, index) in zip(names, vacant):
-            self._bundles[name] = group, index
-            self.machines[name] = nodes[placement_group_table(group)["bundles_to_node_id"][index]].address
+        for name, (group, index, address) in zip(names, vacant):
+            self._bundles[name], self.machines[name] = (group, index), address
 
     def remove_replica(self, name: str) -> None:
         """Its resources are free once no other replica is left of those that were added with it; until then the next
         ones that are added get them."""
-        del self.machines[name]
-        self._vacant.append(self._bundles.pop(name))
-        group, _ = self._vacant[-1]
-        if group is not self._rollouts and group not in (used for used, _ in self._bundles.values()):
-            self._vacant = [(other, index) for other, index in self._vacant if other is not group]
+        group, index = self._bundles.pop(name)
+        self._vacant.append((group, index, self.machines.pop(name)))
+        if group is not self._rollouts and all(used is not group for used, _ in self._bundles.values()):
+            self._vacant = [vacant for vacant in self._vacant if vacant[0] is not group]
             self._release(group)
 
     def rank_options(self, index: int) -> dict[str, Any]:
