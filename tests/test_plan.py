@@ -166,7 +166,10 @@ async def test_a_rank_and_a_replica_share_each_gpu_on_a_real_cluster(tmp_path):
         try:
             placement = Placement(config)
             await placement._reserve_pools(config)
-            options = [*map(placement.rank_options, range(2)), *map(placement.replica_options, range(2))]
+            options = [
+                *map(placement.rank_options, range(2)),
+                *map(placement.replica_options, ("replica/0", "replica/1")),
+            ]
             found = ray.get([ray.remote(**o)(gpus_here).remote() for o in options])
         finally:
             ray.shutdown()
