@@ -14,7 +14,7 @@ from asyncrl.param_sync.errors import SyncError
 from asyncrl.processes.actor_client import ActorBroken, ActorDied, ActorStartFailed, Preempted, RestartableClient
 from asyncrl.processes.device_errors import is_device_error
 from asyncrl.run.restartable import RestartableRanks, RestartableRollouter
-from asyncrl.run.supervision import DiedTooOften, DiskStalled, RestartPolicy, Supervisor
+from asyncrl.run.supervision import DiedTooOften, DiskStalled, NotStarted, RestartPolicy, Supervisor
 
 
 def test_the_back_off_doubles_up_to_a_limit_for_each_actor_separately():
@@ -291,7 +291,7 @@ async def test_a_run_goes_on_without_an_added_replica_that_does_not_start(caplog
     running = asyncio.create_task(run.run())
     await run.started()
     world.starts["replica/2"] = [ValueError("no room for its KV cache")]
-    with pytest.raises(RuntimeError, match=r"^replica/2 did not start; the run's log has the reason$"):
+    with pytest.raises(NotStarted, match=r"^replica/2 did not start; the run's log has the reason$"):
         await run.supervisor.add_replicas(["replica/1", "replica/2"])
     assert world.replica_names == ["replica/0", "replica/1"]
     assert "no room for its KV cache; the run continues without it" in caplog.text

@@ -168,10 +168,10 @@ class AgentConfig(Section):
 
 @dataclass
 class AutoscaleConfig(Section):
-    """Replicas join and leave during the run, so that generation keeps up with training: off while ``max`` is 0."""
+    """Replicas join and leave during the run, so that generation keeps up with training. Off while ``max`` is 0."""
 
-    min: PositiveInt = 1
-    max: NonNegativeInt = 0
+    min: PositiveInt = 1  # replicas
+    max: NonNegativeInt = 0  # replicas; what is not free is asked for again after further steps
 
     def problems(self) -> Iterator[str]:
         if self.max and self.max < self.min:

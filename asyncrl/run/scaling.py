@@ -8,6 +8,7 @@ training (`rollout.autoscale`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
@@ -23,6 +24,7 @@ from asyncrl.disk.files import make_folder, write_whole
 from asyncrl.observability.efficiency import EfficiencyTracker
 from asyncrl.run.driver_epoch import DriverWatch
 from asyncrl.run.placement_plan import PlacementError
+from asyncrl.run.supervision import NotStarted
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +71,7 @@ class Scaling:
 
     async def run(self) -> None:
         for left in self._folder.glob("*.json"):  # to an earlier driver
-            left.unlink()
+            left.unlink(missing_ok=True)
         await self._supervisor.started()
         while True:
             await asyncio.sleep(POLL_S)
@@ -80,8 +82,12 @@ class Scaling:
 
     def _requests(self) -> list[Path]:
         """Those without an answer, in order."""
-        found = [p for p in self._folder.glob("*.json") if not p.name.endswith(".answer.json")]
-        return sorted((p for p in found if not _answer_of(p).exists()), key=lambda p: p.stat().st_mtime_ns)
+        found = []
+        for path in self._folder.glob("*.json"):
+            if not path.name.endswith(".answer.json") and not _answer_of(path).exists():
+                with contextlib.suppress(FileNotFoundError):  # who asked has given up
+                    found.append((path.stat().st_mtime_ns, path))
+        return [path for _, path in sorted(found)]
 
     async def _serve(self, request: Path) -> None:
         answer = Answer()
@@ -121,7 +127,7 @@ class Scaling:
             await say(f"adding {_named(join)}")
             try:
                 await self._supervisor.add_replicas(join)
-            except (PlacementError, RuntimeError) as e:
+            except (PlacementError, NotStarted) as e:
                 raise NotScaled(str(e)) from None
         for name in reversed(now[replicas:]):
             await say(f"removing {name}")

@@ -34,6 +34,10 @@ class DiedTooOften(RuntimeError):
     """An actor was restarted as often as `SupervisionConfig` allows, and died again."""
 
 
+class NotStarted(RuntimeError):
+    """Replicas that were added to the run did not start; it goes on without them."""
+
+
 class DiskStalled(RuntimeError):
     """The disk of the ledger does not complete its writes, so nothing can be acknowledged."""
 
@@ -138,14 +142,14 @@ class Supervisor:
 
     async def add_replicas(self, names: Sequence[str]) -> None:
         """Add replicas that serve after their first sync; returns when they are up. Raises PlacementError, and
-        RuntimeError for those that do not start, without which the run goes on."""
+        NotStarted for those that do not start."""
         await self._cluster.add_replicas(names)
         for name in names:
             self._up[name] = asyncio.Event()
             self._replicas[name] = self._tasks.create_task(self._replica(name, joins=True))
         await asyncio.gather(*(end_of_first(self._up[name].wait(), _wait(self._replicas[name])) for name in names))
         if failed := [name for name in names if not self._up[name].is_set()]:
-            raise RuntimeError(f"{', '.join(failed)} did not start; the run's log has the reason")
+            raise NotStarted(f"{', '.join(failed)} did not start; the run's log has the reason")
 
     async def remove_replica(self, name: str) -> None:
         """Its samples go on elsewhere, with all their tokens."""
