@@ -57,7 +57,7 @@ def test_an_unknown_command_is_refused_with_the_known_ones(arguments, capsys):
     with pytest.raises(SystemExit) as exit:
         main(arguments)
     assert exit.value.code == 2
-    assert "{train,eval,simulate,report,ledger,trajectories,data,sandbox}" in capsys.readouterr().err
+    assert "{train,scale,eval,simulate,report,ledger,trajectories,data,sandbox}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
