@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from asyncrl.config.load import ConfigError, load_config, to_yaml
 from asyncrl.config.schema import Config
+from asyncrl.processes.garbage import collect_rarely
 from asyncrl.processes.tasks import together
 from asyncrl.run.machine import local_cpus
 from asyncrl.run.shutdown import Shutdown, on_signals
@@ -93,6 +94,7 @@ async def run(config: Config, resume: str | None = None, skip: Sequence[str] = (
 
             async def train() -> Progress:
                 await shutdown.unless_interrupted(start_actors())
+                collect_rarely()
                 shutdown.on_interrupt(trainer.stop)
                 await trainer.begin(folder.checkpoint, skip)  # ranks and queue are at the checkpoint: groups may start
                 rollouter.start_groups()

@@ -9,12 +9,13 @@ tokens and take half a minute.
 - ``control_cpu_us_per_sample_N``: CPU time of the control plane for each trained sample with N replicas, once as many
   samples are in flight as fit; without that of the models of engines and ranks. Calls to other processes cost nothing
   here, and the journal is memory. ``…_over_16``: by how much it grows with the number of replicas.
-- ``samples_per_s_per_shard``: samples for which one core would do all that.
+- ``samples_per_s_per_shard``: samples for which one core would do the part of a rollouter's process: all but the queue
+  and the train loop, which have processes of their own.
 - ``session_calls_N``: calls that a driver makes in a sync session of N replicas on machines of `ON_MACHINE`.
 - ``session_real_s``: such a session with `REAL` Ray actors that answer at once, and as many relays as they would have.
   ``session_s_N``: its extrapolation, with what the driver computes more for N.
-  ``session_cpu_s_N``: CPU time of the driver for one: its own with N replicas, and that of a call with those
-  actors.
+  ``session_cpu_s_N``: CPU time of the driver for one: its own with N replicas, with the pickling of what it sends and
+  gets counted twice, and that of a call with those actors.
 """
 
 from __future__ import annotations
@@ -22,16 +23,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
+import inspect
 import json
+import math
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import ray
+from ray import cloudpickle
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config, ParamSyncConfig
@@ -43,7 +48,10 @@ from asyncrl.param_sync.sender import SendPlan, SendReport
 from asyncrl.param_sync.session import SyncSession
 from asyncrl.param_sync.session_protocol import ReplicaSession
 from asyncrl.processes.actor_client import ActorClient, start_ray
+from asyncrl.processes.garbage import collect_rarely
 from asyncrl.rollouter.actors import RelayActor
+from asyncrl.run.cluster import RELAYS_PER_CALL
+from asyncrl.sample_queue.core import SampleQueue
 from asyncrl.simulation.engine import SimulatedEngine
 from asyncrl.simulation.profile import (
     EngineFigures,
@@ -56,6 +64,7 @@ from asyncrl.simulation.profile import (
 )
 from asyncrl.simulation.ranks import SimulatedRanks
 from asyncrl.simulation.simulate import Simulation, simulate
+from asyncrl.trainer.loop import TrainLoop
 from asyncrl.types.versions import PolicyVersion
 
 ROOT = Path(__file__).parent.parent
@@ -64,43 +73,87 @@ STEPS_IN_FLIGHT = 2  # steps whose samples are in flight at a time
 MEASURED = 2  # steps, after those that fill the replicas
 
 
-class Meter:
-    """CPU time of the methods that it measures; of nested ones, the outermost."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._inside = False
-
-    def __call__(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def metered(*args: Any) -> Any:
-            if self._inside:
-                return method(*args)
-            self._inside, began_s = True, time.process_time()
-            try:
-                return method(*args)
-            finally:
-                self._inside = False
-                self.seconds += time.process_time() - began_s
-
-        return metered
-
-
-MODELS = Meter()
 ON_MACHINE = 8  # replicas
 REAL = 48
 
 
+class CpuByPart:
+    """CPU time of this process, by part: of the functions and coroutines given to `part`, and of all else."""
+
+    def __init__(self, rest: str) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._part, self._since_s = rest, time.process_time()
+
+    def seconds(self) -> dict[str, float]:
+        self.enter(self._part)
+        return dict(self._seconds)
+
+    def enter(self, part: str) -> str:
+        """Returns the part until now."""
+        now_s, before = time.process_time(), self._part
+        self._seconds[before] += now_s - self._since_s
+        self._since_s, self._part = now_s, part
+        return before
+
+    def part(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, which counts as this part."""
+
+        @functools.wraps(function)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            before = self.enter(name)
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                self.enter(before)
+            return _Steps(self, name, result) if inspect.iscoroutine(result) else result
+
+        return counted
+
+
+class _Steps(Coroutine[Any, Any, Any]):
+    """A coroutine, each step of which counts as a part."""
+
+    def __init__(self, cpu: CpuByPart, part: str, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._coroutine = coroutine
+        self._send, self._throw = cpu.part(part, coroutine.send), cpu.part(part, coroutine.throw)
+
+    def send(self, value: Any) -> Any:
+        return self._send(value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._throw(*error)
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    def __next__(self) -> Any:
+        return self._send(None)
+
+    def __iter__(self) -> _Steps:
+        return self
+
+    __await__ = __iter__  # type: ignore[assignment]
+
+
+CPU = CpuByPart("rollouter")
+
+
 class MeteredEngine(SimulatedEngine):
-    _continue = MODELS(SimulatedEngine._continue)
-    _due = MODELS(SimulatedEngine._due)
-    _advance = MODELS(SimulatedEngine._advance)
-    _batch = MODELS(SimulatedEngine._batch)
-    _progress = MODELS(lambda self: list(SimulatedEngine._progress(self)))
+    _continue = CPU.part("models", SimulatedEngine._continue)
+    _due = CPU.part("models", SimulatedEngine._due)
+    _advance = CPU.part("models", SimulatedEngine._advance)
+    _batch = CPU.part("models", SimulatedEngine._batch)
+    _progress = CPU.part("models", lambda self: list(SimulatedEngine._progress(self)))
 
 
 class MeteredRanks(SimulatedRanks):
-    _computed = MODELS(SimulatedRanks._computed)
+    _computed = CPU.part("models", SimulatedRanks._computed)
+
+
+for _name, _method in vars(SampleQueue).items():
+    if inspect.iscoroutinefunction(_method) and not _name.startswith("_"):
+        setattr(SampleQueue, _name, CPU.part("queue", _method))
+TrainLoop.run = CPU.part("train loop", TrainLoop.run)  # type: ignore[method-assign]
 
 
 def profile() -> Profile:
@@ -139,13 +192,17 @@ def config(replicas: int) -> Config:
     )
 
 
-def control_cpu_s(replicas: int) -> tuple[float, Simulation]:
-    """CPU seconds of the control plane for each sample that is trained."""
-    run = simulate(
-        config(replicas), profile(), MeteredEngine, MeteredRanks, lambda: time.process_time() - MODELS.seconds
-    )
-    first, last = run.steps[-MEASURED - 1], run.steps[-1]
-    return (last.cpu_s - first.cpu_s) / (MEASURED * run.samples_per_step), run
+def control_cpu_s(replicas: int) -> tuple[dict[str, float], Simulation]:
+    """CPU seconds of each part of the control plane for each sample that is trained."""
+    totals: list[dict[str, float]] = []
+
+    def total_s() -> float:
+        totals.append(CPU.seconds())
+        return sum(totals[-1].values())
+
+    run = simulate(config(replicas), profile(), MeteredEngine, MeteredRanks, total_s)
+    samples, last, first = MEASURED * run.samples_per_step, totals[-1], totals[-MEASURED - 1]
+    return {part: (last[part] - first.get(part, 0.0)) / samples for part in last if part != "models"}, run
 
 
 # -- sync sessions -----------------------------------------------------------------------------------------------------
@@ -170,10 +227,12 @@ class Sender:
 
 
 class InstantRelay:
-    """Answers every call at once."""
+    """Answers every call at once. Calls and answers are pickled and read again, of which a driver does half."""
 
     async def make(self, calls: Sequence[Call]) -> list[Answer]:
-        return [Answer(call.number, ANSWERS.get(call.name), None) for call in calls]
+        calls = cloudpickle.loads(cloudpickle.dumps(calls))
+        answers = [Answer(call.number, ANSWERS.get(call.name), None) for call in calls]
+        return cloudpickle.loads(cloudpickle.dumps(answers))
 
     async def rest(self, numbers: Sequence[int]) -> list[Answer]:
         return []
@@ -209,14 +268,13 @@ class SessionTimes(NamedTuple):
     calls: int
 
 
-async def session_times(relays: Sequence[Any], rounds: int) -> SessionTimes:
-    """Medians over ``rounds`` sessions of `ON_MACHINE` replicas behind each relay."""
+async def session_times(relays: Sequence[Any], replicas: int, rounds: int) -> SessionTimes:
+    """Medians over ``rounds`` sessions of ``replicas``, each relay with those of `RELAYS_PER_CALL` machines."""
     fleet, counted = Fleet(), [Counted(relay) for relay in relays]
-    for i, relay in enumerate(counted):
-        sessions = RelayedSessions(relay)
-        for replica in range(ON_MACHINE):
-            name = f"replica/{i * ON_MACHINE + replica}"
-            fleet.add(name, sessions.session(name, cast(ReplicaSession, None)))
+    sessions = [RelayedSessions(relay) for relay in counted]
+    for number in range(replicas):
+        name, relayed = f"replica/{number}", sessions[number // (ON_MACHINE * RELAYS_PER_CALL)]
+        fleet.add(name, relayed.session(name, cast(ReplicaSession, None)))
     found = []
     for number in range(rounds + 1):
         calls, began_s, cpu_s = sum(relay.calls for relay in counted), time.perf_counter(), time.process_time()
@@ -228,22 +286,26 @@ async def session_times(relays: Sequence[Any], rounds: int) -> SessionTimes:
 
 
 async def real_session_times(rounds: int) -> SessionTimes:
-    relays = []
+    relays: list[ActorClient] = []
     replicas = [InstantReplica.remote() for _ in range(REAL)]  # type: ignore[attr-defined]
     await asyncio.gather(*(replica.sync.remote("up") for replica in replicas))  # minutes, on two cores
     for i in range(REAL // ON_MACHINE):
         relay = ActorClient(RelayActor.options(num_cpus=0).remote(f"relay/{i}"), f"relay/{i}")  # type: ignore[attr-defined]
+        relays.append(relay)
         for replica in range(ON_MACHINE):
             number = i * ON_MACHINE + replica
             await relay.register(f"replica/{number}", replicas[number])
-        relays.append(relay)
-    return await session_times(relays, rounds)
+            if i % RELAYS_PER_CALL:
+                first = relays[i - i % RELAYS_PER_CALL]
+                await first.register(f"replica/{number}", replicas[number], relay.name, relay.handle)
+    return await session_times(relays[::RELAYS_PER_CALL], REAL, rounds)
 
 
 def sessions(replicas: int, rounds: int = 7) -> dict[str, float]:
     own = {
-        count: asyncio.run(session_times([InstantRelay() for _ in range(count // ON_MACHINE)], rounds))
+        count: asyncio.run(session_times([InstantRelay() for _ in range(calls)], count, rounds))
         for count in (REAL, replicas)
+        for calls in [math.ceil(count / ON_MACHINE / RELAYS_PER_CALL)]
     }
     with tempfile.TemporaryDirectory(prefix="asyncrl-ray-", ignore_cleanup_errors=True) as folder:
         start_ray(num_cpus=2, object_store_memory=128 * 1024 * 1024, logging_level="ERROR", _temp_dir=folder)
@@ -268,25 +330,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, nargs="+", default=[16, 128, 1024])
     args = parser.parse_args()
+    args.replicas.sort()
     if any(replicas % ON_MACHINE for replicas in args.replicas):
         parser.error(f"--replicas: expected multiples of {ON_MACHINE}, found {args.replicas}")
     found: dict[str, float] = {}
-    print(f"{'replicas':>8} {'samples':>8} {'control, us/sample':>19} {'real s':>7} {'virtual s':>10} {'of ideal':>9}")
+    collect_rarely()  # as rollouter and driver do
+    parts = "rollouter", "queue", "train loop"
+    heads = " ".join(f"{part:>10}" for part in parts)
+    print(f"{'':>17} {'us of CPU per sample':^33}")
+    print(f"{'replicas':>8} {'samples':>8} {'control':>8} {heads} {'real s':>7} {'virtual s':>10} {'of ideal':>9}")
     for replicas in args.replicas:
         began_s = time.perf_counter()
         seconds, run = control_cpu_s(replicas)
-        found[f"control_cpu_us_per_sample_{replicas}"] = seconds * 1e6
+        found[f"control_cpu_us_per_sample_{replicas}"] = control_us = sum(seconds.values()) * 1e6
         took_s, virtual_s = time.perf_counter() - began_s, run.steps[-1].at_s
         ideal = run.figures()["fraction_of_ideal"]
         samples = len(run.steps) * run.samples_per_step
         print(
-            f"{replicas:>8} {samples:>8} {seconds * 1e6:>19.0f} {took_s:>7.1f} {virtual_s:>10.1f} {ideal:>9.2f}",
+            f"{replicas:>8} {samples:>8} {control_us:>8.0f}"
+            f" {' '.join(f'{seconds[part] * 1e6:>10.0f}' for part in parts)}"
+            f" {took_s:>7.1f} {virtual_s:>10.1f} {ideal:>9.2f}",
             flush=True,
         )
-    least, most = min(args.replicas), max(args.replicas)
+    least, most = args.replicas[0], args.replicas[-1]
     per_sample = {n: found[f"control_cpu_us_per_sample_{n}"] for n in (least, most)}
     found[f"control_cpu_us_per_sample_{most}_over_{least}"] = per_sample[most] / per_sample[least]
-    found["samples_per_s_per_shard"] = 1e6 / per_sample[most]
+    found["samples_per_s_per_shard"] = 1 / seconds["rollouter"]
     found |= sessions(most)
     print(json.dumps(found))
 

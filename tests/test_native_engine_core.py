@@ -1,6 +1,5 @@
 """The native engine's core compared with Hugging Face and the training decoder, and its determinism."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -186,8 +185,7 @@ def test_deterministic_bits_do_not_depend_on_order_slot_companions_or_an_abort(m
         tokens, _, finish = before[request.id]
         if finish is FinishReason.ABORT:
             continued.append(
-                replace(
-                    request,
+                request._replace(
                     tokens=np.concatenate([request.tokens, tokens]).astype(np.int32),
                     position=request.position + len(tokens),
                     max_new_tokens=request.max_new_tokens - len(tokens),

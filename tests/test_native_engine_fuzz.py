@@ -1,7 +1,5 @@
 """The native engine's core under random schedules, compared with forward passes without a cache."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -136,8 +134,7 @@ class Schedule:
     def _part(self, request: Request) -> Request:
         """The rest of the request after the tokens drawn so far."""
         done = self.drawn[request.id][0]
-        return replace(
-            request,
+        return request._replace(
             tokens=np.array([*request.tokens, *done], np.int32),
             position=request.position + len(done),
             max_new_tokens=request.max_new_tokens - len(done),

@@ -1,7 +1,6 @@
 """Grammars and logit biases in the native engine's core: drafting, interruptions, and what they cost others."""
 
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -135,7 +134,7 @@ def test_a_stop_token_that_is_text_is_not_drawn_before_the_text_matches(make, to
 
 def test_a_limit_may_end_an_answer_before_it_matches(make, tokenizer):
     (request,) = wanted(tokenizer, 1)
-    (tokens, _, finish) = run_all(make(), [replace(request, max_new_tokens=5)])["g0"]
+    (tokens, _, finish) = run_all(make(), [request._replace(max_new_tokens=5)])["g0"]
     assert finish is FinishReason.LENGTH
     assert re.fullmatch("[0-9]{5}", tokenizer.decode(tokens))
 

@@ -1,7 +1,6 @@
 """The router with scripted replicas: balance, groups kept together, samples that survive syncs and deaths."""
 
 import asyncio
-import dataclasses
 
 import numpy as np
 import pytest
@@ -487,7 +486,7 @@ async def test_with_one_version_a_sample_continues_elsewhere_under_the_same_vers
 
 def with_grammar(id: str) -> Request:
     grammar = Grammar("regex", "[0-9]*")
-    return dataclasses.replace(request(id), sampling=SamplingParams(stop_token_ids=(EOS,), grammar=grammar))
+    return request(id)._replace(sampling=SamplingParams(stop_token_ids=(EOS,), grammar=grammar))
 
 
 @pytest.mark.parametrize("interruption", ["death", "abort", "not routable"])

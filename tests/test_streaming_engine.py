@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 
 import pytest
 
@@ -138,7 +137,7 @@ async def test_training_is_held_back_while_validation_waits_in_the_engine_and_co
     """The engine itself would serve training first. Its two slots always have a request."""
     engine = Gated(Config(name="test", model=config.model, rollout=RolloutConfig(engine=EngineConfig(slots=2))))
     training = [request(f"t{i}", [1, 2], 100) for i in range(7)]
-    v0, v1 = (dataclasses.replace(request(id, [1, 2], 100), priority=1) for id in ("v0", "v1"))
+    v0, v1 = (request(id, [1, 2], 100)._replace(priority=1) for id in ("v0", "v1"))
     await engine.resume(VERSION)
     await engine.submit([*training[:2], v0])
     await engine.set_scheduling(Scheduling(validation_first=True))

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from asyncrl.config.load import ConfigError, load_config
 from asyncrl.config.schema import Config
+from asyncrl.processes.garbage import collect_rarely
 from asyncrl.simulation.profile import Profile, ProfileError
 from asyncrl.simulation.simulate import simulate
 from asyncrl.simulation.sweep import Combination, Options, best, combinations, sweep, sweep_page
@@ -61,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         config, profile = make([]), Profile.read(args.profile)
+        collect_rarely()
         simulation = None if args.sweep else simulate(config, profile)
     except ConfigError as e:
         for problem in e.problems:

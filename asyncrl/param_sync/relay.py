@@ -1,13 +1,13 @@
-"""Calls of a sync session to all replicas of a machine in one call: a driver that called each of a thousand replicas
-nine times would be busy for seconds. ::
+"""Calls of a sync session to the replicas of many machines in one call: a driver that called each of a thousand
+replicas eight times would be busy for seconds. ::
 
-    driver                                   machine
+    driver                                   machine 0
     session("replica/0").pause(…) ┐
     session("replica/1").pause(…) ┼─ make ──► Relay ──► replica/0, replica/1, …
-    session("replica/2").pause(…) ┘
+    session("replica/9").pause(…) ┘             └─ make ──► Relay of machine 1 ──► replica/8, replica/9, …
 
 Calls that are made in one turn of the event loop travel together. Their answers come back together too, but none waits
-for longer than `GRACE_S` for a slower one, so a replica that hangs costs the others of its machine no deadline.
+for longer than `GRACE_S` for a slower one, so a replica that hangs costs the others no deadline.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RelayCalls(Protocol):
 
 
 class Relay:
-    """Makes a driver's calls to the replicas of one machine, there."""
+    """Makes a driver's calls to the replicas of a machine, there; those of other machines through their relays."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, ReplicaSession] = {}
@@ -86,7 +86,7 @@ class _RelayDied(Exception):
 
 
 class RelayedSessions:
-    """The driver's end. If the relay dies, the calls that it had go to the replicas themselves, and so do later ones; a
+    """The caller's end. If the relay dies, the calls that it had and later ones go to the replicas without it; a
     replica may get a call twice, see `asyncrl.param_sync.session_protocol.repeatable`."""
 
     def __init__(self, relay: RelayCalls) -> None:
@@ -96,7 +96,7 @@ class RelayedSessions:
         self._exchanges: list[asyncio.Task[None]] = []  # asyncio keeps no reference
 
     def session(self, replica: str, direct: ReplicaSession) -> ReplicaSession:
-        """The session of a registered replica; ``direct``: without the relay."""
+        """The session of a registered replica; ``direct``: without this relay."""
         return remote_session(partial(self._call, replica, direct))
 
     async def _call(self, replica: str, direct: ReplicaSession, name: str, *args: Any) -> Any:
@@ -137,7 +137,7 @@ class RelayedSessions:
                     return
                 answers = await relay.rest(list(waiting))
         except Exception as e:
-            log.warning("param_sync: calls go to the replicas one by one from now on: %s", e)
+            log.warning("param_sync: calls go to their replicas without this relay from now on: %s", e)
             self._relay = None
             for done in waiting.values():
                 if not done.done():

@@ -16,7 +16,7 @@ from asyncrl.config.schema import Config
 from asyncrl.cpu.priority import never_interrupt
 from asyncrl.observability.telemetry.log import LogConfig
 from asyncrl.observability.telemetry.recorder import Batch, Recorder
-from asyncrl.param_sync.relay import Answer, Call, Relay
+from asyncrl.param_sync.relay import Answer, Call, Relay, RelayedSessions
 from asyncrl.param_sync.session_protocol import answer, remote_session, repeatable
 from asyncrl.processes.actor_client import (
     ActorClient,
@@ -27,6 +27,7 @@ from asyncrl.processes.actor_client import (
     first_leaf,
 )
 from asyncrl.processes.device_errors import is_device_error
+from asyncrl.processes.garbage import collect_rarely
 from asyncrl.processes.sigterm import sigterm
 from asyncrl.rollouter.engine_lease import LeasedEngine
 from asyncrl.rollouter.engines.base import EngineDied, EventBatch, Request, Scheduling
@@ -117,15 +118,21 @@ class EngineReplicaActor(SupervisedActor):
 
 @ray.remote
 class RelayActor(SupervisedActor):
-    """Makes the calls of sync sessions to the replicas of its machine."""
+    """Makes the calls of sync sessions to the replicas of its machine, and through other relays to those of others."""
 
     def __init__(self, name: str, logs: LogConfig | None = None) -> None:
         super().__init__(name, logs)
         self._relay = Relay()
+        self._others: dict[str, RelayedSessions] = {}  # by the relay's name
 
-    async def register(self, name: str, replica: Any) -> None:
-        """``replica``: its handle."""
-        self._relay.register(name, remote_session(ActorClient(replica, name).sync))
+    async def register(self, name: str, replica: Any, via: str | None = None, relay: Any = None) -> None:
+        """``replica``: its handle; ``via``: the relay of its machine and its handle, if that is another one."""
+        session = remote_session(ActorClient(replica, name).sync)
+        if via is not None:
+            if via not in self._others:
+                self._others[via] = RelayedSessions(ActorClient(relay, via))
+            session = self._others[via].session(name, session)
+        self._relay.register(name, session)
 
     async def make(self, calls: Sequence[Call]) -> Sequence[Answer]:
         return await self._relay.make(calls)
@@ -236,6 +243,7 @@ class RollouterActor(SupervisedActor):
         self._new_loop = new_loop
         self._serving = asyncio.create_task(_unwrapped(answering.run()))
         log.info("has %d prompts", len(prompts))
+        collect_rarely()
 
     async def run(self) -> None:
         """Roll out and serve validation until cancelled, through every `reset`. Raises the errors of the loop and of

@@ -150,8 +150,7 @@ class ReplayedGenerate:
             if sampling or stop_strings:
                 stops = tuple(dict.fromkeys([*changed.stop_strings, *stop_strings]))
                 changed = dataclasses.replace(changed, **{**(sampling or {}), "stop_strings": stops})
-            request = dataclasses.replace(
-                self._prompt,
+            request = self._prompt._replace(
                 tokens=context,
                 shared_prefix=shared,
                 # the answer to the plain prompt draws the numbers of a single-turn sample
@@ -223,7 +222,7 @@ class ReplayedGenerate:
             while call.finish is None:
                 sample.requests += 1
                 id = f"{self._prompt.id}/{sample.requests}"
-                request = dataclasses.replace(request, id=id, max_new_tokens=call.most)
+                request = request._replace(id=id, max_new_tokens=call.most)
                 try:
                     async with asyncio.timeout(None if math.isinf(self._until_s) else self.seconds_left) as time:
                         finish = await self._router.generate(request, call.output, self._one_version)

@@ -123,13 +123,15 @@ class _ActiveRequest:
 
     def remainder(self) -> Request:
         """The rest of the request, as a request that starts from its tokens so far."""
-        return dataclasses.replace(
-            self.request,
+        request, output = self.request, self.output
+        if not output.count:
+            return request._replace(id=self.id)
+        return request._replace(
             id=self.id,
-            tokens=np.concatenate([self.request.tokens, *self.output.tokens]),
-            position=self.request.position + self.output.count,
+            tokens=np.concatenate([request.tokens, *output.tokens]),
+            position=request.position + output.count,
             max_new_tokens=self.outstanding,
-            resumed=self.output.count,
+            resumed=output.count,
         )
 
 

@@ -37,6 +37,7 @@ CALLS_AT_ONCE = 1000  # per actor; most calls wait on a condition
 REMOTE_KILL_S = 20.0  # for an actor on another machine
 CLOSING_S = 3.0  # for the rollouter to close by itself
 RELAYED_REPLICAS = 4  # on a machine, from which on their sync sessions go through a relay there
+RELAYS_PER_CALL = 16  # which one of them calls for the driver
 RELAY_START_S = 60.0
 _ACTORS_PER_DRIVER = 10**6  # more than a driver ever starts
 
@@ -67,7 +68,7 @@ class Cluster:
         self.senders: dict[str, Any] = {}
         self.replicas: dict[str, ActorClient] = {}
         self.sessions: dict[str, ReplicaSession] = {}
-        self._relays: dict[str, tuple[ActorClient, RelayedSessions]] = {}  # by node id
+        self._relays: dict[str, tuple[ActorClient, RelayedSessions]] = {}  # by node id, in order
         self.queue: Any = RestartableClient(None, "queue", SampleQueueClient)
         self.rollouter: Any = RestartableClient(None, "rollouter")
         self.endpoint: Any = RestartableClient(None, "endpoint") if config.rollout.agent.enabled else None
@@ -177,8 +178,8 @@ class Cluster:
             await cancelled([started, *located])
 
     async def _session(self, replica: ActorClient) -> ReplicaSession:
-        """The replica's sync session: through a relay if its machine has many, each of which would cost the driver
-        nine calls."""
+        """The replica's sync session: through relays if its machine has many, each of which would cost the driver
+        eight calls."""
         direct, machines = remote_session(replica.sync), self._placement.machines
         on_machine = [name for name in self.replica_names if machines[name] == machines[replica.name]]
         if len(on_machine) < RELAYED_REPLICAS:
@@ -190,12 +191,18 @@ class Cluster:
             name = f"relay/{len(self._relays)}"
             made = self._make(RelayActor, name, {"num_cpus": 0, "scheduling_strategy": there}, name)
             self._relays[node] = made, RelayedSessions(made)
-        relay, sessions = self._relays[node]
+        number, relays = list(self._relays).index(node), list(self._relays.values())
+        (relay, sessions), (first, all_sessions) = relays[number], relays[number - number % RELAYS_PER_CALL]
         try:
             await asyncio.wait_for(relay.register(replica.name, replica.handle), RELAY_START_S)
+            session = sessions.session(replica.name, direct)
+            if first is not relay:
+                registered = first.register(replica.name, replica.handle, relay.name, relay.handle)
+                await asyncio.wait_for(registered, RELAY_START_S)
+                session = all_sessions.session(replica.name, session)
         except (ActorDied, TimeoutError):
             return direct
-        return sessions.session(replica.name, direct)
+        return session
 
     def _node(self, name: str) -> str | None:
         located = self._processes.get(name)

@@ -14,6 +14,7 @@ from asyncrl.cpu.priority import never_interrupt
 from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.log import LogConfig
 from asyncrl.processes.actor_client import SupervisedActor
+from asyncrl.processes.garbage import collect_rarely
 from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.core import SampleQueue
 from asyncrl.sample_queue.journal import Journal
@@ -64,6 +65,7 @@ class SampleQueueActor(SupervisedActor):
         self._queue = SampleQueue(
             self._admission, self._journal, self._order, self._overdue, self._vocab_size, self._max_attempts
         )
+        collect_rarely()
 
     async def stalled_s(self) -> float:
         """See `Journal.stalled_s`."""

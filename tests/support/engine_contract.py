@@ -12,7 +12,6 @@ that declares them has its own tests.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import json
 import re
@@ -209,7 +208,7 @@ async def test_a_resumed_request_ends_at_its_stop_tokens_and_strings(replica, to
     for i, (sampling, end) in enumerate(stops):
         for cut in range(end):
             rest = request(f"{i}/{cut}", PROMPT + answer[:cut], 21 - cut, temperature=0.0, **sampling)
-            requests.append(dataclasses.replace(rest, position=cut, resumed=cut))
+            requests.append(rest._replace(position=cut, resumed=cut))
             expected[rest.id] = (answer[cut:end], FinishReason.STOP if sampling else FinishReason.LENGTH)
     answers = await replica.generate(requests)
     assert {id: (a.tokens, a.finish) for id, a in answers.items()} == expected
@@ -224,7 +223,7 @@ async def test_a_request_aborted_at_any_moment_resumes_and_ends_at_its_stop_toke
         tokens: list[int] = []
         for part in itertools.count():
             rest = request(f"{moment}/{part}", PROMPT + tokens, long, temperature=0.0, stop_token_ids=(stop,))
-            await replica.engine.submit([dataclasses.replace(rest, position=len(tokens), resumed=len(tokens))])
+            await replica.engine.submit([rest._replace(position=len(tokens), resumed=len(tokens))])
             if part == 0:
                 await asyncio.sleep(0.002 * moment)  # from before its first step to after its last
                 await replica.engine.abort([rest.id])
@@ -273,7 +272,7 @@ async def test_an_answer_matches_its_grammar_and_ends_at_a_stop_token(replica, t
     await replica.sync(initial)
     options = {"temperature": temperature, "stop_token_ids": stops}
     requests = [
-        dataclasses.replace(request(f"{name}/{i}", [*PROMPT, i + 1], 40, grammar=grammar, **options), key=i)
+        request(f"{name}/{i}", [*PROMPT, i + 1], 40, grammar=grammar, **options)._replace(key=i)
         for name, (grammar, _) in grammars.items()
         for i in range(3)
     ]
@@ -334,7 +333,7 @@ async def test_a_malformed_grammar_fails_its_own_request_only(replica, tokenizer
     requests = [request(id, PROMPT, 8, grammar=grammar, stop_token_ids=stops) for id, grammar in bad.items()]
     requests += [
         request("endless", PROMPT, 8, grammar=good),
-        dataclasses.replace(request("cut", PROMPT, 8, grammar=good, stop_token_ids=stops), resumed=1),
+        request("cut", PROMPT, 8, grammar=good, stop_token_ids=stops)._replace(resumed=1),
         request("good", PROMPT, 8, grammar=good, stop_token_ids=stops),
     ]
     answers = await replica.generate(requests)
@@ -474,7 +473,7 @@ async def test_max_running_requests_limits_training_and_loses_no_request(replica
     await replica.sync(initial)
     lengths = {f"train/{i}": 60 if i < 6 else long for i in range(10)} | {"validation": 30}
     requests = [request(id, PROMPT, length) for id, length in lengths.items()]
-    requests[-1] = dataclasses.replace(requests[-1], priority=1)
+    requests[-1] = requests[-1]._replace(priority=1)
     await replica.engine.set_scheduling(Scheduling(max_running_requests=2))
     await replica.engine.submit(requests)
     answers, under_way, most, ended = {}, set(), 0, []
@@ -500,7 +499,7 @@ async def test_validation_first_runs_waiting_validation_before_waiting_training(
     await replica.sync(initial)
     await replica.engine.set_scheduling(Scheduling(validation_first=True))
     await replica.engine.submit([request(f"running/{i}", PROMPT, 40) for i in range(8)])  # as many as slots
-    validation = [dataclasses.replace(request(f"validation/{i}", PROMPT, 4), priority=1) for i in range(4)]
+    validation = [request(f"validation/{i}", PROMPT, 4)._replace(priority=1) for i in range(4)]
     await replica.engine.submit([*(request(f"waiting/{i}", PROMPT, 40) for i in range(8)), *validation])
     ended = []
     while len(ended) < 20:

@@ -9,7 +9,7 @@ from asyncrl.rollouter.engines.native.spec import NativeSpec
 
 class HotEngine(NativeEngine):
     async def submit(self, requests):
-        await super().submit([replace(r, sampling=replace(r.sampling, temperature=0.2)) for r in requests])
+        await super().submit([r._replace(sampling=replace(r.sampling, temperature=0.2)) for r in requests])
 
 
 class Spec(NativeSpec):

@@ -74,10 +74,23 @@ def sample_problem(
                 f"sequence {q}: {len(sequence.tokens)} response tokens; expected at most "
                 f"rollout.max_response_tokens = {max_response_tokens}"
             )
-        problem = sequence_problem(sequence, len(prompt_tokens)) or _unsampled(sequence, prompt_tokens, calls, trained)
+        problem = sequence_problem(sequence, len(prompt_tokens))
+        if problem is None and not (len(sample.sequences) == 1 and _is_one_result(sequence, prompt_tokens, calls)):
+            problem = _unsampled(sequence, prompt_tokens, calls, trained)
         if problem:
             return f"sequence {q}: {problem}"
     return None
+
+
+def _is_one_result(sequence: TokenSequence, prompt_tokens: np.ndarray, calls: Sequence[SampledCall]) -> bool:
+    """True if the sequence is the result of the only call: most samples are, and need no closer look."""
+    if len(calls) != 1:
+        return False
+    prefix = len(prompt_tokens) if sequence.prefix is None else sequence.prefix
+    call = calls[0]
+    return (
+        call.start == prefix and _is_result(sequence, 0, call) and tokens_digest(prompt_tokens[:prefix]) == call.context
+    )
 
 
 def _unsampled(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -70,8 +70,7 @@ class SamplingParams:
 CONSTRAINTS = frozenset({"logit_bias", "grammar"})
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """A request to continue ``tokens``. ``tokens`` int32 [P + done]: prompt, then tokens that were already sampled.
 
     ``key`` (64 bits) and ``position`` (the number of tokens of this sample drawn before) key its random numbers: a
