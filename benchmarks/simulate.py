@@ -13,7 +13,8 @@
   that is simulated: samples, GPUs for generation, and the trainer's speed.
 - ``async_over_sync_tail``: how much faster the same GPUs, best divided, train the long tail of `benchmarks.long_tail`
   at a threshold of 1 than synchronously, with all of them in turn generating and training.
-- ``virtual_over_real_N``: virtual seconds for each real one, with N replicas of `benchmarks.scale`.
+- ``virtual_over_real_N``: virtual seconds for each real one, with N replicas and as many ranks that train this tail at
+  a threshold of 1, 128 samples of each replica a step.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from typing import NamedTuple
 
 from asyncrl.config.load import load_config
 from asyncrl.observability.sinks.jsonl import METRICS_FILE, read_jsonl
+from asyncrl.processes.garbage import collect_rarely
 from asyncrl.simulation.profile import GroupFigures, Profile, SampleFigures, Turn
-from asyncrl.simulation.simulate import simulate
+from asyncrl.simulation.simulate import Simulation, simulate
 from benchmarks import quickstart, scale
 from benchmarks.long_tail import LIMIT, length, without_end
 from benchmarks.quickstart import ROOT
@@ -82,8 +84,8 @@ def verl_profile() -> Profile:
     )
 
 
-def step_s(profile: Profile, *options: str) -> float:
-    """Seconds of `PROMPTS` prompts."""
+def simulated(profile: Profile, *options: str) -> Simulation:
+    """Steps of `PROMPTS` prompts, a quarter at once."""
     config = load_config(
         str(ROOT / "configs/quickstart.yaml"),
         [
@@ -103,10 +105,23 @@ def step_s(profile: Profile, *options: str) -> float:
             *options,
         ],
     )
-    steps = simulate(config, profile).steps
-    skipped = 3 * UPDATES
+    return simulate(config, profile)
+
+
+def step_s(profile: Profile, *options: str) -> float:
+    """Seconds of `PROMPTS` prompts."""
+    run = simulated(profile, *options)
+    steps, skipped = run.steps, 3 * UPDATES
     each_s = (steps[-1].at_s - steps[skipped - 1].at_s) / (len(steps) - skipped)
-    return each_s * PROMPTS / config.trainer.mini_batch_groups
+    return each_s * PROMPTS / run.config.trainer.mini_batch_groups
+
+
+def virtual_over_real(replicas: int) -> float:
+    pools = [f"rollout.replicas={replicas}", f"trainer.ranks={replicas}", "async_training.staleness_threshold=1"]
+    step = [f"trainer.mini_batch_groups={PROMPTS * replicas // GPUS}", "async_training.trigger_parameter_sync_step=1"]
+    profile, began_s = verl_profile(), time.perf_counter()
+    run = simulated(profile, *pools, *step, "trainer.total_steps=4")
+    return run.steps[-1].at_s / (time.perf_counter() - began_s)
 
 
 def verl_table() -> Mapping[str, float]:
@@ -248,6 +263,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12, help="of each real run (default: %(default)s)")
     args = parser.parse_args()
+    collect_rarely()  # as `asyncrl simulate` does
     found = against_reality(args.steps)
     predicted = verl_table()
     print(f"{'threshold':>9} {'published':>10} {'predicted':>10} {'error':>7} {'faster than in turn':>20}")
@@ -259,9 +275,7 @@ def main() -> None:
     print("trainer's ranks, of 32: " + ", ".join(f"{ranks} → {faster:.2f}" for ranks, faster in table.items()))
     found["async_over_sync_tail"] = max(table.values())
     for replicas in (64, 1024):
-        began_s = time.perf_counter()
-        _, run = scale.control_cpu_s(replicas)
-        found[f"virtual_over_real_{replicas}"] = run.steps[-1].at_s / (time.perf_counter() - began_s)
+        found[f"virtual_over_real_{replicas}"] = virtual_over_real(replicas)
     print(json.dumps(found))
 
 

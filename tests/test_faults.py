@@ -160,7 +160,7 @@ def test_the_death_of_a_relay_costs_a_run_nothing(start, tmp_path):
     run.until_trained(2)
     run.actor(RELAY).kill()
     assert run.wait() == 0, run.text
-    assert run.text.count("calls go to the replicas one by one from now on: relay/0 died") == 1
+    assert run.text.count("calls go to their replicas without this relay from now on: relay/0 died") == 1
     assert "restarting it" not in run.text
     audit(tmp_path / "run", [BATCH] * 8)
 

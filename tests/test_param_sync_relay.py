@@ -114,6 +114,22 @@ async def test_without_its_relay_a_machine_is_called_directly(relay, sessions, r
     assert [replica.calls for replica in replicas.values()] == [["verify"], ["verify", "commit"], []]
 
 
+async def test_a_relay_reaches_another_machine_through_its_relay_and_without_it(relay, replicas, caplog):
+    first, there = CountedRelay(), RelayedSessions(relay)
+    for name, replica in replicas.items():
+        first.register(name, there.session(name, replica))
+    caller = RelayedSessions(first)
+    sessions = [caller.session(name, replica) for name, replica in replicas.items()]
+    replicas["replica/1"].error = SyncError("pause", None, None, None, "it does not pause")
+    pause = [session.pause("s", "abort", 1.0) for session in sessions]
+    assert [type(found) for found in await asyncio.gather(*pause, return_exceptions=True)] == [int, SyncError, int]
+    assert relay.sizes == [3]
+    relay.death = ActorDied("relay/1")
+    assert await asyncio.gather(*(session.verify("s") for session in sessions)) == [DIGESTS] * 3
+    assert caplog.text.count("without this relay") == 1
+    assert [replica.calls for replica in replicas.values()] == [["pause", "verify"]] * 3
+
+
 async def test_a_phase_that_is_called_again_is_gone_through_once(replicas):
     replica = replicas["replica/0"]
     session = repeatable(replica)
