@@ -26,12 +26,12 @@ class DropPolicy:
         self._rollout, self._algorithm = config.rollout, config.algorithm
         self._consecutive: Counter[str] = Counter()  # by reason
 
-    def reason(self, samples: Sequence[Sample], failed: Sequence[FailedSample]) -> str | None:
-        """Why to drop this group; None to keep it."""
+    def reason(self, samples: Sequence[Sample], failed: Sequence[FailedSample], flat: bool) -> str | None:
+        """Why to drop this group, ``flat`` if it is `without_variance`; None to keep it."""
         if len(samples) < self._rollout.min_group_size:
             return failed[0].reason if failed else "too_small"
         options = self._algorithm
-        if options.filter_zero_variance and self.without_variance(samples):
+        if options.filter_zero_variance and flat:
             return "zero_variance"
         if too_easy_or_hard(np.array([s.succeeded for s in samples]), options):
             return "success_band"

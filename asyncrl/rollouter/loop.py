@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -245,8 +246,9 @@ class RolloutLoop:
             self._prompts.ended(prompt.uid, success)
             if not failed:
                 self._profile(tokens, samples, group, now_s() - times["generated_s"])
-        if intact and (reason := self._drop_policy.reason(samples, failed)):
-            self._count(prompt, samples)
+        flat = intact and self._drop_policy.without_variance(samples)
+        if intact and (reason := self._drop_policy.reason(samples, failed, flat)):
+            self._count(prompt, samples, flat)
             self._drops.add(Drop(prompt.uid, reason, success))
             self._drop_policy.dropped(reason, failed[0].message if failed else "")
             return None
@@ -259,7 +261,7 @@ class RolloutLoop:
         )
         # the queue also answers None for a group that it ignores: a repeated call, or one that was overdue
         if (refusal := await self._hand_over(whole)) is None and intact:
-            self._count(prompt, samples)
+            self._count(prompt, samples, flat)
             self._drop_policy.accepted()
         return refusal
 
@@ -313,25 +315,23 @@ class RolloutLoop:
         if all(len(shape) > 1 for shape in shapes):
             self._recorder.profiled([len(tokens), shapes])
 
-    def _count(self, prompt: Prompt, samples: Sequence[Sample]) -> None:
+    def _count(self, prompt: Prompt, samples: Sequence[Sample], flat: bool) -> None:
         """Metrics of all generated samples, before any filter: the true accuracy of the current policy."""
         self._recorder.count("rollout/groups")
-        self._recorder.count("rollout/zero_variance_groups", self._drop_policy.without_variance(samples))
+        self._recorder.count("rollout/zero_variance_groups", flat)
         self._recorder.count("rollout/samples", len(samples))
         self._recorder.count("rollout/partial_samples", sum(len(s.versions) > 1 for s in samples))
         for name, value in self._sources.of(prompt.data_source, samples).items():
             self._recorder.count(name, value)
-        for s in samples:
-            assert s.reward is not None
-            self._recorder.count("rollout/sum/reward", s.reward)
-            for name, value in s.metrics.items():
-                self._recorder.count(f"rollout/sum/{name}", value)
+        for name in {name for s in samples for name in s.metrics}:
+            self._recorder.count(f"rollout/sum/{name}", sum(s.metrics.get(name, 0.0) for s in samples))
+        self._recorder.count("rollout/sum/reward", sum(s.reward or 0.0 for s in samples))  # all have one by now
 
 
 def _finite(made: Sequence[Sample | FailedSample]) -> bool:
     """True if every trained token has a finite behaviour logprob."""
     sequences = [q for s in made if isinstance(s, Sample) for q in s.sequences]
-    return all(np.isfinite(np.where(q.loss_mask, q.logprobs, 0)).all() for q in sequences)
+    return all(math.isfinite(np.add.reduce(q.logprobs, dtype=np.float64, where=q.loss_mask)) for q in sequences)
 
 
 def _without_untrained(sample: Sample | FailedSample) -> Sample | FailedSample:

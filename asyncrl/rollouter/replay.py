@@ -22,7 +22,7 @@ from asyncrl.rollouter.agents.base import Completion, GenerationFailed, LimitRea
 from asyncrl.rollouter.agents.provenance import SampledCall, tokens_digest, untrained_digest
 from asyncrl.rollouter.agents.watch import AgentWatch
 from asyncrl.rollouter.engines.base import CONSTRAINTS, ENGINES, Request
-from asyncrl.rollouter.partial import GenerateCall, PartialSample
+from asyncrl.rollouter.partial import GenerateCall, GeneratedTokens, PartialSample
 from asyncrl.rollouter.router import CannotContinue, Router
 from asyncrl.rollouter.sampling import call_key, limits_digest
 from asyncrl.types.samples import FinishReason
@@ -224,19 +224,12 @@ class ReplayedGenerate:
                 id = f"{self._prompt.id}/{sample.requests}"
                 request = request._replace(id=id, max_new_tokens=call.most)
                 try:
-                    async with asyncio.timeout(None if math.isinf(self._until_s) else self.seconds_left) as time:
-                        finish = await self._router.generate(request, call.output, self._one_version)
+                    finish = await self._served(request, call.output)
                 except CannotContinue:
                     self._recorder.count("rollout/restarted_calls")
                     self._recorder.count("rollout/agent/untrained_tokens/interrupted", call.output.count)
                     sample.start_again(call)
                     continue
-                except TimeoutError:
-                    if not time.expired():
-                        raise
-                    if not call.output.count:
-                        raise LimitReached(FinishReason.TIME) from None
-                    finish = FinishReason.TIME
                 cut = finish is FinishReason.LENGTH and call.output.count == most
                 sample.finish(call, FinishReason.TOKENS if cut else finish)
         except BaseException:
@@ -246,6 +239,21 @@ class ReplayedGenerate:
         finally:
             self._running.discard(running)
             self._watch.generating(False)
+
+    async def _served(self, request: Request, output: GeneratedTokens) -> FinishReason:
+        """Until its end, or that of the sample's time. Raises LimitReached if that passes before its first token."""
+        serving = self._router.generate(request, output, self._one_version)
+        if math.isinf(self._until_s):
+            return await serving
+        try:
+            async with asyncio.timeout(self.seconds_left) as time:
+                return await serving
+        except TimeoutError:
+            if not time.expired():
+                raise
+            if not output.count:
+                raise LimitReached(FinishReason.TIME) from None
+            return FinishReason.TIME
 
 
 def _digest(context: np.ndarray, sampling: Mapping[str, Any] | None) -> int:

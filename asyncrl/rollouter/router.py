@@ -106,10 +106,15 @@ class _ActiveRequest:
     replica: _Replica | None = None  # None: waits for a routable one
     attempt: int = 0
     begun: _Observed | None = None  # when its replica sampled its first token
+    id: str = dataclasses.field(init=False)
 
-    @property
-    def id(self) -> str:
-        return f"{self.request.id}#{self.attempt}"
+    def __post_init__(self) -> None:
+        self.id = f"{self.request.id}#{self.attempt}"
+
+    def again(self) -> None:
+        """Change its id, so that late events of this attempt are ignored."""
+        self.attempt += 1
+        self.id = f"{self.request.id}#{self.attempt}"
 
     @property
     def outstanding(self) -> int:
@@ -377,7 +382,7 @@ class Router:
 
     def _migrate(self, active: _ActiveRequest, abort: bool) -> None:
         self._detach(active, abort)
-        active.attempt += 1  # changes its id, so late events of the old attempt are ignored
+        active.again()
         if (problem := active.cannot_continue()) is None:
             self._assign(active)
         elif not active.finished.done():
