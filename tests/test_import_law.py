@@ -34,7 +34,8 @@ MAY_IMPORT = {
     "rollouter": LEAVES | {"sample_queue", "param_sync", "models", "data", "sandbox"},
     "run": LEAVES
     | {"sample_queue", "param_sync", "models", "data", "observability", "trainer", "rollouter", "sandbox"},
-    "simulation": LEAVES | {"sample_queue", "param_sync", "models", "data", "observability", "trainer", "rollouter"},
+    "simulation": LEAVES
+    | {"sample_queue", "param_sync", "models", "data", "observability", "trainer", "rollouter", "run"},
     "evaluation": LEAVES | {"models", "data", "trainer", "rollouter", "run"},
     "cli": LEAVES | {"sample_queue", "observability", "data", "sandbox", "evaluation", "simulation", "run"},
 }

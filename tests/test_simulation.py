@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from asyncrl.cli.main import main as cli
-from asyncrl.config.load import load_config
+from asyncrl.config.load import ConfigError, load_config
 from asyncrl.observability.run_profile import run_profile
 from asyncrl.observability.telemetry import clock
 from asyncrl.observability.telemetry.linear_fit import LinearFit
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.rollouter.engines.base import Request, SamplingParams
+from asyncrl.simulation.deaths import Deaths
 from asyncrl.simulation.engine import SimulatedEngine
 from asyncrl.simulation.profile import (
     EngineFigures,
@@ -221,6 +222,38 @@ def test_more_replicas_generate_faster_until_training_binds():
     assert found[2].advice().startswith(("training is the bottleneck", "the pools are balanced"))
 
 
+def test_replicas_that_die_cost_time_and_no_group():
+    options = config("async_training.staleness_threshold=1", "rollout.replicas=4", "supervision.max_restarts=50")
+    of = profile(100, 200, 400)
+    lasting, none, *mortal = (
+        simulate(options, of, deaths=deaths)
+        for deaths in (None, Deaths(after_s=1e9, start_s=5), *[Deaths(after_s=10, start_s=2)] * 2)
+    )
+    assert none.figures() == lasting.figures()
+    one, two = (run.figures() for run in mortal)
+    assert one == two
+    assert one["deaths"] > 2
+    assert one["step_s"] > 1.1 * lasting.figures()["step_s"]
+    last = mortal[0].steps[-1].metrics
+    assert last["fully_async/count/trained"] == 8 * 16
+    assert max(step.metrics["fully_async/staleness/max"] for step in mortal[0].steps) <= 1
+
+
+def test_a_run_whose_replica_dies_too_often_would_fail():
+    with pytest.raises(ConfigError, match=r"the run would fail: replica/0 died: .*max_restarts is 0"):
+        simulate(config("supervision.max_restarts=0"), profile(100), deaths=Deaths(after_s=5, start_s=5))
+
+
+def test_an_error_of_an_engines_model_is_none_of_an_engine():
+    class Broken(SimulatedEngine):
+        async def events(self):
+            raise ZeroDivisionError
+
+    with pytest.raises(ExceptionGroup) as raised:
+        simulate(config(), profile(100), Broken)
+    assert raised.group_contains(ZeroDivisionError)
+
+
 def test_agents_wait_for_their_tools():
     turns = (Turn(30, 10, wait_s=2.0), Turn(30, 10, wait_s=2.0), Turn(30))
     run = simulate(config("trainer.total_steps=4", "rollout.engine.slots=64"), profile(turns))
@@ -408,3 +441,17 @@ def test_a_sweep_over_gpus_names_the_best_split_and_draws_it(tmp_path, capsys):
     assert "no combination can be simulated" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         cli(["simulate", *arguments, "--gpus=4"])
+
+
+def test_deaths_are_given_in_hours_and_told(tmp_path, capsys, caplog):
+    profile(60).write(tmp_path / "profile.json")
+    arguments = ["--config", str(ROOT / "configs/quickstart.yaml"), "--profile", str(tmp_path / "profile.json")]
+    options = ["--steps=4", "trainer.mini_batch_groups=16", "rollout.n=4", "rollout.replicas=4"]
+    for wrong in (["--death-every-h=1"], ["--restart-s=5"], ["--death-every-h=0", "--restart-s=5"]):
+        with pytest.raises(SystemExit, match="2"):
+            cli(["simulate", *arguments, *options, *wrong])
+        assert "--death-every-h and --restart-s: expected" in capsys.readouterr().err
+    dying = ["--death-every-h=0.001", "--restart-s=0.5", "supervision.max_restarts=50"]
+    assert cli(["simulate", *arguments, *options, *dying]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["deaths"] > 0
+    assert not caplog.records  # what happens in the simulation is no news of the command

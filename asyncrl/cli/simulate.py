@@ -10,14 +10,18 @@ the values (``4..64`` doubles), names the best, and writes a page. The last line
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import logging
+import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from asyncrl.config.load import ConfigError, load_config
 from asyncrl.config.schema import Config
 from asyncrl.processes.garbage import collect_rarely
+from asyncrl.simulation.deaths import Deaths
 from asyncrl.simulation.profile import Profile, ProfileError
 from asyncrl.simulation.simulate import simulate
 from asyncrl.simulation.sweep import Combination, Options, best, combinations, sweep, sweep_page
@@ -32,9 +36,23 @@ _ROWS = {
     "staleness_mean": ("mean age of trained groups", "versions"),
     "queue_depth": ("finished groups that wait", "groups"),
     "sync_s": ("a sync", "s"),
+    "deaths": ("replicas that died", "in all"),
 }
 
 
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """What happens in a simulation, such as the death of a replica, is no news of the command."""
+    logger = logging.getLogger("asyncrl")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@_without_warnings()
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 2 for a configuration or profile that is refused."""
     parser = argparse.ArgumentParser(
@@ -43,15 +61,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="YAML file of options, see configs/")
     parser.add_argument("--profile", type=Path, required=True, help="profile.json of a finished run")
     parser.add_argument("--steps", type=int, default=12, help="train steps to simulate (default: %(default)s)")
+    parser.add_argument("--death-every-h", type=float, help="mean hours that a replica lives (default: for ever)")
+    parser.add_argument("--restart-s", type=float, help="with --death-every-h: seconds until its successor has started")
     parser.add_argument("--sweep", nargs="+", metavar="key.path=values", help="a,b,c or low..high of each option")
     parser.add_argument("--gpus", type=int, help="with --sweep: all that the replicas leave of so many train")
     parser.add_argument("--out", type=Path, default=Path("sweep.html"), help="page of a sweep (default: %(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="such as rollout.replicas=4")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     if args.steps < 3:
         parser.error(f"--steps: expected at least 3, since the first two begin with empty pools; found {args.steps}")
     if args.gpus is not None and not args.sweep:
         parser.error("--gpus: expected with --sweep")
+    if (args.death_every_h is None) != (args.restart_s is None):
+        parser.error("--death-every-h and --restart-s: expected both or neither")
+    if args.death_every_h is not None and not (0 < args.death_every_h < math.inf and 0 <= args.restart_s < math.inf):
+        parser.error(
+            f"--death-every-h and --restart-s: expected hours above 0 and seconds of at least 0, found "
+            f"{args.death_every_h:g} and {args.restart_s:g}"
+        )
+    deaths = None if args.death_every_h is None else Deaths(args.death_every_h * 3600, args.restart_s)
     try:
         swept = list(combinations(args.sweep or []))
     except ValueError as e:
@@ -63,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config, profile = make([]), Profile.read(args.profile)
         collect_rarely()
-        simulation = None if args.sweep else simulate(config, profile)
+        simulation = None if args.sweep else simulate(config, profile, deaths=deaths)
     except ConfigError as e:
         for problem in e.problems:
             print(f"config: {problem}", file=sys.stderr)
@@ -79,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
     if simulation is None:
-        return _sweep(make, swept, profile, args)
+        return _sweep(make, swept, profile, deaths, args)
     figures = simulation.figures()
     for name, (what, unit) in _ROWS.items():
         print(f"{what:28}{figures[name]:>12.4g} {unit}")
@@ -89,11 +117,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _sweep(
-    make: Callable[[Sequence[str]], Config], swept: Sequence[Options], profile: Profile, args: argparse.Namespace
+    make: Callable[[Sequence[str]], Config],
+    swept: Sequence[Options],
+    profile: Profile,
+    deaths: Deaths | None,
+    args: argparse.Namespace,
 ) -> int:
     found: list[Combination] = []
     print(f"{'samples/s':>10} {'of ideal':>9} {'train idle':>11} {'roll idle':>10} {'age':>6}  options")
-    for one in sweep(make, swept, profile, args.gpus):
+    for one in sweep(make, swept, profile, args.gpus, deaths):
         found.append(one)
         if one.refused:
             print(f"{'–':>10} {'–':>9} {'–':>11} {'–':>10} {'–':>6}  {one}: {one.refused}", flush=True)

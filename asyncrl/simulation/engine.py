@@ -17,7 +17,7 @@ from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.param_sync.digest import ROLES, combine_hashes
 from asyncrl.param_sync.manifest import Role
 from asyncrl.param_sync.session_protocol import PauseMode, ReceivePlan
-from asyncrl.rollouter.engines.base import EventBatch, Request, Scheduling
+from asyncrl.rollouter.engines.base import ALIVE_EVERY_S, EventBatch, Request, Scheduling
 from asyncrl.simulation.profile import Profile, SyncFigures
 from asyncrl.simulation.workload import STOP, TOKEN
 from asyncrl.types.samples import FinishReason
@@ -95,8 +95,9 @@ class SimulatedEngine:
     async def events(self) -> EventBatch:
         while True:
             await self._active.wait()
+            progress_s = self._progress_s + self._scheduling.progress_every_s
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(self._progress_s + self._scheduling.progress_every_s):
+                async with asyncio.timeout_at(min(progress_s, now_s() + ALIVE_EVERY_S)):
                     await self._has_ended.wait()
             if self._waiting:
                 await asyncio.sleep(max(0.0, self._reported_s + self._figures.report_s - now_s()))
@@ -111,8 +112,7 @@ class SimulatedEngine:
                 self._progress_s = self._reported_s
             if not self._running:
                 self._active.clear()
-            if reported:
-                return self._batch(reported, progress)
+            return self._batch(reported, progress)
 
     def _progress(self) -> Iterator[_Event]:
         for id, row in self._running.items():
@@ -122,7 +122,7 @@ class SimulatedEngine:
                 row.reported = made
 
     def _batch(self, events: Sequence[_Event], progress: bool) -> EventBatch:
-        offsets = np.concatenate([[0], np.cumsum([event.tokens for event in events])])
+        offsets = np.cumsum([0, *(event.tokens for event in events)])
         tokens = np.full(offsets[-1], TOKEN, np.int32)
         for end, event in zip(offsets[1:].tolist(), events, strict=True):
             if event.finish is FinishReason.STOP:
@@ -137,6 +137,18 @@ class SimulatedEngine:
             [False] * len(events),
             progress=progress,
         )
+
+    def stop(self) -> None:
+        """Its process has died: forget all requests, and generate nothing until the next `resume`."""
+        self._advance()
+        self.tokens += sum(row.reported for row in self._running.values())
+        for held in (self._waiting, self._running, self._ends, self._cached, self._ended):
+            held.clear()
+        self._context, self._scheduling = 0.0, Scheduling()
+        self._paused, self._draining = True, False
+        self._active.clear()
+        self._has_ended.clear()
+        self._continue()
 
     # -- sync sessions, see `asyncrl.param_sync.replica_session.SyncedEngine` ------------------------------------------
 

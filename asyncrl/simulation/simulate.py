@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import tempfile
 import time
@@ -20,7 +21,8 @@ from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.coordinator import ParameterSyncCoordinator
 from asyncrl.param_sync.replica_session import EngineSession
-from asyncrl.processes.actor_client import first_leaf
+from asyncrl.param_sync.session_protocol import ReplicaSession
+from asyncrl.processes.actor_client import ActorDied, first_leaf
 from asyncrl.processes.tasks import together
 from asyncrl.rollouter.drops import NothingToTrain
 from asyncrl.rollouter.held_queue import HeldQueue
@@ -28,19 +30,22 @@ from asyncrl.rollouter.loop import RolloutLoop
 from asyncrl.rollouter.pacing import GenerationPacer, run_pacer
 from asyncrl.rollouter.router import Router
 from asyncrl.rollouter.samples import SampleMaker
+from asyncrl.run.supervision import DiedTooOften, RestartPolicy, Supervisor
 from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.core import SampleQueue
+from asyncrl.simulation.deaths import Deaths, MortalCluster
 from asyncrl.simulation.engine import SimulatedEngine, SimulatedReceiver
 from asyncrl.simulation.profile import Profile
 from asyncrl.simulation.ranks import SimulatedRanks
 from asyncrl.simulation.records import InMemoryRecords
-from asyncrl.simulation.virtual_loop import run_virtually
+from asyncrl.simulation.virtual_loop import Stuck, run_virtually
 from asyncrl.simulation.workload import VOCABULARY, SimulatedAgent, SimulatedRewards, SimulatedTokenizer, prompts
 from asyncrl.trainer.checkpoints import CheckpointStore
 from asyncrl.trainer.loop import TrainLoop
 from asyncrl.trainer.progress import Progress
 
 _PROMPTS = 8192  # of each of endless epochs
+_STUCK_S = 86400.0
 _WARM_UP = 2  # steps that no figure counts: they begin with empty pools
 
 
@@ -66,6 +71,7 @@ class Simulation:
     counters: Mapping[str, float]
     groups: Sequence[Any]
     samples_per_step: int
+    deaths: int  # of replicas
 
     def figures(self) -> dict[str, float]:
         """Means over the steps after the first ones. ``step_s``: seconds of a step; the idle ratios: shares of the time
@@ -85,6 +91,7 @@ class Simulation:
             "staleness_mean": mean("fully_async/staleness/mean"),
             "queue_depth": mean("fully_async/queue/depth"),
             "sync_s": mean("param_sync/total_s"),
+            "deaths": self.deaths,
         }
 
     def advice(self) -> str:
@@ -123,13 +130,14 @@ def simulate(
     engine: type[SimulatedEngine] = SimulatedEngine,
     ranks: type[SimulatedRanks] = SimulatedRanks,
     cpu_s: Callable[[], float] = time.process_time,
+    deaths: Deaths | None = None,
 ) -> Simulation:
     """Train ``trainer.total_steps`` steps of ``config`` in virtual time. Equal arguments give an equal run. ``cpu_s``:
-    the clock of `Step.cpu_s`.
+    the clock of `Step.cpu_s`; ``deaths``: of replicas.
 
     Validation, agents' processes, sandboxes and reward workers are left out: agents wait, and rewards take, as long as
-    the profile says. Raises ConfigError if all groups would be dropped, the errors of the control plane, and `Stuck` if
-    it would wait for ever."""
+    the profile says. Raises ConfigError if all groups would be dropped or a replica dies too often, the errors of the
+    control plane, and `Stuck` if it would wait for ever."""
     if config.trainer.total_steps < 3:
         raise ValueError(f"trainer.total_steps: expected at least 3 to simulate, found {config.trainer.total_steps}")
     profile.check(
@@ -139,13 +147,15 @@ def simulate(
     )
     with tempfile.TemporaryDirectory(prefix="asyncrl-simulation-") as folder:
         try:
-            seen = run_virtually(lambda: _run(config, profile, engine, ranks, cpu_s, Path(folder)))
+            seen = run_virtually(lambda: _run(config, profile, engine, ranks, cpu_s, Path(folder), deaths))
         except Exception as e:
             if isinstance(leaf := first_leaf(e), NothingToTrain):
                 raise ConfigError([f"with the rewards of the profile nothing would be trained: {leaf}"]) from None
+            if isinstance(leaf, DiedTooOften):
+                raise ConfigError([f"the run would fail: {leaf}"]) from None
             raise
     samples = derive(config).groups_per_step * config.rollout.n
-    return Simulation(config, tuple(seen.steps), seen.counters, seen.groups, samples)
+    return Simulation(config, tuple(seen.steps), seen.counters, seen.groups, samples, seen.deaths())
 
 
 async def _run(
@@ -155,6 +165,7 @@ async def _run(
     make_ranks: type[SimulatedRanks],
     cpu_s: Callable[[], float],
     folder: Path,
+    deaths: Deaths | None,
 ) -> _Observer:
     derived, recorder, rollout = derive(config), Recorder("simulation"), config.rollout
     admission = Admission(derived.groups_per_version, derived.staleness_threshold, derived.total_groups)
@@ -168,7 +179,7 @@ async def _run(
         max_attempts=rollout.max_attempts,
     )
     engines = {f"replica/{i}": make_engine(profile, rollout.engine.slots) for i in range(rollout.replicas)}
-    router = Router(engines, lambda _: False, recorder)
+    router = Router(engines, _is_death, recorder)
     tokenizer = SimulatedTokenizer(profile)
     maker = SampleMaker(
         config,
@@ -182,14 +193,20 @@ async def _run(
     order = PromptOrder(prompts(_PROMPTS), config.seed, config.data.shuffle)
     held = HeldQueue(queue, 0)
     loop = RolloutLoop(config, derived.slots, order, maker, held, recorder)
-    sessions = {
+    sessions: dict[str, ReplicaSession] = {
         name: EngineSession(name, engine, SimulatedReceiver(name, profile.sync)) for name, engine in engines.items()
     }
+    resize = lambda: loop.limiter.resize(len(router.outstanding_tokens) * rollout.engine.slots)
+    cluster = MortalCluster(deaths, config.seed, profile, engines, router, resize) if deaths is not None else None
     ranks = make_ranks(profile, config.trainer.ranks, recorder)
     sync = ParameterSyncCoordinator(
-        replace(config.param_sync, pause=derived.pause), {"trainer/0": ranks}, sessions, router.set_routable, recorder
+        replace(config.param_sync, pause=derived.pause),
+        {"trainer/0": ranks},
+        sessions if cluster is None else {},  # replicas join as they start
+        router.set_routable,
+        recorder,
     )
-    observer = _Observer(ranks, engines, queue, recorder, cpu_s)
+    observer = _Observer(ranks, engines, queue, recorder, cpu_s, lambda: 0 if cluster is None else cluster.count)
     trainer = TrainLoop(
         config,
         derived,
@@ -202,13 +219,40 @@ async def _run(
         recorder,
         CheckpointStore(folder, config.checkpoint),
     )
-    await trainer.begin(None)
-    beside = [router.run(), loop.run(await held.recover(history=False))]
-    if rollout.pacing:
+    begun = asyncio.Event()
+
+    async def train() -> None:
+        if cluster is not None:
+            await supervisor.started()
+        await trainer.begin(None)
+        begun.set()
+        await trainer.run()
+
+    async def roll_out() -> None:
+        await begun.wait()
+        await loop.run(await held.recover(history=False))
+
+    async def pace() -> None:
+        await begun.wait()
         pacer, limit = GenerationPacer(rollout.engine.slots), router.set_max_running_requests
-        beside.append(run_pacer(pacer, queue, lambda: loop.blocked_s, limit))
-    await together(trainer.run(), beside)
+        await run_pacer(pacer, queue, lambda: loop.blocked_s, limit)
+
+    beside = [router.run(), roll_out()]
+    if rollout.pacing:
+        beside.append(pace())
+    if cluster is not None:
+        supervision = config.supervision
+        supervisor = Supervisor(supervision, RestartPolicy(supervision), cluster, sync, recorder)  # type: ignore[arg-type]
+        beside += [supervisor.run(), observer.watch()]
+    await together(train(), beside)
     return observer
+
+
+def _is_death(error: BaseException) -> bool:
+    """Raises what is no death: an engine's model is wrong."""
+    if isinstance(error, ActorDied | BaseExceptionGroup):
+        return isinstance(error, ActorDied)
+    raise error
 
 
 class _Observer:
@@ -221,9 +265,10 @@ class _Observer:
         queue: SampleQueue,
         recorder: Recorder,
         cpu_s: Callable[[], float],
+        deaths: Callable[[], int],
     ) -> None:
         self._ranks, self._engines, self._queue, self._recorder = ranks, engines, queue, recorder
-        self._cpu_s = cpu_s
+        self._cpu_s, self.deaths = cpu_s, deaths
         self.steps: list[Step] = []
         self.counters: Counter[str] = Counter()
         self.groups: list[Any] = []
@@ -248,6 +293,14 @@ class _Observer:
         return all_metrics
 
     async def on_end(self, progress: Progress, queue: Mapping[str, float]) -> None: ...
+
+    async def watch(self) -> None:
+        """Raises Stuck. A supervisor always has a timer, so the loop does not notice."""
+        before = None
+        while before != (now := (len(self.steps), sum(engine.busy_s for engine in self._engines.values()))):
+            before = now
+            await asyncio.sleep(_STUCK_S)
+        raise Stuck(f"nothing was generated or trained for {_STUCK_S / 3600:g} hours")
 
 
 class _Rollouter:

@@ -13,6 +13,7 @@ from asyncrl.config.load import ConfigError
 from asyncrl.config.schema import Config
 from asyncrl.observability import charts
 from asyncrl.observability.report import page
+from asyncrl.simulation.deaths import Deaths
 from asyncrl.simulation.profile import Profile, ProfileError
 from asyncrl.simulation.simulate import simulate
 
@@ -65,7 +66,11 @@ def _values(name: str, given: str) -> Sequence[str]:
 
 
 def sweep(
-    make: Callable[[Sequence[str]], Config], swept: Sequence[Options], profile: Profile, gpus: int | None
+    make: Callable[[Sequence[str]], Config],
+    swept: Sequence[Options],
+    profile: Profile,
+    gpus: int | None = None,
+    deaths: Deaths | None = None,
 ) -> Iterator[Combination]:
     """Simulate each; ``make(overrides)`` gives its configuration. ``gpus``: what replicas leave of so many trains."""
     for options in swept:
@@ -78,7 +83,7 @@ def sweep(
                     raise ConfigError([f"the replicas need {replicas} GPUs, which leaves none of {gpus} to train"])
                 ranks = gpus - replicas
                 config = make([*overrides, f"trainer.ranks={ranks}"])
-            run = simulate(config, profile)
+            run = simulate(config, profile, deaths=deaths)
         except (ConfigError, ProfileError) as e:
             yield Combination(options, refused=str(e).splitlines()[0])
         else:
