@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import dataclasses
 import heapq
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,7 @@ _SUSPECT_DEATHS = 2  # of replicas that served a group, after which it is served
 _PROGRESS_S = 40e-6  # to take the tokens of a request that continues
 _PROGRESS_SHARE = 0.05  # of this process, for that
 _HAND_OVER_S = 10.0  # for a retired replica to report the last tokens of its requests
+_OBSERVED = 16  # replicas, enough for the run's profile
 _OBSERVED_S = 1.0  # of a busy engine; tokens of prompts are known only after they were computed, in a later report
 
 
@@ -443,11 +445,12 @@ class Router:
                 await replica.client.abort(aborts)
 
     async def _receive(self, replica: _Replica) -> None:
+        recorder = self._recorder if replica.name in itertools.islice(self._replicas, _OBSERVED) else None
         while True:
             batch = await replica.client.events()
             since_s, replica.last_event_s = replica.last_event_s, now_s()
-            if self._recorder is not None and batch.ids:
-                self._observe(self._recorder, replica, batch, replica.last_event_s - since_s)
+            if recorder is not None and batch.ids:
+                self._observe(recorder, replica, batch, replica.last_event_s - since_s)
             for e, id in enumerate(batch.ids):
                 if (active := self._assigned.get(id)) is not None:
                     self._apply(active, batch, e)

@@ -29,7 +29,7 @@ from asyncrl.rollouter.router import Router
 from asyncrl.rollouter.sampling import random_key
 from asyncrl.rollouter.tokenizer import PromptTokenizer
 from asyncrl.types.prompts import Prompt
-from asyncrl.types.samples import Sample
+from asyncrl.types.samples import Sample, TokenSequence
 from asyncrl.types.trajectories import Trajectory, TrajectorySequence
 
 MAX_METRICS = 256  # of all samples, under different names; each is a curve in every sink
@@ -312,12 +312,13 @@ def _problem_beside_tokens(sample: Sample) -> str | None:
 def _with_arrays(sample: Sample, index: int) -> Sample:
     """The sample under its index, with its columns as arrays of their types."""
     sequences = [
-        dataclasses.replace(
-            q,
-            tokens=np.asarray(q.tokens, np.int32),
-            logprobs=np.asarray(q.logprobs, np.float32),
-            loss_mask=np.asarray(q.loss_mask, bool),
-            extras={name: np.asarray(values) for name, values in q.extras.items()},
+        TokenSequence(
+            np.asarray(q.tokens, np.int32),
+            np.asarray(q.logprobs, np.float32),
+            np.asarray(q.loss_mask, bool),
+            q.spans,
+            q.prefix,
+            {name: np.asarray(values) for name, values in q.extras.items()},
         )
         for q in sample.sequences
     ]

@@ -1,4 +1,4 @@
-"""Two machines on one: network namespaces with a cable between them, and a Ray node in each. Needs root on Linux."""
+"""Several machines on one: network namespaces with cables to a switch, and a Ray node in each. Needs root on Linux."""
 
 import os
 import secrets
@@ -12,23 +12,28 @@ from pathlib import Path
 
 import psutil
 
-HEAD, OTHER = "10.211.0.1", "10.211.0.2"
+ADDRESSES = tuple(f"10.211.0.{number}" for number in range(1, 9))
+HEAD, OTHER, *_ = ADDRESSES
 PORT = 6379
 START_S = 120.0
 CPUS = 2
 
 
-class TwoMachines:
-    """``head`` is where drivers run: ``command(...)`` is a command there, ``environment`` holds the cluster's token."""
+class Machines:
+    """``count`` machines at the first of `ADDRESSES`, and ``spare`` ones without a Ray node yet. Drivers run at `HEAD`:
+    ``command(...)`` is a command there, ``environment`` holds the cluster's token. ``mbit``: millions of bits per
+    second that each cable carries in either direction."""
 
-    def __init__(self) -> None:
-        self._names = [f"asyncrl-{os.getpid()}-{side}" for side in ("head", "other")]
+    def __init__(self, count: int = 2, spare: int = 0, mbit: int | None = None) -> None:
+        self._switch = f"asyncrl-{os.getpid()}-switch"
+        self._names = {address: f"asyncrl-{os.getpid()}-{address}" for address in ADDRESSES[: count + spare]}
+        self._mbit = mbit
         self._ray_dir = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: the sockets in it have long names
         self.environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         try:
             self._connect()
-            self.start_ray(HEAD)
-            self.start_ray(OTHER)
+            for address in ADDRESSES[:count]:
+                self.start_ray(address)
         except BaseException:
             self.close()
             raise
@@ -46,13 +51,13 @@ class TwoMachines:
         return f"{HEAD}:{PORT}"
 
     def command(self, *command: str, address: str = HEAD) -> list[str]:
-        return ["ip", "netns", "exec", self._name(address), *command]
+        return ["ip", "netns", "exec", self._names[address], *command]
 
     def processes(self, *addresses: str) -> list[psutil.Process]:
-        """Those of the machines at these addresses."""
+        """Those of the machines at these addresses; of all."""
         found = []
-        for address in addresses:
-            listed = subprocess.run(["ip", "netns", "pids", self._name(address)], capture_output=True, text=True)
+        for address in addresses or self._names:
+            listed = subprocess.run(["ip", "netns", "pids", self._names[address]], capture_output=True, text=True)
             for pid in listed.stdout.split():
                 with suppress(psutil.NoSuchProcess):
                     found.append(psutil.Process(int(pid)))
@@ -87,40 +92,48 @@ class TwoMachines:
     def _join(self) -> str:
         return f"--address={self.address}"
 
-    def restart_other(self) -> None:
-        """Start the other machine's Ray node, unless it lives."""
-        if self.raylet(OTHER) is None:
-            self.start_ray(OTHER)
+    def restart(self, address: str) -> None:
+        """Start a machine's Ray node, unless it lives."""
+        if self.raylet(address) is None:
+            self.start_ray(address)
 
-    def cut(self, seconds: float) -> None:
-        """Unplug the cable: what is sent is lost, and nobody is told."""
-        self._ip("-n", self._names[1], "link", "set", "wire", "down")
+    def cut(self, address: str, seconds: float) -> None:
+        """Unplug a machine's cable: what is sent is lost, and nobody is told."""
+        self._ip("-n", self._names[address], "link", "set", "wire", "down")
         time.sleep(seconds)
-        self._ip("-n", self._names[1], "link", "set", "wire", "up")
+        self._ip("-n", self._names[address], "link", "set", "wire", "up")
 
-    def close(self) -> None:
+    def kill(self, *addresses: str) -> None:
+        """Kill all processes of these machines."""
         deadline = time.monotonic() + 20
-        while time.monotonic() < deadline and (left := self.processes(HEAD, OTHER)):
+        while time.monotonic() < deadline and (left := self.processes(*addresses)):
             for process in left:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
             time.sleep(0.1)
-        for name in self._names:
+
+    def close(self) -> None:
+        self.kill()
+        for name in (*self._names.values(), self._switch):
             subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
         shutil.rmtree(self._ray_dir, ignore_errors=True)
 
-    def _name(self, address: str) -> str:
-        return self._names[address == OTHER]
-
     def _connect(self) -> None:
-        for name in self._names:
+        self._ip("netns", "add", self._switch)
+        self._ip("-n", self._switch, "link", "add", "name", "switch", "type", "bridge")
+        self._ip("-n", self._switch, "link", "set", "switch", "up")
+        for port, (address, name) in enumerate(self._names.items()):
+            socket = f"port{port}"
             self._ip("netns", "add", name)
-        head, other = self._names
-        self._ip("-n", head, "link", "add", "wire", "type", "veth", "peer", "name", "wire", "netns", other)
-        for name, address in zip(self._names, (HEAD, OTHER), strict=True):
+            self._ip("-n", name, "link", "add", "wire", "type", "veth", "peer", "name", socket, "netns", self._switch)
+            self._ip("-n", self._switch, "link", "set", socket, "master", "switch")
             self._ip("-n", name, "addr", "add", f"{address}/24", "dev", "wire")
-            self._ip("-n", name, "link", "set", "wire", "up")
-            self._ip("-n", name, "link", "set", "lo", "up")
+            for where, link in ((name, "wire"), (name, "lo"), (self._switch, socket)):
+                self._ip("-n", where, "link", "set", link, "up")
+            if self._mbit is not None:
+                for where, link in ((name, "wire"), (self._switch, socket)):
+                    rate = ["rate", f"{self._mbit}mbit", "burst", "256kb", "latency", "100ms"]
+                    subprocess.run(["tc", "-n", where, "qdisc", "add", "dev", link, "root", "tbf", *rate], check=True)
 
     @staticmethod
     def _ip(*arguments: str) -> None:

@@ -36,7 +36,7 @@ from tests.support.stranger import PAYLOADS
 from tests.support.tiny import make_inputs
 from tests.torture.checker import Checker, Expected
 from tests.torture.fast import damage
-from tests.torture.machines import HEAD, OTHER, TwoMachines
+from tests.torture.machines import OTHER, Machines
 
 STEPS, BATCH = 60, 2  # of a run, unless asked for another number; groups per step
 ANSWER_S = 10.0
@@ -73,13 +73,13 @@ class Outcome:
 class FarRun(FaultyRun):
     """A run over two machines, whose actors are not below its driver."""
 
-    def __init__(self, machines: TwoMachines, *args: Any) -> None:
+    def __init__(self, machines: Machines, *args: Any) -> None:
         self._machines = machines
         options = (f"ray.address={machines.address}", "ray.rollout_strategy=spread", "ray.trainer_strategy=pack")
         super().__init__(*args, *options, within=machines.command(), environment=machines.environment)
 
     def below(self) -> list[psutil.Process]:
-        return self._machines.processes(HEAD, OTHER)
+        return self._machines.processes()
 
     def close(self) -> None:
         """Kill the driver, if it lives. Fails if one of its actors outlives it by 60 s."""
@@ -95,7 +95,7 @@ class Storm:
 
     def __init__(self, seed: int, outcome: Outcome, machines: int = 1, steps: int = STEPS) -> None:
         self.seed, self.outcome, self._far = seed, outcome, machines == 2
-        self._machines: TwoMachines | None = None
+        self._machines: Machines | None = None
         self._kinds = KINDS | (TWO_MACHINES if self._far else ONE_MACHINE)
         self._patience_s = PATIENCE_S + (NODE_DEATH_S if self._far else 0.0)
         self._random = draw = random.Random(seed)
@@ -148,7 +148,7 @@ class Storm:
 
     def run(self, faults: int) -> None:
         """At most ``faults`` faults, then undisturbed."""
-        self._machines = TwoMachines() if self._far else None
+        self._machines = Machines() if self._far else None
         try:
             self._storm(faults)
         finally:
@@ -230,12 +230,12 @@ class Storm:
                     return False
                 self._log(kind, raylet, signal.SIGKILL)
                 time.sleep(draw.choice((0.0, 5.0, 40.0)))
-                self._machines.restart_other()
+                self._machines.restart(OTHER)
             elif kind == "cable":
                 assert self._machines is not None
                 seconds = draw.choice((0.5, 3.0, ANSWER_S, 40.0))
                 print(f"  cable: out for {seconds:g} s", flush=True)
-                self._machines.cut(seconds)
+                self._machines.cut(OTHER, seconds)
             elif kind == "second driver":
                 second = self._begin()
                 refused = second.wait(120) == 2 and "is in use by another" in second.text
@@ -257,7 +257,7 @@ class Storm:
     def _begin(self) -> FaultyRun:
         if self._machines is None:
             return FaultyRun(self._inputs, self._folder, *self.options)
-        self._machines.restart_other()
+        self._machines.restart(OTHER)
         return FarRun(self._machines, self._inputs, self._folder, *self.options)
 
     def _resumed(self, run: FaultyRun, kind: str = "") -> FaultyRun:
@@ -367,7 +367,7 @@ def main() -> int:
     parser.add_argument("--machines", type=int, choices=(1, 2), default=1)
     parser.add_argument("--steps", type=int, default=STEPS, help="of each run")
     args = parser.parse_args()
-    if args.machines == 2 and not TwoMachines.possible():
+    if args.machines == 2 and not Machines.possible():
         print("left out: two machines need root, and a kernel with network namespaces")
         return 0
     outcome = storms(args.seed, args.faults, args.machines, args.steps)

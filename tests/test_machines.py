@@ -1,0 +1,76 @@
+"""A run over several machines: network namespaces with slow cables, and a Ray node in each."""
+
+import signal
+from contextlib import closing
+
+import pytest
+
+import asyncrl.cli.ledger
+from tests.support.faults import FaultyRun, trained_steps
+from tests.support.tiny import make_inputs
+from tests.test_scaling import asyncrl_scale, served
+from tests.torture.machines import ADDRESSES, HEAD, Machines
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not Machines.possible(), reason="needs root, and a kernel with network namespaces"),
+]
+MBIT = 400
+
+
+class SpreadRun(FaultyRun):
+    """Trainer, queue and rollouter are at `HEAD`. Each machine has room for one replica."""
+
+    def __init__(self, machines, inputs, folder, *more):
+        self.machines = machines
+        placed = (f"ray.address={machines.address}", "ray.trainer_strategy=pack", "ray.rollout_strategy=spread")
+        super().__init__(
+            inputs,
+            folder,
+            "param_sync.transport=gloo",
+            "ray.placement_timeout_s=60",
+            "ray.cpus_per_rank=0.5",
+            "ray.cpus_per_replica=1.5",  # of two
+            *placed,
+            *more,
+            within=machines.command(),
+            environment=machines.environment,
+        )
+
+    def below(self):
+        return self.machines.processes()
+
+    def replicas_at(self, address):
+        there = {process.pid for process in self.machines.processes(address)}
+        return [replica for replica in self.actors("replica") if replica.pid in there]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_machine_dies_and_another_joins_late(tmp_path, count):
+    inputs, folder = make_inputs(tmp_path / "inputs"), tmp_path / "run"
+    (_, dying, *_), late = ADDRESSES[:count], ADDRESSES[count]
+    with closing(Machines(count, spare=1, mbit=MBIT)) as machines:
+        run = SpreadRun(machines, inputs, folder, "trainer.total_steps=4000", f"rollout.replicas={count}")
+        try:
+            run.until_trained(2, 300)
+            assert [len(run.replicas_at(address)) for address in ADDRESSES[:count]] == [1] * count
+            [rank] = run.actors("rank")
+            assert rank.pid in {process.pid for process in machines.processes(HEAD)}
+
+            machines.start_ray(late)
+            assert asyncrl_scale(run, count + 1)[0] == 0
+            assert run.replicas_at(late)
+            run.until(lambda: f"replica/{count}" in served(folder), "was served by the late machine", 200)
+
+            trained = trained_steps(folder)
+            machines.kill(dying)
+            run.until_trained(trained + 3, 300)  # the others go on
+            machines.start_ray(dying)
+            run.until(lambda: run.replicas_at(dying), "had its replica back", 300)
+            run.until_trained(trained_steps(folder) + 3, 200)
+            run.process.send_signal(signal.SIGINT)
+            assert run.wait() == 130, run.text
+        finally:
+            run.close()
+    assert asyncrl.cli.ledger.main([str(folder)]) == 0  # all groups add up
