@@ -4,13 +4,13 @@
 
 - ``worst_error``: of the predictions of `RUNS`, real runs on this machine, from the profile of another one, `MEASURED`,
   whose engines are slowed down to share its cores (`benchmarks.rate_limited`). Relative for steps per second, absolute
-  for the pools' idle shares and the mean staleness in versions. Lengths and waits for tools are given, not measured, if
-  they differ from those of the measured run.
+  for the pools' idle shares and the mean staleness in versions. Lengths and waits for tools are those of the same
+  groups, given, not measured.
 - ``verl_table_error``: largest error of the predicted seconds of a step against the published ones of verl's fully
   asynchronous trainer, Qwen2.5-Math-7B on 128 H20, 64 of which train (docs/advance/fully_async.md there). Its engine is
-  calibrated with two figures: the generation of a step on 128 GPUs, 177.85 s, and the end of generation at a threshold
-  of 0 on 64. Its trainer takes the mean of the published updates, its sync what they leave of a step. A quarter of all
-  that is simulated: samples, GPUs for generation, and the trainer's speed.
+  calibrated by simulations of two figures: the generation of a step on 128 GPUs, 177.85 s, and the end of generation
+  at a threshold of 0 on 64. Its trainer takes the mean of the published updates, its sync what they leave of a step.
+  A quarter of all that is simulated: samples, GPUs for generation, and the trainer's speed.
 - ``async_over_sync_tail``: how much faster the same GPUs, best divided, train the long tail of `benchmarks.long_tail`
   at a threshold of 1 than synchronously, with all of them in turn generating and training.
 - ``virtual_over_real_N``: virtual seconds for each real one, with N replicas and as many ranks that train this tail at
@@ -20,12 +20,13 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,10 +51,13 @@ PUBLISHED = {
     "0.3": (146.11, 38.88, 103.22),
     "0.5": (150.63, 33.14, 113.16),
 }
+UPDATE_S = statistics.fmean(update for _, _, update in PUBLISHED.values())
+REST_S = statistics.fmean(step - wait - update for step, wait, update in PUBLISHED.values())
 PROMPTS, SAMPLES, GPUS = 512 // 4, 16, 64 // 4
 UPDATES = 4  # train steps between syncs
 LONGEST = 28_000  # tokens
 MEDIAN = LONGEST / LIMIT
+WHOLE_STEPS = [f"trainer.mini_batch_groups={PROMPTS}", "async_training.trigger_parameter_sync_step=1"]
 
 
 def tail_groups(count: int = 2 * PROMPTS) -> tuple[GroupFigures, ...]:
@@ -62,26 +66,43 @@ def tail_groups(count: int = 2 * PROMPTS) -> tuple[GroupFigures, ...]:
     return tuple(GroupFigures(200, tuple(sample(str(g), i) for i in range(SAMPLES))) for g in range(count))
 
 
-def verl_profile() -> Profile:
+def verl_profile(decode_s: float, row_s: float) -> Profile:
+    """``decode_s``, ``row_s``: of a decode step, and what each running request adds."""
     groups = tail_groups()
-    mean = statistics.fmean(s.turns[0].sampled for g in groups for s in g.samples)
-    updates = statistics.fmean(update for _, _, update in PUBLISHED.values())
-    rest = statistics.fmean(step - wait - update for step, wait, update in PUBLISHED.values())
-    # all samples of a step at once: 64 on each of 128 GPUs end after 177.85 s, 128 on each of 64 when the trainer has
-    # waited for all of them, before it trains the last of four parts
-    step, _, update = PUBLISHED["0"]
-    ended_s = step - rest - update / UPDATES
-    rows = PROMPTS * SAMPLES / GPUS
-    row_s = (ended_s - GENERATION_S) / (rows / 2 * mean)
-    base, tokens = scale.profile(), PROMPTS * SAMPLES * (mean + 200)
-    decode_s = (ended_s - rows * mean * row_s) / LONGEST
+    tokens = PROMPTS * SAMPLES * (statistics.fmean(s.turns[0].sampled for g in groups for s in g.samples) + 200)
+    base = scale.profile()
     return replace(
         base,
         engine=replace(base.engine, step_s=decode_s, row_s=row_s, prefill_token_s=0.0),
-        trainer=replace(base.trainer, ranks=GPUS, step_s=0.0, token_s=updates / tokens),
-        sync=replace(base.sync, nbytes=1, bytes_per_s=1 / rest),
+        trainer=replace(base.trainer, ranks=GPUS, step_s=0.0, token_s=UPDATE_S / tokens),
+        sync=replace(base.sync, nbytes=1, bytes_per_s=1 / REST_S),
         groups=groups,
     )
+
+
+@functools.cache
+def calibrated() -> Profile:
+    """All samples of a step at once: 64 on each of 128 GPUs end after 177.85 s; 128 on each of 64 when the trainer has
+    waited for all of them, before it trains the last of four parts."""
+    step, _, update = PUBLISHED["0"]
+    ended_s = step - REST_S - update / UPDATES
+    decode_s = GENERATION_S / LONGEST
+    ratio = lambda row_s: generated_s(decode_s, row_s, GPUS) / generated_s(decode_s, row_s, 2 * GPUS)
+    low, high = 0.0, decode_s / 16
+    for _ in range(7):
+        middle = (low + high) / 2
+        low, high = (middle, high) if ratio(middle) < ended_s / GENERATION_S else (low, middle)
+    scale_by = GENERATION_S / generated_s(decode_s, low, 2 * GPUS)
+    return verl_profile(scale_by * decode_s, scale_by * low)
+
+
+def generated_s(decode_s: float, row_s: float, replicas: int) -> float:
+    """Seconds to generate a step's samples, all at once: the mean over three steps that nobody trains."""
+    profile = verl_profile(decode_s, row_s)
+    untrained = replace(profile, trainer=replace(profile.trainer, token_s=0.0), sync=scale.profile().sync)
+    whole = [*WHOLE_STEPS, f"rollout.replicas={replicas}", "async_training.staleness_threshold=0"]
+    steps = simulated(untrained, *whole, "trainer.total_steps=4").steps
+    return (steps[-1].at_s - steps[0].at_s) / (len(steps) - 1)
 
 
 def simulated(profile: Profile, *options: str) -> Simulation:
@@ -119,7 +140,7 @@ def step_s(profile: Profile, *options: str) -> float:
 def virtual_over_real(replicas: int) -> float:
     pools = [f"rollout.replicas={replicas}", f"trainer.ranks={replicas}", "async_training.staleness_threshold=1"]
     step = [f"trainer.mini_batch_groups={PROMPTS * replicas // GPUS}", "async_training.trigger_parameter_sync_step=1"]
-    profile, began_s = verl_profile(), time.perf_counter()
+    profile, began_s = calibrated(), time.perf_counter()
     run = simulated(profile, *pools, *step, "trainer.total_steps=4")
     return run.steps[-1].at_s / (time.perf_counter() - began_s)
 
@@ -127,7 +148,7 @@ def virtual_over_real(replicas: int) -> float:
 def verl_table() -> Mapping[str, float]:
     """Threshold → predicted seconds of a step. As theirs, the trainer takes a quarter of a step at once, and whatever
     is finished first."""
-    profile = verl_profile()
+    profile = calibrated()
     print(f"engine: {profile.engine.step_s * 1e3:.2f} ms a decode step, {profile.engine.row_s * 1e6:.0f} us a request")
     theirs = ("algorithm.advantage=benchmarks.overlap:WHOLE_BATCH", "async_training.queue_policy=ready_first")
     return {
@@ -136,12 +157,9 @@ def verl_table() -> Mapping[str, float]:
     }
 
 
-WHOLE_STEPS = [f"trainer.mini_batch_groups={PROMPTS}", "async_training.trigger_parameter_sync_step=1"]
-
-
 def tail_table() -> Mapping[int, float]:
     """Ranks of the trainer → how much faster a step is than in turn; the same GPUs, of the same speed."""
-    profile, whole = verl_profile(), "algorithm.advantage=benchmarks.overlap:WHOLE_BATCH"
+    profile, whole = calibrated(), "algorithm.advantage=benchmarks.overlap:WHOLE_BATCH"
     all_of = [f"rollout.replicas={2 * GPUS}", f"trainer.ranks={2 * GPUS}", "async_training.staleness_threshold=0"]
     in_turn = step_s(profile, *WHOLE_STEPS, whole, *all_of)
     print(f"synchronous: {in_turn:.1f} s a step")
@@ -212,9 +230,10 @@ def real_run(checkpoint: Path, options: Sequence[str], steps: int, out: Path) ->
     out.mkdir()
     quickstart.run(0, checkpoint, DATA, out, [*COMMON, *options, f"trainer.total_steps={steps}"])
     rows = [row for row in read_jsonl(out / "seed-0" / METRICS_FILE) if "actor/loss" in row][2:]
-    mean = lambda name: statistics.fmean(row[name] for row in rows if name in row)
-    idle = [mean(f"fully_async/{pool}/idle_ratio") for pool in ("trainer", "rollouter")]
-    return Figures(1 / mean("perf/step_s"), *idle, mean("fully_async/staleness/mean"))
+    passed_s = sum(row["perf/step_s"] for row in rows)
+    idle_s = lambda pool: sum(row["perf/step_s"] * row[f"fully_async/{pool}/idle_ratio"] for row in rows)
+    ages = statistics.fmean(row["fully_async/staleness/mean"] for row in rows)
+    return Figures(len(rows) / passed_s, idle_s("trainer") / passed_s, idle_s("rollouter") / passed_s, ages)
 
 
 def predicted_run(checkpoint: Path, options: Sequence[str], steps: int, profile: Profile) -> Figures:
@@ -222,24 +241,33 @@ def predicted_run(checkpoint: Path, options: Sequence[str], steps: int, profile:
     config = load_config(
         str(ROOT / "configs/quickstart.yaml"), [*inputs, *COMMON, *options, f"trainer.total_steps={steps}"]
     )
-    of = simulate(config, profile).figures()
+    of = simulate(config, profile, prompts=len((DATA / "train.jsonl").read_text().splitlines())).figures()
     return Figures(1 / of["step_s"], of["trainer_idle"], of["rollouter_idle"], of["staleness_mean"])
 
 
-def given(options: Sequence[str], measured: Profile) -> Profile:
-    """The measured profile with the lengths and waits of these options."""
+@dataclass(frozen=True)
+class SameSamples(Profile):
+    """A measured profile with the samples that a run with these ``options`` has under the same names."""
 
-    def turns(group: str, index: int) -> tuple[Turn, ...]:
-        if options[-3:] != WAITS:
-            return (Turn(length(int(options[-1].partition("=")[2]), group, index)),)
-        first, second = turns_of(MEDIAN_TOKENS, group, index)
-        return Turn(first, 8, waited_s(WAIT_S, group, index)), Turn(second)
+    options: tuple[str, ...] = ()
 
-    prompt = round(statistics.fmean(group.prompt_tokens for group in measured.groups))
-    groups = tuple(
-        GroupFigures(prompt, tuple(SampleFigures(turns(str(g), i), float(i % 2)) for i in range(8))) for g in range(512)
-    )
-    return replace(measured, groups=groups)
+    @classmethod
+    def of(cls, measured: Profile, options: Sequence[str]) -> SameSamples:
+        return cls(**{field.name: getattr(measured, field.name) for field in fields(measured)}, options=tuple(options))
+
+    def group(self, uid: str) -> GroupFigures:
+        return _group(self.options, round(statistics.fmean(g.prompt_tokens for g in self.groups)), uid)
+
+
+@functools.cache
+def _group(options: tuple[str, ...], prompt_tokens: int, uid: str) -> GroupFigures:
+    def turns(index: int) -> tuple[Turn, ...]:
+        if options[-3:] != tuple(WAITS):
+            return (Turn(length(int(options[-1].partition("=")[2]), uid, index)),)
+        first, second = turns_of(MEDIAN_TOKENS, uid, index)
+        return Turn(first, 8, waited_s(WAIT_S, uid, index)), Turn(second)
+
+    return GroupFigures(prompt_tokens, tuple(SampleFigures(turns(i), float(i % 2)) for i in range(8)))
 
 
 def against_reality(steps: int) -> dict[str, float]:
@@ -252,7 +280,7 @@ def against_reality(steps: int) -> dict[str, float]:
         profile = Profile.read(Path(folder) / "measured/seed-0/profile.json")
         for i, (name, options) in enumerate(RUNS.items()):
             found = real_run(checkpoint, options, steps, Path(folder) / str(i))
-            guess = predicted_run(checkpoint, options, steps, given(options, profile))
+            guess = predicted_run(checkpoint, options, steps, SameSamples.of(profile, options))
             worst = max(worst, *guess.errors(found).values())
             pairs = [f"{a:.2f}, {b:.2f}" for a, b in zip(found, guess, strict=True)]
             print(f"{name:22} {pairs[0]:>15} {pairs[1]:>13} {pairs[2]:>15} {pairs[3]:>11}", flush=True)

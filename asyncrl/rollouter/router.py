@@ -94,7 +94,8 @@ class _Replica:
     observed: _Observed = dataclasses.field(default_factory=lambda: _Observed(now_s()))
     sums: Sequence[float] = _NOTHING  # of earlier ones, see `ENGINE`
     version: PolicyVersion | None = None  # of its last tokens
-    prompts: set[str] = dataclasses.field(default_factory=set)  # groups whose prompt it has computed under that version
+    #: of groups whose prompt it has computed under that version: its samples' tokens so far
+    computed: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(eq=False)
@@ -209,7 +210,7 @@ class Router:
     def forget(self, group: str) -> None:
         """The group has ended. Until then its requests go to one replica, which may have the KV of earlier ones."""
         if (replica := self._replicas.get(self._group_replica.pop(group, ""))) is not None:
-            replica.prompts.discard(group)
+            replica.computed.pop(group, None)
 
     def set_max_running_requests(self, limit: int | None) -> None:
         """Cap the training requests that each replica generates for at once (None: no cap); the others wait there."""
@@ -473,19 +474,22 @@ class Router:
         else:
             observed.disturbed = True
         if replica.version not in versions:
-            replica.prompts.clear()
+            replica.computed.clear()
         replica.version = batch.versions[-1]
         seen: Counter[str] = Counter()
         for id, count in zip(batch.ids, np.diff(batch.offsets).tolist(), strict=True):
             if not count or (active := self._assigned.get(id)) is None:
                 continue
-            before, group = len(active.request.tokens) + active.output.count + seen[id], active.request.group
+            request, sample = active.request, active.request.id.rsplit("/", 1)[0]
+            before = len(request.tokens) + active.output.count + seen[id]
             seen[id] += count
             observed.context += count * (before + count / 2)
+            samples = replica.computed.get(request.group)
             if active.begun is None:
                 active.begun = observed
-                observed.computed += before - (active.request.shared_prefix if group in replica.prompts else 0)
-                replica.prompts.add(group)
+                known = 0 if samples is None else max(request.shared_prefix, samples.get(sample, 0))
+                observed.computed += max(0, before - known)
+            replica.computed.setdefault(request.group, {})[sample] = before + count
         observed.steps.update(seen)
         if not batch.progress:
             return

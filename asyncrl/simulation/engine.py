@@ -61,6 +61,7 @@ class SimulatedEngine:
         self._prefilling_until_s = 0.0
         self._context = 0.0  # tokens of all running requests
         self._cached: dict[str, int] = {}  # running requests of each group, whose prompt is in the KV cache
+        self._contexts: dict[tuple[str, int], int] = {}  # tokens of ended turns by sample, whose KV is kept
         self._paused, self._draining = True, False
         self._version = PolicyVersion(0, 0)
         self._ended: list[_Event] = []
@@ -142,7 +143,7 @@ class SimulatedEngine:
         """Its process has died: forget all requests, and generate nothing until the next `resume`."""
         self._advance()
         self.tokens += sum(row.reported for row in self._running.values())
-        for held in (self._waiting, self._running, self._ends, self._cached, self._ended):
+        for held in (self._waiting, self._running, self._ends, self._cached, self._contexts, self._ended):
             held.clear()
         self._context, self._scheduling = 0.0, Scheduling()
         self._paused, self._draining = True, False
@@ -175,10 +176,12 @@ class SimulatedEngine:
         self._continue()
 
     async def release_kv(self) -> int:
+        self._contexts.clear()
         await asyncio.sleep(self._profile.sync.unload_s)
         return 0
 
     async def flush_kv(self) -> None:
+        self._contexts.clear()
         await asyncio.sleep(self._profile.sync.unload_s)
 
     async def restore_kv(self) -> None:
@@ -273,7 +276,8 @@ class SimulatedEngine:
         self._context += len(request.tokens) - (began - self._steps)  # it grows from now on
         cached = self._cached.get(request.group, 0)
         self._cached[request.group] = cached + 1
-        computed = len(request.tokens) - (request.shared_prefix if cached else 0)
+        known = max(request.shared_prefix if cached else 0, self._contexts.get((uid, index), 0))
+        computed = max(1, len(request.tokens) - known)
         self._prefilling_until_s = max(self._prefilling_until_s, self._at_s) + computed * self._figures.prefill_token_s
 
     def _end(self, id: str, finish: FinishReason) -> None:
@@ -284,6 +288,7 @@ class SimulatedEngine:
         self._context -= len(row.request.tokens) + self._steps - row.began
         self.tokens += made
         group = row.request.group
+        self._contexts[_sample_of(row.request)] = len(row.request.tokens) + made
         self._cached[group] -= 1
         if not self._cached[group]:
             del self._cached[group]

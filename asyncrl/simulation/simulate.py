@@ -44,7 +44,6 @@ from asyncrl.trainer.checkpoints import CheckpointStore
 from asyncrl.trainer.loop import TrainLoop
 from asyncrl.trainer.progress import Progress
 
-_PROMPTS = 8192  # of each of endless epochs
 _STUCK_S = 86400.0
 _WARM_UP = 2  # steps that no figure counts: they begin with empty pools
 
@@ -131,9 +130,10 @@ def simulate(
     ranks: type[SimulatedRanks] = SimulatedRanks,
     cpu_s: Callable[[], float] = time.process_time,
     deaths: Deaths | None = None,
+    prompts: int = 8192,
 ) -> Simulation:
     """Train ``trainer.total_steps`` steps of ``config`` in virtual time. Equal arguments give an equal run. ``cpu_s``:
-    the clock of `Step.cpu_s`; ``deaths``: of replicas.
+    the clock of `Step.cpu_s`; ``deaths``: of replicas; ``prompts``: of each of endless epochs.
 
     Validation, agents' processes, sandboxes and reward workers are left out: agents wait, and rewards take, as long as
     the profile says. Raises ConfigError if all groups would be dropped or a replica dies too often, the errors of the
@@ -147,7 +147,7 @@ def simulate(
     )
     with tempfile.TemporaryDirectory(prefix="asyncrl-simulation-") as folder:
         try:
-            seen = run_virtually(lambda: _run(config, profile, engine, ranks, cpu_s, Path(folder), deaths))
+            seen = run_virtually(lambda: _run(config, profile, engine, ranks, cpu_s, Path(folder), deaths, prompts))
         except Exception as e:
             if isinstance(leaf := first_leaf(e), NothingToTrain):
                 raise ConfigError([f"with the rewards of the profile nothing would be trained: {leaf}"]) from None
@@ -166,6 +166,7 @@ async def _run(
     cpu_s: Callable[[], float],
     folder: Path,
     deaths: Deaths | None,
+    count: int,
 ) -> _Observer:
     derived, recorder, rollout = derive(config), Recorder("simulation"), config.rollout
     admission = Admission(derived.groups_per_version, derived.staleness_threshold, derived.total_groups)
@@ -190,7 +191,7 @@ async def _run(
         SimulatedRewards(profile),
         recorder,
     )
-    order = PromptOrder(prompts(_PROMPTS), config.seed, config.data.shuffle)
+    order = PromptOrder(prompts(count), config.seed, config.data.shuffle)
     held = HeldQueue(queue, 0)
     loop = RolloutLoop(config, derived.slots, order, maker, held, recorder)
     sessions: dict[str, ReplicaSession] = {
