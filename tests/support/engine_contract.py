@@ -456,10 +456,8 @@ async def test_a_pause_that_times_out_changes_nothing(replica, initial, long):
 async def test_priority_decides_which_requests_wait(replica, initial):
     await replica.sync(initial)
     few = [request(f"train/{i}", PROMPT, 40) for i in range(16)]  # twice the slots
-    last = request("validation", PROMPT, 4)
-    first = request("urgent", PROMPT, 4)
-    object.__setattr__(last, "priority", 1)
-    object.__setattr__(first, "priority", -1)
+    last = request("validation", PROMPT, 4)._replace(priority=1)
+    first = request("urgent", PROMPT, 4)._replace(priority=-1)
     await replica.engine.submit([last, *few, first])
     order, answers = [], {}
     while len(order) < 18:
