@@ -211,6 +211,7 @@ def test_parts_that_fail_while_their_processes_live_are_replaced_and_poison_is_d
     audit(tmp_path / "run", [BATCH] * steps)
 
 
+@pytest.mark.faults
 def test_a_run_survives_the_death_of_each_process_during_startup(start, tmp_path):
     run = start("trainer.total_steps=4")
     killed: set[str] = set()
