@@ -20,11 +20,11 @@ MBIT = 400
 
 
 class SpreadRun(FaultyRun):
-    """Trainer, queue and rollouter are at `HEAD`. Each machine has room for one replica."""
+    """Each machine has room for one replica, and for the rank."""
 
     def __init__(self, machines, inputs, folder, *more):
         self.machines = machines
-        placed = (f"ray.address={machines.address}", "ray.trainer_strategy=pack", "ray.rollout_strategy=spread")
+        placed = (f"ray.address={machines.address}", "ray.rollout_strategy=spread")
         super().__init__(
             inputs,
             folder,
@@ -55,8 +55,8 @@ def test_a_machine_dies_and_another_joins_late(tmp_path, count):
         try:
             run.until_trained(2, 300)
             assert [len(run.replicas_at(address)) for address in ADDRESSES[:count]] == [1] * count
-            [rank] = run.actors("rank")
-            assert rank.pid in {process.pid for process in machines.processes(HEAD)}
+            [queue] = run.actors("queue")  # beside the journal
+            assert queue.pid in {process.pid for process in machines.processes(HEAD)}
 
             machines.start_ray(late)
             assert asyncrl_scale(run, count + 1)[0] == 0
